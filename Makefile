@@ -1,0 +1,52 @@
+# Each target does all its own set-up: a .venv beside this file, with the versions of constraints.txt.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip
+CONSTRAINED := -c constraints.txt
+
+.PHONY: demo test lint wheel bench notebooks docs clean
+demo: $(VENV)/.demo
+	$(BIN)/sparseconv demo
+
+test: $(VENV)/.tests
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: $(VENV)/.build
+	$(BIN)/python -m build
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks cpu --quick
+
+clean:
+	rm -rf $(VENV) dist build site
+
+$(VENV)/.base: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q --upgrade $(CONSTRAINED) pip
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.base pyproject.toml
+	$(PIP) install -q $(CONSTRAINED) -e ".[demo]"
+	touch $@
+
+$(VENV)/.tests: $(VENV)/.base pyproject.toml
+	$(PIP) install -q $(CONSTRAINED) -e ".[demo,interop]" --group tests
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.base pyproject.toml
+	$(PIP) install -q $(CONSTRAINED) -e . --group lint
+	touch $@
+
+$(VENV)/.build: $(VENV)/.base
+	$(PIP) install -q $(CONSTRAINED) build hatchling
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.base pyproject.toml
+	$(PIP) install -q $(CONSTRAINED) -e ".[demo]" --group bench
+	touch $@

@@ -1,0 +1,71 @@
+"""What a backend is, and what it is asked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from sparseconv.geometry.kernel_map import KernelMap
+
+
+@dataclass(frozen=True)
+class Request:
+    """One convolution as a backend sees it before any tensor exists.
+
+    ``dtype`` is the dtype of features and weights after autocast; ``c_in`` and ``c_out`` are the channels of the
+    direction executed, over all ``groups``.
+    """
+
+    kernel_map: KernelMap
+    device: torch.device
+    dtype: torch.dtype
+    c_in: int
+    c_out: int
+    groups: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions on real pairs only: 2 P C_in C_out / G."""
+        return 2 * self.kernel_map.num_pairs * self.c_in * self.c_out // self.groups
+
+
+class Backend(ABC):
+    """One strategy to execute a kernel map: three verbs, and a sentence when it cannot.
+
+    The three verbs are linear in each of their tensors and closed under differentiation:
+    ``input_grad(g, w, map)`` equals ``forward(g, w with channels exchanged, map.reverse())``, and ``weight_grad`` has
+    the other two as its derivatives. Backends see maps and tensors, never autograd. All tensors may have any strides;
+    results are contiguous, of the dtype of the features, accumulated in fp32 (fp64 for fp64), and the same bits in
+    every run.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def unsupported(self, request: Request) -> str | None:
+        """None if all three verbs can serve this request, else a sentence that says why not and what would help."""
+
+    @abstractmethod
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """y (N_out, C_out) from x (N_in, C_in), weight (K, C_in/G, C_out) and an optional bias (C_out,)."""
+
+    @abstractmethod
+    def input_grad(
+        self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
+    ) -> torch.Tensor:
+        """dL/dx (N_in, C_in) from dL/dy (N_out, C_out) and the weight (K, C_in/G, C_out) as it lies."""
+
+    @abstractmethod
+    def weight_grad(
+        self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int
+    ) -> torch.Tensor:
+        """dL/dw (K, C_in/G, C_out) from x (N_in, C_in) and dL/dy (N_out, C_out)."""
+
+    @abstractmethod
+    def workspace_bytes(self, request: Request) -> int:
+        """The most memory that one verb allocates beside its result, in bytes."""

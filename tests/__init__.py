@@ -1,0 +1,1 @@
+"""The tests of sparseconv; `oracle.py` is the judge and imports nothing of the package."""
