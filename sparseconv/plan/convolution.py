@@ -229,6 +229,26 @@ class ConvolutionPlan:
         )
         return plan
 
+    def with_groups(self, groups: int) -> ConvolutionPlan:
+        """The same edges for another number of channel groups; itself if it has that number."""
+        if groups == self.groups:
+            return self
+        if groups < 1:
+            raise ValueError(f"groups must be at least 1; got {groups}")
+        plan = object.__new__(ConvolutionPlan)
+        plan._set(
+            self.source,
+            self.target,
+            self.window,
+            self.boundary,
+            self.kernel_map,
+            self.kernel_size is not None,
+            groups,
+            self.backend,
+            self.is_transposed,
+        )
+        return plan
+
     def to(self, device: torch.device | str) -> ConvolutionPlan:
         """This plan on another device; itself if it is there."""
         kernel_map = self.kernel_map.to(device)
