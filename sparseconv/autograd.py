@@ -93,9 +93,84 @@ def _weight_gradient(
     return serving.weight_grad(x, grad, kernel_map, groups)
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("convolution", _convolution, _key)
-    _library.impl("weight_gradient", _weight_gradient, _key)
+def _call(function: type[torch.autograd.Function], name: str, *args: Any) -> torch.Tensor:
+    """The operator; under torch.func's transforms its autograd function itself, which is what they can see through."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return getattr(torch.ops.sparseconv, name)(*args)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.sparseconv.convolution(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        x, weight, _, edges, _, groups, adjoint, backend = inputs
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.call = (edges, x.shape[0], weight.shape[0], groups, adjoint, backend)
+        ctx.kernel_map = _maps.get(edges)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        edges, rows, taps, groups, adjoint, backend = ctx.call
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _call(_Convolution, "convolution", grad, weight, None, edges, rows, groups, not adjoint, backend)
+        if ctx.needs_input_grad[1]:
+            fine, coarse = (grad, x) if adjoint else (x, grad)
+            grad_weight = _call(_WeightGradient, "weight_gradient", fine, coarse, edges, taps, groups, backend)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+class _WeightGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> torch.Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.sparseconv.weight_gradient(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        x, grad, edges, _, groups, backend = inputs
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, grad if ctx.needs_input_grad[0] else None)
+        ctx.call = (edges, x.shape[0], grad.shape[0], groups, backend)
+        ctx.kernel_map = _maps.get(edges)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple:  # type: ignore[override]
+        x, grad = ctx.saved_tensors
+        edges, rows_in, rows_out, groups, backend = ctx.call
+        grad_x = grad_grad = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _call(_Convolution, "convolution", grad, cotangent, None, edges, rows_in, groups, True, backend)
+        if ctx.needs_input_grad[1]:
+            grad_grad = _call(_Convolution, "convolution", x, cotangent, None, edges, rows_out, groups, False, backend)
+        return grad_x, grad_grad, None, None, None, None
+
+
+def _without_autocast(kind: str, name: str) -> Any:
+    """An operator as autocast should run it: operands are cast already, and its inner products are not to be."""
+
+    def run(*args: Any) -> torch.Tensor:
+        with torch.autocast(kind, enabled=False):
+            return getattr(torch.ops.sparseconv, name)(*args)
+
+    return run
+
+
+for _name, _kernel, _function in (
+    ("convolution", _convolution, _Convolution),
+    ("weight_gradient", _weight_gradient, _WeightGradient),
+):
+    _library.impl(_name, _function.apply, "Autograd")
+    for _kind in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _kind)
+        _library.impl(_name, _without_autocast(_kind.lower(), _name), f"Autocast{_kind}")
 
 
 @torch.library.register_fake("sparseconv::convolution", lib=_library)
@@ -106,55 +181,6 @@ def _(x, weight, bias, edges, rows, groups, adjoint, backend):  # type: ignore[n
 @torch.library.register_fake("sparseconv::weight_gradient", lib=_library)
 def _(x, grad, edges, taps, groups, backend):  # type: ignore[no-untyped-def]
     return x.new_empty((taps, x.shape[1] // groups, grad.shape[1]))
-
-
-def _save_convolution(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    x, weight, _, edges, _, groups, adjoint, backend = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-    ctx.call = (edges, x.shape[0], weight.shape[0], groups, adjoint, backend)
-    ctx.kernel_map = _maps.get(edges)
-
-
-def _convolution_backward(ctx: Any, grad: torch.Tensor) -> tuple:
-    x, weight = ctx.saved_tensors
-    edges, rows, taps, groups, adjoint, backend = ctx.call
-    ops = torch.ops.sparseconv
-    grad_x = grad_weight = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_x = ops.convolution(grad, weight, None, edges, rows, groups, not adjoint, backend)
-    if ctx.needs_input_grad[1]:
-        fine, coarse = (grad, x) if adjoint else (x, grad)
-        grad_weight = ops.weight_gradient(fine, coarse, edges, taps, groups, backend)
-    if ctx.needs_input_grad[2]:
-        grad_bias = grad.sum(0)
-    return grad_x, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _save_weight_gradient(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    x, grad, edges, _, groups, backend = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, grad if ctx.needs_input_grad[0] else None)
-    ctx.call = (edges, x.shape[0], grad.shape[0], groups, backend)
-    ctx.kernel_map = _maps.get(edges)
-
-
-def _weight_gradient_backward(ctx: Any, cotangent: torch.Tensor) -> tuple:
-    x, grad = ctx.saved_tensors
-    edges, rows_in, rows_out, groups, backend = ctx.call
-    ops = torch.ops.sparseconv
-    grad_x = grad_grad = None
-    if ctx.needs_input_grad[0]:
-        grad_x = ops.convolution(grad, cotangent, None, edges, rows_in, groups, True, backend)
-    if ctx.needs_input_grad[1]:
-        grad_grad = ops.convolution(x, cotangent, None, edges, rows_out, groups, False, backend)
-    return grad_x, grad_grad, None, None, None, None
-
-
-torch.library.register_autograd(
-    "sparseconv::convolution", _convolution_backward, setup_context=_save_convolution, lib=_library
-)
-torch.library.register_autograd(
-    "sparseconv::weight_gradient", _weight_gradient_backward, setup_context=_save_weight_gradient, lib=_library
-)
 
 
 def convolution(
@@ -168,4 +194,4 @@ def convolution(
 ) -> torch.Tensor:
     """y (rows, C_out) from x (N_in, C_in) and weight (K, C_in/G, C_out) over the numbered map; differentiable to any
     order in x, weight and bias (C_out,). Arguments are taken as checked: `ConvolutionPlan.execute` is the boundary."""
-    return torch.ops.sparseconv.convolution(x, weight, bias, edges, rows, groups, False, backend)
+    return _call(_Convolution, "convolution", x, weight, bias, edges, rows, groups, False, backend)
