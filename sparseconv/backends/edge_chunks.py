@@ -20,28 +20,28 @@ class Chunk:
 
         in_rows = [0, 1]; taps = ((0, 0, 1), (2, 1, 2)); slots = [1, 0]; offsets = [0, 1, 2]
 
-    With tiles of ``tile`` edges each tap's run is padded to whole tiles by row 0, which no slot names, and
-    ``tile_taps`` has the tap of each tile.
+    Each tap's run is padded to whole tiles of ``tile`` edges by row 0, which no slot names; a chunk starts at a whole
+    number of tiles. Here the tile is 1.
     """
 
     start: int
     stop: int
     in_rows: torch.Tensor  # (E,) int32
     taps: tuple[tuple[int, int, int], ...]  # (tap, first edge, last edge + 1), live ones only
-    tile_taps: torch.Tensor  # (E / tile,) int64; empty without tiles
+    tile_taps: torch.Tensor  # (E / tile,) int64: the tap of each tile
     slots: torch.Tensor  # (edges without padding,) int32
     offsets: torch.Tensor  # (stop - start + 1,) int32: output row r owns slots[offsets[r]:offsets[r+1]]
 
 
 @dataclass(frozen=True)
 class EdgeChunks:
-    """The chunks of a map in order of output rows, and the most edges and padding that one of them has."""
+    """The chunks of a map in order of output rows, and the most edges, with their padding, that one of them has."""
 
     chunks: tuple[Chunk, ...]
     max_edges: int
 
     @classmethod
-    def of(cls, kernel_map: KernelMap, edges: int, tile: int = 1) -> EdgeChunks:
+    def of(cls, kernel_map: KernelMap, edges: int, tile: int) -> EdgeChunks:
         """Chunks of about ``edges`` edges, kept with the map: asked for again, they are there."""
         key = (cls, edges, tile)
         kept = kernel_map.prepared.get(key)
@@ -61,7 +61,7 @@ def _cut(kernel_map: KernelMap, edges: int, tile: int) -> EdgeChunks:
     cost = torch.cumsum(degree + 1, 0)
     total = int(cost[-1]) if rows else 0
     count = max(1, -(-total // edges))
-    inner = torch.searchsorted(cost, torch.arange(1, count) * total // count)
+    inner = torch.searchsorted(cost, torch.arange(1, count) * total // count) // tile * tile
     cuts = [0, *inner.tolist(), rows]
     if count > 1:
         owner = torch.bucketize(out_rows, inner.int(), right=True, out_int32=True)
@@ -75,15 +75,13 @@ def _cut(kernel_map: KernelMap, edges: int, tile: int) -> EdgeChunks:
     first_room = torch.cumsum(room, 0) - room
     by_row = torch.sort(out_rows, stable=True).indices  # each row's edges in order of taps: sums have one order
     padded = int(room.sum())
-    if tile > 1:
-        shift = first_room - (torch.cumsum(live, 0) - live)
-        place = torch.arange(len(in_rows)) + torch.repeat_interleave(shift, live, output_size=len(in_rows))
-        in_rows = torch.zeros(padded, dtype=torch.int32).index_copy_(0, place, in_rows)
-        by_row = place[by_row]
-    slots = by_row.int()
+    shift = first_room - (torch.cumsum(live, 0) - live)
+    place = torch.arange(len(in_rows)) + torch.repeat_interleave(shift, live, output_size=len(in_rows))
+    in_rows = torch.zeros(padded, dtype=torch.int32).index_copy_(0, place, in_rows)
+    slots = place.int()[by_row]
     offsets = torch.zeros(rows + 1, dtype=torch.int32)
     torch.cumsum(degree, 0, out=offsets[1:])
-    tile_taps = torch.repeat_interleave(torch.arange(num_taps).repeat(count), room // tile) if tile > 1 else by_row[:0]
+    tile_taps = torch.repeat_interleave(torch.arange(num_taps).repeat(count), room // tile)
 
     chunks, base, edge = [], 0, 0
     for (start, stop), sizes, used in zip(
