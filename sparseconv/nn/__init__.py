@@ -18,13 +18,24 @@ from sparseconv.nn.features import (
     Tanh,
 )
 from sparseconv.nn.module import FeatureModule, SparseModule
-from sparseconv.nn.normalization import BatchNorm, LayerNorm
+from sparseconv.nn.normalization import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
+from sparseconv.nn.pooling import (
+    AvgPool,
+    GlobalAvgPool,
+    GlobalMaxPool,
+    GlobalSumPool,
+    MaxPool,
+    MaxUnpool,
+    SumPool,
+    Unpool,
+)
 from sparseconv.nn.unet import UNet
 
 __all__ = [
     "ELU",
     "GELU",
     "Add",
+    "AvgPool",
     "BatchNorm",
     "Bottleneck",
     "Cat",
@@ -33,10 +44,17 @@ __all__ = [
     "ConvTranspose",
     "Dropout",
     "FeatureModule",
+    "GlobalAvgPool",
+    "GlobalMaxPool",
+    "GlobalSumPool",
+    "GroupNorm",
+    "InstanceNorm",
     "InverseConv",
     "LayerNorm",
     "LeakyReLU",
     "Linear",
+    "MaxPool",
+    "MaxUnpool",
     "PReLU",
     "Pointwise",
     "ReLU",
@@ -48,7 +66,9 @@ __all__ = [
     "Softplus",
     "SparseModule",
     "SubmanifoldConv",
+    "SumPool",
     "Tanh",
     "ToDense",
     "UNet",
+    "Unpool",
 ]

@@ -10,8 +10,8 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary
-from sparseconv.nn.geometry import Axes, LayerGeometry
-from sparseconv.nn.module import Features, SparseModule, features_of
+from sparseconv.nn.geometry import Axes, LayerGeometry, grid_in, grid_of
+from sparseconv.nn.module import Features, SparseModule, features_of, placed
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 
@@ -77,25 +77,7 @@ class ConvolutionModule(SparseModule):
     def _execute(self, x: Any, plan: ConvolutionPlan) -> Any:
         """Convolve over a plan; a sparse tensor comes back on the plan's target."""
         y = plan.execute(features_of(x, self, self.in_channels), self.weight, self.bias)
-        return SparseTensor(plan.target, y) if isinstance(x, SparseTensor) else y
-
-    def _grid(self, x: Any) -> VoxelGrid:
-        """The grid of a sparse tensor; a TypeError that says what to do for anything else."""
-        if not isinstance(x, SparseTensor):
-            raise TypeError(
-                f"{type(self).__name__} takes a SparseTensor, or features (N, C) together with plan=; got "
-                f"{type(x).__name__} alone. (Inside Sequential, modules that want a SparseTensor derive from "
-                "SparseModule: others are given its features.)"
-            )
-        return x.grid
-
-    def _given(self, plan: ConvolutionPlan) -> ConvolutionPlan:
-        """A plan that the caller made, checked against this layer."""
-        if plan.num_taps != self.geometry.num_taps:
-            raise ValueError(f"the plan has {plan.num_taps} taps, the layer has {self.geometry.num_taps}: {plan}")
-        if plan.groups != self.groups:
-            raise ValueError(f"the plan has groups={plan.groups}, the layer {self.groups}: use plan.with_groups(...)")
-        return plan
+        return placed(x, plan, y)
 
     def extra_repr(self) -> str:
         bias = "" if self.bias is not None else ", bias=False"
@@ -126,7 +108,7 @@ class SubmanifoldConv(ConvolutionModule):
 
     def forward(self, x: Features, *, plan: ConvolutionPlan | None = None) -> Features:
         """A `SparseTensor` -> one on the same grid; or features (N, C_in) with ``plan`` -> (N, C_out)."""
-        return self._execute(x, self.geometry.plan(self._grid(x)) if plan is None else self._given(plan))
+        return self._execute(x, self.geometry.plan(grid_in(x, self)) if plan is None else self.geometry.given(plan, x))
 
 
 class Conv(ConvolutionModule):
@@ -166,9 +148,9 @@ class Conv(ConvolutionModule):
     ) -> Features:
         """A `SparseTensor` -> one on the coarse grid, or on ``target``; or features with ``plan`` -> features."""
         if plan is None:
-            plan = self.geometry.plan(self._grid(x), self.target if target is None else grid_of(target))
+            plan = self.geometry.plan(grid_in(x, self), self.target if target is None else grid_of(target))
         else:
-            plan = self._given(plan)
+            plan = self.geometry.given(plan, x)
         return self._execute(x, plan)
 
     def extra_repr(self) -> str:
@@ -210,14 +192,9 @@ class InverseConv(ConvolutionModule):
         Or features with ``plan`` (the transposed one, `ConvolutionPlan.transpose`) -> features.
         """
         if plan is None:
-            coarse = self._grid(x)
-            if onto is None:
-                raise TypeError(
-                    "InverseConv needs to know the grid it goes back to: module(x, onto=encoder_tensor), or plan="
-                )
-            plan = self.geometry.inverse(coarse, grid_of(onto), self.target)
+            plan = self.geometry.inverse(grid_in(x, self), onto, self.target)
         else:
-            plan = self._given(plan)
+            plan = self.geometry.given(plan, x)
         return self._execute(x, plan)
 
 
@@ -240,16 +217,7 @@ class ConvTranspose(ConvolutionModule):
     ) -> Features:
         """A `SparseTensor` -> one on the finer voxels, or on ``target``; or features with ``plan`` -> features."""
         if plan is None:
-            plan = self.geometry.generative(self._grid(x), None if target is None else grid_of(target))
+            plan = self.geometry.generative(grid_in(x, self), None if target is None else grid_of(target))
         else:
-            plan = self._given(plan)
+            plan = self.geometry.given(plan, x)
         return self._execute(x, plan)
-
-
-def grid_of(x: VoxelGrid | SparseTensor) -> VoxelGrid:
-    """The grid itself, or that of a sparse tensor."""
-    if isinstance(x, SparseTensor):
-        return x.grid
-    if not isinstance(x, VoxelGrid):
-        raise TypeError(f"expected a VoxelGrid or a SparseTensor; got {type(x).__name__}")
-    return x

@@ -11,6 +11,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, Ints, per_axis
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
+from sparseconv.tensor import SparseTensor
 
 Axes = int | Sequence[int]
 
@@ -85,9 +86,14 @@ class LayerGeometry:
             grid.derived[key] = plan
         return plan
 
-    def inverse(self, coarse: VoxelGrid, fine: VoxelGrid, target: str | None = None) -> ConvolutionPlan:
+    def inverse(
+        self, coarse: VoxelGrid, onto: VoxelGrid | SparseTensor | None, target: str | None = None
+    ) -> ConvolutionPlan:
         """From ``coarse`` back onto the grid that it was made from, over the edges of that plan."""
+        if onto is None:
+            raise TypeError("the way back needs the grid it leads to: module(x, onto=the encoder's tensor), or plan=")
         self.check(coarse)
+        fine = grid_of(onto)
         key = ("inverse", self._key, coarse)
         plan = fine.derived.get(key)
         if plan is None:
@@ -111,6 +117,20 @@ class LayerGeometry:
             options = self._options if target is None else {**self._options, "target": target}
             plan = shared_plan(grid, generative=True, groups=self.groups, **options)
             grid.derived[key] = plan
+        return plan
+
+    def given(self, plan: ConvolutionPlan, x: Any) -> ConvolutionPlan:
+        """A plan that the caller made, checked against this layer and the tensor it is for."""
+        if plan.num_taps != self.num_taps:
+            raise ValueError(f"the plan has {plan.num_taps} taps, the layer has {self.num_taps}: {plan}")
+        if plan.groups != self.groups:
+            raise ValueError(f"the plan has groups={plan.groups}, the layer {self.groups}: use plan.with_groups(...)")
+        if (
+            isinstance(x, SparseTensor)
+            and x.grid is not plan.source
+            and not torch.equal(x.grid.coords, plan.source.coords)
+        ):
+            raise ValueError(f"the plan starts from {plan.source}, the tensor lives on {x.grid}")
         return plan
 
     def check(self, grid: VoxelGrid) -> None:
@@ -141,3 +161,23 @@ class LayerGeometry:
 
 def _short(values: Ints | None) -> Any:
     return values[0] if values and len(set(values)) == 1 else values
+
+
+def grid_of(x: VoxelGrid | SparseTensor) -> VoxelGrid:
+    """The grid itself, or that of a sparse tensor."""
+    if isinstance(x, SparseTensor):
+        return x.grid
+    if not isinstance(x, VoxelGrid):
+        raise TypeError(f"expected a VoxelGrid or a SparseTensor; got {type(x).__name__}")
+    return x
+
+
+def grid_in(x: Any, module: torch.nn.Module, instead: str = "plan=") -> VoxelGrid:
+    """The grid of a sparse tensor; a TypeError that says what to do for anything else."""
+    if not isinstance(x, SparseTensor):
+        raise TypeError(
+            f"{type(module).__name__} takes a SparseTensor, or features (N, C) together with {instead}; got "
+            f"{type(x).__name__} alone. (Inside Sequential, modules that want a SparseTensor derive from SparseModule: "
+            "others are given its features.)"
+        )
+    return x.grid

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 
 Features = TypeVar("Features", torch.Tensor, SparseTensor)
@@ -55,3 +56,8 @@ def features_of(x: Any, module: torch.nn.Module, channels: int | None = None) ->
 def with_features(x: Any, features: torch.Tensor) -> Any:
     """Features (N, C') in place of those of x: in a `SparseTensor` if x is one, else as they are."""
     return x.with_features(features) if isinstance(x, SparseTensor) else features
+
+
+def placed(x: Any, plan: ConvolutionPlan, features: torch.Tensor) -> Any:
+    """Features made from those of x over a plan: in a `SparseTensor` on its target if x is one, else as they are."""
+    return SparseTensor(plan.target, features) if isinstance(x, SparseTensor) else features
