@@ -180,6 +180,9 @@ class ConvolutionPlan:
         Raises:
             ValueError: shapes, channels or devices that do not fit. TypeError: dtypes that differ or are not floating.
         """
+        for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+            if tensor is not None and tensor.device != self.device:
+                raise ValueError(f"the plan is on {self.device} but {name} is on {tensor.device}: move one of them")
         x, weight, bias = _autocast(x, weight, bias)
         taps = self._packed.pack(weight, by_tap(weight, self.kernel_size, self.num_taps))
         self._check(x, weight, taps, bias)
@@ -203,9 +206,6 @@ class ConvolutionPlan:
         for name, other in (("weight", weight), ("bias", bias)):
             if other is not None and other.dtype != x.dtype:
                 raise TypeError(f"x is {x.dtype} but the {name} is {other.dtype}: cast one, or use torch.autocast")
-        for name, other in (("x", x), ("weight", weight), ("bias", bias)):
-            if other is not None and other.device != self.device:
-                raise ValueError(f"the plan is on {self.device} but {name} is on {other.device}: move it, or plan.to()")
 
     # ---- other plans
 
