@@ -133,6 +133,7 @@ def test_autocast_on_the_cpu():
 
 
 def _worker(rank: int, folder: str, state: dict, items: list) -> None:
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     net = small().eval()
     net.load_state_dict(state)
@@ -140,6 +141,8 @@ def _worker(rank: int, folder: str, state: dict, items: list) -> None:
     coords, features = items[rank]
     parallel(sc.SparseTensor(sc.VoxelGrid(coords), features)).features.square().sum().backward()
     torch.save([p.grad for p in net.parameters()], f"{folder}/{rank}.pt")
+    del parallel
+    dist.barrier()  # nobody leaves while the other still talks
     dist.destroy_process_group()
 
 

@@ -133,6 +133,18 @@ def test_the_first_of_equal_ones_wins_and_nan_wins_over_all():
     assert y[:, 0].tolist() == [5.0, 7.0]
 
 
+def test_infinite_values_are_pooled_and_routed_like_others():
+    grid = sc.VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 2], [0, 3]]))
+    plan = sc.ConvolutionPlan(grid, 2, stride=2)
+    x = torch.tensor([[1.0], [-torch.inf], [-torch.inf], [-torch.inf]], requires_grad=True)
+    y, winners = ops.max_pool(x, plan)
+    assert y.tolist() == [[1.0], [-torch.inf]]
+    assert winners.tolist() == [[0], [0]]
+    y.backward(torch.tensor([[torch.inf], [torch.nan]]))
+    assert x.grad[[0, 1, 3], 0].tolist() == [torch.inf, 0.0, 0.0]
+    assert x.grad[2].isnan()
+
+
 def test_halves_are_accumulated_in_fp32():
     grid = sc.VoxelGrid(torch.cartesian_prod(torch.zeros(1).long(), *(torch.arange(14),) * 3))
     plan = sc.ConvolutionPlan(grid, 14, stride=14, padding=0)
