@@ -248,8 +248,9 @@ def weight_grad_kernel(
 @triton.jit
 def reduce_jobs_kernel(partial_ptr, out_ptr, tap_jobs_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """dw[tap] = sum of partial[job] over the tap's jobs, in their order."""
-    tap = tl.program_id(1)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    tap = tl.program_id(0) // BLOCKS
+    at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(tap_jobs_ptr + tap)
     stop = tl.load(tap_jobs_ptr + tap + 1)
     acc = tl.zeros((BLOCK,), tl.float32)
