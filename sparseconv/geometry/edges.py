@@ -89,7 +89,7 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
 
 
 def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
-    """Every coarse voxel that sees at least one fine one, in lexicographic order; under ``forbid``, whose window fits."""
+    """Every coarse voxel that sees a fine one, in lexicographic order; under ``forbid``, those whose window fits."""
     torus = _torus(fine, window, boundary)
     coords = fine.coords.long()
     seen = torch.cat([window.coarse(_wrap(coords, torus), tap) for tap in range(len(window.offsets))])
