@@ -67,6 +67,15 @@ def load_weight(
 
 
 @triton.jit
+def product(a, b, acc, HIDDEN: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a @ b. The interpreter holds bfloat16 as bare bits, which its product would take for integers."""
+    if not HIDDEN and a.dtype == tl.bfloat16:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def conv_kernel(
     feats_ptr,  # (N_in, GROUPS * GROUP_IN)
     weight_ptr,  # (K, C / G, C'): forward (GROUP_IN, GROUPS * GROUP_OUT), transposed (GROUP_OUT, GROUPS * GROUP_IN)
@@ -111,7 +120,7 @@ def conv_kernel(
                 weight_ptr, tap, k0, n0, pack, stride_weight_k, stride_weight_c,
                 GROUP_IN, GROUP_OUT, PACK, GROUPS, BLOCK_K, BLOCK_N, TRANSPOSED, WIDE,
             )  # fmt: skip
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            acc = product(a, b, acc, HIDDEN, PRECISION)
             kb = (step + 1) % BLOCKS_K
             at = list_start + (step + 1) // BLOCKS_K
             tap = load_index(tile_taps_ptr + at, HIDDEN)
@@ -131,7 +140,7 @@ def conv_kernel(
                 weight_ptr, tap, k0, n0, pack, stride_weight_k, stride_weight_c,
                 GROUP_IN, GROUP_OUT, PACK, GROUPS, BLOCK_K, BLOCK_N, TRANSPOSED, WIDE,
             )  # fmt: skip
-            acc = tl.dot(a, b, acc, input_precision=PRECISION)
+            acc = product(a, b, acc, HIDDEN, PRECISION)
     n = n0 + tl.arange(0, BLOCK_N)
     columns = pack * PACK_OUT + n
     column_ok = (n < PACK_OUT) & (columns < ALL_OUT)
@@ -226,7 +235,7 @@ def weight_grad_kernel(
         for p in tl.range(0, count, BLOCK_P, num_stages=STAGES):
             a = load_feats(feats_ptr, ii, stride_feats_n, i, in_limit, EVEN_I, WIDE)
             b = load_feats(grad_ptr, oo, stride_grad_n, o, out_limit, EVEN_O, WIDE)
-            acc = tl.dot(tl.trans(a), b, acc, input_precision=PRECISION)
+            acc = product(tl.trans(a), b, acc, HIDDEN, PRECISION)
             ii = load_pair(in_rows_ptr, p + BLOCK_P + ps, last, HIDDEN)
             oo = load_pair(out_rows_ptr, p + BLOCK_P + ps, last, HIDDEN)
     else:
@@ -235,7 +244,7 @@ def weight_grad_kernel(
             oo = load_pair(out_rows_ptr, p + ps, last, HIDDEN)
             a = load_feats(feats_ptr, ii, stride_feats_n, i, in_limit, EVEN_I, WIDE)
             b = load_feats(grad_ptr, oo, stride_grad_n, o, out_limit, EVEN_O, WIDE)
-            acc = tl.dot(tl.trans(a), b, acc, input_precision=PRECISION)
+            acc = product(tl.trans(a), b, acc, HIDDEN, PRECISION)
     rows = i % GROUP_IN if PACK > 1 else i
     mask = (i < in_limit)[:, None] & (o < out_limit)[None, :]
     if PACK > 1:
