@@ -192,9 +192,7 @@ class TritonImplicitGemm(Backend):
         out: torch.Tensor,
         aligned: bool,
     ) -> Callable[..., None]:
-        work = _work(
-            x.dtype, x.device, kernel_map, x.shape[1] // groups, grad_out.shape[1] // groups, groups, aligned
-        )
+        work = _work(x.dtype, x.device, kernel_map, x.shape[1] // groups, grad_out.shape[1] // groups, groups, aligned)
 
         @functools.cache
         def step_of(config: WeightGradConfig) -> _WeightGradStep:
@@ -310,7 +308,7 @@ def _with_copied_weight(
     """Launch with the weight (K, C_in/G, C_out) laid out as (K, C_out/G, C_in): each group's block transposed."""
     taps, group_in, c_out = weight.shape
     blocks = weight.view(taps, group_in, groups, c_out // groups).permute(0, 3, 2, 1)
-    launch(x, blocks.reshape(taps, c_out // groups, groups * group_in), *tensors)
+    launch(x, blocks.reshape(taps, c_out // groups, groups * group_in).contiguous(), *tensors)
 
 
 class _WeightGradStep:
@@ -327,7 +325,9 @@ class _WeightGradStep:
     ) -> None:
         size = work.group_in * work.group_out * work.groups
         packs = -(-work.groups // work.pack)
-        tiles = packs * -(-work.pack * work.group_in // config.block_i) * -(-work.pack * work.group_out // config.block_o)
+        tiles = (
+            packs * -(-work.pack * work.group_in // config.block_i) * -(-work.pack * work.group_out // config.block_o)
+        )
         allowed = max(kernel_map.num_taps, PARTIAL_BYTES // (4 * size))
         jobs = _jobs_of(kernel_map, min(allowed, max(kernel_map.num_taps, config.programs // tiles)))
         wide = max(x.shape[0] * x.stride(0), grad_out.shape[0] * grad_out.stride(0)) >= NARROW

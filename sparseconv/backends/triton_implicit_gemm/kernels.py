@@ -262,7 +262,9 @@ def reduce_jobs_kernel(partial_ptr, out_ptr, tap_jobs_ptr, SIZE: tl.constexpr, B
     at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(tap_jobs_ptr + tap)
     stop = tl.load(tap_jobs_ptr + tap + 1)
+    from_ptr = partial_ptr + first.to(tl.int64) * SIZE + at
     acc = tl.zeros((BLOCK,), tl.float32)
-    for job in tl.range(first, stop):
-        acc += tl.load(partial_ptr + (job.to(tl.int64) * SIZE + at), mask=at < SIZE, other=0.0)
+    for _ in tl.range(first, stop):
+        acc += tl.load(from_ptr, mask=at < SIZE, other=0.0)
+        from_ptr += SIZE
     tl.store(out_ptr + (tap.to(tl.int64) * SIZE + at), acc.to(out_ptr.dtype.element_ty), mask=at < SIZE)

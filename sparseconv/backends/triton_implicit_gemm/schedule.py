@@ -26,7 +26,9 @@ class Schedule:
     """
 
     block_m: int
-    neighbors: torch.Tensor  # (R + 1, NP) int32: input row of a slot through a table row; -1 absent; the last row all -1
+    neighbors: (
+        torch.Tensor
+    )  # (R + 1, NP) int32: input row of a slot through a table row; -1 absent; the last row all -1
     out_rows: torch.Tensor  # (NP,) int32: the output row of a slot; -1 for padding
     tile_counts: torch.Tensor  # (T,) int32: live taps of a tile
     tile_rows: torch.Tensor  # (T, S) int32: the table rows of a tile's live taps; R beyond tile_counts; S >= R + 4

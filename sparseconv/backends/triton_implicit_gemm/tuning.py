@@ -137,7 +137,9 @@ def _elapsed(run_one: Callable[[Config], None], config: Config) -> float:
 def _cache_name(key: tuple[object, ...], candidates: Sequence[Any], device: torch.device) -> str:
     import triton
 
-    text = repr((key, [asdict(config) for config in candidates], torch.cuda.get_device_name(device), triton.__version__))
+    text = repr(
+        (key, [asdict(config) for config in candidates], torch.cuda.get_device_name(device), triton.__version__)
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
