@@ -11,6 +11,7 @@ from sparseconv.backends.base import Backend, Request
 BACKENDS = {
     "numpy_gather_scatter": "sparseconv.backends.numpy_gather_scatter:NumpyGatherScatter",
     "triton_implicit_gemm": "sparseconv.backends.triton_implicit_gemm.backend:TritonImplicitGemm",
+    "cupy_gather_scatter": "sparseconv.backends.cupy_gather_scatter.backend:CupyGatherScatter",
 }
 
 
