@@ -9,6 +9,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.line_search import edges_by_lines
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
 
@@ -80,11 +81,16 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     """
     check_pair(fine, coarse)
     torus = torus_of(fine, window, boundary)
+    identity, mirror = (None, None) if coarse is not fine else _symmetry(window, torus)
+    if torus is None and fine.device.type == "cpu":
+        pairs = edges_by_lines(fine, coarse, window.stride, window.offsets)
+        if pairs is not None:
+            sizes = len(fine), len(coarse), len(window.offsets)
+            return KernelMap(*sizes, pairs=pairs, identity_tap=identity, mirror=mirror)
     queries = coarse.coords.long()
     table = torch.empty(len(window.offsets), len(coarse), dtype=torch.int32, device=fine.device)
     for tap in range(len(window.offsets)):
         table[tap] = fine.lookup(wrap(window.fine(queries, tap), torus))
-    identity, mirror = (None, None) if coarse is not fine else _symmetry(window, torus)
     return KernelMap(len(fine), len(coarse), len(window.offsets), neighbors=table, identity_tap=identity, mirror=mirror)
 
 
