@@ -35,7 +35,7 @@ CASES = ("lidar_ouster_os1_3sweeps_005", "lidar_ouster_os2_010", "indoor_rooms_p
 
 @dataclass
 class Row:
-    """Milliseconds (least, median) of ours and of spconv, by what was timed; peak bytes of a step; the largest error."""
+    """Milliseconds (least, median) of ours and of spconv by what was timed, peak bytes of a step, largest error."""
 
     case: str
     voxels: int
