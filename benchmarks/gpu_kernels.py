@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm import backend as implicit_gemm
 from sparseconv.backends.triton_implicit_gemm.config import (
     ConvConfig,
@@ -173,8 +174,8 @@ def compile_all(jobs: list[tuple[Callable[..., object], tuple]]) -> None:
 
 
 def conv_step(config, kernel_map, x, w, transposed, out):
-    work = implicit_gemm._work(x.dtype, x.device, kernel_map, x.shape[1], out.shape[1], 1, True)
-    work = replace(work, transposed=transposed)
+    c_in, c_out = (out.shape[1], x.shape[1]) if transposed else (x.shape[1], out.shape[1])
+    work = implicit_gemm.work_of(Request(kernel_map, x.device, x.dtype, c_in, c_out), True, transposed)
     return ConvStep(config, work, x, w, kernel_map, out, False, transposed)
 
 
@@ -207,10 +208,9 @@ def check(data: str) -> None:
                 want = reference(x, w, g, kernel_map)
                 for verb, wanted in zip(("forward", "input_grad", "weight_grad"), want):
                     transposed = verb == "input_grad"
-                    pair = (c_out // groups, c_in // groups) if transposed else (c_in // groups, c_out // groups)
                     aligned = c_in * x.element_size() % 16 == 0 and c_out * x.element_size() % 16 == 0
-                    work = implicit_gemm._work(dtype, x.device, kernel_map, *pair, groups, aligned)
-                    work = replace(work, transposed=transposed)
+                    request = Request(kernel_map, x.device, dtype, c_in, c_out, groups)
+                    work = implicit_gemm.work_of(request, aligned, transposed)
                     many = weight_grad_candidates(work) if verb == "weight_grad" else conv_candidates(work)
                     for config in many:
                         out = torch.full(wanted.shape, float("nan"), dtype=dtype, device="cuda")
@@ -335,7 +335,7 @@ def weight(data: str, cases) -> None:
         x, w, g = operands(kernel_map, c, c, torch.float16)
         out = torch.empty_like(w)
         want = None
-        work = implicit_gemm._work(x.dtype, x.device, kernel_map, c, c, 1, True)
+        work = implicit_gemm.work_of(Request(kernel_map, x.device, x.dtype, c, c), True)
         steps = [WeightGradStep(k, work, kernel_map, x, g, out) for k in weight_sweep(c)]
         compile_all([(step, (x, g, out)) for step in steps])
         del steps
@@ -473,7 +473,7 @@ def graph_timed(run) -> float:
 def step(data: str, cases) -> None:
     """The three verbs as the backend runs them, timed choice beside the estimate alone, with the memory they take."""
     for case, c in cases:
-        coords, kernel_map = load(case, data)
+        _, kernel_map = load(case, data)
         kernel_map.prepared.clear()
         x, w, g = operands(kernel_map, c, c, torch.float16)
         row = {}

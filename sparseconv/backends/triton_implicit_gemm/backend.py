@@ -105,22 +105,11 @@ class TritonImplicitGemm(Backend):
         Reads sizes back from the device: for people, not for hot loops.
         """
         kernel_map = request.kernel_map
-        group_in, group_out = request.c_in // request.groups, request.c_out // request.groups
         report: dict[str, Any] = {"backend": self.name, "flops": request.flops, "pairs": kernel_map.num_pairs}
-        for verb, work in (
-            ("forward", _work(request.dtype, request.device, kernel_map, group_in, group_out, request.groups, True)),
-            (
-                "input_grad",
-                replace(
-                    _work(request.dtype, request.device, kernel_map, group_out, group_in, request.groups, True),
-                    num_rows=kernel_map.num_in,
-                    transposed=True,
-                ),
-            ),
-        ):
-            candidates = conv_candidates(work)
-            report[verb] = self._tuner.explain(("conv", *work.key()), candidates)
-        work = _work(request.dtype, request.device, kernel_map, group_in, group_out, request.groups, True)
+        for verb, transposed in (("forward", False), ("input_grad", True)):
+            work = work_of(request, True, transposed)
+            report[verb] = self._tuner.explain(("conv", *work.key()), conv_candidates(work))
+        work = work_of(request, True)
         report["weight_grad"] = self._tuner.explain(("weight_grad", *work.key()), weight_grad_candidates(work))
         schedule = schedule_of(kernel_map, report["forward"]["config"].block_m)
         executed = int(schedule.tile_counts.sum()) * schedule.block_m
@@ -176,9 +165,8 @@ class TritonImplicitGemm(Backend):
         transposed: bool,
         aligned: bool,
     ) -> ConvStep:
-        group_in = x.shape[1] // groups
-        work = _work(x.dtype, x.device, kernel_map, group_in, out.shape[1] // groups, groups, aligned)
-        work = replace(work, num_rows=out.shape[0], transposed=transposed)
+        channels = (out.shape[1], x.shape[1]) if transposed else (x.shape[1], out.shape[1])
+        work = work_of(Request(kernel_map, x.device, x.dtype, *channels, groups), aligned, transposed)
         tensors = (x, weight, out, x if bias is None else bias)
 
         with _on(x):
@@ -198,8 +186,7 @@ class TritonImplicitGemm(Backend):
         out: torch.Tensor,
         aligned: bool,
     ) -> WeightGradStep:
-        work = _work(x.dtype, x.device, kernel_map, x.shape[1] // groups, grad_out.shape[1] // groups, groups, aligned)
-
+        work = work_of(Request(kernel_map, x.device, x.dtype, x.shape[1], grad_out.shape[1], groups), aligned)
         with _on(x):
             return self._tuner.choose(
                 ("weight_grad", *work.key()),
@@ -209,22 +196,25 @@ class TritonImplicitGemm(Backend):
             )
 
 
-def _work(
-    dtype: torch.dtype,
-    device: torch.device,
-    kernel_map: KernelMap,
-    group_in: int,
-    group_out: int,
-    groups: int,
-    aligned: bool,
-) -> Work:
+def work_of(request: Request, aligned: bool, transposed: bool = False) -> Work:
+    """The estimate's view of a request: of its forward and weight gradient, or, transposed, of its input gradient."""
+    kernel_map, groups = request.kernel_map, request.groups
+    channels = (request.c_in // groups, request.c_out // groups)
+    channels = channels[::-1] if transposed else channels
     work = Work(
-        dtype, kernel_map.num_out, kernel_map.num_pairs, kernel_map.num_taps, group_in, group_out, groups, aligned
+        request.dtype,
+        kernel_map.num_in if transposed else kernel_map.num_out,
+        kernel_map.num_pairs,
+        kernel_map.num_taps,
+        *channels,
+        groups,
+        aligned,
+        transposed=transposed,
+        precision=precision_of(request.dtype),
     )
-    work = replace(work, precision=precision_of(dtype))
-    if device.type != "cuda":
+    if request.device.type != "cuda":
         return replace(work, capability=(0, 0))
-    properties = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(request.device)
     capability = (properties.major, properties.minor)
     return replace(work, processors=properties.multi_processor_count, capability=capability)
 

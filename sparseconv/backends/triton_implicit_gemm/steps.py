@@ -32,6 +32,7 @@ class ConvStep:
         out: torch.Tensor,
         has_bias: bool,
         transposed: bool,
+        wide: bool = False,
     ) -> None:
         schedule = schedule_of(kernel_map, config.block_m, transposed, config.split)
         self._groups = work.groups
@@ -42,7 +43,7 @@ class ConvStep:
         num_slots = schedule.out_rows.shape[0]
         self._partial_shape = (num_slots, out.shape[1]) if schedule.slots is not None else None
         written = out.numel() if self._partial_shape is None else num_slots * out.shape[1]
-        wide = max(x.shape[0] * x.stride(0), written, schedule.neighbors.numel(), weight.numel()) >= NARROW
+        farthest = max(x.shape[0] * x.stride(0), written, schedule.neighbors.numel(), weight.numel())
         unit = _unit(work, x.stride(0), weight_k, weight_c)
         blocks_n = -(-work.pack * work.group_out // config.block_n)
         packs = -(-work.groups // work.pack)
@@ -77,7 +78,7 @@ class ConvStep:
                 "HAS_RESIDUAL": False,
                 "ACTIVATION": None,
                 "TO_SLOTS": self._partial_shape is not None,
-                "WIDE": wide,
+                "WIDE": wide or farthest >= NARROW,
                 "HIDDEN": not interpreted(),
                 "PRECISION": precision_of(work.dtype),
             },
