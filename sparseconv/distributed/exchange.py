@@ -13,7 +13,7 @@ import torch.distributed as dist
 class Exchange:
     """Who sends which of its rows to whom; the received rows are grouped by sender, in rank order.
 
-        received = all_to_all(x[send_rows])            adjoint: x' [send_rows] += all_to_all back, rank after rank
+    received = all_to_all(x[send_rows])            adjoint: x' [send_rows] += all_to_all back, rank after rank
     """
 
     group: dist.ProcessGroup | None
@@ -21,6 +21,10 @@ class Exchange:
     send_counts: tuple[int, ...]  # rows for each rank
     receive_counts: tuple[int, ...]  # rows from each rank
     num_rows: int  # own rows
+
+    @property
+    def world_size(self) -> int:
+        return len(self.send_counts)
 
     @property
     def num_received(self) -> int:
@@ -34,7 +38,7 @@ class Exchange:
         """The received rows (num_received, C) of the ranks' x."""
         return self.start(x).wait()
 
-    def _forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+    def _forward(self, x: torch.Tensor) -> tuple[torch.Tensor, _Holding]:
         sent = x.detach().index_select(0, self.send_rows)
         received = x.new_empty((self.num_received, *x.shape[1:]))
         work = dist.all_to_all_single(
@@ -103,6 +107,18 @@ class _Returned(torch.autograd.Function):
         return ctx.exchange(grad), None
 
 
+class _Joined(torch.autograd.Function):
+    """x itself where nothing was received, with the exchange still in the graph: its way back is a collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return grad, grad[:0]
+
+
 class _Summed(torch.autograd.Function):
     """The sum over ranks, on every rank. Its derivative is the sum of the ranks' gradients."""
 
@@ -141,6 +157,11 @@ def replicated(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch
     return _Replicated.apply(x, group)
 
 
+def joined(x: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """Own rows, then received ones (N + R, C)."""
+    return torch.cat([x, received]) if len(received) else _Joined.apply(x, received)
+
+
 def send_to(
     rows: torch.Tensor, owners: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor, tuple[int, ...]]:
@@ -168,5 +189,3 @@ def agree(what: dict[str, Any], group: dist.ProcessGroup | None) -> None:
         if len(set(values.values())) > 1:
             listed = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
             raise ValueError(f"the ranks disagree in {name}: {listed}")
-
-

@@ -61,7 +61,9 @@ class ShardedGrid(VoxelGrid):
 
     def gather(self, features: torch.Tensor | None = None) -> tuple[VoxelGrid, torch.Tensor | None]:
         """The whole scene on every rank, rank after rank, with its features: for tests and small scenes."""
-        grid = VoxelGrid(gather_rows(self.coords, self.counts, self.group), self.batch_size, self.voxel_size, self.origin)
+        grid = VoxelGrid(
+            gather_rows(self.coords, self.counts, self.group), self.batch_size, self.voxel_size, self.origin
+        )
         return grid, None if features is None else gather_rows(features, self.counts, self.group)
 
     def subset(self, mask: torch.Tensor) -> ShardedGrid:
@@ -115,9 +117,9 @@ def shard(
 ) -> ShardedGrid:
     """Give every rank an equal share of the voxels that the ranks hold together.
 
-    Each rank passes what it holds: all of a scene on one rank and an empty grid on the others, or its own points' voxels
-    on each. A voxel that several ranks hold becomes one. No rank sees all coordinates: cuts are found from counts, and
-    voxels travel to their owners only. All ranks call it.
+    Each rank passes what it holds: all of a scene on one rank and an empty grid on the others, or its own points'
+    voxels on each. A voxel that several ranks hold becomes one. No rank sees all coordinates: cuts are found from
+    counts, and voxels travel to their owners only. All ranks call it.
 
     Args:
         grid: a `VoxelGrid`, or coords (M, 1+D) integers.

@@ -167,7 +167,8 @@ def common_box(coords: torch.Tensor, batch_size: int, group: dist.ProcessGroup |
         low, high = torch.aminmax(coords.long(), dim=0)
         edges = torch.cat([-low, high + 1])
     dist.all_reduce(edges, dist.ReduceOp.MAX, group=group)
-    low, high = [-v for v in edges[:columns].tolist()], edges[columns:].tolist()
-    if low[0] > high[0]:
+    first: list[int] = [-v for v in edges[:columns].tolist()]
+    ends: list[int] = edges[columns:].tolist()
+    if first[0] > ends[0]:
         return IndexRange((0,) * columns, (max(1, batch_size), *(0,) * (columns - 1)))
-    return IndexRange((0, *low[1:]), (max(batch_size, high[0]), *high[1:]))
+    return IndexRange((0, *first[1:]), (max(batch_size, ends[0]), *ends[1:]))
