@@ -419,7 +419,7 @@ def _work(
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x, copied only if its rows are not contiguous runs of channels."""
-    if x.stride(1) != 1 and x.shape[1] > 1 or x.stride(0) < x.shape[1]:
+    if (x.stride(1) != 1 and x.shape[1] > 1) or x.stride(0) < x.shape[1]:
         return x.contiguous()
     return x
 
