@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparseconv.distributed.grid import ShardedGrid, group_of, shard
@@ -33,7 +35,8 @@ def save(path: str | PathLike[str], grid: ShardedGrid, features: torch.Tensor | 
         "origin": grid.origin,
         "counts": grid.counts,
     }
-    state: dict[str, Any] = {ABOUT: about, f"coords.{rank}": grid.coords}
+    words = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
+    state: dict[str, Any] = {ABOUT: words, f"coords.{rank}": grid.coords}
     if features is not None:
         state[f"features.{rank}"] = features.detach()
     dcp.save(state, checkpoint_id=path, process_group=grid.group)
@@ -53,11 +56,12 @@ def load(
     group = group_of(mesh)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     wrong: str | None = None
-    coords, features, about = torch.zeros(0, 2, dtype=torch.int32), None, {}
+    about: dict[str, Any] = {}
+    coords, features = torch.zeros(0, 2, dtype=torch.int32), None
     try:
         about, coords, features = _read(Path(path), rank, world)
-    except Exception as error:  # whatever a torn file raises must reach all ranks alike
-        wrong = f"rank {rank}: {error}"
+    except (Exception, CheckpointException) as error:  # whatever a torn file raises must reach all ranks alike
+        wrong = f"rank {rank}: {str(error).strip().splitlines()[-1]}"
     said: list[str | None] = [None] * world
     dist.all_gather_object(said, wrong, group=group)
     if any(said):
@@ -71,13 +75,14 @@ def _read(path: Path, rank: int, world: int) -> tuple[dict[str, Any], torch.Tens
     """The pieces rank, rank + world, ... of a saved scene, checked."""
     metadata: Metadata = dcp.FileSystemReader(path).read_metadata()
     entries = metadata.state_dict_metadata
-    if not isinstance(entries.get(ABOUT), BytesStorageMetadata):
+    words = entries.get(ABOUT)
+    if not isinstance(words, TensorStorageMetadata):
         raise ValueError(f"this is no sharded scene: it holds {sorted(entries)[:5]}")
-    state: dict[str, Any] = {ABOUT: None}
+    state: dict[str, Any] = {ABOUT: torch.empty(words.size, dtype=torch.uint8)}
     dcp.load(state, checkpoint_id=path, no_dist=True)
-    about = state[ABOUT]
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ValueError(f"unknown format {about!r}")
+    about = json.loads(bytes(state[ABOUT].tolist()))
+    if about.get("format") != FORMAT:
+        raise ValueError(f"format {about.get('format')!r} is not the {FORMAT} that this version reads")
     pieces = range(rank, about["world"], world)
     state = {}
     for name in ("coords", "features"):

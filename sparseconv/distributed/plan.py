@@ -102,6 +102,8 @@ class ShardedConvolutionPlan:
         self.source, self.target, self.window, self.boundary = source, target, window, boundary
         self.groups, self.backend, self.is_transposed, self._box = groups, backend, is_transposed, box
         self._transposed: ShardedConvolutionPlan | None = None
+        #: kinds of call that the ranks have compared: each kind is compared once, since it costs a round trip
+        self._agreed: set[tuple] = set()
         self.exchange, halo = _find_halo(source, target, window, boundary, is_transposed)
         #: what this rank's outputs see: its own rows, then the halo's, grouped by owner
         self.seen = VoxelGrid(torch.cat([source.coords, halo]), source.batch_size) if len(halo) else source
@@ -131,6 +133,10 @@ class ShardedConvolutionPlan:
         """
         if x.ndim != 2 or x.shape[0] != len(self.source):
             raise ValueError(f"x must be ({len(self.source)}, C_in), this rank's rows; got {tuple(x.shape)}")
+        call = (x.shape[1], x.dtype, x.device.type, tuple(weight.shape), weight.dtype, torch.is_grad_enabled())
+        if call not in self._agreed:
+            agree({"the operands of execute": call}, self.source.group)
+            self._agreed.add(call)
         arrival = self.exchange.start(x)
         weight = replicated(weight, self.source.group)
         bias = None if bias is None else replicated(bias, self.source.group)
