@@ -153,8 +153,13 @@ def summed(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Ten
 
 
 def replicated(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """x, which every rank holds alike, for use in a sharded computation: its gradients are summed over the ranks."""
-    return _Replicated.apply(x, group)
+    """x, which every rank holds alike, for use in a sharded computation: its gradients are summed over the ranks, once
+    however often this is asked of it."""
+    if getattr(x, "_replicated_over", False) == (group,):
+        return x
+    same = _Replicated.apply(x, group)
+    same._replicated_over = (group,)
+    return same
 
 
 def joined(x: torch.Tensor, received: torch.Tensor) -> torch.Tensor:

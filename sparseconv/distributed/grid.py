@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sparseconv.distributed.exchange import Exchange, agree, send_to
+from sparseconv.distributed.exchange import Exchange, agree, send_to, summed
 from sparseconv.distributed.partition import Order, Partition, common_box, find_partition
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.ranges import IndexRange
@@ -40,6 +40,12 @@ class ShardedGrid(VoxelGrid):
         self.counts = tuple(counts.tolist())
         #: how features travel from where `shard` was called with them to the owners of their voxels
         self.arrivals: Arrivals | None = None
+
+    is_shared = True
+
+    def all_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of ``values`` over the ranks, on each of them; differentiable."""
+        return summed(values, self.group)
 
     @property
     def process_rank(self) -> int:

@@ -159,6 +159,15 @@ class ShardedConvolutionPlan:
         return self.local.num_taps
 
     @property
+    def device(self) -> torch.device:
+        return self.source.device
+
+    @property
+    def num_in(self) -> int:
+        """This rank's inputs, without the halo."""
+        return len(self.source)
+
+    @property
     def halo_rows(self) -> int:
         """Rows of other ranks that this rank's outputs see."""
         return self.exchange.num_received
@@ -206,11 +215,18 @@ class ShardedConvolutionPlan:
             setattr(plan, name, getattr(self, name).with_groups(groups))
         return plan
 
+    def kept_with(self, grid: VoxelGrid) -> ShardedConvolutionPlan:
+        """This plan: a shard's memory goes when Python finds that grid and plan hold only each other."""
+        return self
+
     def __repr__(self) -> str:
         return (
             f"Sharded{self.local!r}, {self.halo_rows:,} halo rows, {self.overlapped:.0%} of pairs overlapped, rank "
             f"{self.source.process_rank} of {self.exchange.world_size}"
         )
+
+
+ShardedGrid.plan_type = ShardedConvolutionPlan
 
 
 def _part(grid: VoxelGrid, mask: torch.Tensor) -> VoxelGrid:
