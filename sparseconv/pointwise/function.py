@@ -1,0 +1,349 @@
+"""The operator that `pointwise_dynamic` makes of a scalar function."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sparseconv.pointwise import metadata
+from sparseconv.pointwise.derivative import Differentiable
+from sparseconv.pointwise.launch import Launch, Overload, task_space
+from sparseconv.pointwise.library import register
+from sparseconv.pointwise.metadata import Metadata
+from sparseconv.pointwise.scalar import ScalarFunction
+from sparseconv.pointwise.schema import Config, Derivative, Schema
+from sparseconv.pointwise.strided import StridedBuffer
+
+_PLANS_KEPT = 4096  # geometries remembered by a function
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
+
+
+class PointwiseDynamicFunction:
+    """A pointwise operator over tensors of any rank, strides, dtype and broadcast, made by `pointwise_dynamic`.
+
+    Call it with the arguments of its scalar function by position, and outputs to write to by keyword (``out0=``,
+    ``out1=``, or ``out=`` where there is one). CPU tensors go through the twin given as ``reference``, GPU tensors through
+    a generated kernel.
+
+    Attributes:
+        schema: the signature.
+        scalar: the jitted scalar function, to be called from other kernels: ``scalar(tile, *numbers)``.
+        extra_arguments: positions of the arguments that are numbers.
+        reference: the twin, a torch function of the same arguments, or None.
+        derivative: argument -> `Derivative`, or None if gradients go through the twin.
+    """
+
+    def __init__(
+        self,
+        scalar: ScalarFunction,
+        schema: Schema,
+        *,
+        reference: Callable[..., Any] | None = None,
+        derivative: Mapping[int, Derivative] | None = None,
+        config: Config | None = None,
+        autocast: torch.dtype | None = None,
+        defaults: Sequence[Any] = (),
+        doc: str | None = None,
+    ) -> None:
+        self.schema = schema
+        self.defaults = tuple(defaults)
+        self.reference = reference
+        self.derivative = derivative
+        self.config = config or Config()
+        self.autocast = autocast
+        self.extra_arguments = schema.scalars
+        self.differentiable = derivative is not None or reference is not None
+        self.__name__ = self.__qualname__ = schema.name
+        self.__doc__ = doc or getattr(scalar.python, "__doc__", None) or type(self).__doc__
+        self._scalar_function = scalar
+        self._is_tensor = schema.is_tensor
+        self._in_order = schema.is_tensor == tuple(sorted(schema.is_tensor, reverse=True))
+        self._overloads: dict[int, Overload] = {}
+        self._lock = threading.Lock()
+        self._plans: dict[Any, Callable[[Sequence[Any]], Any]] = {}
+        self.op, self._library = register(self)
+
+    @property
+    def scalar(self) -> Any:
+        return self._scalar_function.jitted
+
+    @property
+    def scalar_function(self) -> ScalarFunction:
+        return self._scalar_function
+
+    def instantiate(self, rank: int) -> Overload:
+        """The overload for task spaces of ``rank`` axes, which takes ready outputs and infers nothing."""
+        if not isinstance(rank, int) or rank < 0:
+            raise ValueError(f"{self.schema.name}: instantiate(rank) takes a rank of 0 or more, but got {rank!r}")
+        found = self._overloads.get(rank)
+        if found is None:
+            with self._lock:
+                found = self._overloads.setdefault(
+                    rank, Overload(self.schema, self._scalar_function, rank, self.config)
+                )
+        return found
+
+    def __call__(self, *args: Any, **outs: Any) -> Any:
+        missing = len(self._is_tensor) - len(args)
+        if 0 < missing <= len(self.defaults):
+            args = (*args, *self.defaults[len(self.defaults) - missing :])
+        if torch.compiler.is_compiling():
+            return self._traced(args, outs)
+        if outs or self.autocast is not None or len(args) != len(self._is_tensor):
+            return self._general(args, outs)
+        key: list[Any] = []
+        grad = False
+        try:
+            for value, flag in zip(args, self._is_tensor):
+                if flag:
+                    kind = type(value)
+                    if (kind is not _Tensor and kind is not _Parameter) or not value.is_cuda:
+                        return self._general(args, outs)
+                    if value.requires_grad:
+                        grad = True
+                    key.append((value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() & 15))
+                else:
+                    key.append(type(value))
+        except RuntimeError:  # a tensor without an address: one that a transformation wraps
+            return self._general(args, outs)
+        plan = self._plans.get(tuple(key))
+        if plan is None or torch._C._len_torch_dispatch_stack():
+            return self._general(args, outs)
+        if grad and torch.is_grad_enabled():
+            return Differentiable.apply(self, *args) if self.differentiable else self._general(args, outs)
+        return plan(args)
+
+    def _general(self, args: Sequence[Any], outs: Mapping[str, Any]) -> Any:
+        """A call in full: every check, every kind of argument."""
+        metadata.check_arguments(self.schema, args)
+        device = metadata.check_devices(self.schema, args)
+        args = self._placed(self._cast(args, device), device)
+        if outs:
+            return self._into(args, self._named(outs), device)
+        tensors = [args[i] for i in self.schema.tensors]
+        if any(isinstance(a, StridedBuffer) for a in tensors):
+            return _packed(self._kernel(args, {}, device) if device.type != "cpu" else self.evaluate(args))
+        if _transformed(tensors):
+            return self.op(*args)
+        if torch.is_grad_enabled() and any(a.requires_grad for a in tensors) and self._has_gradient(args):
+            return Differentiable.apply(self, *args)
+        return _packed(self.evaluate(args))
+
+    def evaluate(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        """The outputs for plain arguments on one device, outside autograd."""
+        first = args[self.schema.tensors[0]]
+        device = metadata.check_devices(self.schema, args) if first.device.type == "cpu" else first.device
+        if device.type == "cpu":
+            if self.reference is not None:
+                return self.twin(args)
+            return self._kernel(args, {}, device)
+        args = self._placed(args, device)
+        if any(isinstance(args[i], StridedBuffer) for i in self.schema.tensors):
+            return self._kernel(args, {}, device)
+        key = tuple(
+            (v.shape, v.stride(), v.dtype, v.get_device(), v.data_ptr() & 15) if flag else type(v)
+            for v, flag in zip(args, self._is_tensor)
+        )
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plan(args, device)
+            if len(self._plans) >= _PLANS_KEPT:
+                self._plans.clear()
+            self._plans[key] = plan
+        outputs = plan(args)
+        return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+
+    def twin(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        """The outputs by ``reference``, with the dtypes, shape and strides that the kernel would give."""
+        schema = self.schema
+        if self.reference is None:
+            raise TypeError(f"{schema.name} has no reference= and cannot run on {args[schema.tensors[0]].device}")
+        args = [a.to_tensor() if isinstance(a, StridedBuffer) else a for a in args]
+        expected = metadata.infer(schema, args)
+        seen = [a.to(t) if flag else a for a, flag, t in zip(args, schema.is_tensor, expected.dtypes.compute)]
+        if schema.index:
+            count = torch.Size(expected.shape).numel()
+            seen.append(torch.arange(count, device=seen[schema.tensors[0]].device).view(expected.shape))
+        results = self.reference(*seen)
+        results = list(results) if isinstance(results, (tuple, list)) else [results]
+        if len(results) != schema.num_outputs:
+            raise ValueError(f"{schema.name}: reference= gave {len(results)} outputs, but {schema.num_outputs} are declared")
+        inputs = [args[i] for i in schema.tensors]
+        return [_as_expected(r, t, expected, inputs) for r, t in zip(results, expected.dtypes.results)]
+
+    def kernel_path(self, *args: Any, **outs: Any) -> Any:
+        """The call by the generated kernel, whatever the device; on CPU tensors Triton's interpreter must be on."""
+        args = (*args, *self.defaults[len(self.defaults) - (self.schema.num_inputs - len(args)) :])
+        metadata.check_arguments(self.schema, args)
+        device = metadata.check_devices(self.schema, args)
+        return _packed(self._kernel(self._placed(args, device), self._named(outs), device))
+
+    def _kernel(self, args: Sequence[Any], outs: Mapping[int, Any], device: torch.device) -> list[Any]:
+        if device.type == "cpu" and not self._scalar_function.interpreted:
+            raise TypeError(
+                f"{self.schema.name} has no reference=, the torch function that runs on CPU tensors; "
+                f"declare one, or move the arguments to a GPU"
+            )
+        expected, outputs = self._outputs(args, outs, device)
+        launch = self._launch(args, expected, outputs)
+        if launch is not None:
+            launch([_start(a) for a in args], [_start(a) for a in outputs])
+        return outputs
+
+    def _outputs(
+        self, args: Sequence[Any], outs: Mapping[int, Any], device: torch.device
+    ) -> tuple[Metadata, list[Any]]:
+        expected = metadata.infer(self.schema, args)
+        for j, out in outs.items():
+            name = f"out{j}"
+            metadata.check_output(
+                self.schema.name, name, out, expected.shape, expected.dtypes.results[j], device
+            )
+            others = [other for k, other in outs.items() if k != j]
+            metadata.check_aliasing(self.schema.name, name, out, args)
+            if any(other.data_ptr() == out.data_ptr() and out.numel() for other in others):
+                raise ValueError(f"{self.schema.name}: {name}= is given for two outputs")
+        fresh = expected.allocate(device) if len(outs) < self.schema.num_outputs else []
+        return expected, [outs[j] if j in outs else fresh[j] for j in range(self.schema.num_outputs)]
+
+    def _launch(self, args: Sequence[Any], expected: Metadata, outputs: Sequence[Any]) -> Launch | None:
+        if 0 in expected.shape:
+            return None
+        geometry = [*(tuple(o.stride()) for o in outputs), *expected.operands]
+        space = task_space(self.schema, args, outputs, expected.shape, geometry, self.config)
+        return self.instantiate(len(space.sizes)).prepare_space(args, outputs, space, expected.dtypes)
+
+    def _plan(self, args: Sequence[Any], device: torch.device) -> Callable[[Sequence[Any]], Any]:
+        """All that a further call of this geometry needs: allocate, launch."""
+        expected, outputs = self._outputs(args, {}, device)
+        launch = self._launch(args, expected, outputs)
+        shape, strides, results = expected.shape, expected.strides, expected.dtypes.results
+        if launch is None:
+            return lambda args: _packed(expected.allocate(device))
+        if len(results) > 1:
+
+            def run_all(args: Sequence[Any]) -> Any:
+                fresh = expected.allocate(device)
+                launch(args, fresh)
+                return tuple(fresh)
+
+            return run_all
+        dtype = results[0]
+        empty = torch.empty_strided
+
+        def run(args: Sequence[Any]) -> Any:
+            out = empty(shape, strides, dtype=dtype, device=device)
+            launch(args, (out,))
+            return out
+
+        return run
+
+    def _into(self, args: Sequence[Any], outs: Mapping[int, Any], device: torch.device) -> Any:
+        tensors = [a for a in [*(args[i] for i in self.schema.tensors), *outs.values()] if isinstance(a, torch.Tensor)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise ValueError(
+                f"{self.schema.name}: outputs given by keyword are not differentiable, but an argument requires a gradient; "
+                f"leave the output out, or wrap the call in torch.no_grad()"
+            )
+        if device.type == "cpu" and self.reference is not None:
+            _, outputs = self._outputs(args, outs, device)
+            with torch.no_grad():
+                results = self.twin(args)
+                outputs = [outputs[j].copy_(result) for j, result in enumerate(results)]
+        else:
+            outputs = self._kernel(args, outs, device)
+            for out in outs.values():
+                torch.autograd.graph.increment_version(out.base if isinstance(out, StridedBuffer) else out)
+        return _packed(outputs)
+
+    def _traced(self, args: Sequence[Any], outs: Mapping[str, Any]) -> Any:
+        """The call while torch.compile traces it: the operator, and copies into given outputs."""
+        if self.autocast is not None:
+            args = self._cast(args, args[self.schema.tensors[0]].device)
+        result = self.op(*args)
+        if not outs:
+            return result
+        results = list(result) if isinstance(result, tuple) else [result]
+        for j, out in self._named(outs).items():
+            results[j] = out.copy_(results[j])
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _named(self, outs: Mapping[str, Any]) -> dict[int, Any]:
+        """Given outputs by number; None stands for an output that is not given."""
+        count = self.schema.num_outputs
+        known = {f"out{j}": j for j in range(count)}
+        if count == 1:
+            known["out"] = 0
+        named: dict[int, Any] = {}
+        for name, value in outs.items():
+            if name == "out" and count > 1:
+                raise TypeError(f"{self.schema.name} has {count} outputs: say out0=, out1=, ..., not out=")
+            if name not in known:
+                raise TypeError(f"{self.schema.name} got an unknown keyword {name!r}; it knows {', '.join(known)}")
+            if value is not None:
+                if known[name] in named:
+                    raise TypeError(f"{self.schema.name}: out= and out0= are the same output")
+                named[known[name]] = value
+        return named
+
+    def _cast(self, args: Sequence[Any], device: torch.device) -> Sequence[Any]:
+        """Under autocast, half precision arguments in the dtype in which this function is to run."""
+        if self.autocast is None or not torch.is_autocast_enabled(device.type):
+            return args
+        halves = (torch.float16, torch.bfloat16)
+        return [a.to(self.autocast) if isinstance(a, torch.Tensor) and a.dtype in halves else a for a in args]
+
+    def _placed(self, args: Sequence[Any], device: torch.device) -> Sequence[Any]:
+        """0-d CPU tensors moved to the device of the others."""
+        if device.type == "cpu" or all(a.device == device for a in (args[i] for i in self.schema.tensors)):
+            return args
+        return [
+            a.to(device) if isinstance(a, torch.Tensor) and a.device.type == "cpu" else a
+            for a in args
+        ]
+
+    def _has_gradient(self, args: Sequence[Any]) -> bool:
+        results = metadata.dtypes_of(self.schema, args).results
+        if not any(t.is_floating_point or t.is_complex for t in results):
+            return False
+        if not self.differentiable:
+            raise ValueError(
+                f"{self.schema.name} has neither derivative= nor reference=, so it cannot be differentiated, but an argument "
+                f"requires a gradient; declare one, or call it under torch.no_grad() or on x.detach()"
+            )
+        return True
+
+    def __repr__(self) -> str:
+        schema = self.schema
+        parts = [f"{len(schema.tensors)} tensors", f"{len(schema.scalars)} numbers", f"{schema.num_outputs} outputs"]
+        has = [name for name in ("reference", "derivative") if getattr(self, name) is not None]
+        return f"PointwiseDynamicFunction({schema.name}: {', '.join(parts + has)})"
+
+
+def _packed(outputs: Sequence[Any]) -> Any:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _start(value: Any) -> Any:
+    return value.start if isinstance(value, StridedBuffer) else value
+
+
+def _transformed(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a subclass, a dispatch mode or a function transform must see the call as an operator."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return any(type(t) is not _Tensor and type(t) is not _Parameter for t in tensors)
+
+
+def _as_expected(result: Any, dtype: torch.dtype, expected: Metadata, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A twin's result as a fresh tensor of the dtype and strides that the kernel's would have."""
+    result = result.to(dtype)
+    wrong_strides = any(n > 1 and a != b for n, a, b in zip(expected.shape, result.stride(), expected.strides))
+    same_shape = tuple(result.shape) == expected.shape
+    if same_shape and not wrong_strides and not any(result is t or result._base is t for t in inputs):
+        return result
+    fresh = torch.empty_strided(expected.shape, expected.strides, dtype=dtype, device=result.device)
+    return fresh.copy_(result)
