@@ -40,24 +40,27 @@ def source(schema: Schema, rank: int, config: Config) -> str:
         "",
         *_signature(schema, rank, tiled),
         *_coordinates(rank, tiled),
+        "    for part in tl.static_range(PARTS):  # of two parts the first serves tiles that are full and need no mask",
+        "        if (whole == (part + 1 < PARTS)) | (PARTS == 1):",
     ]
+    body: list[str] = []
     gathered = dict(schema.gather)
     for position in sorted(schema.tensors, key=lambda i: (i in gathered, i)):
-        lines += _load(rank, tiled, position, gathered.get(position))
-    for position in schema.scalars:
-        lines.append(f"    in{position} = tl.full((), val{position}, VAL{position})")
+        body += _load(rank, tiled, position, gathered.get(position))
+    body += [f"in{position} = tl.full((), val{position}, VAL{position})" for position in schema.scalars]
     arguments = [f"in{i}" for i in range(schema.num_inputs)]
     if schema.index:
         terms = [f"axis{k}.to(tl.int64) * index_stride{k}" for k in range(rank)]
-        lines.append(f"    index = tl.broadcast_to({' + '.join(terms)}, {_shape(tiled)})")
+        body.append(f"index = tl.broadcast_to({' + '.join(terms)}, {_shape(tiled)})")
         arguments.append("index")
     results = [f"out{j}" for j in range(schema.num_outputs)]
-    lines.append(f"    {', '.join(results)} = scalar_function({', '.join(arguments)})")
+    body.append(f"{', '.join(results)} = scalar_function({', '.join(arguments)})")
+    body.append(f"inside = {_unless_whole(' & '.join(f'(axis{k} < size{k})' for k in tiled))}")
     for result in results:
         address = _address(f"{result}_ptr", result, range(rank), lambda k: f"axis{k}")
-        lines.append(f"    {result} = tl.broadcast_to({result}.to({result}_ptr.dtype.element_ty), {_shape(tiled)})")
-        lines.append(f"    tl.store({address}, {result}, mask=inside)")
-    return "\n".join(lines) + "\n"
+        body.append(f"{result} = tl.broadcast_to({result}.to({result}_ptr.dtype.element_ty), {_shape(tiled)})")
+        body.append(f"tl.store({address}, {result}, mask=inside)")
+    return "\n".join(lines + [" " * 12 + line for line in body]) + "\n"
 
 
 def parameters(schema: Schema, rank: int, config: Config) -> list[str]:
@@ -80,7 +83,7 @@ def _parameters(schema: Schema, rank: int, tile_axes: int) -> list[str]:
     lines += [f"{name}_stride{k}" for name in [*results, *tensors] for k in axes]
     lines += [f"in{i}_gather_stride" for i, _ in schema.gather]
     lines += [f"index_stride{k}" for k in axes] if schema.index else []
-    constants = ["ADDRESS", *(f"TILE{k}" for k in range(max(0, rank - tile_axes), rank))]
+    constants = ["ADDRESS", "PARTS", *(f"TILE{k}" for k in range(max(0, rank - tile_axes), rank))]
     constants += [f"IN{i}" for i in schema.tensors]
     constants += [f"IN{i}_VARIES{k}" for i in schema.tensors for k in range(max(0, rank - tile_axes), rank)]
     constants += [f"VAL{i}" for i in schema.scalars]
@@ -101,16 +104,16 @@ def _coordinates(rank: int, tiled: list[int]) -> list[str]:
         if k in tiled:
             if not first:
                 lines.append(f"    tiles{k} = tl.cdiv(size{k}, TILE{k})")
-            start = "tile" if first else f"(tile % tiles{k})"
             spread = "" if len(tiled) == 1 else "[:, None]" if k == tiled[0] else "[None, :]"
-            lines.append(f"    axis{k} = ({start} * TILE{k} + tl.arange(0, TILE{k})){spread}")
+            lines.append(f"    start{k} = {'tile' if first else f'(tile % tiles{k})'} * TILE{k}")
+            lines.append(f"    axis{k} = (start{k} + tl.arange(0, TILE{k})){spread}")
             if not first:
                 lines.append(f"    tile //= tiles{k}")
         elif first:
             lines.append("    axis0 = tile")
         else:
             lines += [f"    axis{k} = tile % size{k}", f"    tile //= size{k}"]
-    lines.append(f"    inside = {' & '.join(f'(axis{k} < size{k})' for k in tiled)}")
+    lines.append(f"    whole = {' & '.join(f'(start{k} + TILE{k} <= size{k})' for k in tiled)}")
     return lines
 
 
@@ -119,16 +122,20 @@ def _load(rank: int, tiled: list[int], position: int, source_position: int | Non
     lines = []
     for k in tiled:
         origin = f"tl.zeros({(1,) * len(tiled)}, ADDRESS)"
-        lines.append(f"    {name}_axis{k} = axis{k} if {constant}_VARIES{k} else {origin}")
+        lines.append(f"{name}_axis{k} = axis{k} if {constant}_VARIES{k} else {origin}")
     address = _address(f"{name}_ptr", name, range(rank), lambda k: f"{name}_axis{k}" if k in tiled else f"axis{k}")
     mask = " & ".join(f"({name}_axis{k} < size{k})" for k in tiled)
     if source_position is not None:
         address += f" + in{source_position}_raw.to(ADDRESS) * {name}_gather_stride"
         mask += f" & in{source_position}_mask"
-    lines.append(f"    {name}_mask = {mask}")
-    lines.append(f"    {name}_raw = tl.load({address}, mask={name}_mask)")
-    lines.append(f"    {name} = tl.broadcast_to({name}_raw.to({constant}), {_shape(tiled)})")
+    lines.append(f"{name}_mask = {_unless_whole(mask)}")
+    lines.append(f"{name}_raw = tl.load({address}, mask={name}_mask)")
+    lines.append(f"{name} = tl.broadcast_to({name}_raw.to({constant}), {_shape(tiled)})")
     return lines
+
+
+def _unless_whole(mask: str) -> str:
+    return f"None if part + 1 < PARTS else {mask}"
 
 
 def _address(pointer: str, name: str, axes: range, coordinate: Callable[[int], str]) -> str:

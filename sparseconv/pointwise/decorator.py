@@ -45,10 +45,10 @@ def pointwise_dynamic(
         promotion_methods: for each output ``(0, 1, "DEFAULT")`` or ``((0, 1), Promotion.DEFAULT)``: the arguments that
             its dtype depends on, and how.
         config: how kernels are cut.
-        reference: the twin, a torch function of the same arguments, in the dtypes that the scalar function would see. It
-            runs on CPU tensors.
+        reference: the twin, a torch function of the same arguments, in the dtypes that the scalar function would see;
+            it runs on CPU tensors.
         derivative: for each tensor argument a `Derivative`, or a function of (gradients of the outputs, arguments), or
-            None where the gradient is zero; a mapping by position or a sequence. Without it gradients go through the twin.
+            None where the gradient is zero; a mapping by position or a sequence. Without it the twin is differentiated.
         index: the scalar function and the twin take, last, the row-major linear index of the element.
         gather: argument -> argument; the first axis of the former is addressed by the integer values of the latter.
         autocast: the dtype to which autocast brings half precision arguments.

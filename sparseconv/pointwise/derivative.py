@@ -11,32 +11,40 @@ from sparseconv.pointwise.schema import Derivative
 
 if TYPE_CHECKING:
     from sparseconv.pointwise.function import PointwiseDynamicFunction
+    from sparseconv.pointwise.launch import Plan
 
 
-def wanted_names(function: PointwiseDynamicFunction, needed: Sequence[bool]) -> list[str]:
+def wanted_names(function: PointwiseDynamicFunction, needed: Sequence[bool]) -> tuple[str, ...]:
     """The arguments and outputs that the gradients of these arguments are computed from."""
-    schema = function.schema
     if function.derivative is None:
-        return [f"in{i}" for i in range(schema.num_inputs)]
+        return tuple(f"in{i}" for i in range(function.schema.num_inputs))
     names: dict[str, None] = {}
     for i, derivative in function.derivative.items():
         if needed[i]:
             names.update(dict.fromkeys(n for n in derivative.arguments if not n.startswith("grad")))
-    return list(names)
+    return tuple(names)
 
 
-def keep(ctx: Any, function: PointwiseDynamicFunction, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+def keep(
+    ctx: Any,
+    function: PointwiseDynamicFunction,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    needed: Sequence[bool],
+) -> None:
     """Save for the backward pass what the gradients asked for need, and no more."""
-    schema = function.schema
-    needed = [flag and isinstance(v, torch.Tensor) and v.requires_grad for v, flag in zip(inputs, schema.is_tensor)]
-    names = wanted_names(function, needed)
-    values = {**{f"in{i}": v for i, v in enumerate(inputs)}, **{f"out{j}": v for j, v in enumerate(outputs)}}
-    tensors = [name for name in names if isinstance(values[name], torch.Tensor)]
-    ctx.save_for_backward(*[values[name] for name in tensors])
-    ctx.tensor_names = tensors
-    ctx.numbers = {name: values[name] for name in names if name not in tensors}
-    ctx.shapes = {i: inputs[i].shape for i in schema.tensors if needed[i]}
-    ctx.dtypes = {i: inputs[i].dtype for i in schema.tensors if needed[i]}
+    tensors, numbers = [], {}
+    names = []
+    for name in wanted_names(function, needed):
+        value = inputs[int(name[2:])] if name[0] == "i" else outputs[int(name[3:])]
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            names.append(name)
+        else:
+            numbers[name] = value
+    ctx.save_for_backward(*tensors)
+    ctx.tensor_names, ctx.numbers = names, numbers
+    ctx.forms = {i: (inputs[i].shape, inputs[i].dtype) for i in function.schema.tensors if needed[i]}
 
 
 def gradients(ctx: Any, function: PointwiseDynamicFunction, grads: Sequence[Any]) -> list[Any]:
@@ -45,11 +53,17 @@ def gradients(ctx: Any, function: PointwiseDynamicFunction, grads: Sequence[Any]
     values.update(ctx.numbers)
     values.update({f"grad{j}": g for j, g in enumerate(grads)})
     wanted = list(ctx.shapes)
-    found = _declared(function, wanted, values) if function.derivative is not None else _through_twin(function, wanted, values)
+    found = (
+        _declared(function, wanted, values)
+        if function.derivative is not None
+        else _through_twin(function, wanted, values)
+    )
     results: list[Any] = [None] * function.schema.num_inputs
     for i, grad in found.items():
         if grad is not None:
-            results[i] = _reduce(grad, ctx.shapes[i]).to(ctx.dtypes[i])
+            shape, dtype = ctx.forms[i]
+            grad = _reduce(grad, shape)
+            results[i] = grad if grad.dtype is dtype else grad.to(dtype)
     return results
 
 
@@ -96,10 +110,13 @@ class Differentiable(torch.autograd.Function):
     """One call of a pointwise function as a node of the autograd graph."""
 
     @staticmethod
-    def forward(ctx: Any, function: PointwiseDynamicFunction, *args: Any) -> Any:
+    def forward(
+        ctx: Any, function: PointwiseDynamicFunction, plan: Plan | None, addresses: Any, numbers: Any, *args: Any
+    ) -> Any:
         ctx.function = function
-        outputs = function.evaluate(args)
-        keep(ctx, function, args, outputs)
+        result = function.evaluate(args) if plan is None else plan.fresh(addresses, numbers)
+        outputs = [result] if isinstance(result, torch.Tensor) else result
+        keep(ctx, function, args, outputs, ctx.needs_input_grad[4:])
         fixed = [y for y in outputs if not (y.is_floating_point() or y.is_complex())]
         if fixed:
             ctx.mark_non_differentiable(*fixed)
@@ -107,4 +124,4 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (None, *gradients(ctx, ctx.function, grads))
+        return (None, None, None, None, *gradients(ctx, ctx.function, grads))

@@ -40,8 +40,8 @@ class Epilogue:
         function = self.activation
         if not isinstance(function, PointwiseDynamicFunction):
             raise TypeError(
-                f"Epilogue takes a function made with pointwise_dynamic, whose scalar function a kernel can call, but got "
-                f"{function!r}"
+                f"Epilogue takes a function made with pointwise_dynamic, whose scalar function a kernel can call, "
+                f"but got {function!r}"
             )
         schema = function.schema
         if schema.tensors != (0,) or schema.num_outputs != 1 or schema.index or schema.gather:

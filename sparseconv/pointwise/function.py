@@ -10,7 +10,7 @@ import torch
 
 from sparseconv.pointwise import metadata
 from sparseconv.pointwise.derivative import Differentiable
-from sparseconv.pointwise.launch import Launch, Overload, task_space
+from sparseconv.pointwise.launch import Launch, Overload, Plan, task_space
 from sparseconv.pointwise.library import register
 from sparseconv.pointwise.metadata import Metadata
 from sparseconv.pointwise.scalar import ScalarFunction
@@ -25,8 +25,8 @@ class PointwiseDynamicFunction:
     """A pointwise operator over tensors of any rank, strides, dtype and broadcast, made by `pointwise_dynamic`.
 
     Call it with the arguments of its scalar function by position, and outputs to write to by keyword (``out0=``,
-    ``out1=``, or ``out=`` where there is one). CPU tensors go through the twin given as ``reference``, GPU tensors through
-    a generated kernel.
+    ``out1=``, or ``out=`` where there is one). CPU tensors go through the twin given as ``reference``, GPU tensors
+    through a generated kernel.
 
     Attributes:
         schema: the signature.
@@ -60,10 +60,10 @@ class PointwiseDynamicFunction:
         self.__doc__ = doc or getattr(scalar.python, "__doc__", None) or type(self).__doc__
         self._scalar_function = scalar
         self._is_tensor = schema.is_tensor
-        self._in_order = schema.is_tensor == tuple(sorted(schema.is_tensor, reverse=True))
+        self._count = schema.num_inputs
         self._overloads: dict[int, Overload] = {}
         self._lock = threading.Lock()
-        self._plans: dict[Any, Callable[[Sequence[Any]], Any]] = {}
+        self._plans: dict[Any, Plan] = {}
         self.op, self._library = register(self)
 
     @property
@@ -87,34 +87,53 @@ class PointwiseDynamicFunction:
         return found
 
     def __call__(self, *args: Any, **outs: Any) -> Any:
-        missing = len(self._is_tensor) - len(args)
+        missing = self._count - len(args)
         if 0 < missing <= len(self.defaults):
             args = (*args, *self.defaults[len(self.defaults) - missing :])
         if torch.compiler.is_compiling():
             return self._traced(args, outs)
-        if outs or self.autocast is not None or len(args) != len(self._is_tensor):
+        if self.autocast is not None:
             return self._general(args, outs)
         key: list[Any] = []
+        addresses: list[int] = []
+        numbers: list[Any] = []
         grad = False
         try:
-            for value, flag in zip(args, self._is_tensor):
-                if flag:
-                    kind = type(value)
-                    if (kind is not _Tensor and kind is not _Parameter) or not value.is_cuda:
-                        return self._general(args, outs)
-                    if value.requires_grad:
-                        grad = True
-                    key.append((value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() & 15))
+            for value in args:
+                kind = type(value)
+                if kind is _Tensor or kind is _Parameter:
+                    address = value.data_ptr()
+                    addresses.append(address)
+                    key += (value.shape, value.stride(), value.dtype, value.get_device(), address & 15)
+                    grad = grad or value.requires_grad
                 else:
-                    key.append(type(value))
+                    key.append(kind)
+                    numbers.append(value)
+            written = outs and self._written(key, outs)
         except RuntimeError:  # a tensor without an address: one that a transformation wraps
             return self._general(args, outs)
         plan = self._plans.get(tuple(key))
         if plan is None or torch._C._len_torch_dispatch_stack():
             return self._general(args, outs)
         if grad and torch.is_grad_enabled():
-            return Differentiable.apply(self, *args) if self.differentiable else self._general(args, outs)
-        return plan(args)
+            if outs or not self.differentiable:
+                return self._general(args, outs)
+            return Differentiable.apply(self, plan, addresses, numbers, *args)
+        if not outs:
+            return plan.fresh(addresses, numbers)
+        if not written or not plan.separate(addresses, written):
+            return self._general(args, outs)
+        return plan.into(addresses, numbers, written)
+
+    def _written(self, key: list[Any], outs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Given outputs added to the key of a call, or nothing where the call must be looked at in full."""
+        given = []
+        for name, value in outs.items():
+            if type(value) is not _Tensor or value.requires_grad:
+                return []
+            key += (name, value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() & 15)
+            given.append(value)
+        return given if len(given) == self.schema.num_outputs else []
 
     def _general(self, args: Sequence[Any], outs: Mapping[str, Any]) -> Any:
         """A call in full: every check, every kind of argument."""
@@ -122,14 +141,14 @@ class PointwiseDynamicFunction:
         device = metadata.check_devices(self.schema, args)
         args = self._placed(self._cast(args, device), device)
         if outs:
-            return self._into(args, self._named(outs), device)
+            return self._into(args, outs, device)
         tensors = [args[i] for i in self.schema.tensors]
         if any(isinstance(a, StridedBuffer) for a in tensors):
             return _packed(self._kernel(args, {}, device) if device.type != "cpu" else self.evaluate(args))
         if _transformed(tensors):
             return self.op(*args)
         if torch.is_grad_enabled() and any(a.requires_grad for a in tensors) and self._has_gradient(args):
-            return Differentiable.apply(self, *args)
+            return Differentiable.apply(self, None, (), (), *args)
         return _packed(self.evaluate(args))
 
     def evaluate(self, args: Sequence[Any]) -> list[torch.Tensor]:
@@ -141,20 +160,28 @@ class PointwiseDynamicFunction:
                 return self.twin(args)
             return self._kernel(args, {}, device)
         args = self._placed(args, device)
-        if any(isinstance(args[i], StridedBuffer) for i in self.schema.tensors):
+        if any(isinstance(args[i], StridedBuffer) for i in self.schema.tensors) or self._scalar_function.interpreted:
             return self._kernel(args, {}, device)
-        key = tuple(
-            (v.shape, v.stride(), v.dtype, v.get_device(), v.data_ptr() & 15) if flag else type(v)
-            for v, flag in zip(args, self._is_tensor)
-        )
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plan(args, device)
-            if len(self._plans) >= _PLANS_KEPT:
-                self._plans.clear()
-            self._plans[key] = plan
-        outputs = plan(args)
-        return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        expected, outputs = self._outputs(args, {}, device)
+        launch = self._launch(args, expected, outputs)
+        self._remember(args, {}, Plan.make(self.schema, args, expected, outputs, launch))
+        if launch is not None:
+            launch.on(args, outputs, self.schema)
+        return outputs
+
+    def _remember(self, args: Sequence[Any], outs: Mapping[str, Any], plan: Plan) -> None:
+        """Keep what a further call of this geometry needs."""
+        key: list[Any] = []
+        for value, flag in zip(args, self._is_tensor):
+            if flag:
+                key += (value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() & 15)
+            else:
+                key.append(type(value))
+        if outs and not self._written(key, outs):
+            return
+        if len(self._plans) >= _PLANS_KEPT:
+            self._plans.clear()
+        self._plans[tuple(key)] = plan
 
     def twin(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """The outputs by ``reference``, with the dtypes, shape and strides that the kernel would give."""
@@ -170,7 +197,9 @@ class PointwiseDynamicFunction:
         results = self.reference(*seen)
         results = list(results) if isinstance(results, (tuple, list)) else [results]
         if len(results) != schema.num_outputs:
-            raise ValueError(f"{schema.name}: reference= gave {len(results)} outputs, but {schema.num_outputs} are declared")
+            raise ValueError(
+                f"{schema.name}: reference= gave {len(results)} outputs, but {schema.num_outputs} are declared"
+            )
         inputs = [args[i] for i in schema.tensors]
         return [_as_expected(r, t, expected, inputs) for r, t in zip(results, expected.dtypes.results)]
 
@@ -190,7 +219,7 @@ class PointwiseDynamicFunction:
         expected, outputs = self._outputs(args, outs, device)
         launch = self._launch(args, expected, outputs)
         if launch is not None:
-            launch([_start(a) for a in args], [_start(a) for a in outputs])
+            launch.on(args, outputs, self.schema)
         return outputs
 
     def _outputs(
@@ -199,9 +228,7 @@ class PointwiseDynamicFunction:
         expected = metadata.infer(self.schema, args)
         for j, out in outs.items():
             name = f"out{j}"
-            metadata.check_output(
-                self.schema.name, name, out, expected.shape, expected.dtypes.results[j], device
-            )
+            metadata.check_output(self.schema.name, name, out, expected.shape, expected.dtypes.results[j], device)
             others = [other for k, other in outs.items() if k != j]
             metadata.check_aliasing(self.schema.name, name, out, args)
             if any(other.data_ptr() == out.data_ptr() and out.numel() for other in others):
@@ -214,49 +241,32 @@ class PointwiseDynamicFunction:
             return None
         geometry = [*(tuple(o.stride()) for o in outputs), *expected.operands]
         space = task_space(self.schema, args, outputs, expected.shape, geometry, self.config)
-        return self.instantiate(len(space.sizes)).prepare_space(args, outputs, space, expected.dtypes)
+        return self.instantiate(len(space.sizes)).prepare(args, outputs, space, expected.dtypes)
 
-    def _plan(self, args: Sequence[Any], device: torch.device) -> Callable[[Sequence[Any]], Any]:
-        """All that a further call of this geometry needs: allocate, launch."""
-        expected, outputs = self._outputs(args, {}, device)
-        launch = self._launch(args, expected, outputs)
-        shape, strides, results = expected.shape, expected.strides, expected.dtypes.results
-        if launch is None:
-            return lambda args: _packed(expected.allocate(device))
-        if len(results) > 1:
-
-            def run_all(args: Sequence[Any]) -> Any:
-                fresh = expected.allocate(device)
-                launch(args, fresh)
-                return tuple(fresh)
-
-            return run_all
-        dtype = results[0]
-        empty = torch.empty_strided
-
-        def run(args: Sequence[Any]) -> Any:
-            out = empty(shape, strides, dtype=dtype, device=device)
-            launch(args, (out,))
-            return out
-
-        return run
-
-    def _into(self, args: Sequence[Any], outs: Mapping[int, Any], device: torch.device) -> Any:
-        tensors = [a for a in [*(args[i] for i in self.schema.tensors), *outs.values()] if isinstance(a, torch.Tensor)]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    def _into(self, args: Sequence[Any], outs: Mapping[str, Any], device: torch.device) -> Any:
+        named = self._named(outs)
+        tensors = [a for a in [*(args[i] for i in self.schema.tensors), *named.values()] if isinstance(a, torch.Tensor)]
+        if named and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise ValueError(
-                f"{self.schema.name}: outputs given by keyword are not differentiable, but an argument requires a gradient; "
-                f"leave the output out, or wrap the call in torch.no_grad()"
+                f"{self.schema.name}: outputs given by keyword are not differentiable, but an argument requires a "
+                f"gradient; leave the output out, or wrap the call in torch.no_grad()"
             )
+        if not named:
+            return self(*args)
+        expected, outputs = self._outputs(args, named, device)
         if device.type == "cpu" and self.reference is not None:
-            _, outputs = self._outputs(args, outs, device)
             with torch.no_grad():
-                results = self.twin(args)
-                outputs = [outputs[j].copy_(result) for j, result in enumerate(results)]
+                return _packed([out.copy_(result) for out, result in zip(outputs, self.twin(args))])
+        if device.type == "cpu" or len(tensors) < len(self.schema.tensors) + len(named):
+            outputs = self._kernel(args, named, device)
         else:
-            outputs = self._kernel(args, outs, device)
-            for out in outs.values():
-                torch.autograd.graph.increment_version(out.base if isinstance(out, StridedBuffer) else out)
+            launch = self._launch(args, expected, outputs)
+            if launch is not None:
+                launch.on(args, outputs, self.schema)
+                if launch.device >= 0:
+                    self._remember(args, outs, Plan.make(self.schema, args, expected, outputs, launch))
+        for out in named.values():
+            torch.autograd.graph.increment_version(out.base if isinstance(out, StridedBuffer) else out)
         return _packed(outputs)
 
     def _traced(self, args: Sequence[Any], outs: Mapping[str, Any]) -> Any:
@@ -300,10 +310,7 @@ class PointwiseDynamicFunction:
         """0-d CPU tensors moved to the device of the others."""
         if device.type == "cpu" or all(a.device == device for a in (args[i] for i in self.schema.tensors)):
             return args
-        return [
-            a.to(device) if isinstance(a, torch.Tensor) and a.device.type == "cpu" else a
-            for a in args
-        ]
+        return [a.to(device) if isinstance(a, torch.Tensor) and a.device.type == "cpu" else a for a in args]
 
     def _has_gradient(self, args: Sequence[Any]) -> bool:
         results = metadata.dtypes_of(self.schema, args).results
@@ -311,8 +318,8 @@ class PointwiseDynamicFunction:
             return False
         if not self.differentiable:
             raise ValueError(
-                f"{self.schema.name} has neither derivative= nor reference=, so it cannot be differentiated, but an argument "
-                f"requires a gradient; declare one, or call it under torch.no_grad() or on x.detach()"
+                f"{self.schema.name} has neither derivative= nor reference=, so it cannot be differentiated, but an "
+                f"argument requires a gradient; declare one, or call it under torch.no_grad() or on x.detach()"
             )
         return True
 
@@ -325,10 +332,6 @@ class PointwiseDynamicFunction:
 
 def _packed(outputs: Sequence[Any]) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-def _start(value: Any) -> Any:
-    return value.start if isinstance(value, StridedBuffer) else value
 
 
 def _transformed(tensors: Sequence[torch.Tensor]) -> bool:

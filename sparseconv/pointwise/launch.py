@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from sparseconv.pointwise import cache as files
-from sparseconv.pointwise import codegen, layout, promotion
-from sparseconv.pointwise.promotion import Dtypes, Operand
+from sparseconv.pointwise import codegen, layout, metadata
+from sparseconv.pointwise.promotion import Dtypes
+from sparseconv.pointwise.scalar import ScalarFunction
 from sparseconv.pointwise.schema import Config, ScalarType, Schema
 from sparseconv.pointwise.strided import StridedBuffer
-
-if TYPE_CHECKING:
-    from sparseconv.pointwise.scalar import ScalarFunction
 
 _ALIGNMENT = 16
 
@@ -37,37 +36,104 @@ class Array(Protocol):
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel ready for operands of one geometry: ``start(*tensors, *numbers, *outputs, *tail)``.
+    """One kernel ready for operands of one geometry; at run time it takes addresses and numbers alone.
 
-    ``start`` takes addresses alone at run time; sizes, strides and compile-time constants are in ``tail``. ``device`` is
-    the index of the GPU, or -1 where the interpreter runs the kernel.
+    ``start(stream, *inputs, *numbers, *outputs, *tail)``; sizes, strides and compile-time constants are in ``tail``.
+    ``device`` is the index of the GPU, or -1 where operands must be tensors, as for Triton's interpreter.
     """
 
     start: Callable[..., Any]
     tail: tuple[Any, ...]
-    tensors: tuple[int, ...]
-    scalars: tuple[int, ...]
     device: int
 
-    def __call__(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        operands = [inputs[i] for i in self.tensors]
-        operands += [inputs[i] for i in self.scalars]
-        operands += outputs
-        operands += self.tail
+    def __call__(self, inputs: Sequence[Any], numbers: Sequence[Any], outputs: Sequence[Any]) -> None:
         if self.device < 0:
-            self.start(*operands)
-        elif self.device == torch.cuda.current_device():
-            self.start(*operands, stream=_stream_of()(self.device))
+            self.start(None, *inputs, *numbers, *outputs, *self.tail)
+        elif self.device == torch._C._cuda_getDevice():
+            self.start(_stream(self.device), *inputs, *numbers, *outputs, *self.tail)
         else:
             with torch.cuda.device(self.device):
-                self.start(*operands, stream=_stream_of()(self.device))
+                self.start(_stream(self.device), *inputs, *numbers, *outputs, *self.tail)
+
+    def on(self, args: Sequence[Any], outputs: Sequence[Any], schema: Schema) -> None:
+        """Run on the arguments of a call."""
+        address = _first_element if self.device < 0 else _address
+        self(
+            [address(args[i]) for i in schema.tensors], [args[i] for i in schema.scalars], [address(a) for a in outputs]
+        )
 
 
-@cache
-def _stream_of() -> Callable[[int], int]:
-    import triton
+@dataclass(frozen=True)
+class Plan:
+    """All that a further call of one geometry needs, which is to allocate and to launch.
 
-    return triton.runtime.driver.active.get_current_stream
+    ``spans`` holds, for each tensor argument and then each output, the first and last byte that it reaches from its
+    address; ``alike`` whether an argument has the geometry of the outputs, so that it may be one of them.
+    """
+
+    launch: Launch | None
+    expected: metadata.Metadata
+    device: torch.device
+    spans: tuple[tuple[int, int], ...]
+    alike: tuple[bool, ...]
+
+    @staticmethod
+    def make(
+        schema: Schema, args: Sequence[Any], expected: metadata.Metadata, outputs: Sequence[Any], launch: Launch | None
+    ) -> Plan:
+        arrays = [*(args[i] for i in schema.tensors), *outputs]
+        spans = [(low - a.data_ptr(), high - a.data_ptr()) for a in arrays for low, high in [metadata.span(a)]]
+        forms = [(a.shape, a.stride(), a.dtype) for a in arrays]
+        count = len(schema.tensors)
+        alike = tuple(all(form == other for other in forms[count:]) for form in forms[:count])
+        return Plan(launch, expected, outputs[0].device, tuple(spans), alike)
+
+    def fresh(self, addresses: Sequence[int], numbers: Sequence[Any]) -> Any:
+        """New outputs, written from the tensors at these addresses."""
+        expected, launch = self.expected, self.launch
+        results = expected.dtypes.results
+        if len(results) == 1:
+            out = torch.empty_strided(expected.shape, expected.strides, dtype=results[0], device=self.device)
+            if launch is not None:
+                launch(addresses, numbers, (out.data_ptr(),))
+            return out
+        outputs = expected.allocate(self.device)
+        if launch is not None:
+            launch(addresses, numbers, [out.data_ptr() for out in outputs])
+        return tuple(outputs)
+
+    def separate(self, addresses: Sequence[int], outputs: Sequence[torch.Tensor]) -> bool:
+        """Whether outputs at these addresses are clear of the arguments and of each other, or are an argument."""
+        first = len(addresses)
+        for j, out in enumerate(outputs):
+            start = out.data_ptr()
+            low, high = self.spans[first + j]
+            for k, address in enumerate(addresses):
+                begin, end = self.spans[k]
+                meet = start + low <= address + end and address + begin <= start + high
+                if meet and not (address == start and self.alike[k]):
+                    return False
+        return len(outputs) == 1
+
+    def into(self, addresses: Sequence[int], numbers: Sequence[Any], outputs: Sequence[torch.Tensor]) -> Any:
+        """Given outputs, written from the tensors at these addresses."""
+        if self.launch is not None:
+            self.launch(addresses, numbers, [out.data_ptr() for out in outputs])
+        for out in outputs:
+            torch.autograd.graph.increment_version(out)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _stream(device: int) -> int:
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+def _first_element(array: Any) -> torch.Tensor:
+    return array.start if isinstance(array, StridedBuffer) else array
+
+
+def _address(array: Any) -> int:
+    return array.data_ptr()
 
 
 @cache
@@ -83,6 +149,11 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
     return getattr(tl, name)
 
 
+@cache
+def _itemsize(dtype: torch.dtype) -> int:
+    return torch.empty(0, dtype=dtype).element_size()
+
+
 class Overload:
     """The kernels of one function for task spaces of one rank, callable without any inference.
 
@@ -94,7 +165,7 @@ class Overload:
     def __init__(self, schema: Schema, scalar: ScalarFunction, rank: int, config: Config) -> None:
         self.schema, self.scalar, self.rank, self.config = schema, scalar, rank, config
         self._kernels: dict[tuple[ScalarType | None, ...], Any] = {}
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._compiled: dict[Any, Any] = {}
         self._lock = threading.Lock()
 
     def source(self, scalar_types: tuple[ScalarType | None, ...] | None = None) -> str:
@@ -110,10 +181,9 @@ class Overload:
                 found = self._kernels.get(scalar_types)
                 if found is None:
                     text = self.source(scalar_types)
-                    path = files.store(codegen.kernel_name(self.schema, self.rank), text)
-                    module = files.load(path, text, {"scalar_function": self.scalar.jitted})
-                    found = getattr(module, codegen.kernel_name(self.schema, self.rank))
-                    self._kernels[scalar_types] = found
+                    name = codegen.kernel_name(self.schema, self.rank)
+                    module = files.load(files.store(name, text), text, {"scalar_function": self.scalar.jitted})
+                    found = self._kernels[scalar_types] = getattr(module, name)
         return found
 
     def __call__(self, *inputs: Any, **outputs: Any) -> Any:
@@ -127,96 +197,74 @@ class Overload:
         outs = [outputs[name] for name in names]
         shape = tuple(outs[0].shape)
         arrays = [inputs[i] for i in schema.tensors]
+        gathered = {i for i, _ in schema.gather}
         for array in [*arrays, *outs]:
             if len(array.shape) != self.rank:
-                raise ValueError(f"{schema.name}: this overload is for rank {self.rank}, but an operand is {array!r:.200}")
-        geometry = [layout.broadcast_strides(a.shape, a.stride(), shape) for a in [*outs, *arrays]]
-        operands = [
-            Operand(a.dtype, 2) if flag else Operand.of_number(type(a)) for a, flag in zip(inputs, schema.is_tensor)
-        ]
-        dtypes = promotion.resolve(schema, operands)
-        if shape and 0 in shape:
-            return outs[0] if len(outs) == 1 else tuple(outs)
-        launch = self.prepare(inputs, outs, shape, geometry, dtypes)
-        launch([a.start if isinstance(a, StridedBuffer) else a for a in inputs], [_start(a) for a in outs])
+                raise ValueError(f"{schema.name}: this overload is for rank {self.rank}, but got {array!r:.200}")
+        geometry = [layout.broadcast_strides(a.shape, a.stride(), shape) for a in outs]
+        for i, a in zip(schema.tensors, arrays):
+            strides = layout.broadcast_strides(a.shape, a.stride(), shape)
+            geometry.append((0, *strides[1:]) if i in gathered else strides)
+        if 0 not in shape:
+            space = task_space(schema, inputs, outs, shape, geometry, self.config, collapse=False)
+            self.prepare(inputs, outs, space, metadata.dtypes_of(schema, inputs)).on(inputs, outs, schema)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
     def prepare(
-        self,
-        inputs: Sequence[Any],
-        outputs: Sequence[Array],
-        shape: Sequence[int],
-        geometry: Sequence[layout.Ints],
-        dtypes: Dtypes,
-    ) -> Launch:
-        """The launch for operands of these strides (``geometry``: outputs first), every axis kept."""
-        space = task_space(self.schema, inputs, outputs, shape, geometry, self.config, collapse=False)
-        return self.prepare_space(inputs, outputs, space, dtypes)
-
-    def prepare_space(
         self, inputs: Sequence[Any], outputs: Sequence[Array], space: layout.Iteration, dtypes: Dtypes
     ) -> Launch:
         """The launch over a task space that has this overload's rank."""
         schema = self.schema
         tiled = len(space.tile)
         operands = len(outputs) + len(schema.tensors)
-        sizes_strides = [*space.sizes, *(s for line in space.strides[:operands] for s in line)]
-        sizes_strides += [inputs[i].stride()[0] for i, _ in schema.gather]
-        sizes_strides += space.strides[-1] if schema.index else ()
-        lines = space.strides[len(outputs) : operands]
-        constants: list[Any] = [_address_dtype(space.wide), *space.tile]
+        integers = [*space.sizes, *(s for line in space.strides[:operands] for s in line)]
+        integers += [inputs[i].stride()[0] for i, _ in schema.gather]
+        integers += space.strides[-1] if schema.index else ()
+        constants: list[Any] = [_triton_dtype(torch.int64 if space.wide else torch.int32), space.parts, *space.tile]
         constants += [_triton_dtype(dtypes.compute[i]) for i in schema.tensors]
-        for line in lines:
+        for line in space.strides[len(outputs) : operands]:
             constants += [s != 0 for s in line[len(line) - tiled :]]
         constants += [_triton_dtype(dtypes.compute[i]) for i in schema.scalars]
-        programs = 1
-        for k, size in enumerate(space.sizes):
-            tile = space.tile[k - len(space.sizes) + tiled] if k >= len(space.sizes) - tiled else 1
-            programs *= -(-size // tile)
         warps = self.config.num_warps or (8 if space.across else 4)
-        tail = (*sizes_strides, *constants)
-        types = _scalar_types(schema, inputs)
-        start, device = self._start(inputs, outputs, tail, len(sizes_strides), programs, warps, types)
-        return Launch(start, tail, schema.tensors, schema.scalars, device)
+        start, device = self._start(inputs, outputs, integers, constants, space.programs, warps)
+        return Launch(start, (*integers, *constants), device)
 
     def _start(
         self,
         inputs: Sequence[Any],
         outputs: Sequence[Array],
-        tail: tuple[Any, ...],
-        integers: int,
+        integers: Sequence[int],
+        constants: Sequence[Any],
         programs: int,
         warps: int,
-        types: tuple[ScalarType | None, ...],
     ) -> tuple[Callable[..., Any], int]:
-        kernel = self.kernel(types)
+        types = _scalar_types(self.schema, inputs)
         device = outputs[0].device
+        kernel = self.kernel(types)
         if device.type != "cuda" or torch.version.hip is not None or self.scalar.interpreted:
-            return _through_triton(kernel, (programs,), warps), -1
-        # Triton compiles for what it knows of each argument; ours is at least as fine, so a compiled kernel found under
-        # the same key may be started directly, which skips most of what a launch costs the host.
-        arrays = [inputs[i] for i in self.schema.tensors]
+            return _through_triton(kernel, programs, warps), -1
+        # Triton compiles for what it knows of each argument; this key is at least as fine, so a compiled kernel found
+        # under it may be started directly, which skips most of what a launch costs the host.
+        arrays = [*(inputs[i] for i in self.schema.tensors), *outputs]
         key = (
             types,
             device.index,
             warps,
-            tuple((a.dtype, a.data_ptr() % _ALIGNMENT == 0) for a in [*arrays, *outputs]),
-            tuple((v == 1, v % _ALIGNMENT == 0, -(2**31) <= v < 2**31) for v in tail[:integers]),
-            tail[integers:],
+            tuple((a.dtype, a.data_ptr() % _ALIGNMENT) for a in arrays),
+            tuple(1 if v == 1 else (v % _ALIGNMENT == 0, -(2**31) <= v < 2**31) for v in integers),
+            tuple(constants),
         )
+        compiled = self._compiled.get(key)
         with torch.cuda.device(device):
-            compiled = self._compiled.get(key)
             if compiled is None:
+                operands = [_first_element(a) for a in arrays]
+                count = len(self.schema.tensors)
+                numbers = [inputs[i] for i in self.schema.scalars]
                 compiled = kernel.warmup(
-                    *[_start(a) for a in arrays],
-                    *[inputs[i] for i in self.schema.scalars],
-                    *[_start(a) for a in outputs],
-                    *tail,
-                    grid=(1,),
-                    num_warps=warps,
+                    *operands[:count], *numbers, *operands[count:], *integers, *constants, grid=(1,), num_warps=warps
                 )
                 self._compiled[key] = compiled
-            return compiled[(programs, 1, 1)], device.index
+            return _direct(compiled, programs), device.index
 
 
 def task_space(
@@ -232,22 +280,49 @@ def task_space(
     """The task space of a call; the index, if the function takes one, is an operand with row-major strides."""
     if schema.index:
         geometry = [*geometry, layout.contiguous_strides(shape)]
-    itemsize = max(torch.empty(0, dtype=a.dtype).element_size() for a in outputs)
-    reach = _reach(schema, inputs)
+    itemsize = max(_itemsize(a.dtype) for a in outputs)
+    reach = 0
+    for i, _ in schema.gather:
+        reach = max(reach, sum((n - 1) * abs(s) for n, s in zip(inputs[i].shape, inputs[i].stride())))
     return layout.iterate(shape, geometry, itemsize=itemsize, config=config, collapse=collapse, reach=reach)
 
 
-def _through_triton(kernel: Any, grid: tuple[int, ...], warps: int) -> Callable[..., Any]:
-    start = kernel[grid]
-    return lambda *operands, stream=None: start(*operands, num_warps=warps)
+def _through_triton(kernel: Any, programs: int, warps: int) -> Callable[..., Any]:
+    """Start a kernel as Triton does, from tensors."""
+    launcher = kernel[(programs,)]
+    return lambda stream, *operands: launcher(*operands, num_warps=warps)
 
 
-def _address_dtype(wide: bool) -> Any:
-    return _triton_dtype(torch.int64 if wide else torch.int32)
+def _direct(compiled: Any, programs: int) -> Callable[..., Any]:
+    """Start a compiled kernel from addresses, past Triton's launch metadata unless a profiler's hook asks for it."""
+    runner = compiled[(programs, 1, 1)]
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    knobs, launcher = _launch_knobs(), type(run)  # type: Any, Any
+    if knobs is None or _launcher_form(launcher) != ("gridX", "gridY", "gridZ", "stream", "function"):
+        return lambda stream, *operands: runner(*operands, stream=stream)
+
+    def start(stream: int, *operands: Any) -> None:
+        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+        if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+            runner(*operands, stream=stream)
+        else:
+            run(programs, 1, 1, stream, function, packed, None, None, None, *operands)
+
+    return start
 
 
-def _start(array: Any) -> torch.Tensor:
-    return array.start if isinstance(array, StridedBuffer) else array
+@cache
+def _launch_knobs() -> Any:
+    try:
+        from triton import knobs
+    except ImportError:  # Triton before 3.4
+        return None
+    return knobs.runtime
+
+
+@cache
+def _launcher_form(launcher: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(launcher.__call__).parameters)[1:6]
 
 
 def _scalar_types(schema: Schema, inputs: Sequence[Any]) -> tuple[ScalarType | None, ...]:
@@ -258,11 +333,4 @@ def _scalar_types(schema: Schema, inputs: Sequence[Any]) -> tuple[ScalarType | N
     return tuple(
         None if flag else kind or (bool if isinstance(v, bool) else int if isinstance(v, int) else float)
         for flag, kind, v in zip(schema.is_tensor, declared, inputs)
-    )
-
-
-def _reach(schema: Schema, inputs: Sequence[Any]) -> int:
-    """The highest address in a gathered argument."""
-    return max(
-        (sum((n - 1) * abs(s) for n, s in zip(inputs[i].shape, inputs[i].stride())) for i, _ in schema.gather), default=0
     )

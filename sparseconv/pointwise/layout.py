@@ -101,6 +101,21 @@ class Iteration:
     wide: bool
     across: bool
 
+    @property
+    def parts(self) -> int:
+        """2 if full tiles are to go without a mask, since masks whose end is no multiple of 16 make accesses narrow."""
+        ends = list(zip(self.sizes[::-1], self.tile[::-1]))[: 2 if self.across else 1]
+        return 2 if any(size % 16 and size >= tile for size, tile in ends) else 1
+
+    @property
+    def programs(self) -> int:
+        """Tiles, each the work of one program."""
+        outer = len(self.sizes) - len(self.tile)
+        count = 1
+        for k, size in enumerate(self.sizes):
+            count *= -(-size // self.tile[k - outer]) if k >= outer else size
+        return count
+
 
 def iterate(
     shape: Sequence[int],
@@ -149,7 +164,7 @@ def _merge(sizes: list[int], columns: list[Ints]) -> tuple[list[int], list[Ints]
 
 
 def _row_axis(sizes: list[int], columns: list[Ints]) -> tuple[int, bool]:
-    """The axis to tile beside the last: the fast axis of an operand that is not fast along the last, if there is one."""
+    """The axis to tile beside the last: the fast axis of an operand that is not fast along the last, if any is."""
     last = len(sizes) - 1
     for operand in range(len(columns[0])):
         steps = {k: abs(columns[k][operand]) for k in range(last + 1) if columns[k][operand] and sizes[k] > 1}
@@ -170,8 +185,8 @@ def _tile(sizes: Sequence[int], strides: Sequence[Ints], across: bool, itemsize:
     if config.tile_axes == 1:
         return (1, min(elements, _power(sizes[-1])))
     repeated = any(line[-2] == 0 and line[-1] != 0 for line in strides)
-    columns = 64 if across else elements // 8 if repeated else elements
-    columns = min(columns, _power(sizes[-1]))
+    columns = config.columns or (64 if across else elements // 8 if repeated else elements)
+    columns = min(columns, elements, _power(sizes[-1]))
     rows = min(elements // columns, _power(sizes[-2]))
     return (rows, min(elements // rows, _power(sizes[-1])))
 

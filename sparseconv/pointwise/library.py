@@ -49,7 +49,8 @@ def register(function: PointwiseDynamicFunction) -> tuple[Any, torch.library.Lib
         return packed(metadata.infer(schema, args).allocate(device))
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        derivative.keep(ctx, function, inputs, output if isinstance(output, (tuple, list)) else [output])
+        outputs = output if isinstance(output, (tuple, list)) else [output]
+        derivative.keep(ctx, function, inputs, outputs, ctx.needs_input_grad)
 
     def backward(ctx: Any, *grads: Any) -> Any:
         return tuple(derivative.gradients(ctx, function, grads))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,13 @@ def check_arguments(schema: Schema, args: Sequence[Any]) -> None:
                 raise TypeError(f"{schema.name}: argument {i} is a tensor, but got {describe([value])}")
             continue
         kind = schema.scalar_types[i] or float
-        numbers = (bool,) if kind is bool else (int, torch.SymInt) if kind is int else (int, float, torch.SymFloat, torch.SymInt)
+        numbers = (
+            (bool,)
+            if kind is bool
+            else (int, torch.SymInt)
+            if kind is int
+            else (int, float, torch.SymFloat, torch.SymInt)
+        )
         if not isinstance(value, numbers) or (kind is int and isinstance(value, bool)):
             raise TypeError(f"{schema.name}: argument {i} is a number ({kind.__name__}), but got {describe([value])}")
 
@@ -86,7 +93,9 @@ def dtypes_of(schema: Schema, args: Sequence[Any]) -> Dtypes:
     return promotion.resolve(schema, operands)
 
 
-def check_output(name: str, which: str, out: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+def check_output(
+    name: str, which: str, out: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> None:
     """Raise unless ``out`` can take a result of this shape, dtype and device."""
     if not isinstance(out, (torch.Tensor, StridedBuffer)):
         raise TypeError(f"{name}: {which}= takes a tensor, but got {describe([out])}")
@@ -101,34 +110,35 @@ def check_output(name: str, which: str, out: Any, shape: Sequence[int], dtype: t
     for step, size in steps:
         if step <= reach:
             raise ValueError(
-                f"{name}: {which}= has shape {tuple(out.shape)} and strides {tuple(out.stride())}, so that several of its "
-                f"elements may share one address; write to a clone"
+                f"{name}: {which}= has shape {tuple(out.shape)} and strides {tuple(out.stride())}, so that several of "
+                f"its elements may share one address; write to a clone"
             )
         reach += step * (size - 1)
 
 
 def check_aliasing(name: str, which: str, out: Any, args: Sequence[Any]) -> None:
     """Raise if ``out`` shares memory with an argument other than element for element."""
-    low, high = _span(out)
+    low, high = span(out)
     for i, value in enumerate(args):
         if not isinstance(value, (torch.Tensor, StridedBuffer)) or value.device != out.device:
             continue
-        first, last = _span(value)
+        first, last = span(value)
         if last < low or high < first:
             continue
-        same = value.data_ptr() == out.data_ptr() and value.dtype == out.dtype and tuple(value.shape) == tuple(out.shape)
+        same = (
+            value.data_ptr() == out.data_ptr() and value.dtype == out.dtype and tuple(value.shape) == tuple(out.shape)
+        )
         if same and all(n == 1 or a == b for n, a, b in zip(out.shape, out.stride(), value.stride())):
             continue
-        if _dense(value) and _dense(out) or 0 in (s for n, s in zip(value.shape, value.stride()) if n > 1) or not same:
-            if _interleaved(value, out):
-                continue
+        if not _interleaved(value, out):
             raise ValueError(
                 f"{name}: {which}= shares memory with argument {i} in another layout, so that elements would be "
                 f"overwritten before they are read; pass a clone of one of them"
             )
 
 
-def _span(array: Any) -> tuple[int, int]:
+def span(array: Any) -> tuple[int, int]:
+    """The addresses of the first and last byte of an array."""
     reach = [s * (n - 1) for n, s in zip(array.shape, array.stride())]
     size, start = array.element_size(), array.data_ptr()
     if 0 in array.shape:
@@ -137,7 +147,7 @@ def _span(array: Any) -> tuple[int, int]:
 
 
 def _dense(array: Any) -> bool:
-    low, high = _span(array)
+    low, high = span(array)
     return high - low + 1 == array.numel() * array.element_size()
 
 
@@ -148,16 +158,7 @@ def _interleaved(a: Any, b: Any) -> bool:
     steps = {abs(s) for view in (a, b) for n, s in zip(view.shape, view.stride()) if n > 1}
     if not steps or 0 in steps:
         return False
-    common = 0
-    for step in steps:
-        common = _gcd(common, step)
-    return (a.data_ptr() - b.data_ptr()) // a.element_size() % common != 0
-
-
-def _gcd(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
+    return (a.data_ptr() - b.data_ptr()) // a.element_size() % math.gcd(*steps) != 0
 
 
 def describe(values: Sequence[Any]) -> str:

@@ -33,7 +33,7 @@ class Deferred:
 
 @dataclass(frozen=True)
 class Composed:
-    """A scalar function that calls others: ``def name(parameters): return expression``, with ``bindings`` known in it."""
+    """A scalar function that calls others: ``def name(parameters): return expression``, ``bindings`` known in it."""
 
     name: str
     parameters: str
@@ -91,7 +91,9 @@ class ScalarFunction:
         try:
             import triton
         except ImportError as error:
-            raise ImportError(f"{self.name}: a kernel needs Triton, which is not installed (pip install triton)") from error
+            raise ImportError(
+                f"{self.name}: a kernel needs Triton, which is not installed (pip install triton)"
+            ) from error
         given = self._given.load() if isinstance(self._given, (Deferred, Composed)) else self._given
         return triton.jit(given) if inspect.isfunction(given) else given
 

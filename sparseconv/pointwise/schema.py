@@ -1,4 +1,4 @@
-"""What a pointwise function is, before any tensor is seen: its arguments, its outputs, its promotion, its derivative."""
+"""What a pointwise function is before any tensor is seen: its arguments, outputs, promotion and derivative."""
 
 from __future__ import annotations
 
@@ -40,17 +40,19 @@ class Config:
         tile_axes: how many axes a tile spans at most, 1 or 2. Two lets operands of different stride order each be read
             along their own fast axis.
         elements: elements in a tile, a power of two.
+        columns: of them along the fastest axis, a power of two.
         num_warps: warps in a program.
     """
 
     tile_axes: int = 2
     elements: int | None = None
+    columns: int | None = None
     num_warps: int | None = None
 
     def __post_init__(self) -> None:
         if self.tile_axes not in (1, 2):
             raise ValueError(f"Config(tile_axes=) is 1 or 2, but {self.tile_axes!r} was given")
-        for name in ("elements", "num_warps"):
+        for name in ("elements", "columns", "num_warps"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1 or value & (value - 1)):
                 raise ValueError(f"Config({name}=) is None or a power of two, but {value!r} was given")
@@ -188,13 +190,17 @@ def _rules(
 
 def _rule(name: str, num_inputs: int, entry: Any) -> OutputRule:
     if not isinstance(entry, (tuple, list)) or len(entry) < 2:
-        raise TypeError(f"{name}: an entry of promotion_methods is (0, 1, 'DEFAULT') or ((0, 1), 'DEFAULT'), not {entry!r}")
+        raise TypeError(
+            f"{name}: an entry of promotion_methods is (0, 1, 'DEFAULT') or ((0, 1), 'DEFAULT'), not {entry!r}"
+        )
     *positions, kind = entry
     if len(positions) == 1 and isinstance(positions[0], (tuple, list)):
         positions = list(positions[0])
     for position in positions:
         if not isinstance(position, int) or isinstance(position, bool) or not 0 <= position < num_inputs:
-            raise ValueError(f"{name}: promotion_methods names argument {position!r}; arguments are 0..{num_inputs - 1}")
+            raise ValueError(
+                f"{name}: promotion_methods names argument {position!r}; arguments are 0..{num_inputs - 1}"
+            )
     if not positions:
         raise ValueError(f"{name}: an entry of promotion_methods names no argument: {entry!r}")
     kind_name = kind.name if isinstance(kind, Enum) else kind

@@ -107,4 +107,5 @@ class StridedBuffer:
         return self
 
     def __repr__(self) -> str:
-        return f"StridedBuffer(shape={tuple(self.shape)}, strides={self._strides}, offset={self.offset}, dtype={self.dtype})"
+        form = f"shape={tuple(self.shape)}, strides={self._strides}, offset={self.offset}"
+        return f"StridedBuffer({form}, dtype={self.dtype})"

@@ -18,9 +18,9 @@ from sparseconv.pointwise.operations.activations import (
 )
 from sparseconv.pointwise.operations.arithmetic import add, copy, div, flip, mul, sub, where
 from sparseconv.pointwise.operations.batch import batch_affine
-from sparseconv.pointwise.operations.chain import bias_activation, chain
-from sparseconv.pointwise.operations.dropout import dropout
+from sparseconv.pointwise.operations.fused import bias_activation, chain
 from sparseconv.pointwise.operations.gated import swiglu
+from sparseconv.pointwise.operations.seeded import dropout
 
 __all__ = [
     "add",

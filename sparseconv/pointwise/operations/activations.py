@@ -30,7 +30,6 @@ def _make(
     promoted: Sequence[int] | None = None,
     doc: str,
 ) -> PointwiseDynamicFunction:
-    count = tensors + numbers
     return pointwise_dynamic(
         Deferred("sparseconv.pointwise.scalars.activations", name),
         is_tensor=[True] * tensors + [False] * numbers,
@@ -83,21 +82,21 @@ def _family(
     return value, slope, bend
 
 
-relu_grad = _make(
+relu_grad: PointwiseDynamicFunction = _make(
     "relu_grad",
     lambda grad, y: torch.where(y <= 0, torch.zeros_like(grad), grad),
     {0: Derivative(lambda g, y: relu_grad(g, y), "grad0", "in1")},
     tensors=2,
     doc="grad where y > 0, else 0.",
 )
-relu = _make(
+relu: PointwiseDynamicFunction = _make(
     "relu",
     torch.relu,
     {0: Derivative(relu_grad, "grad0", "out0")},
     doc="max(x, 0): x (any shape, real) -> the same shape and dtype. The gradient is taken from the output.",
 )
 
-leaky_relu_grad = _make(
+leaky_relu_grad: PointwiseDynamicFunction = _make(
     "leaky_relu_grad",
     lambda grad, x, slope: torch.where(x > 0, grad, grad * slope),
     {0: Derivative(lambda g, x, slope: leaky_relu_grad(g, x, slope), "grad0", "in1", "in2")},
@@ -105,7 +104,7 @@ leaky_relu_grad = _make(
     numbers=1,
     doc="grad where x > 0, else slope * grad.",
 )
-leaky_relu = _make(
+leaky_relu: PointwiseDynamicFunction = _make(
     "leaky_relu",
     F.leaky_relu,
     {0: Derivative(leaky_relu_grad, "grad0", "in0", "in1")},
@@ -114,7 +113,7 @@ leaky_relu = _make(
     doc="leaky_relu(x, slope=0.01): x where x > 0, else slope * x.",
 )
 
-sigmoid_grad_slope = _make(
+sigmoid_grad_slope: PointwiseDynamicFunction = _make(
     "sigmoid_grad_slope",
     lambda grad, y: grad * (1 - 2 * y),
     {
@@ -124,7 +123,7 @@ sigmoid_grad_slope = _make(
     tensors=2,
     doc="grad * (1 - 2 y).",
 )
-sigmoid_grad = _make(
+sigmoid_grad: PointwiseDynamicFunction = _make(
     "sigmoid_grad",
     lambda grad, y: grad * y * (1 - y),
     {
@@ -134,7 +133,7 @@ sigmoid_grad = _make(
     tensors=2,
     doc="grad * y * (1 - y).",
 )
-sigmoid = _make(
+sigmoid: PointwiseDynamicFunction = _make(
     "sigmoid",
     torch.sigmoid,
     {0: Derivative(sigmoid_grad, "grad0", "out0")},
@@ -142,7 +141,7 @@ sigmoid = _make(
     doc="1 / (1 + exp(-x)); integers give floats. The gradient is taken from the output.",
 )
 
-tanh_grad_slope = _make(
+tanh_grad_slope: PointwiseDynamicFunction = _make(
     "tanh_grad_slope",
     lambda grad, y: -2 * grad * y,
     {
@@ -152,7 +151,7 @@ tanh_grad_slope = _make(
     tensors=2,
     doc="-2 * grad * y.",
 )
-tanh_grad = _make(
+tanh_grad: PointwiseDynamicFunction = _make(
     "tanh_grad",
     lambda grad, y: grad * (1 - y * y),
     {
@@ -162,7 +161,7 @@ tanh_grad = _make(
     tensors=2,
     doc="grad * (1 - y**2).",
 )
-tanh = _make(
+tanh: PointwiseDynamicFunction = _make(
     "tanh",
     torch.tanh,
     {0: Derivative(tanh_grad, "grad0", "out0")},
@@ -170,7 +169,7 @@ tanh = _make(
     doc="The hyperbolic tangent; integers give floats. The gradient is taken from the output.",
 )
 
-elu_grad2 = _make(
+elu_grad2: PointwiseDynamicFunction = _make(
     "elu_grad2",
     lambda grad, x, alpha: torch.where(x > 0, torch.zeros_like(x), grad * alpha * x.clamp(max=0).exp()),
     {
@@ -181,7 +180,7 @@ elu_grad2 = _make(
     numbers=1,
     doc="grad * alpha * exp(x) where x <= 0, else 0.",
 )
-elu_grad = _make(
+elu_grad: PointwiseDynamicFunction = _make(
     "elu_grad",
     lambda grad, x, alpha: torch.where(x > 0, grad, grad * alpha * x.clamp(max=0).exp()),
     {
@@ -192,7 +191,7 @@ elu_grad = _make(
     numbers=1,
     doc="grad where x > 0, else grad * alpha * exp(x).",
 )
-elu = _make(
+elu: PointwiseDynamicFunction = _make(
     "elu",
     F.elu,
     {0: Derivative(elu_grad, "grad0", "in0", "in1")},
@@ -290,7 +289,9 @@ hardswish, hardswish_grad, hardswish_grad2 = _family(
 )
 
 
-def _clamps(name: str, numbers: int, reference: Callable[..., Any], inside: Callable[..., Any]) -> PointwiseDynamicFunction:
+def _clamps(
+    name: str, numbers: int, reference: Callable[..., Any], inside: Callable[..., Any]
+) -> PointwiseDynamicFunction:
     named = [f"in{i}" for i in range(1, numbers + 2)]
     slope = _make(
         f"{name}_grad",
@@ -311,9 +312,9 @@ def _clamps(name: str, numbers: int, reference: Callable[..., Any], inside: Call
     )
 
 
-clamp_both = _clamps("clamp", 2, torch.clamp, lambda x, low, high: (x >= low) & (x <= high))
-clamp_min = _clamps("clamp_min", 1, torch.clamp_min, lambda x, low: x >= low)
-clamp_max = _clamps("clamp_max", 1, torch.clamp_max, lambda x, high: x <= high)
+clamp_both: PointwiseDynamicFunction = _clamps("clamp", 2, torch.clamp, lambda x, low, high: (x >= low) & (x <= high))
+clamp_min: PointwiseDynamicFunction = _clamps("clamp_min", 1, torch.clamp_min, lambda x, low: x >= low)
+clamp_max: PointwiseDynamicFunction = _clamps("clamp_max", 1, torch.clamp_max, lambda x, high: x <= high)
 
 
 def clamp(

@@ -33,17 +33,17 @@ def divide_grad_divisor(grad, x, y):
 
 @triton.jit
 def select(condition, x, y):
-    return tl.where(condition, x, y)
+    return tl.where(condition != 0, x, y)
 
 
 @triton.jit
 def select_first(condition, grad):
-    return tl.where(condition, grad, 0.0)
+    return tl.where(condition != 0, grad, 0.0)
 
 
 @triton.jit
 def select_second(condition, grad):
-    return tl.where(condition, 0.0, grad)
+    return tl.where(condition != 0, 0.0, grad)
 
 
 @triton.jit
