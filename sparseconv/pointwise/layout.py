@@ -183,7 +183,7 @@ def _tile(sizes: Sequence[int], strides: Sequence[Ints], across: bool, itemsize:
     if len(sizes) == 1:
         return (elements,)
     if config.tile_axes == 1:
-        return (1, min(elements, _power(sizes[-1])))
+        return (min(elements, _power(sizes[-1])),)
     repeated = any(line[-2] == 0 and line[-1] != 0 for line in strides)
     columns = config.columns or (64 if across else elements // 8 if repeated else elements)
     columns = min(columns, elements, _power(sizes[-1]))

@@ -11,6 +11,7 @@ from sparseconv.pointwise.schema import OutputRule, Promotion, Schema
 
 _HALVES = (torch.float16, torch.bfloat16)
 _REAL_OF = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_COMPLEX_OF = {torch.float16: torch.complex32, torch.float64: torch.complex128}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,11 @@ def _category(dtype: torch.dtype) -> int:
 def _combine(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dtype | None:
     if higher is None or lower is None:
         return higher or lower
-    return higher if _category(higher) >= _category(lower) else torch.promote_types(higher, lower)
+    if _category(higher) >= _category(lower):
+        return higher
+    if lower.is_complex and higher.is_floating_point:
+        return _COMPLEX_OF.get(higher, torch.complex64)
+    return torch.promote_types(higher, lower)
 
 
 def promote(rule: OutputRule, operands: Sequence[Operand]) -> tuple[torch.dtype, torch.dtype]:

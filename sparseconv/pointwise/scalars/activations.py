@@ -11,12 +11,12 @@ from sparseconv.pointwise.scalars.elementary import tanh as tanh_of
 
 @triton.jit
 def relu(x):
-    return tl.where(x <= 0, x * 0, x)
+    return tl.where(x <= 0, 0, x)
 
 
 @triton.jit
 def relu_grad(grad, y):
-    return tl.where(y <= 0, grad * 0, grad)
+    return tl.where(y <= 0, 0, grad)
 
 
 @triton.jit
