@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,15 +15,36 @@ if TYPE_CHECKING:
     from sparseconv.pointwise.launch import Plan
 
 
-def wanted_names(function: PointwiseDynamicFunction, needed: Sequence[bool]) -> tuple[str, ...]:
-    """The arguments and outputs that the gradients of these arguments are computed from."""
-    if function.derivative is None:
-        return tuple(f"in{i}" for i in range(function.schema.num_inputs))
-    names: dict[str, None] = {}
-    for i, derivative in function.derivative.items():
-        if needed[i]:
-            names.update(dict.fromkeys(n for n in derivative.arguments if not n.startswith("grad")))
-    return tuple(names)
+@dataclass(frozen=True)
+class Recipe:
+    """What to keep for the gradients of some arguments: positions of arguments and outputs, tensors apart from numbers.
+
+    Position p stands for argument p, and position num_inputs + j for output j.
+    """
+
+    wanted: tuple[int, ...]
+    tensors: tuple[int, ...]
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]  # of the tensors, then of the numbers
+
+    @staticmethod
+    def of(function: PointwiseDynamicFunction, needed: Sequence[bool]) -> Recipe:
+        schema = function.schema
+        names: dict[str, None] = {}
+        if function.derivative is None:
+            names = dict.fromkeys(f"in{i}" for i in range(schema.num_inputs))
+        for i, derivative in (function.derivative or {}).items():
+            if needed[i]:
+                names.update(dict.fromkeys(name for name in derivative.arguments if not name.startswith("grad")))
+        at = {name: int(name[2:]) if name[0] == "i" else schema.num_inputs + int(name[3:]) for name in names}
+        tensors = [name for name, p in at.items() if p >= schema.num_inputs or schema.is_tensor[p]]
+        numbers = [name for name in at if name not in tensors]
+        return Recipe(
+            tuple(i for i in schema.tensors if needed[i]),
+            tuple(at[name] for name in tensors),
+            tuple(at[name] for name in numbers),
+            (*tensors, *numbers),
+        )
 
 
 def keep(
@@ -30,38 +52,30 @@ def keep(
     function: PointwiseDynamicFunction,
     inputs: Sequence[Any],
     outputs: Sequence[Any],
-    needed: Sequence[bool],
+    needed: tuple[bool, ...],
 ) -> None:
     """Save for the backward pass what the gradients asked for need, and no more."""
-    tensors, numbers = [], {}
-    names = []
-    for name in wanted_names(function, needed):
-        value = inputs[int(name[2:])] if name[0] == "i" else outputs[int(name[3:])]
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-            names.append(name)
-        else:
-            numbers[name] = value
-    ctx.save_for_backward(*tensors)
-    ctx.tensor_names, ctx.numbers = names, numbers
-    ctx.forms = {i: (inputs[i].shape, inputs[i].dtype) for i in function.schema.tensors if needed[i]}
+    recipe = function.recipes.get(needed)
+    if recipe is None:
+        recipe = function.recipes[needed] = Recipe.of(function, needed)
+    values = (*inputs, *outputs)
+    ctx.save_for_backward(*[values[p] for p in recipe.tensors])
+    ctx.recipe = recipe
+    ctx.numbers = [values[p] for p in recipe.numbers]
+    ctx.forms = [(inputs[i].shape, inputs[i].dtype) for i in recipe.wanted]
 
 
 def gradients(ctx: Any, function: PointwiseDynamicFunction, grads: Sequence[Any]) -> list[Any]:
     """The gradient of every argument, None where there is none."""
-    values: dict[str, Any] = dict(zip(ctx.tensor_names, ctx.saved_tensors))
-    values.update(ctx.numbers)
+    recipe = ctx.recipe
+    values: dict[str, Any] = dict(zip(recipe.names, (*ctx.saved_tensors, *ctx.numbers)))
     values.update({f"grad{j}": g for j, g in enumerate(grads)})
-    wanted = list(ctx.shapes)
-    found = (
-        _declared(function, wanted, values)
-        if function.derivative is not None
-        else _through_twin(function, wanted, values)
-    )
+    solve = _through_twin if function.derivative is None else _declared
+    found = solve(function, recipe.wanted, values)
     results: list[Any] = [None] * function.schema.num_inputs
-    for i, grad in found.items():
+    for i, (shape, dtype) in zip(recipe.wanted, ctx.forms):
+        grad = found.get(i)
         if grad is not None:
-            shape, dtype = ctx.forms[i]
             grad = _reduce(grad, shape)
             results[i] = grad if grad.dtype is dtype else grad.to(dtype)
     return results
@@ -114,14 +128,38 @@ class Differentiable(torch.autograd.Function):
         ctx: Any, function: PointwiseDynamicFunction, plan: Plan | None, addresses: Any, numbers: Any, *args: Any
     ) -> Any:
         ctx.function = function
-        result = function.evaluate(args) if plan is None else plan.fresh(addresses, numbers)
-        outputs = [result] if isinstance(result, torch.Tensor) else result
-        keep(ctx, function, args, outputs, ctx.needs_input_grad[4:])
-        fixed = [y for y in outputs if not (y.is_floating_point() or y.is_complex())]
-        if fixed:
-            ctx.mark_non_differentiable(*fixed)
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        result = _packed(function.evaluate(args)) if plan is None else plan.fresh(addresses, numbers)
+        _finish(ctx, function, args, result, ctx.needs_input_grad[4:])
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return (None, None, None, None, *gradients(ctx, ctx.function, grads))
+
+
+class Transformed(torch.autograd.Function):
+    """The same node in the form that torch.func's transforms ask for, which costs the host several times more."""
+
+    @staticmethod
+    def forward(function: PointwiseDynamicFunction, *args: Any) -> Any:
+        return _packed(function.evaluate(args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.function = inputs[0]
+        _finish(ctx, inputs[0], inputs[1:], output, tuple(ctx.needs_input_grad[1:]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *gradients(ctx, ctx.function, grads))
+
+
+def _packed(outputs: Sequence[torch.Tensor]) -> Any:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _finish(ctx: Any, function: PointwiseDynamicFunction, inputs: Any, result: Any, needed: tuple[bool, ...]) -> None:
+    outputs = (result,) if isinstance(result, torch.Tensor) else result
+    keep(ctx, function, inputs, outputs, needed)
+    if not all(y.is_floating_point() for y in outputs):
+        ctx.mark_non_differentiable(*[y for y in outputs if not (y.is_floating_point() or y.is_complex())])

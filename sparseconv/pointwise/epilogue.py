@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +62,7 @@ class Epilogue:
     @property
     def scalar(self) -> Any:
         """The jitted function of x alone, the numbers being constants in it; importing Triton happens here."""
-        return scalar_function(self.activation, self.numbers).jitted
+        return self.activation.derived(with_constants, *self.numbers).jitted
 
     @property
     def saves_output(self) -> bool:
@@ -121,8 +120,7 @@ class Epilogue:
         return f"Epilogue({', '.join([self.activation.schema.name, *map(repr, self.numbers)])})"
 
 
-@functools.lru_cache(maxsize=256)
-def scalar_function(activation: PointwiseDynamicFunction, numbers: tuple[float, ...]) -> ScalarFunction:
+def with_constants(activation: PointwiseDynamicFunction, *numbers: float) -> ScalarFunction:
     """x -> activation(x, *numbers) as one scalar function; equal epilogues share it, and with it compiled kernels."""
     if not numbers:
         return activation.scalar_function

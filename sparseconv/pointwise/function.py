@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparseconv.pointwise import metadata
-from sparseconv.pointwise.derivative import Differentiable
+from sparseconv.pointwise.derivative import Differentiable, Recipe, Transformed
 from sparseconv.pointwise.launch import Launch, Overload, Plan, task_space
 from sparseconv.pointwise.library import register
 from sparseconv.pointwise.metadata import Metadata
@@ -63,6 +63,8 @@ class PointwiseDynamicFunction:
         self._count = schema.num_inputs
         self._overloads: dict[int, Overload] = {}
         self._lock = threading.Lock()
+        self._derived: dict[Any, Any] = {}
+        self.recipes: dict[tuple[bool, ...], Recipe] = {}
         self._plans: dict[Any, Plan] = {}
         self.op, self._library = register(self)
 
@@ -84,6 +86,13 @@ class PointwiseDynamicFunction:
                 found = self._overloads.setdefault(
                     rank, Overload(self.schema, self._scalar_function, rank, self.config)
                 )
+        return found
+
+    def derived(self, make: Callable[..., Any], *key: Any) -> Any:
+        """What ``make(self, *key)`` gives, made once for each key."""
+        found = self._derived.get((make, key))
+        if found is None:
+            found = self._derived.setdefault((make, key), make(self, *key))
         return found
 
     def __call__(self, *args: Any, **outs: Any) -> Any:
@@ -145,6 +154,8 @@ class PointwiseDynamicFunction:
         tensors = [args[i] for i in self.schema.tensors]
         if any(isinstance(a, StridedBuffer) for a in tensors):
             return _packed(self._kernel(args, {}, device) if device.type != "cpu" else self.evaluate(args))
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return Transformed.apply(self, *args)
         if _transformed(tensors):
             return self.op(*args)
         if torch.is_grad_enabled() and any(a.requires_grad for a in tensors) and self._has_gradient(args):
@@ -335,10 +346,10 @@ def _packed(outputs: Sequence[Any]) -> Any:
 
 
 def _transformed(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a subclass, a dispatch mode or a function transform must see the call as an operator."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    return any(type(t) is not _Tensor and type(t) is not _Parameter for t in tensors)
+    """Whether a subclass or a dispatch mode must see the call as an operator."""
+    return torch._C._len_torch_dispatch_stack() > 0 or any(
+        type(t) is not _Tensor and type(t) is not _Parameter for t in tensors
+    )
 
 
 def _as_expected(result: Any, dtype: torch.dtype, expected: Metadata, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

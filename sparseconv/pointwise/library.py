@@ -50,7 +50,7 @@ def register(function: PointwiseDynamicFunction) -> tuple[Any, torch.library.Lib
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         outputs = output if isinstance(output, (tuple, list)) else [output]
-        derivative.keep(ctx, function, inputs, outputs, ctx.needs_input_grad)
+        derivative.keep(ctx, function, inputs, outputs, tuple(ctx.needs_input_grad))
 
     def backward(ctx: Any, *grads: Any) -> Any:
         return tuple(derivative.gradients(ctx, function, grads))

@@ -1,4 +1,4 @@
-"""What the tests of this room share: tolerances, the interpreter, operations and the torch functions that judge them."""
+"""What the tests of this room share: tolerances, the interpreter, operations and the functions that judge them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sparseconv.pointwise as pw
 from sparseconv.pointwise.operations import activations as act
 from sparseconv.pointwise.operations import arithmetic as arith
 
-# The largest error allowed, relative to max(|exact|, 1): rounding of the dtype, a few operations deep. tf32 never occurs.
+# The largest error allowed, relative to max(|exact|, 1): rounding of the dtype, a few operations deep; no tf32 here.
 TOLERANCE = {
     torch.float64: 1e-13,
     torch.float32: 5e-6,

@@ -46,7 +46,9 @@ def test_unary_operations_are_torchs(case: Unary, dtype):
 
 @pytest.mark.parametrize("case", UNARY, ids=lambda case: case.name)
 def test_special_values(case: Unary):
-    x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-30, -1e-30, 80.0, -80.0, 3e37], device=DEVICE)
+    x = torch.tensor(
+        [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-30, -1e-30, 80.0, -80.0, 3e37], device=DEVICE
+    )
     assert_close(by_kernel(case.ours)(x, *case.numbers), case.torch(x.double(), *case.numbers), factor=4)
 
 
@@ -130,7 +132,9 @@ def test_negative_strides():
         view = arith.reversed_view(x, dims)
         assert torch.equal(by_kernel(arith.copy)(view), x.flip(dims))
         assert torch.equal(arith.copy(view), x.flip(dims))
-        assert torch.equal(by_kernel(arith.add_tensors)(x.t(), StridedBuffer(x, (6, 4), (-1, -6), 23)), x.t() + x.flip(0, 1).t())
+        assert torch.equal(
+            by_kernel(arith.add_tensors)(x.t(), StridedBuffer(x, (6, 4), (-1, -6), 23)), x.t() + x.flip(0, 1).t()
+        )
         assert torch.equal(pw.flip(x, dims), x.flip(dims))
     out = torch.full((4, 6), float("nan"), device=DEVICE)
     arith.copy.instantiate(2)(arith.reversed_view(x, [0]), out0=out)
@@ -244,7 +248,9 @@ def test_gradient_kernels_agree_with_their_twins():
             given = iter((g, x, h))
             args = [next(given) if flag else 0.4 for flag in function.schema.is_tensor]
             got = by_kernel(function)(*args)
-            assert_close(got, function.twin([a.cpu() if isinstance(a, torch.Tensor) else a for a in args])[0], factor=20)
+            assert_close(
+                got, function.twin([a.cpu() if isinstance(a, torch.Tensor) else a for a in args])[0], factor=20
+            )
 
 
 def test_chains_are_one_kernel():
@@ -299,5 +305,10 @@ def test_addresses_beyond_32_bits_are_computed_in_64():
     from sparseconv.pointwise.launch import task_space
 
     space = task_space(arith.copy.schema, (x,), (x,), (4,), [(2**31,), (2**31,)], Config())
-    launch = found.prepare((x,), (x,), space, __import__("sparseconv.pointwise.metadata", fromlist=["m"]).dtypes_of(arith.copy.schema, (x,)))
+    launch = found.prepare(
+        (x,),
+        (x,),
+        space,
+        __import__("sparseconv.pointwise.metadata", fromlist=["m"]).dtypes_of(arith.copy.schema, (x,)),
+    )
     assert str(launch.tail[3]) in ("int64", "i64")

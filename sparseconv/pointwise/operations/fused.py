@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,6 @@ from sparseconv.pointwise.schema import Derivative
 Residual = Literal["before", "after"]
 
 
-@functools.lru_cache(maxsize=256)
 def chain(epilogue: Epilogue, *, bias: bool = True, residual: Residual | None = None) -> PointwiseDynamicFunction:
     """The pointwise function that adds and activates in one pass.
 
@@ -38,10 +36,17 @@ def chain(epilogue: Epilogue, *, bias: bool = True, residual: Residual | None = 
     """
     if residual not in (None, "before", "after"):
         raise ValueError(f"chain: residual is None, 'before' or 'after' the activation, but got {residual!r}")
+    function: PointwiseDynamicFunction = epilogue.activation.derived(_make_chain, bias, residual, *epilogue.numbers)
+    return function
+
+
+def _make_chain(
+    activation: PointwiseDynamicFunction, bias: bool, residual: Residual | None, *defaults: float
+) -> PointwiseDynamicFunction:
+    epilogue = Epilogue(activation, defaults)
     names = ["x", *(["bias"] if bias else []), *(["residual"] if residual else [])]
     summed = [name for name in names if name != "residual" or residual == "before"]
     numbers = [f"number{i}" for i in range(len(epilogue.numbers))]
-    activation = epilogue.activation
     expression = f"inner({', '.join([' + '.join(summed), *numbers])})" + (" + residual" if residual == "after" else "")
     name = "_".join([activation.schema.name, *names[1:], *([residual] if residual else [])])
     parameters = ", ".join(names + numbers)
@@ -100,6 +105,9 @@ def bias_activation(
 ) -> torch.Tensor:
     """Bias, residual and activation in one pass: y = activation(x + bias + residual), broadcast.
 
+    While torch.compile traces this, new functions cannot be made and the steps run one by one; a function that `chain`
+    made beforehand stays one pass.
+
     Args:
         x: (N, C) or any shape.
         bias: (C,) or what broadcasts with x; None for none.
@@ -117,8 +125,22 @@ def bias_activation(
         tensor([[0.0000, 0.7311]])
     """
     epilogue = activation if isinstance(activation, Epilogue) else Epilogue(activation)
+    if torch.compiler.is_compiling() and out is None:
+        return _apart(x, bias, residual, epilogue, order)
     if bias is None and residual is None:
         return epilogue.activation(x, *epilogue.numbers, out=out) if out is not None else epilogue.apply(x)
     function = chain(epilogue, bias=bias is not None, residual=order if residual is not None else None)
     tensors = [t for t in (x, bias, residual) if t is not None]
     return function(*tensors, *epilogue.numbers, **({} if out is None else {"out": out}))
+
+
+def _apart(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, epilogue: Epilogue, order: Residual
+) -> torch.Tensor:
+    """The same, one step after another."""
+    if bias is not None:
+        x = add_tensors(x, bias)
+    if residual is not None and order == "before":
+        x = add_tensors(x, residual)
+    y = epilogue.apply(x)
+    return add_tensors(y, residual) if residual is not None and order == "after" else y
