@@ -103,7 +103,7 @@ class PointwiseDynamicFunction:
             return self._traced(args, outs)
         if self.autocast is not None:
             return self._general(args, outs)
-        key: list[Any] = []
+        key: list[Any] = [torch.get_default_dtype()]
         addresses: list[int] = []
         numbers: list[Any] = []
         grad = False
@@ -175,14 +175,14 @@ class PointwiseDynamicFunction:
             return self._kernel(args, {}, device)
         expected, outputs = self._outputs(args, {}, device)
         launch = self._launch(args, expected, outputs)
-        self._remember(args, {}, Plan.make(self.schema, args, expected, outputs, launch))
+        self._remember(args, {}, Plan.make(self.schema, args, expected, outputs, launch, given=False))
         if launch is not None:
             launch.on(args, outputs, self.schema)
         return outputs
 
     def _remember(self, args: Sequence[Any], outs: Mapping[str, Any], plan: Plan) -> None:
         """Keep what a further call of this geometry needs."""
-        key: list[Any] = []
+        key: list[Any] = [torch.get_default_dtype()]
         for value, flag in zip(args, self._is_tensor):
             if flag:
                 key += (value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() & 15)
@@ -275,7 +275,8 @@ class PointwiseDynamicFunction:
             if launch is not None:
                 launch.on(args, outputs, self.schema)
                 if launch.device >= 0:
-                    self._remember(args, outs, Plan.make(self.schema, args, expected, outputs, launch))
+                    plan = Plan.make(self.schema, args, expected, outputs, launch, given=True)
+                    self._remember(args, outs, plan)
         for out in named.values():
             torch.autograd.graph.increment_version(out.base if isinstance(out, StridedBuffer) else out)
         return _packed(outputs)

@@ -68,7 +68,8 @@ class Plan:
     """All that a further call of one geometry needs, which is to allocate and to launch.
 
     ``spans`` holds, for each tensor argument and then each output, the first and last byte that it reaches from its
-    address; ``alike`` whether an argument has the geometry of the outputs, so that it may be one of them.
+    address; ``alike`` whether an argument has the geometry of the outputs, so that it may be one of them. Both are
+    empty where outputs are new.
     """
 
     launch: Launch | None
@@ -79,8 +80,16 @@ class Plan:
 
     @staticmethod
     def make(
-        schema: Schema, args: Sequence[Any], expected: metadata.Metadata, outputs: Sequence[Any], launch: Launch | None
+        schema: Schema,
+        args: Sequence[Any],
+        expected: metadata.Metadata,
+        outputs: Sequence[Any],
+        launch: Launch | None,
+        *,
+        given: bool,
     ) -> Plan:
+        if not given:
+            return Plan(launch, expected, outputs[0].device, (), ())
         arrays = [*(args[i] for i in schema.tensors), *outputs]
         spans = [(low - a.data_ptr(), high - a.data_ptr()) for a in arrays for low, high in [metadata.span(a)]]
         forms = [(a.shape, a.stride(), a.dtype) for a in arrays]
@@ -255,16 +264,17 @@ class Overload:
             tuple(constants),
         )
         compiled = self._compiled.get(key)
-        with torch.cuda.device(device):
-            if compiled is None:
-                operands = [_first_element(a) for a in arrays]
-                count = len(self.schema.tensors)
-                numbers = [inputs[i] for i in self.schema.scalars]
+        if compiled is None:
+            operands = [_first_element(a) for a in arrays]
+            count = len(self.schema.tensors)
+            numbers = [inputs[i] for i in self.schema.scalars]
+            with torch.cuda.device(device):
                 compiled = kernel.warmup(
                     *operands[:count], *numbers, *operands[count:], *integers, *constants, grid=(1,), num_warps=warps
                 )
-                self._compiled[key] = compiled
-            return _direct(compiled, programs), device.index
+                compiled[(1, 1, 1)]  # loads the kernel onto the device
+            self._compiled[key] = compiled
+        return _direct(compiled, programs), device.index
 
 
 def task_space(

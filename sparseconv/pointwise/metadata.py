@@ -90,7 +90,7 @@ def dtypes_of(schema: Schema, args: Sequence[Any]) -> Dtypes:
         else:
             integer = kind is int or (kind is None and isinstance(value, (int, torch.SymInt)))
             operands.append(Operand.of_number(int if integer else float))
-    return promotion.resolve(schema, operands)
+    return promotion.resolve(schema, tuple(operands))
 
 
 def check_output(

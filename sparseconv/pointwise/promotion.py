@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -84,8 +85,13 @@ def promote(rule: OutputRule, operands: Sequence[Operand]) -> tuple[torch.dtype,
     return (torch.complex64 if common is torch.complex32 else common), result
 
 
-def resolve(schema: Schema, operands: Sequence[Operand]) -> Dtypes:
+def resolve(schema: Schema, operands: tuple[Operand, ...]) -> Dtypes:
     """The dtypes of a call. An argument that no promotion names keeps its own; a float number keeps fp64 with fp64."""
+    return _resolve(schema, operands, torch.get_default_dtype())
+
+
+@lru_cache(maxsize=4096)
+def _resolve(schema: Schema, operands: tuple[Operand, ...], default: torch.dtype) -> Dtypes:
     results = []
     compute: list[torch.dtype | None] = [None] * schema.num_inputs
     widest: torch.dtype | None = None

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -113,12 +114,12 @@ class Schema:
     def num_outputs(self) -> int:
         return len(self.outputs)
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[int, ...]:
         """Positions of the tensor arguments."""
         return tuple(i for i, flag in enumerate(self.is_tensor) if flag)
 
-    @property
+    @cached_property
     def scalars(self) -> tuple[int, ...]:
         """Positions of the arguments that are numbers."""
         return tuple(i for i, flag in enumerate(self.is_tensor) if not flag)

@@ -79,10 +79,10 @@ def test_arguments_outside_the_promotion_keep_their_dtype_and_numbers_keep_fp64(
         index=False,
         gather=None,
     )
-    half = resolve(schema, [Operand(torch.float16, 2), Operand(torch.int8, 2), Operand.of_number(float)])
+    half = resolve(schema, (Operand(torch.float16, 2), Operand(torch.int8, 2), Operand.of_number(float)))
     assert half.compute == (torch.float32, torch.int8, torch.float32)
     assert half.results == (torch.float16,)
-    double = resolve(schema, [Operand(torch.float64, 2), Operand(torch.int8, 2), Operand.of_number(float)])
+    double = resolve(schema, (Operand(torch.float64, 2), Operand(torch.int8, 2), Operand.of_number(float)))
     assert double.compute == (torch.float64, torch.int8, torch.float64)
-    whole = resolve(schema, [Operand(torch.float64, 2), Operand(torch.int8, 2), Operand.of_number(int)])
+    whole = resolve(schema, (Operand(torch.float64, 2), Operand(torch.int8, 2), Operand.of_number(int)))
     assert whole.compute[2] is torch.int64
