@@ -43,33 +43,6 @@ if TYPE_CHECKING:
         where,
     )
 
-_OPERATIONS = (
-    "add",
-    "batch_affine",
-    "bias_activation",
-    "chain",
-    "clamp",
-    "copy",
-    "div",
-    "dropout",
-    "elu",
-    "flip",
-    "gelu",
-    "gelu_tanh",
-    "hardswish",
-    "leaky_relu",
-    "mish",
-    "mul",
-    "relu",
-    "sigmoid",
-    "silu",
-    "softplus",
-    "sub",
-    "swiglu",
-    "tanh",
-    "where",
-)
-
 __all__ = [  # noqa: RUF022
     "Config",
     "Deferred",
@@ -104,6 +77,9 @@ __all__ = [  # noqa: RUF022
     "tanh",
     "where",
 ]
+
+
+_OPERATIONS = frozenset(__all__[__all__.index("add") :])
 
 
 def __getattr__(name: str) -> Any:

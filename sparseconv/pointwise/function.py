@@ -156,7 +156,7 @@ class PointwiseDynamicFunction:
             return _packed(self._kernel(args, {}, device) if device.type != "cpu" else self.evaluate(args))
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return Transformed.apply(self, *args)
-        if _transformed(tensors):
+        if _transformed(tensors) or device.type not in ("cpu", "cuda"):
             return self.op(*args)
         if torch.is_grad_enabled() and any(a.requires_grad for a in tensors) and self._has_gradient(args):
             return Differentiable.apply(self, None, (), (), *args)

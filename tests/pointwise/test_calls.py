@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import copy as copies
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +34,15 @@ def test_importing_the_room_and_running_twins_loads_no_triton():
         "sys.exit(any(m in sys.modules for m in ('triton', 'cupy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_room_imports_nothing_of_the_package_beside_itself():
+    for path in Path(pw.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert not name.startswith("sparseconv") or name.startswith("sparseconv.pointwise"), (path, name)
 
 
 def test_the_room_names_what_it_has():
@@ -248,6 +259,8 @@ def test_under_a_function_transform():
     assert_close(grad, exact)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    y = pw.add(torch.empty(4, 3, device="meta").t(), torch.empty(3, 1, device="meta", dtype=torch.float64))
+    assert (y.shape, y.stride(), y.dtype, y.device.type) == ((3, 4), (1, 3), torch.float64, "meta")
     with FakeTensorMode():
         assert pw.relu(torch.empty(3, 4)).shape == (3, 4)
 
