@@ -12,7 +12,7 @@ from sparseconv.pointwise.schema import Derivative
 
 if TYPE_CHECKING:
     from sparseconv.pointwise.function import PointwiseDynamicFunction
-    from sparseconv.pointwise.launch import Plan
+    from sparseconv.pointwise.plan import Plan
 
 
 @dataclass(frozen=True)

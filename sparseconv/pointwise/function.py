@@ -10,9 +10,10 @@ import torch
 
 from sparseconv.pointwise import metadata
 from sparseconv.pointwise.derivative import Differentiable, Recipe, Transformed
-from sparseconv.pointwise.launch import Launch, Overload, Plan, task_space
+from sparseconv.pointwise.launch import Launch, Overload, task_space
 from sparseconv.pointwise.library import register
 from sparseconv.pointwise.metadata import Metadata
+from sparseconv.pointwise.plan import Plan
 from sparseconv.pointwise.scalar import ScalarFunction
 from sparseconv.pointwise.schema import Config, Derivative, Schema
 from sparseconv.pointwise.strided import StridedBuffer

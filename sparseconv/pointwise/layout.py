@@ -92,7 +92,7 @@ class Iteration:
     """The task space of a kernel: axes from slow to fast, the last two of which are tiled.
 
     ``sizes`` (R,); ``strides`` of each operand (R,), outputs first; ``tile`` rows and columns; ``wide`` if addresses
-    need 64 bits; ``across`` if some operand's fast axis is the second last.
+    need 64 bits; ``across`` if some operand's fast axis is the second last; ``warps`` of a program.
     """
 
     sizes: Ints
@@ -100,6 +100,7 @@ class Iteration:
     tile: Ints
     wide: bool
     across: bool
+    warps: int = 4
 
     @property
     def parts(self) -> int:
@@ -147,7 +148,10 @@ def iterate(
     strides = tuple(tuple(column[i] for column in columns) for i in range(len(operands)))
     extents = [sum((n - 1) * abs(s) for n, s in zip(sizes, line)) for line in strides]
     wide = max([reach, *extents, *sizes]) >= _INT32_LIMIT
-    return Iteration(tuple(sizes), strides, _tile(sizes, strides, across, itemsize, config), wide, across)
+    # Halves along one axis fill the memory's pipes best with 8 elements a thread, if they do little else than move.
+    moves = len(sizes) == 1 and itemsize <= 2 and len(operands) >= 3
+    warps = config.num_warps or (8 if across or moves else 4)
+    return Iteration(tuple(sizes), strides, _tile(sizes, strides, across, itemsize, config), wide, across, warps)
 
 
 def _merge(sizes: list[int], columns: list[Ints]) -> tuple[list[int], list[Ints]]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -312,3 +317,21 @@ def test_addresses_beyond_32_bits_are_computed_in_64():
         __import__("sparseconv.pointwise.metadata", fromlist=["m"]).dtypes_of(arith.copy.schema, (x,)),
     )
     assert str(launch.tail[3]) in ("int64", "i64")
+
+
+def _compile_ahead(names: list[str], tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"SPARSECONV_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    command = [sys.executable, "-m", "tests.pointwise.compile_ahead", *names]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_kernels_compile_ahead_of_time(tmp_path):
+    """What the interpreter lets pass and the compiler does not shows here."""
+    _compile_ahead(["add", "select", "dropout", "batch_affine", "gelu"], tmp_path)
+
+
+@pytest.mark.slow
+def test_every_kernel_of_the_library_compiles_ahead_of_time(tmp_path):
+    _compile_ahead([], tmp_path)

@@ -12,7 +12,7 @@ from sparseconv.pointwise.decorator import pointwise_dynamic
 from sparseconv.pointwise.function import PointwiseDynamicFunction
 from sparseconv.pointwise.operations.arithmetic import multiply, scale
 from sparseconv.pointwise.scalar import Deferred
-from sparseconv.pointwise.schema import Derivative
+from sparseconv.pointwise.schema import Config, Derivative
 
 aten = torch.ops.aten
 _FLOAT = "INT_TO_FLOAT"
@@ -38,6 +38,7 @@ def _make(
         reference=reference,
         derivative=derivative,
         defaults=defaults,
+        config=Config(num_warps=4),  # more elements a thread, since these compute as well as move
         doc=doc,
     )
 

@@ -126,22 +126,23 @@ def gelu_grad2(grad, x):
 
 @triton.jit
 def gelu_tanh(x):
-    return 0.5 * x * (1.0 + tanh_of(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    # 0.5 (1 + tanh(u)) is the logistic function of 2 u, which has no cancellation for negative u
+    return x * logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
 def gelu_tanh_grad(grad, x):
-    t = tanh_of(0.7978845608028654 * (x + 0.044715 * x * x * x))
-    slope = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
-    return grad * 0.5 * (1.0 + t + x * (1.0 - t * t) * slope)
+    s = logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    return grad * s * (1.0 + x * (1.0 - s) * slope)
 
 
 @triton.jit
 def gelu_tanh_grad2(grad, x):
-    t = tanh_of(0.7978845608028654 * (x + 0.044715 * x * x * x))
-    slope = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
-    bend = 0.21406444881780076 * x  # the second derivative of the argument of tanh
-    return grad * (1.0 - t * t) * (slope + 0.5 * x * (bend - 2.0 * t * slope * slope))
+    s = logistic(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    bend = 0.4281288976356015 * x  # the second derivative of the argument
+    return grad * s * (1.0 - s) * (2.0 * slope + x * (bend + (1.0 - 2.0 * s) * slope * slope))
 
 
 @triton.jit
@@ -161,19 +162,26 @@ def hardswish_grad2(grad, x):
 
 
 @triton.jit
+def tanh_softplus(x):
+    # tanh(log(1 + e)) = (e**2 + 2 e) / (e**2 + 2 e + 2) with e = exp(x); it is 1 in every dtype long before x = 20
+    e = tl.exp(tl.where(x < 20, x, 20.0))
+    return e * (e + 2.0) / (e * (e + 2.0) + 2.0)
+
+
+@triton.jit
 def mish(x):
-    return x * tanh_of(softplus_of(x))
+    return x * tanh_softplus(x)
 
 
 @triton.jit
 def mish_grad(grad, x):
-    w = tanh_of(softplus_of(x))
+    w = tanh_softplus(x)
     return grad * (w + x * (1.0 - w * w) * logistic(x))
 
 
 @triton.jit
 def mish_grad2(grad, x):
-    w = tanh_of(softplus_of(x))
+    w = tanh_softplus(x)
     s = logistic(x)
     slope = (1.0 - w * w) * s
     return grad * (2.0 * slope + x * slope * (1.0 - s - 2.0 * w * s))
