@@ -1,0 +1,20 @@
+"""``python -m sparseconv`` and the ``sparseconv`` command."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line, or say which packages it needs."""
+    try:
+        from sparseconv.cli import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("typer", "rich", "click"):
+            raise
+        sys.exit(f"sparseconv: the command line needs {error.name}: pip install 'sparseconv[demo]'")
+    app()
+
+
+if __name__ == "__main__":
+    main()
