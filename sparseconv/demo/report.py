@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from rich import box
 from rich.table import Table
 
 import sparseconv
-from sparseconv.backends.registry import backend, refusals
+from sparseconv.backends.registry import choose, refusals
 from sparseconv.plan import ConvolutionPlan
 
 
@@ -29,21 +30,30 @@ class PlanUse:
 
 def new_table(title: str, *columns: str, words: int = 1) -> Table:
     """A table in the house's style; the first ``words`` columns are text, the others figures."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", border_style="dim")
+    table = Table(
+        title=title,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        title_style="bold",
+        caption_justify="left",
+        header_style="dim",
+        border_style="dim",
+    )
     for n, column in enumerate(columns):
         table.add_column(column, justify="left" if n < words else "right", overflow="fold")
     return table
 
 
 def plans_table(uses: Sequence[PlanUse]) -> Table:
-    """Voxels, pairs, memory and the chosen backend of each plan."""
-    table = new_table(
-        "Plans", "plan", "voxels", "pairs", "per voxel", "channels", "layers", "map MB", "workspace MB", "backend"
-    )
+    """Voxels, pairs, memory of the map and of the work beside it, and the chosen backend of each plan."""
+    table = new_table("Plans", "plan", "voxels", "pairs", "/voxel", "widest", "layers", "MB", "+ work", words=1)
+    serving = []
     for use in uses:
         plan, edges = use.plan, use.plan.kernel_map
         request = plan.request(use.c_in, use.c_out)
-        chosen = next(name for name, sentence in refusals(request).items() if sentence is None)
+        chosen = choose(request, plan.backend)
+        serving.append(chosen.name)
         rows = f"{edges.num_in:,}" if edges.num_in == edges.num_out else f"{edges.num_in:,} → {edges.num_out:,}"
         table.add_row(
             use.name,
@@ -53,9 +63,12 @@ def plans_table(uses: Sequence[PlanUse]) -> Table:
             f"{use.c_in} → {use.c_out}",
             str(use.layers),
             f"{map_bytes(plan) / 1e6:.1f}",
-            f"{backend(chosen).workspace_bytes(request) / 1e6:.1f}",
-            chosen,
+            f"{chosen.workspace_bytes(request) / 1e6:.1f}",
         )
+    if len(set(serving)) == 1:
+        table.caption = f"backend of all: {serving[0]}"
+    else:
+        table.caption = "backends, by row: " + ", ".join(serving)
     return table
 
 

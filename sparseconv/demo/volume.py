@@ -35,16 +35,15 @@ class Brain:
         """This brain on another device."""
         return Brain(self.grid.to(device), self.intensity.to(device), self.labels.to(device))
 
-    def split(self) -> tuple[Brain, Brain, float]:
-        """The back half, the front half, and the height y in mm of the cut between them.
+    def front(self) -> tuple[torch.Tensor, float]:
+        """The voxels of the front half, (N,) bool, and the y in mm of the cut between the halves.
 
-        The template is symmetric: its left and right halves mirror each other voxel by voxel, so that a net trained on
-        one would be asked for what it has seen. Front and back are different anatomy.
+        The template is symmetric: its left and right halves mirror each other voxel by voxel, so that a network trained
+        on one would be asked for what it has seen. Front and back are different anatomy.
         """
         y = self.grid.coords[:, 2]
         cut = int(y.median())
-        front = y >= cut
-        return self.part(~front), self.part(front), self.grid.origin[1] + cut * self.grid.voxel_size[1]
+        return y >= cut, self.grid.origin[1] + cut * self.grid.voxel_size[1]
 
 
 def load_brain(voxel_size: float, folder: Path | None = None) -> Brain:

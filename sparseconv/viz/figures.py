@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +31,9 @@ STYLE = {
 }
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of that many inches, in the house's style; it needs no display.
+@contextmanager
+def new_figure(width: float, height: float) -> Iterator[Figure]:
+    """An empty figure of that many inches, which needs no display; inside of the block the house's style holds.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -41,7 +44,7 @@ def new_figure(width: float, height: float) -> Figure:
     except ImportError:
         raise ImportError("pictures are drawn with matplotlib: pip install 'sparseconv[viz]'") from None
     with rc_context(STYLE):
-        return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+        yield Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
 def checked_picture_path(path: str | Path) -> Path:
