@@ -62,8 +62,8 @@ def tissue_figure(
                     axes.set_title(title, fontweight="bold")
                     _mark_cut(axes, cut, dim=column == 2)
                 if column == 0:
-                    where = f"axial, z = {at:g} mm" if axis == 2 else f"coronal, y = {at:g} mm (held out)"
-                    axes.text(0.03, 0.02, where, color="white", fontsize=7, transform=axes.transAxes)
+                    where = f"axial, z = {at:g} mm" if axis == 2 else f"coronal, y = {at:g} mm, held out"
+                    axes.set_ylabel(f"{where}\n{axes.get_ylabel()}")
                 else:
                     axes.set_ylabel("")
                     axes.tick_params(labelleft=False)
@@ -97,11 +97,13 @@ def _show_solid(axes: Axes, grid: VoxelGrid, shares: torch.Tensor, in_front: tor
 
     A corner of the held-out half is cut away; the half that was trained on has lost its colours.
     """
-    colours = torch.tensor(COLOURS)[shares.argmax(1)]
+    matter = shares[:, 1:].sum(1, keepdim=True)
+    whiteness = ((shares[:, 2:] / matter.clamp(min=1e-3) - 0.5) * 3 + 0.5).clamp(0, 1)
+    colours = torch.lerp(*torch.tensor(COLOURS[1:]), whiteness)
     plain = 0.8 * colours.mean(1, keepdim=True).expand(-1, 3)
     colours = torch.where(in_front[:, None], colours, plain)
     margin = 2
-    dense = grid.to_dense(torch.cat([shares[:, 1:].sum(1, keepdim=True), colours], 1))
+    dense = grid.to_dense(torch.cat([matter, colours], 1))
     dense = F.pad(dense, (margin, margin) * 3)
     dense[:, :1] = F.avg_pool3d(dense[:, :1], 3, 1, 1)
 
@@ -109,7 +111,7 @@ def _show_solid(axes: Axes, grid: VoxelGrid, shares: torch.Tensor, in_front: tor
         return round((mm - grid.origin[axis]) / grid.voxel_size[axis]) - grid.extent.start[axis] + margin
 
     dense[0, 0, cell(0, 0) :, cell(1, cut + 45) :, cell(2, 12) :] = 0
-    image = render_surface(dense[0, 0], dense[0, 1:], azimuth=50, elevation=24, pixels=900)
+    image = render_surface(dense[0, 0], dense[0, 1:], azimuth=50, elevation=24, pixels=700)
     met = image[..., 3] > 0
     rows, columns = met.any(1).nonzero()[0], met.any(0).nonzero()[0]
     axes.set_axis_off()

@@ -22,13 +22,19 @@ def scatter3d(
 
     ``axes`` has matplotlib's 3-D projection; ``options`` go to its ``scatter``. Returns what that returns.
     """
+    from matplotlib.ticker import MaxNLocator
+
     step = max(1, math.ceil(len(grid) / most))
     centres = grid.positions()[::step].cpu().numpy()
     colours = values.detach()[::step].float().cpu().numpy()
     look: dict[str, Any] = {"s": 1.0, "linewidths": 0, "depthshade": False} | options
     dots = axes.scatter(centres[:, 0], centres[:, 1], centres[:, 2], c=colours, **look)
     if len(centres):
-        axes.set_box_aspect(np.maximum(np.ptp(centres, 0), 0.05 * np.ptp(centres, 0).max() + 1e-9))
+        spans = np.ptp(centres, 0)
+        sides = np.maximum(spans, 0.05 * spans.max() + 1e-9)
+        axes.set_box_aspect(sides, zoom=1.25)
+        for name, side in zip("xyz", sides):  # as many marks as there is room for
+            getattr(axes, f"{name}axis").set_major_locator(MaxNLocator(max(1, round(6 * side / sides.max()))))
     for name in "xyz":
         getattr(axes, f"set_{name}label")(f"{name} [{unit}]" if unit else name)
     return dots
@@ -43,6 +49,7 @@ def render_surface(
     pixels: int = 480,
     level: float = 0.5,
     shine: float = 0.15,
+    depth_of_colour: float = 1.0,
 ) -> np.ndarray:
     """A shaded picture of the surface ``solid = level``, seen from far away along parallel rays.
 
@@ -53,6 +60,7 @@ def render_surface(
         pixels: width and height; the picture spans the box's diagonal.
         level: the value of ``solid`` at the surface.
         shine: the strength of the highlight.
+        depth_of_colour: how far below the surface its colour is read, in cells.
 
     Returns:
         (pixels, pixels, 4) float32 in [0, 1], row 0 on top; transparent where no ray meets the surface.
@@ -65,10 +73,10 @@ def render_surface(
     right = torch.tensor([-math.sin(a), math.cos(a), 0.0])
     up = torch.linalg.cross(toward, right)
 
-    def at(points: torch.Tensor, channels: slice, mode: str = "bilinear") -> torch.Tensor:
+    def at(points: torch.Tensor, channels: slice) -> torch.Tensor:
         """Values (n, C) of the fields at points (n, 3), in cells from the middle of the box."""
         place = (2 * points / shape).flip(-1).view(1, 1, 1, -1, 3)
-        return F.grid_sample(fields[None, channels], place, mode, align_corners=False)[0, :, 0, 0].T
+        return F.grid_sample(fields[None, channels], place, align_corners=False)[0, :, 0, 0].T
 
     line = torch.linspace(-radius, radius, pixels)
     start = (line[None, :, None] * right - line[:, None, None] * up).reshape(-1, 3) + radius * toward
@@ -91,10 +99,10 @@ def render_surface(
     normal = -F.normalize(slope, dim=1)
     light = F.normalize(toward + 0.9 * up - 0.5 * right, dim=0)
     halfway = F.normalize(light + toward, dim=0)
-    shade = 0.38 + 0.62 * (normal @ light).clamp(min=0)
+    shade = 0.46 + 0.54 * (normal @ light).clamp(min=0)
     hollow = 1 - 0.75 * (at(points + 1.5 * normal, slice(1, 2))[:, 0] - 0.25).clamp(0, 0.8)
     gleam = shine * (normal @ halfway).clamp(min=0) ** 24
-    colour = at(points - 0.5 * normal, slice(2, 5), "nearest") * (shade * hollow)[:, None] + gleam[:, None]
+    colour = at(points - depth_of_colour * normal, slice(2, 5)) * (shade * hollow)[:, None] + gleam[:, None]
     image = torch.zeros(len(start), 4)
     image[met] = torch.cat([colour.clamp(0, 1), torch.ones(len(points), 1)], 1)
     return image.view(pixels, pixels, 4).numpy()
