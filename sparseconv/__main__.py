@@ -10,9 +10,10 @@ def main() -> None:
     try:
         from sparseconv.cli import app
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("typer", "rich", "click"):
+        package = (error.name or "").partition(".")[0]
+        if package not in ("typer", "rich", "click"):
             raise
-        sys.exit(f"sparseconv: the command line needs {error.name}: pip install 'sparseconv[demo]'")
+        sys.exit(f"sparseconv: the command line needs {package}: pip install 'sparseconv[demo]'")
     app()
 
 

@@ -45,7 +45,7 @@ def demo(
         float | None,
         typer.Option(help="Edge of a voxel: mm for the brain (default 3, on a GPU 2), the file's unit for a cloud."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Training steps on the brain.", min=1)] = 200,
+    steps: Annotated[int, typer.Option(help="Training steps on the brain.", min=1)] = 120,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     output: Annotated[Path, typer.Option(help="The picture to write.")] = Path("demo.png"),
     seed: Annotated[int, typer.Option(help="Seed of the network's first weights.")] = 0,

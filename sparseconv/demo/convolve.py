@@ -46,7 +46,8 @@ def convolve_cloud(
     low = points.amin(0)
     widths = " × ".join(f"{w:.4g}" for w in (points.amax(0) - low).tolist())
     console.print(
-        f"[bold]{file.name}[/]: {len(points):,} points, {widths} in the file's unit, read in {read:.1f} s", highlight=False
+        f"[bold]{file.name}[/]: {len(points):,} points, {widths} in the file's unit, read in {read:.1f} s",
+        highlight=False,
     )
     begin = time.perf_counter()
     corner = torch.floor(low / size) * size  # of a voxel, so that indices start near 0 however far away the origin is
@@ -77,8 +78,8 @@ def convolve_cloud(
     _wait(device)
     backward = time.perf_counter() - begin - forward
     console.print(
-        f"\nA sparse U-Net of {sum(p.numel() for p in net.parameters()):,} parameters: first pass {first:.2f} s (it finds "
-        f"the plans), then forward {forward:.2f} s, backward {backward:.2f} s",
+        f"\nA sparse U-Net of {sum(p.numel() for p in net.parameters()):,} parameters: first pass {first:.2f} s "
+        f"(it finds the plans), then forward {forward:.2f} s, backward {backward:.2f} s",
         highlight=False,
     )
     save_figure(cloud_figure(grid, file.name), output)
@@ -101,7 +102,7 @@ def _wait(device: torch.device) -> None:
 
 
 def cloud_figure(grid: VoxelGrid, name: str) -> Figure:
-    """The cloud from aside and from above, coloured by height and by neighbours, and how many neighbours voxels have."""
+    """The cloud from aside and from above, coloured by height and by neighbours, and how many voxels have."""
     plan = shared_plan(grid, 3)
     neighbours = (plan.kernel_map.neighbors >= 0).sum(0).cpu()
     grid = grid.to("cpu")
@@ -122,7 +123,9 @@ def cloud_figure(grid: VoxelGrid, name: str) -> Figure:
             s=1.6,
             most=60_000,
         )
-        aside.set_title("voxels, coloured by height z" + f" ({rest:,} far ones left out)" * (rest > 0), fontweight="bold")
+        aside.set_title(
+            "voxels, coloured by height z" + f" ({rest:,} far ones left out)" * (rest > 0), fontweight="bold"
+        )
         above = figure.add_subplot(areas[0, 1])
         _from_above(figure, above, part, neighbours[shown])
         _neighbour_bars(figure.add_subplot(areas[1, 1]), plan.coverage, plan.num_taps)
@@ -153,12 +156,16 @@ def _from_above(figure: Figure, axes: Axes, grid: VoxelGrid, neighbours: torch.T
     place = flat.div(box.shape[0], rounding_mode="floor") // shrink * columns + flat % box.shape[0] // shrink
     count = torch.bincount(place, minlength=columns * rows)
     mean = torch.bincount(place, weights=neighbours.double(), minlength=columns * rows) / count
-    edges = []
+    edges: list[float] = []
     for axis in range(2):
         start = grid.origin[axis] + grid.voxel_size[axis] * box.start[axis]
         edges += [start, start + grid.voxel_size[axis] * shrink * (columns, rows)[axis]]
     shown = axes.imshow(
-        mean.view(rows, columns).numpy(), origin="lower", extent=tuple(edges), cmap="magma", interpolation="nearest"
+        mean.view(rows, columns).numpy(),
+        origin="lower",
+        extent=(edges[0], edges[1], edges[2], edges[3]),
+        cmap="magma",
+        interpolation="nearest",
     )
     figure.colorbar(shown, ax=axes, label="mean neighbours", shrink=0.85)
     axes.set_xlabel("x")

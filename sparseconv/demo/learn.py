@@ -56,7 +56,7 @@ def turned_grids(grid: VoxelGrid, count: int, generator: torch.Generator) -> lis
 
 
 class Segmenter(torch.nn.Module):
-    """A sparse U-Net from brightness to the classes, with the mean and spread of the brightness that it was made for."""
+    """A sparse U-Net from brightness to the classes, for the mean and spread of one scan."""
 
     def __init__(self, example: Scan) -> None:
         super().__init__()

@@ -44,9 +44,10 @@ def plans_in_use(net: torch.nn.Module, x: SparseTensor, unit: str = "") -> list[
 def _plan(layer: ConvolutionModule, source: VoxelGrid, target: VoxelGrid) -> ConvolutionPlan:
     """The plan that a layer found through the grids it met."""
     for plan in [*source.derived.values(), *target.derived.values()]:
-        if isinstance(plan, ConvolutionPlan) and plan.source is source and plan.target is target:
-            if plan.num_taps == layer.geometry.num_taps and plan.groups == layer.groups:
-                return plan
+        if not isinstance(plan, ConvolutionPlan) or plan.source is not source or plan.target is not target:
+            continue
+        if plan.num_taps == layer.geometry.num_taps and plan.groups == layer.groups:
+            return plan
     raise LookupError(f"no plan from {source} to {target} is kept with either")
 
 

@@ -95,7 +95,10 @@ def installed_table() -> Table:
     for n in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(n)
         rows.append(
-            (f"cuda:{n}", f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / 1e9:.0f} GB")
+            (
+                f"cuda:{n}",
+                f"{card.name}, compute capability {card.major}.{card.minor}, {card.total_memory / 1e9:.0f} GB",
+            )
         )
     if not torch.cuda.device_count():
         rows.append(("gpu", "none that torch can see"))

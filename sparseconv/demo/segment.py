@@ -64,7 +64,9 @@ def segment_brain(
     console.print(plans_table(uses))
     widest = max(uses, key=lambda use: use.plan.request(use.c_in, use.c_out).flops)
     weight = torch.empty(widest.plan.num_taps, widest.c_in, widest.c_out, device="meta")
-    console.print(f"\nWhy, for the costliest: {widest.plan.explain(weight[0], weight)}\n", markup=False, highlight=False)
+    console.print(
+        f"\nWhy, for the costliest: {widest.plan.explain(weight[0], weight)}\n", markup=False, highlight=False
+    )
 
     course = _train_with_bar(console, model, back, noise, steps, generator)
     shares = torch.zeros(len(brain), len(CLASSES))

@@ -99,7 +99,7 @@ def _show_solid(axes: Axes, grid: VoxelGrid, shares: torch.Tensor, in_front: tor
     """
     matter = shares[:, 1:].sum(1, keepdim=True)
     whiteness = ((shares[:, 2:] / matter.clamp(min=1e-3) - 0.5) * 3 + 0.5).clamp(0, 1)
-    colours = torch.lerp(*torch.tensor(COLOURS[1:]), whiteness)
+    colours = torch.lerp(torch.tensor(COLOURS[1]), torch.tensor(COLOURS[2]), whiteness)
     plain = 0.8 * colours.mean(1, keepdim=True).expand(-1, 3)
     colours = torch.where(in_front[:, None], colours, plain)
     margin = 2

@@ -49,13 +49,11 @@ def dense_against_sparse(
         axes.set_title(title)
         row, column = center
         axes.add_patch(
-            Rectangle(
-                (column - half - 0.5, row - half - 0.5), kernel_size, kernel_size, fill=False, color=WINDOW, lw=1.6
-            )
+            Rectangle((column - half - 0.5, row - half - 0.5), kernel_size, kernel_size, fill=False, color=WINDOW, lw=2)
         )
         for r in range(row - half, row + half + 1):
             for c in range(column - half, column + half + 1):
                 inside = 0 <= r < rows and 0 <= c < columns
                 if (axes is left and inside) or (inside and cells[r, c]):
-                    axes.plot(c, r, ".", color=WINDOW, markersize=3)
+                    axes.plot(c, r, ".", color=WINDOW, markersize=4.5)
     return cells.size * kernel_size**2, pairs

@@ -66,7 +66,8 @@ def render_surface(
         (pixels, pixels, 4) float32 in [0, 1], row 0 on top; transparent where no ray meets the surface.
     """
     shape = torch.tensor(solid.shape, dtype=torch.float32)
-    fields = torch.cat([solid[None].float(), F.avg_pool3d(solid[None, None].float(), 7, 1, 3)[0], colours.float()])
+    around = F.avg_pool3d(F.pad(solid[None, None].float(), (3,) * 6), 7, 1)[0]
+    fields = torch.cat([solid[None].float(), around, colours.float()])
     radius = float(shape.norm()) / 2
     a, e = math.radians(azimuth), math.radians(elevation)
     toward = torch.tensor([math.cos(a) * math.cos(e), math.sin(a) * math.cos(e), math.sin(e)])
