@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -93,9 +95,130 @@ def _weight_gradient(
     return serving.weight_grad(x, grad, kernel_map, groups)
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("convolution", _convolution, _key)
-    _library.impl("weight_gradient", _weight_gradient, _key)
+def _direct(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether nobody listens between a call and its kernel, so that it may skip torch's dispatcher.
+
+    Two passes through Python kernels of the dispatcher cost as much as launching a small layer. They are needed where
+    someone traces, fakes, counts or casts.
+    """
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return (
+        type(x) in plain
+        and type(weight) in plain
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
+    if torch._C._are_functorch_transforms_active():  # which see through autograd functions only
+        return function.apply(*args)
+    if not _direct(args[0], args[1]):
+        return getattr(torch.ops.sparseconv, function.name)(*args)
+    if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args[:3]):
+        return _at_once(function).apply(*args)
+    return function.kernel(*args)
+
+
+@cache
+def _at_once(function: type[_Linear]) -> type[torch.autograd.Function]:
+    """The same derivative with the older signature of ``forward``, whose call costs some 12 us less than the one that
+    torch.func needs: torch binds the arguments of the latter through ``inspect`` each time."""
+
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        function.setup_context(ctx, args, None)
+        return function.run(*args)
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
+    return type(f"{function.__name__}AtOnce", (torch.autograd.Function,), body)
+
+
+class _Linear(torch.autograd.Function):
+    """An operator's derivative; it goes under the operator's ``Autograd`` key, or runs the kernel directly."""
+
+    name: ClassVar[str]
+    kernel: ClassVar[Callable[..., torch.Tensor]]
+
+    @classmethod
+    def run(cls, *args: Any) -> torch.Tensor:
+        if _direct(args[0], args[1]):
+            return cls.kernel(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.sparseconv, cls.name)(*args)
+
+
+class _Convolution(_Linear):
+    name = "convolution"
+    kernel = staticmethod(_convolution)
+
+    @staticmethod
+    def forward(*args: Any) -> torch.Tensor:
+        return _Convolution.run(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        x, weight, _, edges, _, groups, adjoint, backend = inputs
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.call = (edges, x.shape[0], weight.shape[0], groups, adjoint, backend)
+        ctx.kernel_map = _maps.get(edges)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        edges, rows, taps, groups, adjoint, backend = ctx.call
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, not adjoint, backend)
+        if ctx.needs_input_grad[1]:
+            fine, coarse = (grad, x) if adjoint else (x, grad)
+            grad_weight = _call(_WeightGradient, fine, coarse, edges, taps, groups, backend)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+class _WeightGradient(_Linear):
+    name = "weight_gradient"
+    kernel = staticmethod(_weight_gradient)
+
+    @staticmethod
+    def forward(*args: Any) -> torch.Tensor:
+        return _WeightGradient.run(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        x, grad, edges, _, groups, backend = inputs
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, grad if ctx.needs_input_grad[0] else None)
+        ctx.call = (edges, x.shape[0], grad.shape[0], groups, backend)
+        ctx.kernel_map = _maps.get(edges)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple:  # type: ignore[override]
+        x, grad = ctx.saved_tensors
+        edges, rows_in, rows_out, groups, backend = ctx.call
+        grad_x = grad_grad = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _call(_Convolution, grad, cotangent, None, edges, rows_in, groups, True, backend)
+        if ctx.needs_input_grad[1]:
+            grad_grad = _call(_Convolution, x, cotangent, None, edges, rows_out, groups, False, backend)
+        return grad_x, grad_grad, None, None, None, None
+
+
+def _without_autocast(kind: str, name: str) -> Any:
+    """An operator as autocast should run it: operands are cast already, and its inner products are not to be."""
+
+    def run(*args: Any) -> torch.Tensor:
+        with torch.autocast(kind, enabled=False):
+            return getattr(torch.ops.sparseconv, name)(*args)
+
+    return run
+
+
+for _function in (_Convolution, _WeightGradient):
+    _library.impl(_function.name, _at_once(_function).apply, "Autograd")
+    for _kind in ("CPU", "CUDA"):
+        _library.impl(_function.name, _function.kernel, _kind)
+        _library.impl(_function.name, _without_autocast(_kind.lower(), _function.name), f"Autocast{_kind}")
 
 
 @torch.library.register_fake("sparseconv::convolution", lib=_library)
@@ -106,55 +229,6 @@ def _(x, weight, bias, edges, rows, groups, adjoint, backend):  # type: ignore[n
 @torch.library.register_fake("sparseconv::weight_gradient", lib=_library)
 def _(x, grad, edges, taps, groups, backend):  # type: ignore[no-untyped-def]
     return x.new_empty((taps, x.shape[1] // groups, grad.shape[1]))
-
-
-def _save_convolution(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    x, weight, _, edges, _, groups, adjoint, backend = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-    ctx.call = (edges, x.shape[0], weight.shape[0], groups, adjoint, backend)
-    ctx.kernel_map = _maps.get(edges)
-
-
-def _convolution_backward(ctx: Any, grad: torch.Tensor) -> tuple:
-    x, weight = ctx.saved_tensors
-    edges, rows, taps, groups, adjoint, backend = ctx.call
-    ops = torch.ops.sparseconv
-    grad_x = grad_weight = grad_bias = None
-    if ctx.needs_input_grad[0]:
-        grad_x = ops.convolution(grad, weight, None, edges, rows, groups, not adjoint, backend)
-    if ctx.needs_input_grad[1]:
-        fine, coarse = (grad, x) if adjoint else (x, grad)
-        grad_weight = ops.weight_gradient(fine, coarse, edges, taps, groups, backend)
-    if ctx.needs_input_grad[2]:
-        grad_bias = grad.sum(0)
-    return grad_x, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _save_weight_gradient(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-    x, grad, edges, _, groups, backend = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, grad if ctx.needs_input_grad[0] else None)
-    ctx.call = (edges, x.shape[0], grad.shape[0], groups, backend)
-    ctx.kernel_map = _maps.get(edges)
-
-
-def _weight_gradient_backward(ctx: Any, cotangent: torch.Tensor) -> tuple:
-    x, grad = ctx.saved_tensors
-    edges, rows_in, rows_out, groups, backend = ctx.call
-    ops = torch.ops.sparseconv
-    grad_x = grad_grad = None
-    if ctx.needs_input_grad[0]:
-        grad_x = ops.convolution(grad, cotangent, None, edges, rows_in, groups, True, backend)
-    if ctx.needs_input_grad[1]:
-        grad_grad = ops.convolution(x, cotangent, None, edges, rows_out, groups, False, backend)
-    return grad_x, grad_grad, None, None, None, None
-
-
-torch.library.register_autograd(
-    "sparseconv::convolution", _convolution_backward, setup_context=_save_convolution, lib=_library
-)
-torch.library.register_autograd(
-    "sparseconv::weight_gradient", _weight_gradient_backward, setup_context=_save_weight_gradient, lib=_library
-)
 
 
 def convolution(
@@ -168,4 +242,6 @@ def convolution(
 ) -> torch.Tensor:
     """y (rows, C_out) from x (N_in, C_in) and weight (K, C_in/G, C_out) over the numbered map; differentiable to any
     order in x, weight and bias (C_out,). Arguments are taken as checked: `ConvolutionPlan.execute` is the boundary."""
-    return torch.ops.sparseconv.convolution(x, weight, bias, edges, rows, groups, False, backend)
+    if torch.compiler.is_compiling():
+        return torch.ops.sparseconv.convolution(x, weight, bias, edges, rows, groups, False, backend)
+    return _call(_Convolution, x, weight, bias, edges, rows, groups, False, backend)

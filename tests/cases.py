@@ -20,7 +20,7 @@ TOLERANCE = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Case:
     """A geometry, its channels, and how the plan is made."""
 
@@ -35,6 +35,9 @@ class Case:
     groups: int = 1
     kind: str = "forward"  # forward | transposed | transpose (of a forward plan)
     options: dict = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
 
 
 CASES = [
@@ -69,6 +72,11 @@ CASES = [
     Case("generative", kernel=2, kind="transposed", options={"stride": 2}),
     Case("generative_overlap", kernel=3, kind="transposed", options={"stride": 2}),
 ]
+
+
+def named(*names: str) -> list[Case]:
+    """Those cases, in the order of `CASES`."""
+    return [case for case in CASES if case.name in names]
 
 
 def random_grid(case: Case, seed: int = 0, shuffle: bool = True) -> sc.VoxelGrid:

@@ -68,7 +68,7 @@ class ConvolutionPlan:
         backend: str = "auto",
         deterministic: bool | None = None,
     ) -> None:
-        window, edge = _checked(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
         if isinstance(target, VoxelGrid):
             if fits(target, source, window, edge) is not target:
                 raise ValueError(f"some windows of the given target leave the extent {edge.extent or source.extent}")
@@ -79,8 +79,7 @@ class ConvolutionPlan:
             coarse = fits(source, source, window, edge)
         else:
             raise ValueError(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
-        kernel_map = find_edges(source, coarse, window, edge)
-        self._set(source, coarse, window, edge, kernel_map, kernel_size is not None, groups, backend, False)
+        self._join(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
 
     @classmethod
     def transposed(
@@ -102,12 +101,42 @@ class ConvolutionPlan:
 
         Arguments are those of `ConvolutionPlan`. To invert an earlier plan exactly, use its `transpose()`.
         """
-        window, edge = _checked(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
         fine = fine_grid(source, window, edge) if target is None else target
-        kernel_map = find_edges(fine, source, window, edge).reverse()
+        return cls.between(source, fine, window, edge, kernel_size is not None, groups, backend, True)
+
+    @classmethod
+    def between(
+        cls,
+        source: VoxelGrid,
+        target: VoxelGrid,
+        window: Window,
+        boundary: Boundary,
+        box: bool = True,
+        groups: int = 1,
+        backend: str = "auto",
+        is_transposed: bool = False,
+    ) -> ConvolutionPlan:
+        """The plan of a window between two given grids; ``box`` says that its taps fill a box."""
         plan = object.__new__(cls)
-        plan._set(source, fine, window, edge, kernel_map, kernel_size is not None, groups, backend, True)
+        plan._join(source, target, window, boundary, box, groups, backend, is_transposed)
         return plan
+
+    def _join(
+        self,
+        source: VoxelGrid,
+        target: VoxelGrid,
+        window: Window,
+        boundary: Boundary,
+        box: bool,
+        groups: int,
+        backend: str,
+        is_transposed: bool,
+    ) -> None:
+        fine, coarse = (target, source) if is_transposed else (source, target)
+        edges = find_edges(fine, coarse, window, boundary)
+        kernel_map = edges.reverse() if is_transposed else edges
+        self._set(source, target, window, boundary, kernel_map, box, groups, backend, is_transposed)
 
     def _set(
         self,
@@ -180,6 +209,9 @@ class ConvolutionPlan:
         Raises:
             ValueError: shapes, channels or devices that do not fit. TypeError: dtypes that differ or are not floating.
         """
+        for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+            if tensor is not None and tensor.device != self.device:
+                raise ValueError(f"the plan is on {self.device} but {name} is on {tensor.device}: move one of them")
         x, weight, bias = _autocast(x, weight, bias)
         taps = self._packed.pack(weight, by_tap(weight, self.kernel_size, self.num_taps))
         self._check(x, weight, taps, bias)
@@ -203,9 +235,6 @@ class ConvolutionPlan:
         for name, other in (("weight", weight), ("bias", bias)):
             if other is not None and other.dtype != x.dtype:
                 raise TypeError(f"x is {x.dtype} but the {name} is {other.dtype}: cast one, or use torch.autocast")
-        for name, other in (("x", x), ("weight", weight), ("bias", bias)):
-            if other is not None and other.device != self.device:
-                raise ValueError(f"the plan is on {self.device} but {name} is on {other.device}: move it, or plan.to()")
 
     # ---- other plans
 
@@ -288,7 +317,7 @@ class ConvolutionPlan:
         return f"ConvolutionPlan({', '.join(words)}, {self.device})"
 
 
-def _checked(
+def checked_window(
     source: VoxelGrid,
     kernel_size: Axes | None,
     stride: Axes,

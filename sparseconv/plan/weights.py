@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 def by_tap(weight: torch.Tensor, kernel: tuple[int, ...] | None, taps: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ class PackedWeights:
     """
 
     def __init__(self) -> None:
-        self._copies: WeakKeyDictionary[torch.Tensor, tuple[tuple[int, ...], torch.Tensor]] = WeakKeyDictionary()
+        self._copies = WeakTensorKeyDictionary()  # weight -> ((version, address), packed)
 
     def pack(self, weight: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
         """``view`` of ``weight``, contiguous."""
@@ -62,4 +62,4 @@ class PackedWeights:
         return {}
 
     def __setstate__(self, state: dict) -> None:
-        self._copies = WeakKeyDictionary()
+        self._copies = WeakTensorKeyDictionary()
