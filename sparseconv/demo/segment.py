@@ -43,9 +43,10 @@ def segment_brain(
     brain = load_brain(voxel_size)
     in_front, cut = brain.front()
     counts = torch.stack([~in_front, in_front]).sum(1).tolist()
+    threads = f" ({torch.get_num_threads()} threads)" if device.type == "cpu" else ""
     console.print(
         f"[bold]MNI152 brain[/] at {voxel_size:g} mm: {len(brain):,} voxels, "
-        f"{len(brain) / brain.grid.extent.size:.0%} of their box, on {device}, read and voxelised in "
+        f"{len(brain) / brain.grid.extent.size:.0%} of their box, on {device}{threads}, read and voxelised in "
         f"{time.perf_counter() - begin:.1f} s"
     )
     console.print(
@@ -77,7 +78,7 @@ def segment_brain(
         "brightness alone": dice(brightness_alone(back, front), front.brain.labels),
         "sparse U-Net": dice(shares[in_front].argmax(1).to(device), front.brain.labels),
     }
-    table = new_table("Dice on the front half, which training never saw", "", *CLASSES, "mean")
+    table = new_table("Dice on the unseen front half", "", *CLASSES, "mean")
     for name, figures in scores.items():
         best = "bold green" if name == "sparse U-Net" else ""
         table.add_row(name, *(f"{v:.3f}" for v in (*figures, sum(figures) / len(figures))), style=best)
