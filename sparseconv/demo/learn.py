@@ -91,11 +91,11 @@ def train(
     Without the turns, and the noise that is never the same, the network learns this one half by heart.
     """
     course = Course()
-    grids = turned_grids(brain.grid, min(TURNS, steps), generator)
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps + 1, pct_start=0.2)
-    model.train()
     try:
+        grids = turned_grids(brain.grid, min(TURNS, steps), generator)
+        optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps + 1, pct_start=0.2)
+        model.train()
         for step in range(steps):
             begin = time.perf_counter()
             view = scan(brain, noise, generator)

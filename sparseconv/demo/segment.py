@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 from rich.console import Console
@@ -83,13 +84,11 @@ def segment_brain(
         best = "bold green" if name == "sparse U-Net" else ""
         table.add_row(name, *(f"{v:.3f}" for v in (*figures, sum(figures) / len(figures))), style=best)
     console.print(table)
-    if course.seconds:
-        parameters = sum(p.numel() for p in model.parameters())
-        console.print(
-            f"{len(course.seconds)} steps{' until interrupted' * course.interrupted}, "
-            f"{1e3 * sorted(course.seconds)[len(course.seconds) // 2]:.0f} ms a step (median), "
-            f"{parameters:,} parameters"
-        )
+    pace = f"{1e3 * median(course.seconds):.0f} ms a step (median), " if course.seconds else ""
+    console.print(
+        f"{len(course.seconds)} steps{' until interrupted' * course.interrupted}, {pace}"
+        f"{sum(p.numel() for p in model.parameters()):,} parameters"
+    )
     figure = tissue_figure(whole, shares, in_front, cut, scores, noise)
     save_figure(figure, output)
     console.print(f"Picture: [bold]{output}[/]. All in {time.perf_counter() - begin:.0f} s.")
