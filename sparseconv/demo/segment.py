@@ -44,10 +44,10 @@ def segment_brain(
     brain = load_brain(voxel_size)
     in_front, cut = brain.front()
     counts = torch.stack([~in_front, in_front]).sum(1).tolist()
-    threads = f" ({torch.get_num_threads()} threads)" if device.type == "cpu" else ""
+    threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
     console.print(
         f"[bold]MNI152 brain[/] at {voxel_size:g} mm: {len(brain):,} voxels, "
-        f"{len(brain) / brain.grid.extent.size:.0%} of their box, on {device}{threads}, read and voxelised in "
+        f"{len(brain) / brain.grid.extent.size:.0%} of their box, on {device}{threads}; read and voxelised in "
         f"{time.perf_counter() - begin:.1f} s"
     )
     console.print(
