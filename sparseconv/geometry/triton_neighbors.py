@@ -106,8 +106,8 @@ def tap_order(offsets: tuple[Ints, ...]) -> Ints:
 class NeighborTable:
     """What one pass over the target rows finds; sizes are known beforehand, so nothing is read back.
 
-    ``keys`` are the ranks of the rows' tap masks in the Gray sequence: rows sorted by them change taps one at a time.
-    ``counts[k, c]`` are the edges of tap k among the rows [c, c + 1) * chunk_rows.
+    ``keys`` are the ranks of the rows' tap masks in the Gray sequence: rows sorted by them change taps one at a time;
+    rows without a tap come last. ``counts[k, c]`` are the edges of tap k among the rows [c, c + 1) * chunk_rows.
     """
 
     neighbors: torch.Tensor  # (K, N_out) int32: the source row of each target row through each tap; -1 absent
@@ -295,10 +295,11 @@ def neighbors_kernel(
         mask ^= mask >> 4
         mask ^= mask >> 8
         mask ^= mask >> 16
-        if KEY_BITS > 32:
+        if KEY_BITS > 31:
             mask ^= mask >> 32
+        LAST_KEY: tl.constexpr = 0x7FFFFFFFFFFFFFFF if KEY_BITS > 31 else 0x7FFFFFFF  # rows without a tap
         where = first_row + tl.arange(0, BLOCK)
-        tl.store(keys_ptr + where, mask, mask=where < n)
+        tl.store(keys_ptr + where, tl.where(mask == 0, LAST_KEY, mask), mask=where < n)
 
 
 @lru_cache(maxsize=None)
