@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class Launcher:
-    """A jitted function, compiled once for each set of constants and called without looking at its arguments again.
+    """A jitted function, compiled once for each set of constants and handed to the driver without a look at its arguments.
 
     Triton's own call works out the type, alignment and value class of every argument at each launch, which costs
     several times the driver's launch. Here the types are declared: ``types`` has the torch dtype of each pointer and
@@ -39,26 +42,66 @@ class Launcher:
 
     def __init__(self, function: Any, types: Sequence[Any], num_warps: int = 4) -> None:
         self.function, self.types, self.num_warps = function, tuple(types), num_warps
-        self._compiled: dict[tuple, Any] = {}
+        self._ready: dict[tuple, Callable[..., None]] = {}
 
     def __call__(self, device: torch.device, grid: tuple[int, ...], args: tuple, constants: tuple = ()) -> None:
         if INTERPRETED:
             self.function[grid](*args, *constants)
             return
-        key = (device.index, constants)
-        kernel = self._compiled.get(key)
-        if kernel is None:
-            kernel = self._compiled[key] = self.compile(constants)
-        x, y = grid if len(grid) == 2 else (grid[0], 1)
-        stream = driver.active.get_current_stream(device.index)
-        kernel.run(x, y, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *args, *constants)
+        ready = self._ready.get((device.index, constants))
+        if ready is None:
+            ready = self._ready[device.index, constants] = self._prepare(constants, device.index)
+        ready(grid[0], grid[1] if len(grid) > 1 else 1, args)
 
     def compile(self, constants: tuple) -> Any:
-        """The compiled kernel for these constants on the current device, loaded."""
+        """Triton's compiled kernel for these constants on the current device."""
         shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
-        kernel = self.function.warmup(*shown, *constants, grid=(1,), num_warps=self.num_warps)
-        kernel.run  # noqa: B018 (loads the binary)
-        return kernel
+        return self.function.warmup(*shown, *constants, grid=(1,), num_warps=self.num_warps)
+
+    def _prepare(self, constants: tuple, device_index: int) -> Callable[..., None]:
+        kernel = self.compile(constants)
+        run = kernel.run  # loads the binary
+        stream_of = driver.active.get_current_stream
+        launch = _driver_launch()
+        if launch is None:
+
+            def through_triton(x: int, y: int, args: tuple) -> None:
+                stream = stream_of(device_index)
+                run(x, y, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *args, *constants)
+
+            return through_triton
+        count = len(self.types)
+        layout = struct.Struct("=" + "".join("i4x" if t is int else "Q" for t in self.types))
+        values = ctypes.create_string_buffer(8 * (count + 2))  # the last two: scratch memory, which these do not use
+        base = ctypes.addressof(values)
+        params = (ctypes.c_void_p * (count + 2))(*(base + 8 * i for i in range(count + 2)))
+        function, pack = ctypes.c_void_p(kernel.function), layout.pack_into
+        threads, shared = 32 * self.num_warps, kernel.metadata.shared
+
+        def through_driver(x: int, y: int, args: tuple) -> None:
+            pack(values, 0, *args)
+            code = launch(function, x, y, 1, threads, 1, 1, shared, stream_of(device_index), params, None)
+            if code:
+                raise RuntimeError(f"launching {kernel.name} failed with CUDA error {code}")
+
+        return through_driver
+
+
+@lru_cache(maxsize=None)
+def _driver_launch() -> Any:
+    """The driver's launch function; None where there is no CUDA driver.
+
+    It is called with the interpreter's lock held, so that threads can share the buffer of the arguments.
+    """
+    if torch.version.cuda is None:
+        return None
+    try:
+        launch = ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
+    except OSError:
+        return None
+    unsigned, address = ctypes.c_uint, ctypes.c_void_p
+    launch.argtypes = [address, *(unsigned,) * 7, address, address, address]
+    return launch
 
 
 def pointer(tensor: torch.Tensor) -> Pointer:
@@ -69,20 +112,23 @@ def pointer(tensor: torch.Tensor) -> Pointer:
 class Arena:
     """Arrays cut from one allocation, each aligned to 128 bytes: ``arena[i]`` is the pointer of the i-th.
 
-    ``arrays`` lists (dtype, length); those up to ``zeroed`` start as zeros, the others as whatever the memory held.
+    ``arrays`` lists (dtype, length); the first ``zeroed`` of them start as zeros, the others as the memory was.
     """
 
     def __init__(self, device: torch.device, arrays: Sequence[tuple[torch.dtype, int]], zeroed: int = 0) -> None:
         starts, total, clean = [], 0, 0
-        for index, (dtype, length) in enumerate(arrays):
+        for dtype, length in arrays:
             starts.append(total)
             total += (length * dtype.itemsize + 127) & -128
-            if index < zeroed:
+            if len(starts) == zeroed:
                 clean = total
-        self.memory = torch.empty(total, dtype=torch.uint8, device=device)
-        if clean:
-            self.memory[:clean].zero_()
-        self._arrays = tuple(arrays)
+        if clean == total:
+            self.memory = torch.zeros(total, dtype=torch.uint8, device=device)
+        else:
+            self.memory = torch.empty(total, dtype=torch.uint8, device=device)
+            if clean:
+                self.memory.narrow(0, 0, clean).zero_()
+        self._arrays = arrays
         self._starts = starts
         self._address = 0 if INTERPRETED else self.memory.data_ptr()
 
@@ -92,8 +138,7 @@ class Arena:
     def tensor(self, index: int) -> torch.Tensor:
         """The i-th array as a tensor that keeps the whole arena alive."""
         dtype, length = self._arrays[index]
-        start = self._starts[index]
-        return self.memory[start : start + length * dtype.itemsize].view(dtype)
+        return self.memory.narrow(0, self._starts[index], length * dtype.itemsize).view(dtype)
 
 
 def on_device(device: torch.device) -> Any:

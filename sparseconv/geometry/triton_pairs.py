@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, on_device, pointer
+from sparseconv.geometry.triton_neighbors import RowTable
 from sparseconv.geometry.triton_table import CoordinateTable, raise_for_status
 
 
@@ -37,12 +38,12 @@ def sum_counts(counts: torch.Tensor, table: CoordinateTable | None = None) -> Pe
     taps, chunks = counts.shape
     device = counts.device
     offsets = torch.empty(taps + 1, dtype=torch.int64, device=device)
-    starts = torch.empty(taps, max(chunks, 1), dtype=torch.int32, device=device)
+    starts = torch.empty_like(counts)
     report = torch.empty(taps + 3, dtype=torch.int64, pin_memory=device.type == "cuda")
     status = table.arena[1] if table is not None else pointer(offsets)
     with on_device(device):
         args = (pointer(counts), pointer(starts), pointer(offsets), pointer(report), status, taps, chunks)
-        _SCAN(device, (max(taps, 1),), args, (table is not None, 1024))
+        _SCAN(device, (max(taps, 1),), args, (table is not None, 2048))
         arrived = None
         if not INTERPRETED:
             arrived = torch.cuda.Event()
@@ -50,44 +51,32 @@ def sum_counts(counts: torch.Tensor, table: CoordinateTable | None = None) -> Pe
     return PendingCounts(offsets, starts, report, arrived, table)
 
 
-def count_edges(neighbors: torch.Tensor, chunk_rows: int) -> torch.Tensor:
-    """(K, C) int32: edges of each tap in each chunk of rows of a table (K, N_out), for tables made elsewhere."""
-    taps, n = neighbors.shape
-    chunks = -(-n // chunk_rows)
-    counts = torch.empty(taps, chunks, dtype=torch.int32, device=neighbors.device)
-    if taps and n:
-        with on_device(neighbors.device):
-            args = (pointer(neighbors), pointer(counts), n, chunks)
-            _COUNT(neighbors.device, (chunks, taps), args, (chunk_rows, min(1024, chunk_rows)))
-    return counts
-
-
-def pairs_from_neighbors(
-    neighbors: torch.Tensor, pending: PendingCounts, chunk_rows: int
-) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """The edges of a table by tap, and by row within a tap.
+def pairs_of(found: RowTable, pending: PendingCounts) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """The edges by tap, and by target row within a tap.
 
     Args:
-        neighbors: (K, N_out) int32, -1 where there is none.
-        pending: its counts, of chunks of ``chunk_rows``; they are read here, which is the only wait.
+        found: what a window sees.
+        pending: its counts, from `sum_counts`; they are read here, which is the only wait.
 
     Returns:
         in_rows (P,) int32, out_rows (P,) int32, and the offsets of the taps (K+1,) on the host; on the device they are
         ``pending.offsets``.
     """
-    taps, n = neighbors.shape
-    device = neighbors.device
+    n, width = found.rows.shape
+    device = found.rows.device
     offsets = pending.read()
     in_rows = torch.empty(offsets[-1], dtype=torch.int32, device=device)
     out_rows = torch.empty_like(in_rows)
     if offsets[-1]:
-        chunks = -(-n // chunk_rows)
+        chunks = found.counts.shape[1]
+        lanes = min(32, triton.next_power_of_2(width))
+        args = (
+            pointer(found.rows), pointer(found.window.data), pointer(pending.starts), pointer(pending.offsets),
+            pointer(in_rows), pointer(out_rows), n, found.window.columns_at, chunks,
+        )  # fmt: skip
         with on_device(device):
-            args = (
-                pointer(neighbors), pointer(pending.starts), pointer(pending.offsets),
-                pointer(in_rows), pointer(out_rows), n, chunks,
-            )  # fmt: skip
-            _COMPACT(device, (chunks, taps), args, (chunk_rows, min(1024, chunk_rows)))
+            grid = (chunks, triton.cdiv(width, lanes))
+            _COMPACT(device, grid, args, (width, lanes, found.chunk_rows, 64))
     return in_rows, out_rows, offsets
 
 
@@ -136,35 +125,25 @@ def scan_kernel(
 
 
 @triton.jit
-def count_kernel(neighbors_ptr, counts_ptr, n, num_chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """counts[tap, chunk] = entries that are not negative."""
-    chunk = tl.program_id(0)
-    tap = tl.program_id(1)
-    live = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, CHUNK, BLOCK):
-        row = chunk * CHUNK + start + tl.arange(0, BLOCK)
-        found = tl.load(neighbors_ptr + tap.to(tl.int64) * n + row, mask=row < n, other=-1)
-        live += (found >= 0).to(tl.int32)
-    tl.store(counts_ptr + tap * num_chunks + chunk, tl.sum(live, 0))
-
-
-@triton.jit
 def compact_kernel(
-    neighbors_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n, num_chunks,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    rows_ptr, window_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n, columns_at, num_chunks,
+    WIDTH: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Source and target rows of the edges of one tap in one chunk of rows, in the order of the target rows."""
+    """Source and target rows of the edges of LANES columns in one chunk of rows, in the order of the target rows."""
     chunk = tl.program_id(0)
-    tap = tl.program_id(1)
-    place = tl.load(offsets_ptr + tap) + tl.load(starts_ptr + tap * num_chunks + chunk)
+    column = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    tap = tl.load(window_ptr + columns_at + column, mask=column < WIDTH, other=-1)
+    place = tl.load(offsets_ptr + tap, mask=tap >= 0, other=0)
+    place += tl.load(starts_ptr + tap * num_chunks + chunk, mask=tap >= 0, other=0)
     for start in range(0, CHUNK, BLOCK):
         row = chunk * CHUNK + start + tl.arange(0, BLOCK)
-        found = tl.load(neighbors_ptr + tap.to(tl.int64) * n + row, mask=row < n, other=-1)
+        wanted = (tap >= 0)[:, None] & (row < n)[None, :]
+        found = tl.load(rows_ptr + row.to(tl.int64)[None, :] * WIDTH + column[:, None], mask=wanted, other=-1)
         live = (found >= 0).to(tl.int32)
-        at = place + tl.cumsum(live, 0) - live
+        at = place[:, None] + (tl.cumsum(live, 1) - live)
         tl.store(in_rows_ptr + at, found, mask=found >= 0)
-        tl.store(out_rows_ptr + at, row, mask=found >= 0)
-        place += tl.sum(live, 0)
+        tl.store(out_rows_ptr + at, tl.broadcast_to(row[None, :], (LANES, BLOCK)), mask=found >= 0)
+        place += tl.sum(live, 1)
 
 
 @triton.jit
@@ -177,9 +156,8 @@ def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
 
 
 _I32, _I64 = torch.int32, torch.int64
-_SCAN = Launcher(scan_kernel, (_I32, _I32, _I64, _I64, _I32, int, int))
-_COUNT = Launcher(count_kernel, (_I32, _I32, int, int))
-_COMPACT = Launcher(compact_kernel, (_I32, _I32, _I64, _I32, _I32, int, int))
+_SCAN = Launcher(scan_kernel, (_I32, _I32, _I64, _I64, _I32, int, int), num_warps=8)
+_COMPACT = Launcher(compact_kernel, (_I32, _I32, _I32, _I64, _I32, _I32, int, int, int))
 _REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))
 
 
@@ -187,7 +165,7 @@ _REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))
 
 
 def pairs_torch(neighbors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """in_rows, out_rows and tap offsets of `pairs_from_neighbors`, in torch."""
+    """in_rows, out_rows and tap offsets of a table (K, N_out), as `pairs_of` orders them."""
     live = neighbors >= 0
     offsets = torch.nn.functional.pad(live.sum(1).cumsum(0), (1, 0))
     return neighbors[live], live.nonzero()[:, 1].int(), offsets

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from sparseconv.geometry.triton_launch import IS_INTERPRETED, Arena, Launcher, Pointer, on_device, pointer
 
-#: log2 of a block's edge along each axis, by rank; a block has 64 cells, one bit each of a 64-bit word
-BLOCK_SHIFTS = {1: (6,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}
+#: log2 of a block's edge along each axis, by rank: at most 64 cells, one bit each of a 64-bit word, at most 16 in line
+BLOCK_SHIFTS = {1: (4,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}
 #: up to this many rows a table of single cells is built: two launches fewer outweigh its more frequent look-ups
 SINGLE_CELL_ROWS = 0
 MAX_ROWS = 2**29
@@ -156,8 +156,9 @@ def table_pointers(table: CoordinateTable) -> tuple[Pointer, Pointer, Pointer, P
 
 def _launch_ranges(coords: torch.Tensor, out: Pointer) -> None:
     n, columns = coords.shape
-    blocks = min(triton.cdiv(n, 512), 512)
-    _RANGES(coords.device, (blocks,), (pointer(coords), out, n, blocks), (columns, 512))
+    blocks = min(triton.cdiv(n, 512), 528)
+    width = 2 if columns == 2 else 4 if columns <= 4 else 8
+    _RANGES(coords.device, (blocks,), (pointer(coords), out, n, 512 * blocks), (columns, width, 512))
 
 
 def _launch_build(table: CoordinateTable) -> None:
@@ -176,20 +177,21 @@ def _launch_build(table: CoordinateTable) -> None:
 
 
 @triton.jit
-def ranges_kernel(coords_ptr, ranges_ptr, n, num_programs, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+def ranges_kernel(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Largest x + 2^31 and largest 2^32 - 1 - (x + 2^31) of each column."""
+    column = tl.arange(0, WIDTH)
+    top = tl.zeros((WIDTH,), tl.uint32)
+    bottom = tl.zeros((WIDTH,), tl.uint32)
+    for start in range(tl.program_id(0) * BLOCK, n, stride):
+        row = start + tl.arange(0, BLOCK)
+        live = (row < n)[:, None] & (column < COLUMNS)[None, :]
+        value = tl.load(coords_ptr + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], mask=live, other=0)
+        biased = value.to(tl.uint32, bitcast=True) ^ 0x80000000
+        top = tl.maximum(top, tl.max(tl.where(live, biased, 0), 0))
+        bottom = tl.maximum(bottom, tl.max(tl.where(live, ~biased, 0), 0))
     ranges_ptr = ranges_ptr.to(tl.pointer_type(tl.uint32))
-    for column in tl.static_range(COLUMNS):
-        top = tl.zeros((BLOCK,), tl.uint32)
-        bottom = tl.zeros((BLOCK,), tl.uint32)
-        for start in range(tl.program_id(0) * BLOCK, n, num_programs * BLOCK):
-            row = start + tl.arange(0, BLOCK)
-            value = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS + column, mask=row < n, other=0)
-            biased = value.to(tl.uint32, bitcast=True) ^ 0x80000000
-            top = tl.maximum(top, tl.where(row < n, biased, 0))
-            bottom = tl.maximum(bottom, tl.where(row < n, ~biased, 0))
-        tl.atomic_max(ranges_ptr + 2 * column, tl.max(top, 0), sem="relaxed")
-        tl.atomic_max(ranges_ptr + 2 * column + 1, tl.max(bottom, 0), sem="relaxed")
+    tl.atomic_max(ranges_ptr + 2 * column, top, mask=column < COLUMNS, sem="relaxed")
+    tl.atomic_max(ranges_ptr + 2 * column + 1, bottom, mask=column < COLUMNS, sem="relaxed")
 
 
 @triton.jit
