@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from sparseconv.backends.triton_implicit_gemm.build import build_schedule
-from sparseconv.geometry.triton_neighbors import find_neighbors, tap_order
-from sparseconv.geometry.triton_pairs import pairs_from_neighbors, sum_counts
-from sparseconv.geometry.triton_table import build_table, measure_ranges
+from sparseconv.geometry.triton_neighbors import encode_window, find_rows
+from sparseconv.geometry.triton_pairs import pairs_of, sum_counts
+from sparseconv.geometry.triton_table import build_table
 
 OFFSETS = tuple(itertools.product((-1, 0, 1), repeat=3))
 #: case -> (must, goal) in ms
@@ -75,13 +75,14 @@ def neighbors_searched(coords: torch.Tensor) -> torch.Tensor:
     return table
 
 
-def make_map(coords: torch.Tensor, blocked: bool | None = None, tile: tuple[int, int, int] | None = None, block_m: int = 128):
+def make_map(coords: torch.Tensor, blocked: bool | None = None, block_m: int = 128):
     """Everything for a submanifold 3 x 3 x 3 convolution."""
     table = build_table(coords, blocked=blocked)
-    found = find_neighbors(table, coords, OFFSETS, (1, 1, 1), keyed=True, counted=True, tile=tile)
+    window = encode_window(OFFSETS, (1, 1, 1), None, coords.device, not table.blocked)
+    found = find_rows(table, coords, window)
     pending = sum_counts(found.counts, table)
-    schedule = build_schedule(found.neighbors, block_m, tap_order(OFFSETS), keys=found.keys)
-    pairs = pairs_from_neighbors(found.neighbors, pending, found.chunk_rows)
+    schedule = build_schedule(found, block_m)
+    pairs = pairs_of(found, pending)
     return found, schedule, pairs
 
 
@@ -91,8 +92,8 @@ def check(coords: torch.Tensor, **options) -> None:
     want = neighbors_searched(coords)
     live = want >= 0
     n = len(coords)
-    if not torch.equal(found.neighbors, want):
-        raise SystemExit(f"neighbours differ in {int((found.neighbors != want).sum())} places")
+    if not torch.equal(found.neighbors(), want):
+        raise SystemExit(f"neighbours differ in {int((found.neighbors() != want).sum())} places")
     if not (torch.equal(in_rows, want[live]) and torch.equal(out_rows, live.nonzero()[:, 1].int())):
         raise SystemExit("edges differ")
     if list(offsets[1:]) != live.sum(1).cumsum(0).tolist():

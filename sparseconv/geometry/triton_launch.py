@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +24,7 @@ IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class Launcher:
-    """A jitted function, compiled once for each set of constants and handed to the driver without a look at its arguments.
+    """A jitted function, compiled once for each set of constants and launched without a look at its arguments.
 
     Triton's own call works out the type, alignment and value class of every argument at each launch, which costs
     several times the driver's launch. Here the types are declared: ``types`` has the torch dtype of each pointer and
@@ -61,47 +58,13 @@ class Launcher:
     def _prepare(self, constants: tuple, device_index: int) -> Callable[..., None]:
         kernel = self.compile(constants)
         run = kernel.run  # loads the binary
+        function, metadata = kernel.function, kernel.packed_metadata
         stream_of = driver.active.get_current_stream
-        launch = _driver_launch()
-        if launch is None:
 
-            def through_triton(x: int, y: int, args: tuple) -> None:
-                stream = stream_of(device_index)
-                run(x, y, 1, stream, kernel.function, kernel.packed_metadata, None, None, None, *args, *constants)
+        def launch(x: int, y: int, args: tuple) -> None:
+            run(x, y, 1, stream_of(device_index), function, metadata, None, None, None, *args, *constants)
 
-            return through_triton
-        count = len(self.types)
-        layout = struct.Struct("=" + "".join("i4x" if t is int else "Q" for t in self.types))
-        values = ctypes.create_string_buffer(8 * (count + 2))  # the last two: scratch memory, which these do not use
-        base = ctypes.addressof(values)
-        params = (ctypes.c_void_p * (count + 2))(*(base + 8 * i for i in range(count + 2)))
-        function, pack = ctypes.c_void_p(kernel.function), layout.pack_into
-        threads, shared = 32 * self.num_warps, kernel.metadata.shared
-
-        def through_driver(x: int, y: int, args: tuple) -> None:
-            pack(values, 0, *args)
-            code = launch(function, x, y, 1, threads, 1, 1, shared, stream_of(device_index), params, None)
-            if code:
-                raise RuntimeError(f"launching {kernel.name} failed with CUDA error {code}")
-
-        return through_driver
-
-
-@lru_cache(maxsize=None)
-def _driver_launch() -> Any:
-    """The driver's launch function; None where there is no CUDA driver.
-
-    It is called with the interpreter's lock held, so that threads can share the buffer of the arguments.
-    """
-    if torch.version.cuda is None:
-        return None
-    try:
-        launch = ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
-    except OSError:
-        return None
-    unsigned, address = ctypes.c_uint, ctypes.c_void_p
-    launch.argtypes = [address, *(unsigned,) * 7, address, address, address]
-    return launch
+        return launch
 
 
 def pointer(tensor: torch.Tensor) -> Pointer:

@@ -1,366 +1,324 @@
-"""The rows that a window sees on the GPU, with what is cheap to know on the way: sort keys and counts of edges."""
+"""What a window sees from each target row, on the GPU: edge counts and sort keys in one pass, the table on demand."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import Launcher, on_device, pointer
+from sparseconv.geometry.triton_launch import Launcher, Pointer, on_device, pointer
 from sparseconv.geometry.triton_table import (
+    ENTRIES,
+    KEYS,
+    STATUS,
     CoordinateTable,
-    add_axis,
     aligned,
+    axis_blocks,
     axis_range,
-    below,
     count_blocks,
     find,
     pack_shifts,
-    popcount,
+    rows_per_chunk,
     table_pointers,
 )
+from sparseconv.geometry.triton_window import (
+    KEY_BITS,
+    TapWindow,
+    bit_places,
+    key_words,
+    look,
+    take,
+    tap_order,
+)
 
-Ints = tuple[int, ...]
-#: bits of a row's tap mask that a narrow sort key holds
-KEY_BITS = 31
-#: taps of a run at most: with a block's edge of 4, a run lies in two blocks
-LONGEST_RUN = 4
+#: key bits of windows with more than 31 taps: the most significant taps
+WIDE_KEY_BITS = 62
 
 
 @dataclass(frozen=True, eq=False)
-class TapWindow:
-    """Taps as the kernels read them: fine = stride * coarse + offsets[k], folded into a torus if there is one.
+class WindowSearch:
+    """The edges between the rows of a table and target rows, found but not written down: three passes write them.
 
-    Taps that follow one another in number and along the last axis make a run. Each run has ``step`` columns of a row,
-    a power of two, so the 27 taps of a 3 x 3 x 3 window are 9 runs in 36 columns, every fourth of them empty.
-
-        data = [stride, start, size] of each axis (size 0: no torus),
-               [first tap, length, offset of the first tap on each axis] of each run,
-               [tap] of each column, -1 for none,
-               [256 words] for each byte of a mask: their xor is the mask's key (none above 31 taps)
+    ``counts[k, c]`` are the edges of tap k among the target rows [c, c + 1) * chunk_rows. Nothing was read back.
     """
 
-    data: torch.Tensor  # int32 on the device
-    offsets: tuple[Ints, ...]
-    column_of: Ints  # column of each tap
-    num_runs: int
-    step: int
-    run_length: int  # of the longest run
-    periodic: bool
-
-    @property
-    def num_taps(self) -> int:
-        return len(self.offsets)
-
-    @property
-    def width(self) -> int:
-        """Columns of a row."""
-        return self.num_runs * self.step
-
-    @property
-    def columns_at(self) -> int:
-        """Where the taps of the columns begin in ``data``."""
-        rank = len(self.offsets[0]) if self.offsets else 0
-        return 3 * rank + self.num_runs * (2 + rank)
-
-
-@lru_cache(maxsize=512)
-def encode_window(
-    offsets: tuple[Ints, ...],
-    stride: Ints,
-    torus: tuple[Ints, Ints] | None,
-    device: torch.device,
-    split: bool = False,
-) -> TapWindow:
-    """The taps ``offsets`` (K, D) for a device; ``torus`` is (start, size) an axis; ``split``: every tap a run."""
-    rank = len(stride)
-    longest = 1 if split or torus is not None else LONGEST_RUN
-    runs: list[list[int]] = []
-    for tap, offset in enumerate(offsets):
-        if runs and runs[-1][1] < longest:
-            before = offsets[tap - 1]
-            if before[:-1] == offset[:-1] and before[-1] + 1 == offset[-1]:
-                runs[-1][1] += 1
-                continue
-        runs.append([tap, 1, *offset])
-    length = max((run[1] for run in runs), default=1)
-    step = triton.next_power_of_2(length)
-    column_of = tuple(index * step + i for index, run in enumerate(runs) for i in range(run[1]))
-    columns = [-1] * (len(runs) * step)
-    for tap, column in enumerate(column_of):
-        columns[column] = tap
-    start, size = torus or ((0,) * rank, (0,) * rank)
-    data = [v for axis in zip(stride, start, size) for v in axis] + [v for run in runs for v in run] + columns
-    if max(map(abs, data), default=0) >= 2**31:
-        raise ValueError(f"strides, offsets and extents must fit in 32 bits; got {max(map(abs, data))}")
-    if len(offsets) <= KEY_BITS:
-        data += key_words(tap_order(offsets))
-    encoded = torch.tensor(data, dtype=torch.int32).to(device)
-    return TapWindow(encoded, offsets, column_of, len(runs), step, length, torus is not None)
-
-
-@lru_cache(maxsize=512)
-def tap_order(offsets: tuple[Ints, ...]) -> Ints:
-    """Taps from the farthest from the window's centre to the nearest: a far tap (a corner) is the rarest."""
-    if not offsets:
-        return ()
-    centre = [min(column) + max(column) for column in zip(*offsets)]
-    distance = [sum(abs(2 * o - c) for o, c in zip(offset, centre)) for offset in offsets]
-    return tuple(sorted(range(len(offsets)), key=lambda tap: -distance[tap]))
-
-
-def key_words(significance: Sequence[int]) -> list[int]:
-    """The Gray rank of a mask of up to 31 taps as the xor of one word for each of its bytes (both maps are linear).
-
-    ``significance`` lists the taps from the most to the least significant bit of the Gray code.
-    """
-    rank_of_tap = {}
-    for place, tap in enumerate(significance):
-        rank_of_tap[tap] = (1 << (len(significance) - place)) - 1  # a bit flips every rank bit from its place down
-    words = []
-    for byte in range(4):
-        for value in range(256):
-            word = 0
-            for bit in range(8):
-                if value >> bit & 1:
-                    word ^= rank_of_tap.get(8 * byte + bit, 0)
-            words.append(word)
-    return words
-
-
-@dataclass(frozen=True)
-class RowTable:
-    """What a window sees, one line a target row; sizes are known beforehand, so nothing is read back.
-
-    ``keys`` are the ranks of the rows' tap masks in the Gray sequence: rows sorted by them change taps one at a time;
-    rows without a tap come last. ``counts[k, c]`` are the edges of tap k among the rows [c, c + 1) * chunk_rows.
-    """
-
+    table: CoordinateTable
+    coords: torch.Tensor  # (N_out, 1+D) int32
     window: TapWindow
-    rows: torch.Tensor  # (N_out, width) int32: the source row in the column of each tap; -1 absent
-    keys: torch.Tensor | None  # (N_out,) int32, not negative; None above 31 taps
+    around: torch.Tensor | None  # (blocks, 3^D) int32: the blocks around each block; None: look up by key
     counts: torch.Tensor  # (K, C) int32
+    keys: torch.Tensor | None  # (1, N_out) int32 sort keys, see row_keys; None above 31 taps
     chunk_rows: int
 
+    @property
+    def pointers(self) -> tuple[Pointer, ...]:
+        """Coordinates, ranges, slots, block numbers, infos, rows, entries, surroundings and window, for the kernels."""
+        parts = table_pointers(self.table)
+        local = self.around is not None
+        entries = self.table.arena[ENTRIES] if local else parts[3]
+        around = pointer(self.around) if self.around is not None else parts[4]
+        return (pointer(self.coords), *parts, entries, around, pointer(self.window.data))
+
+    @property
+    def constants(self) -> tuple:
+        """RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES and LENGTH of the kernels."""
+        shifts, rank = self.table.shifts, self.coords.shape[1] - 1
+        sides = 0 if self.around is None else 3**rank
+        places, blocked = bit_places(shifts), self.table.blocked
+        return rank, pack_shifts(shifts), places, blocked, self.window.periodic, sides, self.window.run_length
+
+    @cached_property
     def neighbors(self) -> torch.Tensor:
-        """(K, N_out) int32, contiguous: the same rows by tap."""
-        n, taps = self.rows.shape[0], self.window.num_taps
-        table = torch.empty(taps, n, dtype=torch.int32, device=self.rows.device)
+        """(K, N_out) int32: the source row of each target row through each tap; -1 absent."""
+        n, taps = self.coords.shape[0], self.window.num_taps
+        planes = torch.empty(taps, n, dtype=torch.int32, device=self.coords.device)
         if n and taps:
-            with on_device(table.device):
-                args = (pointer(self.rows), pointer(self.window.data), pointer(table), n, self.window.columns_at)
-                width = self.window.width
-                lanes = min(64, triton.next_power_of_2(width))
-                grid = (triton.cdiv(n, 64), triton.cdiv(width, lanes))
-                _TRANSPOSE(table.device, grid, args, (width, lanes, 64))
-        return table
+            args = (*self.pointers, pointer(planes), n, self.table.capacity)
+            with on_device(planes.device):
+                _PLANES(planes.device, (triton.cdiv(n, 128), self.window.num_runs), args, (*self.constants, 128))
+        return planes
 
 
-def find_rows(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> RowTable:
-    """The rows of ``table`` that the rows of coords (N_out, 1+D) int32, in any order, see through a window.
+def search_window(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> WindowSearch:
+    """Find what target rows see: row of (stride * coords[r] + offsets[k], folded into the torus) for each r and k.
 
-        rows[r, column of k] = row of (stride * coords[r] + offsets[k], folded into the torus)
+    Args:
+        table: the source rows.
+        coords: (N_out, 1+D) int32 on the same device, in any order; ``table.coords`` itself is faster.
+        window: of the same device, with ``single=True`` for a table that is not blocked.
+
+    Returns:
+        The search, its edges counted.
     """
+    local = coords is table.coords and table.blocked and 0 <= window.reach <= 2 ** min(table.shifts[1:])
     coords = aligned(coords)
     device, (n, columns) = coords.device, coords.shape
-    taps, width = window.num_taps, window.width
-    keyed = taps <= KEY_BITS
-    chunk_rows = rows_per_chunk(n)
-    rows = torch.empty(n, width, dtype=torch.int32, device=device)
-    keys = torch.empty(n, dtype=torch.int32, device=device) if keyed else None
-    counts = torch.zeros(taps, max(1, -(-n // chunk_rows)), dtype=torch.int32, device=device)
-    if n and taps:
-        block = 32 if n <= 131072 else 128
-        args = (
-            pointer(coords), *table_pointers(table), pointer(window.data), pointer(rows),
-            pointer(counts) if keys is None else pointer(keys), pointer(counts),
-            n, window.num_runs, taps, table.capacity, counts.shape[1],
-        )  # fmt: skip
-        constants = (
-            columns, pack_shifts(table.shifts), table.blocked, window.periodic, window.run_length, window.step,
-            keyed, triton.next_power_of_2(min(taps, 32)), chunk_rows, block,
-        )  # fmt: skip
+    taps = window.num_taps
+    around = None
+    if local and n:
+        around = torch.empty(n, 3 ** (columns - 1), dtype=torch.int32, device=device)
         with on_device(device):
-            _FIND(device, (triton.cdiv(n, block),), args, constants)
-            if not keyed:
-                count_edges(rows, window, counts, chunk_rows)
-    return RowTable(window, rows, keys, counts, chunk_rows)
-
-
-def rows_from_neighbors(neighbors: torch.Tensor, window: TapWindow) -> RowTable:
-    """A `RowTable` of a table (K, N_out) int32 made elsewhere; ``window`` has one tap a run (``split=True``)."""
-    taps, n = neighbors.shape
+            _look_around(table, around)
     chunk_rows = rows_per_chunk(n)
-    rows = neighbors.t().contiguous()
-    counts = torch.zeros(taps, max(1, -(-n // chunk_rows)), dtype=torch.int32, device=neighbors.device)
-    if n and taps:
-        with on_device(neighbors.device):
-            count_edges(rows, window, counts, chunk_rows)
-    return RowTable(window, rows, None, counts, chunk_rows)
+    chunks = -(-n // chunk_rows)
+    counts = table.zeros(taps, chunks)
+    narrow = taps <= KEY_BITS
+    keys = torch.empty(1, n, dtype=torch.int32, device=device) if narrow else None
+    search = WindowSearch(table, coords, window, around, counts, keys, chunk_rows)
+    if n and taps and keys is not None:
+        words = key_words(tap_order(window.offsets), (tuple(range(taps)),), device)
+        _read_masks(search, words, keys, True, n, KEY_BITS, 0)
+    elif n and taps:
+        args = (pointer(search.neighbors), pointer(counts), n, chunks)
+        with on_device(device):
+            _COUNT(device, (chunks, taps), args, (chunk_rows, 128))
+    return search
 
 
-def count_edges(rows: torch.Tensor, window: TapWindow, counts: torch.Tensor, chunk_rows: int) -> None:
-    """Fill counts (K, C)."""
-    n, width = rows.shape
-    lanes = min(64, triton.next_power_of_2(width))
-    args = (pointer(rows), pointer(window.data), pointer(counts), n, window.columns_at, counts.shape[1])
-    _COUNT(rows.device, (counts.shape[1], triton.cdiv(width, lanes)), args, (width, lanes, chunk_rows, 64))
+def row_keys(
+    search: WindowSearch,
+    parts: tuple[tuple[int, ...], ...],
+    significance: Sequence[int] | None = None,
+    chunk_rows: int | None = None,
+) -> torch.Tensor:
+    """(G, N_out) sort keys, not negative: the Gray rank of each row's mask of the taps of a group.
+
+    Rows sorted by them change taps one at a time; rows without a tap come last. ``chunk_rows`` puts the number of the
+    row's run of so many rows above the rank, which then loses its last bits. int64 for groups of more than 31 taps.
+    """
+    n, taps = search.coords.shape[0], search.window.num_taps
+    device = search.coords.device
+    wide = max(map(len, parts), default=0) > KEY_BITS
+    ranked = tap_order(search.window.offsets) if significance is None else tuple(significance)
+    keys = torch.empty(len(parts), n, dtype=torch.int64 if wide else torch.int32, device=device)
+    chunk_bits, chunk = 0, max(n, 1)
+    if chunk_rows is not None and n > chunk_rows:
+        chunk, chunk_bits = chunk_rows, (-(-n // chunk_rows) - 1).bit_length()
+    room = (WIDE_KEY_BITS if wide else KEY_BITS) - chunk_bits
+    lost = max(0, min(max(map(len, parts), default=0), WIDE_KEY_BITS) - room)
+    if n and taps and taps <= KEY_BITS:
+        _read_masks(search, key_words(ranked, parts, device), keys, False, chunk, room, lost)
+    elif n and taps:
+        bits = torch.full((len(parts), taps), -1, dtype=torch.int32)
+        for index, part in enumerate(parts):
+            kept = [tap for tap in ranked if tap in part][: WIDE_KEY_BITS if wide else KEY_BITS]
+            for place, tap in enumerate(kept):
+                bits[index, tap] = len(kept) - 1 - place
+        args = (pointer(search.neighbors), pointer(bits := bits.to(device)), pointer(keys), n, taps, chunk, room, lost)
+        with on_device(device):
+            launcher = _PLANE_KEYS_WIDE if wide else _PLANE_KEYS
+            launcher(device, (triton.cdiv(n, 128), len(parts)), args, (wide, 128))
+    return keys
 
 
-def rows_per_chunk(n: int) -> int:
-    """Rows whose edges are counted together: at most about two thousand chunks."""
-    return max(128, triton.next_power_of_2(n) // 2048)
+def _read_masks(
+    search: WindowSearch, words: torch.Tensor, keys: torch.Tensor, counted: bool, chunk: int, room: int, lost: int
+) -> None:
+    n, window = search.coords.shape[0], search.window
+    block = 32 if n <= 131072 else 128
+    args = (
+        *search.pointers, pointer(words), pointer(keys), pointer(search.counts),
+        n, window.num_runs, window.num_taps, search.table.capacity, search.counts.shape[1], chunk, room, lost,
+    )  # fmt: skip
+    taps = triton.next_power_of_2(window.num_taps)
+    constants = (*search.constants, words.shape[0], counted, taps, search.chunk_rows, block)
+    with on_device(keys.device):
+        _MASKS(keys.device, (triton.cdiv(n, block),), args, constants)
+
+
+def _look_around(table: CoordinateTable, around: torch.Tensor) -> None:
+    arena, columns = table.arena, table.coords.shape[1]
+    lanes = triton.next_power_of_2(around.shape[1])
+    block = max(1, 256 // lanes)
+    ranges, slots, ids, _, _ = table_pointers(table)
+    args = (ranges, slots, ids, arena[KEYS], arena[STATUS], pointer(around), table.capacity)
+    programs = min(triton.cdiv(around.shape[0], block), 4096)
+    constants = (columns, pack_shifts(table.shifts), around.shape[1], lanes, block)
+    _AROUND(around.device, (programs,), (*args, programs), constants)
 
 
 # ---- kernels
 
 
 @triton.jit
-def find_rows_kernel(
-    coords_ptr, ranges_ptr, table_ptr, base_ptr, rows_ptr, window_ptr, out_ptr, keys_ptr, counts_ptr,
-    n, num_runs, num_taps, capacity, num_chunks,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
-    LENGTH: tl.constexpr, STEP: tl.constexpr, KEYED: tl.constexpr, TAPS: tl.constexpr,
+def around_kernel(
+    ranges_ptr, table_ptr, ids_ptr, keys_ptr, status_ptr, around_ptr, capacity, num_programs,
+    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, SIDES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """around[block, side] = the number of the block there, -1 if it is empty."""
+    volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
+    side = tl.arange(0, LANES)
+    delta = tl.zeros((LANES,), tl.int64)
+    power: tl.constexpr = SIDES // 3
+    rest = side
+    scale = power
+    for axis in tl.static_range(1, COLUMNS):
+        low, extent = axis_range(ranges_ptr, axis)
+        delta = delta * axis_blocks(extent, (SHIFTS >> (4 * axis)) & 15) + (rest // scale - 1)
+        rest = rest % scale
+        scale = scale // 3 if axis < COLUMNS - 1 else 1
+    num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
+    for start in range(tl.program_id(0) * BLOCK, num_blocks, num_programs * BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        key = tl.load(keys_ptr + block, mask=block < num_blocks, other=0)[:, None] + delta[None, :]
+        real = (block < num_blocks)[:, None] & (side < SIDES)[None, :]
+        slot, hit = find(table_ptr, key, real & (key >= 0), capacity, volume)
+        number = tl.load(ids_ptr + slot, mask=hit, other=-1)
+        tl.store(around_ptr + block.to(tl.int64)[:, None] * SIDES + side[None, :], number, mask=real)
+
+
+@triton.jit
+def masks_kernel(
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
+    words_ptr, keys_ptr, counts_ptr, n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    SIDES: tl.constexpr, LENGTH: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program finds all taps of BLOCK rows, one run of taps at a time."""
-    RANK: tl.constexpr = COLUMNS - 1
-    SHIFT: tl.constexpr = (SHIFTS >> (4 * RANK)) & 15
-    EDGE: tl.constexpr = 1 << SHIFT
-    first_row = tl.program_id(0) * BLOCK
-    row = first_row + tl.arange(0, BLOCK)
+    """Masks of the taps of BLOCK rows -> their sort keys in each group of taps, and counts of edges."""
+    first = tl.program_id(0) * BLOCK
+    row = first + tl.arange(0, BLOCK)
     live = row < n
-    place = coords_ptr + row.to(tl.int64) * COLUMNS
-    run_ptr = window_ptr + 3 * RANK
-    volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
-    last_low, last_extent = axis_range(ranges_ptr, RANK)
-    last_count = ((last_extent - 1) >> SHIFT) + 1
-    line_out_ptr = out_ptr + row.to(tl.int64) * (num_runs * STEP)
     mask = tl.zeros((BLOCK,), tl.int32)
-    for run in range(0, num_runs):
+    run_ptr = window_ptr + 3 * RANK
+    for _ in range(0, num_runs):
         tap = tl.load(run_ptr)
         length = tl.load(run_ptr + 1)
-        key = tl.zeros((BLOCK,), tl.int64)
-        bit = tl.zeros((BLOCK,), tl.int32)
-        inside = live
-        batch = tl.load(place, mask=live, other=0).to(tl.int64)
-        key, bit, inside = add_axis(key, bit, inside, batch, ranges_ptr, 0, 0)
-        fine = key
-        for axis in tl.static_range(RANK):
-            stride = tl.load(window_ptr + 3 * axis).to(tl.int64)
-            offset = tl.load(run_ptr + 2 + axis).to(tl.int64)
-            fine = tl.load(place + 1 + axis, mask=live, other=0).to(tl.int64) * stride + offset
-            if PERIODIC:
-                low = tl.load(window_ptr + 3 * axis + 1).to(tl.int64)
-                size = tl.load(window_ptr + 3 * axis + 2).to(tl.int64)
-                turned = (fine - low) % size
-                fine = low + tl.where(turned < 0, turned + size, turned)
-            if axis < RANK - 1:
-                key, bit, inside = add_axis(
-                    key, bit, inside, fine, ranges_ptr, axis + 1, (SHIFTS >> (4 * (axis + 1))) & 15
-                )
-        q = fine - last_low
-        block = q >> SHIFT
-        key = key * last_count + block
-        slot, hit = find(table_ptr, key, inside & (block >= 0) & (block < last_count), capacity, volume)
-        word = tl.load(table_ptr + 2 * slot + 1, mask=hit, other=0)
-        if BLOCKED:
-            cell = (q & (EDGE - 1)).to(tl.int32)
-            line = bit << SHIFT
-            near = tl.load(base_ptr + slot, mask=hit, other=0) + popcount(word & below(line + cell))
-            crosses = inside & (block >= -1) & (block < last_count - 1) & (cell + length > EDGE)
-            next_slot, next_hit = find(table_ptr, key + 1, crosses, capacity, volume)
-            next_word = tl.load(table_ptr + 2 * next_slot + 1, mask=next_hit, other=0)
-            seen = (word >> line.to(tl.int64)).to(tl.int32) & ((1 << EDGE) - 1)
-            next_seen = (next_word >> line.to(tl.int64)).to(tl.int32) & ((1 << EDGE) - 1)
-            seen = ((seen | (next_seen << EDGE)) >> cell) & ((1 << length) - 1)  # one bit a tap of the run
-            # far: where the list of rows of the next block would begin if it held the run's near cells too
-            far = tl.load(base_ptr + next_slot, mask=next_hit, other=0) + popcount(next_word & below(line))
-            far -= popcount((seen & ((1 << (EDGE - cell)) - 1)).to(tl.int64))
-            found0, near, far = take(rows_ptr, seen, near, far, cell, EDGE, 0)
-            found1 = found0
-            found2 = found0
-            found3 = found0
-            if LENGTH > 1:
-                found1, near, far = take(rows_ptr, seen, near, far, cell, EDGE, 1)
-            if LENGTH > 2:
-                found2, near, far = take(rows_ptr, seen, near, far, cell, EDGE, 2)
-            if LENGTH > 3:
-                found3, near, far = take(rows_ptr, seen, near, far, cell, EDGE, 3)
-            if STEP == 1:
-                tl.store(line_out_ptr, found0, mask=live)
-            if STEP == 2:
-                both = tl.join(found0, found1)
-                tl.store(line_out_ptr[:, None] + tl.arange(0, 2)[None, :], both, mask=live[:, None])
-            if STEP == 4:
-                all_four = tl.reshape(tl.join(tl.join(found0, found2), tl.join(found1, found3)), (BLOCK, 4))
-                tl.store(line_out_ptr[:, None] + tl.arange(0, 4)[None, :], all_four, mask=live[:, None])
-        else:
-            seen = hit.to(tl.int32)
-            tl.store(line_out_ptr, tl.where(hit, word.to(tl.int32) - 1, -1), mask=live)
-        if KEYED:
-            mask |= seen << tap
+        seen, near, far, cell = look(
+            row, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr,
+            window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
+        )  # fmt: skip
+        mask |= seen << tap
         run_ptr += 2 + RANK
-        line_out_ptr += STEP
-    if KEYED:
-        words_ptr = run_ptr + num_runs * STEP
-        key = tl.load(words_ptr + (mask & 255)) ^ tl.load(words_ptr + 256 + ((mask >> 8) & 255))
-        key = key ^ tl.load(words_ptr + 512 + ((mask >> 16) & 255)) ^ tl.load(words_ptr + 768 + ((mask >> 24) & 255))
-        tl.store(keys_ptr + row, tl.where(mask == 0, 0x7FFFFFFF, key), mask=live)
+    above = (row // key_chunk) << room
+    for _ in tl.static_range(GROUPS):
+        ours = mask & tl.load(words_ptr)
+        key = tl.load(words_ptr + 1 + (ours & 255)) ^ tl.load(words_ptr + 257 + ((ours >> 8) & 255))
+        key = key ^ tl.load(words_ptr + 513 + ((ours >> 16) & 255)) ^ tl.load(words_ptr + 769 + ((ours >> 24) & 255))
+        key = tl.where(ours == 0, (((1 << (room - 1)) - 1) << 1) | 1, key >> lost) | above
+        tl.store(keys_ptr + row, key, mask=live)
+        words_ptr += 1025
+        keys_ptr += n
+    if COUNTED:
         lane = tl.arange(0, TAPS)
         edges = tl.sum((mask[None, :] >> lane[:, None]) & 1, 1)
-        tl.atomic_add(counts_ptr + lane * num_chunks + first_row // CHUNK, edges, mask=lane < num_taps, sem="relaxed")
+        tl.atomic_add(counts_ptr + lane * num_chunks + first // CHUNK, edges, mask=lane < num_taps, sem="relaxed")
 
 
 @triton.jit
-def take(rows_ptr, seen, near, far, cell, EDGE: tl.constexpr, INDEX: tl.constexpr):
-    """The row of one cell of a run, -1 if it is empty; both cursors move on past it."""
-    there = ((seen >> INDEX) & 1) != 0
-    found = tl.load(rows_ptr + tl.where(cell + INDEX < EDGE, near, far), mask=there, other=-1)
-    return found, near + there.to(tl.int32), far + there.to(tl.int32)
-
-
-@triton.jit
-def count_kernel(
-    rows_ptr, window_ptr, counts_ptr, n, columns_at, num_chunks,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+def planes_kernel(
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
+    planes_ptr, n, capacity,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    SIDES: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """planes[tap, row] = source row, for BLOCK rows and one run of taps."""
+    EDGE: tl.constexpr = 1 << ((SHIFTS >> (4 * RANK)) & 15)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < n
+    run_ptr = window_ptr + 3 * RANK + tl.program_id(1) * (2 + RANK)
+    tap = tl.load(run_ptr)
+    length = tl.load(run_ptr + 1)
+    seen, near, far, cell = look(
+        row, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr,
+        window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
+    )  # fmt: skip
+    for step in tl.static_range(LENGTH):
+        found, near, far = take(rows_ptr, seen, near, far, cell, step, EDGE, BLOCKED)
+        tl.store(planes_ptr + (tap + step).to(tl.int64) * n + row, found, mask=row < tl.where(length > step, n, 0))
+
+
+@triton.jit
+def count_kernel(planes_ptr, counts_ptr, n, num_chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """counts[tap, chunk] = entries that are not negative."""
     chunk = tl.program_id(0)
-    column = tl.program_id(1) * LANES + tl.arange(0, LANES)
-    tap = tl.load(window_ptr + columns_at + column, mask=column < WIDTH, other=-1)
-    edges = tl.zeros((LANES,), tl.int32)
+    tap = tl.program_id(1)
+    live = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, CHUNK, BLOCK):
         row = chunk * CHUNK + start + tl.arange(0, BLOCK)
-        wanted = (row < n)[:, None] & (tap >= 0)[None, :]
-        found = tl.load(rows_ptr + row.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=wanted, other=-1)
-        edges += tl.sum((found >= 0).to(tl.int32), 0)
-    tl.store(counts_ptr + tap * num_chunks + chunk, edges, mask=tap >= 0)
+        found = tl.load(planes_ptr + tap.to(tl.int64) * n + row, mask=row < n, other=-1)
+        live += (found >= 0).to(tl.int32)
+    tl.store(counts_ptr + tap * num_chunks + chunk, tl.sum(live, 0))
 
 
 @triton.jit
-def transpose_kernel(
-    rows_ptr, window_ptr, table_ptr, n, columns_at, WIDTH: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr
+def plane_keys_kernel(
+    planes_ptr, bits_ptr, keys_ptr, n, num_taps, key_chunk, room, lost, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """table[tap of a column, row] = rows[row, column]."""
+    """Sort keys of BLOCK rows in one group of taps, from the table."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.program_id(1) * LANES + tl.arange(0, LANES)
-    tap = tl.load(window_ptr + columns_at + column, mask=column < WIDTH, other=-1)
-    wanted = (tap >= 0)[:, None] & (row < n)[None, :]
-    found = tl.load(rows_ptr + row.to(tl.int64)[None, :] * WIDTH + column[:, None], mask=wanted, other=-1)
-    tl.store(table_ptr + tap.to(tl.int64)[:, None] * n + row[None, :], found, mask=wanted)
+    group = tl.program_id(1)
+    mask = tl.zeros((BLOCK,), keys_ptr.dtype.element_ty)
+    one = tl.full((BLOCK,), 1, keys_ptr.dtype.element_ty)
+    for tap in range(0, num_taps):
+        bit = tl.load(bits_ptr + group * num_taps + tap)
+        found = tl.load(planes_ptr + row, mask=row < tl.where(bit >= 0, n, 0), other=-1)
+        mask |= tl.where(found >= 0, one << tl.maximum(bit, 0), 0)
+        planes_ptr += n
+    key = mask ^ (mask >> 1)  # Gray code to its rank: the parity of the bits above
+    key ^= key >> 2
+    key ^= key >> 4
+    key ^= key >> 8
+    key ^= key >> 16
+    if WIDE:
+        key ^= key >> 32
+    key = tl.where(mask == 0, (((one << (room - 1)) - 1) << 1) | 1, key >> lost)
+    key |= (row // key_chunk).to(keys_ptr.dtype.element_ty) << room
+    tl.store(keys_ptr + group.to(tl.int64) * n + row, key, mask=row < n)
 
 
 _I32, _I64 = torch.int32, torch.int64
-_FIND = Launcher(
-    find_rows_kernel, (_I32, _I32, _I64, _I32, _I32, _I32, _I32, _I32, _I32, int, int, int, int, int), num_warps=1
-)
-_COUNT = Launcher(count_kernel, (_I32, _I32, _I32, int, int, int))
-_TRANSPOSE = Launcher(transpose_kernel, (_I32, _I32, _I32, int, int))
+SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
+_AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int))
+_MASKS = Launcher(masks_kernel, (*SEARCH_TYPES, _I32, _I32, _I32, *(int,) * 8), num_warps=1)
+_PLANES = Launcher(planes_kernel, (*SEARCH_TYPES, _I32, int, int), num_warps=1)
+_COUNT = Launcher(count_kernel, (_I32, _I32, int, int))
+_PLANE_KEYS = Launcher(plane_keys_kernel, (_I32, _I32, _I32, *(int,) * 5))
+_PLANE_KEYS_WIDE = Launcher(plane_keys_kernel, (_I32, _I32, _I64, *(int,) * 5))
 
 
 # ---- readable twin
@@ -373,7 +331,7 @@ def find_neighbors_torch(
     stride: Sequence[int],
     torus: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> torch.Tensor:
-    """(K, N_out): the neighbours that `find_rows` finds, by comparing every row with every row."""
+    """(K, N_out): ``WindowSearch.neighbors``, by comparing every row with every row."""
     found = torch.empty(len(offsets), len(coords), dtype=torch.int32)
     for tap, offset in enumerate(offsets):
         fine = coords.long() * torch.tensor([1, *stride]) + torch.tensor([0, *offset])

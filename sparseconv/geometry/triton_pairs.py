@@ -1,4 +1,4 @@
-"""The edges of a neighbour table by tap, and the table of the reversed edges, on the GPU."""
+"""The edges of a window by tap, and the table of the reversed edges, on the GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, on_device, pointer
-from sparseconv.geometry.triton_neighbors import RowTable
-from sparseconv.geometry.triton_table import CoordinateTable, raise_for_status
+from sparseconv.geometry.triton_neighbors import SEARCH_TYPES, WindowSearch
+from sparseconv.geometry.triton_table import STATUS, CoordinateTable, raise_for_status
+from sparseconv.geometry.triton_window import look, take
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class PendingCounts:
             self.arrived.synchronize()
         values = self.report.tolist()
         if self.table is not None and self.table.coords.shape[0]:
-            raise_for_status(self.table, values[-2], values[-1])
+            raise_for_status(self.table, values[-2] & 0xFFFFFFFF, values[-1])
         return tuple(values[:-2])
 
 
@@ -40,7 +41,7 @@ def sum_counts(counts: torch.Tensor, table: CoordinateTable | None = None) -> Pe
     offsets = torch.empty(taps + 1, dtype=torch.int64, device=device)
     starts = torch.empty_like(counts)
     report = torch.empty(taps + 3, dtype=torch.int64, pin_memory=device.type == "cuda")
-    status = table.arena[1] if table is not None else pointer(offsets)
+    status = table.arena[STATUS] if table is not None else pointer(offsets)
     with on_device(device):
         args = (pointer(counts), pointer(starts), pointer(offsets), pointer(report), status, taps, chunks)
         _SCAN(device, (max(taps, 1),), args, (table is not None, 2048))
@@ -51,32 +52,30 @@ def sum_counts(counts: torch.Tensor, table: CoordinateTable | None = None) -> Pe
     return PendingCounts(offsets, starts, report, arrived, table)
 
 
-def pairs_of(found: RowTable, pending: PendingCounts) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+def pairs_of(search: WindowSearch, pending: PendingCounts) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """The edges by tap, and by target row within a tap.
 
     Args:
-        found: what a window sees.
+        search: what a window sees.
         pending: its counts, from `sum_counts`; they are read here, which is the only wait.
 
     Returns:
         in_rows (P,) int32, out_rows (P,) int32, and the offsets of the taps (K+1,) on the host; on the device they are
         ``pending.offsets``.
     """
-    n, width = found.rows.shape
-    device = found.rows.device
+    n, device = search.coords.shape[0], search.coords.device
     offsets = pending.read()
     in_rows = torch.empty(offsets[-1], dtype=torch.int32, device=device)
     out_rows = torch.empty_like(in_rows)
     if offsets[-1]:
-        chunks = found.counts.shape[1]
-        lanes = min(32, triton.next_power_of_2(width))
+        chunks = search.counts.shape[1]
         args = (
-            pointer(found.rows), pointer(found.window.data), pointer(pending.starts), pointer(pending.offsets),
-            pointer(in_rows), pointer(out_rows), n, found.window.columns_at, chunks,
+            *search.pointers, pointer(pending.starts), pointer(pending.offsets), pointer(in_rows), pointer(out_rows),
+            n, search.table.capacity, chunks,
         )  # fmt: skip
         with on_device(device):
-            grid = (chunks, triton.cdiv(width, lanes))
-            _COMPACT(device, grid, args, (width, lanes, found.chunk_rows, 64))
+            grid = (chunks, search.window.num_runs)
+            _PAIRS(device, grid, args, (*search.constants, search.chunk_rows, 128))
     return in_rows, out_rows, offsets
 
 
@@ -120,30 +119,64 @@ def scan_kernel(
         tl.store(offsets_ptr + num_taps, first + total)
         tl.store(report_ptr + num_taps, first + total)
         if HAS_STATUS:
-            tl.store(report_ptr + num_taps + 1, tl.load(status_ptr).to(tl.int64))
-            tl.store(report_ptr + num_taps + 2, tl.load(status_ptr + 1).to(tl.int64))
+            tl.store(report_ptr + num_taps + 1, tl.load(status_ptr))
+            tl.store(report_ptr + num_taps + 2, tl.load(status_ptr + 1))
 
 
 @triton.jit
-def compact_kernel(
-    rows_ptr, window_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n, columns_at, num_chunks,
-    WIDTH: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+def pairs_kernel(
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
+    starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n, capacity, num_chunks,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    SIDES: tl.constexpr, LENGTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Source and target rows of the edges of LANES columns in one chunk of rows, in the order of the target rows."""
+    """Source and target rows of the edges of one run of taps in one chunk of rows, in the order of the target rows."""
+    EDGE: tl.constexpr = 1 << ((SHIFTS >> (4 * RANK)) & 15)
     chunk = tl.program_id(0)
-    column = tl.program_id(1) * LANES + tl.arange(0, LANES)
-    tap = tl.load(window_ptr + columns_at + column, mask=column < WIDTH, other=-1)
-    place = tl.load(offsets_ptr + tap, mask=tap >= 0, other=0)
-    place += tl.load(starts_ptr + tap * num_chunks + chunk, mask=tap >= 0, other=0)
+    run_ptr = window_ptr + 3 * RANK + tl.program_id(1) * (2 + RANK)
+    tap = tl.load(run_ptr)
+    length = tl.load(run_ptr + 1)
+    places_ptr = starts_ptr + tap * num_chunks + chunk
+    place0 = tl.load(offsets_ptr + tap) + tl.load(places_ptr)
+    place1 = place0
+    place2 = place0
+    place3 = place0
+    if LENGTH > 1:
+        place1 = tl.load(offsets_ptr + tap + 1) + tl.load(places_ptr + num_chunks, mask=length > 1, other=0)
+    if LENGTH > 2:
+        place2 = tl.load(offsets_ptr + tap + tl.minimum(length, 2))
+        place2 += tl.load(places_ptr + 2 * num_chunks, mask=length > 2, other=0)
+    if LENGTH > 3:
+        place3 = tl.load(offsets_ptr + tap + tl.minimum(length, 3))
+        place3 += tl.load(places_ptr + 3 * num_chunks, mask=length > 3, other=0)
     for start in range(0, CHUNK, BLOCK):
         row = chunk * CHUNK + start + tl.arange(0, BLOCK)
-        wanted = (tap >= 0)[:, None] & (row < n)[None, :]
-        found = tl.load(rows_ptr + row.to(tl.int64)[None, :] * WIDTH + column[:, None], mask=wanted, other=-1)
-        live = (found >= 0).to(tl.int32)
-        at = place[:, None] + (tl.cumsum(live, 1) - live)
-        tl.store(in_rows_ptr + at, found, mask=found >= 0)
-        tl.store(out_rows_ptr + at, tl.broadcast_to(row[None, :], (LANES, BLOCK)), mask=found >= 0)
-        place += tl.sum(live, 1)
+        live = row < n
+        seen, near, far, cell = look(
+            row, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr,
+            window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
+        )  # fmt: skip
+        found, near, far = take(rows_ptr, seen, near, far, cell, 0, EDGE, BLOCKED)
+        place0 = put(in_rows_ptr, out_rows_ptr, place0, found, row)
+        if LENGTH > 1:
+            found, near, far = take(rows_ptr, seen, near, far, cell, 1, EDGE, BLOCKED)
+            place1 = put(in_rows_ptr, out_rows_ptr, place1, found, row)
+        if LENGTH > 2:
+            found, near, far = take(rows_ptr, seen, near, far, cell, 2, EDGE, BLOCKED)
+            place2 = put(in_rows_ptr, out_rows_ptr, place2, found, row)
+        if LENGTH > 3:
+            found, near, far = take(rows_ptr, seen, near, far, cell, 3, EDGE, BLOCKED)
+            place3 = put(in_rows_ptr, out_rows_ptr, place3, found, row)
+
+
+@triton.jit
+def put(in_rows_ptr, out_rows_ptr, place, found, row):
+    """Append the edges found to the lists at ``place``, which moves on."""
+    there = (found >= 0).to(tl.int32)
+    at = place + (tl.cumsum(there, 0) - there)
+    tl.store(in_rows_ptr + at, found, mask=found >= 0)
+    tl.store(out_rows_ptr + at, row, mask=found >= 0)
+    return place + tl.sum(there, 0)
 
 
 @triton.jit
@@ -156,8 +189,8 @@ def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
 
 
 _I32, _I64 = torch.int32, torch.int64
-_SCAN = Launcher(scan_kernel, (_I32, _I32, _I64, _I64, _I32, int, int), num_warps=8)
-_COMPACT = Launcher(compact_kernel, (_I32, _I32, _I32, _I64, _I32, _I32, int, int, int))
+_SCAN = Launcher(scan_kernel, (_I32, _I32, _I64, _I64, _I64, int, int), num_warps=8)
+_PAIRS = Launcher(pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, int, int, int), num_warps=1)
 _REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))
 
 

@@ -17,33 +17,39 @@ SINGLE_CELL_ROWS = 0
 MAX_ROWS = 2**29
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CoordinateTable:
     """Occupied blocks of cells, found by open addressing; everything stays on the device.
 
     A block of 64 cells (4 x 4 x 4 in space) is one slot: its key + 1 (0: empty slot) and the 64-bit word of its
-    occupied cells. The rows of a block's cells, in the order of their bits, lie side by side in ``rows`` from
-    ``base[slot]``. So the 27 look-ups of a 3 x 3 x 3 window touch 3.4 blocks on average. Where the blocks of the
-    bounding box are no more than the slots, a block's slot is its key: a plain bitmap. With single cells
-    (``shifts == 0``), the second word of a slot is the row + 1.
+    occupied cells. Occupied blocks are numbered; ``info`` has each one's word and its first place in ``rows``, where
+    the rows of its cells lie side by side in the order of their bits. So the 27 look-ups of a 3 x 3 x 3 window touch
+    3.4 blocks on average. Where the blocks of the bounding box are no more than the slots, a block's slot is its key:
+    a plain bitmap. With single cells (``shifts`` all 0), the second word of a slot is the row + 1.
 
-    Which slot a block gets depends on a race between threads, which row is found does not.
+    Which slot and number a block gets depends on a race between threads; which row is found does not.
     """
 
     coords: torch.Tensor  # (N, 1+D) int32, contiguous
     ranges: torch.Tensor  # (1+D, 2) int32, see measure_ranges
-    arena: Arena  # table (capacity, 2) int64, status (4,) int32, [base (capacity,) int32, rows (N,) int32]
-    capacity: int
+    arena: Arena  # see ARRAYS
+    capacity: int  # slots
     shifts: tuple[int, ...]  # log2 of a block's edge along each axis, the batch (0) first
+    spare: list[torch.Tensor]  # zeros for the counts of the first window that is searched, cleared with the table
 
     @property
     def blocked(self) -> bool:
         return any(self.shifts)
 
-    @property
-    def status(self) -> torch.Tensor:
-        """(4,) int32 on the device: distinct cells found, 1 if keys overflow 62 bits, and two spare words."""
-        return self.arena.tensor(1)
+    def zeros(self, rows: int, columns: int) -> torch.Tensor:
+        """Zeros (rows, columns) int32; from the spare ones if they are still there and enough."""
+        if self.spare and self.spare[0].numel() >= rows * columns:
+            return self.spare.pop()[: rows * columns].view(rows, columns)
+        return torch.zeros(rows, columns, dtype=torch.int32, device=self.coords.device)
+
+
+#: the arrays of a table's arena; those up to COUNTS start as zeros
+SLOTS, STATUS, RANGES, COUNTS, IDS, INFO, KEYS, ROWS, ENTRIES = range(9)
 
 
 def measure_ranges(coords: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -85,22 +91,26 @@ def build_table(
         blocked = n > SINGLE_CELL_ROWS
     shifts = (0, *BLOCK_SHIFTS[columns - 1]) if blocked else (0,) * columns
     capacity = max(64, n + n // 2) if blocked else max(64, 2 * n)
-    arrays = [(torch.int64, 2 * capacity), (torch.int32, 4), (torch.int32, 2 * columns)]
+    chunks = -(-n // rows_per_chunk(n))
+    i32, i64, some = torch.int32, torch.int64, max(1, n)
+    arrays = [(i64, 2 * capacity), (i64, 2), (i32, 2 * columns), (i32, 32 * chunks)]
     if blocked:
-        arrays += [(torch.int32, capacity), (torch.int32, max(1, n)), (torch.int64, max(1, n))]
-    arena = Arena(device, arrays, zeroed=3)
-    if ranges is None:
-        ranges = arena.tensor(2).view(columns, 2)
-        measured = False
-    else:
-        measured = True
-    table = CoordinateTable(coords, ranges, arena, capacity, shifts)
+        arrays += [(i32, capacity), (i64, 2 * some), (i64, some), (i32, some), (i64, some)]
+    arena = Arena(device, arrays, zeroed=4)
+    measured = ranges is not None
+    given = arena.tensor(RANGES).view(columns, 2) if ranges is None else ranges
+    table = CoordinateTable(coords, given, arena, capacity, shifts, [arena.tensor(COUNTS)])
     if n:
         with on_device(device):
             if not measured:
-                _launch_ranges(coords, arena[2])
+                _launch_ranges(coords, arena[RANGES])
             _launch_build(table)
     return table
+
+
+def rows_per_chunk(n: int) -> int:
+    """Rows whose edges are counted together: at most about two thousand chunks."""
+    return max(128, triton.next_power_of_2(n) // 2048)
 
 
 def lookup(table: CoordinateTable, coords: torch.Tensor) -> torch.Tensor:
@@ -147,11 +157,12 @@ def pack_shifts(shifts: tuple[int, ...]) -> int:
     return sum(s << (4 * axis) for axis, s in enumerate(shifts))
 
 
-def table_pointers(table: CoordinateTable) -> tuple[Pointer, Pointer, Pointer, Pointer]:
-    """Ranges, slots, bases and rows as the kernels take them."""
+def table_pointers(table: CoordinateTable) -> tuple[Pointer, ...]:
+    """Ranges, slots, block numbers, infos and rows as the kernels take them."""
     arena = table.arena
-    base, rows = (arena[3], arena[4]) if table.blocked else (arena[1], arena[1])
-    return pointer(table.ranges), arena[0], base, rows
+    if not table.blocked:
+        return pointer(table.ranges), arena[SLOTS], arena[COUNTS], arena[SLOTS], arena[COUNTS]
+    return pointer(table.ranges), arena[SLOTS], arena[IDS], arena[INFO], arena[ROWS]
 
 
 def _launch_ranges(coords: torch.Tensor, out: Pointer) -> None:
@@ -165,12 +176,13 @@ def _launch_build(table: CoordinateTable) -> None:
     arena, device = table.arena, table.coords.device
     n, columns = table.coords.shape
     shifts = pack_shifts(table.shifts)
-    entries = arena[5] if table.blocked else arena[0]
-    insert = (pointer(table.coords), pointer(table.ranges), arena[0], entries, arena[1], n, table.capacity)
+    entries = arena[ENTRIES] if table.blocked else arena[SLOTS]
+    insert = (pointer(table.coords), pointer(table.ranges), arena[SLOTS], entries, arena[STATUS], n, table.capacity)
     _INSERT(device, (triton.cdiv(n, 128),), insert, (columns, shifts, table.blocked, 128))
     if table.blocked:
-        _BASES(device, (triton.cdiv(table.capacity, 1024),), (arena[0], arena[3], arena[1], table.capacity), (1024,))
-        _ROWS(device, (triton.cdiv(n, 256),), (entries, arena[0], arena[3], arena[4], n), (256,))
+        number = (arena[SLOTS], arena[IDS], arena[INFO], arena[KEYS], arena[STATUS], table.capacity)
+        _NUMBER(device, (triton.cdiv(table.capacity, 1024),), number, (1024,))
+        _ROWS(device, (triton.cdiv(n, 256),), (entries, arena[IDS], arena[INFO], arena[ROWS], n), (256,))
 
 
 # ---- kernels
@@ -204,13 +216,19 @@ def axis_range(ranges_ptr, axis):
 
 
 @triton.jit
+def axis_blocks(extent, SHIFT: tl.constexpr):
+    """Block numbers along an axis, one more than there are blocks: the spare one keeps neighbouring lines apart."""
+    return ((extent - 1) >> SHIFT) + 2
+
+
+@triton.jit
 def count_blocks(ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr):
-    """Blocks in the bounding box, 2^62 where there are more."""
+    """Block numbers of the bounding box, 2^62 where there are more."""
     volume = tl.full((), 1, tl.int64)
     size = tl.full((), 1.0, tl.float64)
     for axis in tl.static_range(COLUMNS):
         low, extent = axis_range(ranges_ptr, axis)
-        count = ((extent - 1) >> ((SHIFTS >> (4 * axis)) & 15)) + 1
+        count = axis_blocks(extent, (SHIFTS >> (4 * axis)) & 15)
         size *= count.to(tl.float64)
         volume *= count
     return tl.where(size < 4.6e18, volume, 0x4000000000000000)
@@ -222,9 +240,9 @@ def add_axis(key, bit, inside, value, ranges_ptr, axis, SHIFT: tl.constexpr):
     low, extent = axis_range(ranges_ptr, axis)
     q = value - low
     block = q >> SHIFT
-    count = ((extent - 1) >> SHIFT) + 1
-    inside = inside & (block >= 0) & (block < count)
-    return key * count + block, (bit << SHIFT) | (q & ((1 << SHIFT) - 1)).to(tl.int32), inside
+    inside = inside & (block >= 0) & (q < extent)
+    key = key * axis_blocks(extent, SHIFT) + block
+    return key, (bit << SHIFT) | (q & ((1 << SHIFT) - 1)).to(tl.int32), inside
 
 
 @triton.jit
@@ -307,40 +325,51 @@ def insert_kernel(
     if BLOCKED:
         flag = tl.full((BLOCK,), 1, tl.int64) << bit.to(tl.int64)
         tl.atomic_or(table_ptr + 2 * slot + 1, flag, mask=inside, sem="relaxed")
-        tl.store(entries_ptr + row, slot.to(tl.int64) * 64 + bit, mask=live)
+        tl.store(entries_ptr + row, tl.where(inside, slot.to(tl.int64) * 64 + bit, -1), mask=live)
     else:
         tl.atomic_max(table_ptr + 2 * slot + 1, row.to(tl.int64) + 1, mask=inside, sem="relaxed")
-        tl.atomic_add(status_ptr, tl.sum((inside & ~known).to(tl.int32), 0), sem="relaxed")
+        tl.atomic_add(status_ptr, tl.sum((inside & ~known).to(tl.int64), 0), sem="relaxed")
     if tl.program_id(0) == 0:
-        tl.store(status_ptr + 1, (volume >= 0x4000000000000000).to(tl.int32))
+        tl.store(status_ptr + 1, (volume >= 0x4000000000000000).to(tl.int64))
 
 
 @triton.jit
-def bases_kernel(table_ptr, base_ptr, status_ptr, capacity, BLOCK: tl.constexpr):
-    """Give each occupied block as many places in the list of rows as it has cells."""
+def number_kernel(table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, BLOCK: tl.constexpr):
+    """Number the occupied blocks, and give each as many places in the list of rows as it has cells.
+
+    The counter holds both numbers, blocks above and cells in the lower 32 bits.
+    """
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    cells = popcount(tl.load(table_ptr + 2 * slot + 1, mask=slot < capacity, other=0))
-    total = tl.sum(cells, 0)
+    word = tl.load(table_ptr + 2 * slot + 1, mask=slot < capacity, other=0)
+    cells = popcount(word).to(tl.int64)
+    both = tl.where(cells > 0, cells + 0x100000000, 0)
+    total = tl.sum(both, 0)
     if total > 0:
-        start = tl.atomic_add(status_ptr, total, sem="relaxed")
-        tl.store(base_ptr + slot, start + tl.cumsum(cells, 0) - cells, mask=cells > 0)
+        first = tl.atomic_add(status_ptr, total, sem="relaxed") + tl.cumsum(both, 0) - both
+        block = first >> 32
+        tl.store(ids_ptr + slot, block.to(tl.int32), mask=cells > 0)
+        tl.store(info_ptr + 2 * block, word, mask=cells > 0)
+        tl.store(info_ptr + 2 * block + 1, first & 0xFFFFFFFF, mask=cells > 0)
+        tl.store(keys_ptr + block, tl.load(table_ptr + 2 * slot, mask=cells > 0, other=1) - 1, mask=cells > 0)
 
 
 @triton.jit
-def rows_kernel(entries_ptr, table_ptr, base_ptr, rows_ptr, n, BLOCK: tl.constexpr):
-    """rows[base of the block + rank of the cell in it] = row."""
+def rows_kernel(entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.constexpr):
+    """rows[first place of the block + rank of the cell in it] = row; entries[row] = 64 block + bit."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = row < n
-    entry = tl.load(entries_ptr + row, mask=live, other=0)
-    slot = entry >> 6
-    word = tl.load(table_ptr + 2 * slot + 1, mask=live, other=0)
-    place = tl.load(base_ptr + slot, mask=live, other=0) + popcount(word & below(entry & 63))
+    entry = tl.load(entries_ptr + row, mask=row < n, other=-1)  # -1 too where keys overflow
+    live = entry >= 0
+    block = tl.load(ids_ptr + (entry >> 6), mask=live, other=0).to(tl.int64)
+    bit = entry & 63
+    word = tl.load(info_ptr + 2 * block, mask=live, other=0)
+    place = tl.load(info_ptr + 2 * block + 1, mask=live, other=0) + popcount(word & below(bit))
     tl.store(rows_ptr + place, row, mask=live)
+    tl.store(entries_ptr + row, block * 64 + bit, mask=live)
 
 
 @triton.jit
 def lookup_kernel(
-    coords_ptr, ranges_ptr, table_ptr, base_ptr, rows_ptr, found_ptr, n, capacity,
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, found_ptr, n, capacity,
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """found[row] = the table's row of the same coordinates, -1 if none."""
@@ -357,7 +386,8 @@ def lookup_kernel(
     word = tl.load(table_ptr + 2 * slot + 1, mask=hit, other=0)
     if BLOCKED:
         hit = hit & (((word >> bit.to(tl.int64)) & 1) != 0)
-        place = tl.load(base_ptr + slot, mask=hit, other=0) + popcount(word & below(bit))
+        block = tl.load(ids_ptr + slot, mask=hit, other=0)
+        place = tl.load(info_ptr + 2 * block + 1, mask=hit, other=0) + popcount(word & below(bit))
         found = tl.load(rows_ptr + place, mask=hit, other=-1)
     else:
         found = tl.where(hit, word.to(tl.int32) - 1, -1)
@@ -366,10 +396,10 @@ def lookup_kernel(
 
 _I32, _I64 = torch.int32, torch.int64
 _RANGES = Launcher(ranges_kernel, (_I32, _I32, int, int))
-_INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I64, _I32, int, int), num_warps=1)
-_BASES = Launcher(bases_kernel, (_I64, _I32, _I32, int))
-_ROWS = Launcher(rows_kernel, (_I64, _I64, _I32, _I32, int))
-_LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I32, _I32, int, int), num_warps=1)
+_INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I64, _I64, int, int), num_warps=1)
+_NUMBER = Launcher(number_kernel, (_I64, _I32, _I64, _I64, _I64, int))
+_ROWS = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, int))
+_LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I32, int, int), num_warps=1)
 
 
 # ---- readable twin
