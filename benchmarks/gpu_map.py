@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from sparseconv.backends.triton_implicit_gemm.build import build_schedule
-from sparseconv.geometry.triton_neighbors import encode_window, find_rows
+from sparseconv.geometry.triton_neighbors import search_window
 from sparseconv.geometry.triton_pairs import pairs_of, sum_counts
 from sparseconv.geometry.triton_table import build_table
+from sparseconv.geometry.triton_window import encode_window
 
 OFFSETS = tuple(itertools.product((-1, 0, 1), repeat=3))
 #: case -> (must, goal) in ms
@@ -79,11 +80,11 @@ def make_map(coords: torch.Tensor, blocked: bool | None = None, block_m: int = 1
     """Everything for a submanifold 3 x 3 x 3 convolution."""
     table = build_table(coords, blocked=blocked)
     window = encode_window(OFFSETS, (1, 1, 1), None, coords.device, not table.blocked)
-    found = find_rows(table, coords, window)
-    pending = sum_counts(found.counts, table)
-    schedule = build_schedule(found, block_m)
-    pairs = pairs_of(found, pending)
-    return found, schedule, pairs
+    search = search_window(table, table.coords, window)
+    pending = sum_counts(search.counts, table)
+    schedule = build_schedule(search, block_m)
+    pairs = pairs_of(search, pending)
+    return search, schedule, pairs
 
 
 def check(coords: torch.Tensor, **options) -> None:
@@ -92,14 +93,14 @@ def check(coords: torch.Tensor, **options) -> None:
     want = neighbors_searched(coords)
     live = want >= 0
     n = len(coords)
-    if not torch.equal(found.neighbors(), want):
-        raise SystemExit(f"neighbours differ in {int((found.neighbors() != want).sum())} places")
+    if not torch.equal(found.neighbors, want):
+        raise SystemExit(f"neighbours differ in {int((found.neighbors != want).sum())} places")
     if not (torch.equal(in_rows, want[live]) and torch.equal(out_rows, live.nonzero()[:, 1].int())):
         raise SystemExit("edges differ")
     if list(offsets[1:]) != live.sum(1).cumsum(0).tolist():
         raise SystemExit("tap offsets differ")
     order = schedule.out_rows[:n].long()
-    if not torch.equal(order, torch.sort(found.keys, stable=True).indices):
+    if not torch.equal(order, torch.sort(found.keys[0], stable=True).indices):
         raise SystemExit("row order differs")
     if not torch.equal(schedule.neighbors[:-1, :n], want[:, order]) or int(schedule.neighbors[-1].max()) != -1:
         raise SystemExit("permuted table differs")

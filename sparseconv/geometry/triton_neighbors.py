@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import Launcher, Pointer, on_device, pointer
+from sparseconv.geometry.triton_launch import ceil_div, Launcher, on_device, pointer, Pointer, power_of_2
 from sparseconv.geometry.triton_table import (
     ENTRIES,
     KEYS,
@@ -23,7 +23,6 @@ from sparseconv.geometry.triton_table import (
     find,
     pack_shifts,
     rows_per_chunk,
-    table_pointers,
 )
 from sparseconv.geometry.triton_window import (
     KEY_BITS,
@@ -54,16 +53,16 @@ class WindowSearch:
     keys: torch.Tensor | None  # (1, N_out) int32 sort keys, see row_keys; None above 31 taps
     chunk_rows: int
 
-    @property
+    @cached_property
     def pointers(self) -> tuple[Pointer, ...]:
         """Coordinates, ranges, slots, block numbers, infos, rows, entries, surroundings and window, for the kernels."""
-        parts = table_pointers(self.table)
+        parts = self.table.pointers
         local = self.around is not None
         entries = self.table.arena[ENTRIES] if local else parts[3]
         around = pointer(self.around) if self.around is not None else parts[4]
         return (pointer(self.coords), *parts, entries, around, pointer(self.window.data))
 
-    @property
+    @cached_property
     def constants(self) -> tuple:
         """RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES and LENGTH of the kernels."""
         shifts, rank = self.table.shifts, self.coords.shape[1] - 1
@@ -79,7 +78,7 @@ class WindowSearch:
         if n and taps:
             args = (*self.pointers, pointer(planes), n, self.table.capacity)
             with on_device(planes.device):
-                _PLANES(planes.device, (triton.cdiv(n, 128), self.window.num_runs), args, (*self.constants, 128))
+                _PLANES(planes.device, (ceil_div(n, 128), self.window.num_runs), args, (*self.constants, 128))
         return planes
 
 
@@ -110,7 +109,7 @@ def search_window(table: CoordinateTable, coords: torch.Tensor, window: TapWindo
     keys = torch.empty(1, n, dtype=torch.int32, device=device) if narrow else None
     search = WindowSearch(table, coords, window, around, counts, keys, chunk_rows)
     if n and taps and keys is not None:
-        words = key_words(tap_order(window.offsets), (tuple(range(taps)),), device)
+        words = window.key_words
         _read_masks(search, words, keys, True, n, KEY_BITS, 0)
     elif n and taps:
         args = (pointer(search.neighbors), pointer(counts), n, chunks)
@@ -151,7 +150,7 @@ def row_keys(
         args = (pointer(search.neighbors), pointer(bits := bits.to(device)), pointer(keys), n, taps, chunk, room, lost)
         with on_device(device):
             launcher = _PLANE_KEYS_WIDE if wide else _PLANE_KEYS
-            launcher(device, (triton.cdiv(n, 128), len(parts)), args, (wide, 128))
+            launcher(device, (ceil_div(n, 128), len(parts)), args, (wide, 128))
     return keys
 
 
@@ -164,19 +163,19 @@ def _read_masks(
         *search.pointers, pointer(words), pointer(keys), pointer(search.counts),
         n, window.num_runs, window.num_taps, search.table.capacity, search.counts.shape[1], chunk, room, lost,
     )  # fmt: skip
-    taps = triton.next_power_of_2(window.num_taps)
+    taps = power_of_2(window.num_taps)
     constants = (*search.constants, words.shape[0], counted, taps, search.chunk_rows, block)
     with on_device(keys.device):
-        _MASKS(keys.device, (triton.cdiv(n, block),), args, constants)
+        _MASKS(keys.device, (ceil_div(n, block),), args, constants)
 
 
 def _look_around(table: CoordinateTable, around: torch.Tensor) -> None:
     arena, columns = table.arena, table.coords.shape[1]
-    lanes = triton.next_power_of_2(around.shape[1])
+    lanes = power_of_2(around.shape[1])
     block = max(1, 256 // lanes)
-    ranges, slots, ids, _, _ = table_pointers(table)
+    ranges, slots, ids, _, _ = table.pointers
     args = (ranges, slots, ids, arena[KEYS], arena[STATUS], pointer(around), table.capacity)
-    programs = min(triton.cdiv(around.shape[0], block), 4096)
+    programs = min(ceil_div(around.shape[0], block), 4096)
     constants = (columns, pack_shifts(table.shifts), around.shape[1], lanes, block)
     _AROUND(around.device, (programs,), (*args, programs), constants)
 

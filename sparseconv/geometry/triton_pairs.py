@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, on_device, pointer
+from sparseconv.geometry.triton_launch import ceil_div, INTERPRETED, Launcher, on_device, pointer
 from sparseconv.geometry.triton_neighbors import SEARCH_TYPES, WindowSearch
 from sparseconv.geometry.triton_table import STATUS, CoordinateTable, raise_for_status
 from sparseconv.geometry.triton_window import look, take
@@ -86,7 +86,7 @@ def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:
     if taps and n:
         with on_device(neighbors.device):
             args = (pointer(neighbors), pointer(table), n, num_in)
-            _REVERSE(neighbors.device, (triton.cdiv(n, 1024), taps), args, (1024,))
+            _REVERSE(neighbors.device, (ceil_div(n, 1024), taps), args, (1024,))
     return table
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import IS_INTERPRETED, Arena, Launcher, Pointer, on_device, pointer
+from sparseconv.geometry.triton_launch import Arena, ceil_div, IS_INTERPRETED, Launcher, on_device, Pointer, pointer, power_of_2
 
 #: log2 of a block's edge along each axis, by rank: at most 64 cells, one bit each of a 64-bit word, at most 16 in line
 BLOCK_SHIFTS = {1: (4,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}
@@ -31,20 +32,28 @@ class CoordinateTable:
     """
 
     coords: torch.Tensor  # (N, 1+D) int32, contiguous
-    ranges: torch.Tensor  # (1+D, 2) int32, see measure_ranges
-    arena: Arena  # see ARRAYS
+    given_ranges: torch.Tensor | None  # (1+D, 2) int32, see measure_ranges; None: the arena's
+    arena: Arena  # its arrays: SLOTS, STATUS, RANGES and so on
     capacity: int  # slots
     shifts: tuple[int, ...]  # log2 of a block's edge along each axis, the batch (0) first
-    spare: list[torch.Tensor]  # zeros for the counts of the first window that is searched, cleared with the table
+    pointers: tuple[Pointer, ...]  # ranges, slots, block numbers, infos and rows as the kernels take them
+    spare: list[int]  # length of the zeros kept for the counts of the first window that is searched
 
     @property
     def blocked(self) -> bool:
         return any(self.shifts)
 
+    @property
+    def ranges(self) -> torch.Tensor:
+        """(1+D, 2) int32 on the device, see `measure_ranges`."""
+        if self.given_ranges is not None:
+            return self.given_ranges
+        return self.arena.tensor(RANGES).view(-1, 2)
+
     def zeros(self, rows: int, columns: int) -> torch.Tensor:
         """Zeros (rows, columns) int32; from the spare ones if they are still there and enough."""
-        if self.spare and self.spare[0].numel() >= rows * columns:
-            return self.spare.pop()[: rows * columns].view(rows, columns)
+        if self.spare and self.spare.pop() >= rows * columns > 0:
+            return self.arena.tensor(COUNTS)[: rows * columns].view(rows, columns)
         return torch.zeros(rows, columns, dtype=torch.int32, device=self.coords.device)
 
 
@@ -97,20 +106,23 @@ def build_table(
     if blocked:
         arrays += [(i32, capacity), (i64, 2 * some), (i64, some), (i32, some), (i64, some)]
     arena = Arena(device, arrays, zeroed=4)
-    measured = ranges is not None
-    given = arena.tensor(RANGES).view(columns, 2) if ranges is None else ranges
-    table = CoordinateTable(coords, given, arena, capacity, shifts, [arena.tensor(COUNTS)])
+    spread = arena[RANGES] if ranges is None else pointer(ranges)
+    if blocked:
+        pointers = (spread, arena[SLOTS], arena[IDS], arena[INFO], arena[ROWS])
+    else:
+        pointers = (spread, arena[SLOTS], arena[COUNTS], arena[SLOTS], arena[COUNTS])
+    table = CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, [32 * chunks])
     if n:
         with on_device(device):
-            if not measured:
-                _launch_ranges(coords, arena[RANGES])
+            if ranges is None:
+                _launch_ranges(coords, spread)
             _launch_build(table)
     return table
 
 
 def rows_per_chunk(n: int) -> int:
     """Rows whose edges are counted together: at most about two thousand chunks."""
-    return max(128, triton.next_power_of_2(n) // 2048)
+    return max(128, power_of_2(max(1, n)) // 2048)
 
 
 def lookup(table: CoordinateTable, coords: torch.Tensor) -> torch.Tensor:
@@ -119,8 +131,8 @@ def lookup(table: CoordinateTable, coords: torch.Tensor) -> torch.Tensor:
     found = torch.empty(coords.shape[0], dtype=torch.int32, device=coords.device)
     if coords.shape[0]:
         constants = (coords.shape[1], pack_shifts(table.shifts), table.blocked, 128)
-        grid = (triton.cdiv(coords.shape[0], 128),)
-        args = (pointer(coords), *table_pointers(table), pointer(found), coords.shape[0], table.capacity)
+        grid = (ceil_div(coords.shape[0], 128),)
+        args = (pointer(coords), *table.pointers, pointer(found), coords.shape[0], table.capacity)
         with on_device(coords.device):
             _LOOKUP(coords.device, grid, args, constants)
     return found
@@ -152,22 +164,15 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+@lru_cache(maxsize=None)
 def pack_shifts(shifts: tuple[int, ...]) -> int:
     """Shifts as one integer, four bits an axis."""
     return sum(s << (4 * axis) for axis, s in enumerate(shifts))
 
 
-def table_pointers(table: CoordinateTable) -> tuple[Pointer, ...]:
-    """Ranges, slots, block numbers, infos and rows as the kernels take them."""
-    arena = table.arena
-    if not table.blocked:
-        return pointer(table.ranges), arena[SLOTS], arena[COUNTS], arena[SLOTS], arena[COUNTS]
-    return pointer(table.ranges), arena[SLOTS], arena[IDS], arena[INFO], arena[ROWS]
-
-
 def _launch_ranges(coords: torch.Tensor, out: Pointer) -> None:
     n, columns = coords.shape
-    blocks = min(triton.cdiv(n, 512), 528)
+    blocks = min(ceil_div(n, 512), 528)
     width = 2 if columns == 2 else 4 if columns <= 4 else 8
     _RANGES(coords.device, (blocks,), (pointer(coords), out, n, 512 * blocks), (columns, width, 512))
 
@@ -177,12 +182,12 @@ def _launch_build(table: CoordinateTable) -> None:
     n, columns = table.coords.shape
     shifts = pack_shifts(table.shifts)
     entries = arena[ENTRIES] if table.blocked else arena[SLOTS]
-    insert = (pointer(table.coords), pointer(table.ranges), arena[SLOTS], entries, arena[STATUS], n, table.capacity)
-    _INSERT(device, (triton.cdiv(n, 128),), insert, (columns, shifts, table.blocked, 128))
+    insert = (pointer(table.coords), table.pointers[0], arena[SLOTS], entries, arena[STATUS], n, table.capacity)
+    _INSERT(device, (ceil_div(n, 128),), insert, (columns, shifts, table.blocked, 128))
     if table.blocked:
         number = (arena[SLOTS], arena[IDS], arena[INFO], arena[KEYS], arena[STATUS], table.capacity)
-        _NUMBER(device, (triton.cdiv(table.capacity, 1024),), number, (1024,))
-        _ROWS(device, (triton.cdiv(n, 256),), (entries, arena[IDS], arena[INFO], arena[ROWS], n), (256,))
+        _NUMBER(device, (ceil_div(table.capacity, 1024),), number, (1024,))
+        _ROWS(device, (ceil_div(n, 256),), (entries, arena[IDS], arena[INFO], arena[ROWS], n), (256,))
 
 
 # ---- kernels

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 import triton
@@ -40,6 +39,11 @@ class TapWindow:
     @property
     def num_taps(self) -> int:
         return len(self.offsets)
+
+    @cached_property
+    def key_words(self) -> torch.Tensor:
+        """The `key_words` of all taps in their default order, for at most 31 taps."""
+        return key_words(tap_order(self.offsets), (tuple(range(self.num_taps)),), self.data.device)
 
 
 @lru_cache(maxsize=512)
@@ -106,7 +110,8 @@ def key_words(significance: Ints, parts: tuple[Ints, ...], device: torch.device)
     return torch.tensor(table, dtype=torch.int32).to(device)
 
 
-def bit_places(shifts: Sequence[int]) -> int:
+@lru_cache(maxsize=None)
+def bit_places(shifts: Ints) -> int:
     """Where each axis's bits begin in a cell's bit number, four bits an axis."""
     return sum(sum(shifts[axis + 1 :]) << (4 * axis) for axis in range(len(shifts)))
 

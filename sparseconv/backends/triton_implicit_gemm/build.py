@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.backends.triton_implicit_gemm.schedule import Schedule
-from sparseconv.geometry.triton_launch import Launcher, on_device, pointer
+from sparseconv.geometry.triton_launch import ceil_div, Launcher, on_device, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import SEARCH_TYPES, WindowSearch, row_keys
 from sparseconv.geometry.triton_window import look, take
 
@@ -81,9 +81,10 @@ def make_tiles(
             slots, padded // block_m, lines, room,
         )  # fmt: skip
         with on_device(device):
-            _TILES(device, (tiles,), args, (*search.constants, block_m, triton.next_power_of_2(room), split))
+            constants = (*search.constants, block_m, power_of_2(room), split, search.window.num_taps <= 32)
+            _TILES(device, (tiles,), args, constants)
             ranked = (pointer(counts), pointer(launch_order), tiles)
-            _RANK(device, (triton.cdiv(tiles, 256),), ranked, (triton.next_power_of_2(lines + 2), 256, 1024))
+            _RANK(device, (ceil_div(tiles, 256),), ranked, (power_of_2(lines + 2), 256, 1024))
     more: dict[str, Any] = {"slots": slots_of} if split else {}
     return Schedule(block_m, table, out_rows, counts, tile_rows, tile_taps, launch_order, **more)
 
@@ -110,6 +111,7 @@ def tiles_kernel(
     n, num_runs, num_taps, capacity, num_slots, tiles_per_group, num_lines, room,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, BLOCK_M: tl.constexpr, ROOM: tl.constexpr, SPLIT: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """One program makes one tile: its columns of the permuted table, its output rows and its list of live taps.
 
@@ -139,12 +141,23 @@ def tiles_kernel(
             line = tl.load(line_of_ptr + tap + step, mask=length > step, other=-1)
             target = out_ptr + line.to(tl.int64) * num_slots + slot
             tl.store(target, found, mask=slot < tl.where(line >= 0, num_slots, 0))
-            live = tl.where(line >= 0, tl.max((found >= 0).to(tl.int32), 0), 0)
-            alive |= tl.where(line >= 0, (found >= 0).to(tl.int32), 0)
-            tl.store(tile_rows_ptr + lists + count, line, mask=live > 0)
-            tl.store(tile_taps_ptr + lists + count, tap + step, mask=live > 0)
-            count += live
+            if MASKED:
+                alive |= tl.where(line >= 0, (found >= 0).to(tl.int32) << (tap + step), 0)
+            else:
+                live = tl.where(line >= 0, tl.max((found >= 0).to(tl.int32), 0), 0)
+                alive |= tl.where(line >= 0, (found >= 0).to(tl.int32), 0)
+                tl.store(tile_rows_ptr + lists + count, line, mask=live > 0)
+                tl.store(tile_taps_ptr + lists + count, tap + step, mask=live > 0)
+                count += live
         run_ptr += 2 + RANK
+    if MASKED:  # one reduction for all taps
+        taps = tl.arange(0, 32)
+        here = (tl.reduce(alive, 0, either) >> taps) & 1
+        line = tl.load(line_of_ptr + taps, mask=here > 0, other=-1)
+        at = tl.cumsum(here, 0) - here
+        tl.store(tile_rows_ptr + lists + at, line, mask=here > 0)
+        tl.store(tile_taps_ptr + lists + at, taps, mask=here > 0)
+        count = tl.sum(here, 0)
     rest = tl.arange(0, ROOM)
     tl.store(tile_rows_ptr + lists + rest, num_lines, mask=(rest >= count) & (rest < room))
     tl.store(tile_taps_ptr + lists + rest, 0, mask=(rest >= count) & (rest < room))
@@ -155,10 +168,16 @@ def tiles_kernel(
             tap = tl.load(weight_taps_ptr + group * num_lines + line)
             tl.store(out_ptr + slot, -1, mask=slot < tl.where(tap < 0, num_slots, 0))
             out_ptr += num_slots
-        tl.store(out_rows_ptr + slot, tl.where(real & (alive > 0), row, -1))
-        tl.store(slots_ptr + group.to(tl.int64) * n + row, tl.where(alive > 0, slot, -1), mask=real)
+        tl.store(out_rows_ptr + slot, tl.where(real & (alive != 0), row, -1))
+        tl.store(slots_ptr + group.to(tl.int64) * n + row, tl.where(alive != 0, slot, -1), mask=real)
     else:
         tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
+
+
+@triton.jit
+def either(a, b):
+    """Bitwise or."""
+    return a | b
 
 
 @triton.jit
