@@ -70,6 +70,8 @@ class VoxelGrid:
         )
         self._space = KeySpace.covering(IndexRange((0, *self.extent.start), (batch_size, *self.extent.end)))
         self.coords = coords
+        #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
+        self.derived: dict[Any, Any] = {}
         pair = self._table.first_duplicate()
         if pair is not None and duplicates == "error":
             raise ValueError(
@@ -270,7 +272,7 @@ class VoxelGrid:
         return flat.view(self.batch_size, *box.shape, features.shape[1]).movedim(-1, 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_table"}
+        return {k: v for k, v in self.__dict__.items() if k != "_table"} | {"derived": {}}
 
     def __repr__(self) -> str:
         size = " x ".join(f"{v:g}" for v in self.voxel_size[: 1 if len(set(self.voxel_size)) == 1 else None])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -16,8 +17,12 @@ BoundaryKind = Literal["absent", "forbid", "periodic", "negative"]
 
 def per_axis(value: int | Sequence[int], rank: int, name: str, minimum: int | None = None) -> Ints:
     """One integer for each of ``rank`` axes, from one integer or a sequence of them."""
-    values = (value,) * rank if isinstance(value, int) else tuple(value)
-    if len(values) != rank or not all(isinstance(v, int) for v in values):
+    given = tuple(value) if isinstance(value, Iterable) else (value,) * rank
+    try:
+        values = tuple(operator.index(v) for v in given)
+    except TypeError:
+        raise TypeError(f"{name} must be one integer or {rank} of them, one for each axis; got {value!r}") from None
+    if len(values) != rank:
         raise ValueError(f"{name} must be one integer or {rank} of them, one for each axis; got {value!r}")
     if minimum is not None and min(values, default=minimum) < minimum:
         raise ValueError(f"{name} must be at least {minimum} on every axis; got {value!r}")
