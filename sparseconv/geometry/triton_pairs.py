@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_launch import ceil_div, INTERPRETED, Launcher, on_device, pointer
-from sparseconv.geometry.triton_neighbors import SEARCH_TYPES, WindowSearch
-from sparseconv.geometry.triton_table import STATUS, CoordinateTable, raise_for_status
-from sparseconv.geometry.triton_window import look, take
+from sparseconv.geometry.triton_neighbors import SEARCH_TYPES, WindowSearch, search_window
+from sparseconv.geometry.triton_table import STATUS, CoordinateTable, build_table, raise_for_status
+from sparseconv.geometry.triton_window import Ints, encode_window, look, take
+
+if TYPE_CHECKING:
+    from sparseconv.geometry.grid import VoxelGrid
+    from sparseconv.geometry.ranges import IndexRange
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,44 @@ def pairs_of(search: WindowSearch, pending: PendingCounts) -> tuple[torch.Tensor
             grid = (chunks, search.window.num_runs)
             _PAIRS(device, grid, args, (*search.constants, search.chunk_rows, 128))
     return in_rows, out_rows, offsets
+
+
+@dataclass(frozen=True, eq=False)
+class FoundEdges:
+    """The edges of one window on a GPU, counted but not written down: an `EdgeSource` of a kernel map."""
+
+    search: WindowSearch
+    pending: PendingCounts
+
+    @property
+    def device(self) -> torch.device:
+        return self.search.coords.device
+
+    @property
+    def neighbors(self) -> torch.Tensor:
+        """(K, N_out) int32, -1 where there is none."""
+        return self.search.neighbors
+
+    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
+        """in_rows, out_rows, tap_offsets, and the edges of each tap on the host; waits for the counts alone."""
+        in_rows, out_rows, offsets = pairs_of(self.search, self.pending)
+        return in_rows, out_rows, self.pending.offsets, tuple(b - a for a, b in zip(offsets, offsets[1:]))
+
+
+def find_edges_on_gpu(
+    fine: VoxelGrid, coords: torch.Tensor, offsets: tuple[Ints, ...], stride: Ints, torus: IndexRange | None
+) -> FoundEdges:
+    """The edges that a window joins: fine = stride * coords + offsets[k], folded into the torus if there is one.
+
+    The table of the fine rows is kept with their grid.
+    """
+    table = fine.derived.get("cells")
+    if table is None:
+        table = fine.derived["cells"] = build_table(fine.coords)
+    folded = None if torus is None else (torus.start, torus.shape)
+    window = encode_window(offsets, stride, folded, coords.device)
+    search = search_window(table, table.coords if coords is fine.coords else coords, window)
+    return FoundEdges(search, sum_counts(search.counts, table))
 
 
 def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:

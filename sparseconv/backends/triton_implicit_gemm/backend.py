@@ -229,12 +229,17 @@ def schedule_of(kernel_map: KernelMap, block_m: int, transposed: bool = False) -
         else:
             base = kernel_map.prepared.get("schedule")
             if base is None:
-                base = build_schedule(
-                    kernel_map.neighbors,
-                    kernel_map.num_taps,
-                    block_m,
-                    base_order=kernel_map.prepared.get("row_order"),
-                )
+                if kernel_map.source is not None:
+                    from sparseconv.backends.triton_implicit_gemm import build  # its kernels are for GPUs only
+
+                    base = build.build_schedule(kernel_map.source.search, block_m)
+                else:
+                    base = build_schedule(
+                        kernel_map.neighbors,
+                        kernel_map.num_taps,
+                        block_m,
+                        base_order=kernel_map.prepared.get("row_order"),
+                    )
                 kernel_map.prepared["schedule"] = base
             schedule = retile(base, block_m)
         kernel_map.prepared[key] = schedule

@@ -117,7 +117,6 @@ def tiles_kernel(
 
     Rows are looked up anew in their new order: cheaper than to gather single words of a table in the old one.
     """
-    EDGE: tl.constexpr = 1 << ((SHIFTS >> (4 * RANK)) & 15)
     tile = tl.program_id(0)
     group = tile // tiles_per_group
     place = (tile % tiles_per_group) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -128,28 +127,41 @@ def tiles_kernel(
     count = tl.zeros((), tl.int32)
     lists = tile.to(tl.int64) * room
     line_of_ptr += group * num_taps
-    run_ptr = window_ptr + 3 * RANK
-    for _ in range(0, num_runs):
-        tap = tl.load(run_ptr)
-        length = tl.load(run_ptr + 1)
-        seen, near, far, cell = look(
-            row, real, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr,
-            window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
+    runs_ptr = window_ptr + 3 * RANK
+    for run in range(0, num_runs, 3):  # all loads of three runs before any store: they are on their way together
+        tap_a, length_a, a0, a1, a2, a3 = look_and_take(
+            runs_ptr, run, num_runs, row, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
+            entries_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
         )  # fmt: skip
-        for step in tl.static_range(LENGTH):
-            found, near, far = take(rows_ptr, seen, near, far, cell, step, EDGE, BLOCKED)
-            line = tl.load(line_of_ptr + tap + step, mask=length > step, other=-1)
-            target = out_ptr + line.to(tl.int64) * num_slots + slot
-            tl.store(target, found, mask=slot < tl.where(line >= 0, num_slots, 0))
-            if MASKED:
-                alive |= tl.where(line >= 0, (found >= 0).to(tl.int32) << (tap + step), 0)
-            else:
-                live = tl.where(line >= 0, tl.max((found >= 0).to(tl.int32), 0), 0)
-                alive |= tl.where(line >= 0, (found >= 0).to(tl.int32), 0)
-                tl.store(tile_rows_ptr + lists + count, line, mask=live > 0)
-                tl.store(tile_taps_ptr + lists + count, tap + step, mask=live > 0)
-                count += live
-        run_ptr += 2 + RANK
+        tap_b, length_b, b0, b1, b2, b3 = look_and_take(
+            runs_ptr, run + 1, num_runs, row, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
+            entries_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+        )  # fmt: skip
+        tap_c, length_c, c0, c1, c2, c3 = look_and_take(
+            runs_ptr, run + 2, num_runs, row, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
+            entries_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+        )  # fmt: skip
+        for part in tl.static_range(3):
+            tap = tap_a if part == 0 else tap_b if part == 1 else tap_c
+            length = length_a if part == 0 else length_b if part == 1 else length_c
+            for step in tl.static_range(LENGTH):
+                if part == 0:
+                    found = a0 if step == 0 else a1 if step == 1 else a2 if step == 2 else a3
+                elif part == 1:
+                    found = b0 if step == 0 else b1 if step == 1 else b2 if step == 2 else b3
+                else:
+                    found = c0 if step == 0 else c1 if step == 1 else c2 if step == 2 else c3
+                line = tl.load(line_of_ptr + tap + step, mask=length > step, other=-1)
+                target = out_ptr + line.to(tl.int64) * num_slots + slot
+                tl.store(target, found, mask=slot < tl.where(line >= 0, num_slots, 0))
+                if MASKED:
+                    alive |= tl.where(line >= 0, (found >= 0).to(tl.int32) << (tap + step), 0)
+                else:
+                    live = tl.where(line >= 0, tl.max((found >= 0).to(tl.int32), 0), 0)
+                    alive |= tl.where(line >= 0, (found >= 0).to(tl.int32), 0)
+                    tl.store(tile_rows_ptr + lists + count, line, mask=live > 0)
+                    tl.store(tile_taps_ptr + lists + count, tap + step, mask=live > 0)
+                    count += live
     if MASKED:  # one reduction for all taps
         taps = tl.arange(0, 32)
         here = (tl.reduce(alive, 0, either) >> taps) & 1
@@ -172,6 +184,35 @@ def tiles_kernel(
         tl.store(slots_ptr + group.to(tl.int64) * n + row, tl.where(alive != 0, slot, -1), mask=real)
     else:
         tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
+
+
+@triton.jit
+def look_and_take(
+    runs_ptr, run, num_runs, row, live, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
+    entries_ptr, around_ptr, window_ptr, capacity,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    SIDES: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """First tap, length and up to four found rows of a run; beyond the last run the length is 0."""
+    EDGE: tl.constexpr = 1 << ((SHIFTS >> (4 * RANK)) & 15)
+    run_ptr = runs_ptr + tl.minimum(run, num_runs - 1) * (2 + RANK)
+    tap = tl.load(run_ptr)
+    length = tl.where(run < num_runs, tl.load(run_ptr + 1), 0)
+    seen, near, far, cell = look(
+        row, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr,
+        window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
+    )  # fmt: skip
+    found0, near, far = take(rows_ptr, seen, near, far, cell, 0, EDGE, BLOCKED)
+    found1 = found0
+    found2 = found0
+    found3 = found0
+    if LENGTH > 1:
+        found1, near, far = take(rows_ptr, seen, near, far, cell, 1, EDGE, BLOCKED)
+    if LENGTH > 2:
+        found2, near, far = take(rows_ptr, seen, near, far, cell, 2, EDGE, BLOCKED)
+    if LENGTH > 3:
+        found3, near, far = take(rows_ptr, seen, near, far, cell, 3, EDGE, BLOCKED)
+    return tap, length, found0, found1, found2, found3
 
 
 @triton.jit
