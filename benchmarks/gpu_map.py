@@ -2,8 +2,7 @@
 
     python -m benchmarks.gpu_map [--data FOLDER] [--cases shell_64 ...] [--profile CASE] [--out FILE]
 
-A map is: table of coordinates, neighbour table, row order, permuted table with the tap lists of its tiles, and the edges
-by tap. Median of CUDA-event times and of wall times (synchronised) over about 0.3 s of repeats after warm-up.
+A map is: table of coordinates, row order, permuted table with the tap lists of its tiles, and the edges by tap. Median of CUDA-event times and of wall times (synchronised) over about 0.3 s of repeats after warm-up.
 """
 
 from __future__ import annotations
@@ -107,7 +106,9 @@ def check(coords: torch.Tensor, **options) -> None:
     on = (schedule.neighbors[:-1].view(27, schedule.num_tiles, -1) >= 0).any(-1)
     if not torch.equal(on.sum(0).int(), schedule.tile_counts):
         raise SystemExit("tile counts differ")
-    if not torch.equal(torch.sort(schedule.tile_counts, descending=True, stable=True).indices.int(), schedule.tile_order):
+    if not torch.equal(
+        torch.sort(schedule.tile_counts, descending=True, stable=True).indices.int(), schedule.tile_order
+    ):
         raise SystemExit("tile order differs")
     listed = torch.zeros(schedule.num_tiles, 28, dtype=torch.bool, device=coords.device)
     listed.scatter_(1, schedule.tile_rows.long(), True)
@@ -161,7 +162,7 @@ def main() -> None:
     args = parser.parse_args()
     results = []
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"{'case':30} {'N':>9} {'must':>6} {'goal':>6} {'event':>7} {'wall':>7} {'shuffled':>8}  ms")
+    print(f"{'case':30} {'N':>9} {'must':>7} {'goal':>7} {'event':>7} {'wall':>7} {'mixed':>7}  ms")
     for name in args.cases:
         coords = case(name, args.data, "cuda")
         check(coords)
@@ -170,10 +171,9 @@ def main() -> None:
         check(mixed)
         shuffled, _ = timed(lambda c=mixed: make_map(c), args.seconds)
         must, goal = TARGETS[name]
-        results.append(
-            {"case": name, "N": len(coords), "must": must, "goal": goal, "event": event, "wall": wall, "shuffled": shuffled}
-        )
-        print(f"{name:30} {len(coords):9,} {must:6.2f} {goal:6.2f} {event:7.3f} {wall:7.3f} {shuffled:8.3f}", flush=True)
+        figures = {"must": must, "goal": goal, "event": event, "wall": wall, "shuffled": shuffled}
+        results.append({"case": name, "N": len(coords), **figures})
+        print(f"{name:30} {len(coords):9,} " + " ".join(f"{v:7.3f}" for v in figures.values()), flush=True)
     for name in args.profile:
         print(f"-- {name}")
         for kernel, us, calls in profile(case(name, args.data, "cuda")):

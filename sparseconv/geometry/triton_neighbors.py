@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import ceil_div, Launcher, on_device, pointer, Pointer, power_of_2
+from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, on_device, pointer, power_of_2
 from sparseconv.geometry.triton_table import (
     ENTRIES,
     KEYS,
@@ -25,9 +25,11 @@ from sparseconv.geometry.triton_table import (
     rows_per_chunk,
 )
 from sparseconv.geometry.triton_window import (
+    GIVEN,
     KEY_BITS,
     TapWindow,
     bit_places,
+    encode_window,
     key_words,
     look,
     take,
@@ -45,26 +47,37 @@ class WindowSearch:
     ``counts[k, c]`` are the edges of tap k among the target rows [c, c + 1) * chunk_rows. Nothing was read back.
     """
 
-    table: CoordinateTable
+    table: CoordinateTable | None  # None: the edges were given as a table
     coords: torch.Tensor  # (N_out, 1+D) int32
     window: TapWindow
     around: torch.Tensor | None  # (blocks, 3^D) int32: the blocks around each block; None: look up by key
     counts: torch.Tensor  # (K, C) int32
     keys: torch.Tensor | None  # (1, N_out) int32 sort keys, see row_keys; None above 31 taps
     chunk_rows: int
+    given: torch.Tensor | None = None  # (K, N_out) int32: the table of a search that has none of rows
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the table; of a given one, the length of its rows."""
+        return self.coords.shape[0] if self.table is None else self.table.capacity
 
     @cached_property
     def pointers(self) -> tuple[Pointer, ...]:
         """Coordinates, ranges, slots, block numbers, infos, rows, entries, surroundings and window, for the kernels."""
+        window = pointer(self.window.data)
+        if self.table is None:
+            return (pointer(self.given),) * 8 + (window,)
         parts = self.table.pointers
         local = self.around is not None
         entries = self.table.arena[ENTRIES] if local else parts[3]
         around = pointer(self.around) if self.around is not None else parts[4]
-        return (pointer(self.coords), *parts, entries, around, pointer(self.window.data))
+        return (pointer(self.coords), *parts, entries, around, window)
 
     @cached_property
     def constants(self) -> tuple:
         """RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES and LENGTH of the kernels."""
+        if self.table is None:
+            return 1, 0, 0, False, False, GIVEN, 1
         shifts, rank = self.table.shifts, self.coords.shape[1] - 1
         sides = 0 if self.around is None else 3**rank
         places, blocked = bit_places(shifts), self.table.blocked
@@ -73,10 +86,12 @@ class WindowSearch:
     @cached_property
     def neighbors(self) -> torch.Tensor:
         """(K, N_out) int32: the source row of each target row through each tap; -1 absent."""
+        if self.given is not None:
+            return self.given
         n, taps = self.coords.shape[0], self.window.num_taps
         planes = torch.empty(taps, n, dtype=torch.int32, device=self.coords.device)
         if n and taps:
-            args = (*self.pointers, pointer(planes), n, self.table.capacity)
+            args = (*self.pointers, pointer(planes), n, self.capacity)
             with on_device(planes.device):
                 _PLANES(planes.device, (ceil_div(n, 128), self.window.num_runs), args, (*self.constants, 128))
         return planes
@@ -118,6 +133,21 @@ def search_window(table: CoordinateTable, coords: torch.Tensor, window: TapWindo
     return search
 
 
+def search_table(neighbors: torch.Tensor) -> WindowSearch:
+    """The search that finds the edges of a table (K, N_out) int32, -1 absent, made elsewhere: a reversed map, say."""
+    taps, n = neighbors.shape
+    neighbors = aligned(neighbors)
+    chunk_rows = rows_per_chunk(n)
+    counts = torch.zeros(taps, ceil_div(n, chunk_rows), dtype=torch.int32, device=neighbors.device)
+    window = encode_window(tuple((tap,) for tap in range(taps)), (1,), None, neighbors.device, True)
+    if n and taps:
+        args = (pointer(neighbors), pointer(counts), n, counts.shape[1])
+        with on_device(neighbors.device):
+            _COUNT(neighbors.device, (counts.shape[1], taps), args, (chunk_rows, 128))
+    rows = neighbors.new_empty(n, 0)
+    return WindowSearch(None, rows, window, None, counts, None, chunk_rows, neighbors)
+
+
 def row_keys(
     search: WindowSearch,
     parts: tuple[tuple[int, ...], ...],
@@ -139,7 +169,7 @@ def row_keys(
         chunk, chunk_bits = chunk_rows, (-(-n // chunk_rows) - 1).bit_length()
     room = (WIDE_KEY_BITS if wide else KEY_BITS) - chunk_bits
     lost = max(0, min(max(map(len, parts), default=0), WIDE_KEY_BITS) - room)
-    if n and taps and taps <= KEY_BITS:
+    if n and taps and taps <= KEY_BITS and search.given is None:
         _read_masks(search, key_words(ranked, parts, device), keys, False, chunk, room, lost)
     elif n and taps:
         bits = torch.full((len(parts), taps), -1, dtype=torch.int32)
@@ -161,7 +191,7 @@ def _read_masks(
     block = 32 if n <= 131072 else 128
     args = (
         *search.pointers, pointer(words), pointer(keys), pointer(search.counts),
-        n, window.num_runs, window.num_taps, search.table.capacity, search.counts.shape[1], chunk, room, lost,
+        n, window.num_runs, window.num_taps, search.capacity, search.counts.shape[1], chunk, room, lost,
     )  # fmt: skip
     taps = power_of_2(window.num_taps)
     constants = (*search.constants, words.shape[0], counted, taps, search.chunk_rows, block)
@@ -196,7 +226,7 @@ def around_kernel(
     rest = side
     scale = power
     for axis in tl.static_range(1, COLUMNS):
-        low, extent = axis_range(ranges_ptr, axis)
+        _low, extent = axis_range(ranges_ptr, axis)
         delta = delta * axis_blocks(extent, (SHIFTS >> (4 * axis)) & 15) + (rest // scale - 1)
         rest = rest % scale
         scale = scale // 3 if axis < COLUMNS - 1 else 1
@@ -224,10 +254,10 @@ def masks_kernel(
     live = row < n
     mask = tl.zeros((BLOCK,), tl.int32)
     run_ptr = window_ptr + 3 * RANK
-    for _ in range(0, num_runs):
+    for _ in range(num_runs):
         tap = tl.load(run_ptr)
         length = tl.load(run_ptr + 1)
-        seen, near, far, cell = look(
+        seen, _near, _far, _cell = look(
             row, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr,
             window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
         )  # fmt: skip
@@ -293,7 +323,7 @@ def plane_keys_kernel(
     group = tl.program_id(1)
     mask = tl.zeros((BLOCK,), keys_ptr.dtype.element_ty)
     one = tl.full((BLOCK,), 1, keys_ptr.dtype.element_ty)
-    for tap in range(0, num_taps):
+    for tap in range(num_taps):
         bit = tl.load(bits_ptr + group * num_taps + tap)
         found = tl.load(planes_ptr + row, mask=row < tl.where(bit >= 0, n, 0), other=-1)
         mask |= tl.where(found >= 0, one << tl.maximum(bit, 0), 0)

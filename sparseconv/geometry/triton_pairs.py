@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import ceil_div, INTERPRETED, Launcher, on_device, pointer
+from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, ceil_div, on_device, pointer
 from sparseconv.geometry.triton_neighbors import SEARCH_TYPES, WindowSearch, search_window
 from sparseconv.geometry.triton_table import STATUS, CoordinateTable, build_table, raise_for_status
 from sparseconv.geometry.triton_window import Ints, encode_window, look, take
@@ -76,7 +77,7 @@ def pairs_of(search: WindowSearch, pending: PendingCounts) -> tuple[torch.Tensor
         chunks = search.counts.shape[1]
         args = (
             *search.pointers, pointer(pending.starts), pointer(pending.offsets), pointer(in_rows), pointer(out_rows),
-            n, search.table.capacity, chunks,
+            n, search.capacity, chunks,
         )  # fmt: skip
         with on_device(device):
             grid = (chunks, search.window.num_runs)
@@ -103,7 +104,7 @@ class FoundEdges:
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
         """in_rows, out_rows, tap_offsets, and the edges of each tap on the host; waits for the counts alone."""
         in_rows, out_rows, offsets = pairs_of(self.search, self.pending)
-        return in_rows, out_rows, self.pending.offsets, tuple(b - a for a, b in zip(offsets, offsets[1:]))
+        return in_rows, out_rows, self.pending.offsets, tuple(b - a for a, b in itertools.pairwise(offsets))
 
 
 def find_edges_on_gpu(

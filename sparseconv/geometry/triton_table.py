@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import Arena, ceil_div, IS_INTERPRETED, Launcher, on_device, Pointer, pointer, power_of_2
+from sparseconv.geometry.triton_launch import (
+    IS_INTERPRETED,
+    Arena,
+    Launcher,
+    Pointer,
+    ceil_div,
+    on_device,
+    pointer,
+    power_of_2,
+)
 
 #: log2 of a block's edge along each axis, by rank: at most 64 cells, one bit each of a 64-bit word, at most 16 in line
 BLOCK_SHIFTS = {1: (4,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}
@@ -70,8 +79,7 @@ def measure_ranges(coords: torch.Tensor, out: torch.Tensor | None = None) -> tor
     """
     if out is None:
         out = torch.zeros(coords.shape[1], 2, dtype=torch.int32, device=coords.device)
-    n, columns = coords.shape
-    if n:
+    if coords.shape[0]:
         with on_device(coords.device):
             _launch_ranges(coords, pointer(out))
     return out
@@ -164,7 +172,7 @@ def aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-@lru_cache(maxsize=None)
+@cache
 def pack_shifts(shifts: tuple[int, ...]) -> int:
     """Shifts as one integer, four bits an axis."""
     return sum(s << (4 * axis) for axis, s in enumerate(shifts))
@@ -232,7 +240,7 @@ def count_blocks(ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr):
     volume = tl.full((), 1, tl.int64)
     size = tl.full((), 1.0, tl.float64)
     for axis in tl.static_range(COLUMNS):
-        low, extent = axis_range(ranges_ptr, axis)
+        _low, extent = axis_range(ranges_ptr, axis)
         count = axis_blocks(extent, (SHIFTS >> (4 * axis)) & 15)
         size *= count.to(tl.float64)
         volume *= count

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 import triton
@@ -14,6 +14,8 @@ from sparseconv.geometry.triton_table import add_axis, axis_blocks, axis_range, 
 Ints = tuple[int, ...]
 #: bits of a row's tap mask that a narrow sort key holds
 KEY_BITS = 31
+#: in place of the number of blocks around a block: the edges are given as a table (in the place of coordinates)
+GIVEN = -1
 #: taps of a run at most: with a block's edge of 4, a run lies in two blocks
 LONGEST_RUN = 4
 
@@ -110,7 +112,7 @@ def key_words(significance: Ints, parts: tuple[Ints, ...], device: torch.device)
     return torch.tensor(table, dtype=torch.int32).to(device)
 
 
-@lru_cache(maxsize=None)
+@cache
 def bit_places(shifts: Ints) -> int:
     """Where each axis's bits begin in a cell's bit number, four bits an axis."""
     return sum(sum(shifts[axis + 1 :]) << (4 * axis) for axis in range(len(shifts)))
@@ -217,12 +219,15 @@ def look(
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr,
 ):  # fmt: skip
-    """What a run of taps sees from rows: around their own blocks (SIDES > 0) or by keys."""
+    """What a run of taps sees from rows: around their own blocks (SIDES > 0), by keys, or in a given table (< 0)."""
     if SIDES > 0:
         entry = tl.load(entries_ptr + row, mask=live, other=-1)
         return look_around(
             entry, live & (entry >= 0), run_ptr, length, info_ptr, around_ptr, RANK, SHIFTS, PLACES, SIDES
         )
+    elif SIDES < 0:
+        found = tl.load(coords_ptr + tl.load(run_ptr).to(tl.int64) * capacity + row, mask=live, other=-1)
+        return (found >= 0).to(tl.int32) & length, found, found, row
     else:
         volume = count_blocks(ranges_ptr, RANK + 1, SHIFTS)
         return look_up(

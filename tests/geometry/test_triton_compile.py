@@ -19,12 +19,15 @@ from sparseconv.geometry import triton_neighbors, triton_pairs, triton_table, tr
 NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
 shifts = triton_table.pack_shifts((0, 2, 2, 2))
 places = triton_window.bit_places((0, 2, 2, 2))
-around, by_key, single = (3, shifts, places, True, False, 27, 3), (3, shifts, places, True, False, 0, 2), (3, 0, 0, False, True, 0, 1)
+around = (3, shifts, places, True, False, 27, 3)
+by_key = (3, shifts, places, True, False, 0, 2)
+single = (3, 0, 0, False, True, 0, 1)
 jobs = [
     (triton_table._RANGES, (4, 4, 512)), (triton_table._INSERT, (4, shifts, True, 128)),
     (triton_table._INSERT, (4, 0, False, 128)), (triton_table._NUMBER, (1024,)), (triton_table._ROWS, (256,)),
     (triton_table._LOOKUP, (4, shifts, True, 128)), (triton_neighbors._AROUND, (4, shifts, 27, 32, 8)),
-    (triton_neighbors._MASKS, (*around, 1, True, 32, 512, 128)), (triton_neighbors._MASKS, (*by_key, 2, False, 8, 128, 32)),
+    (triton_neighbors._MASKS, (*around, 1, True, 32, 512, 128)),
+    (triton_neighbors._MASKS, (*by_key, 2, False, 8, 128, 32)),
     (triton_neighbors._PLANES, (*single, 128)), (triton_neighbors._COUNT, (128, 128)),
     (triton_neighbors._PLANE_KEYS, (False, 128)), (triton_neighbors._PLANE_KEYS_WIDE, (True, 128)),
     (triton_pairs._SCAN, (True, 2048)), (triton_pairs._PAIRS, (*around, 512, 128)), (triton_pairs._REVERSE, (1024,)),

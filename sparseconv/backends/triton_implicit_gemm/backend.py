@@ -229,10 +229,10 @@ def schedule_of(kernel_map: KernelMap, block_m: int, transposed: bool = False) -
         else:
             base = kernel_map.prepared.get("schedule")
             if base is None:
-                if kernel_map.source is not None:
-                    from sparseconv.backends.triton_implicit_gemm import build  # its kernels are for GPUs only
+                if kernel_map.device.type == "cuda":
+                    from sparseconv.backends.triton_implicit_gemm.build import schedule_on_gpu
 
-                    base = build.build_schedule(kernel_map.source.search, block_m)
+                    base = schedule_on_gpu(kernel_map, block_m)
                 else:
                     base = build_schedule(
                         kernel_map.neighbors,
@@ -424,7 +424,7 @@ def _work(
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x, copied only if its rows are not contiguous runs of channels."""
-    if x.stride(1) != 1 and x.shape[1] > 1 or x.stride(0) < x.shape[1]:
+    if (x.stride(1) != 1 and x.shape[1] > 1) or x.stride(0) < x.shape[1]:
         return x.contiguous()
     return x
 

@@ -10,15 +10,20 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.backends.triton_implicit_gemm.schedule import Schedule
-from sparseconv.geometry.triton_launch import ceil_div, Launcher, on_device, pointer, power_of_2
-from sparseconv.geometry.triton_neighbors import SEARCH_TYPES, WindowSearch, row_keys
+from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
+from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer, power_of_2
+from sparseconv.geometry.triton_neighbors import SEARCH_TYPES, WindowSearch, row_keys, search_table
+from sparseconv.geometry.triton_pairs import FoundEdges
 from sparseconv.geometry.triton_window import look, take
 
-#: slots are padded to a multiple of this, so that schedules of every block size share one table
-SLOT_ALIGNMENT = 256
-#: list columns beyond the last live tap that a kernel may read ahead
-LOOKAHEAD = 4
+
+def schedule_on_gpu(kernel_map: KernelMap, block_m: int) -> Schedule:
+    """The schedule of a kernel map on a GPU: from the search that found its edges, else from its table."""
+    if isinstance(kernel_map.source, FoundEdges):
+        return build_schedule(kernel_map.source.search, block_m)
+    significance = tap_significance(kernel_map.num_taps)
+    return build_schedule(search_table(kernel_map.neighbors), block_m, significance=significance)
 
 
 def build_schedule(
@@ -54,9 +59,7 @@ def build_schedule(
     return make_tiles(search, order, parts, block_m)
 
 
-def make_tiles(
-    search: WindowSearch, order: torch.Tensor, parts: tuple[tuple[int, ...], ...], block_m: int
-) -> Schedule:
+def make_tiles(search: WindowSearch, order: torch.Tensor, parts: tuple[tuple[int, ...], ...], block_m: int) -> Schedule:
     """The schedule whose rows go in ``order`` (G, N_out) int64 in each group of taps."""
     n, device = search.coords.shape[0], search.coords.device
     lines = max(map(len, parts), default=0)
@@ -77,7 +80,7 @@ def make_tiles(
         args = (
             *search.pointers, pointer(order), pointer(line_of), pointer(weight_taps), pointer(table),
             *map(pointer, (out_rows, slots_of, counts, tile_rows, tile_taps)),
-            n, search.window.num_runs, search.window.num_taps, search.table.capacity,
+            n, search.window.num_runs, search.window.num_taps, search.capacity,
             slots, padded // block_m, lines, room,
         )  # fmt: skip
         with on_device(device):
@@ -176,7 +179,7 @@ def tiles_kernel(
     tl.store(out_ptr + num_lines.to(tl.int64) * num_slots + slot, -1)
     tl.store(counts_ptr + tile, count)
     if SPLIT:
-        for line in range(0, num_lines):  # a shorter group leaves rows of the table to nobody else
+        for line in range(num_lines):  # a shorter group leaves rows of the table to nobody else
             tap = tl.load(weight_taps_ptr + group * num_lines + line)
             tl.store(out_ptr + slot, -1, mask=slot < tl.where(tap < 0, num_slots, 0))
             out_ptr += num_slots
