@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu_map [--data FOLDER] [--cases shell_64 ...] [--profile CASE] [--out FILE]
 
-A map is: table of coordinates, row order, permuted table with the tap lists of its tiles, and the edges by tap. Median of CUDA-event times and of wall times (synchronised) over about 0.3 s of repeats after warm-up.
+A map is: table of coordinates, row order, permuted table with the tap lists of its tiles, and the edges by tap.
+Median of CUDA-event times and of wall times (synchronised) over about 0.3 s of repeats after warm-up.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class WindowSearch:
         """Coordinates, ranges, slots, block numbers, infos, rows, entries, surroundings and window, for the kernels."""
         window = pointer(self.window.data)
         if self.table is None:
-            return (pointer(self.given),) * 8 + (window,)
+            return (pointer(self.neighbors),) * 8 + (window,)
         parts = self.table.pointers
         local = self.around is not None
         entries = self.table.arena[ENTRIES] if local else parts[3]
