@@ -108,6 +108,16 @@ class Arena:
     def __getitem__(self, index: int) -> Pointer:
         return self.tensor(index) if INTERPRETED else self._address + self._starts[index]
 
+    def read(self, first: int, last: int) -> list[torch.Tensor]:
+        """The arrays from the first to the last of these, on the host, in one copy."""
+        begin = self._starts[first]
+        end = self._starts[last] + self._arrays[last][1] * self._arrays[last][0].itemsize
+        host = self.memory.narrow(0, begin, end - begin).cpu()
+        parts = []
+        for (dtype, length), start in zip(self._arrays[first : last + 1], self._starts[first : last + 1]):
+            parts.append(host.narrow(0, start - begin, length * dtype.itemsize).view(dtype))
+        return parts
+
     def tensor(self, index: int) -> torch.Tensor:
         """The i-th array as a tensor that keeps the whole arena alive."""
         dtype, length = self._arrays[index]

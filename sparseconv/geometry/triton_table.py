@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -48,9 +48,16 @@ class CoordinateTable:
     pointers: tuple[Pointer, ...]  # ranges, slots, block numbers, infos and rows as the kernels take them
     spare: list[int]  # length of the zeros kept for the counts of the first window that is searched
 
+    read: dict[str, int] = field(default_factory=dict)  # "distinct" and "overflow", once they were read
+
     @property
     def blocked(self) -> bool:
         return any(self.shifts)
+
+    @property
+    def has_duplicates(self) -> bool:
+        """Whether a row occurs twice; after `read_table`."""
+        return not self.read["overflow"] and self.read["distinct"] != self.coords.shape[0]
 
     @property
     def ranges(self) -> torch.Tensor:
@@ -83,6 +90,15 @@ def measure_ranges(coords: torch.Tensor, out: torch.Tensor | None = None) -> tor
         with on_device(coords.device):
             _launch_ranges(coords, pointer(out))
     return out
+
+
+def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(low, high) of each column, inclusive, on the host, and the table's status, in one wait for the device."""
+    if table.given_ranges is not None:
+        raise ValueError("the ranges of this table were given: they are not in its arena")
+    status, spread = table.arena.read(STATUS, RANGES)
+    table.read.update(distinct=int(status[0]) & 0xFFFFFFFF, overflow=int(status[1]))
+    return decode_ranges(spread.view(-1, 2))
 
 
 def decode_ranges(ranges: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

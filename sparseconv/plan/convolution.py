@@ -185,6 +185,11 @@ class ConvolutionPlan:
         return self.kernel_map.num_taps
 
     @property
+    def num_in(self) -> int:
+        """N_in, the rows of x."""
+        return self.kernel_map.num_in
+
+    @property
     def coverage(self) -> torch.Tensor:
         """(K+1,) int64 on the host: how many outputs have 0, 1, ..., K inputs."""
         return self.kernel_map.coverage
@@ -249,6 +254,10 @@ class ConvolutionPlan:
         for name, other in (("weight", weight), ("bias", bias)):
             if other is not None and other.dtype != x.dtype:
                 raise TypeError(f"x is {x.dtype} but the {name} is {other.dtype}: cast one, or use torch.autocast")
+
+    def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
+        """What an operation over edges works on: here x (N_in, C) and this plan; a sharded plan adds its halo."""
+        return x, self
 
     # ---- other plans
 

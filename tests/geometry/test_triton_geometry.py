@@ -13,7 +13,14 @@ if not torch.cuda.is_available():
 from sparseconv.geometry import triton_launch
 from sparseconv.geometry.triton_neighbors import find_neighbors_torch, row_keys, search_window
 from sparseconv.geometry.triton_pairs import pairs_of, pairs_torch, reverse_neighbors, sum_counts
-from sparseconv.geometry.triton_table import build_table, decode_ranges, lookup, lookup_torch, measure_ranges
+from sparseconv.geometry.triton_table import (
+    build_table,
+    decode_ranges,
+    lookup,
+    lookup_torch,
+    measure_ranges,
+    read_table,
+)
 from sparseconv.geometry.triton_window import encode_window, tap_order
 from tests.geometry.triton_cases import CASES, SLOW_CASES, Case
 
@@ -72,6 +79,14 @@ def test_lookup(rank: int, blocked: bool) -> None:
     assert torch.equal(lookup(table, queries), lookup_torch(coords, queries))
     known = build_table(coords, measure_ranges(coords), blocked=blocked)
     assert torch.equal(lookup(known, queries[::2]), lookup_torch(coords, queries[::2]))  # not contiguous
+
+
+def test_ranges_and_duplicates_are_read_at_once() -> None:
+    coords = torch.tensor([[0, -3, 7], [2, 5, -1], [1, 0, 0], [2, 5, -1]], dtype=torch.int32, device=DEVICE)
+    for rows, repeated in ((coords, True), (coords[:3], False)):
+        table = build_table(rows)
+        assert read_table(table) == (tuple(rows.amin(0).tolist()), tuple(rows.amax(0).tolist()))
+        assert table.has_duplicates is repeated
 
 
 def test_reversed_edges() -> None:

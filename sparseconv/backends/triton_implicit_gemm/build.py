@@ -18,12 +18,12 @@ from sparseconv.geometry.triton_pairs import FoundEdges
 from sparseconv.geometry.triton_window import look, take
 
 
-def schedule_on_gpu(kernel_map: KernelMap, block_m: int) -> Schedule:
+def schedule_on_gpu(kernel_map: KernelMap, block_m: int, groups: Sequence[Sequence[int]] | None = None) -> Schedule:
     """The schedule of a kernel map on a GPU: from the search that found its edges, else from its table."""
     if isinstance(kernel_map.source, FoundEdges):
-        return build_schedule(kernel_map.source.search, block_m)
+        return build_schedule(kernel_map.source.search, block_m, groups=groups)
     significance = tap_significance(kernel_map.num_taps)
-    return build_schedule(search_table(kernel_map.neighbors), block_m, significance=significance)
+    return build_schedule(search_table(kernel_map.neighbors), block_m, significance=significance, groups=groups)
 
 
 def build_schedule(
