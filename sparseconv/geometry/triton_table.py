@@ -275,6 +275,18 @@ def add_axis(key, bit, inside, value, ranges_ptr, axis, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def cells_of(coords_ptr, row, live, ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr):
+    """Block keys and bit numbers of the cells in some rows of coordinates, and which lie inside the box."""
+    key = row.to(tl.int64) * 0
+    bit = row * 0
+    inside = live
+    for axis in tl.static_range(COLUMNS):
+        value = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS + axis, mask=live, other=0).to(tl.int64)
+        key, bit, inside = add_axis(key, bit, inside, value, ranges_ptr, axis, (SHIFTS >> (4 * axis)) & 15)
+    return key, bit, inside
+
+
+@triton.jit
 def first_slot(key, capacity, volume):
     """The slot where a block's search begins: its key where every block has a slot of its own, else a hash of it."""
     mixed = (key * -7046029254386353131).to(tl.uint64, bitcast=True) >> 32
@@ -344,12 +356,8 @@ def insert_kernel(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < n
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
-    key = tl.zeros((BLOCK,), tl.int64)
-    bit = tl.zeros((BLOCK,), tl.int32)
-    inside = row < tl.where(volume < 0x4000000000000000, n, 0)
-    for axis in tl.static_range(COLUMNS):
-        value = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS + axis, mask=live, other=0).to(tl.int64)
-        key, bit, inside = add_axis(key, bit, inside, value, ranges_ptr, axis, (SHIFTS >> (4 * axis)) & 15)
+    fits = row < tl.where(volume < 0x4000000000000000, n, 0)
+    key, bit, inside = cells_of(coords_ptr, row, fits, ranges_ptr, COLUMNS, SHIFTS)
     slot, known = claim(table_ptr, key, inside, capacity, volume)
     if BLOCKED:
         flag = tl.full((BLOCK,), 1, tl.int64) << bit.to(tl.int64)
@@ -405,12 +413,7 @@ def lookup_kernel(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < n
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
-    key = tl.zeros((BLOCK,), tl.int64)
-    bit = tl.zeros((BLOCK,), tl.int32)
-    inside = live
-    for axis in tl.static_range(COLUMNS):
-        value = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS + axis, mask=live, other=0).to(tl.int64)
-        key, bit, inside = add_axis(key, bit, inside, value, ranges_ptr, axis, (SHIFTS >> (4 * axis)) & 15)
+    key, bit, inside = cells_of(coords_ptr, row, live, ranges_ptr, COLUMNS, SHIFTS)
     slot, hit = find(table_ptr, key, inside, capacity, volume)
     word = tl.load(table_ptr + 2 * slot + 1, mask=hit, other=0)
     if BLOCKED:
