@@ -248,13 +248,9 @@ def conv_sweep(c: int) -> list[ConvConfig]:
     bk = min(c, 64)
     if c <= 128:
         found = [ConvConfig(128, c, bk, 4, s, gluon=True) for s in (2, 3)]
-        found += [ConvConfig(256, c, bk, 8, s, gluon=True) for s in (2, 3)]
-        if c >= 64:
-            found += [ConvConfig(128, c, 32, 4, s, gluon=True) for s in (3, 4)]
+        found += [ConvConfig(128, c, bk, 8, 2, gluon=True), ConvConfig(64, c, bk, 4, 2, gluon=True)]
         return found
-    found = [ConvConfig(128, 256, 64, 8, 3, gluon=True), ConvConfig(256, 128, 64, 8, 3, gluon=True)]
-    found += [ConvConfig(128, 256, 32, 8, s, gluon=True) for s in (4, 6)]
-    return found
+    return [ConvConfig(128, 256, 64, 8, 3, gluon=True)]
 
 
 def conv(data: str, cases) -> None:
@@ -262,29 +258,23 @@ def conv(data: str, cases) -> None:
         coords, kernel_map = load(case, data)
         x, w, g = operands(kernel_map, c, c, torch.float16)
         out = torch.empty_like(g)
-        orders = {"gray": dict()}
+        orders = {"gray": {}}
         if kernel_map.num_out >= 500_000 and c <= 128:
-            orders["rows32k"] = dict(chunk_rows=32768)
-            orders["morton32k"] = dict(chunk_rows=32768, base_order=morton(coords))
+            near = morton(coords)
+            orders["rows32k"] = {"chunk_rows": 32768}
+            for rows in (8192, 32768, 131072):
+                orders[f"morton{rows // 1024}k"] = {"chunk_rows": rows, "base_order": near}
+            orders["morton"] = {"chunk_rows": 128, "base_order": near}
         for order, options in orders.items():
             kernel_map.prepared.clear()
-            kernel_map.prepared["schedule"] = build_schedule(kernel_map.neighbors, 27, 128, **options)
-            for block in (64, 128):
-                tiles = retile(kernel_map.prepared["schedule"], block)
-                note(
-                    case=case,
-                    c=c,
-                    order=order,
-                    block=block,
-                    waste=float(tiles.tile_counts.sum()) * block / kernel_map.num_pairs,
-                )
+            name = "chunked schedule" if options else "schedule"
+            kernel_map.prepared[name] = tiles = build_schedule(kernel_map.neighbors, 27, 128, **options)
+            waste = float(tiles.tile_counts.sum()) * 128 / kernel_map.num_pairs
+            note(case=case, c=c, order=order, waste=waste)
             expected = {}
             for transposed in (False, True):
-                configs = conv_sweep(c) if order == "gray" else conv_sweep(c)[:3]
-                if transposed:
-                    configs = (
-                        configs[:3] + [replace(k, weight_copy=True) for k in configs[:2]] if c >= 256 else configs[:2]
-                    )
+                configs = [replace(k, chunked=bool(options)) for k in conv_sweep(c)]
+                configs = configs[:1] if transposed else configs
                 compile_all([(conv_step(k, kernel_map, x, w, transposed, out), (x, w, out, x)) for k in configs])
                 for config in configs:
                     try:
@@ -322,9 +312,9 @@ def short(config) -> str:
 def weight_sweep(c: int) -> list[WeightGradConfig]:
     n = 132
     if c <= 64:
-        found = [WeightGradConfig(64, c, p, 4, s, k * n, True) for p, s in ((128, 2), (256, 2)) for k in (2, 4, 8)]
+        found = [WeightGradConfig(64, c, 128, 4, s, k * n, True) for s in (2, 3) for k in (2, 3, 4, 6, 8)]
     else:
-        found = [WeightGradConfig(128, 128, p, 8, s, k * n, True) for p, s in ((64, 3), (128, 2)) for k in (4, 16)]
+        found = [WeightGradConfig(128, 128, 64, 8, s, k * n, True) for s in (2, 3) for k in (2, 4, 6, 8, 16)]
     return found
 
 

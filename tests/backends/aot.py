@@ -105,7 +105,7 @@ def compile_all(arch: int, everything: bool) -> None:
                     BLOCK_N=config.block_n,
                     BLOCK_K=config.block_k,
                     STAGES=config.stages,
-                    TRANSPOSED=transposed,
+                    TRANSPOSED=transposed != config.weight_copy,
                     HAS_BIAS=not transposed,
                     HAS_RESIDUAL=False,
                     ACTIVATION=None,

@@ -34,11 +34,12 @@ class ConvStep:
         transposed: bool,
         wide: bool = False,
     ) -> None:
-        schedule = schedule_of(kernel_map, config.block_m, transposed, config.split)
+        schedule = schedule_of(kernel_map, config.block_m, transposed, config.split, config.chunked)
         self._groups = work.groups
-        self._copy = transposed and config.weight_copy
-        # a transposed copy of the weight is (K, C_out/G of the map, C_in of the map): read as a forward weight
-        weight_c = work.group_out * work.groups if self._copy else weight.shape[2]
+        self._copy = config.weight_copy
+        # a copy has the axes exchanged: the input gradient reads it as a forward does, a forward reads it transposed
+        read_transposed = transposed != config.weight_copy
+        weight_c = weight.shape[1] * work.groups if self._copy else weight.shape[2]
         weight_k = weight.shape[1] * weight.shape[2]
         num_slots = schedule.out_rows.shape[0]
         self._partial_shape = (num_slots, out.shape[1]) if schedule.slots is not None else None
@@ -73,7 +74,7 @@ class ConvStep:
                 "BLOCK_N": config.block_n,
                 "BLOCK_K": config.block_k,
                 "STAGES": config.stages,
-                "TRANSPOSED": transposed and not self._copy,
+                "TRANSPOSED": read_transposed,
                 "HAS_BIAS": has_bias and self._partial_shape is None,
                 "HAS_RESIDUAL": False,
                 "ACTIVATION": None,
@@ -148,8 +149,7 @@ class WeightGradStep:
         tiles = (
             packs * -(-work.pack * work.group_in // config.block_i) * -(-work.pack * work.group_out // config.block_o)
         )
-        allowed = max(kernel_map.num_taps, PARTIAL_BYTES // (4 * size))
-        jobs = jobs_of(kernel_map, min(allowed, max(kernel_map.num_taps, config.programs // tiles)))
+        jobs = jobs_of(kernel_map, min(PARTIAL_BYTES // (4 * size), config.programs // tiles))
         wide = max(x.shape[0] * x.stride(0), grad_out.shape[0] * grad_out.stride(0)) >= NARROW
         unit = _unit(work, x.stride(0), grad_out.stride(0))
         self._direct = jobs.one_each
