@@ -29,7 +29,7 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     conv_candidates,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.schedule import build_schedule, retile
+from sparseconv.backends.triton_implicit_gemm.schedule import build_schedule
 from sparseconv.backends.triton_implicit_gemm.steps import ConvStep, WeightGradStep
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -220,7 +220,7 @@ def check(data: str) -> None:
                         else:
                             source = g if transposed else x
                             step = ConvStep(config, work, source, w, kernel_map, out, False, transposed)
-                            arguments = (source, w, out, source)
+                            arguments = (source, w, out, source, source)
                         label = dict(check=name, dtype=str(dtype), shape=(c_in, c_out, groups), verb=verb)
                         runs.append((step, arguments, out, wanted, limits[dtype], {**label, "config": short(config)}))
     begin = time.perf_counter()
@@ -275,12 +275,12 @@ def conv(data: str, cases) -> None:
             for transposed in (False, True):
                 configs = [replace(k, chunked=bool(options)) for k in conv_sweep(c)]
                 configs = configs[:1] if transposed else configs
-                compile_all([(conv_step(k, kernel_map, x, w, transposed, out), (x, w, out, x)) for k in configs])
+                compile_all([(conv_step(k, kernel_map, x, w, transposed, out), (x, w, out, x, x)) for k in configs])
                 for config in configs:
                     try:
                         step = conv_step(config, kernel_map, x, w, transposed, out)
                         out.fill_(float("nan"))
-                        run = functools.partial(step, x, w, out, x)
+                        run = functools.partial(step, x, w, out, x, x)
                         run()
                         want = expected.setdefault(transposed, out.clone())
                         e = error(out, want)
@@ -306,7 +306,8 @@ def short(config) -> str:
             "copy" if config.weight_copy else ""
         )
     tag = "G" if config.gluon else "P"
-    return f"{tag}{config.block_i}x{config.block_o}x{config.block_p}w{config.warps}s{config.stages}n{config.programs // 132}"
+    tile = f"{config.block_i}x{config.block_o}x{config.block_p}"
+    return f"{tag}{tile}w{config.warps}s{config.stages}n{config.programs // 132}"
 
 
 def weight_sweep(c: int) -> list[WeightGradConfig]:
@@ -426,7 +427,7 @@ def verbs(backend, kernel_map, x, w, g, seconds: float) -> dict:
 
 def few(data: str, cases) -> None:
     """Few rows: splitting the taps against smaller tiles."""
-    for res, c in ((16, 256), (24, 512), (32, 128), (32, 256), (48, 512)):
+    for res, c in ((16, 256), (24, 512), (32, 128), (32, 256), (48, 512), (64, 1024)):
         kernel_map = submanifold(shell(res))
         x, w, g = operands(kernel_map, c, c, torch.float16)
         out = torch.empty_like(g)
@@ -434,10 +435,10 @@ def few(data: str, cases) -> None:
         configs = [ConvConfig(128, n, 64, 8 if n == 256 else 4, 3, gluon=True)]
         configs += [ConvConfig(64, k, 64, 4, 3, gluon=True) for k in (64, 128)]
         configs += [replace(config, split=3) for config in configs] + [replace(configs[1], split=9)]
-        compile_all([(conv_step(k, kernel_map, x, w, False, out), (x, w, out, x)) for k in configs])
+        compile_all([(conv_step(k, kernel_map, x, w, False, out), (x, w, out, x, x)) for k in configs])
         want = None
         for config in configs:
-            run = functools.partial(conv_step(config, kernel_map, x, w, False, out), x, w, out, x)
+            run = functools.partial(conv_step(config, kernel_map, x, w, False, out), x, w, out, x, x)
             out.fill_(float("nan"))
             run()
             want = out.clone() if want is None else want

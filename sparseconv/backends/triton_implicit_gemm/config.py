@@ -121,6 +121,10 @@ def power_of_two(number: int) -> int:
 
 def conv_candidates(work: Work) -> list[ConvConfig]:
     """At most four configurations for the forward or input-gradient kernel, the expected best first."""
+    return list(dict.fromkeys(_conv_candidates(work)))
+
+
+def _conv_candidates(work: Work) -> list[ConvConfig]:
     c_in, c_out = work.pack * work.group_in, work.pack * work.group_out
     if work.dtype not in HALF:
         block_n = min(max(16, power_of_two(c_out)), 128)
@@ -141,10 +145,15 @@ def conv_candidates(work: Work) -> list[ConvConfig]:
     warps = 8 if wide else 4
     tile = ConvConfig(128, block_n, block_k, warps, 3, gluon=work.gluon, chunked=work.far)
     narrow = replace(tile, block_m=64, block_n=min(block_n, 128), warps=4)
-    if 2 * programs(work, tile) <= 3 * work.processors:
-        split = min(3, work.num_taps)
-        small = replace(narrow, split=split)
-        return [replace(tile, split=split), small, replace(small, block_n=min(block_n, 64)), tile]
+    load = programs(work, tile) / work.processors
+    if load <= 1.5 and work.num_taps > 1:
+        split = replace(tile, split=min(3, work.num_taps))
+        few = [
+            split,
+            replace(split, block_m=64, block_n=narrow.block_n, warps=4),
+            replace(narrow, block_n=min(block_n, 64)),
+        ]
+        return [*few, tile] if load <= 0.6 else [tile, *few]
     if not work.gluon:
         return [tile, narrow] if wide else [replace(tile, stages=2), tile, narrow]
     if wide:
@@ -163,6 +172,10 @@ def weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
 
     Jobs are of one length, so the programs are counted to fill the card a whole number of times.
     """
+    return list(dict.fromkeys(_weight_grad_candidates(work)))
+
+
+def _weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
     c_in, c_out = work.pack * work.group_in, work.pack * work.group_out
     if work.dtype not in HALF:
         block_i = min(max(16, power_of_two(c_in)), 64)
@@ -170,22 +183,23 @@ def weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
         tile = WeightGradConfig(block_i, block_o, 32, 4, 3, 4 * work.processors)
         found = [tile, replace(tile, programs=8 * work.processors)]
         if work.precision == "tf32" and work.capability[0] == 9:
-            # wgmma takes fp32 operands along the pairs only; two warps are too few for it, and mma reads them as they lie
+            # wgmma takes fp32 operands along the pairs only; two warps are too few for it: mma reads them as they lie
             found = [replace(config, warps=2) for config in found] + [tile]
         return found
     block_i = min(max(16, power_of_two(c_in)), 128)
     block_o = min(max(16, power_of_two(c_out)), 128)
     large = block_i * block_o >= 128 * 128
-    tile = WeightGradConfig(block_i, block_o, 64 if large else 128, 8 if large else 4, 3 if large else 2, 0)
+    tile = WeightGradConfig(block_i, block_o, 64 if large else 128, 8 if large else 4, 2, 0)
     if work.gluon:
         tile = replace(tile, block_i=max(block_i, 64), gluon=True)  # wgmma takes 64 rows of the product at least
-    resident = max(1, min(6, SHARED_BYTES // (weight_grad_shared_bytes(tile, work.dtype.itemsize) + 1024)))
+    resident = SHARED_BYTES // (weight_grad_shared_bytes(tile, work.dtype.itemsize) + 1024)
+    resident = max(1, min(2 if large else 6, resident))
     waves = 1 if max(c_in, c_out) <= 128 else 4
     once = replace(tile, programs=waves * resident * work.processors)
     twice = replace(once, programs=2 * once.programs)
     if work.gluon:
         return [once, twice]
-    return [once, replace(twice, block_i=min(block_i, 64), block_o=min(block_o, 64)), replace(once, stages=2)]
+    return [once, replace(twice, block_i=min(block_i, 64), block_o=min(block_o, 64)), replace(once, stages=3)]
 
 
 def weight_grad_shared_bytes(config: WeightGradConfig, itemsize: int) -> int:

@@ -20,7 +20,7 @@ PARTIAL_BYTES = 48 << 20
 
 
 class ConvStep:
-    """The forward or input gradient of one configuration: called with (x, weight, out, bias)."""
+    """The forward or input gradient of one configuration: called with (x, weight, out, bias, residual)."""
 
     def __init__(
         self,
@@ -33,6 +33,8 @@ class ConvStep:
         has_bias: bool,
         transposed: bool,
         wide: bool = False,
+        has_residual: bool = False,
+        activation: Any = None,
     ) -> None:
         schedule = schedule_of(kernel_map, config.block_m, transposed, config.split, config.chunked)
         self._groups = work.groups
@@ -76,8 +78,8 @@ class ConvStep:
                 "STAGES": config.stages,
                 "TRANSPOSED": read_transposed,
                 "HAS_BIAS": has_bias and self._partial_shape is None,
-                "HAS_RESIDUAL": False,
-                "ACTIVATION": None,
+                "HAS_RESIDUAL": has_residual and self._partial_shape is None,
+                "ACTIVATION": activation if self._partial_shape is None else None,
                 "TO_SLOTS": self._partial_shape is not None,
                 "WIDE": wide or farthest >= NARROW,
                 "HIDDEN": not interpreted(),
@@ -96,8 +98,8 @@ class ConvStep:
                     "NUM_GROUPS": schedule.slots.shape[0],
                     "C_OUT": out.shape[1],
                     "HAS_BIAS": has_bias,
-                    "HAS_RESIDUAL": False,
-                    "ACTIVATION": None,
+                    "HAS_RESIDUAL": has_residual,
+                    "ACTIVATION": activation,
                     "BLOCK_M": block_m,
                     "BLOCK_N": block_n,
                 },
@@ -105,24 +107,24 @@ class ConvStep:
                 3,
             )
 
-    def compile(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
-        """Compile what this step launches without running it."""
+    def compile(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *more: torch.Tensor) -> None:
+        """Compile what this step launches without running it; ``more`` are bias and residual, any tensor for none."""
         if self._partial_shape is None:
-            self._sums.compile(x, weight, out, bias, x)
+            self._sums.compile(x, weight, out, *more)
             return
         partial = torch.empty(0, dtype=torch.float32, device=x.device)
-        self._sums.compile(x, weight, partial, bias, x)
-        self._combine.compile(partial, out, bias, x)
+        self._sums.compile(x, weight, partial, *more)
+        self._combine.compile(partial, out, *more)
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *more: torch.Tensor) -> None:
         if self._copy:
             weight = _exchanged(weight, self._groups)
         if self._partial_shape is None:
-            self._sums(x, weight, out, bias, x)
+            self._sums(x, weight, out, *more)
             return
         partial = torch.empty(self._partial_shape, dtype=torch.float32, device=x.device)
-        self._sums(x, weight, partial, bias, x)
-        self._combine(partial, out, bias, x)
+        self._sums(x, weight, partial, *more)
+        self._combine(partial, out, *more)
 
 
 def _exchanged(weight: torch.Tensor, groups: int) -> torch.Tensor:
