@@ -299,6 +299,27 @@ def conv(data: str, cases) -> None:
                         note(case=case, c=c, config=short(config), failed=repr(problem)[:200])
 
 
+def weight32(data: str, cases) -> None:
+    """Tiles of the weight gradient in fp32, with and without tf32."""
+    n = 132
+    tiles = [(64, 64, 32, 2, 3), (64, 64, 32, 2, 2), (64, 64, 16, 2, 3), (32, 64, 32, 4, 3), (32, 128, 32, 4, 3)]
+    tiles += [(32, 64, 32, 2, 3), (64, 64, 32, 4, 3), (128, 64, 16, 8, 3), (128, 128, 16, 8, 3), (64, 64, 16, 4, 4)]
+    for case, c in (("shell256", 256), ("shell512", 64)):
+        _, kernel_map = load(case, data)
+        x, w, g = operands(kernel_map, c, c, torch.float32)
+        out = torch.empty_like(w)
+        for tf32 in (True, False):
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            work = implicit_gemm.work_of(Request(kernel_map, x.device, x.dtype, c, c), True)
+            configs = [WeightGradConfig(*tile, 8 * n) for tile in tiles]
+            compile_all([(WeightGradStep(k, work, kernel_map, x, g, out), (x, g, out)) for k in configs])
+            for config in configs:
+                step = WeightGradStep(config, work, kernel_map, x, g, out)
+                ms = timed(functools.partial(step, x, g, out))
+                note(case=case, c=c, tf32=tf32, wgrad32=short(config), ms=ms)
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def short(config) -> str:
     if isinstance(config, ConvConfig):
         tag = "G" if config.gluon else "P"
@@ -464,8 +485,10 @@ def graph_timed(run) -> float:
 def step(data: str, cases) -> None:
     """The three verbs as the backend runs them, timed choice beside the estimate alone, with the memory they take."""
     for case, c in cases:
-        _, kernel_map = load(case, data)
+        coords, kernel_map = load(case, data)
         kernel_map.prepared.clear()
+        if kernel_map.num_out >= 500_000:
+            kernel_map.prepared["row_order"] = morton(coords)
         x, w, g = operands(kernel_map, c, c, torch.float16)
         row = {}
         for tuned in ("1", "0"):
@@ -494,7 +517,9 @@ def step(data: str, cases) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="+", choices=["check", "conv", "weight", "host", "dtypes", "few", "step"])
+    parser.add_argument(
+        "parts", nargs="+", choices=["check", "conv", "weight", "host", "dtypes", "few", "step", "weight32"]
+    )
     parser.add_argument("--data", default="data")
     parser.add_argument("--out", default=None)
     parser.add_argument("--cases", default="")
@@ -503,8 +528,10 @@ def main() -> None:
     cases = [(case, c) for case, c in CASES if not wanted or case in wanted or f"{case}:{c}" in wanted]
     begin = time.perf_counter()
     for part in arguments.parts:
-        if part in ("conv", "weight", "dtypes", "few", "step"):
-            {"conv": conv, "weight": weight, "dtypes": dtypes, "few": few, "step": step}[part](arguments.data, cases)
+        if part in ("conv", "weight", "dtypes", "few", "step", "weight32"):
+            {"conv": conv, "weight": weight, "weight32": weight32, "dtypes": dtypes, "few": few, "step": step}[part](
+                arguments.data, cases
+            )
         else:
             {"check": check, "host": host}[part](arguments.data)
         print(f"-- {part}: {time.perf_counter() - begin:.1f} s", flush=True)

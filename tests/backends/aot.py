@@ -131,7 +131,7 @@ def report(name: str, work: Work, config, constants: dict, arch: int, out: str |
         from sparseconv.backends.triton_implicit_gemm import gluon_kernels as module
     kernel = compile_kernel(getattr(module, name), work.dtype, constants, config, arch, out)
     ptx = kernel.asm["ptx"]
-    print(
+    sys.stdout.write(
         json.dumps(
             {
                 "kernel": name,
@@ -149,8 +149,8 @@ def report(name: str, work: Work, config, constants: dict, arch: int, out: str |
                 "copies": ptx.count("cp.async.cg"),
                 **facts,
             }
-        ),
-        flush=True,
+        )
+        + "\n"
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 from sparseconv.backends.base import Request  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm import schedule as schedules  # noqa: E402
@@ -28,7 +29,7 @@ SMALL = ConvConfig(16, 16, 16, 4, 2)
 
 @triton.jit
 def halved_relu(x):
-    return triton.language.maximum(x, 0.0) * 0.5
+    return tl.maximum(x, 0.0) * 0.5
 
 
 @needs_interpreter
