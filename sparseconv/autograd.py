@@ -10,7 +10,7 @@ Two operators, closed under differentiation (k over taps, over the edges of a ke
     d weight_gradient with cotangent h = {adjoint of g with h, convolution of x with h}
 
 A kernel map travels through an operator's schema as an integer, since torch's schemas know no such type; whoever holds
-the map (a plan, a graph node) keeps it alive.
+the map (a plan, a graph node) keeps it alive. The schema says SymInt, so that a compiled network serves every scene.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ def number_of(kernel_map: KernelMap) -> int:
     return number
 
 
+def _alive(number: int) -> KernelMap | None:
+    """The map for a graph node to hold; none while torch traces with a symbol for the number, for any scene."""
+    return _maps.get(number) if isinstance(number, int) else None
+
+
 def _map(number: int) -> KernelMap:
     found = _maps.get(number)
     if found is None:
@@ -64,10 +69,10 @@ def _backend(kernel_map: KernelMap, x: torch.Tensor, c_in: int, c_out: int, grou
 
 _library = torch.library.Library("sparseconv", "FRAGMENT")
 _library.define(
-    "convolution(Tensor x, Tensor weight, Tensor? bias, int edges, int rows, int groups, bool adjoint, str backend)"
-    " -> Tensor"
+    "convolution(Tensor x, Tensor weight, Tensor? bias, SymInt edges, SymInt rows, int groups, bool adjoint,"
+    " str backend) -> Tensor"
 )
-_library.define("weight_gradient(Tensor x, Tensor grad, int edges, int taps, int groups, str backend) -> Tensor")
+_library.define("weight_gradient(Tensor x, Tensor grad, SymInt edges, int taps, int groups, str backend) -> Tensor")
 
 
 def _convolution(
@@ -160,7 +165,7 @@ class _Convolution(_Linear):
         x, weight, _, edges, _, groups, adjoint, backend = inputs
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         ctx.call = (edges, x.shape[0], weight.shape[0], groups, adjoint, backend)
-        ctx.kernel_map = _maps.get(edges)
+        ctx.kernel_map = _alive(edges)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
@@ -190,7 +195,7 @@ class _WeightGradient(_Linear):
         x, grad, edges, _, groups, backend = inputs
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, grad if ctx.needs_input_grad[0] else None)
         ctx.call = (edges, x.shape[0], grad.shape[0], groups, backend)
-        ctx.kernel_map = _maps.get(edges)
+        ctx.kernel_map = _alive(edges)
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple:  # type: ignore[override]

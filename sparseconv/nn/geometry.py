@@ -82,7 +82,7 @@ class LayerGeometry:
         plan = grid.derived.get(key)
         if plan is None:
             options = self._options if target is None else {**self._options, "target": target}
-            plan = shared_plan(grid, groups=self.groups, **options)
+            plan = shared_plan(grid, groups=self.groups, **options).kept_with(grid)
             grid.derived[key] = plan
         return plan
 
@@ -97,7 +97,7 @@ class LayerGeometry:
         # the key names no grid, since torch.compile would guard on that object and compile anew for every scene
         plan = fine.derived.get(("inverse", self._key))
         if plan is None or plan.source is not coarse:
-            plan = self._undone(coarse, fine, target).transpose()
+            plan = self._undone(coarse, fine, target).transpose().kept_with(fine)
             fine.derived[("inverse", self._key)] = plan
         return plan
 
@@ -119,7 +119,7 @@ class LayerGeometry:
         plan = grid.derived.get(key)
         if plan is None:
             options = self._options if target is None else {**self._options, "target": target}
-            plan = shared_plan(grid, generative=True, groups=self.groups, **options)
+            plan = shared_plan(grid, generative=True, groups=self.groups, **options).kept_with(grid)
             grid.derived[key] = plan
         return plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.weights import PackedWeights, by_tap
 
 Axes = int | Sequence[int]
+Held = VoxelGrid | weakref.ref[VoxelGrid]
 
 
 class ConvolutionPlan:
@@ -134,14 +136,31 @@ class ConvolutionPlan:
         is_transposed: bool,
     ) -> None:
         fine, coarse = (target, source) if is_transposed else (source, target)
-        edges = find_edges(fine, coarse, window, boundary)
+        with torch._C._DisableFuncTorch():  # edges do not depend on what torch.func differentiates
+            edges = find_edges(fine, coarse, window, boundary)
         kernel_map = edges.reverse() if is_transposed else edges
         self._set(source, target, window, boundary, kernel_map, box, groups, backend, is_transposed)
 
+    def over(self, kernel_map: KernelMap, **changes: Any) -> ConvolutionPlan:
+        """This plan with other edges, and whatever else ``changes`` names (source, target, groups, is_transposed)."""
+        now = {
+            "source": self._source,
+            "target": self._target,
+            "window": self.window,
+            "boundary": self.boundary,
+            "box": self.kernel_size is not None,
+            "groups": self.groups,
+            "backend": self.backend,
+            "is_transposed": self.is_transposed,
+        }
+        plan = object.__new__(ConvolutionPlan)
+        plan._set(kernel_map=kernel_map, **{**now, **changes})
+        return plan
+
     def _set(
         self,
-        source: VoxelGrid,
-        target: VoxelGrid,
+        source: Held,
+        target: Held,
         window: Window,
         boundary: Boundary,
         kernel_map: KernelMap,
@@ -150,7 +169,8 @@ class ConvolutionPlan:
         backend: str,
         is_transposed: bool,
     ) -> None:
-        self.source, self.target, self.window, self.boundary = source, target, window, boundary
+        self._source, self._target = source, target
+        self.window, self.boundary = window, boundary
         self.kernel_map, self.groups, self.backend, self.is_transposed = kernel_map, groups, backend, is_transposed
         #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
         self.kernel_size = window.projection.counts if box else None
@@ -162,6 +182,16 @@ class ConvolutionPlan:
     # ---- reading
 
     @property
+    def source(self) -> VoxelGrid:
+        """The grid of the inputs."""
+        return _held(self._source)
+
+    @property
+    def target(self) -> VoxelGrid:
+        """The grid of the outputs."""
+        return _held(self._target)
+
+    @property
     def projection(self) -> IndexProjection:
         """The index projection from coarse voxels to the boxes of fine ones that they see."""
         return self.window.projection
@@ -169,6 +199,11 @@ class ConvolutionPlan:
     @property
     def num_taps(self) -> int:
         return self.kernel_map.num_taps
+
+    @property
+    def num_in(self) -> int:
+        """N_in, the rows of x."""
+        return self.kernel_map.num_in
 
     @property
     def coverage(self) -> torch.Tensor:
@@ -236,6 +271,10 @@ class ConvolutionPlan:
             if other is not None and other.dtype != x.dtype:
                 raise TypeError(f"x is {x.dtype} but the {name} is {other.dtype}: cast one, or use torch.autocast")
 
+    def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
+        """What an operation over edges works on: here x (N_in, C) and this plan; a sharded plan adds its halo."""
+        return x, self
+
     # ---- other plans
 
     def transpose(self) -> ConvolutionPlan:
@@ -244,19 +283,12 @@ class ConvolutionPlan:
         It takes its own weight (K, C_in, C_out) in its own direction; with the weight's channels exchanged it is the
         exact adjoint of this plan.
         """
-        plan = object.__new__(ConvolutionPlan)
-        plan._set(
-            self.target,
-            self.source,
-            self.window,
-            self.boundary,
+        return self.over(
             self.kernel_map.reverse(),
-            self.kernel_size is not None,
-            self.groups,
-            self.backend,
-            not self.is_transposed,
+            source=self._target,
+            target=self._source,
+            is_transposed=not self.is_transposed,
         )
-        return plan
 
     def with_groups(self, groups: int) -> ConvolutionPlan:
         """The same edges for another number of channel groups; itself if it has that number."""
@@ -264,18 +296,18 @@ class ConvolutionPlan:
             return self
         if groups < 1:
             raise ValueError(f"groups must be at least 1; got {groups}")
+        return self.over(self.kernel_map, groups=groups)
+
+    def kept_with(self, grid: VoxelGrid) -> ConvolutionPlan:
+        """This plan as ``grid`` may keep it: without keeping that grid alive, which would be a cycle.
+
+        A scene's memory then goes when its grid goes, and not whenever Python looks for cycles.
+        """
         plan = object.__new__(ConvolutionPlan)
-        plan._set(
-            self.source,
-            self.target,
-            self.window,
-            self.boundary,
-            self.kernel_map,
-            self.kernel_size is not None,
-            groups,
-            self.backend,
-            self.is_transposed,
-        )
+        plan.__dict__.update(self.__dict__)
+        for side in ("_source", "_target"):
+            if plan.__dict__[side] is grid:
+                plan.__dict__[side] = weakref.ref(grid)
         return plan
 
     def to(self, device: torch.device | str) -> ConvolutionPlan:
@@ -283,17 +315,13 @@ class ConvolutionPlan:
         kernel_map = self.kernel_map.to(device)
         if kernel_map is self.kernel_map:
             return self
-        plan = object.__new__(ConvolutionPlan)
         source = self.source.to(device)
-        target = source if self.target is self.source else self.target.to(device)
-        box = self.kernel_size is not None
-        plan._set(
-            source, target, self.window, self.boundary, kernel_map, box, self.groups, self.backend, self.is_transposed
-        )
-        return plan
+        target = source if self._target is self._source else self.target.to(device)
+        return self.over(kernel_map, source=source, target=target)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_number"}
+        state = {k: v for k, v in self.__dict__.items() if k != "_number"}
+        return state | {"_source": self.source, "_target": self.target}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -302,7 +330,7 @@ class ConvolutionPlan:
     def __repr__(self) -> str:
         edges = self.kernel_map
         size = "x".join(map(str, self.kernel_size)) if self.kernel_size else f"{self.num_taps} taps"
-        kind = "transposed" if self.is_transposed else "submanifold" if self.target is self.source else "convolution"
+        kind = "transposed" if self.is_transposed else "submanifold" if self._target is self._source else "convolution"
         words = [f"{kind} {size}"]
         if any(s != 1 for s in self.window.stride):
             words.append("stride " + "x".join(map(str, self.window.stride)))
@@ -348,3 +376,13 @@ def _autocast(
         return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _held(grid: Held) -> VoxelGrid:
+    """The grid, which a plan kept with it holds weakly."""
+    if not isinstance(grid, weakref.ref):
+        return grid
+    alive = grid()
+    if alive is None:
+        raise RuntimeError("the grid that kept this plan is gone: hold the grid as long as you ask the plan for it")
+    return alive

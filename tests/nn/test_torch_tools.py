@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -64,6 +66,38 @@ def test_compiled_without_a_break(make, ready):
     got = step(torch.compile(net, fullgraph=True, backend="aot_eager"), x)
     for a, b in zip(got, want):
         assert error(a, b.double()) < 2e-5
+
+
+def test_compiled_once_for_every_scene():
+    """The second scene compiles anew, with symbols for sizes and maps; the others run what is there."""
+    net = nn.UNet(4, 3, channels=(4, 6)).eval()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    for scene in range(5):
+        grid, _ = sc.voxelize(torch.rand(400 + 20 * scene, 3), voxel_size=0.1)
+        x = sc.SparseTensor(grid, torch.randn(len(grid), 4))
+        want = step(net, x)
+        with torch.compiler.set_stance("fail_on_recompile" if scene > 2 else "default"):
+            got = step(compiled, x)
+        for a, b in zip(got, want):
+            assert error(a, b.double()) < 2e-5
+
+
+def test_a_scene_goes_with_its_grid():
+    """Nothing of a scene waits for the garbage collector: a stream of scans would fill the card meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        net, left = nn.UNet(4, 3, channels=(4, 6)), []
+        for _ in range(2):
+            x = sparse()
+            net(x).features.sum().backward()
+            left.append(weakref.ref(x.grid))
+            left += [weakref.ref(p.kernel_map) for p in x.grid.derived.values() if isinstance(p, sc.ConvolutionPlan)]
+        del x
+        assert len(left) > 8
+        assert [ref() for ref in left] == [None] * len(left)
+    finally:
+        gc.enable()
 
 
 def test_compiled_with_a_plan_of_its_own():
