@@ -1,0 +1,82 @@
+"""Sequences, joins, and the way out to dense arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.ranges import IndexRange
+from sparseconv.nn.module import SparseModule
+from sparseconv.tensor import SparseTensor
+
+
+class Sequential(SparseModule, torch.nn.Sequential):
+    """`torch.nn.Sequential` of sparse and plain modules: plain ones are applied to the features.
+
+    A `SparseModule` is given the whole `SparseTensor`. After a module that leaves the sparse world (`ToDense`, global
+    pooling) all others go on with what it returned.
+
+    >>> from sparseconv.nn import SubmanifoldConv
+    >>> net = Sequential(SubmanifoldConv(4, 8, 3), torch.nn.LayerNorm(8), torch.nn.ReLU())
+    """
+
+    def forward(self, x: Any) -> Any:
+        for module in self:
+            if isinstance(x, SparseTensor) and not isinstance(module, SparseModule):
+                x = x.with_features(module(x.features))
+            else:
+                x = module(x)
+        return x
+
+
+class Cat(SparseModule):
+    """Channels of several tensors on one grid, side by side."""
+
+    def forward(self, *tensors: SparseTensor) -> SparseTensor:
+        return tensors[0].cat(*tensors[1:])
+
+
+class Add(SparseModule):
+    """The sum of several tensors on one grid."""
+
+    def forward(self, *tensors: SparseTensor) -> SparseTensor:
+        total = tensors[0]
+        for tensor in tensors[1:]:
+            total = total + tensor
+        return total
+
+
+class Residual(SparseModule):
+    """The input plus what a module makes of it: x + module(x).
+
+    >>> from sparseconv.nn import SubmanifoldConv
+    >>> block = Residual(SubmanifoldConv(8, 8, 3))
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        return x + self.module(x)
+
+
+class ToDense(SparseModule):
+    """A `SparseTensor` -> a dense (B, C, *shape), zero where there is no voxel.
+
+    Args:
+        extent: the box to fill, an `IndexRange` or a shape from the origin; default: the grid's own extent, which
+            differs from scene to scene.
+    """
+
+    def __init__(self, extent: IndexRange | Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.extent = extent
+
+    def forward(self, x: SparseTensor) -> torch.Tensor:
+        return x.to_dense(self.extent)
+
+    def extra_repr(self) -> str:
+        return "" if self.extent is None else f"extent={self.extent}"
