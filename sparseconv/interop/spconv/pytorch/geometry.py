@@ -1,0 +1,116 @@
+"""From a layer of spconv's kind to a plan: windows that stay within a spatial shape, and what a key remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sparseconv.geometry.edges import Window, coarse_grid
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import Boundary, IndexRange, Ints
+from sparseconv.interop.spconv.core import ConvAlgo
+from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.plan.shared import shared_plan
+
+
+@dataclass(frozen=True)
+class LayerWindow:
+    """The window of a layer, one integer an axis."""
+
+    kernel_size: Ints
+    stride: Ints
+    padding: Ints
+    dilation: Ints
+
+
+def find_plan(
+    grid: VoxelGrid, window: LayerWindow, out_shape: Sequence[int], *, subm: bool = False, transposed: bool = False
+) -> ConvolutionPlan:
+    """The plan of a layer on a grid, built at the first asking and kept with the grid.
+
+    Outputs are the grid itself for a submanifold layer, whose stride and padding mean nothing; else every voxel in
+    [0, out_shape) that the window reaches, in lexicographic order.
+
+    Raises:
+        ValueError: an output shape without any cell.
+    """
+    if subm:
+        return shared_plan(grid, window.kernel_size, dilation=window.dilation)
+    if min(out_shape) < 1:
+        raise ValueError(f"the window {window} leaves no cell of the output: its spatial shape is {list(out_shape)}")
+    key = ("within", window, tuple(out_shape), transposed)
+    plan = grid.derived.get(key)
+    if plan is None:
+        size = {"stride": window.stride, "padding": window.padding, "dilation": window.dilation}
+        box = IndexRange.of_shape(tuple(out_shape))
+        if transposed:
+            plan = ConvolutionPlan.transposed(grid, window.kernel_size, boundary=Boundary.forbid(box), **size)
+        else:
+            reach = Window.of(grid.rank, window.kernel_size, window.stride, window.dilation, window.padding)
+            target = _within(coarse_grid(grid, reach, Boundary.absent()), box)
+            plan = ConvolutionPlan(grid, window.kernel_size, target=target, **size)
+        plan = grid.derived.setdefault(key, plan)
+    return plan
+
+
+def _within(grid: VoxelGrid, box: IndexRange) -> VoxelGrid:
+    if box.encloses(grid.extent):
+        return grid
+    low, high = (torch.tensor(v, device=grid.device) for v in (box.start, box.end))
+    voxels = grid.coords[:, 1:]
+    return grid.subset(((voxels >= low) & (voxels < high)).all(1))
+
+
+class IndiceData:
+    """What an ``indice_key`` remembers: the plan of the layer that made it, and the two ends of it.
+
+    ``indice_pairs`` (2, K, N_in), ``pair_fwd`` (K, N_out) and ``pair_bwd`` (K, N_in), int32 with -1 for no pair, are
+    made when they are read.
+    """
+
+    def __init__(
+        self,
+        plan: ConvolutionPlan,
+        indices: torch.Tensor,
+        out_indices: torch.Tensor,
+        spatial_shape: list[int],
+        out_spatial_shape: list[int],
+        is_subm: bool,
+        algo: ConvAlgo,
+        window: LayerWindow,
+    ) -> None:
+        self.plan, self.indices, self.out_indices = plan, indices, out_indices
+        self.spatial_shape, self.out_spatial_shape = list(spatial_shape), list(out_spatial_shape)
+        self.is_subm, self.algo = is_subm, algo
+        self.ksize, self.stride = list(window.kernel_size), list(window.stride)
+        self.dilation, self.padding = list(window.dilation), list(window.padding)
+        self.voxel_num = None
+
+    @property
+    def indice_pairs(self) -> torch.Tensor:
+        return pair_table(self.plan)[0]
+
+    @property
+    def indice_pair_num(self) -> torch.Tensor:
+        return pair_table(self.plan)[1]
+
+    @property
+    def pair_fwd(self) -> torch.Tensor:
+        return self.plan.kernel_map.neighbors
+
+    @property
+    def pair_bwd(self) -> torch.Tensor:
+        return self.plan.kernel_map.reverse().neighbors
+
+
+def pair_table(plan: ConvolutionPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """The edges of a plan as spconv tables them: pairs (2, K, N_in) with -1 past each tap's end, and counts (K,)."""
+    edges = plan.kernel_map
+    table = torch.full((2, edges.num_taps, edges.num_in), -1, dtype=torch.int32, device=edges.device)
+    taps = edges.pair_taps.long()
+    place = torch.arange(edges.num_pairs, device=edges.device) - edges.tap_offsets[taps]
+    table[0, taps, place] = edges.in_rows
+    table[1, taps, place] = edges.out_rows
+    return table, edges.tap_offsets.diff().int()
