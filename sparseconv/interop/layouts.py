@@ -70,7 +70,13 @@ LAYOUTS: dict[str, Layout] = {
         Layout("torch", "oik", grouped=None),
     )
 }
-ALIASES = {"trellis": "flexgemm", "spconv-krsc": "spconv", "me": "minkowski", "ours": "sparseconv", "wcn": "warpconvnet"}
+ALIASES = {
+    "trellis": "flexgemm",
+    "spconv-krsc": "spconv",
+    "me": "minkowski",
+    "ours": "sparseconv",
+    "wcn": "warpconvnet",
+}
 
 
 def layout_of(name: str | Layout) -> Layout:

@@ -12,7 +12,7 @@ from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
-from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, find_plan
+from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, check_ends, check_reuse, find_plan
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -143,7 +143,7 @@ class SparseConvolution(SparseModule):
                     f"indice_key {self.indice_key!r} is taken: only submanifold layers reuse a map. Give this layer a "
                     "key of its own, or none"
                 )
-            check_reuse(stored, input, self)
+            check_reuse(stored, input, self._window(), self.indice_key)
             plan, indices = stored.plan, input.indices
         out = self._execute(input, plan)
         if self.subm:
@@ -180,7 +180,7 @@ class SparseConvolution(SparseModule):
                 f"the layer of indice_key {self.indice_key!r} has kernel size {stored.ksize}, its inverse "
                 f"{self.kernel_size}: they must be equal"
             )
-        check_ends(stored, input, stored.out_spatial_shape, stored.out_indices, stored.plan.target, self.indice_key)
+        check_ends(input, stored.out_spatial_shape, stored.out_indices, stored.plan.target, self.indice_key)
         plan = stored.plan.transpose()
         out = self._execute(input, plan)
         out.spatial_shape = list(stored.spatial_shape)
@@ -213,47 +213,11 @@ class SparseConvolution(SparseModule):
         return ", ".join(words)
 
 
-def check_reuse(stored: IndiceData, input: SparseConvTensor, layer: Any) -> None:
-    """Raise ValueError where a submanifold layer meets a key that another geometry stored."""
-    if not stored.is_subm:
-        raise ValueError(f"indice_key {layer.indice_key!r} was stored by a layer that is not submanifold")
-    for name, mine, theirs in (
-        ("kernel size", layer.kernel_size, stored.ksize),
-        ("dilation", layer.dilation, stored.dilation),
-    ):
-        if mine != theirs:
-            raise ValueError(
-                f"layers with one indice_key have one {name}: {layer.indice_key!r} was stored with {theirs}, this "
-                f"layer has {mine}"
-            )
-    check_ends(stored, input, stored.spatial_shape, stored.indices, stored.plan.source, layer.indice_key)
-
-
-def check_ends(
-    stored: IndiceData,
-    input: SparseConvTensor,
-    shape: list[int],
-    indices: torch.Tensor,
-    voxels: Any,
-    key: str | None,
-) -> None:
-    """Raise ValueError where a stored map does not start at the input's voxels."""
-    if input.spatial_shape != shape:
-        raise ValueError(f"indice_key {key!r} belongs to spatial shape {shape}; the input has {input.spatial_shape}")
-    if input.indices is indices or input.voxels is voxels:
-        return
-    if input.indices.shape != indices.shape or not torch.equal(input.indices, indices):
-        raise ValueError(
-            f"indice_key {key!r} belongs to other voxels ({indices.shape[0]} of them) than the input's "
-            f"({input.indices.shape[0]}): a key names one geometry; use another key"
-        )
-
-
 class _Convolution(SparseConvolution):
     """Arguments of strided and transposed layers."""
 
     rank = 3
-    kind: dict[str, bool] = {}
+    is_transposed = False
 
     def __init__(
         self,
@@ -289,7 +253,7 @@ class _Convolution(SparseConvolution):
             record_voxel_count=record_voxel_count,
             large_kernel_fast_algo=large_kernel_fast_algo,
             name=name,
-            **self.kind,
+            transposed=self.is_transposed,
             **factory,
         )
 
@@ -398,28 +362,28 @@ class SparseConvTranspose1d(_Convolution):
     """Transposed convolution on one axis, onto every voxel of the output shape that an input reaches."""
 
     rank = 1
-    kind = {"transposed": True}
+    is_transposed = True
 
 
 class SparseConvTranspose2d(_Convolution):
     """Transposed convolution on two axes, onto every voxel of the output shape that an input reaches."""
 
     rank = 2
-    kind = {"transposed": True}
+    is_transposed = True
 
 
 class SparseConvTranspose3d(_Convolution):
     """Transposed convolution on three axes, onto every voxel of the output shape that an input reaches."""
 
     rank = 3
-    kind = {"transposed": True}
+    is_transposed = True
 
 
 class SparseConvTranspose4d(_Convolution):
     """Transposed convolution on four axes, onto every voxel of the output shape that an input reaches."""
 
     rank = 4
-    kind = {"transposed": True}
+    is_transposed = True
 
 
 class SubMConv1d(_Submanifold):

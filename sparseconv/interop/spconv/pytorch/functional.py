@@ -13,9 +13,7 @@ def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:
     """
     first = tens[0]
     for other in tens[1:]:
-        mine, theirs = (
-            (t.spatial_shape, t.batch_size, t.features.shape[1], t.features.device) for t in (first, other)
-        )
+        mine, theirs = ((t.spatial_shape, t.batch_size, t.features.shape[1], t.features.device) for t in (first, other))
         if mine != theirs:
             raise ValueError(
                 f"tensors must agree in spatial shape, batch size, channels and device; got {mine} and {theirs}"
@@ -36,4 +34,3 @@ def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:
 
 #: the same sum; in spconv the two differ in how they find the union
 sparse_add_hash_based = sparse_add
-

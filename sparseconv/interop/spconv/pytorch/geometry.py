@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +14,9 @@ from sparseconv.geometry.ranges import Boundary, IndexRange, Ints
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
+
+if TYPE_CHECKING:
+    from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ def find_plan(
     key = ("within", window, tuple(out_shape), transposed)
     plan = grid.derived.get(key)
     if plan is None:
-        size = {"stride": window.stride, "padding": window.padding, "dilation": window.dilation}
+        size: dict[str, Any] = {"stride": window.stride, "padding": window.padding, "dilation": window.dilation}
         box = IndexRange.of_shape(tuple(out_shape))
         if transposed:
             plan = ConvolutionPlan.transposed(grid, window.kernel_size, boundary=Boundary.forbid(box), **size)
@@ -114,3 +118,33 @@ def pair_table(plan: ConvolutionPlan) -> tuple[torch.Tensor, torch.Tensor]:
     table[0, taps, place] = edges.in_rows
     table[1, taps, place] = edges.out_rows
     return table, edges.tap_offsets.diff().int()
+
+
+def check_reuse(stored: IndiceData, input: SparseConvTensor, window: LayerWindow, key: str | None) -> None:
+    """Raise ValueError where a submanifold layer meets a key that another geometry stored."""
+    if not stored.is_subm:
+        raise ValueError(f"indice_key {key!r} was stored by a layer that is not submanifold")
+    for name, mine, theirs in (
+        ("kernel size", list(window.kernel_size), stored.ksize),
+        ("dilation", list(window.dilation), stored.dilation),
+    ):
+        if mine != theirs:
+            raise ValueError(
+                f"layers with one indice_key have one {name}: {key!r} was stored with {theirs}, this layer has {mine}"
+            )
+    check_ends(input, stored.spatial_shape, stored.indices, stored.plan.source, key)
+
+
+def check_ends(
+    input: SparseConvTensor, shape: list[int], indices: torch.Tensor, voxels: VoxelGrid, key: str | None
+) -> None:
+    """Raise ValueError where a stored map does not start at the input's voxels."""
+    if input.spatial_shape != shape:
+        raise ValueError(f"indice_key {key!r} belongs to spatial shape {shape}; the input has {input.spatial_shape}")
+    if input.indices is indices or input.voxels is voxels:
+        return
+    if input.indices.shape != indices.shape or not torch.equal(input.indices, indices):
+        raise ValueError(
+            f"indice_key {key!r} belongs to other voxels ({indices.shape[0]} of them) than the input's "
+            f"({input.indices.shape[0]}): a key names one geometry; use another key"
+        )

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.spconv.core import ConvAlgo
+from sparseconv.interop.spconv.pytorch.geometry import LayerWindow, find_plan, pair_table
 
 
 def get_conv_output_size(
@@ -61,9 +63,6 @@ def get_indice_pairs(
 
     All int32. ``algo`` and ``num_out_act_bound`` are accepted and change nothing.
     """
-    from sparseconv.interop.spconv.pytorch.geometry import LayerWindow, find_plan, pair_table
-    from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
-    from sparseconv.geometry.grid import VoxelGrid
 
     window = LayerWindow(tuple(ksize), tuple(stride), tuple(padding), tuple(dilation))
     if subm:
