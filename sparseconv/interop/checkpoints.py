@@ -171,7 +171,7 @@ def convert_state(
         rename: from the keys of this network to those of another, applied last.
 
     Returns:
-        (tensors by key, `Report`).
+        (tensors by key, none of which shares memory with the given ones; `Report`).
 
     Raises:
         ValueError: no convolution of that layout, weights that belong to another library, shapes the layout cannot
@@ -201,7 +201,7 @@ def convert_state(
         name = name if rename is None else rename(name)
         if name in result:
             raise ValueError(f"two tensors become {name!r}; the second is {key!r} {tuple(tensor.shape)}")
-        result[name] = out.contiguous()
+        result[name] = out.contiguous() if out.data_ptr() != tensor.data_ptr() else tensor.clone().contiguous()
         entries.append(Entry(key, name, tuple(tensor.shape), tuple(out.shape), what))
     if source.one_tap == "oi" and any(e.what == "kept" and len(e.shape_in) == 2 for e in entries):
         notes.append("weights of two dimensions were kept as linear layers: name those of one tap in kernel_sizes")

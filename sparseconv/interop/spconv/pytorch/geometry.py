@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from sparseconv.geometry.edges import Window, coarse_grid
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.ranges import Boundary, IndexRange, Ints
+from sparseconv.geometry.ranges import Ints
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
+from sparseconv.plan.within import plan_within
 
 if TYPE_CHECKING:
     from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
@@ -42,29 +42,15 @@ def find_plan(
     """
     if subm:
         return shared_plan(grid, window.kernel_size, dilation=window.dilation)
-    if min(out_shape) < 1:
-        raise ValueError(f"the window {window} leaves no cell of the output: its spatial shape is {list(out_shape)}")
-    key = ("within", window, tuple(out_shape), transposed)
-    plan = grid.derived.get(key)
-    if plan is None:
-        size: dict[str, Any] = {"stride": window.stride, "padding": window.padding, "dilation": window.dilation}
-        box = IndexRange.of_shape(tuple(out_shape))
-        if transposed:
-            plan = ConvolutionPlan.transposed(grid, window.kernel_size, boundary=Boundary.forbid(box), **size)
-        else:
-            reach = Window.of(grid.rank, window.kernel_size, window.stride, window.dilation, window.padding)
-            target = _within(coarse_grid(grid, reach, Boundary.absent()), box)
-            plan = ConvolutionPlan(grid, window.kernel_size, target=target, **size)
-        plan = grid.derived.setdefault(key, plan)
-    return plan
-
-
-def _within(grid: VoxelGrid, box: IndexRange) -> VoxelGrid:
-    if box.encloses(grid.extent):
-        return grid
-    low, high = (torch.tensor(v, device=grid.device) for v in (box.start, box.end))
-    voxels = grid.coords[:, 1:]
-    return grid.subset(((voxels >= low) & (voxels < high)).all(1))
+    return plan_within(
+        grid,
+        out_shape,
+        window.kernel_size,
+        stride=window.stride,
+        padding=window.padding,
+        dilation=window.dilation,
+        generative=transposed,
+    )
 
 
 class IndiceData:
