@@ -10,14 +10,16 @@ Two operators, closed under differentiation (k over taps, over the edges of a ke
     d weight_gradient with cotangent h = {adjoint of g with h, convolution of x with h}
 
 A kernel map travels through an operator's schema as an integer, since torch's schemas know no such type; whoever holds
-the map (a plan, a graph node) keeps it alive.
+the map (a plan, a graph node) keeps it alive. The schema says SymInt, so that a compiled network serves every scene.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from typing import Any
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -42,6 +44,11 @@ def number_of(kernel_map: KernelMap) -> int:
     return number
 
 
+def _alive(number: int) -> KernelMap | None:
+    """The map for a graph node to hold; none while torch traces with a symbol for the number, for any scene."""
+    return _maps.get(number) if isinstance(number, int) else None
+
+
 def _map(number: int) -> KernelMap:
     found = _maps.get(number)
     if found is None:
@@ -62,10 +69,10 @@ def _backend(kernel_map: KernelMap, x: torch.Tensor, c_in: int, c_out: int, grou
 
 _library = torch.library.Library("sparseconv", "FRAGMENT")
 _library.define(
-    "convolution(Tensor x, Tensor weight, Tensor? bias, int edges, int rows, int groups, bool adjoint, str backend)"
-    " -> Tensor"
+    "convolution(Tensor x, Tensor weight, Tensor? bias, SymInt edges, SymInt rows, int groups, bool adjoint,"
+    " str backend) -> Tensor"
 )
-_library.define("weight_gradient(Tensor x, Tensor grad, int edges, int taps, int groups, str backend) -> Tensor")
+_library.define("weight_gradient(Tensor x, Tensor grad, SymInt edges, int taps, int groups, str backend) -> Tensor")
 
 
 def _convolution(
@@ -93,25 +100,72 @@ def _weight_gradient(
     return serving.weight_grad(x, grad, kernel_map, groups)
 
 
-def _call(function: type[torch.autograd.Function], name: str, *args: Any) -> torch.Tensor:
-    """The operator; under torch.func's transforms its autograd function itself, which is what they can see through."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+def _direct(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether nobody listens between a call and its kernel, so that it may skip torch's dispatcher.
+
+    Two passes through Python kernels of the dispatcher cost as much as launching a small layer. They are needed where
+    someone traces, fakes, counts or casts.
+    """
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return (
+        type(x) in plain
+        and type(weight) in plain
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
+    if torch._C._are_functorch_transforms_active():  # which see through autograd functions only
         return function.apply(*args)
-    return getattr(torch.ops.sparseconv, name)(*args)
+    if not _direct(args[0], args[1]):
+        return getattr(torch.ops.sparseconv, function.name)(*args)
+    if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args[:3]):
+        return _at_once(function).apply(*args)
+    return function.kernel(*args)
 
 
-class _Convolution(torch.autograd.Function):
+@cache
+def _at_once(function: type[_Linear]) -> type[torch.autograd.Function]:
+    """The same derivative with the older signature of ``forward``, whose call costs some 12 us less than the one that
+    torch.func needs: torch binds the arguments of the latter through ``inspect`` each time."""
+
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        function.setup_context(ctx, args, None)
+        return function.run(*args)
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
+    return type(f"{function.__name__}AtOnce", (torch.autograd.Function,), body)
+
+
+class _Linear(torch.autograd.Function):
+    """An operator's derivative; it goes under the operator's ``Autograd`` key, or runs the kernel directly."""
+
+    name: ClassVar[str]
+    kernel: ClassVar[Callable[..., torch.Tensor]]
+
+    @classmethod
+    def run(cls, *args: Any) -> torch.Tensor:
+        if _direct(args[0], args[1]):
+            return cls.kernel(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.sparseconv, cls.name)(*args)
+
+
+class _Convolution(_Linear):
+    name = "convolution"
+    kernel = staticmethod(_convolution)
+
     @staticmethod
     def forward(*args: Any) -> torch.Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.sparseconv.convolution(*args)
+        return _Convolution.run(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
         x, weight, _, edges, _, groups, adjoint, backend = inputs
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         ctx.call = (edges, x.shape[0], weight.shape[0], groups, adjoint, backend)
-        ctx.kernel_map = _maps.get(edges)
+        ctx.kernel_map = _alive(edges)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
@@ -119,27 +173,29 @@ class _Convolution(torch.autograd.Function):
         edges, rows, taps, groups, adjoint, backend = ctx.call
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = _call(_Convolution, "convolution", grad, weight, None, edges, rows, groups, not adjoint, backend)
+            grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, not adjoint, backend)
         if ctx.needs_input_grad[1]:
             fine, coarse = (grad, x) if adjoint else (x, grad)
-            grad_weight = _call(_WeightGradient, "weight_gradient", fine, coarse, edges, taps, groups, backend)
+            grad_weight = _call(_WeightGradient, fine, coarse, edges, taps, groups, backend)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
-class _WeightGradient(torch.autograd.Function):
+class _WeightGradient(_Linear):
+    name = "weight_gradient"
+    kernel = staticmethod(_weight_gradient)
+
     @staticmethod
     def forward(*args: Any) -> torch.Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.sparseconv.weight_gradient(*args)
+        return _WeightGradient.run(*args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
         x, grad, edges, _, groups, backend = inputs
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, grad if ctx.needs_input_grad[0] else None)
         ctx.call = (edges, x.shape[0], grad.shape[0], groups, backend)
-        ctx.kernel_map = _maps.get(edges)
+        ctx.kernel_map = _alive(edges)
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple:  # type: ignore[override]
@@ -147,9 +203,9 @@ class _WeightGradient(torch.autograd.Function):
         edges, rows_in, rows_out, groups, backend = ctx.call
         grad_x = grad_grad = None
         if ctx.needs_input_grad[0]:
-            grad_x = _call(_Convolution, "convolution", grad, cotangent, None, edges, rows_in, groups, True, backend)
+            grad_x = _call(_Convolution, grad, cotangent, None, edges, rows_in, groups, True, backend)
         if ctx.needs_input_grad[1]:
-            grad_grad = _call(_Convolution, "convolution", x, cotangent, None, edges, rows_out, groups, False, backend)
+            grad_grad = _call(_Convolution, x, cotangent, None, edges, rows_out, groups, False, backend)
         return grad_x, grad_grad, None, None, None, None
 
 
@@ -163,14 +219,11 @@ def _without_autocast(kind: str, name: str) -> Any:
     return run
 
 
-for _name, _kernel, _function in (
-    ("convolution", _convolution, _Convolution),
-    ("weight_gradient", _weight_gradient, _WeightGradient),
-):
-    _library.impl(_name, _function.apply, "Autograd")
+for _function in (_Convolution, _WeightGradient):
+    _library.impl(_function.name, _at_once(_function).apply, "Autograd")
     for _kind in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _kind)
-        _library.impl(_name, _without_autocast(_kind.lower(), _name), f"Autocast{_kind}")
+        _library.impl(_function.name, _function.kernel, _kind)
+        _library.impl(_function.name, _without_autocast(_kind.lower(), _function.name), f"Autocast{_kind}")
 
 
 @torch.library.register_fake("sparseconv::convolution", lib=_library)
@@ -194,4 +247,6 @@ def convolution(
 ) -> torch.Tensor:
     """y (rows, C_out) from x (N_in, C_in) and weight (K, C_in/G, C_out) over the numbered map; differentiable to any
     order in x, weight and bias (C_out,). Arguments are taken as checked: `ConvolutionPlan.execute` is the boundary."""
-    return _call(_Convolution, "convolution", x, weight, bias, edges, rows, groups, False, backend)
+    if torch.compiler.is_compiling():
+        return torch.ops.sparseconv.convolution(x, weight, bias, edges, rows, groups, False, backend)
+    return _call(_Convolution, x, weight, bias, edges, rows, groups, False, backend)

@@ -79,33 +79,33 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     a tap's offset is zero.
     """
     check_pair(fine, coarse)
-    torus = _torus(fine, window, boundary)
+    torus = torus_of(fine, window, boundary)
     queries = coarse.coords.long()
     table = torch.empty(len(window.offsets), len(coarse), dtype=torch.int32, device=fine.device)
     for tap in range(len(window.offsets)):
-        table[tap] = fine.lookup(_wrap(window.fine(queries, tap), torus))
+        table[tap] = fine.lookup(wrap(window.fine(queries, tap), torus))
     identity, mirror = (None, None) if coarse is not fine else _symmetry(window, torus)
     return KernelMap(len(fine), len(coarse), len(window.offsets), neighbors=table, identity_tap=identity, mirror=mirror)
 
 
 def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every coarse voxel that sees a fine one, in lexicographic order; under ``forbid``, those whose window fits."""
-    torus = _torus(fine, window, boundary)
+    torus = torus_of(fine, window, boundary)
     coords = fine.coords.long()
-    seen = torch.cat([window.coarse(_wrap(coords, torus), tap) for tap in range(len(window.offsets))])
+    seen = torch.cat([window.coarse(wrap(coords, torus), tap) for tap in range(len(window.offsets))])
     if torus is not None:
         start = tuple(s // n for s, n in zip(torus.start, window.stride))
         count = tuple(n // s for n, s in zip(torus.shape, window.stride))
-        seen = _wrap(seen, IndexRange(start, tuple(s + n for s, n in zip(start, count))))
+        seen = wrap(seen, IndexRange(start, tuple(s + n for s, n in zip(start, count))))
     scale = tuple(float(s) for s in window.stride)
     return fits(fine._like(unique_coords(seen), scale), fine, window, boundary)
 
 
 def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every fine voxel that a coarse one sees, in lexicographic order; under ``forbid``, within the extent."""
-    torus = _torus(None, window, boundary)
+    torus = torus_of(None, window, boundary)
     coords = coarse.coords.long()
-    seen = torch.cat([_wrap(window.fine(coords, tap), torus) for tap in range(len(window.offsets))])
+    seen = torch.cat([wrap(window.fine(coords, tap), torus) for tap in range(len(window.offsets))])
     if boundary.kind == "forbid":
         if boundary.extent is None:
             raise ValueError("a generative transposed plan under 'forbid' needs Boundary.forbid(extent)")
@@ -139,7 +139,7 @@ def _row(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=like.device)
 
 
-def _torus(fine: VoxelGrid | None, window: Window, boundary: Boundary) -> IndexRange | None:
+def torus_of(fine: VoxelGrid | None, window: Window, boundary: Boundary) -> IndexRange | None:
     """The extent of a periodic boundary, checked against the grid and the stride; None for other boundaries."""
     if boundary.kind == "negative":
         raise ValueError("numpy's negative indices are for dense arrays: on a voxel grid -1 is a voxel")
@@ -158,7 +158,7 @@ def _torus(fine: VoxelGrid | None, window: Window, boundary: Boundary) -> IndexR
     return extent
 
 
-def _wrap(coords: torch.Tensor, torus: IndexRange | None) -> torch.Tensor:
+def wrap(coords: torch.Tensor, torus: IndexRange | None) -> torch.Tensor:
     """Coords (M, 1+D) int64 folded into a torus."""
     if torus is None:
         return coords

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cached_property
 from typing import Any
 
@@ -48,7 +49,8 @@ class KernelMap:
         self.mirror = mirror
         #: what backends derive from the edges and keep (schedules, wider indices), under keys of their own
         self.prepared: dict[Any, Any] = {}
-        self._reverse: KernelMap | None = None
+        # this map owns its reverse; the reverse knows this one weakly, so that both go with the last plan
+        self._reverse: KernelMap | weakref.ref[KernelMap] | None = None
         if neighbors is None and pairs is None:
             raise ValueError("a KernelMap is made from neighbors or from pairs: give one of them")
         if neighbors is not None:
@@ -64,8 +66,9 @@ class KernelMap:
     @cached_property
     def neighbors(self) -> torch.Tensor:
         """(K, N_out) int32: the input row of each output row through each tap, -1 where there is none."""
-        if self._reverse is not None and self.mirror is not None and "neighbors" in self._reverse.__dict__:
-            return self._reverse.neighbors[list(self.mirror)]
+        twin = self._twin()
+        if twin is not None and self.mirror is not None and "neighbors" in twin.__dict__:
+            return twin.neighbors[list(self.mirror)]
         in_rows, out_rows, _ = self._pairs
         table = torch.full((self.num_taps, self.num_out), -1, dtype=torch.int32, device=in_rows.device)
         table.view(-1)[self.pair_taps.long() * self.num_out + out_rows] = in_rows
@@ -123,9 +126,10 @@ class KernelMap:
 
     def reverse(self) -> KernelMap:
         """The same edges with input and output exchanged, in O(1); ``reverse().reverse()`` is this map."""
-        if self._reverse is None:
+        twin = self._twin()
+        if twin is None:
             in_rows, out_rows, offsets = self._pairs
-            other = KernelMap(
+            twin = KernelMap(
                 self.num_out,
                 self.num_in,
                 self.num_taps,
@@ -133,9 +137,13 @@ class KernelMap:
                 identity_tap=self.identity_tap,
                 mirror=self.mirror,
             )
-            other._reverse = self
-            self._reverse = other
-        return self._reverse
+            twin._reverse = weakref.ref(self)
+            self._reverse = twin
+        return twin
+
+    def _twin(self) -> KernelMap | None:
+        """The reverse if there is one."""
+        return self._reverse() if isinstance(self._reverse, weakref.ref) else self._reverse
 
     def to(self, device: torch.device | str) -> KernelMap:
         """This map with its edges on another device; itself if they are there."""

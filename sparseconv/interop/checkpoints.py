@@ -201,7 +201,11 @@ def convert_state(
         name = name if rename is None else rename(name)
         if name in result:
             raise ValueError(f"two tensors become {name!r}; the second is {key!r} {tuple(tensor.shape)}")
-        result[name] = out.contiguous() if out.data_ptr() != tensor.data_ptr() else tensor.clone().contiguous()
+        result[name] = (
+            out.contiguous()
+            if out.data_ptr() != tensor.data_ptr()
+            else out.clone(memory_format=torch.contiguous_format)
+        )
         entries.append(Entry(key, name, tuple(tensor.shape), tuple(out.shape), what))
     if source.one_tap == "oi" and any(e.what == "kept" and len(e.shape_in) == 2 for e in entries):
         notes.append("weights of two dimensions were kept as linear layers: name those of one tap in kernel_sizes")

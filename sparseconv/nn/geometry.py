@@ -82,7 +82,7 @@ class LayerGeometry:
         plan = grid.derived.get(key)
         if plan is None:
             options = self._options if target is None else {**self._options, "target": target}
-            plan = shared_plan(grid, groups=self.groups, **options)
+            plan = shared_plan(grid, groups=self.groups, **options).kept_with(grid)
             grid.derived[key] = plan
         return plan
 
@@ -94,18 +94,22 @@ class LayerGeometry:
             raise TypeError("the way back needs the grid it leads to: module(x, onto=the encoder's tensor), or plan=")
         self.check(coarse)
         fine = grid_of(onto)
-        key = ("inverse", self._key, coarse)
-        plan = fine.derived.get(key)
-        if plan is None:
-            forward = fine.derived.get(("layer", self._key, coarse)) or self.plan(fine, target)
-            if forward.target is not coarse:
-                raise ValueError(
-                    f"this window leads from {fine} to {forward.target}, not to the given {coarse}: the inverse takes "
-                    "kernel_size, stride, dilation and padding of the layer that it undoes, and the very grid objects "
-                    "that this layer met"
-                )
-            plan = forward.transpose()
-            fine.derived[key] = plan
+        # the key names no grid, since torch.compile would guard on that object and compile anew for every scene
+        plan = fine.derived.get(("inverse", self._key))
+        if plan is None or plan.source is not coarse:
+            plan = self._undone(coarse, fine, target).transpose().kept_with(fine)
+            fine.derived[("inverse", self._key)] = plan
+        return plan
+
+    def _undone(self, coarse: VoxelGrid, fine: VoxelGrid, target: str | None) -> ConvolutionPlan:
+        """The plan that led from ``fine`` to ``coarse``."""
+        plan = fine.derived.get(("layer", self._key, coarse)) or self.plan(fine, target)
+        if plan.target is not coarse:
+            raise ValueError(
+                f"this window leads from {fine} to {plan.target}, not to the given {coarse}: the inverse takes "
+                "kernel_size, stride, dilation and padding of the layer that it undoes, and the very grid objects that "
+                "this layer met"
+            )
         return plan
 
     def generative(self, grid: VoxelGrid, target: VoxelGrid | None = None) -> ConvolutionPlan:
@@ -115,7 +119,7 @@ class LayerGeometry:
         plan = grid.derived.get(key)
         if plan is None:
             options = self._options if target is None else {**self._options, "target": target}
-            plan = shared_plan(grid, generative=True, groups=self.groups, **options)
+            plan = shared_plan(grid, generative=True, groups=self.groups, **options).kept_with(grid)
             grid.derived[key] = plan
         return plan
 

@@ -104,13 +104,13 @@ def _per_item(x: Any, grid: VoxelGrid | None, norm: Any, channels: int, groups: 
     if features.shape[0]:
         y = join_items([_standardised(item, groups, norm.eps) for item in split_items(y, grid)], grid)
     if norm.weight is not None:
-        y = y * norm.weight + norm.bias
+        y = torch.addcmul(norm.bias.to(y.dtype), y, norm.weight.to(y.dtype))
     return with_features(x, y.to(features.dtype))
 
 
 def _standardised(item: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
-    if item.shape[0] == 0:
-        return item
-    grouped = item.reshape(item.shape[0], groups, -1)
-    var, mean = torch.var_mean(grouped, (0, 2), correction=0, keepdim=True)
-    return ((grouped - mean) * torch.rsqrt(var + eps)).reshape(item.shape)
+    """(x - mean) / sqrt(var + eps) of each group of channels over all rows: torch's batch norm of (N_b, G, C/G)."""
+    grouped = item.reshape(item.shape[0], groups, item.shape[1] // groups)
+    if grouped.shape[0] * grouped.shape[2] < 2:
+        return item - item
+    return torch.nn.functional.batch_norm(grouped, None, None, training=True, eps=eps).reshape(item.shape)

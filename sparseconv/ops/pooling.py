@@ -169,8 +169,7 @@ class _EdgeSum(torch.autograd.Function):
             sources, targets = (outs, ins) if adjoint else (ins, outs)
             terms = x.index_select(0, sources)
             if winners is not None:
-                chosen = winners.index_select(0, targets if at_target else sources) == tap
-                terms = torch.where(chosen, terms, 0)
+                terms = _kept(terms, winners.index_select(0, targets if at_target else sources) == tap)
             y.index_add_(0, targets, terms.to(y.dtype))
         return y.to(x.dtype)
 
@@ -198,14 +197,16 @@ class _Max(torch.autograd.Function):
     def forward(x: torch.Tensor, kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (kernel_map.num_out, x.shape[1])
         index = torch.int16 if kernel_map.num_taps < 2**15 else torch.int32
-        values = torch.zeros(shape, dtype=x.dtype, device=x.device)
-        winners = torch.full(shape, -1, dtype=index, device=x.device)
+        first = torch.full((kernel_map.num_out, 1), -1, dtype=index, device=x.device)
+        for tap, _, outs in reversed(list(_by_tap(kernel_map))):
+            first.index_fill_(0, outs, tap)
+        values = torch.full(shape, -torch.inf, dtype=x.dtype, device=x.device).masked_fill_(first < 0, 0)
+        winners = first.expand(shape).contiguous()
         for tap, ins, outs in _by_tap(kernel_map):
-            rows = outs.long()
-            new, best, taps = x.index_select(0, ins), values.index_select(0, rows), winners.index_select(0, rows)
-            better = (taps < 0) | (new > best) | new.isnan()
-            values.index_copy_(0, rows, torch.where(better, new, best))
-            winners.index_copy_(0, rows, taps.masked_fill(better, tap))
+            new, best, taps = x.index_select(0, ins), values.index_select(0, outs), winners.index_select(0, outs)
+            worse = ((new > best) | (new != new)).logical_not_()
+            values.index_copy_(0, outs, torch.maximum(new, best))  # which hands NaN on
+            winners.index_copy_(0, outs, taps.sub_(tap).mul_(worse).add_(tap))
         return values, winners
 
     @staticmethod
@@ -220,12 +221,27 @@ class _Max(torch.autograd.Function):
 
 
 def _by_tap(kernel_map: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Each live tap with its input and output rows, neither of which repeats within a tap."""
+    """Each live tap with its input and output rows, neither of which repeats within a tap.
+
+    Rows are widened to int64 here: with int32, torch's index_add_ takes four times as long on the CPU.
+    """
     ends = 0
     for tap, count in enumerate(kernel_map.tap_counts):
         start, ends = ends, ends + count
         if count:
-            yield tap, kernel_map.in_rows[start:ends], kernel_map.out_rows[start:ends]
+            yield tap, kernel_map.in_rows[start:ends].long(), kernel_map.out_rows[start:ends].long()
+
+
+def _kept(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Terms where the mask holds and 0 elsewhere, whatever they are.
+
+    On the CPU by their bits: torch.where is a branch an element there, ten times slower, and a product would turn an
+    infinite term into NaN.
+    """
+    if terms.is_cuda:
+        return torch.where(mask, terms, 0)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[terms.element_size()]
+    return (terms.view(bits) & mask.to(bits).neg_()).view(terms.dtype)
 
 
 def _degrees(kernel_map: KernelMap) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.weights import PackedWeights, by_tap
 
 Axes = int | Sequence[int]
+Held = VoxelGrid | weakref.ref[VoxelGrid]
 
 
 class ConvolutionPlan:
@@ -68,7 +70,7 @@ class ConvolutionPlan:
         backend: str = "auto",
         deterministic: bool | None = None,
     ) -> None:
-        window, edge = _checked(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
         if isinstance(target, VoxelGrid):
             if fits(target, source, window, edge) is not target:
                 raise ValueError(f"some windows of the given target leave the extent {edge.extent or source.extent}")
@@ -79,8 +81,7 @@ class ConvolutionPlan:
             coarse = fits(source, source, window, edge)
         else:
             raise ValueError(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
-        kernel_map = find_edges(source, coarse, window, edge)
-        self._set(source, coarse, window, edge, kernel_map, kernel_size is not None, groups, backend, False)
+        self._join(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
 
     @classmethod
     def transposed(
@@ -102,12 +103,42 @@ class ConvolutionPlan:
 
         Arguments are those of `ConvolutionPlan`. To invert an earlier plan exactly, use its `transpose()`.
         """
-        window, edge = _checked(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
         fine = fine_grid(source, window, edge) if target is None else target
-        kernel_map = find_edges(fine, source, window, edge).reverse()
+        return cls.between(source, fine, window, edge, kernel_size is not None, groups, backend, True)
+
+    @classmethod
+    def between(
+        cls,
+        source: VoxelGrid,
+        target: VoxelGrid,
+        window: Window,
+        boundary: Boundary,
+        box: bool = True,
+        groups: int = 1,
+        backend: str = "auto",
+        is_transposed: bool = False,
+    ) -> ConvolutionPlan:
+        """The plan of a window between two given grids; ``box`` says that its taps fill a box."""
         plan = object.__new__(cls)
-        plan._set(source, fine, window, edge, kernel_map, kernel_size is not None, groups, backend, True)
+        plan._join(source, target, window, boundary, box, groups, backend, is_transposed)
         return plan
+
+    def _join(
+        self,
+        source: VoxelGrid,
+        target: VoxelGrid,
+        window: Window,
+        boundary: Boundary,
+        box: bool,
+        groups: int,
+        backend: str,
+        is_transposed: bool,
+    ) -> None:
+        fine, coarse = (target, source) if is_transposed else (source, target)
+        edges = find_edges(fine, coarse, window, boundary)
+        kernel_map = edges.reverse() if is_transposed else edges
+        self._set(source, target, window, boundary, kernel_map, box, groups, backend, is_transposed)
 
     def _set(
         self,
@@ -121,7 +152,9 @@ class ConvolutionPlan:
         backend: str,
         is_transposed: bool,
     ) -> None:
-        self.source, self.target, self.window, self.boundary = source, target, window, boundary
+        self._source: Held = source
+        self._target: Held = target
+        self.window, self.boundary = window, boundary
         self.kernel_map, self.groups, self.backend, self.is_transposed = kernel_map, groups, backend, is_transposed
         #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
         self.kernel_size = window.projection.counts if box else None
@@ -131,6 +164,16 @@ class ConvolutionPlan:
         self._packed = PackedWeights()
 
     # ---- reading
+
+    @property
+    def source(self) -> VoxelGrid:
+        """The grid of the inputs."""
+        return _held(self._source)
+
+    @property
+    def target(self) -> VoxelGrid:
+        """The grid of the outputs."""
+        return _held(self._target)
 
     @property
     def projection(self) -> IndexProjection:
@@ -249,6 +292,18 @@ class ConvolutionPlan:
         )
         return plan
 
+    def kept_with(self, grid: VoxelGrid) -> ConvolutionPlan:
+        """This plan as ``grid`` may keep it: without keeping that grid alive, which would be a cycle.
+
+        A scene's memory then goes when its grid goes, and not whenever Python looks for cycles.
+        """
+        plan = object.__new__(ConvolutionPlan)
+        plan.__dict__.update(self.__dict__)
+        for side in ("_source", "_target"):
+            if plan.__dict__[side] is grid:
+                plan.__dict__[side] = weakref.ref(grid)
+        return plan
+
     def to(self, device: torch.device | str) -> ConvolutionPlan:
         """This plan on another device; itself if it is there."""
         kernel_map = self.kernel_map.to(device)
@@ -264,7 +319,8 @@ class ConvolutionPlan:
         return plan
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_number"}
+        state = {k: v for k, v in self.__dict__.items() if k != "_number"}
+        return state | {"_source": self.source, "_target": self.target}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -273,7 +329,7 @@ class ConvolutionPlan:
     def __repr__(self) -> str:
         edges = self.kernel_map
         size = "x".join(map(str, self.kernel_size)) if self.kernel_size else f"{self.num_taps} taps"
-        kind = "transposed" if self.is_transposed else "submanifold" if self.target is self.source else "convolution"
+        kind = "transposed" if self.is_transposed else "submanifold" if self._target is self._source else "convolution"
         words = [f"{kind} {size}"]
         if any(s != 1 for s in self.window.stride):
             words.append("stride " + "x".join(map(str, self.window.stride)))
@@ -288,7 +344,7 @@ class ConvolutionPlan:
         return f"ConvolutionPlan({', '.join(words)}, {self.device})"
 
 
-def _checked(
+def checked_window(
     source: VoxelGrid,
     kernel_size: Axes | None,
     stride: Axes,
@@ -319,3 +375,13 @@ def _autocast(
         return x, weight, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _held(grid: Held) -> VoxelGrid:
+    """The grid, which a plan kept with it holds weakly."""
+    if not isinstance(grid, weakref.ref):
+        return grid
+    alive = grid()
+    if alive is None:
+        raise RuntimeError("the grid that kept this plan is gone: hold the grid as long as you ask the plan for it")
+    return alive

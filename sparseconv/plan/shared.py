@@ -29,7 +29,7 @@ def shared_plan(
     plan = source.derived.get(key)
     if plan is None:
         plan = (ConvolutionPlan.transposed if generative else ConvolutionPlan)(source, **options)
-        plan = source.derived.setdefault(key, plan)
+        plan = source.derived.setdefault(key, plan.kept_with(source))
     return plan.with_groups(groups)
 
 

@@ -1,0 +1,433 @@
+"""Check and time the GPU kernels, one configuration at a time, on shells and on voxel files.
+
+    python benchmarks/gpu_kernels.py check conv weight host --data FOLDER --out FILE.json [--cases shell256,...]
+
+Shells are the voxels within 1.25 of a sphere's surface in a RES^3 cube; a folder of .npz files with ``coords`` (N, 3)
+gives the real cases. Times are medians of CUDA-event times in ms; nothing is reported for a kernel whose result is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sparseconv.backends.triton_implicit_gemm import backend as implicit_gemm
+from sparseconv.backends.triton_implicit_gemm.config import (
+    ConvConfig,
+    WeightGradConfig,
+    conv_candidates,
+    weight_grad_candidates,
+)
+from sparseconv.backends.triton_implicit_gemm.schedule import build_schedule, retile
+from sparseconv.geometry.kernel_map import KernelMap
+
+#: (case, channels) of the comparison with other libraries
+CASES = [
+    ("shell1024", 64),
+    ("shell512", 32),
+    ("shell512", 128),
+    ("shell256", 256),
+    ("shell128", 512),
+    ("shell64", 1024),
+    ("lidar_ouster_os1_3sweeps_005", 32),
+    ("lidar_ouster_os1_3sweeps_005", 64),
+    ("tls_lonestar_005", 64),
+    ("indoor_rooms_pcl_002", 64),
+    ("shape_spot_256", 64),
+    ("brain_mni152_2mm", 64),
+    ("brain_mni152_2mm", 128),
+]
+RESULTS: list[dict] = []
+
+
+def shell(res: int) -> torch.Tensor:
+    axis = torch.arange(res, device="cuda").float() - res / 2 + 0.5
+    parts = []
+    for start in range(0, res, 16):
+        x = axis[start : start + 16]
+        d = (x[:, None, None] ** 2 + axis[None, :, None] ** 2 + axis[None, None, :] ** 2).sqrt()
+        part = torch.nonzero((d <= res / 2) & (d >= res / 2 - 1.25)).int()
+        part[:, 0] += start
+        parts.append(part)
+    return torch.cat(parts)
+
+
+def morton(coords: torch.Tensor) -> torch.Tensor:
+    key = torch.zeros(len(coords), dtype=torch.int64, device=coords.device)
+    c = (coords - coords.amin(0)).long()
+    for bit in range(15):
+        for axis in range(3):
+            key |= ((c[:, axis] >> bit) & 1) << (3 * bit + 2 - axis)
+    return torch.sort(key, stable=True).indices
+
+
+def submanifold(coords: torch.Tensor, side: int = 3) -> KernelMap:
+    half = side // 2
+    c = coords.long() - coords.amin(0).long() + half
+    size = c.amax(0) + half + 1
+    key = (c[:, 0] * size[1] + c[:, 1]) * size[2] + c[:, 2]
+    ordered, rows = torch.sort(key)
+    table = torch.empty(side**3, len(c), dtype=torch.int32, device=coords.device)
+    tap = 0
+    span = range(-half, half + 1)
+    for dx in span:
+        for dy in span:
+            for dz in span:
+                want = key + (dx * size[1] + dy) * size[2] + dz
+                at = torch.searchsorted(ordered, want).clamp_(max=len(c) - 1)
+                table[tap] = torch.where(ordered[at] == want, rows[at], -1).int()
+                tap += 1
+    taps = side**3
+    return KernelMap(
+        len(c), len(c), taps, neighbors=table, identity_tap=taps // 2, mirror=tuple(range(taps - 1, -1, -1))
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def load(case: str, data: str) -> tuple[torch.Tensor, KernelMap]:
+    if case.startswith("shell"):
+        coords = shell(int(case[5:]))
+    else:
+        coords = torch.from_numpy(np.load(Path(data) / f"{case}.npz")["coords"]).cuda().int()
+    return coords, submanifold(coords)
+
+
+def reference(x, w, g, kernel_map):
+    """Forward and both gradients tap by tap, in fp64 from the rounded operands."""
+    start = 0
+    y = torch.zeros(kernel_map.num_out, w.shape[2], dtype=torch.float64, device=x.device)
+    dx = torch.zeros(kernel_map.num_in, x.shape[1], dtype=torch.float64, device=x.device)
+    dw = torch.zeros(w.shape, dtype=torch.float64, device=x.device)
+    groups = x.shape[1] // w.shape[1]
+    ci, co = w.shape[1], w.shape[2] // groups
+    for tap, count in enumerate(kernel_map.tap_counts):
+        ins = kernel_map.in_rows[start : start + count].long()
+        outs = kernel_map.out_rows[start : start + count].long()
+        start += count
+        xt, gt, wt = x[ins].double(), g[outs].double(), w[tap].double()
+        for group in range(groups):
+            a, b = slice(group * ci, (group + 1) * ci), slice(group * co, (group + 1) * co)
+            y[outs, b] += xt[:, a] @ wt[:, b]
+            dx[ins, a] += gt[:, b] @ wt[:, b].t()
+            dw[tap][:, b] = xt[:, a].t() @ gt[:, b]
+    return y, dx, dw
+
+
+def error(got, want) -> float:
+    if not bool(torch.isfinite(got).all()):
+        return float("inf")
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+
+
+def timed(run: Callable[[], object], seconds: float = 0.06) -> float:
+    run()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    count = int(min(60, max(5, seconds / max(1e-5, time.perf_counter() - begin))))
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+    for a, b in events:
+        a.record()
+        run()
+        b.record()
+    torch.cuda.synchronize()
+    return float(np.median([a.elapsed_time(b) for a, b in events]))
+
+
+def note(**row) -> None:
+    RESULTS.append(row)
+    print("  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+
+
+def operands(kernel_map, c_in, c_out, dtype, groups=1):
+    x = torch.randn(kernel_map.num_in, c_in, device="cuda").to(dtype)
+    w = (torch.randn(kernel_map.num_taps, c_in // groups, c_out, device="cuda") * 0.1).to(dtype)
+    g = torch.randn(kernel_map.num_out, c_out, device="cuda").to(dtype)
+    return x, w, g
+
+
+def compile_all(jobs: list[tuple[Callable[..., object], tuple]]) -> None:
+    """Compile steps for their tensors on all cores; a step that fails to compile fails again when it is run."""
+
+    def one(job):
+        step, tensors = job
+        try:
+            target = step.args[0] if isinstance(step, functools.partial) else step
+            target.compile(*tensors)
+        except Exception:
+            return
+
+    with ThreadPoolExecutor(14) as pool:
+        list(pool.map(one, jobs))
+
+
+def conv_step(config, kernel_map, x, w, transposed, out):
+    work = implicit_gemm._work(x.dtype, x.device, kernel_map, x.shape[1], out.shape[1], 1, True)
+    work = replace(work, transposed=transposed)
+    return implicit_gemm._conv_step(config, work, x, w, kernel_map, out, False, transposed)
+
+
+def check(data: str) -> None:
+    """Every candidate of every verb, over dtypes, odd channels, groups and 125 taps, against fp64."""
+    coords = shell(48)
+    coords = coords[torch.randperm(len(coords), device="cuda")]
+    small, large = submanifold(coords), submanifold(coords[:3000], 5)
+    down = coords // 2
+    unique, rows = torch.unique(down, dim=0, return_inverse=True)
+    taps = (coords - 2 * unique[rows].int()).long()
+    tap = (taps[:, 0] * 2 + taps[:, 1]) * 2 + taps[:, 2]
+    order = torch.argsort(tap, stable=True)
+    offsets = torch.cat([torch.zeros(1, device="cuda"), torch.bincount(tap, minlength=8).cumsum(0)]).long()
+    strided = KernelMap(len(coords), len(unique), 8, pairs=(order.int(), rows[order].int(), offsets))
+    limits = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-6}
+    shapes = [(64, 64, 1), (32, 32, 1), (128, 128, 1), (256, 256, 1), (96, 160, 1), (16, 48, 1), (4, 32, 1), (5, 7, 1)]
+    shapes += [(512, 256, 1), (64, 64, 2), (64, 64, 64), (48, 96, 48), (40, 72, 1), (12, 20, 4)]
+    runs = []
+    for kernel_map, name in (
+        (small, "submanifold"),
+        (strided, "strided"),
+        (strided.reverse(), "inverse"),
+        (large, "125"),
+    ):
+        for dtype in limits:
+            several = shapes if dtype == torch.float16 else shapes[:1] + shapes[6:8]
+            for c_in, c_out, groups in several if name == "submanifold" else several[:1]:
+                x, w, g = operands(kernel_map, c_in, c_out, dtype, groups)
+                want = reference(x, w, g, kernel_map)
+                for verb, wanted in zip(("forward", "input_grad", "weight_grad"), want):
+                    transposed = verb == "input_grad"
+                    pair = (c_out // groups, c_in // groups) if transposed else (c_in // groups, c_out // groups)
+                    aligned = c_in * x.element_size() % 16 == 0 and c_out * x.element_size() % 16 == 0
+                    work = implicit_gemm._work(dtype, x.device, kernel_map, *pair, groups, aligned)
+                    work = replace(work, transposed=transposed)
+                    many = weight_grad_candidates(work) if verb == "weight_grad" else conv_candidates(work)
+                    for config in many:
+                        out = torch.full(wanted.shape, float("nan"), dtype=dtype, device="cuda")
+                        if verb == "weight_grad":
+                            step = implicit_gemm._WeightGradStep(config, work, kernel_map, x, g, out)
+                            arguments = (x, g, out)
+                        else:
+                            source = g if transposed else x
+                            step = implicit_gemm._conv_step(config, work, source, w, kernel_map, out, False, transposed)
+                            arguments = (source, w, out, source, source)
+                        label = dict(check=name, dtype=str(dtype), shape=(c_in, c_out, groups), verb=verb)
+                        runs.append((step, arguments, out, wanted, limits[dtype], {**label, "config": short(config)}))
+    begin = time.perf_counter()
+    compile_all([(step, arguments) for step, arguments, *_ in runs])
+    note(compiled=len(runs), seconds=time.perf_counter() - begin)
+    worst = 0.0
+    for step, arguments, out, wanted, limit, label in runs:
+        try:
+            step(*arguments)
+            e = error(out, wanted)
+            first = out.clone()
+            out.fill_(float("nan"))
+            step(*arguments)
+            same = torch.equal(first, out)
+        except Exception as problem:
+            note(**label, failed=repr(problem)[:300])
+            continue
+        worst = max(worst, e / limit)
+        if not same or not e < limit:
+            note(**label, error=e, same_bits=same)
+    note(check="done", worst_error_over_limit=worst)
+
+
+def conv_sweep(c: int) -> list[ConvConfig]:
+    bk = min(c, 64)
+    if c <= 128:
+        found = [ConvConfig(128, c, bk, 4, s, gluon=True) for s in (2, 3, 4)]
+        found += [ConvConfig(64, c, bk, 4, s, gluon=True) for s in (2, 3)]
+        found += [ConvConfig(128, c, bk, 8, 3, gluon=True), ConvConfig(128, c, bk, 4, 2), ConvConfig(128, c, bk, 4, 3)]
+        return found
+    found = [ConvConfig(128, 256, 64, 8, s, gluon=True) for s in (3, 4)]
+    found += [ConvConfig(64, 256, 64, 4, s, gluon=True) for s in (3, 4)]
+    found += [ConvConfig(128, 128, 64, w, 3, gluon=True) for w in (4, 8)]
+    found += [ConvConfig(128, 256, 64, 8, 3), ConvConfig(128, 128, 128, 8, 2, gluon=True)]
+    return found
+
+
+def conv(data: str, cases) -> None:
+    for case, c in cases:
+        coords, kernel_map = load(case, data)
+        x, w, g = operands(kernel_map, c, c, torch.float16)
+        out = torch.empty_like(g)
+        orders = {"gray": dict()}
+        if kernel_map.num_out >= 500_000 and c <= 128:
+            orders["rows32k"] = dict(chunk_rows=32768)
+            orders["morton32k"] = dict(chunk_rows=32768, base_order=morton(coords))
+        for order, options in orders.items():
+            kernel_map.prepared.clear()
+            kernel_map.prepared["schedule"] = build_schedule(kernel_map.neighbors, 27, 128, **options)
+            for block in (64, 128):
+                tiles = retile(kernel_map.prepared["schedule"], block)
+                note(
+                    case=case,
+                    c=c,
+                    order=order,
+                    block=block,
+                    waste=float(tiles.tile_counts.sum()) * block / kernel_map.num_pairs,
+                )
+            expected = {}
+            for transposed in (False, True):
+                configs = conv_sweep(c) if order == "gray" else conv_sweep(c)[:2]
+                if transposed:
+                    configs = (
+                        configs[:3] + [replace(k, weight_copy=True) for k in configs[:2]] if c >= 256 else configs[:2]
+                    )
+                compile_all([(conv_step(k, kernel_map, x, w, transposed, out), (x, w, out, x, x)) for k in configs])
+                for config in configs:
+                    try:
+                        step = conv_step(config, kernel_map, x, w, transposed, out)
+                        out.fill_(float("nan"))
+                        run = functools.partial(step, x, w, out, x, x)
+                        run()
+                        want = expected.setdefault(transposed, out.clone())
+                        e = error(out, want)
+                        ms = timed(run) if e < 2e-3 else float("nan")
+                        note(
+                            case=case,
+                            c=c,
+                            order=order,
+                            dgrad=transposed,
+                            config=short(config),
+                            ms=ms,
+                            tflops=2e-9 * kernel_map.num_pairs * c * c / ms,
+                            err=e,
+                        )
+                    except Exception as problem:
+                        note(case=case, c=c, config=short(config), failed=repr(problem)[:200])
+
+
+def short(config) -> str:
+    if isinstance(config, ConvConfig):
+        tag = "G" if config.gluon else "P"
+        return f"{tag}{config.block_m}x{config.block_n}x{config.block_k}w{config.warps}s{config.stages}" + (
+            "copy" if config.weight_copy else ""
+        )
+    tag = "G" if config.gluon else "P"
+    return f"{tag}{config.block_i}x{config.block_o}x{config.block_p}w{config.warps}s{config.stages}n{config.programs // 132}"
+
+
+def weight_sweep(c: int) -> list[WeightGradConfig]:
+    n = 132
+    if c == 32:
+        found = [WeightGradConfig(32, 32, p, 4, s, 16 * n) for p, s in ((128, 3), (128, 2), (64, 4))]
+        found += [WeightGradConfig(64, 32, p, 4, s, 16 * n, True) for p, s in ((128, 3), (64, 4), (128, 2))]
+    elif c == 64:
+        found = [WeightGradConfig(64, 64, p, 4, s, 16 * n, True) for p, s in ((128, 3), (128, 2), (64, 4))]
+        found += [WeightGradConfig(64, 64, 128, 4, 3, 16 * n)]
+    else:
+        found = [WeightGradConfig(128, 128, p, w, s, 16 * n, True) for p, w, s in ((64, 8, 3), (64, 4, 3), (64, 8, 2))]
+        found += [WeightGradConfig(128, 128, 64, 8, 3, 16 * n)]
+        if c >= 256:
+            found += [WeightGradConfig(128, 256, 64, 8, 3, 16 * n, True)]
+    found += [replace(found[0] if c != 32 else found[3], programs=k * n) for k in (4, 8, 32)]
+    return found
+
+
+def weight(data: str, cases) -> None:
+    for case, c in cases:
+        _, kernel_map = load(case, data)
+        kernel_map.prepared.clear()
+        x, w, g = operands(kernel_map, c, c, torch.float16)
+        out = torch.empty_like(w)
+        want = None
+        work = implicit_gemm._work(x.dtype, x.device, kernel_map, c, c, 1, True)
+        steps = [implicit_gemm._WeightGradStep(k, work, kernel_map, x, g, out) for k in weight_sweep(c)]
+        compile_all([(step, (x, g, out)) for step in steps])
+        del steps
+        for config in weight_sweep(c):
+            try:
+                step = implicit_gemm._WeightGradStep(config, work, kernel_map, x, g, out)
+                out.fill_(float("nan"))
+                run = functools.partial(step, x, g, out)
+                run()
+                want = out.clone() if want is None else want
+                e = error(out, want)
+                ms = timed(run) if e < 2e-3 else float("nan")
+                note(case=case, c=c, wgrad=short(config), ms=ms, jobs=step._partial_shape[0], err=e)
+            except Exception as problem:
+                note(case=case, c=c, wgrad=short(config), failed=repr(problem)[:200])
+
+
+def host(data: str) -> None:
+    """First-call time, host time of a launch, graph capture, and no synchronisation."""
+    coords = shell(64)
+    kernel_map = submanifold(coords)
+    x, w, g = operands(kernel_map, 64, 64, torch.float16)
+    backend = implicit_gemm.TritonImplicitGemm()
+    begin = time.perf_counter()
+    backend.forward(x, w, kernel_map, 1)
+    torch.cuda.synchronize()
+    t1 = time.perf_counter()
+    backend.input_grad(g, w, kernel_map, 1)
+    torch.cuda.synchronize()
+    t2 = time.perf_counter()
+    backend.weight_grad(x, g, kernel_map, 1)
+    torch.cuda.synchronize()
+    t3 = time.perf_counter()
+    note(first_call_s=t3 - begin, forward_s=t1 - begin, input_grad_s=t2 - t1, weight_grad_s=t3 - t2)
+    for key, timings in backend._tuner.timings.items():
+        note(tuned=key[0], timings=[(short(config), round(ms, 4)) for config, ms in timings])
+    torch.cuda.set_sync_debug_mode("error")
+    for name, run in {
+        "forward": lambda: backend.forward(x, w, kernel_map, 1),
+        "input_grad": lambda: backend.input_grad(g, w, kernel_map, 1),
+        "weight_grad": lambda: backend.weight_grad(x, g, kernel_map, 1),
+        "empty": lambda: torch.empty(10, device="cuda"),
+    }.items():
+        run()
+        best = 1e9
+        for _ in range(10):
+            t = time.perf_counter()
+            for _ in range(20):
+                run()
+            best = min(best, (time.perf_counter() - t) / 20)
+            time.sleep(0.002)
+        note(host=name, us=best * 1e6)
+    torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    want = backend.forward(x, w, kernel_map, 1)
+    with torch.cuda.graph(graph):
+        y = backend.forward(x, w, kernel_map, 1)
+        dx = backend.input_grad(y, w, kernel_map, 1)
+        dw = backend.weight_grad(x, y, kernel_map, 1)
+    y.fill_(0)
+    graph.replay()
+    torch.cuda.synchronize()
+    note(graph=torch.equal(y, want), finite=bool(torch.isfinite(dx).all() and torch.isfinite(dw).all()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="+", choices=["check", "conv", "weight", "host"])
+    parser.add_argument("--data", default="data")
+    parser.add_argument("--out", default=None)
+    parser.add_argument("--cases", default="")
+    arguments = parser.parse_args()
+    wanted = [name for name in arguments.cases.split(",") if name]
+    cases = [(case, c) for case, c in CASES if not wanted or case in wanted or f"{case}:{c}" in wanted]
+    begin = time.perf_counter()
+    for part in arguments.parts:
+        if part in ("conv", "weight"):
+            {"conv": conv, "weight": weight}[part](arguments.data, cases)
+        else:
+            {"check": check, "host": host}[part](arguments.data)
+        print(f"-- {part}: {time.perf_counter() - begin:.1f} s", flush=True)
+        if arguments.out:
+            Path(arguments.out).write_text(json.dumps(RESULTS, default=str))
+
+
+if __name__ == "__main__":
+    main()

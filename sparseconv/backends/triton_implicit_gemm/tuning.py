@@ -1,0 +1,163 @@
+"""The choice among a few configurations: compiled side by side, timed once, kept by Triton's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+
+logger = logging.getLogger(__name__)
+#: seconds of compiling after which a line says so
+PATIENCE = 2.0
+#: milliseconds of timing that one choice may take in all
+BUDGET_MS = 300.0
+
+Config = TypeVar("Config")
+
+
+def tuning_enabled() -> bool:
+    """Whether candidates are timed on first use; the environment variable SPARSECONV_AUTOTUNE=0 says no."""
+    return os.environ.get("SPARSECONV_AUTOTUNE", "1") != "0"
+
+
+class Tuner:
+    """Remembers which configuration was fastest for a key, in this process and in Triton's cache folder."""
+
+    def __init__(self) -> None:
+        self._chosen: dict[tuple[object, ...], Any] = {}
+        self._lock = threading.Lock()
+        #: what was measured, for explanations: key -> [(configuration, milliseconds)]
+        self.timings: dict[tuple[object, ...], list[tuple[Any, float]]] = {}
+
+    def explain(self, key: tuple[object, ...], candidates: Sequence[Any]) -> dict[str, Any]:
+        """The configuration in use for a key and the milliseconds measured; the first candidate if none was timed."""
+        return {"config": self._chosen.get(key, candidates[0]), "timings": self.timings.get(key, [])}
+
+    def choose(
+        self,
+        key: tuple[object, ...],
+        candidates: Sequence[Config],
+        compile_one: Callable[[Config], None],
+        run_one: Callable[[Config], None],
+        device: torch.device,
+    ) -> Config:
+        """The fastest candidate; the first one where timing is off or impossible (a graph is being captured)."""
+        if len(candidates) == 1 or not tuning_enabled() or device.type != "cuda":
+            return candidates[0]
+        found = self._chosen.get(key)
+        if found is not None and found in candidates:
+            return found
+        if torch.cuda.is_current_stream_capturing():
+            return candidates[0]
+        with self._lock:
+            name = _cache_name(key, candidates, device)
+            index = _read(name)
+            if index is None or not 0 <= index < len(candidates):
+                good = _compile_all(candidates, compile_one, device, key)
+                timings = _time_all(good, run_one)
+                self.timings[key] = timings
+                best = min(timings, key=lambda pair: pair[1])[0]
+                index = list(candidates).index(best)
+                _write(name, index, timings)
+            self._chosen[key] = candidates[index]
+            return candidates[index]
+
+
+def _compile_all(
+    candidates: Sequence[Config], compile_one: Callable[[Config], None], device: torch.device, key: tuple[object, ...]
+) -> list[Config]:
+    """Compile every candidate on a thread of its own; those that this Triton or this card cannot take drop out."""
+    good: list[Config] = []
+    start = time.monotonic()
+
+    def build(config: Config) -> None:
+        with torch.cuda.device(device):
+            compile_one(config)
+
+    with ThreadPoolExecutor(len(candidates)) as pool:
+        futures = [pool.submit(build, config) for config in candidates]
+        said = False
+        for config, future in zip(candidates, futures):
+            while not future.done():
+                if not said and time.monotonic() - start > PATIENCE:
+                    said = True
+                    logger.warning(
+                        "compiling %d kernels for %s (kept for later runs in Triton's cache)", len(candidates), key
+                    )
+                time.sleep(0.005)
+            error = future.exception()
+            if error is None:
+                good.append(config)
+            else:
+                logger.info("candidate %s dropped: %s", config, error)
+    if not good:
+        raise RuntimeError(f"no kernel could be compiled for {key}: the first error was {futures[0].exception()}")
+    return good
+
+
+def _time_all(candidates: Sequence[Config], run_one: Callable[[Config], None]) -> list[tuple[Config, float]]:
+    """Median milliseconds of each candidate that runs, measured with events, in turns."""
+    ready: list[Config] = []
+    first: list[float] = []
+    for config in candidates:
+        try:
+            run_one(config)
+            first.append(_elapsed(run_one, config))
+            ready.append(config)
+        except Exception as error:
+            logger.info("candidate %s dropped: %s", config, error)
+    if not ready:
+        raise RuntimeError("no candidate kernel could be launched on this device")
+    rounds = int(min(10, max(2, BUDGET_MS / max(1e-3, sum(first)))))
+    samples: list[list[float]] = [[value] for value in first]
+    for _ in range(rounds):
+        for config, values in zip(ready, samples):
+            values.append(_elapsed(run_one, config))
+    return [(config, sorted(values)[len(values) // 2]) for config, values in zip(ready, samples)]
+
+
+def _elapsed(run_one: Callable[[Config], None], config: Config) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run_one(config)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def _cache_name(key: tuple[object, ...], candidates: Sequence[Any], device: torch.device) -> str:
+    import triton
+
+    text = repr(
+        (key, [asdict(config) for config in candidates], torch.cuda.get_device_name(device), triton.__version__)
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(name: str) -> int | None:
+    from triton.runtime.cache import get_cache_manager
+
+    path = get_cache_manager(name).get_file("choice.json")
+    if path is None:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            return int(json.load(file)["index"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _write(name: str, index: int, timings: list[tuple[Any, float]]) -> None:
+    from triton.runtime.cache import get_cache_manager
+
+    text = json.dumps({"index": index, "ms": [[str(config), ms] for config, ms in timings]})
+    get_cache_manager(name).put(text, "choice.json", binary=False)
