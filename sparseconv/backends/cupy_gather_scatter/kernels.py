@@ -119,7 +119,9 @@ def scatter_kernel(product: torch.dtype, total: torch.dtype, width: int) -> Any:
     return cupy.RawKernel(source("scatter_add"), "scatter_add", options=scatter_options(product, total, width))
 
 
-def _launch(kernel: Any, device: torch.device, count: int, across: int, arguments: tuple[int, ...], last: int) -> None:
+def _launch(
+    kernel: Any, device: torch.device, count: int, across: int, arguments: tuple[int, ...], last: int
+) -> None:
     """Launch over ``count`` rows of ``across`` pieces on torch's current stream; ``last`` is the 32-bit argument."""
     import cupy
     import numpy as np
