@@ -66,7 +66,7 @@ def plan_within(
         else:
             target = _inside(coarse_grid(grid, window, Boundary.absent()), box)
             plan = ConvolutionPlan(grid, size["kernel_size"], target=target, **axes)  # type: ignore[arg-type]
-        plan = grid.derived.setdefault(key, plan)
+        plan = grid.derived.setdefault(key, plan.kept_with(grid))
     return plan
 
 

@@ -181,7 +181,7 @@ class SparseConvolution(SparseModule):
                 f"{self.kernel_size}: they must be equal"
             )
         check_ends(input, stored.out_spatial_shape, stored.out_indices, stored.plan.target, self.indice_key)
-        plan = stored.plan.transpose()
+        plan = stored.inverse_plan
         out = self._execute(input, plan)
         out.spatial_shape = list(stored.spatial_shape)
         return out._at(plan.target, stored.indices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,11 +73,17 @@ class IndiceData:
         window: LayerWindow,
     ) -> None:
         self.plan, self.indices, self.out_indices = plan, indices, out_indices
+        self._ends = (plan.source, plan.target)  # a plan that its grid keeps does not keep that grid
         self.spatial_shape, self.out_spatial_shape = list(spatial_shape), list(out_spatial_shape)
         self.is_subm, self.algo = is_subm, algo
         self.ksize, self.stride = list(window.kernel_size), list(window.stride)
         self.dilation, self.padding = list(window.dilation), list(window.padding)
         self.voxel_num = None
+
+    @cached_property
+    def inverse_plan(self) -> ConvolutionPlan:
+        """The plan reversed."""
+        return self.plan.transpose()
 
     @property
     def indice_pairs(self) -> torch.Tensor:
