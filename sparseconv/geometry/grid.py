@@ -89,6 +89,15 @@ class VoxelGrid:
     def _table(self) -> SortedTable:
         return SortedTable(self._space.keys(self.coords))
 
+    #: True where other processes hold the rest of the scene
+    is_shared = False
+    #: the class of this kind of grid's plans, where floors above give it one of its own
+    plan_type: type | None = None
+
+    def all_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of ``values`` over the processes that share the scene: themselves, where one process holds it."""
+        return values
+
     # ---- reading
 
     @property

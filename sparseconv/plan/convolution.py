@@ -136,14 +136,31 @@ class ConvolutionPlan:
         is_transposed: bool,
     ) -> None:
         fine, coarse = (target, source) if is_transposed else (source, target)
-        edges = find_edges(fine, coarse, window, boundary)
+        with torch._C._DisableFuncTorch():  # edges do not depend on what torch.func differentiates
+            edges = find_edges(fine, coarse, window, boundary)
         kernel_map = edges.reverse() if is_transposed else edges
         self._set(source, target, window, boundary, kernel_map, box, groups, backend, is_transposed)
 
+    def over(self, kernel_map: KernelMap, **changes: Any) -> ConvolutionPlan:
+        """This plan with other edges, and whatever else ``changes`` names (source, target, groups, is_transposed)."""
+        now = {
+            "source": self._source,
+            "target": self._target,
+            "window": self.window,
+            "boundary": self.boundary,
+            "box": self.kernel_size is not None,
+            "groups": self.groups,
+            "backend": self.backend,
+            "is_transposed": self.is_transposed,
+        }
+        plan = object.__new__(ConvolutionPlan)
+        plan._set(kernel_map=kernel_map, **{**now, **changes})
+        return plan
+
     def _set(
         self,
-        source: VoxelGrid,
-        target: VoxelGrid,
+        source: Held,
+        target: Held,
         window: Window,
         boundary: Boundary,
         kernel_map: KernelMap,
@@ -152,8 +169,7 @@ class ConvolutionPlan:
         backend: str,
         is_transposed: bool,
     ) -> None:
-        self._source: Held = source
-        self._target: Held = target
+        self._source, self._target = source, target
         self.window, self.boundary = window, boundary
         self.kernel_map, self.groups, self.backend, self.is_transposed = kernel_map, groups, backend, is_transposed
         #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
@@ -183,6 +199,11 @@ class ConvolutionPlan:
     @property
     def num_taps(self) -> int:
         return self.kernel_map.num_taps
+
+    @property
+    def num_in(self) -> int:
+        """N_in, the rows of x."""
+        return self.kernel_map.num_in
 
     @property
     def coverage(self) -> torch.Tensor:
@@ -250,6 +271,10 @@ class ConvolutionPlan:
             if other is not None and other.dtype != x.dtype:
                 raise TypeError(f"x is {x.dtype} but the {name} is {other.dtype}: cast one, or use torch.autocast")
 
+    def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
+        """What an operation over edges works on: here x (N_in, C) and this plan; a sharded plan adds its halo."""
+        return x, self
+
     # ---- other plans
 
     def transpose(self) -> ConvolutionPlan:
@@ -258,19 +283,12 @@ class ConvolutionPlan:
         It takes its own weight (K, C_in, C_out) in its own direction; with the weight's channels exchanged it is the
         exact adjoint of this plan.
         """
-        plan = object.__new__(ConvolutionPlan)
-        plan._set(
-            self.target,
-            self.source,
-            self.window,
-            self.boundary,
+        return self.over(
             self.kernel_map.reverse(),
-            self.kernel_size is not None,
-            self.groups,
-            self.backend,
-            not self.is_transposed,
+            source=self._target,
+            target=self._source,
+            is_transposed=not self.is_transposed,
         )
-        return plan
 
     def with_groups(self, groups: int) -> ConvolutionPlan:
         """The same edges for another number of channel groups; itself if it has that number."""
@@ -278,19 +296,7 @@ class ConvolutionPlan:
             return self
         if groups < 1:
             raise ValueError(f"groups must be at least 1; got {groups}")
-        plan = object.__new__(ConvolutionPlan)
-        plan._set(
-            self.source,
-            self.target,
-            self.window,
-            self.boundary,
-            self.kernel_map,
-            self.kernel_size is not None,
-            groups,
-            self.backend,
-            self.is_transposed,
-        )
-        return plan
+        return self.over(self.kernel_map, groups=groups)
 
     def kept_with(self, grid: VoxelGrid) -> ConvolutionPlan:
         """This plan as ``grid`` may keep it: without keeping that grid alive, which would be a cycle.
@@ -309,14 +315,9 @@ class ConvolutionPlan:
         kernel_map = self.kernel_map.to(device)
         if kernel_map is self.kernel_map:
             return self
-        plan = object.__new__(ConvolutionPlan)
         source = self.source.to(device)
-        target = source if self.target is self.source else self.target.to(device)
-        box = self.kernel_size is not None
-        plan._set(
-            source, target, self.window, self.boundary, kernel_map, box, self.groups, self.backend, self.is_transposed
-        )
-        return plan
+        target = source if self._target is self._source else self.target.to(device)
+        return self.over(kernel_map, source=source, target=target)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k != "_number"}

@@ -1,4 +1,4 @@
-"""The two kernels on either side of the matrix product, from CUDA text through CuPy, and their readable twin in torch."""
+"""The two kernels on either side of the matrix product, from CUDA text through CuPy, and their torch twin."""
 
 from __future__ import annotations
 
@@ -119,9 +119,7 @@ def scatter_kernel(product: torch.dtype, total: torch.dtype, width: int) -> Any:
     return cupy.RawKernel(source("scatter_add"), "scatter_add", options=scatter_options(product, total, width))
 
 
-def _launch(
-    kernel: Any, device: torch.device, count: int, across: int, arguments: tuple[int, ...], last: int
-) -> None:
+def _launch(kernel: Any, device: torch.device, count: int, across: int, arguments: tuple[int, ...], last: int) -> None:
     """Launch over ``count`` rows of ``across`` pieces on torch's current stream; ``last`` is the 32-bit argument."""
     import cupy
     import numpy as np

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 HALF = (torch.float16, torch.bfloat16)
 #: channels of a pack of groups: enough for a matrix instruction and for one 128-byte read of half numbers
 PACK_CHANNELS = 64
+#: pairs that make a job of the weight gradient worth its start and its partial sum
+PAIRS_A_JOB = 2500
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class ConvConfig:
     gluon: bool = False
     #: input gradient: read the weight through a transposed copy instead of transposing each tile
     weight_copy: bool = False
+    #: groups of taps computed apart and added in a fixed order: more programs where rows are few
+    split: int = 1
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Work:
     processors: int = 132
     capability: tuple[int, int] = (9, 0)
     transposed: bool = False
+    precision: str = "tf32"
 
     @property
     def pack(self) -> int:
@@ -94,6 +99,7 @@ class Work:
             round(8 * self.density),
             self.aligned,
             self.transposed,
+            self.precision,
             self.processors,
             self.capability,
         )
@@ -113,7 +119,7 @@ def conv_candidates(work: Work) -> list[ConvConfig]:
         warps = 8 if block_n == 128 else 4
         return [
             ConvConfig(128, block_n, block_k, warps, 3),
-            ConvConfig(64, block_n, block_k, 4, 3),
+            ConvConfig(64, min(block_n, 64), block_k, 8, 3),
             ConvConfig(128, min(block_n, 64), block_k, 4, 3),
         ]
     block_k = min(max(16, power_of_two(c_in)), 64)
@@ -122,50 +128,48 @@ def conv_candidates(work: Work) -> list[ConvConfig]:
     block_n = min(max(16, power_of_two(c_out)), 256)
     if block_n > 32 and c_out % block_n and c_out % (block_n // 2) == 0:
         block_n //= 2
-    copy = work.transposed and min(c_in, c_out) >= 256
     wide = block_n == 256
     warps = 8 if wide else 4
-    plain = ConvConfig(128, block_n, block_k, warps, 3 if wide else 2, weight_copy=copy)
+    tile = ConvConfig(128, block_n, block_k, warps, 3, gluon=work.gluon)
+    narrow = replace(tile, block_m=64, block_n=min(block_n, 128), warps=4)
+    if few_programs(work, tile):
+        split = min(3, work.num_taps)
+        return [narrow, replace(narrow, split=split), replace(tile, split=split), tile]
     if not work.gluon:
-        narrow = min(block_n, 128)
-        return [plain, ConvConfig(64, narrow, block_k, 4, 3, weight_copy=copy), ConvConfig(128, narrow, block_k, 8, 3)]
-    found = [ConvConfig(128, block_n, block_k, warps, 3, gluon=True, weight_copy=copy)]
+        return [tile, narrow] if wide else [replace(tile, stages=2), tile, narrow]
     if wide:
-        found.append(ConvConfig(128, 128, block_k, 4, 3, gluon=True, weight_copy=copy))
-        if copy:
-            found.append(ConvConfig(128, block_n, block_k, warps, 3, gluon=True))
-        else:
-            found.append(ConvConfig(64, block_n, block_k, 4, 3, gluon=True))
-    else:
-        found.append(ConvConfig(128, block_n, block_k, warps, 2, gluon=True))
-        found.append(ConvConfig(64, block_n, block_k, 4, 3, gluon=True))
-    found.append(plain)
-    return found
+        return [tile, replace(tile, block_n=128, warps=4)]
+    return [replace(tile, stages=2), tile, replace(narrow, stages=2)]
+
+
+def few_programs(work: Work, config: ConvConfig) -> bool:
+    """Whether tiles of this size leave half of the card without work."""
+    tiles = -(-work.num_rows // config.block_m)
+    columns = -(-work.pack * work.group_out // config.block_n) * -(-work.groups // work.pack)
+    return 2 * tiles * columns <= work.processors
 
 
 def weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
     """At most four configurations for the weight-gradient kernel, the expected best first."""
     c_in, c_out = work.pack * work.group_in, work.pack * work.group_out
-    programs = 16 * work.processors
+    channels = max(c_in, c_out)
+    waves = 8 if channels <= 32 else 4 if channels <= 128 else 16
+    programs = waves * work.processors
+    if channels <= 128:  # a job has a fixed cost: no more of them than pairs to share
+        programs = min(programs, max(2 * work.processors, work.num_pairs // PAIRS_A_JOB))
     if work.dtype not in HALF:
         block_i = min(max(16, power_of_two(c_in)), 64)
         block_o = min(max(16, power_of_two(c_out)), 64)
-        return [
-            WeightGradConfig(block_i, block_o, 32, 4, 3, programs),
-            WeightGradConfig(block_i, block_o, 64, 4, 2, programs),
-        ]
+        tile = WeightGradConfig(block_i, block_o, 32, 4, 3, programs)
+        return [tile, replace(tile, stages=2), replace(tile, programs=2 * programs)]
     block_i = min(max(16, power_of_two(c_in)), 128)
     block_o = min(max(16, power_of_two(c_out)), 128)
     large = block_i * block_o >= 128 * 128
-    plain = WeightGradConfig(block_i, block_o, 64 if large else 128, 8 if large else 4, 3, programs)
+    tile = WeightGradConfig(block_i, block_o, 64 if large else 128, 8 if large else 4, 3 if large else 2, programs)
     if not work.gluon:
-        return [plain, WeightGradConfig(min(block_i, 64), min(block_o, 64), 64, 4, 3, programs)]
-    block_i = max(block_i, 64)
-    tall = WeightGradConfig(block_i, block_o, 64 if large else 128, 8 if large else 4, 3, programs, gluon=True)
-    found = [tall, plain] if c_in >= 64 else [plain, tall]
-    found.append(WeightGradConfig(block_i, block_o, tall.block_p, tall.warps, 3, programs // 2, gluon=True))
-    found.append(WeightGradConfig(block_i, block_o, 64, tall.warps, 4, programs, gluon=True))
-    return found
+        return [tile, replace(tile, block_i=min(block_i, 64), block_o=min(block_o, 64)), replace(tile, stages=3)]
+    tile = replace(tile, block_i=max(block_i, 64), gluon=True)  # wgmma takes 64 rows of the product at least
+    return [tile, replace(tile, programs=2 * programs), replace(tile, stages=3 if tile.stages == 2 else 2)]
 
 
 def conv_shared_bytes(config: ConvConfig, itemsize: int) -> int:

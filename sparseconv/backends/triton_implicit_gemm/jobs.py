@@ -8,6 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sparseconv.geometry.kernel_map import KernelMap
+
+#: pairs of one job are a multiple of this
+JOB_QUANTUM = 128
+
 
 @dataclass(frozen=True)
 class Jobs:
@@ -55,3 +60,13 @@ def cut_jobs(tap_counts: Sequence[int], max_jobs: int, quantum: int, device: tor
         put(tap_jobs, torch.int32),
         int(tap_jobs[-1]),
     )
+
+
+def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
+    """The map's jobs, cut on first use and kept with the map."""
+    key = ("jobs", max_jobs)
+    jobs = kernel_map.prepared.get(key)
+    if jobs is None:
+        jobs = cut_jobs(kernel_map.tap_counts, max_jobs, JOB_QUANTUM, kernel_map.in_rows.device)
+        kernel_map.prepared[key] = jobs
+    return jobs

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+from sparseconv.geometry.kernel_map import KernelMap
 
 #: slots are padded to a multiple of this, so that schedules of every block size share one table
 SLOT_ALIGNMENT = 256
@@ -67,7 +70,7 @@ def tap_significance(num_taps: int) -> tuple[int, ...]:
 def plane_groups(num_taps: int, parts: int = 3) -> tuple[tuple[int, ...], ...]:
     """Taps cut into ``parts`` runs of neighbouring tap numbers: the planes along the first axis of a cube."""
     edges = [round(part * num_taps / parts) for part in range(parts + 1)]
-    return tuple(tuple(range(a, b)) for a, b in zip(edges[:-1], edges[1:]) if b > a)
+    return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(edges) if b > a)
 
 
 def gray_rank(neighbors: torch.Tensor, taps: Sequence[int]) -> list[torch.Tensor]:
@@ -219,3 +222,36 @@ def retile(schedule: Schedule, block_m: int, row_taps: torch.Tensor | None = Non
     return replace(
         schedule, block_m=block_m, tile_counts=counts, tile_rows=tile_rows, tile_taps=tile_taps, tile_order=order
     )
+
+
+def schedule_of(kernel_map: KernelMap, block_m: int, transposed: bool = False, split: int = 1) -> Schedule:
+    """The map's schedule at a tile size, built on first use and kept with the map; transposed: of the reversed edges.
+
+    A map with a mirror symmetry is its own reverse with the taps exchanged, so its one table serves both directions.
+    """
+    if transposed and kernel_map.mirror is None:
+        return schedule_of(kernel_map.reverse(), block_m, split=split)
+    key = ("schedule", block_m, transposed, split)
+    schedule = kernel_map.prepared.get(key)
+    if schedule is None:
+        if transposed:
+            straight = schedule_of(kernel_map, block_m, split=split)
+            mirror = torch.tensor(kernel_map.mirror, dtype=torch.int32)
+            if straight.tile_taps.is_cuda:
+                mirror = mirror.pin_memory()
+            mirror = mirror.to(straight.tile_taps.device, non_blocking=True)
+            schedule = replace(straight, tile_taps=mirror[straight.tile_taps.long()])
+        elif split > 1:
+            schedule = _build(kernel_map, block_m, plane_groups(kernel_map.num_taps, split))
+        else:
+            base = kernel_map.prepared.get("schedule")
+            if base is None:
+                base = kernel_map.prepared["schedule"] = _build(kernel_map, block_m, None)
+            schedule = retile(base, block_m)
+        kernel_map.prepared[key] = schedule
+    return schedule
+
+
+def _build(kernel_map: KernelMap, block_m: int, groups: Sequence[Sequence[int]] | None) -> Schedule:
+    rows = kernel_map.prepared.get("row_order")
+    return build_schedule(kernel_map.neighbors, kernel_map.num_taps, block_m, base_order=rows, groups=groups)
