@@ -391,7 +391,8 @@ def test_install_serves_the_name_spconv():
 def test_install_refuses_to_hide_a_library_that_is_in_use():
     program = "import sys, types; sys.modules['spconv'] = types.ModuleType('spconv')\n"
     program += "import sparseconv.interop.spconv as c\ntry: c.install()\nexcept RuntimeError as e: print(e)\n"
-    program += "c.install(force=True)\nimport spconv; assert spconv is c"
+    program += "c.install(force=True)\nimport spconv; assert spconv is c\n"
+    program += "c.uninstall()\nassert sys.modules['spconv'].__name__ == 'spconv'"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "imported already" in done.stdout

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from types import ModuleType
 
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import AlgoHint, ConvAlgo
@@ -28,12 +29,15 @@ _MODULES = (
     ),
 )
 
+#: modules of the real library while `install` hides them
+_hidden: dict[str, ModuleType] = {}
+
 
 def install(*, force: bool = False) -> None:
     """Make ``import spconv`` and its submodules resolve to this package in this process.
 
     Raises:
-        RuntimeError: the real spconv is imported already; ``force=True`` replaces it (what was made from it stays).
+        RuntimeError: the real spconv is imported already; ``force=True`` hides it until `uninstall`.
 
     >>> install(force=True)
     >>> import spconv.pytorch as spconv
@@ -48,20 +52,21 @@ def install(*, force: bool = False) -> None:
             "imports it, or pass force=True"
         )
     uninstall()
-    if force:
-        for name in [n for n in sys.modules if n.split(".")[0] == "spconv"]:
-            del sys.modules[name]
+    for name in [n for n in sys.modules if n.split(".")[0] == "spconv"]:
+        _hidden[name] = sys.modules.pop(name)
     sys.modules["spconv"] = sys.modules[__name__]
     for name in _MODULES:
         sys.modules[f"spconv.{name}"] = importlib.import_module(f"{__name__}.{name}")
 
 
 def uninstall() -> None:
-    """Undo `install`: forget the names that it gave."""
+    """Undo `install`: take its names away, and give a library that it replaced its own back."""
     for name in ("spconv", *(f"spconv.{n}" for n in _MODULES)):
         module = sys.modules.get(name)
         if module is not None and module.__name__.startswith(__name__):
             del sys.modules[name]
+    sys.modules.update(_hidden)
+    _hidden.clear()
 
 
 __all__ = ["SPCONV_VERSION_NUMBERS", "AlgoHint", "ConvAlgo", "constants", "install", "uninstall"]
