@@ -6,13 +6,11 @@ hemisphere and is judged on the right one. Run: python examples/brain_tissues.py
 
 from __future__ import annotations
 
-import argparse
 import itertools
-from pathlib import Path
 
 import numpy as np
 import torch
-from loop import Task, tile, train
+from loop import Task, options, reached, tile, train
 from volumes import brain, pooled
 
 
@@ -39,11 +37,5 @@ def task(millimetres: int = 3) -> Task:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--millimetres", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("examples/output"))
-    options = parser.parse_args()
-    found = train(task(options.millimetres), options.steps, options.output)
-    reached = found["held_out_miou"] >= found["target"] and found["resumed_equals"]
-    raise SystemExit(0 if reached else 1)
+    given = options(__doc__ or "", 60, 3)
+    raise SystemExit(0 if reached(train(task(given.millimetres), given.steps, given.output)) else 1)

@@ -8,13 +8,10 @@ Run: python examples/cortex_folds.py
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
 import nibabel
 import numpy as np
 import torch
-from loop import Task, Tile, tile, train
+from loop import Task, Tile, options, reached, tile, train
 from volumes import package_folder
 
 import sparseconv as sc
@@ -49,11 +46,5 @@ def task(millimetres: float = 2.0) -> Task:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--millimetres", type=float, default=2.0)
-    parser.add_argument("--output", type=Path, default=Path("examples/output"))
-    options = parser.parse_args()
-    found = train(task(options.millimetres), options.steps, options.output)
-    reached = found["held_out_miou"] >= found["target"] and found["resumed_equals"]
-    raise SystemExit(0 if reached else 1)
+    given = options(__doc__ or "", 120, 2.0)
+    raise SystemExit(0 if reached(train(task(given.millimetres), given.steps, given.output)) else 1)

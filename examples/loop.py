@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from dataclasses import dataclass
@@ -159,3 +160,18 @@ def draw(task: Task, run: Training, path: Path) -> None:
     right.legend()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def options(text: str, steps: int, millimetres: float | None = None) -> argparse.Namespace:
+    """The command line of an example."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    if millimetres is not None:
+        parser.add_argument("--millimetres", type=type(millimetres), default=millimetres, help="edge of a voxel")
+    return parser.parse_args()
+
+
+def reached(found: dict) -> bool:
+    """Whether the held-out tiles reach the score, and a resumed run the same bits."""
+    return found["held_out_miou"] >= found["target"] and found["resumed_equals"]

@@ -37,7 +37,13 @@ class PlanSet:
         self.grid = grid
 
     @classmethod
-    def of(cls, net: torch.nn.Module, grid: VoxelGrid, channels: int | None = None) -> PlanSet:
+    def of(
+        cls,
+        net: torch.nn.Module,
+        grid: VoxelGrid,
+        channels: int | None = None,
+        prepare: Callable[[SparseTensor], Any] | None = None,
+    ) -> PlanSet:
         """Every plan that ``net`` asks for on a grid, found by calling it once with convolutions left out.
 
         Args:
@@ -45,6 +51,7 @@ class PlanSet:
                 other thread may train this very object: workers of a data loader have their own.
             grid: the scene, or the batch of scenes.
             channels: of the input; default: those of the first layer that says ``in_channels``.
+            prepare: makes the network's input from a `SparseTensor`, where it takes something else.
 
         Raises:
             ValueError: no layer says how many channels the input has.
@@ -59,7 +66,8 @@ class PlanSet:
         net.eval()
         try:
             with torch.no_grad(), _WithoutConvolutions():
-                net(SparseTensor(grid, torch.zeros(len(grid), channels, dtype=like.dtype, device=grid.device)))
+                x = SparseTensor(grid, torch.zeros(len(grid), channels, dtype=like.dtype, device=grid.device))
+                net(x if prepare is None else prepare(x))
         finally:
             for module in training:
                 module.training = True

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import subprocess
 import sys
+import weakref
 from collections import OrderedDict
 
 import numpy as np
@@ -17,6 +19,7 @@ import sparseconv as sc
 import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel, gather_features_by_pc_voxel_id
 from sparseconv.interop.spconv.utils import Point2VoxelCPU3d, VoxelGenerator, VoxelGeneratorV2
+from sparseconv.plan import PlanSet
 from tests.interop.scenes import scene
 
 
@@ -319,6 +322,58 @@ def test_to_and_from_our_own_tensors():
     back = spconv.SparseConvTensor.from_sparse_tensor(own, x.spatial_shape)
     assert back.voxels is own.grid
     assert torch.equal(back.dense(), x.dense())
+
+
+def test_a_scene_goes_with_its_tensors():
+    """Nothing of a scene waits for the garbage collector, whatever keys remember."""
+    net = unet()
+    gc.collect()
+    gc.disable()
+    try:
+        x = tensor()
+        y = net(x)
+        y.features.sum().backward()
+        left = [weakref.ref(x.voxels), weakref.ref(y.find_indice_pair("d1").plan.kernel_map)]
+        del x, y
+        assert [ref() for ref in left] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_the_gpu(dtype):
+    net, (features, indices, shape, batch) = unet().eval(), scene()
+    want = net(spconv.SparseConvTensor(features, indices, shape, batch)).features.detach()
+    net.to("cuda", dtype)
+    x = features.to("cuda", dtype).requires_grad_()
+    got = net(spconv.SparseConvTensor(x, indices.cuda(), shape, batch)).features
+    got.sum().backward()
+    assert bool(x.grad.isfinite().all())
+    assert float((got.detach().cpu().float() - want).abs().max()) < (1e-3 if dtype == torch.float32 else 0.2)
+    points = torch.rand(500, 4)
+    box = ([0.1] * 3, [0, 0, 0, 1, 1, 1], 4, 300, 3)
+    here, there = PointToVoxel(*box)(points), PointToVoxel(*box, torch.device("cuda"))(points.cuda())
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
+
+
+def test_compiled_whole_once_the_maps_are_there():
+    net, x = unet().eval(), tensor()
+    want = net(x).features
+    got = torch.compile(lambda t: net(t).features, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(got, want)
+
+
+def test_plans_made_ahead_serve_these_layers_too(monkeypatch):
+    net, x = unet().eval(), tensor()
+    want = net(x).features
+
+    def prepare(t):
+        return spconv.SparseConvTensor.from_sparse_tensor(t, x.spatial_shape)
+
+    plans = pickle.loads(pickle.dumps(PlanSet.of(net, sc.VoxelGrid(x.indices, 2), prepare=prepare)))
+    monkeypatch.setattr(sc.ConvolutionPlan, "_join", None)
+    assert torch.equal(net(prepare(sc.SparseTensor(plans.grid, x.features))).features, want)
 
 
 # ---- voxel generators

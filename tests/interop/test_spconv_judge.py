@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import sparseconv as sc
 import sparseconv.interop.spconv.pytorch as ours
+from sparseconv import nn
+from sparseconv.interop import load
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel
 from tests.interop.scenes import real_spconv, scene
 
@@ -99,6 +102,33 @@ def test_equals_the_library(real, name):
         torch.testing.assert_close(
             q.grad, p.grad, atol=1e-5 * max(1.0, float(p.grad.abs().max())), rtol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
         )
+
+
+def test_a_network_of_our_own_modules_from_its_weights(real):
+    """The library's checkpoint in modules of sparseconv.nn, box kernels and layers of one tap included."""
+    theirs = real.SparseSequential(
+        real.SubMConv3d(5, 6, (3, 1, 5)),
+        torch.nn.BatchNorm1d(6),
+        torch.nn.ReLU(),
+        real.SparseConv3d(6, 8, 2, 2, bias=False),
+        real.SparseConv3d(8, 4, 1, 2, bias=False),
+        real.SubMConv3d(4, 7, 1),
+    )
+    mine = nn.Sequential(
+        nn.SubmanifoldConv(5, 6, (3, 1, 5)),
+        nn.BatchNorm(6),
+        nn.ReLU(),
+        nn.Conv(6, 8, 2, stride=2, bias=False),
+        nn.Conv(8, 4, 1, stride=2, bias=False),
+        nn.SubmanifoldConv(4, 7, 1),
+    )
+    assert load(mine, theirs.state_dict(), "spconv", strided_one_tap=["4.weight"]).convolutions == 4
+    features, indices, shape, batch = scene()
+    want = theirs(real.SparseConvTensor(features, indices, shape, batch))
+    got = mine(sc.SparseTensor(sc.VoxelGrid(indices, batch), features))
+    rows = got.grid.lookup(want.indices)
+    assert sorted(rows.tolist()) == list(range(len(got.grid)))
+    torch.testing.assert_close(got.features[rows], want.features, atol=1e-5, rtol=1e-5)
 
 
 def test_submanifold_layers_keep_the_callers_rows(real):

@@ -107,6 +107,17 @@ def test_an_inverse_shares_the_edges_of_its_way_down():
     assert up.target is here.grid
 
 
+@pytest.mark.gpu
+def test_a_set_moves_to_the_gpu(no_building):
+    net, x = nn.UNet(4, 3, channels=(4, 6)).eval(), scene()
+    want = result(net, x).detach()
+    plans = PlanSet.of(net, x.grid).to("cuda")
+    assert plans.grid.device.type == "cuda"
+    no_building()
+    got = result(net.cuda(), sc.SparseTensor(plans.grid, x.features.cuda()))
+    torch.testing.assert_close(got.cpu(), want, atol=1e-3, rtol=1e-3)
+
+
 def test_errors():
     plans = PlanSet.of(nn.UNet(4, 3, channels=(4, 6)), scene().grid)
     with pytest.raises(ValueError, match="the given grid is another"):

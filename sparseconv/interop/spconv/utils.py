@@ -64,29 +64,16 @@ class VoxelGenerator(VoxelGeneratorV2):
         return made["voxels"], made["coordinates"], made["num_points_per_voxel"]
 
 
-class _Point2VoxelCPU:
+class _Point2VoxelCPU(PointToVoxel):
     """The generator of spconv 2.x for arrays that have ``.numpy()`` (torch, cumm) or are numpy arrays."""
-
-    def __init__(
-        self,
-        vsize_xyz: Sequence[float],
-        coors_range_xyz: Sequence[float],
-        num_point_features: int,
-        max_num_voxels: int,
-        max_num_points_per_voxel: int,
-    ) -> None:
-        self._make = PointToVoxel(
-            vsize_xyz, coors_range_xyz, num_point_features, max_num_voxels, max_num_points_per_voxel
-        )
-        self.grid_size, self.vsize, self.coors_range = self._make.grid_size, self._make.vsize, self._make.coors_range
 
     def point_to_voxel(self, pc: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Points (M, F) -> (voxels, indices z first, points a voxel), torch tensors; ``.numpy()`` reads them."""
-        return self._make(_as_tensor(pc))
+        return self(_as_tensor(pc))
 
     def point_to_voxel_empty_mean(self, pc: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """As ``point_to_voxel``, with places without a point filled by the mean."""
-        return self._make(_as_tensor(pc), empty_mean=True)
+        return self(_as_tensor(pc), empty_mean=True)
 
 
 class Point2VoxelCPU1d(_Point2VoxelCPU):

@@ -181,7 +181,7 @@ class SparseConvolution(SparseModule):
                 f"{self.kernel_size}: they must be equal"
             )
         check_ends(input, stored.out_spatial_shape, stored.out_indices, stored.plan.target, self.indice_key)
-        plan = stored.inverse_plan
+        plan = stored.inverse_plan()
         out = self._execute(input, plan)
         out.spatial_shape = list(stored.spatial_shape)
         return out._at(plan.target, stored.indices)
@@ -214,10 +214,10 @@ class SparseConvolution(SparseModule):
 
 
 class _Convolution(SparseConvolution):
-    """Arguments of strided and transposed layers."""
+    """Arguments of all layers but inverse ones; stride and padding mean nothing to submanifold ones."""
 
     rank = 3
-    is_transposed = False
+    is_subm = is_transposed = False
 
     def __init__(
         self,
@@ -247,6 +247,7 @@ class _Convolution(SparseConvolution):
             dilation,
             groups,
             bias,
+            self.is_subm,
             indice_key=indice_key,
             algo=algo,
             fp32_accum=fp32_accum,
@@ -254,48 +255,6 @@ class _Convolution(SparseConvolution):
             large_kernel_fast_algo=large_kernel_fast_algo,
             name=name,
             transposed=self.is_transposed,
-            **factory,
-        )
-
-
-class _Submanifold(SparseConvolution):
-    """Arguments of submanifold layers; stride and padding mean nothing."""
-
-    rank = 3
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Size,
-        stride: Size = 1,
-        padding: Size = 0,
-        dilation: Size = 1,
-        groups: int = 1,
-        bias: bool = True,
-        indice_key: str | None = None,
-        algo: ConvAlgo | None = None,
-        fp32_accum: bool | None = None,
-        large_kernel_fast_algo: bool = False,
-        name: str | None = None,
-        **factory: Any,
-    ) -> None:
-        super().__init__(
-            self.rank,
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride,
-            padding,
-            dilation,
-            groups,
-            bias,
-            True,
-            indice_key=indice_key,
-            algo=algo,
-            fp32_accum=fp32_accum,
-            large_kernel_fast_algo=large_kernel_fast_algo,
-            name=name,
             **factory,
         )
 
@@ -386,28 +345,32 @@ class SparseConvTranspose4d(_Convolution):
     is_transposed = True
 
 
-class SubMConv1d(_Submanifold):
+class SubMConv1d(_Convolution):
     """Submanifold convolution on one axis: outputs are the voxels of the input."""
 
     rank = 1
+    is_subm = True
 
 
-class SubMConv2d(_Submanifold):
+class SubMConv2d(_Convolution):
     """Submanifold convolution on two axes: outputs are the voxels of the input."""
 
     rank = 2
+    is_subm = True
 
 
-class SubMConv3d(_Submanifold):
+class SubMConv3d(_Convolution):
     """Submanifold convolution on three axes: outputs are the voxels of the input."""
 
     rank = 3
+    is_subm = True
 
 
-class SubMConv4d(_Submanifold):
+class SubMConv4d(_Convolution):
     """Submanifold convolution on four axes: outputs are the voxels of the input."""
 
     rank = 4
+    is_subm = True
 
 
 class SparseInverseConv1d(_Inverse):

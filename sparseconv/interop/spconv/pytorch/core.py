@@ -80,10 +80,12 @@ class SparseConvTensor:
     @property
     def voxels(self) -> VoxelGrid:
         """The indices as a `VoxelGrid`, made at the first reading and passed on to tensors at the same indices."""
-        kept = self._voxels
-        if kept is None or kept[0] is not self.indices or kept[1] != self.indices._version:
-            kept = self._voxels = (self.indices, self.indices._version, VoxelGrid(self.indices, self.batch_size))
-        return kept[2]
+        kept, indices = self._voxels, self.indices
+        if kept is not None and kept[0] is indices and (torch.compiler.is_compiling() or kept[1] == indices._version):
+            return kept[2]
+        made = VoxelGrid(indices, self.batch_size)
+        self._voxels = (indices, indices._version, made)
+        return made
 
     def to_sparse_tensor(self) -> SparseTensor:
         """The same features on the same voxels, for modules of `sparseconv.nn`."""
@@ -104,7 +106,7 @@ class SparseConvTensor:
     def _at(self, voxels: VoxelGrid, indices: torch.Tensor) -> SparseConvTensor:
         """Move this (fresh) tensor to other indices whose grid is known."""
         self.indices = indices
-        self._voxels = (indices, indices._version, voxels)
+        self._voxels = (indices, 0 if torch.compiler.is_compiling() else indices._version, voxels)
         return self
 
     # ---- features

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,15 +74,20 @@ class IndiceData:
         self.plan, self.indices, self.out_indices = plan, indices, out_indices
         self._ends = (plan.source, plan.target)  # a plan that its grid keeps does not keep that grid
         self.spatial_shape, self.out_spatial_shape = list(spatial_shape), list(out_spatial_shape)
-        self.is_subm, self.algo = is_subm, algo
+        self.is_subm, self.algo, self.window = is_subm, algo, window
         self.ksize, self.stride = list(window.kernel_size), list(window.stride)
         self.dilation, self.padding = list(window.dilation), list(window.padding)
         self.voxel_num = None
 
-    @cached_property
     def inverse_plan(self) -> ConvolutionPlan:
-        """The plan reversed."""
-        return self.plan.transpose()
+        """The plan reversed, kept with the grid that it leads back to."""
+        fine, coarse = self._ends
+        key = ("back within", self.window, tuple(self.out_spatial_shape), self.plan.is_transposed)
+        plan = fine.derived.get(key)
+        if plan is None or plan.source is not coarse:
+            plan = self.plan.transpose().kept_with(fine)
+            fine.derived[key] = plan
+        return plan
 
     @property
     def indice_pairs(self) -> torch.Tensor:

@@ -112,7 +112,9 @@ class SparseGlobalAvgPool(SparseModule):
         return pooling.global_avg_pool(input.features, input.voxels)
 
 
-class _RankedMaxPool(SparseMaxPool):
+class _Ranked(_Pool):
+    """A pool on ``rank`` axes whose stride defaults to its kernel size."""
+
     rank = 3
 
     def __init__(
@@ -131,68 +133,49 @@ class _RankedMaxPool(SparseMaxPool):
         )
 
 
-class _RankedAvgPool(SparseAvgPool):
-    rank = 3
-
-    def __init__(
-        self,
-        kernel_size: Size,
-        stride: Size | None = None,
-        padding: Size = 0,
-        dilation: Size = 1,
-        indice_key: str | None = None,
-        algo: ConvAlgo | None = None,
-        record_voxel_count: bool = False,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(
-            self.rank, kernel_size, stride, padding, dilation, indice_key, False, algo, record_voxel_count, name
-        )
-
-
-class SparseMaxPool1d(_RankedMaxPool):
+class SparseMaxPool1d(_Ranked, SparseMaxPool):
     """Max pooling on one axis; the stride defaults to the kernel size."""
 
     rank = 1
 
 
-class SparseMaxPool2d(_RankedMaxPool):
+class SparseMaxPool2d(_Ranked, SparseMaxPool):
     """Max pooling on two axes; the stride defaults to the kernel size."""
 
     rank = 2
 
 
-class SparseMaxPool3d(_RankedMaxPool):
+class SparseMaxPool3d(_Ranked, SparseMaxPool):
     """Max pooling on three axes; the stride defaults to the kernel size."""
 
     rank = 3
 
 
-class SparseMaxPool4d(_RankedMaxPool):
+class SparseMaxPool4d(_Ranked, SparseMaxPool):
     """Max pooling on four axes; the stride defaults to the kernel size."""
 
     rank = 4
 
 
-class SparseAvgPool1d(_RankedAvgPool):
+class SparseAvgPool1d(_Ranked, SparseAvgPool):
     """Average pooling on one axis; the stride defaults to the kernel size."""
 
     rank = 1
 
 
-class SparseAvgPool2d(_RankedAvgPool):
+class SparseAvgPool2d(_Ranked, SparseAvgPool):
     """Average pooling on two axes; the stride defaults to the kernel size."""
 
     rank = 2
 
 
-class SparseAvgPool3d(_RankedAvgPool):
+class SparseAvgPool3d(_Ranked, SparseAvgPool):
     """Average pooling on three axes; the stride defaults to the kernel size."""
 
     rank = 3
 
 
-class SparseAvgPool4d(_RankedAvgPool):
+class SparseAvgPool4d(_Ranked, SparseAvgPool):
     """Average pooling on four axes; the stride defaults to the kernel size."""
 
     rank = 4
