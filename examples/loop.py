@@ -124,6 +124,10 @@ def train(task: Task, steps: int, output: Path, rank: int = 0, world: int = 1) -
     spent = time.perf_counter() - start
     again = Training(task, steps, rank, world)
     again.restore(torch.load(path, weights_only=True))
+    if world > 1:
+        dist.barrier()
+    if rank == 0:
+        path.unlink()
     again.run(steps, every)
     equal = all(torch.equal(a, b) for a, b in zip(whole.net.state_dict().values(), again.net.state_dict().values()))
     result = {

@@ -185,7 +185,7 @@ def convert_state(
     layers = {key.rpartition(".")[0] for key in convolutions}
     result: State = {}
     entries = []
-    notes = [f"in {layout.name}, {layout.even_padding}" for layout in (source, target) if layout.even_padding]
+    even = False
     for key, tensor in state.items():
         parent, _, leaf = key.rpartition(".")
         new, what, out = leaf, "kept", tensor
@@ -193,6 +193,7 @@ def convert_state(
             size, count = _matching(sizes, key), _matching(grouped, key) or 1
             ends = [_plain(end) if _matches(strided_one_tap, key) else end for end in (source, target)]
             out = permute(tensor, *ends, kernel_size=size, rank=rank, groups=count)
+            even |= any(n % 2 == 0 for n in kernel_of(tensor, source, size, rank, count))
             new, what = target.parameter, "convolution"
         elif leaf == "bias" and parent in layers and tensor.ndim <= 2:
             out = tensor.reshape(1, -1) if target.bias_row else tensor.reshape(-1)
@@ -207,6 +208,7 @@ def convert_state(
             else out.clone(memory_format=torch.contiguous_format)
         )
         entries.append(Entry(key, name, tuple(tensor.shape), tuple(out.shape), what))
+    notes = [f"in {end.name}, {end.even_padding}" for end in (source, target) if even and end.even_padding]
     if source.one_tap == "oi" and any(e.what == "kept" and len(e.shape_in) == 2 for e in entries):
         notes.append("weights of two dimensions were kept as linear layers: name those of one tap in kernel_sizes")
     return result, Report(source.name, target.name, tuple(entries), tuple(notes))

@@ -119,6 +119,8 @@ def test_minkowskis_names_and_shapes():
         "head.weight": (5, 20),
         "head.bias": (5,),
     }
+    assert report.notes == ()
+    _, report = convert_state({"down.kernel": torch.randn(8, 4, 8)}, "minkowski", "sparseconv")
     assert any("padding 0" in note for note in report.notes)
     back, _ = convert_state(ours, "sparseconv", "minkowski", kernel_sizes={"conv_in.*": (3, 1, 5)})
     assert {k: tuple(v.shape) for k, v in back.items() if k in state} == {

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import sparseconv as sc
 import sparseconv.interop.spconv.pytorch as ours
 from sparseconv import nn
 from sparseconv.interop import load
+from sparseconv.interop.spconv.pytorch import ops
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel
 from tests.interop.scenes import real_spconv, scene
 
@@ -102,6 +107,38 @@ def test_equals_the_library(real, name):
         torch.testing.assert_close(
             q.grad, p.grad, atol=1e-5 * max(1.0, float(p.grad.abs().max())), rtol=1e-5, msg=lambda m, k=key: f"{k}: {m}"
         )
+
+
+@st.composite
+def layers(draw):
+    """Any strided or transposed layer in rank 1 to 3 with a cell left of its output."""
+    rank = draw(st.integers(1, 3))
+    axis = st.lists(st.integers(1, 3), min_size=rank, max_size=rank)
+    kernel, stride, dilation = draw(axis), draw(axis), draw(axis)
+    padding = [draw(st.integers(0, d * (k - 1))) for k, d in zip(kernel, dilation)]
+    transposed = draw(st.booleans())
+    extent = 9 if rank < 3 else 7
+    size = ops.get_deconv_output_size if transposed else ops.get_conv_output_size
+    rest = ([0] * rank,) if transposed else ()
+    one_tap = math.prod(kernel) == 1 and math.prod(stride) == 1
+    assume(not one_tap and min(size([extent] * rank, kernel, stride, padding, dilation, *rest)) > 0)
+    return rank, extent, transposed, kernel, stride, padding, dilation, draw(st.integers(0, 5))
+
+
+@settings(max_examples=40)
+@given(layer=layers())
+def test_any_layer(real, layer):
+    rank, extent, transposed, kernel, stride, padding, dilation, seed = layer
+    name = f"SparseConv{'Transpose' if transposed else ''}{rank}d"
+    features, indices, shape, batch = scene(rank, extent**rank // 3, extent, channels=2, seed=seed)
+    theirs, mine = (getattr(lib, name)(2, 3, kernel, stride, padding, dilation) for lib in (real, ours))
+    mine.load_state_dict(theirs.state_dict())
+    want = theirs(real.SparseConvTensor(features, indices, shape, batch))
+    got = mine(ours.SparseConvTensor(features, indices, shape, batch))
+    assert got.spatial_shape == want.spatial_shape
+    rows = got.voxels.lookup(want.indices)
+    assert sorted(rows.tolist()) == list(range(len(got.indices)))
+    torch.testing.assert_close(got.features[rows], want.features, atol=1e-5, rtol=1e-5)
 
 
 def test_a_network_of_our_own_modules_from_its_weights(real):
