@@ -253,5 +253,9 @@ def schedule_of(kernel_map: KernelMap, block_m: int, transposed: bool = False, s
 
 
 def _build(kernel_map: KernelMap, block_m: int, groups: Sequence[Sequence[int]] | None) -> Schedule:
+    if kernel_map.device.type == "cuda":
+        from sparseconv.backends.triton_implicit_gemm.build import schedule_on_gpu  # Triton is loaded where it is used
+
+        return schedule_on_gpu(kernel_map, block_m, groups)
     rows = kernel_map.prepared.get("row_order")
     return build_schedule(kernel_map.neighbors, kernel_map.num_taps, block_m, base_order=rows, groups=groups)
