@@ -29,7 +29,7 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     conv_candidates,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.schedule import build_schedule, retile
+from sparseconv.backends.triton_implicit_gemm.schedule import build_schedule
 from sparseconv.backends.triton_implicit_gemm.steps import ConvStep, WeightGradStep
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -220,7 +220,7 @@ def check(data: str) -> None:
                         else:
                             source = g if transposed else x
                             step = ConvStep(config, work, source, w, kernel_map, out, False, transposed)
-                            arguments = (source, w, out, source)
+                            arguments = (source, w, out, source, source)
                         label = dict(check=name, dtype=str(dtype), shape=(c_in, c_out, groups), verb=verb)
                         runs.append((step, arguments, out, wanted, limits[dtype], {**label, "config": short(config)}))
     begin = time.perf_counter()
@@ -248,13 +248,9 @@ def conv_sweep(c: int) -> list[ConvConfig]:
     bk = min(c, 64)
     if c <= 128:
         found = [ConvConfig(128, c, bk, 4, s, gluon=True) for s in (2, 3)]
-        found += [ConvConfig(256, c, bk, 8, s, gluon=True) for s in (2, 3)]
-        if c >= 64:
-            found += [ConvConfig(128, c, 32, 4, s, gluon=True) for s in (3, 4)]
+        found += [ConvConfig(128, c, bk, 8, 2, gluon=True), ConvConfig(64, c, bk, 4, 2, gluon=True)]
         return found
-    found = [ConvConfig(128, 256, 64, 8, 3, gluon=True), ConvConfig(256, 128, 64, 8, 3, gluon=True)]
-    found += [ConvConfig(128, 256, 32, 8, s, gluon=True) for s in (4, 6)]
-    return found
+    return [ConvConfig(128, 256, 64, 8, 3, gluon=True)]
 
 
 def conv(data: str, cases) -> None:
@@ -262,35 +258,29 @@ def conv(data: str, cases) -> None:
         coords, kernel_map = load(case, data)
         x, w, g = operands(kernel_map, c, c, torch.float16)
         out = torch.empty_like(g)
-        orders = {"gray": dict()}
+        orders = {"gray": {}}
         if kernel_map.num_out >= 500_000 and c <= 128:
-            orders["rows32k"] = dict(chunk_rows=32768)
-            orders["morton32k"] = dict(chunk_rows=32768, base_order=morton(coords))
+            near = morton(coords)
+            orders["rows32k"] = {"chunk_rows": 32768}
+            for rows in (8192, 32768, 131072):
+                orders[f"morton{rows // 1024}k"] = {"chunk_rows": rows, "base_order": near}
+            orders["morton"] = {"chunk_rows": 128, "base_order": near}
         for order, options in orders.items():
             kernel_map.prepared.clear()
-            kernel_map.prepared["schedule"] = build_schedule(kernel_map.neighbors, 27, 128, **options)
-            for block in (64, 128):
-                tiles = retile(kernel_map.prepared["schedule"], block)
-                note(
-                    case=case,
-                    c=c,
-                    order=order,
-                    block=block,
-                    waste=float(tiles.tile_counts.sum()) * block / kernel_map.num_pairs,
-                )
+            name = "chunked schedule" if options else "schedule"
+            kernel_map.prepared[name] = tiles = build_schedule(kernel_map.neighbors, 27, 128, **options)
+            waste = float(tiles.tile_counts.sum()) * 128 / kernel_map.num_pairs
+            note(case=case, c=c, order=order, waste=waste)
             expected = {}
             for transposed in (False, True):
-                configs = conv_sweep(c) if order == "gray" else conv_sweep(c)[:3]
-                if transposed:
-                    configs = (
-                        configs[:3] + [replace(k, weight_copy=True) for k in configs[:2]] if c >= 256 else configs[:2]
-                    )
-                compile_all([(conv_step(k, kernel_map, x, w, transposed, out), (x, w, out, x)) for k in configs])
+                configs = [replace(k, chunked=bool(options)) for k in conv_sweep(c)]
+                configs = configs[:1] if transposed else configs
+                compile_all([(conv_step(k, kernel_map, x, w, transposed, out), (x, w, out, x, x)) for k in configs])
                 for config in configs:
                     try:
                         step = conv_step(config, kernel_map, x, w, transposed, out)
                         out.fill_(float("nan"))
-                        run = functools.partial(step, x, w, out, x)
+                        run = functools.partial(step, x, w, out, x, x)
                         run()
                         want = expected.setdefault(transposed, out.clone())
                         e = error(out, want)
@@ -309,6 +299,27 @@ def conv(data: str, cases) -> None:
                         note(case=case, c=c, config=short(config), failed=repr(problem)[:200])
 
 
+def weight32(data: str, cases) -> None:
+    """Tiles of the weight gradient in fp32, with and without tf32."""
+    n = 132
+    tiles = [(64, 64, 32, 2, 3), (64, 64, 32, 2, 2), (64, 64, 16, 2, 3), (32, 64, 32, 4, 3), (32, 128, 32, 4, 3)]
+    tiles += [(32, 64, 32, 2, 3), (64, 64, 32, 4, 3), (128, 64, 16, 8, 3), (128, 128, 16, 8, 3), (64, 64, 16, 4, 4)]
+    for case, c in (("shell256", 256), ("shell512", 64)):
+        _, kernel_map = load(case, data)
+        x, w, g = operands(kernel_map, c, c, torch.float32)
+        out = torch.empty_like(w)
+        for tf32 in (True, False):
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            work = implicit_gemm.work_of(Request(kernel_map, x.device, x.dtype, c, c), True)
+            configs = [WeightGradConfig(*tile, 8 * n) for tile in tiles]
+            compile_all([(WeightGradStep(k, work, kernel_map, x, g, out), (x, g, out)) for k in configs])
+            for config in configs:
+                step = WeightGradStep(config, work, kernel_map, x, g, out)
+                ms = timed(functools.partial(step, x, g, out))
+                note(case=case, c=c, tf32=tf32, wgrad32=short(config), ms=ms)
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def short(config) -> str:
     if isinstance(config, ConvConfig):
         tag = "G" if config.gluon else "P"
@@ -316,15 +327,16 @@ def short(config) -> str:
             "copy" if config.weight_copy else ""
         )
     tag = "G" if config.gluon else "P"
-    return f"{tag}{config.block_i}x{config.block_o}x{config.block_p}w{config.warps}s{config.stages}n{config.programs // 132}"
+    tile = f"{config.block_i}x{config.block_o}x{config.block_p}"
+    return f"{tag}{tile}w{config.warps}s{config.stages}n{config.programs // 132}"
 
 
 def weight_sweep(c: int) -> list[WeightGradConfig]:
     n = 132
     if c <= 64:
-        found = [WeightGradConfig(64, c, p, 4, s, k * n, True) for p, s in ((128, 2), (256, 2)) for k in (2, 4, 8)]
+        found = [WeightGradConfig(64, c, 128, 4, s, k * n, True) for s in (2, 3) for k in (2, 3, 4, 6, 8)]
     else:
-        found = [WeightGradConfig(128, 128, p, 8, s, k * n, True) for p, s in ((64, 3), (128, 2)) for k in (4, 16)]
+        found = [WeightGradConfig(128, 128, 64, 8, s, k * n, True) for s in (2, 3) for k in (2, 4, 6, 8, 16)]
     return found
 
 
@@ -436,7 +448,7 @@ def verbs(backend, kernel_map, x, w, g, seconds: float) -> dict:
 
 def few(data: str, cases) -> None:
     """Few rows: splitting the taps against smaller tiles."""
-    for res, c in ((16, 256), (24, 512), (32, 128), (32, 256), (48, 512)):
+    for res, c in ((16, 256), (24, 512), (32, 128), (32, 256), (48, 512), (64, 1024)):
         kernel_map = submanifold(shell(res))
         x, w, g = operands(kernel_map, c, c, torch.float16)
         out = torch.empty_like(g)
@@ -444,10 +456,10 @@ def few(data: str, cases) -> None:
         configs = [ConvConfig(128, n, 64, 8 if n == 256 else 4, 3, gluon=True)]
         configs += [ConvConfig(64, k, 64, 4, 3, gluon=True) for k in (64, 128)]
         configs += [replace(config, split=3) for config in configs] + [replace(configs[1], split=9)]
-        compile_all([(conv_step(k, kernel_map, x, w, False, out), (x, w, out, x)) for k in configs])
+        compile_all([(conv_step(k, kernel_map, x, w, False, out), (x, w, out, x, x)) for k in configs])
         want = None
         for config in configs:
-            run = functools.partial(conv_step(config, kernel_map, x, w, False, out), x, w, out, x)
+            run = functools.partial(conv_step(config, kernel_map, x, w, False, out), x, w, out, x, x)
             out.fill_(float("nan"))
             run()
             want = out.clone() if want is None else want
@@ -473,8 +485,10 @@ def graph_timed(run) -> float:
 def step(data: str, cases) -> None:
     """The three verbs as the backend runs them, timed choice beside the estimate alone, with the memory they take."""
     for case, c in cases:
-        _, kernel_map = load(case, data)
+        coords, kernel_map = load(case, data)
         kernel_map.prepared.clear()
+        if kernel_map.num_out >= 500_000:
+            kernel_map.prepared["row_order"] = morton(coords)
         x, w, g = operands(kernel_map, c, c, torch.float16)
         row = {}
         for tuned in ("1", "0"):
@@ -503,7 +517,9 @@ def step(data: str, cases) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="+", choices=["check", "conv", "weight", "host", "dtypes", "few", "step"])
+    parser.add_argument(
+        "parts", nargs="+", choices=["check", "conv", "weight", "host", "dtypes", "few", "step", "weight32"]
+    )
     parser.add_argument("--data", default="data")
     parser.add_argument("--out", default=None)
     parser.add_argument("--cases", default="")
@@ -512,8 +528,10 @@ def main() -> None:
     cases = [(case, c) for case, c in CASES if not wanted or case in wanted or f"{case}:{c}" in wanted]
     begin = time.perf_counter()
     for part in arguments.parts:
-        if part in ("conv", "weight", "dtypes", "few", "step"):
-            {"conv": conv, "weight": weight, "dtypes": dtypes, "few": few, "step": step}[part](arguments.data, cases)
+        if part in ("conv", "weight", "dtypes", "few", "step", "weight32"):
+            {"conv": conv, "weight": weight, "weight32": weight32, "dtypes": dtypes, "few": few, "step": step}[part](
+                arguments.data, cases
+            )
         else:
             {"check": check, "host": host}[part](arguments.data)
         print(f"-- {part}: {time.perf_counter() - begin:.1f} s", flush=True)

@@ -105,7 +105,7 @@ def compile_all(arch: int, everything: bool) -> None:
                     BLOCK_N=config.block_n,
                     BLOCK_K=config.block_k,
                     STAGES=config.stages,
-                    TRANSPOSED=transposed,
+                    TRANSPOSED=transposed != config.weight_copy,
                     HAS_BIAS=not transposed,
                     HAS_RESIDUAL=False,
                     ACTIVATION=None,
@@ -131,7 +131,7 @@ def report(name: str, work: Work, config, constants: dict, arch: int, out: str |
         from sparseconv.backends.triton_implicit_gemm import gluon_kernels as module
     kernel = compile_kernel(getattr(module, name), work.dtype, constants, config, arch, out)
     ptx = kernel.asm["ptx"]
-    print(
+    sys.stdout.write(
         json.dumps(
             {
                 "kernel": name,
@@ -149,8 +149,8 @@ def report(name: str, work: Work, config, constants: dict, arch: int, out: str |
                 "copies": ptx.count("cp.async.cg"),
                 **facts,
             }
-        ),
-        flush=True,
+        )
+        + "\n"
     )
 
 

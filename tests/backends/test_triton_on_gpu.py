@@ -87,7 +87,7 @@ def test_every_configuration(dtype, c_in, c_out, groups, rows, taps):
             for _ in range(2):
                 out = torch.full(want.shape, float("nan"), dtype=dtype, device="cuda")
                 step = ConvStep(config, work, source, w, kernel_map, out, not transposed, transposed)
-                step(source, w, out, bias)
+                step(source, w, out, bias, source)
                 results.append(out)
             assert close(results[0], want), config
             assert torch.equal(*results), config
@@ -112,8 +112,8 @@ def test_wide_addresses_change_nothing(split):
         results = []
         for wide in (False, True):
             out = torch.full(g.shape, float("nan"), dtype=x.dtype, device="cuda")
-            step = ConvStep(config, work, x, w, kernel_map, out, False, False, wide=wide)
-            step(x, w, out, x)
+            step = ConvStep(config, work, x, w, kernel_map, out, False, False, wide)
+            step(x, w, out, x, x)
             results.append(out)
         assert torch.equal(*results)
 

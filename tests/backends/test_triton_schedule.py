@@ -131,7 +131,8 @@ def test_jobs_cover_every_pair_once(counts, max_jobs):
         start += count
         assert at == start
     assert sorted(jobs.order.tolist()) == list(range(jobs.count))
-    assert jobs.count <= max_jobs * 1.5 + len(counts)
+    assert jobs.count <= max(max_jobs, len(counts))
+    assert jobs.one_each == (jobs.count == len(counts))
 
 
 def test_schedule_refuses_what_it_cannot_cut():

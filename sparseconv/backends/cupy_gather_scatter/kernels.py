@@ -130,5 +130,14 @@ def _launch(kernel: Any, device: torch.device, count: int, across: int, argument
     y = THREADS // x
     blocks = min(MAX_BLOCKS, -(-count // y))
     stream = torch.cuda.current_stream(device)
-    with cupy.cuda.Device(stream.device_index), cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index):
+    with cupy.cuda.Device(stream.device_index), _cupy_stream(stream):
         kernel((blocks,), (x, y), (*(np.int64(value) for value in arguments), np.int32(last)))
+
+
+def _cupy_stream(stream: torch.cuda.Stream) -> Any:
+    """Torch's stream as CuPy knows it, by the way that the installed CuPy prefers."""
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(stream)
+    return cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index)

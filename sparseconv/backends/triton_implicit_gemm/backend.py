@@ -56,15 +56,21 @@ class TritonImplicitGemm(Backend):
         kernel_map: KernelMap,
         groups: int,
         bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        activation: Any = None,
     ) -> torch.Tensor:
-        """y (N_out, C_out) from x (N_in, C_in), weight (K, C_in/G, C_out) and an optional bias (C_out,)."""
-        return self._conv(x, weight, kernel_map, groups, bias, transposed=False)
+        """y (N_out, C_out) = activation(convolution + bias + residual), all in one store.
+
+        x (N_in, C_in), weight (K, C_in/G, C_out), bias (C_out,), residual (N_out, C_out); ``activation`` is a
+        ``triton.jit`` function of one fp32 value.
+        """
+        return self._conv(x, weight, kernel_map, groups, False, bias, residual, activation)
 
     def input_grad(
         self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
     ) -> torch.Tensor:
         """dL/dx (N_in, C_in): the forward kernel over the reversed edges, with the weight transposed."""
-        return self._conv(grad_out, weight, kernel_map, groups, None, transposed=True)
+        return self._conv(grad_out, weight, kernel_map, groups, True)
 
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         """dL/dw (K, C_in/G, C_out): runs of each tap's pairs, summed in fp32 and added in a fixed order."""
@@ -123,59 +129,47 @@ class TritonImplicitGemm(Backend):
         weight: torch.Tensor,
         kernel_map: KernelMap,
         groups: int,
-        bias: torch.Tensor | None,
         transposed: bool,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        activation: Any = None,
     ) -> torch.Tensor:
         x = _rows(x)
         weight = weight if weight.is_contiguous() else weight.contiguous()
+        residual = residual if residual is None or residual.is_contiguous() else residual.contiguous()
         num_out = kernel_map.num_in if transposed else kernel_map.num_out
         c_out = weight.shape[1] * groups if transposed else weight.shape[2]
         out = torch.empty(num_out, c_out, dtype=x.dtype, device=x.device)
         if out.numel() == 0:
             return out
         aligned = _aligned(x, x.stride(0)) and _aligned(weight, weight.shape[2])
-        bias_dtype = None if bias is None else bias.dtype
+        dtypes = (x.dtype, None if bias is None else bias.dtype, None if residual is None else residual.dtype)
         key = (
             "conv",
             transposed,
-            x.dtype,
+            dtypes,
             weight.shape,
             groups,
             x.stride(0),
-            bias_dtype,
             aligned,
+            activation,
             precision_of(x.dtype),
         )
         step = kernel_map.prepared.get(key)
-        if step is None:
-            step = self._prepare_conv(x, weight, kernel_map, groups, bias, out, transposed, aligned)
-            kernel_map.prepared[key] = step
+        tensors = (x, weight, out, x if bias is None else bias, x if residual is None else residual)
         with _on(x):
-            step(x, weight, out, x if bias is None else bias)
+            if step is None:
+                channels = (c_out, x.shape[1]) if transposed else (x.shape[1], c_out)
+                work = work_of(Request(kernel_map, x.device, x.dtype, *channels, groups), aligned, transposed)
+                extras = (bias is not None, transposed, False, residual is not None, activation)
+                step = kernel_map.prepared[key] = self._tuner.choose(
+                    ("conv", *work.key()),
+                    conv_candidates(work),
+                    lambda config: ConvStep(config, work, x, weight, kernel_map, out, *extras),
+                    tensors,
+                )
+            step(*tensors)
         return out
-
-    def _prepare_conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        kernel_map: KernelMap,
-        groups: int,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        transposed: bool,
-        aligned: bool,
-    ) -> ConvStep:
-        channels = (out.shape[1], x.shape[1]) if transposed else (x.shape[1], out.shape[1])
-        work = work_of(Request(kernel_map, x.device, x.dtype, *channels, groups), aligned, transposed)
-        tensors = (x, weight, out, x if bias is None else bias)
-
-        with _on(x):
-            return self._tuner.choose(
-                ("conv", *work.key()),
-                conv_candidates(work),
-                lambda config: ConvStep(config, work, x, weight, kernel_map, out, bias is not None, transposed),
-                tensors,
-            )
 
     def _prepare_weight_grad(
         self,

@@ -18,12 +18,18 @@ from sparseconv.geometry.triton_pairs import FoundEdges
 from sparseconv.geometry.triton_window import look, take
 
 
-def schedule_on_gpu(kernel_map: KernelMap, block_m: int, groups: Sequence[Sequence[int]] | None = None) -> Schedule:
+def schedule_on_gpu(
+    kernel_map: KernelMap,
+    block_m: int,
+    groups: Sequence[Sequence[int]] | None = None,
+    chunk_rows: int | None = None,
+) -> Schedule:
     """The schedule of a kernel map on a GPU: from the search that found its edges, else from its table."""
     if isinstance(kernel_map.source, FoundEdges):
-        return build_schedule(kernel_map.source.search, block_m, groups=groups)
+        return build_schedule(kernel_map.source.search, block_m, groups=groups, chunk_rows=chunk_rows)
+    search = search_table(kernel_map.neighbors)
     significance = tap_significance(kernel_map.num_taps)
-    return build_schedule(search_table(kernel_map.neighbors), block_m, significance=significance, groups=groups)
+    return build_schedule(search, block_m, significance=significance, groups=groups, chunk_rows=chunk_rows)
 
 
 def build_schedule(

@@ -10,8 +10,10 @@ import torch
 HALF = (torch.float16, torch.bfloat16)
 #: channels of a pack of groups: enough for a matrix instruction and for one 128-byte read of half numbers
 PACK_CHANNELS = 64
-#: pairs that make a job of the weight gradient worth its start and its partial sum
-PAIRS_A_JOB = 2500
+#: rows from which features no longer fit in the second-level cache together
+FAR_ROWS = 500_000
+#: bytes of shared memory that the blocks on one multiprocessor share
+SHARED_BYTES = 227 << 10
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class ConvConfig:
     weight_copy: bool = False
     #: groups of taps computed apart and added in a fixed order: more programs where rows are few
     split: int = 1
+    #: rows sorted inside runs of neighbouring rows, tiles launched in that order: more waste, fewer reads from memory
+    chunked: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,11 @@ class Work:
         )
 
     @property
+    def far(self) -> bool:
+        """Whether rows that meet must run close together, because all of them do not fit in the second-level cache."""
+        return self.num_rows >= FAR_ROWS and self.group_in * self.groups <= 128
+
+    @property
     def density(self) -> float:
         """Pairs over rows times taps: 1 for a dense grid."""
         return self.num_pairs / max(1, self.num_rows * self.num_taps)
@@ -112,16 +121,20 @@ def power_of_two(number: int) -> int:
 
 def conv_candidates(work: Work) -> list[ConvConfig]:
     """At most four configurations for the forward or input-gradient kernel, the expected best first."""
+    return list(dict.fromkeys(_conv_candidates(work)))
+
+
+def _conv_candidates(work: Work) -> list[ConvConfig]:
     c_in, c_out = work.pack * work.group_in, work.pack * work.group_out
     if work.dtype not in HALF:
         block_n = min(max(16, power_of_two(c_out)), 128)
         block_k = min(max(16, power_of_two(c_in)), 32)
         warps = 8 if block_n == 128 else 4
-        return [
-            ConvConfig(128, block_n, block_k, warps, 3),
-            ConvConfig(64, min(block_n, 64), block_k, 8, 3),
-            ConvConfig(128, min(block_n, 64), block_k, 4, 3),
-        ]
+        # wgmma takes tf32 operands along the contracted channels only; plain products read rows of produced ones best
+        copy = work.transposed == (work.precision == "ieee")
+        tile = ConvConfig(128, block_n, block_k, warps, 3, weight_copy=copy, chunked=work.far)
+        half = replace(tile, block_n=min(block_n, 64), warps=4)
+        return [tile, replace(half, block_m=64, warps=8), half]
     block_k = min(max(16, power_of_two(c_in)), 64)
     if c_in > 16 and c_in % block_k and c_in % (block_k // 2) == 0:
         block_k //= 2
@@ -130,11 +143,17 @@ def conv_candidates(work: Work) -> list[ConvConfig]:
         block_n //= 2
     wide = block_n == 256
     warps = 8 if wide else 4
-    tile = ConvConfig(128, block_n, block_k, warps, 3, gluon=work.gluon)
+    tile = ConvConfig(128, block_n, block_k, warps, 3, gluon=work.gluon, chunked=work.far)
     narrow = replace(tile, block_m=64, block_n=min(block_n, 128), warps=4)
-    if few_programs(work, tile):
-        split = min(3, work.num_taps)
-        return [narrow, replace(narrow, split=split), replace(tile, split=split), tile]
+    load = programs(work, tile) / work.processors
+    if load <= 1.5 and work.num_taps > 1:
+        split = replace(tile, split=min(3, work.num_taps))
+        few = [
+            split,
+            replace(split, block_m=64, block_n=narrow.block_n, warps=4),
+            replace(narrow, block_n=min(block_n, 64)),
+        ]
+        return [*few, tile] if load <= 0.6 else [tile, *few]
     if not work.gluon:
         return [tile, narrow] if wide else [replace(tile, stages=2), tile, narrow]
     if wide:
@@ -142,39 +161,45 @@ def conv_candidates(work: Work) -> list[ConvConfig]:
     return [replace(tile, stages=2), tile, replace(narrow, stages=2)]
 
 
-def few_programs(work: Work, config: ConvConfig) -> bool:
-    """Whether tiles of this size leave half of the card without work."""
+def programs(work: Work, config: ConvConfig) -> int:
+    """Programs of one launch of the forward kernel."""
     tiles = -(-work.num_rows // config.block_m)
-    columns = -(-work.pack * work.group_out // config.block_n) * -(-work.groups // work.pack)
-    return 2 * tiles * columns <= work.processors
+    return tiles * -(-work.pack * work.group_out // config.block_n) * -(-work.groups // work.pack)
 
 
 def weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
-    """At most four configurations for the weight-gradient kernel, the expected best first."""
+    """At most four configurations for the weight-gradient kernel, the expected best first.
+
+    Jobs are of one length, so the programs are counted to fill the card a whole number of times.
+    """
+    return list(dict.fromkeys(_weight_grad_candidates(work)))
+
+
+def _weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
     c_in, c_out = work.pack * work.group_in, work.pack * work.group_out
-    channels = max(c_in, c_out)
-    waves = 8 if channels <= 32 else 4 if channels <= 128 else 16
-    programs = waves * work.processors
-    if channels <= 128:  # a job has a fixed cost: no more of them than pairs to share
-        programs = min(programs, max(2 * work.processors, work.num_pairs // PAIRS_A_JOB))
     if work.dtype not in HALF:
         block_i = min(max(16, power_of_two(c_in)), 64)
         block_o = min(max(16, power_of_two(c_out)), 64)
-        tile = WeightGradConfig(block_i, block_o, 32, 4, 3, programs)
-        return [tile, replace(tile, stages=2), replace(tile, programs=2 * programs)]
+        tile = WeightGradConfig(block_i, block_o, 32, 4, 3, 4 * work.processors)
+        found = [tile, replace(tile, programs=8 * work.processors)]
+        if work.precision == "tf32" and work.capability[0] == 9:
+            # wgmma takes fp32 operands along the pairs only; two warps are too few for it: mma reads them as they lie
+            found = [replace(config, warps=2) for config in found] + [tile]
+        return found
     block_i = min(max(16, power_of_two(c_in)), 128)
     block_o = min(max(16, power_of_two(c_out)), 128)
     large = block_i * block_o >= 128 * 128
-    tile = WeightGradConfig(block_i, block_o, 64 if large else 128, 8 if large else 4, 3 if large else 2, programs)
-    if not work.gluon:
-        return [tile, replace(tile, block_i=min(block_i, 64), block_o=min(block_o, 64)), replace(tile, stages=3)]
-    tile = replace(tile, block_i=max(block_i, 64), gluon=True)  # wgmma takes 64 rows of the product at least
-    return [tile, replace(tile, programs=2 * programs), replace(tile, stages=3 if tile.stages == 2 else 2)]
-
-
-def conv_shared_bytes(config: ConvConfig, itemsize: int) -> int:
-    """Shared memory of the operand buffers of the forward kernel."""
-    return config.stages * config.block_k * (config.block_m + config.block_n) * itemsize
+    tile = WeightGradConfig(block_i, block_o, 64 if large else 128, 8 if large else 4, 2, 0)
+    if work.gluon:
+        tile = replace(tile, block_i=max(block_i, 64), gluon=True)  # wgmma takes 64 rows of the product at least
+    resident = SHARED_BYTES // (weight_grad_shared_bytes(tile, work.dtype.itemsize) + 1024)
+    resident = max(1, min(2 if large else 6, resident))
+    waves = 1 if max(c_in, c_out) <= 128 else 4
+    once = replace(tile, programs=waves * resident * work.processors)
+    twice = replace(once, programs=2 * once.programs)
+    if work.gluon:
+        return [once, twice]
+    return [once, replace(twice, block_i=min(block_i, 64), block_o=min(block_o, 64)), replace(once, stages=3)]
 
 
 def weight_grad_shared_bytes(config: WeightGradConfig, itemsize: int) -> int:

@@ -17,6 +17,8 @@ SLOT_ALIGNMENT = 256
 WORD_BITS = 62
 #: list columns beyond the last live tap that a kernel may read ahead
 LOOKAHEAD = 4
+#: rows that are sorted together where rows must stay near their neighbours: a few megabytes of features
+CHUNK_ROWS = 32_768
 
 
 @dataclass(frozen=True)
@@ -224,18 +226,22 @@ def retile(schedule: Schedule, block_m: int, row_taps: torch.Tensor | None = Non
     )
 
 
-def schedule_of(kernel_map: KernelMap, block_m: int, transposed: bool = False, split: int = 1) -> Schedule:
+def schedule_of(
+    kernel_map: KernelMap, block_m: int, transposed: bool = False, split: int = 1, chunked: bool = False
+) -> Schedule:
     """The map's schedule at a tile size, built on first use and kept with the map; transposed: of the reversed edges.
 
     A map with a mirror symmetry is its own reverse with the taps exchanged, so its one table serves both directions.
+    ``split``: taps in so many groups with a row order each. ``chunked``: rows sorted inside runs of neighbouring rows,
+    which are those of ``kernel_map.prepared["row_order"]`` where the geometry left one, and tiles launched in order.
     """
     if transposed and kernel_map.mirror is None:
-        return schedule_of(kernel_map.reverse(), block_m, split=split)
-    key = ("schedule", block_m, transposed, split)
+        return schedule_of(kernel_map.reverse(), block_m, False, split, chunked)
+    key = ("schedule", block_m, transposed, split, chunked)
     schedule = kernel_map.prepared.get(key)
     if schedule is None:
         if transposed:
-            straight = schedule_of(kernel_map, block_m, split=split)
+            straight = schedule_of(kernel_map, block_m, False, split, chunked)
             mirror = torch.tensor(kernel_map.mirror, dtype=torch.int32)
             if straight.tile_taps.is_cuda:
                 mirror = mirror.pin_memory()
@@ -244,18 +250,30 @@ def schedule_of(kernel_map: KernelMap, block_m: int, transposed: bool = False, s
         elif split > 1:
             schedule = _build(kernel_map, block_m, plane_groups(kernel_map.num_taps, split))
         else:
-            base = kernel_map.prepared.get("schedule")
+            name = "chunked schedule" if chunked else "schedule"
+            base = kernel_map.prepared.get(name)
             if base is None:
-                base = kernel_map.prepared["schedule"] = _build(kernel_map, block_m, None)
+                base = kernel_map.prepared[name] = _build(kernel_map, block_m, None, CHUNK_ROWS if chunked else None)
             schedule = retile(base, block_m)
+            if chunked:
+                order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
+                schedule = replace(schedule, tile_order=order)
         kernel_map.prepared[key] = schedule
     return schedule
 
 
-def _build(kernel_map: KernelMap, block_m: int, groups: Sequence[Sequence[int]] | None) -> Schedule:
+def _build(
+    kernel_map: KernelMap, block_m: int, groups: Sequence[Sequence[int]] | None, chunk_rows: int | None = None
+) -> Schedule:
     if kernel_map.device.type == "cuda":
         from sparseconv.backends.triton_implicit_gemm.build import schedule_on_gpu  # Triton is loaded where it is used
 
-        return schedule_on_gpu(kernel_map, block_m, groups)
-    rows = kernel_map.prepared.get("row_order")
-    return build_schedule(kernel_map.neighbors, kernel_map.num_taps, block_m, base_order=rows, groups=groups)
+        return schedule_on_gpu(kernel_map, block_m, groups, chunk_rows)
+    return build_schedule(
+        kernel_map.neighbors,
+        kernel_map.num_taps,
+        block_m,
+        base_order=kernel_map.prepared.get("row_order"),
+        chunk_rows=chunk_rows,
+        groups=groups,
+    )

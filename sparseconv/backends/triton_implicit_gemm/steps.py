@@ -20,7 +20,7 @@ PARTIAL_BYTES = 48 << 20
 
 
 class ConvStep:
-    """The forward or input gradient of one configuration: called with (x, weight, out, bias)."""
+    """The forward or input gradient of one configuration: called with (x, weight, out, bias, residual)."""
 
     def __init__(
         self,
@@ -33,12 +33,15 @@ class ConvStep:
         has_bias: bool,
         transposed: bool,
         wide: bool = False,
+        has_residual: bool = False,
+        activation: Any = None,
     ) -> None:
-        schedule = schedule_of(kernel_map, config.block_m, transposed, config.split)
+        schedule = schedule_of(kernel_map, config.block_m, transposed, config.split, config.chunked)
         self._groups = work.groups
-        self._copy = transposed and config.weight_copy
-        # a transposed copy of the weight is (K, C_out/G of the map, C_in of the map): read as a forward weight
-        weight_c = work.group_out * work.groups if self._copy else weight.shape[2]
+        self._copy = config.weight_copy
+        # a copy has the axes exchanged: the input gradient reads it as a forward does, a forward reads it transposed
+        read_transposed = transposed != config.weight_copy
+        weight_c = weight.shape[1] * work.groups if self._copy else weight.shape[2]
         weight_k = weight.shape[1] * weight.shape[2]
         num_slots = schedule.out_rows.shape[0]
         self._partial_shape = (num_slots, out.shape[1]) if schedule.slots is not None else None
@@ -73,10 +76,10 @@ class ConvStep:
                 "BLOCK_N": config.block_n,
                 "BLOCK_K": config.block_k,
                 "STAGES": config.stages,
-                "TRANSPOSED": transposed and not self._copy,
+                "TRANSPOSED": read_transposed,
                 "HAS_BIAS": has_bias and self._partial_shape is None,
-                "HAS_RESIDUAL": False,
-                "ACTIVATION": None,
+                "HAS_RESIDUAL": has_residual and self._partial_shape is None,
+                "ACTIVATION": activation if self._partial_shape is None else None,
                 "TO_SLOTS": self._partial_shape is not None,
                 "WIDE": wide or farthest >= NARROW,
                 "HIDDEN": not interpreted(),
@@ -95,8 +98,8 @@ class ConvStep:
                     "NUM_GROUPS": schedule.slots.shape[0],
                     "C_OUT": out.shape[1],
                     "HAS_BIAS": has_bias,
-                    "HAS_RESIDUAL": False,
-                    "ACTIVATION": None,
+                    "HAS_RESIDUAL": has_residual,
+                    "ACTIVATION": activation,
                     "BLOCK_M": block_m,
                     "BLOCK_N": block_n,
                 },
@@ -104,24 +107,24 @@ class ConvStep:
                 3,
             )
 
-    def compile(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
-        """Compile what this step launches without running it."""
+    def compile(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *more: torch.Tensor) -> None:
+        """Compile what this step launches without running it; ``more`` are bias and residual, any tensor for none."""
         if self._partial_shape is None:
-            self._sums.compile(x, weight, out, bias, x)
+            self._sums.compile(x, weight, out, *more)
             return
         partial = torch.empty(0, dtype=torch.float32, device=x.device)
-        self._sums.compile(x, weight, partial, bias, x)
-        self._combine.compile(partial, out, bias, x)
+        self._sums.compile(x, weight, partial, *more)
+        self._combine.compile(partial, out, *more)
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *more: torch.Tensor) -> None:
         if self._copy:
             weight = _exchanged(weight, self._groups)
         if self._partial_shape is None:
-            self._sums(x, weight, out, bias, x)
+            self._sums(x, weight, out, *more)
             return
         partial = torch.empty(self._partial_shape, dtype=torch.float32, device=x.device)
-        self._sums(x, weight, partial, bias, x)
-        self._combine(partial, out, bias, x)
+        self._sums(x, weight, partial, *more)
+        self._combine(partial, out, *more)
 
 
 def _exchanged(weight: torch.Tensor, groups: int) -> torch.Tensor:
@@ -148,8 +151,7 @@ class WeightGradStep:
         tiles = (
             packs * -(-work.pack * work.group_in // config.block_i) * -(-work.pack * work.group_out // config.block_o)
         )
-        allowed = max(kernel_map.num_taps, PARTIAL_BYTES // (4 * size))
-        jobs = jobs_of(kernel_map, min(allowed, max(kernel_map.num_taps, config.programs // tiles)))
+        jobs = jobs_of(kernel_map, min(PARTIAL_BYTES // (4 * size), config.programs // tiles))
         wide = max(x.shape[0] * x.stride(0), grad_out.shape[0] * grad_out.stride(0)) >= NARROW
         unit = _unit(work, x.stride(0), grad_out.stride(0))
         self._direct = jobs.one_each
