@@ -8,7 +8,7 @@ from sparseconv.nn.convolution import Conv, InverseConv, SubmanifoldConv
 from sparseconv.nn.features import ReLU
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.nn.resnet import BasicBlock, Block, BottleneckBlock, stage
+from sparseconv.nn.resnet import BasicBlock, Block, BottleneckBlock, conv_norm_act, stage
 from sparseconv.tensor import SparseTensor
 
 #: depth -> (block, blocks a stage, down then up)
@@ -95,14 +95,14 @@ class MinkUNet(SparseModule):
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         """A `SparseTensor` with in_channels -> one with out_channels on the same grid."""
-        x = self.relu(self.bn0(self.conv0p1s1(x)))
+        part = self.get_submodule
+        x = conv_norm_act(x, self.conv0p1s1, self.bn0, self.relu)
         skips = []
         for conv, norm, block in self._down:
             skips.append(x)
-            x = self.relu(self.get_submodule(norm)(self.get_submodule(conv)(x)))
-            x = self.get_submodule(block)(x)
+            x = part(block)(conv_norm_act(x, part(conv), part(norm), self.relu))
         for conv, norm, block in self._up:
             skip = skips.pop()
-            x = self.relu(self.get_submodule(norm)(self.get_submodule(conv)(x, onto=skip)))
-            x = self.get_submodule(block)(x.cat(skip))
+            x = conv_norm_act(x, part(conv), part(norm), self.relu, onto=skip)
+            x = part(block)(x.cat(skip))
         return self.final(x)

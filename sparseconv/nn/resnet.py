@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -10,9 +11,11 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, SubmanifoldConv
 from sparseconv.nn.features import Linear, ReLU
+from sparseconv.nn.fusion import run_fused
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.nn.pooling import AvgPool, GlobalMaxPool
+from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 
 Norm = Callable[[int], torch.nn.Module]
@@ -35,8 +38,8 @@ def coarsened(grid: VoxelGrid, stride: int) -> VoxelGrid:
 class FloorConv(Conv):
     """A strided convolution onto `coarsened` voxels, whatever its kernel."""
 
-    def forward(self, x: SparseTensor) -> SparseTensor:  # type: ignore[override]
-        return super().forward(x, target=coarsened(x.grid, self.geometry.stride[0]))
+    def plan(self, x: SparseTensor, target: Any = None) -> ConvolutionPlan:
+        return super().plan(x, coarsened(x.grid, self.geometry.stride[0]) if target is None else target)
 
 
 class FloorAvgPool(AvgPool):
@@ -53,6 +56,18 @@ def convolution(
     if stride == 1:
         return SubmanifoldConv(c_in, c_out, kernel_size, bias=bias, rank=rank)
     return FloorConv(c_in, c_out, kernel_size, stride=stride, bias=bias, rank=rank)
+
+
+def conv_norm_act(
+    x: SparseTensor, conv: Any, norm: Any, activation: Any = None, residual: SparseTensor | None = None, **where: Any
+) -> SparseTensor:
+    """activation(norm(conv(x)) + residual), in inference as one call; ``where`` is what else the convolution takes."""
+    fused = run_fused(x, conv, norm, activation, residual, **where)
+    if fused is not None:
+        return fused
+    y = norm(conv(x, **where))
+    y = y if residual is None else y + residual
+    return y if activation is None else activation(y)
 
 
 class BasicBlock(SparseModule):
@@ -84,9 +99,9 @@ class BasicBlock(SparseModule):
         self.downsample = _skip(in_channels, out, stride, norm, rank)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        y = self.relu(self.norm1(self.conv1(x)))
-        y = self.norm2(self.conv2(y))
-        return self.relu(y + (x if self.downsample is None else self.downsample(x)))
+        y = conv_norm_act(x, self.conv1, self.norm1, self.relu)
+        skip = x if self.downsample is None else self.downsample(x)
+        return conv_norm_act(y, self.conv2, self.norm2, self.relu, skip)
 
 
 class BottleneckBlock(SparseModule):
@@ -112,10 +127,10 @@ class BottleneckBlock(SparseModule):
         self.downsample = _skip(in_channels, out, stride, norm, rank)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        y = self.relu(self.norm1(self.conv1(x)))
-        y = self.relu(self.norm2(self.conv2(y)))
-        y = self.norm3(self.conv3(y))
-        return self.relu(y + (x if self.downsample is None else self.downsample(x)))
+        y = conv_norm_act(x, self.conv1, self.norm1, self.relu)
+        y = conv_norm_act(y, self.conv2, self.norm2, self.relu)
+        skip = x if self.downsample is None else self.downsample(x)
+        return conv_norm_act(y, self.conv3, self.norm3, self.relu, skip)
 
 
 def _skip(c_in: int, c_out: int, stride: int, norm: Norm, rank: int) -> Sequential | None:
@@ -191,8 +206,8 @@ class ResNet(SparseModule):
 
     def forward(self, x: SparseTensor) -> torch.Tensor:
         """A `SparseTensor` -> scores (B, out_channels)."""
-        x = self.pool(self.relu(self.bn1(self.conv1(x))))
+        x = self.pool(conv_norm_act(x, self.conv1, self.bn1, self.relu))
         for index in range(1, 5):
             x = self.get_submodule(f"layer{index}")(x)
-        x = self.relu(self.bn5(self.conv5(x)))
+        x = conv_norm_act(x, self.conv5, self.bn5, self.relu)
         return self.final(self.glob_avg(x))

@@ -16,6 +16,7 @@ from sparseconv.nn.geometry import Axes, grid_in
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.nn.resnet import BasicBlock
+from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.within import dense_shape, plan_within
 from sparseconv.tensor import SparseTensor
 
@@ -61,13 +62,15 @@ class ConvWithin(ConvolutionModule):
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         """A `SparseTensor` -> one on the coarse voxels within ``out_shape``."""
+        return self._execute(x, self.plan(x))
+
+    def plan(self, x: SparseTensor) -> ConvolutionPlan:
+        """The plan of this layer on the tensor's grid."""
         grid = grid_in(x, self)
         self.geometry.check(grid)
         kernel, stride, padding = self._size
-        plan = plan_within(
-            grid, self.out_shape, kernel, stride=stride, padding=padding, dilation=self.geometry.dilation
-        )
-        return self._execute(x, plan.with_groups(self.groups))
+        size: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": self.geometry.dilation}
+        return plan_within(grid, self.out_shape, kernel, **size).with_groups(self.groups)
 
 
 class _VoxelEncoder(SparseModule):

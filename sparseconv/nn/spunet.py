@@ -14,7 +14,7 @@ from sparseconv.nn.convolution import Conv, InverseConv, SubmanifoldConv
 from sparseconv.nn.features import ReLU
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.nn.resnet import BasicBlock
+from sparseconv.nn.resnet import BasicBlock, conv_norm_act
 from sparseconv.ops.pooling import global_avg_pool
 from sparseconv.tensor import SparseTensor
 
@@ -86,7 +86,7 @@ class SpUNet(SparseModule):
             x = enc(down(x))
         for s in reversed(range(len(self.up))):
             skip, up = skips.pop(), cast(Sequential, self.up[s])
-            x = up[2](up[1](up[0](x, onto=skip)))
+            x = conv_norm_act(x, *up, onto=skip)
             x = self.dec[s](x.cat(skip))
         if self.final is not None:
             x = self.final(x)

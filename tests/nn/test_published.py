@@ -185,6 +185,23 @@ def test_segmenting_networks(name):
     assert net(empty).features.shape == (0, 5)
 
 
+@pytest.mark.parametrize("name", [*SMALL, "resnet", "second"])
+def test_inference_in_fewer_calls_gives_the_same(name):
+    """Without gradients convolutions, norms and activations run as one; the numbers stay."""
+    others = {
+        "resnet": lambda: ResNet(3, 4, depth=50, planes=(4, 4, 4, 4)),
+        "second": lambda: SecondEncoder(3, (41, 24, 24)),
+    }
+    net, x = randomised((SMALL | others)[name]()), scene(200, 24)
+    want = net(x)
+    with torch.no_grad():
+        got = net(x)
+    if isinstance(want, sc.SparseTensor):
+        assert torch.equal(got.grid.coords, want.grid.coords)
+        want, got = want.features, got.features
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("depth", [14, 50])
 def test_classifying_networks(depth):
     torch.manual_seed(0)
