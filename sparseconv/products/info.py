@@ -162,7 +162,8 @@ def _device(info: SparseScaleInfo | SparseProductInfo) -> torch.device | None:
 
 def _moved(info: _AnyInfo, device: torch.device) -> _AnyInfo:
     values: dict[str, Any] = {column.name: getattr(info, column.name) for column in fields(info) if column.init}
-    moved = type(info)(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+    values = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+    moved: _AnyInfo = type(info)(**values)
     for name in ("least_in_size", "least_in_sizes"):
         if name in info.__dict__:
             moved.__dict__[name] = info.__dict__[name]

@@ -100,9 +100,9 @@ def listed(info: SparseProductInfo) -> SparseProductInfo:
 
 
 def relative_error(out, reference):
-    """The greatest error over the root mean square of the reference."""
+    """The greatest error of an element, over its size or the root mean square of all, whichever is larger."""
     if reference.numel() == 0:
         return 0.0
     out, reference = out.detach(), reference.detach()
     rms = reference.double().square().mean().sqrt().clamp_min(1e-30)
-    return float((out.double() - reference.double()).abs().max() / rms)
+    return float(((out.double() - reference.double()).abs() / reference.double().abs().clamp_min(rms)).max())
