@@ -28,8 +28,7 @@ def sum_rows(
     """
     inner = kind == "inner"
     channels = max(x.shape[2] if x.dim() == 3 else 1, y.shape[2] if y is not None and y.dim() == 3 else 1)
-    block_c = min(triton.next_power_of_2(max(channels, 1)), 128)
-    block_t = max(1, min(16, 1024 // block_c))
+    block_t, block_c, warps = _tile(channels)
     programs = out.shape[0] if batch_sum else min(batch, 65535)
     count = triton.cdiv(positions, block_t) if work is None else work.items.shape[0]
     if count == 0 or programs == 0 or channels == 0:
@@ -63,9 +62,15 @@ def sum_rows(
         BLOCK_T=block_t,
         BLOCK_C=block_c,
         ACC=tl.float64 if partial.dtype == torch.float64 else tl.float32,
-        num_warps=1 if block_t * block_c <= 1024 else 4,
+        num_warps=warps,
     )
     join_pieces(partial, out if out.dim() == 3 else out[..., None], work)
+
+
+def _tile(channels: int) -> tuple[int, int, int]:
+    """Terms and channels of a tile, and its warps: several rows in flight for each thread."""
+    block_c = min(triton.next_power_of_2(max(channels, 1)), 128)
+    return max(1, min(16, 1024 // block_c)), block_c, 1
 
 
 def join_pieces(partial: torch.Tensor, out: torch.Tensor, work: WorkItems | None) -> None:

@@ -216,3 +216,27 @@ def test_two_runs_on_the_card_give_the_same_bits():
     for name in PRODUCT_NAMES:
         x, y = inputs(name, case, False, False, batch=4, dtype=torch.float32)
         assert torch.equal(run(name, x, y, info, True), run(name, x, y, info, True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [2, 33])
+@pytest.mark.parametrize("name", PRODUCT_NAMES)
+def test_the_card_and_the_cpu_agree_to_the_second_order(name, batch):
+    import sparseconv.products as sp
+
+    function = getattr(sp, f"sparse_{name}")
+    case = CASES[0]
+    infos = case.infos()
+    moved = [info.to("cuda") for info in infos]
+    for shared1, shared2, accumulated in FLAGS:
+        x, y = (t.requires_grad_() for t in inputs(name, case, shared1, shared2, batch=batch))
+        xc, yc = (t.detach().cuda().requires_grad_() for t in (x, y))
+        results = []
+        for a, b, three in ((x, y, infos), (xc, yc, moved)):
+            out = function(a, b, *three, accumulated)
+            grads = torch.autograd.grad(out.square().sum(), (a, b), create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in grads), (a, b))
+            results.append([t.detach().cpu() for t in (out, *grads, *second)])
+        for got, wanted in zip(results[1], results[0]):
+            assert got.shape == wanted.shape
+            assert relative_error(got, wanted) < TOLERANCE[torch.float64]
