@@ -16,8 +16,8 @@ class Sharded(torch.nn.Module):
     """Any module, unchanged, over sharded tensors: the gradient of each parameter is the sum over the ranks.
 
     A plan sums the gradients of its own weights; this does so for all parameters of a network (linear layers, norms),
-    and for each of them once. Losses should be sums over voxels divided by global counts, so that their sum over ranks is
-    the loss of the scene. Data parallelism over another dimension of the mesh wraps this module as any other.
+    and for each of them once. Losses should be sums over voxels divided by global counts, so that their sum over
+    ranks is the loss of the scene. Data parallelism over another dimension of the mesh wraps this module as any other.
 
     Args:
         module: the network, equal on all ranks; rank 0's parameters and buffers are sent to the others here.

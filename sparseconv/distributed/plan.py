@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from sparseconv.distributed.exchange import Exchange, agree, joined, replicated, send_to
 from sparseconv.distributed.grid import ShardedGrid
+from sparseconv.distributed.passage import Border, Passage, placed
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, fits, torus_of, wrap
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.ranges import Boundary
@@ -107,22 +108,33 @@ class ShardedConvolutionPlan:
         self.exchange, halo = _find_halo(source, target, window, boundary, is_transposed)
         #: what this rank's outputs see: its own rows, then the halo's, grouped by owner
         self.seen = VoxelGrid(torch.cat([source.coords, halo]), source.batch_size) if len(halo) else source
-        self.local = self._local_plan(self.seen, target)
-        edges = self.local.kernel_map
-        touched = torch.zeros(len(target), dtype=torch.bool, device=source.device)
-        touched[edges.out_rows[edges.in_rows >= len(source)].long()] = True
-        # every rank has both parts, be they empty, so that all ranks meet their collectives in one order
-        self._inner = self._local_plan(source, _part(target, ~touched))
-        self._outer = self._local_plan(self.seen, _part(target, touched))
-        self._place = torch.empty(len(target), dtype=torch.int64, device=source.device)
-        inside = len(self._inner.target)
-        self._place[~touched] = torch.arange(inside, device=source.device)
-        self._place[touched] = torch.arange(inside, len(target), device=source.device)
+        self.local = ConvolutionPlan.between(self.seen, target, window, boundary, box, groups, backend, is_transposed)
+        self._split(halo)
 
-    def _local_plan(self, source: VoxelGrid, target: VoxelGrid) -> ConvolutionPlan:
-        return ConvolutionPlan.between(
-            source, target, self.window, self.boundary, self._box, self.groups, self.backend, self.is_transposed
-        )
+    def _split(self, halo: torch.Tensor) -> None:
+        """The interior, which needs no halo, and the border: two maps that share no edge.
+
+        The interior's map has all outputs as rows and no edges at the border's, so that the border's results are
+        written into its output without a copy. Every rank has both parts, be they empty, so that all meet their
+        collectives in one order.
+        """
+        edges, own = self.local.kernel_map, len(self.source)
+        touched = torch.zeros(edges.num_out, dtype=torch.bool, device=self.device)
+        touched[edges.out_rows[edges.in_rows >= own].long()] = True
+        self.border_rows = touched.nonzero()[:, 0]
+        self._inner = self.local
+        if len(self.border_rows):
+            inner = edges.restricted(~touched, own)
+            self._inner = self.local.over(inner, source=self.source)
+        outer = edges.restricted(touched)
+        needed = torch.zeros(edges.num_in, dtype=torch.bool, device=self.device)
+        needed[outer.in_rows.long()] = True
+        needed[own:] = True
+        kept = needed.nonzero()[:, 0]
+        target = VoxelGrid(self.target.coords[self.border_rows], self.target.batch_size)
+        source = VoxelGrid(self.seen.coords[kept], self.seen.batch_size)
+        self._outer = self.local.over(outer.renumbered(kept, self.border_rows), source=source, target=target)
+        self._border = Border(self.exchange, kept[: len(kept) - len(halo)])
 
     # ---- executing
 
@@ -137,12 +149,15 @@ class ShardedConvolutionPlan:
         if call not in self._agreed:
             agree({"the operands of execute": call}, self.source.group)
             self._agreed.add(call)
-        arrival = self.exchange.start(x)
-        weight = replicated(weight, self.source.group)
-        bias = None if bias is None else replicated(bias, self.source.group)
+        passage = Passage(self._border)
+        group = self.source.group
+        weight = replicated(weight, group)
+        bias = None if bias is None else replicated(bias, group)
+        x, rows = passage.depart(x)
         inside = self._inner.execute(x, weight, bias)
-        outside = self._outer.execute(joined(x, arrival.wait()), weight, bias)
-        return torch.cat([inside, outside]).index_select(0, self._place)
+        # the interior's bias gradient sums over all rows, the border's among them
+        outside = self._outer.execute(passage.arrive(rows), weight, None if bias is None else bias.detach())
+        return placed(inside, outside, self.border_rows)
 
     def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
         """This rank's rows with their halo, and the local plan over them: what any operation over edges needs."""
@@ -227,11 +242,6 @@ class ShardedConvolutionPlan:
 
 
 ShardedGrid.plan_type = ShardedConvolutionPlan
-
-
-def _part(grid: VoxelGrid, mask: torch.Tensor) -> VoxelGrid:
-    """Some voxels of this rank, as a plain local grid; the grid itself where they are all."""
-    return grid if bool(mask.all()) else VoxelGrid(grid.coords[mask], grid.batch_size)
 
 
 def _window_of(

@@ -89,6 +89,13 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     check_pair(fine, coarse)
     torus = torus_of(fine, window, boundary)
     identity, mirror = (None, None) if coarse is not fine else _symmetry(window, torus)
+    if fine.device.type == "cuda":
+        from sparseconv.geometry.triton_pairs import find_edges_on_gpu  # Triton is loaded where it is used
+
+        source = find_edges_on_gpu(fine, coarse.coords, window.offsets, window.stride, torus)
+        return KernelMap(
+            len(fine), len(coarse), len(window.offsets), source=source, identity_tap=identity, mirror=mirror
+        )
     if torus is None and fine.device.type == "cpu":
         pairs = edges_by_lines(fine, coarse, window.stride, window.offsets)
         if pairs is not None:
