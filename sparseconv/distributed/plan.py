@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from sparseconv.distributed.exchange import Exchange, agree, joined, replicated, send_to
 from sparseconv.distributed.grid import ShardedGrid
-from sparseconv.distributed.passage import Border, Passage, placed
+from sparseconv.distributed.passage import Border, Passage, written
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, fits, torus_of, wrap
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.ranges import Boundary
@@ -117,9 +117,10 @@ class ShardedConvolutionPlan:
     def _split(self) -> None:
         """The interior, which is what this rank's own rows make of its outputs, and the border, which sees the halo.
 
-        The interior computes the border's rows too, wrongly, and the border's results are written over them: so the
-        interior of a submanifold plan stays one grid with itself, with its identity tap and its mirror symmetry. Every
-        rank has both parts, be they empty, so that all meet their collectives in one order.
+        The interior computes the border's rows too, without their halo, and the border's results are written over
+        them: so the interior of a submanifold plan stays one grid with itself, with its identity tap and its mirror
+        symmetry. Gradients go by what is beyond the shard alone, since the interior has its own part. Every rank has
+        all three plans, be they empty, so that all meet their collectives in one order.
         """
         batch, own = self.source.batch_size, self.source.coords
         self._inner = self._between(self.source, self.target)
@@ -128,6 +129,7 @@ class ShardedConvolutionPlan:
         border = VoxelGrid(self.target.coords[self.border_rows], self.target.batch_size)
         needed = torch.unique(self._between(self.source, border).kernel_map.in_rows.long())
         self._outer = self._between(VoxelGrid(torch.cat([own[needed], self.halo]), batch), border)
+        self._beyond = self._between(VoxelGrid(self.halo, batch), border)
         self._border = Border(self.exchange, needed)
 
     @cached_property
@@ -157,8 +159,11 @@ class ShardedConvolutionPlan:
         bias = None if bias is None else replicated(bias, group)
         x, rows = passage.depart(x)
         inside = self._inner.execute(x, weight, bias)
-        outside = self._outer.execute(passage.arrive(rows), weight, bias)
-        return placed(inside, outside, self.border_rows)
+        rows = passage.arrive(rows)
+        with torch.no_grad():
+            outside = self._outer.execute(rows, weight, bias)
+        beyond = self._beyond.execute(rows[len(self._border.own_rows) :], weight)
+        return written(inside, beyond, outside, self.border_rows)
 
     def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
         """This rank's rows with their halo, and the local plan over them: what any operation over edges needs."""
@@ -229,7 +234,7 @@ class ShardedConvolutionPlan:
         plan.__dict__.update(self.__dict__)
         plan.groups, plan._transposed = groups, None
         plan.__dict__.pop("local", None)
-        for name in ("_inner", "_outer"):
+        for name in ("_inner", "_outer", "_beyond"):
             setattr(plan, name, getattr(self, name).with_groups(groups))
         return plan
 
