@@ -1,0 +1,184 @@
+"""Who is measured: each backend of this library, dense convolution, and the peers that can be imported.
+
+Every one is a `Convolution`: submanifold 3x3x3, C channels in and out, no bias, over given coordinates.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+
+from benchmarks.timing import DTYPES
+
+TAPS = 27
+
+
+class Convolution(ABC):
+    """One implementation at work on one case: coords (N, 4) int32, channels, a dtype's name (`timing.DTYPES`)."""
+
+    name: ClassVar[str]
+    #: modules without which it cannot run
+    needs: ClassVar[tuple[str, ...]] = ()
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    dtypes: ClassVar[tuple[str, ...]] = ("fp16", "bf16", "tf32", "fp32")
+    #: whether some of the map is only made by the first step, so that `prepare` alone does not time it
+    lazy: bool = False
+    #: whether the two gradients can be asked for apart
+    apart: ClassVar[bool] = True
+    weight: torch.Tensor
+
+    def __init__(self, coords: torch.Tensor, channels: int, dtype: str) -> None:
+        self.coords, self.channels, self.dtype = coords, channels, DTYPES[dtype]
+
+    @classmethod
+    def missing(cls, device: str, dtype: str) -> str | None:
+        """Why it cannot serve a device and dtype here, or None."""
+        if device not in cls.devices:
+            return f"has no {device} kernels"
+        if dtype not in cls.dtypes:
+            return f"does not compute in {dtype}"
+        for module in cls.needs:
+            try:
+                import_module(module)
+            except Exception as error:  # a peer may fail in any way
+                return f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return None
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """From the coordinates to everything that a training step needs, anew."""
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y (N, C) from x (N, C) in the rows of the coordinates; differentiable in x and in ``weight``."""
+
+    @abstractmethod
+    def set_weight(self, weight: torch.Tensor) -> None:
+        """Take over a weight (27, C_in, C_out), the last axis fastest."""
+
+    @abstractmethod
+    def weight_grad(self) -> torch.Tensor:
+        """The gradient of ``weight`` as (27, C_in, C_out)."""
+
+    def details(self) -> dict[str, Any]:
+        """What it says about itself: backend, waste."""
+        return {}
+
+
+class Sparseconv(Convolution):
+    """This library, its own choice of backend."""
+
+    name = "sparseconv"
+    devices = ("cuda", "cpu")
+    dtypes = ("fp16", "bf16", "tf32", "fp32", "fp64")
+    backend: ClassVar[str] = "auto"
+
+    def prepare(self) -> None:
+        import sparseconv as sc
+
+        self.plan = sc.ConvolutionPlan(sc.VoxelGrid(self.coords), 3, backend=self.backend)
+        request = self.plan.request(self.channels, self.channels, self.dtype)
+        prepare = getattr(self._serving(request), "prepare", None)
+        self.lazy = prepare is None
+        if prepare is not None:
+            prepare(request)
+
+    def _serving(self, request: Any) -> Any:
+        from sparseconv.backends.registry import choose
+
+        return choose(request, self.backend)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plan.execute(x, self.weight)
+
+    def set_weight(self, weight: torch.Tensor) -> None:
+        self.weight = weight.to(self.dtype).clone().requires_grad_()
+
+    def weight_grad(self) -> torch.Tensor:
+        assert self.weight.grad is not None
+        return self.weight.grad
+
+    def details(self) -> dict[str, Any]:
+        request = self.plan.request(self.channels, self.channels, self.dtype)
+        backend = self._serving(request)
+        found: dict[str, Any] = {"backend": backend.name}
+        report = getattr(backend, "explain", None)
+        if report is not None:
+            said = report(request)
+            found["waste"] = said.get("waste")
+            for verb in ("forward", "input_grad", "weight_grad"):
+                if isinstance(said.get(verb), dict):
+                    found[f"{verb}_config"] = str(said[verb].get("config"))
+        return found
+
+
+class ImplicitGemm(Sparseconv):
+    """This library's Triton backend by name."""
+
+    name = "sparseconv:triton_implicit_gemm"
+    backend = "triton_implicit_gemm"
+    devices = ("cuda",)
+    dtypes = ("fp16", "bf16", "tf32", "fp32")
+
+
+class GatherScatter(Sparseconv):
+    """This library's CuPy backend by name."""
+
+    name = "sparseconv:cupy_gather_scatter"
+    backend = "cupy_gather_scatter"
+    needs = ("cupy",)
+    devices = ("cuda",)
+
+
+class NumpyGatherScatter(Sparseconv):
+    """This library's CPU backend by name."""
+
+    name = "sparseconv:numpy_gather_scatter"
+    backend = "numpy_gather_scatter"
+    devices = ("cpu",)
+
+
+class Dense(Convolution):
+    """`torch.nn.functional.conv3d` over the bounding box, read at the voxels: what sparsity saves."""
+
+    name = "dense conv3d"
+    devices = ("cuda", "cpu")
+    #: bytes of one dense volume of features
+    most: ClassVar[int] = 8 << 30
+
+    def prepare(self) -> None:
+        c = self.coords[:, 1:].long()
+        low = c.amin(0)
+        self.shape = [int(n) for n in (c.amax(0) - low + 1)]
+        volume = self.shape[0] * self.shape[1] * self.shape[2]
+        needed = volume * self.channels * self.dtype.itemsize
+        if needed > self.most:
+            raise MemoryError(f"the bounding box {self.shape} would take {needed / 2**30:.1f} GiB of features")
+        c = c - low
+        self.site = (c[:, 0] * self.shape[1] + c[:, 1]) * self.shape[2] + c[:, 2]
+        self.volume = volume
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense = x.new_zeros(self.volume, self.channels).index_copy(0, self.site, x)
+        dense = dense.view(1, *self.shape, self.channels).permute(0, 4, 1, 2, 3)
+        y = torch.nn.functional.conv3d(dense, self.weight, padding=1)
+        return y.permute(0, 2, 3, 4, 1).reshape(self.volume, self.channels)[self.site]
+
+    def set_weight(self, weight: torch.Tensor) -> None:
+        box = weight.to(self.dtype).view(3, 3, 3, *weight.shape[1:]).permute(4, 3, 0, 1, 2)
+        self.weight = box.contiguous().requires_grad_()
+
+    def weight_grad(self) -> torch.Tensor:
+        assert self.weight.grad is not None
+        return self.weight.grad.permute(2, 3, 4, 1, 0).reshape(TAPS, self.channels, self.channels)
+
+
+def registry() -> dict[str, type[Convolution]]:
+    """Every implementation by name, ours first."""
+    from benchmarks import peers
+
+    ours = (Sparseconv, ImplicitGemm, GatherScatter, NumpyGatherScatter, Dense)
+    return {kind.name: kind for kind in (*ours, *peers.PEERS)}
