@@ -86,8 +86,10 @@ def cpu(
     grid = selection.chosen(selection.CPU_QUICK if quick else selection.CPU_CASES, case or [], channels or [])
     names = selection.named(backend or [], compare and not backend, "cpu")
     wanted = quantity or [measure.MAP, measure.FORWARD, measure.STEP, measure.MEMORY]
+    seconds = min(seconds, 0.3) if quick else seconds
     jobs = selection.layer_jobs(grid, names, dtype or ["fp32"], "cpu", seconds, shuffled, wanted)
-    _measured(jobs, [], "cpu", 0, None, out or _file("cpu", "cpu", quick), plot)
+    budget = selection.QUICK_BUDGET if quick else None
+    _measured(jobs, [], "cpu", 0, None, out or _file("cpu", "cpu", quick), plot, budget)
 
 
 @app.command()
@@ -110,7 +112,7 @@ def network(
 @app.command()
 def verify(
     claim: Annotated[list[str] | None, typer.Option(help="Only the claims of these names; repeatable.")] = None,
-    device: Annotated[str | None, typer.Option(help="'cpu' or 'cuda'; default: claims that can be checked here.")] = None,
+    device: Annotated[str | None, typer.Option(help="'cpu' or 'cuda'; default: both, where there are.")] = None,
 ) -> None:
     """Measure every number that the README states anew; fail on the first that does not hold."""
     from benchmarks.verify import verify as check
@@ -138,6 +140,7 @@ def _measured(
     caches: Path | None,
     out: Path,
     plot: bool,
+    budget: float | None = None,
 ) -> list[dict[str, Any]]:
     """Cold starts, then everything compiled side by side, then the figures; printed, written, drawn."""
     machine = facts(device)
@@ -162,7 +165,7 @@ def _measured(
             rows.append(report.with_rates(row, peak))
             report.write(out, machine, [*rows, *starts], ceilings=peak)
 
-        _run(jobs, folder, keep)
+        _run(jobs, folder, keep, budget)
     console.print(report.layer_table(report.joined(rows), f"{device}: milliseconds, (must / goal)"))
     console.print(f"wrote {out}", highlight=False)
     if plot:
@@ -173,7 +176,7 @@ def _measured(
     return rows
 
 
-def _run(jobs: Sequence[Job], caches: Path, keep: Any = None) -> list[dict[str, Any]]:
+def _run(jobs: Sequence[Job], caches: Path, keep: Any = None, budget: float | None = None) -> list[dict[str, Any]]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(jobs))
@@ -186,7 +189,7 @@ def _run(jobs: Sequence[Job], caches: Path, keep: Any = None) -> list[dict[str, 
             if keep is not None:
                 keep(row)
 
-        return runner.run_all(jobs, done, caches)
+        return runner.run_all(jobs, done, caches, budget)
 
 
 def network_table(rows: Sequence[dict[str, Any]]) -> Table:

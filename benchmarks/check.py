@@ -1,7 +1,7 @@
 """The judge: submanifold 3x3x3 in double precision on sampled rows, found by its own search and nobody's kernels.
 
-    y[p] = sum over taps k of x[p + offset(k)] @ w[k]        dx[p] = sum over k of g[p - offset(k)] @ w[k]^T
-    dw[k] = sum over p of x[p + offset(k)]^T g[p]            offset(k) in {-1, 0, 1}^3, the last axis fastest
+y[p] = sum over taps k of x[p + offset(k)] @ w[k]        dx[p] = sum over k of g[p - offset(k)] @ w[k]^T
+dw[k] = sum over p of x[p + offset(k)]^T g[p]            offset(k) in {-1, 0, 1}^3, the last axis fastest
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ class Dense(Convolution):
 
     name = "dense conv3d"
     devices = ("cuda", "cpu")
-    #: bytes of one dense volume of features
-    most: ClassVar[int] = 8 << 30
+    #: bytes that one dense volume of features may take, by device
+    most: ClassVar[dict[str, int]] = {"cuda": 8 << 30, "cpu": 1 << 29}
 
     def prepare(self) -> None:
         c = self.coords[:, 1:].long()
@@ -155,7 +155,7 @@ class Dense(Convolution):
         self.shape = [int(n) for n in (c.amax(0) - low + 1)]
         volume = self.shape[0] * self.shape[1] * self.shape[2]
         needed = volume * self.channels * self.dtype.itemsize
-        if needed > self.most:
+        if needed > self.most[self.coords.device.type]:
             raise MemoryError(f"the bounding box {self.shape} would take {needed / 2**30:.1f} GiB of features")
         c = c - low
         self.site = (c[:, 0] * self.shape[1] + c[:, 1]) * self.shape[2] + c[:, 2]

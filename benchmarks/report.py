@@ -150,11 +150,14 @@ def _rounded(value: Any) -> Any:
 
 def joined(rows: Sequence[Row]) -> list[Row]:
     """Rows for reading: a case's map, timed in a row of its own, put on every row of that case and order."""
-    maps = {
-        (r["implementation"], r["case"], r.get("shuffled"), r["device"]): r["map"] for r in rows if r.get("map")
-    }
+    maps = {(r["implementation"], r["case"], r.get("shuffled"), r["device"]): r["map"] for r in rows if r.get("map")}
     found = []
+    silent: set[tuple[str, str]] = set()
     for row in rows:
+        if row["status"] == "skipped":  # an implementation that is not there says so once
+            if (row["implementation"], row["reason"]) in silent:
+                continue
+            silent.add((row["implementation"], row["reason"]))
         if tuple(row["quantities"]) == ("map",) and row["status"] == "measured":
             key = (row["implementation"], row["case"], row["dtype"], row["shuffled"])
             others = [(r["implementation"], r["case"], r["dtype"], r["shuffled"]) for r in rows if r is not row]

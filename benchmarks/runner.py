@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks.implementations import registry
 from benchmarks.measure import COLD, COMPILE, Job, with_quantities
 
 #: seconds that one job may take, compilation included
@@ -28,23 +30,55 @@ BROKEN = ("CUDA error", "illegal memory access", "device-side assert", "Accelera
 Row = dict[str, Any]
 
 
-def run_all(jobs: Iterable[Job], done: Callable[[Row], None], caches: Path | None = None) -> list[Row]:
-    """Every job's row, one worker an implementation; ``done`` is called with each as it comes."""
-    rows = []
-    for _, group in groupby(jobs, key=lambda job: job.implementation):
-        waiting = list(group)
-        while waiting:
+def run_all(
+    jobs: Iterable[Job], done: Callable[[Row], None], caches: Path | None = None, budget: float | None = None
+) -> list[Row]:
+    """Every job's row, one worker an implementation; ``done`` is called with each as it comes.
+
+    Of ``budget`` seconds every implementation gets its share; jobs that it does not reach are skipped.
+    """
+    rows: list[Row] = []
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        done(row)
+
+    groups = [list(group) for _, group in groupby(jobs, key=lambda job: job.implementation)]
+    left = budget
+    for place, waiting in enumerate(groups):
+        begin = time.monotonic()
+        share = None if left is None else left / (len(groups) - place)
+        reason = absent(waiting[0].implementation)
+        while waiting and reason is None:
+            rest = None if share is None else share - (time.monotonic() - begin)
+            if rest is not None and rest <= 0:
+                reason = "no time left for it"
+                break
             found = 0
-            for row in _worker(waiting, caches):
-                rows.append(row)
-                done(row)
+            for row in _worker(waiting, caches, rest):
+                keep(row)
                 found += 1
             waiting = waiting[found:]
+        for job in waiting:
+            keep(job.as_dict() | {"status": "skipped", "reason": reason})
+        if left is not None:
+            left -= time.monotonic() - begin
     return rows
 
 
-def _worker(jobs: list[Job], caches: Path | None = None) -> Iterator[Row]:
+def absent(implementation: str) -> str | None:
+    """Why an implementation cannot be asked at all, found without importing anything; else None."""
+    kind = registry().get(implementation)
+    for module in kind.needs if kind else ():
+        if find_spec(module.partition(".")[0]) is None:
+            return f"{module.partition('.')[0]} is not installed"
+    return None
+
+
+def _worker(jobs: list[Job], caches: Path | None = None, budget: float | None = None) -> Iterator[Row]:
     """Rows of a worker until it ends, at least one: if it dies, the last row says how."""
+    patience = PATIENCE if budget is None else min(PATIENCE, budget)
+    end = None if budget is None else time.monotonic() + budget
     with tempfile.TemporaryDirectory() as folder:
         todo, rows, log = (Path(folder) / name for name in ("jobs.json", "rows.jsonl", "log"))
         todo.write_text(json.dumps([job.as_dict() for job in jobs]))
@@ -58,22 +92,24 @@ def _worker(jobs: list[Job], caches: Path | None = None) -> Iterator[Row]:
             )
             count = 0
             try:
-                for row in _lines(process, lines):
+                for row in _lines(process, lines, patience):
                     count += 1
                     yield row
                     if any(sign in str(row.get("reason")) for sign in BROKEN):
+                        return
+                    if end is not None and time.monotonic() > end:
                         return
             finally:
                 process.kill()
                 process.wait()
         if count < len(jobs):
             code, tail = process.returncode, log.read_text(errors="replace").strip().splitlines()[-1:]
-            how = f"took longer than {PATIENCE:.0f} s" if code == -9 else f"the process ended with code {code}"
+            how = f"took longer than {patience:.0f} s" if code == -9 else f"the process ended with code {code}"
             said = f": {tail[0][:200]}" if tail else ""
             yield jobs[count].as_dict() | {"status": "crashed", "reason": how + said}
 
 
-def _lines(process: subprocess.Popen, lines: Any) -> Iterator[Row]:
+def _lines(process: subprocess.Popen, lines: Any, patience: float) -> Iterator[Row]:
     """Finished rows as the worker writes them, until it ends or sits at one job for too long."""
     since, partial = time.monotonic(), ""
     while True:
@@ -85,13 +121,13 @@ def _lines(process: subprocess.Popen, lines: Any) -> Iterator[Row]:
             found = json.loads(line)
             if "row" in found:
                 yield found["row"]
-        if ended or time.monotonic() - since > PATIENCE:
+        if ended or time.monotonic() - since > patience:
             return
         time.sleep(0.02)
 
 
 def compile_all(jobs: Iterable[Job], processes: int, caches: Path) -> list[Row]:
-    """Compile what the jobs need in ``processes`` at once, and forget what was tuned while they disturbed each other."""
+    """Compile what jobs need in ``processes`` at once, and forget what was tuned while they disturbed each other."""
     wanted: dict[tuple, Job] = {}
     for job in jobs:
         wanted.setdefault((job.implementation, job.case, job.channels, job.dtype), with_quantities(job, COMPILE))

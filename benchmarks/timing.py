@@ -1,4 +1,4 @@
-"""Two clocks with one face: CUDA events on a card, the wall clock on a CPU. What they report is in milliseconds and bytes.
+"""Two clocks with one face: CUDA events on a card, the wall clock on a CPU; milliseconds and bytes.
 
 The protocol: two calls that do not count, then repeats for about 0.6 s, one after another without waiting between them;
 the median, and the span of the middle 80 % beside it.

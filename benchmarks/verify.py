@@ -1,6 +1,6 @@
 """The numbers that the README states, measured anew: ``claims.json`` names each with its job, figure and tolerance.
 
-A claim: ``text`` as stated; ``measure`` (implementation, case, channels, dtype, device, quantity); ``figure`` and ``unit``;
+A claim: ``text`` as stated; ``measure`` (implementation, case, channels, dtype, device, quantity); ``figure``, ``unit``;
 ``tolerance``, the share by which the measured value may be worse; ``than``, another implementation of which the figure
 is then a ratio (theirs / ours); ``higher`` where more is better.
 """
@@ -93,9 +93,7 @@ def _value(asked: dict[str, Any], caches: Path) -> tuple[float | None, str]:
     quantity = asked["quantity"]
     network = asked["implementation"].startswith("unet:")
     wanted = (measure.STEP,) if network else (quantity,)
-    job = Job(
-        asked["implementation"], asked["case"], asked["channels"], asked["dtype"], False, wanted, asked["device"]
-    )
+    job = Job(asked["implementation"], asked["case"], asked["channels"], asked["dtype"], False, wanted, asked["device"])
     if quantity in ("cold_s", "second_s"):
         row = runner.cold_starts(job)
         return row.get(quantity), row.get("reason", "")

@@ -13,7 +13,6 @@ from pathlib import Path
 from benchmarks import measure, network
 from benchmarks.measure import Job
 
-
 #: jobs of this prefix are whole networks: ``unet:sparseconv``
 NETWORK = "unet:"
 
