@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm import backend as implicit_gemm
 from sparseconv.backends.triton_implicit_gemm.config import (
     ConvConfig,
@@ -27,7 +29,8 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     conv_candidates,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.schedule import build_schedule, retile
+from sparseconv.backends.triton_implicit_gemm.schedule import build_schedule
+from sparseconv.backends.triton_implicit_gemm.steps import ConvStep, WeightGradStep
 from sparseconv.geometry.kernel_map import KernelMap
 
 #: (case, channels) of the comparison with other libraries
@@ -162,8 +165,7 @@ def compile_all(jobs: list[tuple[Callable[..., object], tuple]]) -> None:
     def one(job):
         step, tensors = job
         try:
-            target = step.args[0] if isinstance(step, functools.partial) else step
-            target.compile(*tensors)
+            step.compile(*tensors)
         except Exception:
             return
 
@@ -172,9 +174,9 @@ def compile_all(jobs: list[tuple[Callable[..., object], tuple]]) -> None:
 
 
 def conv_step(config, kernel_map, x, w, transposed, out):
-    work = implicit_gemm._work(x.dtype, x.device, kernel_map, x.shape[1], out.shape[1], 1, True)
-    work = replace(work, transposed=transposed)
-    return implicit_gemm._conv_step(config, work, x, w, kernel_map, out, False, transposed)
+    c_in, c_out = (out.shape[1], x.shape[1]) if transposed else (x.shape[1], out.shape[1])
+    work = implicit_gemm.work_of(Request(kernel_map, x.device, x.dtype, c_in, c_out), True, transposed)
+    return ConvStep(config, work, x, w, kernel_map, out, False, transposed)
 
 
 def check(data: str) -> None:
@@ -206,19 +208,18 @@ def check(data: str) -> None:
                 want = reference(x, w, g, kernel_map)
                 for verb, wanted in zip(("forward", "input_grad", "weight_grad"), want):
                     transposed = verb == "input_grad"
-                    pair = (c_out // groups, c_in // groups) if transposed else (c_in // groups, c_out // groups)
                     aligned = c_in * x.element_size() % 16 == 0 and c_out * x.element_size() % 16 == 0
-                    work = implicit_gemm._work(dtype, x.device, kernel_map, *pair, groups, aligned)
-                    work = replace(work, transposed=transposed)
+                    request = Request(kernel_map, x.device, dtype, c_in, c_out, groups)
+                    work = implicit_gemm.work_of(request, aligned, transposed)
                     many = weight_grad_candidates(work) if verb == "weight_grad" else conv_candidates(work)
                     for config in many:
                         out = torch.full(wanted.shape, float("nan"), dtype=dtype, device="cuda")
                         if verb == "weight_grad":
-                            step = implicit_gemm._WeightGradStep(config, work, kernel_map, x, g, out)
+                            step = WeightGradStep(config, work, kernel_map, x, g, out)
                             arguments = (x, g, out)
                         else:
                             source = g if transposed else x
-                            step = implicit_gemm._conv_step(config, work, source, w, kernel_map, out, False, transposed)
+                            step = ConvStep(config, work, source, w, kernel_map, out, False, transposed)
                             arguments = (source, w, out, source, source)
                         label = dict(check=name, dtype=str(dtype), shape=(c_in, c_out, groups), verb=verb)
                         runs.append((step, arguments, out, wanted, limits[dtype], {**label, "config": short(config)}))
@@ -246,15 +247,10 @@ def check(data: str) -> None:
 def conv_sweep(c: int) -> list[ConvConfig]:
     bk = min(c, 64)
     if c <= 128:
-        found = [ConvConfig(128, c, bk, 4, s, gluon=True) for s in (2, 3, 4)]
-        found += [ConvConfig(64, c, bk, 4, s, gluon=True) for s in (2, 3)]
-        found += [ConvConfig(128, c, bk, 8, 3, gluon=True), ConvConfig(128, c, bk, 4, 2), ConvConfig(128, c, bk, 4, 3)]
+        found = [ConvConfig(128, c, bk, 4, s, gluon=True) for s in (2, 3)]
+        found += [ConvConfig(128, c, bk, 8, 2, gluon=True), ConvConfig(64, c, bk, 4, 2, gluon=True)]
         return found
-    found = [ConvConfig(128, 256, 64, 8, s, gluon=True) for s in (3, 4)]
-    found += [ConvConfig(64, 256, 64, 4, s, gluon=True) for s in (3, 4)]
-    found += [ConvConfig(128, 128, 64, w, 3, gluon=True) for w in (4, 8)]
-    found += [ConvConfig(128, 256, 64, 8, 3), ConvConfig(128, 128, 128, 8, 2, gluon=True)]
-    return found
+    return [ConvConfig(128, 256, 64, 8, 3, gluon=True)]
 
 
 def conv(data: str, cases) -> None:
@@ -262,29 +258,23 @@ def conv(data: str, cases) -> None:
         coords, kernel_map = load(case, data)
         x, w, g = operands(kernel_map, c, c, torch.float16)
         out = torch.empty_like(g)
-        orders = {"gray": dict()}
+        orders = {"gray": {}}
         if kernel_map.num_out >= 500_000 and c <= 128:
-            orders["rows32k"] = dict(chunk_rows=32768)
-            orders["morton32k"] = dict(chunk_rows=32768, base_order=morton(coords))
+            near = morton(coords)
+            orders["rows32k"] = {"chunk_rows": 32768}
+            for rows in (8192, 32768, 131072):
+                orders[f"morton{rows // 1024}k"] = {"chunk_rows": rows, "base_order": near}
+            orders["morton"] = {"chunk_rows": 128, "base_order": near}
         for order, options in orders.items():
             kernel_map.prepared.clear()
-            kernel_map.prepared["schedule"] = build_schedule(kernel_map.neighbors, 27, 128, **options)
-            for block in (64, 128):
-                tiles = retile(kernel_map.prepared["schedule"], block)
-                note(
-                    case=case,
-                    c=c,
-                    order=order,
-                    block=block,
-                    waste=float(tiles.tile_counts.sum()) * block / kernel_map.num_pairs,
-                )
+            name = "chunked schedule" if options else "schedule"
+            kernel_map.prepared[name] = tiles = build_schedule(kernel_map.neighbors, 27, 128, **options)
+            waste = float(tiles.tile_counts.sum()) * 128 / kernel_map.num_pairs
+            note(case=case, c=c, order=order, waste=waste)
             expected = {}
             for transposed in (False, True):
-                configs = conv_sweep(c) if order == "gray" else conv_sweep(c)[:2]
-                if transposed:
-                    configs = (
-                        configs[:3] + [replace(k, weight_copy=True) for k in configs[:2]] if c >= 256 else configs[:2]
-                    )
+                configs = [replace(k, chunked=bool(options)) for k in conv_sweep(c)]
+                configs = configs[:1] if transposed else configs
                 compile_all([(conv_step(k, kernel_map, x, w, transposed, out), (x, w, out, x, x)) for k in configs])
                 for config in configs:
                     try:
@@ -309,6 +299,27 @@ def conv(data: str, cases) -> None:
                         note(case=case, c=c, config=short(config), failed=repr(problem)[:200])
 
 
+def weight32(data: str, cases) -> None:
+    """Tiles of the weight gradient in fp32, with and without tf32."""
+    n = 132
+    tiles = [(64, 64, 32, 2, 3), (64, 64, 32, 2, 2), (64, 64, 16, 2, 3), (32, 64, 32, 4, 3), (32, 128, 32, 4, 3)]
+    tiles += [(32, 64, 32, 2, 3), (64, 64, 32, 4, 3), (128, 64, 16, 8, 3), (128, 128, 16, 8, 3), (64, 64, 16, 4, 4)]
+    for case, c in (("shell256", 256), ("shell512", 64)):
+        _, kernel_map = load(case, data)
+        x, w, g = operands(kernel_map, c, c, torch.float32)
+        out = torch.empty_like(w)
+        for tf32 in (True, False):
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            work = implicit_gemm.work_of(Request(kernel_map, x.device, x.dtype, c, c), True)
+            configs = [WeightGradConfig(*tile, 8 * n) for tile in tiles]
+            compile_all([(WeightGradStep(k, work, kernel_map, x, g, out), (x, g, out)) for k in configs])
+            for config in configs:
+                step = WeightGradStep(config, work, kernel_map, x, g, out)
+                ms = timed(functools.partial(step, x, g, out))
+                note(case=case, c=c, tf32=tf32, wgrad32=short(config), ms=ms)
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def short(config) -> str:
     if isinstance(config, ConvConfig):
         tag = "G" if config.gluon else "P"
@@ -316,23 +327,16 @@ def short(config) -> str:
             "copy" if config.weight_copy else ""
         )
     tag = "G" if config.gluon else "P"
-    return f"{tag}{config.block_i}x{config.block_o}x{config.block_p}w{config.warps}s{config.stages}n{config.programs // 132}"
+    tile = f"{config.block_i}x{config.block_o}x{config.block_p}"
+    return f"{tag}{tile}w{config.warps}s{config.stages}n{config.programs // 132}"
 
 
 def weight_sweep(c: int) -> list[WeightGradConfig]:
     n = 132
-    if c == 32:
-        found = [WeightGradConfig(32, 32, p, 4, s, 16 * n) for p, s in ((128, 3), (128, 2), (64, 4))]
-        found += [WeightGradConfig(64, 32, p, 4, s, 16 * n, True) for p, s in ((128, 3), (64, 4), (128, 2))]
-    elif c == 64:
-        found = [WeightGradConfig(64, 64, p, 4, s, 16 * n, True) for p, s in ((128, 3), (128, 2), (64, 4))]
-        found += [WeightGradConfig(64, 64, 128, 4, 3, 16 * n)]
+    if c <= 64:
+        found = [WeightGradConfig(64, c, 128, 4, s, k * n, True) for s in (2, 3) for k in (2, 3, 4, 6, 8)]
     else:
-        found = [WeightGradConfig(128, 128, p, w, s, 16 * n, True) for p, w, s in ((64, 8, 3), (64, 4, 3), (64, 8, 2))]
-        found += [WeightGradConfig(128, 128, 64, 8, 3, 16 * n)]
-        if c >= 256:
-            found += [WeightGradConfig(128, 256, 64, 8, 3, 16 * n, True)]
-    found += [replace(found[0] if c != 32 else found[3], programs=k * n) for k in (4, 8, 32)]
+        found = [WeightGradConfig(128, 128, 64, 8, s, k * n, True) for s in (2, 3) for k in (2, 4, 6, 8, 16)]
     return found
 
 
@@ -343,13 +347,13 @@ def weight(data: str, cases) -> None:
         x, w, g = operands(kernel_map, c, c, torch.float16)
         out = torch.empty_like(w)
         want = None
-        work = implicit_gemm._work(x.dtype, x.device, kernel_map, c, c, 1, True)
-        steps = [implicit_gemm._WeightGradStep(k, work, kernel_map, x, g, out) for k in weight_sweep(c)]
+        work = implicit_gemm.work_of(Request(kernel_map, x.device, x.dtype, c, c), True)
+        steps = [WeightGradStep(k, work, kernel_map, x, g, out) for k in weight_sweep(c)]
         compile_all([(step, (x, g, out)) for step in steps])
         del steps
         for config in weight_sweep(c):
             try:
-                step = implicit_gemm._WeightGradStep(config, work, kernel_map, x, g, out)
+                step = WeightGradStep(config, work, kernel_map, x, g, out)
                 out.fill_(float("nan"))
                 run = functools.partial(step, x, g, out)
                 run()
@@ -409,9 +413,113 @@ def host(data: str) -> None:
     note(graph=torch.equal(y, want), finite=bool(torch.isfinite(dx).all() and torch.isfinite(dw).all()))
 
 
+def dtypes(data: str, cases) -> None:
+    """The three verbs as the backend chooses them, in every dtype; fp32 with and without tf32."""
+    from sparseconv.backends.cupy_gather_scatter.backend import CupyGatherScatter
+
+    for case, c in (("shell256", 256), ("shell512", 64), ("lidar_ouster_os1_3sweeps_005", 64)):
+        _, kernel_map = load(case, data)
+        runs = [(torch.float16, False), (torch.bfloat16, False), (torch.float32, True), (torch.float32, False)]
+        for dtype, tf32 in runs:
+            torch.backends.cuda.matmul.allow_tf32 = tf32
+            x, w, g = operands(kernel_map, c, c, dtype)
+            for backend in (implicit_gemm.TritonImplicitGemm(), CupyGatherScatter()):
+                note(
+                    case=case,
+                    c=c,
+                    dtype=str(dtype),
+                    tf32=tf32,
+                    backend=backend.name,
+                    **verbs(backend, kernel_map, x, w, g, 0.1),
+                )
+        torch.backends.cuda.matmul.allow_tf32 = False
+    _, kernel_map = load("shell64", data)
+    x, w, g = operands(kernel_map, 64, 64, torch.float64)
+    note(case="shell64", c=64, dtype="fp64", backend="cupy", **verbs(CupyGatherScatter(), kernel_map, x, w, g, 0.1))
+
+
+def verbs(backend, kernel_map, x, w, g, seconds: float) -> dict:
+    return {
+        "forward": timed(lambda: backend.forward(x, w, kernel_map, 1), seconds),
+        "input_grad": timed(lambda: backend.input_grad(g, w, kernel_map, 1), seconds),
+        "weight_grad": timed(lambda: backend.weight_grad(x, g, kernel_map, 1), seconds),
+    }
+
+
+def few(data: str, cases) -> None:
+    """Few rows: splitting the taps against smaller tiles."""
+    for res, c in ((16, 256), (24, 512), (32, 128), (32, 256), (48, 512), (64, 1024)):
+        kernel_map = submanifold(shell(res))
+        x, w, g = operands(kernel_map, c, c, torch.float16)
+        out = torch.empty_like(g)
+        n = min(c, 256)
+        configs = [ConvConfig(128, n, 64, 8 if n == 256 else 4, 3, gluon=True)]
+        configs += [ConvConfig(64, k, 64, 4, 3, gluon=True) for k in (64, 128)]
+        configs += [replace(config, split=3) for config in configs] + [replace(configs[1], split=9)]
+        compile_all([(conv_step(k, kernel_map, x, w, False, out), (x, w, out, x, x)) for k in configs])
+        want = None
+        for config in configs:
+            run = functools.partial(conv_step(config, kernel_map, x, w, False, out), x, w, out, x, x)
+            out.fill_(float("nan"))
+            run()
+            want = out.clone() if want is None else want
+            note(
+                rows=kernel_map.num_out,
+                c=c,
+                config=short(config) + f"/{config.split}",
+                ms=graph_timed(run),
+                err=error(out, want),
+            )
+
+
+def graph_timed(run) -> float:
+    """Milliseconds of a launch inside a replayed graph of 20."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            run()
+    return timed(graph.replay, 0.03) / 20
+
+
+def step(data: str, cases) -> None:
+    """The three verbs as the backend runs them, timed choice beside the estimate alone, with the memory they take."""
+    for case, c in cases:
+        coords, kernel_map = load(case, data)
+        kernel_map.prepared.clear()
+        if kernel_map.num_out >= 500_000:
+            kernel_map.prepared["row_order"] = morton(coords)
+        x, w, g = operands(kernel_map, c, c, torch.float16)
+        row = {}
+        for tuned in ("1", "0"):
+            os.environ["SPARSECONV_AUTOTUNE"] = tuned
+            for key in [k for k in kernel_map.prepared if isinstance(k, tuple) and k[0] in ("conv", "weight_grad")]:
+                del kernel_map.prepared[key]
+            backend = implicit_gemm.TritonImplicitGemm()
+            begin = time.perf_counter()
+            verbs(backend, kernel_map, x, w, g, 0.0)
+            row[f"first_s{tuned}"] = time.perf_counter() - begin
+            times = verbs(backend, kernel_map, x, w, g, 0.6 if tuned == "1" else 0.2)
+            row.update({f"{verb}{tuned}": ms for verb, ms in times.items()})
+            row[f"sum{tuned}"] = sum(times.values())
+        os.environ["SPARSECONV_AUTOTUNE"] = "1"
+        torch.cuda.synchronize()
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = backend.forward(x, w, kernel_map, 1)
+        dw = backend.weight_grad(x, y, kernel_map, 1)
+        dx = backend.input_grad(y, w, kernel_map, 1)
+        row["peak_mib"] = (torch.cuda.max_memory_allocated() - base) / 2**20
+        row["results_mib"] = sum(t.numel() * t.element_size() for t in (y, dw, dx)) / 2**20
+        del y, dw, dx
+        note(case=case, c=c, **row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="+", choices=["check", "conv", "weight", "host"])
+    parser.add_argument(
+        "parts", nargs="+", choices=["check", "conv", "weight", "host", "dtypes", "few", "step", "weight32"]
+    )
     parser.add_argument("--data", default="data")
     parser.add_argument("--out", default=None)
     parser.add_argument("--cases", default="")
@@ -420,8 +528,10 @@ def main() -> None:
     cases = [(case, c) for case, c in CASES if not wanted or case in wanted or f"{case}:{c}" in wanted]
     begin = time.perf_counter()
     for part in arguments.parts:
-        if part in ("conv", "weight"):
-            {"conv": conv, "weight": weight}[part](arguments.data, cases)
+        if part in ("conv", "weight", "dtypes", "few", "step", "weight32"):
+            {"conv": conv, "weight": weight, "weight32": weight32, "dtypes": dtypes, "few": few, "step": step}[part](
+                arguments.data, cases
+            )
         else:
             {"check": check, "host": host}[part](arguments.data)
         print(f"-- {part}: {time.perf_counter() - begin:.1f} s", flush=True)

@@ -19,7 +19,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from functools import cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,6 +27,9 @@ import torch
 from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.registry import choose
 from sparseconv.geometry.kernel_map import KernelMap
+
+if TYPE_CHECKING:
+    from sparseconv.pointwise import Epilogue
 
 _maps: WeakValueDictionary[int, KernelMap] = WeakValueDictionary()
 _numbers = itertools.count(1)
@@ -250,3 +253,74 @@ def convolution(
     if torch.compiler.is_compiling():
         return torch.ops.sparseconv.convolution(x, weight, bias, edges, rows, groups, False, backend)
     return _call(_Convolution, x, weight, bias, edges, rows, groups, False, backend)
+
+
+class _Fused(torch.autograd.Function):
+    """act(convolution + bias + residual) from one kernel, where the activation's gradient needs its result alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, epilogue: Any, call: tuple) -> torch.Tensor:
+        y = _forward_fused(x, weight, bias, residual, epilogue, *call)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None, None if epilogue is None else y)
+        ctx.epilogue, ctx.call, ctx.sizes = epilogue, call, (x.shape[0], weight.shape[0])
+        ctx.kernel_map = _alive(call[0])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        x, weight, y = ctx.saved_tensors
+        (edges, _, groups, backend), (rows, taps), needs = ctx.call, ctx.sizes, ctx.needs_input_grad
+        grad = grad if ctx.epilogue is None else ctx.epilogue.input_grad(grad, y=y)
+        grad_x = grad_weight = None
+        if needs[0]:
+            grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, True, backend)
+        if needs[1]:
+            grad_weight = _call(_WeightGradient, x, grad, edges, taps, groups, backend)
+        return grad_x, grad_weight, grad.sum(0) if needs[2] else None, grad if needs[3] else None, None, None
+
+
+def _forward_fused(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    epilogue: Epilogue | None,
+    edges: int,
+    rows: int,
+    groups: int,
+    backend: str,
+) -> torch.Tensor:
+    kernel_map = _map(edges)
+    serving = _backend(kernel_map, x, weight.shape[1] * groups, weight.shape[2], groups, backend)
+    return serving.forward_fused(x, weight, kernel_map, groups, bias, residual, epilogue)
+
+
+def fused_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    epilogue: Epilogue | None,
+    edges: int,
+    rows: int,
+    groups: int = 1,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """epilogue(convolution + residual (rows, C_out)): one kernel where the backend has one, the same numbers elsewhere.
+
+    With a gradient, an activation whose derivative needs only its result (relu, sigmoid, tanh) is fused too and keeps
+    nothing but y; for others the sum before it is kept, which is leaner than computing it again, and they run after.
+    """
+    call = (edges, rows, groups, backend)
+    tensors = [t for t in (x, weight, bias, residual) if t is not None]
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if traced or not all(_direct(t, t) for t in tensors):
+        z = convolution(x, weight, bias, *call)
+        z = z if residual is None else z + residual
+        return z if epilogue is None else epilogue.apply(z)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return _forward_fused(x, weight, bias, residual, epilogue, *call)
+    if epilogue is None or epilogue.saves_output:
+        return _Fused.apply(x, weight, bias, residual, epilogue, call)
+    return epilogue.apply(_Fused.apply(x, weight, bias, residual, None, call))

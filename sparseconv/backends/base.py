@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from sparseconv.geometry.kernel_map import KernelMap
+
+if TYPE_CHECKING:
+    from sparseconv.pointwise import Epilogue
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,22 @@ class Backend(ABC):
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """y (N_out, C_out) from x (N_in, C_in), weight (K, C_in/G, C_out) and an optional bias (C_out,)."""
+
+    def forward_fused(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        epilogue: Epilogue | None,
+    ) -> torch.Tensor:
+        """epilogue(forward + residual (N_out, C_out)), without a gradient; in one store where a backend can."""
+        y = self.forward(x, weight, kernel_map, groups, bias)
+        if residual is not None:
+            y += residual
+        return y if epilogue is None else epilogue.apply(y)
 
     @abstractmethod
     def input_grad(

@@ -62,19 +62,20 @@ def multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, add: torch.Ten
 def accumulate_gram(x: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None:
     """out (a, b) += x (M, a)^T @ g (M, b).
 
-    The weight gradient of a 1x1 convolution over 16 images is the same sum, and goes to oneDNN.
+    The weight gradient of a 1x1 convolution over 16 images is the same sum, and goes to oneDNN. It generates code for
+    every shape it meets and keeps a bounded number of them, so it gets whole thousands of rows, and BLAS the rest.
     """
-    rows = x.shape[0] - x.shape[0] % 16
+    rows = x.shape[0] // 1024 * 1024
     if _linear() is None or x.dtype != torch.float32 or rows * out.numel() < 4_000_000:
-        out.addmm_(x.t(), g)
-        return
-    a, b = out.shape
-    images = (t[:rows].view(16, rows // 16, 1, -1).permute(0, 3, 1, 2) for t in (g, x))
-    shape = x.new_empty(1).expand(b, a, 1, 1)
-    wanted = [False, True, False]
-    gradient = torch.ops.aten.convolution_backward(
-        *images, shape, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted
-    )
-    out += gradient[1].view(b, a).t()
+        rows = 0
+    if rows:
+        a, b = out.shape
+        images = (t[:rows].view(16, rows // 16, 1, -1).permute(0, 3, 1, 2) for t in (g, x))
+        shape = x.new_zeros(1).expand(b, a, 1, 1)
+        once, nought = [1, 1], [0, 0]
+        _, gradient, _ = torch.ops.aten.convolution_backward(
+            *images, shape, None, once, nought, once, False, nought, 1, [False, True, False]
+        )
+        out += gradient.view(b, a).t()
     if rows < x.shape[0]:
         out.addmm_(x[rows:].t(), g[rows:])

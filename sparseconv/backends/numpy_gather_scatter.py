@@ -11,7 +11,7 @@ from sparseconv.backends.cpu_products import accumulate_gram, buffer, fresh, mul
 from sparseconv.backends.edge_chunks import Chunk, EdgeChunks
 from sparseconv.geometry.kernel_map import KernelMap
 
-TILE = 128  # edges that share a weight in a batched product
+TILE = 64  # edges that share a weight; every product has a multiple of it as rows, so that oneDNN meets few shapes
 BLOCK = 1 << 20  # bytes that one gathered block of a tap takes: an L2 cache
 BUFFER = 1 << 23  # bytes that the products of a chunk take: a share of an L3 cache
 
@@ -117,9 +117,9 @@ def _convolve(
     bias = None if bias is None else bias.to(wide)
     depthwise = groups == c_in == c_out
     tiled = depthwise or (groups == 1 and min(c_in, c_out) < 24 and c_in * c_out <= 1024)
-    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide), TILE if tiled else 1)
+    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide), TILE)
     products = buffer("products", cut.max_edges, c_out, wide)
-    step = max(512, BLOCK // (wide.itemsize * max(c_in, c_out)))
+    step = max(512, BLOCK // (wide.itemsize * max(c_in, c_out)) // TILE * TILE)
     inputs = buffer("inputs", cut.max_edges if tiled else min(step, cut.max_edges), c_in, wide)
     ordered = weight[list(taps)] if tiled else weight
     for chunk in cut.chunks:

@@ -9,6 +9,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.line_search import edges_by_lines
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
 
@@ -65,6 +66,13 @@ class Window:
         """What coords (M, 1+D) int64 of coarse voxels see through a tap, (M, 1+D) int64."""
         return coarse * _row((1, *self.stride), coarse) + _row((0, *self.offsets[tap]), coarse)
 
+    def coarse_torus(self, torus: IndexRange | None) -> IndexRange | None:
+        """The torus of the coarse voxels, where the fine ones live on one."""
+        if torus is None:
+            return None
+        start = tuple(lo // s for lo, s in zip(torus.start, self.stride))
+        return IndexRange(start, tuple(lo + n // s for lo, n, s in zip(start, torus.shape, self.stride)))
+
     def coarse(self, fine: torch.Tensor, tap: int) -> torch.Tensor:
         """The coarse voxels that see fine ones (M, 1+D) int64 through a tap; fewer rows, where strides skip some."""
         stride = _row((1, *self.stride), fine)
@@ -80,11 +88,23 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     """
     check_pair(fine, coarse)
     torus = torus_of(fine, window, boundary)
+    identity, mirror = (None, None) if coarse is not fine else _symmetry(window, torus)
+    if fine.device.type == "cuda":
+        from sparseconv.geometry.triton_pairs import find_edges_on_gpu  # Triton is loaded where it is used
+
+        source = find_edges_on_gpu(fine, coarse.coords, window.offsets, window.stride, torus)
+        return KernelMap(
+            len(fine), len(coarse), len(window.offsets), source=source, identity_tap=identity, mirror=mirror
+        )
+    if torus is None and fine.device.type == "cpu":
+        pairs = edges_by_lines(fine, coarse, window.stride, window.offsets)
+        if pairs is not None:
+            sizes = len(fine), len(coarse), len(window.offsets)
+            return KernelMap(*sizes, pairs=pairs, identity_tap=identity, mirror=mirror)
     queries = coarse.coords.long()
     table = torch.empty(len(window.offsets), len(coarse), dtype=torch.int32, device=fine.device)
     for tap in range(len(window.offsets)):
         table[tap] = fine.lookup(wrap(window.fine(queries, tap), torus))
-    identity, mirror = (None, None) if coarse is not fine else _symmetry(window, torus)
     return KernelMap(len(fine), len(coarse), len(window.offsets), neighbors=table, identity_tap=identity, mirror=mirror)
 
 
@@ -93,10 +113,7 @@ def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGri
     torus = torus_of(fine, window, boundary)
     coords = fine.coords.long()
     seen = torch.cat([window.coarse(wrap(coords, torus), tap) for tap in range(len(window.offsets))])
-    if torus is not None:
-        start = tuple(s // n for s, n in zip(torus.start, window.stride))
-        count = tuple(n // s for n, s in zip(torus.shape, window.stride))
-        seen = wrap(seen, IndexRange(start, tuple(s + n for s, n in zip(start, count))))
+    seen = wrap(seen, window.coarse_torus(torus))
     scale = tuple(float(s) for s in window.stride)
     return fits(fine._like(unique_coords(seen), scale), fine, window, boundary)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from sparseconv.geometry.lookup import KeySpace, SortedTable
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
+
+if TYPE_CHECKING:
+    from sparseconv.geometry.triton_table import CoordinateTable
 
 INT32 = torch.iinfo(torch.int32)
 Floats = tuple[float, ...]
@@ -48,7 +51,7 @@ class VoxelGrid:
     ) -> None:
         coords = _checked_coords(coords)
         rank = coords.shape[1] - 1
-        low, high = _bounds(coords)
+        low, high, table = _measure(coords)
         if low and low[0] < 0:
             raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}")
         if batch_size is None:
@@ -72,7 +75,9 @@ class VoxelGrid:
         self.coords = coords
         #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
         self.derived: dict[Any, Any] = {}
-        pair = self._table.first_duplicate()
+        if table is not None:
+            self.derived["cells"] = table
+        pair = self._table.first_duplicate() if table is None or table.has_duplicates else None
         if pair is not None and duplicates == "error":
             raise ValueError(
                 f"rows {pair[0]} and {pair[1]} of coords are the same voxel {tuple(coords[pair[0]].tolist())}: remove "
@@ -84,10 +89,20 @@ class VoxelGrid:
             first[1:] = keys[1:] != keys[:-1]
             self.coords = coords[self._table.rows[first].sort().values]
             del self.__dict__["_table"]
+            self.derived.clear()
 
     @cached_property
     def _table(self) -> SortedTable:
         return SortedTable(self._space.keys(self.coords))
+
+    #: True where other processes hold the rest of the scene
+    is_shared = False
+    #: the class of this kind of grid's plans, where floors above give it one of its own
+    plan_type: type | None = None
+
+    def all_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of ``values`` over the processes that share the scene: themselves, where one process holds it."""
+        return values
 
     # ---- reading
 
@@ -136,6 +151,10 @@ class VoxelGrid:
             raise TypeError(f"coords must be integers; got {coords.dtype}")
         if coords.device != self.device:
             raise ValueError(f"coords are on {coords.device}, the grid is on {self.device}: move one of them")
+        if "cells" in self.derived and coords.dtype == torch.int32:
+            from sparseconv.geometry.triton_table import lookup  # Triton is loaded where it is used
+
+            return lookup(self.derived["cells"], coords).long()
         inside = self._space.contains(coords)
         return torch.where(inside, self._table.find(self._space.keys(coords.long())), -1)
 
@@ -297,6 +316,16 @@ def _bounds(coords: torch.Tensor) -> tuple[Ints, Ints]:
         return (), ()
     low, high = torch.stack(torch.aminmax(coords, dim=0)).tolist()
     return tuple(low), tuple(high)
+
+
+def _measure(coords: torch.Tensor) -> tuple[Ints, Ints, CoordinateTable | None]:
+    """Smallest and largest value of each column, read at once; on a GPU together with a table of the rows."""
+    if coords.device.type != "cuda" or coords.shape[0] == 0:
+        return *_bounds(coords), None
+    from sparseconv.geometry.triton_table import build_table, read_table  # Triton is loaded where it is used
+
+    table = build_table(coords)
+    return *read_table(table), table
 
 
 def _checked_coords(coords: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import weakref
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+
+class EdgeSource(Protocol):
+    """Edges that a search has found and can write down in either form."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def neighbors(self) -> torch.Tensor:
+        """(K, N_out) int32, -1 where there is none."""
+
+    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
+        """in_rows, out_rows, tap_offsets, and the edges of each tap on the host."""
 
 
 class KernelMap:
@@ -39,6 +53,7 @@ class KernelMap:
         *,
         neighbors: torch.Tensor | None = None,
         pairs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        source: EdgeSource | None = None,
         identity_tap: int | None = None,
         mirror: tuple[int, ...] | None = None,
     ) -> None:
@@ -51,8 +66,10 @@ class KernelMap:
         self.prepared: dict[Any, Any] = {}
         # this map owns its reverse; the reverse knows this one weakly, so that both go with the last plan
         self._reverse: KernelMap | weakref.ref[KernelMap] | None = None
-        if neighbors is None and pairs is None:
-            raise ValueError("a KernelMap is made from neighbors or from pairs: give one of them")
+        #: edges that were found but not written down yet; both forms are written on first use
+        self.source = source
+        if neighbors is None and pairs is None and source is None:
+            raise ValueError("a KernelMap is made from neighbors, from pairs or from a source: give one of them")
         if neighbors is not None:
             self.__dict__["neighbors"] = neighbors
         if pairs is not None:
@@ -60,12 +77,16 @@ class KernelMap:
 
     @property
     def device(self) -> torch.device:
+        if self.source is not None:
+            return self.source.device
         given = self.__dict__.get("neighbors")
         return (self._pairs[0] if given is None else given).device
 
     @cached_property
     def neighbors(self) -> torch.Tensor:
         """(K, N_out) int32: the input row of each output row through each tap, -1 where there is none."""
+        if self.source is not None:
+            return self.source.neighbors
         twin = self._twin()
         if twin is not None and self.mirror is not None and "neighbors" in twin.__dict__:
             return twin.neighbors[list(self.mirror)]
@@ -76,6 +97,10 @@ class KernelMap:
 
     @cached_property
     def _pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.source is not None:
+            in_rows, out_rows, offsets, counts = self.source.pairs()
+            self.__dict__["tap_counts"] = counts
+            return in_rows, out_rows, offsets
         table = self.neighbors
         live = table >= 0
         offsets = torch.zeros(self.num_taps + 1, dtype=torch.int64, device=table.device)
@@ -145,6 +170,23 @@ class KernelMap:
         """The reverse if there is one."""
         return self._reverse() if isinstance(self._reverse, weakref.ref) else self._reverse
 
+    def restricted(self, outputs: torch.Tensor, num_in: int | None = None) -> KernelMap:
+        """The edges whose output row is in the mask (N_out,) bool; ``num_in`` where later inputs have no edge left."""
+        keep = outputs[self.out_rows.long()]
+        counts = torch.bincount(self.pair_taps[keep].long(), minlength=self.num_taps)
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        rows_in = self.num_in if num_in is None else num_in
+        return KernelMap(rows_in, self.num_out, self.num_taps, pairs=(self.in_rows[keep], self.out_rows[keep], offsets))
+
+    def renumbered(self, inputs: torch.Tensor, outputs: torch.Tensor) -> KernelMap:
+        """The same edges between some of the rows only: ``inputs`` and ``outputs`` (int64) list those that stay."""
+        new = []
+        for rows, kept, count in ((self.in_rows, inputs, self.num_in), (self.out_rows, outputs, self.num_out)):
+            place = torch.full((count,), -1, dtype=torch.int32, device=self.device)
+            place[kept] = torch.arange(len(kept), dtype=torch.int32, device=self.device)
+            new.append(place[rows.long()])
+        return KernelMap(len(inputs), len(outputs), self.num_taps, pairs=(new[0], new[1], self.tap_offsets))
+
     def to(self, device: torch.device | str) -> KernelMap:
         """This map with its edges on another device; itself if they are there."""
         if torch.empty(0, device=device).device == self.device:
@@ -165,7 +207,7 @@ class KernelMap:
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, prepared={}, _reverse=None)
+        self.__dict__.update(state, prepared={}, _reverse=None, source=None)
 
     def __repr__(self) -> str:
         mean = self.num_pairs / max(1, self.num_out)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from sparseconv.nn.containers import Sequential
+from sparseconv.nn.containers import Sequential, run
 from sparseconv.nn.convolution import SubmanifoldConv
 from sparseconv.nn.features import Linear, ReLU
+from sparseconv.nn.fusion import run_fused
 from sparseconv.nn.geometry import Axes
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
@@ -54,7 +55,13 @@ class _SkipBlock(SparseModule):
         self.activation = Sequential(activation())
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        return self.activation(self.body(x) + (x if self.skip is None else self.skip(x)))
+        skip = x if self.skip is None else self.skip(x)
+        if not self.training and len(self.activation) == 1:
+            *before, conv, norm = self.body
+            fused = run_fused(run(tuple(before), x), conv, norm, self.activation[0], skip)
+            if fused is not None:
+                return fused
+        return self.activation(self.body(x) + skip)
 
 
 class ResidualBlock(_SkipBlock):

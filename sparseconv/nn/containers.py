@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.nn.fusion import run_fused
 from sparseconv.nn.module import SparseModule
 from sparseconv.tensor import SparseTensor
 
@@ -23,12 +24,29 @@ class Sequential(SparseModule, torch.nn.Sequential):
     """
 
     def forward(self, x: Any) -> Any:
-        for module in self:
-            if isinstance(x, SparseTensor) and not isinstance(module, SparseModule):
-                x = x.with_features(module(x.features))
-            else:
-                x = module(x)
-        return x
+        return run(tuple(self), x)
+
+
+def run(modules: tuple[torch.nn.Module, ...], x: Any) -> Any:
+    """One module after another; in inference a convolution, its batch norm and its activation run as one."""
+    at = 0
+    while at < len(modules):
+        for taken in (3, 2):  # with its activation, or without
+            part: tuple[Any, ...] = modules[at : at + taken]
+            fused = run_fused(x, *part) if len(part) == taken else None
+            if fused is not None:
+                break
+        else:
+            taken, fused = 1, apply(modules[at], x)
+        x, at = fused, at + taken
+    return x
+
+
+def apply(module: torch.nn.Module, x: Any) -> Any:
+    """A module on a sparse tensor, or on its features if it is a plain one."""
+    if isinstance(x, SparseTensor) and not isinstance(module, SparseModule):
+        return x.with_features(module(x.features))
+    return module(x)
 
 
 class Cat(SparseModule):

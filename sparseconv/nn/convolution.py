@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,8 @@ class ConvolutionModule(SparseModule):
             if parameter is not None:
                 torch.nn.init.uniform_(parameter, -bound, bound)
 
+    plan: Callable[..., ConvolutionPlan]
+
     def _execute(self, x: Any, plan: ConvolutionPlan) -> Any:
         """Convolve over a plan; a sparse tensor comes back on the plan's target."""
         y = plan.execute(features_of(x, self, self.in_channels), self.weight, self.bias)
@@ -108,7 +110,11 @@ class SubmanifoldConv(ConvolutionModule):
 
     def forward(self, x: Features, *, plan: ConvolutionPlan | None = None) -> Features:
         """A `SparseTensor` -> one on the same grid; or features (N, C_in) with ``plan`` -> (N, C_out)."""
-        return self._execute(x, self.geometry.plan(grid_in(x, self)) if plan is None else self.geometry.given(plan, x))
+        return self._execute(x, self.plan(x) if plan is None else self.geometry.given(plan, x))
+
+    def plan(self, x: Any) -> ConvolutionPlan:
+        """The plan of this layer on the tensor's grid."""
+        return self.geometry.plan(grid_in(x, self))
 
 
 class Conv(ConvolutionModule):
@@ -147,11 +153,11 @@ class Conv(ConvolutionModule):
         plan: ConvolutionPlan | None = None,
     ) -> Features:
         """A `SparseTensor` -> one on the coarse grid, or on ``target``; or features with ``plan`` -> features."""
-        if plan is None:
-            plan = self.geometry.plan(grid_in(x, self), self.target if target is None else grid_of(target))
-        else:
-            plan = self.geometry.given(plan, x)
-        return self._execute(x, plan)
+        return self._execute(x, self.plan(x, target) if plan is None else self.geometry.given(plan, x))
+
+    def plan(self, x: Any, target: VoxelGrid | SparseTensor | None = None) -> ConvolutionPlan:
+        """The plan of this layer from the tensor's grid, onto ``target`` if given."""
+        return self.geometry.plan(grid_in(x, self), self.target if target is None else grid_of(target))
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", target={self.target!r}" if self.target else "")
@@ -191,11 +197,11 @@ class InverseConv(ConvolutionModule):
 
         Or features with ``plan`` (the transposed one, `ConvolutionPlan.transpose`) -> features.
         """
-        if plan is None:
-            plan = self.geometry.inverse(grid_in(x, self), onto, self.target)
-        else:
-            plan = self.geometry.given(plan, x)
-        return self._execute(x, plan)
+        return self._execute(x, self.plan(x, onto) if plan is None else self.geometry.given(plan, x))
+
+    def plan(self, x: Any, onto: VoxelGrid | SparseTensor | None = None) -> ConvolutionPlan:
+        """The plan of this layer from the tensor's grid back onto a finer one."""
+        return self.geometry.inverse(grid_in(x, self), onto, self.target)
 
 
 class ConvTranspose(ConvolutionModule):
@@ -216,8 +222,8 @@ class ConvTranspose(ConvolutionModule):
         plan: ConvolutionPlan | None = None,
     ) -> Features:
         """A `SparseTensor` -> one on the finer voxels, or on ``target``; or features with ``plan`` -> features."""
-        if plan is None:
-            plan = self.geometry.generative(grid_in(x, self), None if target is None else grid_of(target))
-        else:
-            plan = self.geometry.given(plan, x)
-        return self._execute(x, plan)
+        return self._execute(x, self.plan(x, target) if plan is None else self.geometry.given(plan, x))
+
+    def plan(self, x: Any, target: VoxelGrid | SparseTensor | None = None) -> ConvolutionPlan:
+        """The plan of this layer from the tensor's grid to finer voxels, those of ``target`` if given."""
+        return self.geometry.generative(grid_in(x, self), None if target is None else grid_of(target))

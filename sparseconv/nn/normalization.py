@@ -10,6 +10,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.module import FeatureModule, Features, SparseModule, features_of, with_features
 from sparseconv.ops.items import join_items, split_items
+from sparseconv.tensor import SparseTensor
 
 
 class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
@@ -24,13 +25,42 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
     def forward(self, x: Features) -> Features:
         """Features (N, C), alone or in a `SparseTensor` -> the same kind."""
         features = features_of(x, self, self.num_features)
-        if features.shape[0] < 2 and (self.training or self.running_mean is None):
+        if isinstance(x, SparseTensor) and x.grid.is_shared and (self.training or self.running_mean is None):
+            y = self._over_shards(features, x.grid)
+        elif features.shape[0] < 2 and (self.training or self.running_mean is None):
             y = features - features
             if self.weight is not None:
                 y = (y * self.weight + self.bias).to(features.dtype)
         else:
             y = super().forward(features)
         return with_features(x, y)
+
+    def _over_shards(self, features: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
+        """The same over the voxels of all ranks that share the scene; differentiable to any order."""
+        wide = features.to(torch.promote_types(features.dtype, torch.float32))
+        count = int(grid.all_sum(torch.tensor([len(grid)], device=grid.device)))
+        if count < 2:
+            y = wide - wide
+        else:
+            mean = grid.all_sum(wide.sum(0)) / count
+            var = grid.all_sum((wide - mean).square().sum(0)) / count
+            y = (wide - mean) * torch.rsqrt(var + self.eps)
+            if self.training and self.running_mean is not None and self.running_var is not None:
+                self._follow(mean.detach(), var.detach() * (count / (count - 1)))
+        if self.weight is not None:
+            y = y * self.weight + self.bias
+        return y.to(features.dtype)
+
+    def _follow(self, mean: torch.Tensor, var: torch.Tensor) -> None:
+        """Move the running statistics as torch does."""
+        running = (self.running_mean, self.running_var)
+        step = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            step = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        for kept, seen in zip(running, (mean, var)):
+            if kept is not None and step is not None:
+                kept.lerp_(seen.to(kept.dtype), step)
 
 
 class LayerNorm(FeatureModule, torch.nn.LayerNorm):
@@ -100,6 +130,8 @@ def _per_item(x: Any, grid: VoxelGrid | None, norm: Any, channels: int, groups: 
     """Normalise groups of channels over the voxels of each item, then scale and shift."""
     features = features_of(x, norm, channels)
     grid = grid_in(x, norm, "grid=") if grid is None else grid
+    if grid.is_shared:
+        raise ValueError(f"{type(norm).__name__} over shards is not offered: BatchNorm and LayerNorm are")
     y = features.to(torch.promote_types(features.dtype, torch.float32))
     if features.shape[0]:
         y = join_items([_standardised(item, groups, norm.eps) for item in split_items(y, grid)], grid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from sparseconv.nn.blocks import Activation, Bottleneck, ConvBlock, Norm, Residu
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, InverseConv
 from sparseconv.nn.features import Linear, ReLU
+from sparseconv.nn.fusion import run_fused
 from sparseconv.nn.geometry import Axes
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
@@ -101,9 +103,15 @@ class UNet(SparseModule):
                 x = self.down[level](x)
         for level in reversed(range(len(self.up))):
             skip = skips.pop()
-            x = self.up_norm[level](self.up[level](x, onto=skip))
+            x = self._raise(level, x, skip)
             x = self.decoder[level](skip.cat(x))
         return self.head(x)
+
+    def _raise(self, level: int, x: SparseTensor, onto: SparseTensor) -> SparseTensor:
+        """Up one level, norm, activation: in inference as one."""
+        up: Any = self.up[level]
+        after: Any = self.up_norm[level]
+        return run_fused(x, up, *after, onto=onto) or after(up(x, onto=onto))
 
 
 def _per_level(counts: int | Sequence[int], levels: int, name: str, least: int) -> tuple[int, ...]:

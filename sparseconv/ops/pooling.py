@@ -40,7 +40,7 @@ def sum_pool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
     >>> sum_pool(torch.tensor([[1.0], [2.0], [4.0]]), ConvolutionPlan(grid, 2, stride=2)).tolist()
     [[3.0], [4.0]]
     """
-    _check(x, plan)
+    x, plan = _local(x, plan)
     return edge_sum(x, plan.kernel_map)
 
 
@@ -54,7 +54,7 @@ def avg_pool(x: torch.Tensor, plan: ConvolutionPlan, *, count_absent: bool = Fal
     >>> avg_pool(torch.tensor([[1.0], [2.0], [4.0]]), ConvolutionPlan(grid, 2, stride=2)).tolist()
     [[1.5], [4.0]]
     """
-    _check(x, plan)
+    x, plan = _local(x, plan)
     total = edge_sum(x.to(_wide(x)), plan.kernel_map)
     return (total / (plan.num_taps if count_absent else _degrees(plan.kernel_map))).to(x.dtype)
 
@@ -73,7 +73,7 @@ def max_pool(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, torc
     >>> y.tolist(), winners.tolist()
     ([[2.0], [-4.0]], [[1], [1]])
     """
-    _check(x, plan)
+    x, plan = _local(x, plan)
     return _Max.apply(x, plan.kernel_map)
 
 
@@ -115,24 +115,29 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
     >>> max_unpool(y, winners, plan.transpose()).tolist()
     [[0.0], [2.0], [-4.0]]
     """
-    _check(x, plan)
     if winners.is_floating_point() or winners.dtype == torch.bool:
         raise TypeError(f"winners must be the integers that max_pool returned; got {winners.dtype}")
     if winners.shape != x.shape or winners.device != x.device:
         raise ValueError(
             f"winners must be {tuple(x.shape)} on {x.device} like x; got {tuple(winners.shape)} on {winners.device}"
         )
+    if getattr(plan.source, "is_shared", False):
+        raise ValueError("max_unpool over shards needs the winners of other ranks: use unpool, or gather the scene")
+    x, plan = _local(x, plan)
     return _EdgeSum.apply(x, winners, plan.kernel_map, False, False)
 
 
 def global_sum_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     """The sum over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
-    return _by_item(x, grid, lambda item: item.sum(0))
+    return grid.all_sum(_by_item(x, grid, lambda item: item.sum(0)))
 
 
 def global_avg_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     """The mean over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
-    return _by_item(x, grid, lambda item: item.mean(0))
+    if not grid.is_shared:
+        return _by_item(x, grid, lambda item: item.mean(0))
+    counts = grid.all_sum(grid.batch_counts).clamp_min(1)
+    return (global_sum_pool(x.to(_wide(x)), grid) / counts[:, None]).to(x.dtype)
 
 
 def global_max_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
@@ -142,6 +147,8 @@ def global_max_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     >>> global_max_pool(torch.tensor([[-1.0], [2.0], [4.0]]), grid).tolist()
     [[-1.0], [0.0], [4.0]]
     """
+    if grid.is_shared:
+        raise ValueError("a maximum over shards is not offered: pool to one grid first, or gather the scene")
     return _by_item(x, grid, lambda item: item.max(0).values)
 
 
@@ -259,14 +266,16 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _check(x: torch.Tensor, plan: ConvolutionPlan) -> None:
-    rows = plan.kernel_map.num_in
+def _local(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, ConvolutionPlan]:
+    """x and the plan, checked; of a sharded scene, with what this rank's outputs see of other ranks."""
+    rows = plan.num_in
     if x.ndim != 2 or x.shape[0] != rows:
         raise ValueError(f"x must be ({rows}, C), one row a voxel of the plan's source; got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point; got {x.dtype}")
     if x.device != plan.device:
         raise ValueError(f"the plan is on {plan.device} but x is on {x.device}: move it, or plan.to()")
+    return plan.localize(x)
 
 
 def _by_item(x: torch.Tensor, grid: VoxelGrid, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

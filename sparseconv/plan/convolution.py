@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from sparseconv.autograd import convolution, number_of
+from sparseconv.autograd import convolution, fused_convolution, number_of
 from sparseconv.backends.base import Request
 from sparseconv.backends.registry import BACKENDS
 from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, fits
@@ -18,6 +18,7 @@ from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.weights import PackedWeights, by_tap
+from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 Axes = int | Sequence[int]
 Held = VoxelGrid | weakref.ref[VoxelGrid]
@@ -136,14 +137,31 @@ class ConvolutionPlan:
         is_transposed: bool,
     ) -> None:
         fine, coarse = (target, source) if is_transposed else (source, target)
-        edges = find_edges(fine, coarse, window, boundary)
+        with torch._C._DisableFuncTorch():  # edges do not depend on what torch.func differentiates
+            edges = find_edges(fine, coarse, window, boundary)
         kernel_map = edges.reverse() if is_transposed else edges
         self._set(source, target, window, boundary, kernel_map, box, groups, backend, is_transposed)
 
+    def over(self, kernel_map: KernelMap, **changes: Any) -> ConvolutionPlan:
+        """This plan with other edges, and whatever else ``changes`` names (source, target, groups, is_transposed)."""
+        now = {
+            "source": self._source,
+            "target": self._target,
+            "window": self.window,
+            "boundary": self.boundary,
+            "box": self.kernel_size is not None,
+            "groups": self.groups,
+            "backend": self.backend,
+            "is_transposed": self.is_transposed,
+        }
+        plan = object.__new__(ConvolutionPlan)
+        plan._set(kernel_map=kernel_map, **{**now, **changes})
+        return plan
+
     def _set(
         self,
-        source: VoxelGrid,
-        target: VoxelGrid,
+        source: Held,
+        target: Held,
         window: Window,
         boundary: Boundary,
         kernel_map: KernelMap,
@@ -152,8 +170,7 @@ class ConvolutionPlan:
         backend: str,
         is_transposed: bool,
     ) -> None:
-        self._source: Held = source
-        self._target: Held = target
+        self._source, self._target = source, target
         self.window, self.boundary = window, boundary
         self.kernel_map, self.groups, self.backend, self.is_transposed = kernel_map, groups, backend, is_transposed
         #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
@@ -185,6 +202,11 @@ class ConvolutionPlan:
         return self.kernel_map.num_taps
 
     @property
+    def num_in(self) -> int:
+        """N_in, the rows of x."""
+        return self.kernel_map.num_in
+
+    @property
     def coverage(self) -> torch.Tensor:
         """(K+1,) int64 on the host: how many outputs have 0, 1, ..., K inputs."""
         return self.kernel_map.coverage
@@ -208,30 +230,51 @@ class ConvolutionPlan:
 
     # ---- executing
 
-    def execute(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Convolve: y[out] = sum over edges (k, in, out) of x[in] @ weight[k], plus bias.
+    def execute(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        residual: torch.Tensor | None = None,
+        epilogue: Epilogue | PointwiseDynamicFunction | None = None,
+    ) -> torch.Tensor:
+        """Convolve: y[out] = epilogue(sum over edges (k, in, out) of x[in] @ weight[k] + bias + residual[out]).
 
         Args:
             x: (N_in, C_in) floating point on the plan's device, any strides; rows in the order of ``source``.
             weight: (K, C_in/G, C_out), or torch's (C_out, C_in/G, *kernel) where D > 1; dtype and device of x.
             bias: (C_out,) or None.
+            residual: (N_out, C_out) or None, added before the epilogue.
+            epilogue: an activation made with `pointwise_dynamic`, or an `Epilogue` that binds its numbers. Inlined in
+                the convolution's store where the backend can, run after it elsewhere, with the same result.
 
         Returns:
             y (N_out, C_out) in the order of ``target``, dtype of x (under autocast, autocast's). Accumulated in fp32
-            (fp64 for fp64); the same bits in every run; differentiable to any order in x, weight and bias.
+            (fp64 for fp64); the same bits in every run; differentiable to any order in all its tensors.
 
         Raises:
             ValueError: shapes, channels or devices that do not fit. TypeError: dtypes that differ or are not floating.
         """
-        for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
+        for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("residual", residual)):
             if tensor is not None and tensor.device != self.device:
                 raise ValueError(f"the plan is on {self.device} but {name} is on {tensor.device}: move one of them")
-        x, weight, bias = _autocast(x, weight, bias)
+        x, weight, bias, residual = _autocast(x, weight, bias, residual)
         taps = self._packed.pack(weight, by_tap(weight, self.kernel_size, self.num_taps))
-        self._check(x, weight, taps, bias)
-        return convolution(x, taps, bias, self._number, self.kernel_map.num_out, self.groups, self.backend)
+        self._check(x, weight, taps, bias, residual)
+        call = (self._number, self.kernel_map.num_out, self.groups, self.backend)
+        if residual is None and epilogue is None:
+            return convolution(x, taps, bias, *call)
+        return fused_convolution(x, taps, bias, residual, _as_epilogue(epilogue), *call)
 
-    def _check(self, x: torch.Tensor, weight: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def _check(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        taps: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> None:
         rows, groups = self.kernel_map.num_in, self.groups
         if x.ndim != 2 or x.shape[0] != rows:
             raise ValueError(f"x must be ({rows}, C_in), one row a voxel of the source grid; got {tuple(x.shape)}")
@@ -246,9 +289,17 @@ class ConvolutionPlan:
             raise ValueError(f"C_out = {taps.shape[2]} must be a multiple of groups = {groups}")
         if bias is not None and bias.shape != (taps.shape[2],):
             raise ValueError(f"bias must be ({taps.shape[2]},); got {tuple(bias.shape)}")
-        for name, other in (("weight", weight), ("bias", bias)):
+        if residual is not None and residual.shape != (self.kernel_map.num_out, taps.shape[2]):
+            raise ValueError(
+                f"residual must be ({self.kernel_map.num_out}, {taps.shape[2]}); got {tuple(residual.shape)}"
+            )
+        for name, other in (("weight", weight), ("bias", bias), ("residual", residual)):
             if other is not None and other.dtype != x.dtype:
                 raise TypeError(f"x is {x.dtype} but the {name} is {other.dtype}: cast one, or use torch.autocast")
+
+    def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
+        """What an operation over edges works on: here x (N_in, C) and this plan; a sharded plan adds its halo."""
+        return x, self
 
     # ---- other plans
 
@@ -258,19 +309,12 @@ class ConvolutionPlan:
         It takes its own weight (K, C_in, C_out) in its own direction; with the weight's channels exchanged it is the
         exact adjoint of this plan.
         """
-        plan = object.__new__(ConvolutionPlan)
-        plan._set(
-            self.target,
-            self.source,
-            self.window,
-            self.boundary,
+        return self.over(
             self.kernel_map.reverse(),
-            self.kernel_size is not None,
-            self.groups,
-            self.backend,
-            not self.is_transposed,
+            source=self._target,
+            target=self._source,
+            is_transposed=not self.is_transposed,
         )
-        return plan
 
     def with_groups(self, groups: int) -> ConvolutionPlan:
         """The same edges for another number of channel groups; itself if it has that number."""
@@ -278,19 +322,7 @@ class ConvolutionPlan:
             return self
         if groups < 1:
             raise ValueError(f"groups must be at least 1; got {groups}")
-        plan = object.__new__(ConvolutionPlan)
-        plan._set(
-            self.source,
-            self.target,
-            self.window,
-            self.boundary,
-            self.kernel_map,
-            self.kernel_size is not None,
-            groups,
-            self.backend,
-            self.is_transposed,
-        )
-        return plan
+        return self.over(self.kernel_map, groups=groups)
 
     def kept_with(self, grid: VoxelGrid) -> ConvolutionPlan:
         """This plan as ``grid`` may keep it: without keeping that grid alive, which would be a cycle.
@@ -309,14 +341,9 @@ class ConvolutionPlan:
         kernel_map = self.kernel_map.to(device)
         if kernel_map is self.kernel_map:
             return self
-        plan = object.__new__(ConvolutionPlan)
         source = self.source.to(device)
-        target = source if self.target is self.source else self.target.to(device)
-        box = self.kernel_size is not None
-        plan._set(
-            source, target, self.window, self.boundary, kernel_map, box, self.groups, self.backend, self.is_transposed
-        )
-        return plan
+        target = source if self._target is self._source else self.target.to(device)
+        return self.over(kernel_map, source=source, target=target)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k != "_number"}
@@ -366,15 +393,24 @@ def checked_window(
     return window, boundary if isinstance(boundary, Boundary) else Boundary(boundary)  # type: ignore[arg-type]
 
 
-def _autocast(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> Any:
     """The tensors in the dtype that an enclosing autocast asks for; fp64 is left alone, as torch does."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
-        return x, weight, bias
+        return x, *others
     dtype = torch.get_autocast_dtype(kind)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return x.to(dtype), *(None if t is None else t.to(dtype) for t in others)
+
+
+def _as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:
+    if given is None or isinstance(given, Epilogue):
+        return given
+    if isinstance(given, PointwiseDynamicFunction):
+        return Epilogue(given)
+    raise TypeError(
+        f"epilogue must be a function made with pointwise_dynamic, or an Epilogue of one; got {type(given).__name__}: "
+        "sparseconv.pointwise has relu, silu, gelu and others"
+    )
 
 
 def _held(grid: Held) -> VoxelGrid:

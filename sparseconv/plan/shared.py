@@ -28,7 +28,8 @@ def shared_plan(
     key = (generative, tuple(sorted((name, _hashable(name, value, rank)) for name, value in options.items())))
     plan = source.derived.get(key)
     if plan is None:
-        plan = (ConvolutionPlan.transposed if generative else ConvolutionPlan)(source, **options)
+        kind = source.plan_type or ConvolutionPlan
+        plan = (kind.transposed if generative else kind)(source, **options)  # type: ignore[attr-defined]
         plan = source.derived.setdefault(key, plan.kept_with(source))
     return plan.with_groups(groups)
 

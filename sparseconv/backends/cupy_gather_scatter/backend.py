@@ -85,7 +85,9 @@ class CupyGatherScatter(Backend):
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         """dL/dw (K, C_in/G, C_out): one product a tap over its gathered rows of x and of the gradient."""
         x = x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
-        grad_out = grad_out if grad_out.stride(1) == 1 and grad_out.stride(0) >= grad_out.shape[1] else grad_out.contiguous()
+        grad_out = (
+            grad_out if grad_out.stride(1) == 1 and grad_out.stride(0) >= grad_out.shape[1] else grad_out.contiguous()
+        )
         c_in, c_out = x.shape[1] // groups, grad_out.shape[1]
         out = torch.zeros(kernel_map.num_taps, c_in, c_out, dtype=x.dtype, device=x.device)
         rows = kernel_map.max_pairs_per_tap

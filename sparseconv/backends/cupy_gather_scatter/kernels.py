@@ -1,4 +1,4 @@
-"""The two kernels on either side of the matrix product, from CUDA text through CuPy, and their readable twin in torch."""
+"""The two kernels on either side of the matrix product, from CUDA text through CuPy, and their torch twin."""
 
 from __future__ import annotations
 
@@ -119,9 +119,7 @@ def scatter_kernel(product: torch.dtype, total: torch.dtype, width: int) -> Any:
     return cupy.RawKernel(source("scatter_add"), "scatter_add", options=scatter_options(product, total, width))
 
 
-def _launch(
-    kernel: Any, device: torch.device, count: int, across: int, arguments: tuple[int, ...], last: int
-) -> None:
+def _launch(kernel: Any, device: torch.device, count: int, across: int, arguments: tuple[int, ...], last: int) -> None:
     """Launch over ``count`` rows of ``across`` pieces on torch's current stream; ``last`` is the 32-bit argument."""
     import cupy
     import numpy as np
@@ -132,5 +130,14 @@ def _launch(
     y = THREADS // x
     blocks = min(MAX_BLOCKS, -(-count // y))
     stream = torch.cuda.current_stream(device)
-    with cupy.cuda.Device(stream.device_index), cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index):
+    with cupy.cuda.Device(stream.device_index), _cupy_stream(stream):
         kernel((blocks,), (x, y), (*(np.int64(value) for value in arguments), np.int32(last)))
+
+
+def _cupy_stream(stream: torch.cuda.Stream) -> Any:
+    """Torch's stream as CuPy knows it, by the way that the installed CuPy prefers."""
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(stream)
+    return cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index)

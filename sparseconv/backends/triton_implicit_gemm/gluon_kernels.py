@@ -31,7 +31,7 @@ def shared_layout(columns):
 
 @gluon.jit
 def copy_rows(ptr, shared, idx, stride, columns, limit, valid, EVEN: gl.constexpr, WIDE: gl.constexpr):
-    """Start copying rows ``idx`` at ``columns`` into shared memory; zeros where a row is absent or a column past the end."""
+    """Start copying rows ``idx`` at ``columns`` to shared memory; zeros for absent rows and columns past the end."""
     start = idx.to(gl.int64) * stride if WIDE else idx * stride
     mask = ((idx >= 0) & valid)[:, None] & ((columns >= 0) if EVEN else (columns < limit))[None, :]
     copy_async(shared, ptr + (start[:, None] + columns[None, :]), mask=mask)
@@ -80,13 +80,16 @@ def copy_step(
 def conv_kernel(
     feats_ptr, weight_ptr, out_ptr, bias_ptr, residual_ptr,
     neighbors_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, tile_order_ptr,
-    num_slots, list_stride, stride_feats_n, stride_weight_k, stride_weight_c,
+    num_slots, list_stride, stride_feats_n, stride_weight_k, stride_weight_c, UNIT: gl.constexpr,
     GROUP_IN: gl.constexpr, GROUP_OUT: gl.constexpr, PACK: gl.constexpr, GROUPS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr,
     TO_SLOTS: gl.constexpr, WIDE: gl.constexpr, HIDDEN: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile."""
+    stride_feats_n *= UNIT  # a factor that the compiler sees: it proves that pieces of 16 bytes are aligned
+    stride_weight_k *= UNIT
+    stride_weight_c *= UNIT
     ALL_OUT: gl.constexpr = GROUPS * GROUP_OUT
     BLOCKS_K: gl.constexpr = (GROUP_IN + BLOCK_K - 1) // BLOCK_K
     BLOCKS_N: gl.constexpr = (GROUP_OUT + BLOCK_N - 1) // BLOCK_N
@@ -187,12 +190,14 @@ def read_pairs(in_rows_ptr, out_rows_ptr, at_in, at_out, last):
 @gluon.jit
 def weight_grad_kernel(
     feats_ptr, grad_ptr, out_ptr, in_rows_ptr, out_rows_ptr, job_begin_ptr, job_end_ptr, job_order_ptr,
-    stride_feats_n, stride_grad_n,
+    stride_feats_n, stride_grad_n, UNIT: gl.constexpr,
     GROUP_IN: gl.constexpr, GROUP_OUT: gl.constexpr, PACK: gl.constexpr, GROUPS: gl.constexpr,
     BLOCK_I: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr,
     WIDE: gl.constexpr, HIDDEN: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     """out[job] = sum over the job's pairs of x[in]^T g[out]; a job is a run of one tap's pairs."""
+    stride_feats_n *= UNIT
+    stride_grad_n *= UNIT
     ALL_OUT: gl.constexpr = GROUPS * GROUP_OUT
     BLOCKS_I: gl.constexpr = (GROUP_IN + BLOCK_I - 1) // BLOCK_I
     BLOCKS_O: gl.constexpr = (GROUP_OUT + BLOCK_O - 1) // BLOCK_O

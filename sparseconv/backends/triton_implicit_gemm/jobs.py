@@ -8,6 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sparseconv.geometry.kernel_map import KernelMap
+
+#: pairs of one job are a multiple of this
+JOB_QUANTUM = 128
+
 
 @dataclass(frozen=True)
 class Jobs:
@@ -26,23 +31,29 @@ class Jobs:
 
 
 def cut_jobs(tap_counts: Sequence[int], max_jobs: int, quantum: int, device: torch.device) -> Jobs:
-    """Cut pairs ordered by tap into about ``max_jobs`` jobs of like length, a multiple of ``quantum`` pairs each.
+    """Cut pairs ordered by tap into ``max_jobs`` jobs at most, the longest of them as short as that allows.
 
-    Every tap has at least one job, empty if the tap is: its gradient is then written as zero.
+    Every tap has at least one job, empty if the tap is (its gradient is then written as zero), so there are at least
+    as many jobs as taps. Lengths are multiples of ``quantum``: all programs of a launch finish together.
     """
     counts = np.asarray(tap_counts, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(counts)])
-    goal = max(1, -(-int(starts[-1]) // max(1, max_jobs)))
-    parts = np.maximum(1, np.rint(counts / goal).astype(np.int64))
-    length = -(-counts // parts)
-    length = np.maximum(quantum, -(-length // quantum) * quantum)
+    low, high = 1, max(1, -(-int(counts.max(initial=0)) // quantum))  # in quanta: too short or just right, long enough
+    while low < high:
+        middle = (low + high) // 2
+        if np.maximum(1, -(-counts // (middle * quantum))).sum() <= max_jobs:
+            high = middle
+        else:
+            low = middle + 1
+    length = high * quantum
     parts = np.maximum(1, -(-counts // length))
     tap_jobs = np.concatenate([[0], np.cumsum(parts)])
     tap = np.repeat(np.arange(len(counts)), parts)
     index = np.arange(tap_jobs[-1]) - tap_jobs[tap]
-    begin = starts[tap] + index * length[tap]
-    end = np.minimum(begin + length[tap], starts[tap + 1])
-    order = np.argsort(index / parts[tap], kind="stable")
+    share = -(-counts // (parts * quantum)) * quantum  # a tap's pairs spread evenly over its jobs
+    begin = np.minimum(starts[tap] + index * share[tap], starts[tap + 1])
+    end = np.minimum(begin + share[tap], starts[tap + 1])
+    order = np.lexsort((begin - end, index / parts[tap]))
 
     def put(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         host = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
@@ -55,3 +66,13 @@ def cut_jobs(tap_counts: Sequence[int], max_jobs: int, quantum: int, device: tor
         put(tap_jobs, torch.int32),
         int(tap_jobs[-1]),
     )
+
+
+def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
+    """The map's jobs, cut on first use and kept with the map."""
+    key = ("jobs", max_jobs)
+    jobs = kernel_map.prepared.get(key)
+    if jobs is None:
+        jobs = cut_jobs(kernel_map.tap_counts, max_jobs, JOB_QUANTUM, kernel_map.in_rows.device)
+        kernel_map.prepared[key] = jobs
+    return jobs

@@ -82,13 +82,16 @@ def conv_kernel(
     out_ptr,  # (N_out, GROUPS * GROUP_OUT), or fp32 (NP, GROUPS * GROUP_OUT) partial sums
     bias_ptr, residual_ptr,
     neighbors_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, tile_order_ptr,
-    num_slots, list_stride, stride_feats_n, stride_weight_k, stride_weight_c,
+    num_slots, list_stride, stride_feats_n, stride_weight_k, stride_weight_c, UNIT: tl.constexpr,
     GROUP_IN: tl.constexpr, GROUP_OUT: tl.constexpr, PACK: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     TO_SLOTS: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile."""
+    stride_feats_n *= UNIT  # a factor that the compiler sees: it proves that pieces of 16 bytes are aligned
+    stride_weight_k *= UNIT
+    stride_weight_c *= UNIT
     PACK_IN: tl.constexpr = PACK * GROUP_IN
     PACK_OUT: tl.constexpr = PACK * GROUP_OUT
     ALL_OUT: tl.constexpr = GROUPS * GROUP_OUT
@@ -105,7 +108,7 @@ def conv_kernel(
     steps = tl.load(tile_counts_ptr + tile) * BLOCKS_K
     ks = tl.arange(0, BLOCK_K)
     in_base = feats_ptr + pack * PACK_IN
-    limit = tl.minimum(GROUPS * GROUP_IN - pack * PACK_IN, PACK_IN)
+    limit = PACK_IN if GROUPS % PACK == 0 else tl.minimum(GROUPS * GROUP_IN - pack * PACK_IN, PACK_IN)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if HIDDEN:
         tap = tl.load(tile_taps_ptr + list_start)
@@ -165,8 +168,9 @@ def combine_kernel(
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """y[row] = act(sum over tap groups, in their order, of partial[slots[group, row]] + bias + residual)."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    BLOCKS_N: tl.constexpr = (C_OUT + BLOCK_N - 1) // BLOCK_N
+    rows = (tl.program_id(0) // BLOCKS_N).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) % BLOCKS_N * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok = rows < num_out
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for group in tl.static_range(NUM_GROUPS):
@@ -197,12 +201,14 @@ def weight_grad_kernel(
     grad_ptr,  # (N_out, GROUPS * GROUP_OUT)
     out_ptr,  # fp32 (J, GROUP_IN, GROUPS * GROUP_OUT) partial sums, or (K, ...) of the weight's dtype: one job a tap
     in_rows_ptr, out_rows_ptr, job_begin_ptr, job_end_ptr, job_order_ptr,
-    stride_feats_n, stride_grad_n,
+    stride_feats_n, stride_grad_n, UNIT: tl.constexpr,
     GROUP_IN: tl.constexpr, GROUP_OUT: tl.constexpr, PACK: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
     WIDE: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[job] = sum over the job's pairs of x[in]^T g[out]; a job is a run of one tap's pairs."""
+    stride_feats_n *= UNIT
+    stride_grad_n *= UNIT
     PACK_IN: tl.constexpr = PACK * GROUP_IN
     PACK_OUT: tl.constexpr = PACK * GROUP_OUT
     ALL_OUT: tl.constexpr = GROUPS * GROUP_OUT
@@ -223,8 +229,8 @@ def weight_grad_kernel(
     out_rows_ptr += begin
     i = i0 + tl.arange(0, BLOCK_I)
     o = o0 + tl.arange(0, BLOCK_O)
-    in_limit = tl.minimum(GROUPS * GROUP_IN - pack * PACK_IN, PACK_IN)
-    out_limit = tl.minimum(ALL_OUT - pack * PACK_OUT, PACK_OUT)
+    in_limit = PACK_IN if GROUPS % PACK == 0 else tl.minimum(GROUPS * GROUP_IN - pack * PACK_IN, PACK_IN)
+    out_limit = PACK_OUT if GROUPS % PACK == 0 else tl.minimum(ALL_OUT - pack * PACK_OUT, PACK_OUT)
     feats_ptr += pack * PACK_IN
     grad_ptr += pack * PACK_OUT
     ps = tl.arange(0, BLOCK_P)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+from sparseconv.geometry.kernel_map import KernelMap
 
 #: slots are padded to a multiple of this, so that schedules of every block size share one table
 SLOT_ALIGNMENT = 256
@@ -14,6 +17,8 @@ SLOT_ALIGNMENT = 256
 WORD_BITS = 62
 #: list columns beyond the last live tap that a kernel may read ahead
 LOOKAHEAD = 4
+#: rows that are sorted together where rows must stay near their neighbours: a few megabytes of features
+CHUNK_ROWS = 32_768
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def tap_significance(num_taps: int) -> tuple[int, ...]:
 def plane_groups(num_taps: int, parts: int = 3) -> tuple[tuple[int, ...], ...]:
     """Taps cut into ``parts`` runs of neighbouring tap numbers: the planes along the first axis of a cube."""
     edges = [round(part * num_taps / parts) for part in range(parts + 1)]
-    return tuple(tuple(range(a, b)) for a, b in zip(edges[:-1], edges[1:]) if b > a)
+    return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(edges) if b > a)
 
 
 def gray_rank(neighbors: torch.Tensor, taps: Sequence[int]) -> list[torch.Tensor]:
@@ -218,4 +223,57 @@ def retile(schedule: Schedule, block_m: int, row_taps: torch.Tensor | None = Non
     counts, tile_rows, tile_taps, order = tile_lists(schedule.neighbors, block_m, row_taps)
     return replace(
         schedule, block_m=block_m, tile_counts=counts, tile_rows=tile_rows, tile_taps=tile_taps, tile_order=order
+    )
+
+
+def schedule_of(
+    kernel_map: KernelMap, block_m: int, transposed: bool = False, split: int = 1, chunked: bool = False
+) -> Schedule:
+    """The map's schedule at a tile size, built on first use and kept with the map; transposed: of the reversed edges.
+
+    A map with a mirror symmetry is its own reverse with the taps exchanged, so its one table serves both directions.
+    ``split``: taps in so many groups with a row order each. ``chunked``: rows sorted inside runs of neighbouring rows,
+    which are those of ``kernel_map.prepared["row_order"]`` where the geometry left one, and tiles launched in order.
+    """
+    if transposed and kernel_map.mirror is None:
+        return schedule_of(kernel_map.reverse(), block_m, False, split, chunked)
+    key = ("schedule", block_m, transposed, split, chunked)
+    schedule = kernel_map.prepared.get(key)
+    if schedule is None:
+        if transposed:
+            straight = schedule_of(kernel_map, block_m, False, split, chunked)
+            mirror = torch.tensor(kernel_map.mirror, dtype=torch.int32)
+            if straight.tile_taps.is_cuda:
+                mirror = mirror.pin_memory()
+            mirror = mirror.to(straight.tile_taps.device, non_blocking=True)
+            schedule = replace(straight, tile_taps=mirror[straight.tile_taps.long()])
+        elif split > 1:
+            schedule = _build(kernel_map, block_m, plane_groups(kernel_map.num_taps, split))
+        else:
+            name = "chunked schedule" if chunked else "schedule"
+            base = kernel_map.prepared.get(name)
+            if base is None:
+                base = kernel_map.prepared[name] = _build(kernel_map, block_m, None, CHUNK_ROWS if chunked else None)
+            schedule = retile(base, block_m)
+            if chunked:
+                order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
+                schedule = replace(schedule, tile_order=order)
+        kernel_map.prepared[key] = schedule
+    return schedule
+
+
+def _build(
+    kernel_map: KernelMap, block_m: int, groups: Sequence[Sequence[int]] | None, chunk_rows: int | None = None
+) -> Schedule:
+    if kernel_map.device.type == "cuda":
+        from sparseconv.backends.triton_implicit_gemm.build import schedule_on_gpu  # Triton is loaded where it is used
+
+        return schedule_on_gpu(kernel_map, block_m, groups, chunk_rows)
+    return build_schedule(
+        kernel_map.neighbors,
+        kernel_map.num_taps,
+        block_m,
+        base_order=kernel_map.prepared.get("row_order"),
+        chunk_rows=chunk_rows,
+        groups=groups,
     )

@@ -20,8 +20,13 @@ logger = logging.getLogger(__name__)
 PATIENCE = 2.0
 #: milliseconds of timing that one choice may take in all
 BUDGET_MS = 300.0
+#: milliseconds between two events: short launches are repeated to fill it
+SAMPLE_MS = 0.3
+#: device cycles that the host is given to launch one step
+HEAD_START_CYCLES = 100_000
 
 Config = TypeVar("Config")
+StepT = TypeVar("StepT")
 
 
 def tuning_enabled() -> bool:
@@ -46,92 +51,95 @@ class Tuner:
         self,
         key: tuple[object, ...],
         candidates: Sequence[Config],
-        compile_one: Callable[[Config], None],
-        run_one: Callable[[Config], None],
-        device: torch.device,
-    ) -> Config:
-        """The fastest candidate; the first one where timing is off or impossible (a graph is being captured)."""
+        step_of: Callable[[Config], StepT],
+        tensors: tuple[torch.Tensor, ...],
+    ) -> StepT:
+        """The step of the fastest candidate; of the first where timing is off or impossible (a graph is captured)."""
+        device = tensors[0].device
         if len(candidates) == 1 or not tuning_enabled() or device.type != "cuda":
-            return candidates[0]
+            return step_of(candidates[0])
         found = self._chosen.get(key)
         if found is not None and found in candidates:
-            return found
+            return step_of(found)
         if torch.cuda.is_current_stream_capturing():
-            return candidates[0]
+            return step_of(candidates[0])
         with self._lock:
             name = _cache_name(key, candidates, device)
             index = _read(name)
             if index is None or not 0 <= index < len(candidates):
-                good = _compile_all(candidates, compile_one, device, key)
-                timings = _time_all(good, run_one)
+                steps = [step_of(config) for config in candidates]
+                good = _compile_all(list(zip(candidates, steps)), tensors, key)
+                timings = _time_all(good, tensors)
                 self.timings[key] = timings
                 best = min(timings, key=lambda pair: pair[1])[0]
                 index = list(candidates).index(best)
                 _write(name, index, timings)
             self._chosen[key] = candidates[index]
-            return candidates[index]
+            return step_of(candidates[index])
 
 
 def _compile_all(
-    candidates: Sequence[Config], compile_one: Callable[[Config], None], device: torch.device, key: tuple[object, ...]
-) -> list[Config]:
+    steps: list[tuple[Config, Any]], tensors: tuple[torch.Tensor, ...], key: tuple[object, ...]
+) -> list[tuple[Config, Any]]:
     """Compile every candidate on a thread of its own; those that this Triton or this card cannot take drop out."""
-    good: list[Config] = []
+    good: list[tuple[Config, Any]] = []
     start = time.monotonic()
 
-    def build(config: Config) -> None:
-        with torch.cuda.device(device):
-            compile_one(config)
+    def build(step: Any) -> None:
+        with torch.cuda.device(tensors[0].device):
+            step.compile(*tensors)
 
-    with ThreadPoolExecutor(len(candidates)) as pool:
-        futures = [pool.submit(build, config) for config in candidates]
+    with ThreadPoolExecutor(len(steps)) as pool:
+        futures = [pool.submit(build, step) for _, step in steps]
         said = False
-        for config, future in zip(candidates, futures):
+        for pair, future in zip(steps, futures):
             while not future.done():
                 if not said and time.monotonic() - start > PATIENCE:
                     said = True
-                    logger.warning(
-                        "compiling %d kernels for %s (kept for later runs in Triton's cache)", len(candidates), key
-                    )
+                    logger.warning("compiling %d kernels for %s (kept for later in Triton's cache)", len(steps), key)
                 time.sleep(0.005)
             error = future.exception()
             if error is None:
-                good.append(config)
+                good.append(pair)
             else:
-                logger.info("candidate %s dropped: %s", config, error)
+                logger.info("candidate %s dropped: %s", pair[0], error)
     if not good:
         raise RuntimeError(f"no kernel could be compiled for {key}: the first error was {futures[0].exception()}")
     return good
 
 
-def _time_all(candidates: Sequence[Config], run_one: Callable[[Config], None]) -> list[tuple[Config, float]]:
+def _time_all(steps: list[tuple[Config, Any]], tensors: tuple[torch.Tensor, ...]) -> list[tuple[Config, float]]:
     """Median milliseconds of each candidate that runs, measured with events, in turns."""
-    ready: list[Config] = []
-    first: list[float] = []
-    for config in candidates:
+    ready: list[tuple[Config, Any]] = []
+    samples: list[list[float]] = []
+    counts: list[int] = []
+    for config, step in steps:
         try:
-            run_one(config)
-            first.append(_elapsed(run_one, config))
-            ready.append(config)
+            step(*tensors)
+            repeats = int(min(10, max(1, SAMPLE_MS / max(1e-3, _elapsed(step, tensors, 1)))))
+            samples.append([_elapsed(step, tensors, repeats)])
+            counts.append(repeats)
+            ready.append((config, step))
         except Exception as error:
             logger.info("candidate %s dropped: %s", config, error)
     if not ready:
         raise RuntimeError("no candidate kernel could be launched on this device")
-    rounds = int(min(10, max(2, BUDGET_MS / max(1e-3, sum(first)))))
-    samples: list[list[float]] = [[value] for value in first]
-    for _ in range(rounds):
-        for config, values in zip(ready, samples):
-            values.append(_elapsed(run_one, config))
-    return [(config, sorted(values)[len(values) // 2]) for config, values in zip(ready, samples)]
+    one_round = sum(values[0] * count for values, count in zip(samples, counts))
+    for _ in range(int(min(10, max(2, BUDGET_MS / max(1e-3, one_round))))):
+        for (_, step), values, count in zip(ready, samples, counts):
+            values.append(_elapsed(step, tensors, count))
+    return [(config, sorted(values)[len(values) // 2]) for (config, _), values in zip(ready, samples)]
 
 
-def _elapsed(run_one: Callable[[Config], None], config: Config) -> float:
+def _elapsed(step: Any, tensors: tuple[torch.Tensor, ...], repeats: int) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(repeats * HEAD_START_CYCLES)  # the launches queue up behind it: what is timed is the device
     begin.record()
-    run_one(config)
+    for _ in range(repeats):
+        step(*tensors)
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end)
+    return begin.elapsed_time(end) / repeats
 
 
 def _cache_name(key: tuple[object, ...], candidates: Sequence[Any], device: torch.device) -> str:

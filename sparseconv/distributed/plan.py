@@ -1,0 +1,319 @@
+"""A convolution plan of a scene in shards: the local plan, and the rows of other ranks that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from sparseconv.distributed.exchange import Exchange, agree, joined, replicated, send_to
+from sparseconv.distributed.grid import ShardedGrid
+from sparseconv.distributed.passage import Border, Passage, placed
+from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, fits, torus_of, wrap
+from sparseconv.geometry.grid import VoxelGrid, unique_coords
+from sparseconv.geometry.ranges import Boundary
+from sparseconv.plan.convolution import ConvolutionPlan, checked_window
+
+Axes = int | Sequence[int]
+
+
+class ShardedConvolutionPlan:
+    """`ConvolutionPlan` over the shards of one scene; same arguments, same numbers, all ranks call it alike.
+
+    Each rank computes the outputs that it owns. The inputs of other ranks that those outputs see, the halo, arrive by
+    one differentiable all-to-all a call, while the outputs that need none of them are computed. Weights are held by
+    every rank alike; their gradients are summed over the ranks.
+
+    The halo is found exactly: the window's index projection gives the places that an output sees, the partition says
+    who owns each, and the owners answer which of them hold a voxel.
+    """
+
+    def __init__(
+        self,
+        source: ShardedGrid,
+        kernel_size: Axes | None = None,
+        *,
+        stride: Axes = 1,
+        dilation: Axes = 1,
+        padding: Axes | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        target: ShardedGrid | Literal["full"] | None = None,
+        boundary: Boundary | Literal["absent", "forbid"] = "absent",
+        groups: int = 1,
+        backend: str = "auto",
+        deterministic: bool | None = None,
+    ) -> None:
+        window, edge = _window_of(
+            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, target, False
+        )
+        if isinstance(target, ShardedGrid):
+            if fits(target, source, window, edge) is not target:
+                raise ValueError(f"some windows of the given target leave the extent {edge.extent}")
+            coarse = target
+        elif target == "full" or (target is None and any(s != 1 for s in window.stride)):
+            seen = coarse_grid(VoxelGrid(source.coords, source.batch_size), window, edge)
+            coarse = _owned(source, seen.coords, window.stride, (1,) * source.rank)
+        elif target is None:
+            coarse = cast(ShardedGrid, fits(source, source, window, edge))
+        else:
+            raise ValueError(f"target must be a ShardedGrid, 'full' or None; got {target!r}")
+        self._set(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
+
+    @classmethod
+    def transposed(
+        cls,
+        source: ShardedGrid,
+        kernel_size: Axes | None = None,
+        *,
+        stride: Axes = 1,
+        dilation: Axes = 1,
+        padding: Axes | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        target: ShardedGrid | None = None,
+        boundary: Boundary | Literal["absent", "forbid"] = "absent",
+        groups: int = 1,
+        backend: str = "auto",
+        deterministic: bool | None = None,
+    ) -> ShardedConvolutionPlan:
+        """From coarse voxels to fine ones, onto ``target`` or onto every voxel that a tap reaches (generative)."""
+        window, edge = _window_of(
+            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, target, True
+        )
+        fine = target
+        if fine is None:
+            seen = fine_grid(VoxelGrid(source.coords, source.batch_size), window, edge)
+            fine = _owned(source, seen.coords, (1,) * source.rank, window.stride)
+        plan = object.__new__(cls)
+        plan._set(source, fine, window, edge, kernel_size is not None, groups, backend, True)
+        return plan
+
+    def _set(
+        self,
+        source: ShardedGrid,
+        target: ShardedGrid,
+        window: Window,
+        boundary: Boundary,
+        box: bool,
+        groups: int,
+        backend: str,
+        is_transposed: bool,
+    ) -> None:
+        self.source, self.target, self.window, self.boundary = source, target, window, boundary
+        self.groups, self.backend, self.is_transposed, self._box = groups, backend, is_transposed, box
+        self._transposed: ShardedConvolutionPlan | None = None
+        #: kinds of call that the ranks have compared: each kind is compared once, since it costs a round trip
+        self._agreed: set[tuple] = set()
+        self.exchange, halo = _find_halo(source, target, window, boundary, is_transposed)
+        #: what this rank's outputs see: its own rows, then the halo's, grouped by owner
+        self.seen = VoxelGrid(torch.cat([source.coords, halo]), source.batch_size) if len(halo) else source
+        self.local = ConvolutionPlan.between(self.seen, target, window, boundary, box, groups, backend, is_transposed)
+        self._split(halo)
+
+    def _split(self, halo: torch.Tensor) -> None:
+        """The interior, which needs no halo, and the border: two maps that share no edge.
+
+        The interior's map has all outputs as rows and no edges at the border's, so that the border's results are
+        written into its output without a copy. Every rank has both parts, be they empty, so that all meet their
+        collectives in one order.
+        """
+        edges, own = self.local.kernel_map, len(self.source)
+        touched = torch.zeros(edges.num_out, dtype=torch.bool, device=self.device)
+        touched[edges.out_rows[edges.in_rows >= own].long()] = True
+        self.border_rows = touched.nonzero()[:, 0]
+        self._inner = self.local
+        if len(self.border_rows):
+            inner = edges.restricted(~touched, own)
+            self._inner = self.local.over(inner, source=self.source)
+        outer = edges.restricted(touched)
+        needed = torch.zeros(edges.num_in, dtype=torch.bool, device=self.device)
+        needed[outer.in_rows.long()] = True
+        needed[own:] = True
+        kept = needed.nonzero()[:, 0]
+        target = VoxelGrid(self.target.coords[self.border_rows], self.target.batch_size)
+        source = VoxelGrid(self.seen.coords[kept], self.seen.batch_size)
+        self._outer = self.local.over(outer.renumbered(kept, self.border_rows), source=source, target=target)
+        self._border = Border(self.exchange, kept[: len(kept) - len(halo)])
+
+    # ---- executing
+
+    def execute(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's outputs (N_out, C_out) from this rank's inputs (N_in, C_in); see `ConvolutionPlan.execute`.
+
+        Differentiable to any order. Every rank must call it, with operands of one dtype and one number of channels.
+        """
+        if x.ndim != 2 or x.shape[0] != len(self.source):
+            raise ValueError(f"x must be ({len(self.source)}, C_in), this rank's rows; got {tuple(x.shape)}")
+        call = (x.shape[1], x.dtype, x.device.type, tuple(weight.shape), weight.dtype, torch.is_grad_enabled())
+        if call not in self._agreed:
+            agree({"the operands of execute": call}, self.source.group)
+            self._agreed.add(call)
+        passage = Passage(self._border)
+        group = self.source.group
+        weight = replicated(weight, group)
+        bias = None if bias is None else replicated(bias, group)
+        x, rows = passage.depart(x)
+        inside = self._inner.execute(x, weight, bias)
+        # the interior's bias gradient sums over all rows, the border's among them
+        outside = self._outer.execute(passage.arrive(rows), weight, None if bias is None else bias.detach())
+        return placed(inside, outside, self.border_rows)
+
+    def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
+        """This rank's rows with their halo, and the local plan over them: what any operation over edges needs."""
+        return joined(x, self.exchange(x)), self.local
+
+    # ---- reading
+
+    @property
+    def kernel_size(self) -> tuple[int, ...] | None:
+        return self.local.kernel_size
+
+    @property
+    def num_taps(self) -> int:
+        return self.local.num_taps
+
+    @property
+    def device(self) -> torch.device:
+        return self.source.device
+
+    @property
+    def num_in(self) -> int:
+        """This rank's inputs, without the halo."""
+        return len(self.source)
+
+    @property
+    def halo_rows(self) -> int:
+        """Rows of other ranks that this rank's outputs see."""
+        return self.exchange.num_received
+
+    def halo_bytes(self, c_in: int, dtype: torch.dtype = torch.float32) -> int:
+        """What a forward call receives from other ranks, in bytes; a backward call sends as much back."""
+        return self.halo_rows * c_in * dtype.itemsize
+
+    @property
+    def overlapped(self) -> float:
+        """The share of the rank's pairs that are computed while the halo is on its way."""
+        return self._inner.kernel_map.num_pairs / max(1, self.local.kernel_map.num_pairs)
+
+    # ---- other plans
+
+    def transpose(self) -> ShardedConvolutionPlan:
+        """The same edges reversed, from this plan's target back onto its source; all ranks call it.
+
+        The way back has a halo of its own, on the target's side, so this is a new plan, found once and kept.
+        """
+        if self._transposed is None:
+            plan = object.__new__(ShardedConvolutionPlan)
+            plan._set(
+                self.target,
+                self.source,
+                self.window,
+                self.boundary,
+                self._box,
+                self.groups,
+                self.backend,
+                not self.is_transposed,
+            )
+            plan._transposed = self
+            self._transposed = plan
+        return self._transposed
+
+    def with_groups(self, groups: int) -> ShardedConvolutionPlan:
+        """The same edges and exchange for another number of channel groups; itself if it has that number."""
+        if groups == self.groups:
+            return self
+        plan = object.__new__(ShardedConvolutionPlan)
+        plan.__dict__.update(self.__dict__)
+        plan.groups, plan._transposed = groups, None
+        for name in ("local", "_inner", "_outer"):
+            setattr(plan, name, getattr(self, name).with_groups(groups))
+        return plan
+
+    def kept_with(self, grid: VoxelGrid) -> ShardedConvolutionPlan:
+        """This plan: a shard's memory goes when Python finds that grid and plan hold only each other."""
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"Sharded{self.local!r}, {self.halo_rows:,} halo rows, {self.overlapped:.0%} of pairs overlapped, rank "
+            f"{self.source.process_rank} of {self.exchange.world_size}"
+        )
+
+
+ShardedGrid.plan_type = ShardedConvolutionPlan
+
+
+def _window_of(
+    source: ShardedGrid,
+    kernel_size: Axes | None,
+    stride: Axes,
+    dilation: Axes,
+    padding: Axes | None,
+    taps: torch.Tensor | Sequence[Sequence[int]] | None,
+    boundary: Boundary | str,
+    groups: int,
+    backend: str,
+    target: Any,
+    is_transposed: bool,
+) -> tuple[Window, Boundary]:
+    """What both constructors take, checked on this rank and between the ranks."""
+    if not isinstance(source, ShardedGrid):
+        raise TypeError(f"source must be a ShardedGrid, made by shard(); got {type(source).__name__}")
+    window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+    if edge.kind == "forbid" and edge.extent is None and not is_transposed:
+        edge = Boundary.forbid(source.global_extent)
+    agree(
+        {
+            "source": (source.counts, source.batch_size, source.partition),
+            "window": window,
+            "boundary": edge,
+            "groups": groups,
+            "backend": backend,
+            "direction": is_transposed,
+            "target": target.counts if isinstance(target, ShardedGrid) else target,
+        },
+        source.group,
+    )
+    return window, edge
+
+
+def _owned(
+    source: ShardedGrid, seen: torch.Tensor, numerator: Sequence[int], denominator: Sequence[int]
+) -> ShardedGrid:
+    """The grid whose voxels the ranks have seen (M, 1+D), each of them with the owner of its place in ``source``."""
+    partition = source.partition.scaled(tuple(numerator), tuple(denominator))
+    came = send_to(seen, partition.owners(seen), source.group)[0]
+    size = tuple(v * n / d for v, n, d in zip(source.voxel_size, numerator, denominator))
+    return ShardedGrid(unique_coords(came), source.batch_size, partition, source.group, size, source.origin)
+
+
+def _find_halo(
+    source: ShardedGrid, target: ShardedGrid, window: Window, boundary: Boundary, is_transposed: bool
+) -> tuple[Exchange, torch.Tensor]:
+    """The exchange of the rows that outputs see across shards, and the coords of those that this rank receives."""
+    torus = torus_of(None, window, boundary)
+    coords = target.coords.long()
+    me = source.process_rank
+    remote = []
+    for tap in range(len(window.offsets)):
+        if is_transposed:
+            places = window.coarse(wrap(coords, torus), tap)
+            places = wrap(places, window.coarse_torus(torus))
+        else:
+            places = wrap(window.fine(coords, tap), torus)
+        remote.append(places[source.partition.owners(places) != me])
+    asked = unique_coords(torch.cat(remote)).long()
+    came, received, order, sent = send_to(asked, source.partition.owners(asked), source.group)
+    rows = source.lookup(came)
+    answers = torch.empty(len(asked), dtype=torch.uint8, device=source.device)
+    dist.all_to_all_single(answers, (rows >= 0).to(torch.uint8), list(sent), list(received), source.group)
+    there = answers.bool()
+    exchange = Exchange(
+        source.group,
+        rows[rows >= 0],
+        tuple(int((part >= 0).sum()) for part in rows.split(received)),
+        tuple(int(part.sum()) for part in there.split(sent)),
+        len(source),
+    )
+    return exchange, asked[order][there].int()
