@@ -51,6 +51,10 @@ class Convolution(ABC):
     def prepare(self) -> None:
         """From the coordinates to everything that a training step needs, anew."""
 
+    def learn(self) -> None:
+        """Called after the first step: from now on `prepare` makes all that this step used, where it can know."""
+        return
+
     @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y (N, C) from x (N, C) in the rows of the coordinates; differentiable in x and in ``weight``."""
@@ -76,15 +80,26 @@ class Sparseconv(Convolution):
     dtypes = ("fp16", "bf16", "tf32", "fp32", "fp64")
     backend: ClassVar[str] = "auto"
 
+    lazy = True
+
     def prepare(self) -> None:
         import sparseconv as sc
 
         self.plan = sc.ConvolutionPlan(sc.VoxelGrid(self.coords), 3, backend=self.backend)
-        request = self.plan.request(self.channels, self.channels, self.dtype)
-        prepare = getattr(self._serving(request), "prepare", None)
-        self.lazy = prepare is None
-        if prepare is not None:
-            prepare(request)
+        if self._used is not None:
+            from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+
+            for asked in self._used:
+                schedule_of(self.plan.kernel_map, *asked)
+            self.plan.kernel_map.in_rows  # noqa: B018 (edges by tap, which the weight gradient reads)
+
+    #: the schedules that a step uses: tile size, direction, groups, order; None until a step has chosen them
+    _used: list[Any] | None = None
+
+    def learn(self) -> None:
+        keys = [key for key in self.plan.kernel_map.prepared if isinstance(key, tuple) and key[0] == "schedule"]
+        self._used = [key[1:] for key in keys] or None
+        self.lazy = self._used is None
 
     def _serving(self, request: Any) -> Any:
         from sparseconv.backends.registry import choose

@@ -31,11 +31,16 @@ Row = dict[str, Any]
 
 
 def run_all(
-    jobs: Iterable[Job], done: Callable[[Row], None], caches: Path | None = None, budget: float | None = None
+    jobs: Iterable[Job],
+    done: Callable[[Row], None],
+    caches: Path | None = None,
+    budget: float | None = None,
+    worker: str = "benchmarks.worker",
 ) -> list[Row]:
     """Every job's row, one worker an implementation; ``done`` is called with each as it comes.
 
-    Of ``budget`` seconds every implementation gets its share; jobs that it does not reach are skipped.
+    ``worker`` is the module that a worker process runs. Of ``budget`` seconds every implementation
+    gets its share; jobs that it does not reach are skipped.
     """
     rows: list[Row] = []
 
@@ -55,7 +60,7 @@ def run_all(
                 reason = "no time left for it"
                 break
             found = 0
-            for row in _worker(waiting, caches, rest):
+            for row in _worker(waiting, worker, caches, rest):
                 keep(row)
                 found += 1
             waiting = waiting[found:]
@@ -75,7 +80,7 @@ def absent(implementation: str) -> str | None:
     return None
 
 
-def _worker(jobs: list[Job], caches: Path | None = None, budget: float | None = None) -> Iterator[Row]:
+def _worker(jobs: list[Job], module: str, caches: Path | None, budget: float | None) -> Iterator[Row]:
     """Rows of a worker until it ends, at least one: if it dies, the last row says how."""
     patience = PATIENCE if budget is None else min(PATIENCE, budget)
     end = None if budget is None else time.monotonic() + budget
@@ -85,7 +90,7 @@ def _worker(jobs: list[Job], caches: Path | None = None, budget: float | None = 
         rows.touch()
         with log.open("w") as output, rows.open() as lines:
             process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.worker", str(todo), str(rows)],
+                [sys.executable, "-m", module, str(todo), str(rows)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=_environment(caches),

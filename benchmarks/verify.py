@@ -1,8 +1,8 @@
 """The numbers that the README states, measured anew: ``claims.json`` names each with its job, figure and tolerance.
 
-A claim: ``text`` as stated; ``measure`` (implementation, case, channels, dtype, device, quantity); ``figure``, ``unit``;
-``tolerance``, the share by which the measured value may be worse; ``than``, another implementation of which the figure
-is then a ratio (theirs / ours); ``higher`` where more is better.
+A claim has its ``text`` as stated; ``measure`` (implementation, case, channels, dtype, device, quantity); ``figure`` in
+its ``unit``; ``tolerance``, the share by which the measured value may be worse; where it is a ratio (theirs / ours),
+``than``, the other implementation; ``higher`` where more is better.
 """
 
 from __future__ import annotations
