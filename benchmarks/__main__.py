@@ -128,7 +128,8 @@ def plot(
     """Draw the results files: speed beside each peer, roofline, scaling, memory."""
     from benchmarks import plots
 
-    for picture in plots.draw(files or sorted(report.RESULTS.glob("*.json")), folder or plots.PICTURES):
+    mine = files or [file for file in sorted(report.RESULTS.glob("*.json")) if report.is_results(file)]
+    for picture in plots.draw(mine, folder or plots.PICTURES):
         console.print(f"wrote {picture}", highlight=False)
 
 
@@ -166,7 +167,10 @@ def _measured(
             report.write(out, machine, [*rows, *starts], ceilings=peak)
 
         _run(jobs, folder, keep, budget)
-    console.print(report.layer_table(report.joined(rows), f"{device}: milliseconds, (must / goal)"))
+    aims = ", (must / goal)" if device == "cuda" else ""
+    console.print(report.layer_table(report.joined(rows), f"{device}: milliseconds{aims}"))
+    for sentence in report.reasons(report.joined(rows)):
+        console.print(f"[dim]{sentence}[/]", highlight=False)
     console.print(f"wrote {out}", highlight=False)
     if plot:
         from benchmarks import plots
@@ -209,7 +213,7 @@ def network_table(rows: Sequence[dict[str, Any]]) -> Table:
             found = row.get(quantity, {})
             cells.append(found.get("reason") or report.judged(found.get("median"), aim.get(quantity)))
         peak = row["memory"]["peak_mib"]
-        cells.append("-" if peak is None else report.judged(round(peak, 1), aim.get("memory")))
+        cells.append("-" if peak is None else report.judged(peak, aim.get("memory"), whole=True))
         table.add_row(*name, f"{row['voxels']:,}", *cells, f"{row['first_s']:.1f}")
     return table
 

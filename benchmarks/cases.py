@@ -135,7 +135,8 @@ def rings(beams: int, steps: int, device: str = "cpu") -> torch.Tensor:
     to_wall = RING_WALL / ray[:, :2].abs().amax(1)
     to_ground = torch.where(ray[:, 2] < 0, -1.8 / ray[:, 2].clamp(max=-1e-9), torch.inf)
     points = ray * torch.minimum(to_wall, to_ground)[:, None]
-    return torch.unique((points / RING_VOXEL).floor().int(), dim=0).to(device)
+    voxels = torch.unique((points / RING_VOXEL).floor().int(), dim=0)
+    return (voxels - voxels.amin(0)).to(device)  # as several peers want no negative coordinate
 
 
 def _volume(name: str) -> np.ndarray:

@@ -10,7 +10,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("sparseconv", "torch", "triton", "numpy", "cupy-cuda13x", "cupy-cuda12x", "spconv", "spconv-cu126")
+PACKAGES: tuple[str, ...] = (
+    "sparseconv",
+    "torch",
+    "triton",
+    "numpy",
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "spconv",
+    "spconv-cu126",
+)
 PACKAGES += ("spconv-triton", "MinkowskiEngine", "torchsparse", "flex-gemm", "warpconvnet", "fvdb-core")
 
 
@@ -26,7 +35,7 @@ def facts(device: str) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _processor(),
         "cores": os.cpu_count(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: _version(name) for name in PACKAGES if _version(name)},
     }
     found["packages"].setdefault("sparseconv", sparseconv.__version__)
     found["revision"] = _output("git", "rev-parse", "--short", "HEAD")

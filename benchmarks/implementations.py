@@ -28,6 +28,8 @@ class Convolution(ABC):
     lazy: bool = False
     #: whether the two gradients can be asked for apart
     apart: ClassVar[bool] = True
+    #: whether its CPU results are the same in every run only with one thread: then they are judged with one
+    unsteady: ClassVar[bool] = False
     weight: torch.Tensor
 
     def __init__(self, coords: torch.Tensor, channels: int, dtype: str) -> None:
@@ -76,7 +78,7 @@ class Sparseconv(Convolution):
     """This library, its own choice of backend."""
 
     name = "sparseconv"
-    devices = ("cuda", "cpu")
+    devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     dtypes = ("fp16", "bf16", "tf32", "fp32", "fp64")
     backend: ClassVar[str] = "auto"
 
@@ -196,4 +198,5 @@ def registry() -> dict[str, type[Convolution]]:
     from benchmarks import peers
 
     ours = (Sparseconv, ImplicitGemm, GatherScatter, NumpyGatherScatter, Dense)
-    return {kind.name: kind for kind in (*ours, *peers.PEERS)}
+    everyone: tuple[type[Convolution], ...] = (*ours, *peers.PEERS)
+    return {kind.name: kind for kind in everyone}

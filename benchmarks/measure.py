@@ -108,14 +108,8 @@ def _measured(job: Job, kind: type[Convolution]) -> dict[str, Any]:
             convolution.forward(x)
         clock.wait()
         return row
-    convolution.weight.grad = x.grad = None
-    y = convolution.forward(x)
-    y.backward(grad)
-    assert x.grad is not None
-    results = {"forward": y.detach(), "input_grad": x.grad, "weight_grad": convolution.weight_grad().detach()}
-    verdict = check.judge(neighbours, x.detach(), weight, grad, results, job.dtype)
+    verdict = check.judge(neighbours, x.detach(), weight, grad, _results(convolution, x, grad), job.dtype)
     row["errors"] = verdict.errors
-    del results, y
     if verdict.fault is not None:
         return row | {"status": "wrong", "reason": verdict.fault}
     # figures without a gradient first, then with
@@ -135,6 +129,20 @@ def _measured(job: Job, kind: type[Convolution]) -> dict[str, Any]:
         convolution.forward(x)
     row["details"] = convolution.details()
     return row
+
+
+def _results(convolution: Convolution, x: torch.Tensor, grad: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The values of a forward and of both gradients."""
+    threads = torch.get_num_threads()
+    if convolution.unsteady:
+        torch.set_num_threads(1)
+        convolution.prepare()
+    convolution.weight.grad = x.grad = None
+    y = convolution.forward(x)
+    y.backward(grad)
+    torch.set_num_threads(threads)
+    assert x.grad is not None
+    return {"forward": y.detach(), "input_grad": x.grad, "weight_grad": convolution.weight_grad().detach()}
 
 
 def _step(convolution: Convolution, x: torch.Tensor, grad: torch.Tensor) -> Callable[[], None]:

@@ -40,9 +40,10 @@ class Spconv(Convolution):
 
     name = "spconv"
     needs = ("spconv.pytorch",)
-    devices = ("cuda", "cpu")
+    devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     dtypes = ("fp16", "tf32", "fp32")
     apart = False  # its backward finds both gradients in any case
+    unsteady = True
 
     def __init__(self, coords: torch.Tensor, channels: int, dtype: str) -> None:
         super().__init__(coords, channels, dtype)

@@ -144,7 +144,7 @@ def roofline(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
         place = (math.log10(_intensity(row)), math.log10(speed))
         words = name if name not in named else None
         size, above = (40, 3) if ours else (25, 2)
-        axes.scatter(_intensity(row), speed, size, _colour(name), mark, label=words, zorder=above)
+        axes.scatter(_intensity(row), speed, s=size, c=_colour(name), marker=mark, label=words, zorder=above)
         named.add(name)
         if ours and all(math.dist(place, other) > 0.12 for other in written):
             written.append(place)

@@ -33,10 +33,15 @@ def write(file: Path, machine: dict[str, Any], rows: Sequence[Row], **more: Any)
 
 def read(file: Path) -> dict[str, Any]:
     """A results file; raises ValueError where it is none of this version."""
-    found = json.loads(file.read_text())
-    if not isinstance(found, dict) or found.get("version") != VERSION or not isinstance(found.get("rows"), list):
+    if not is_results(file):
         raise ValueError(f"{file} is no results file of version {VERSION}")
-    return found
+    return json.loads(file.read_text())
+
+
+def is_results(file: Path) -> bool:
+    """Whether a file was written by `write`; other benchmarks keep files of their own beside these."""
+    found = json.loads(file.read_text())
+    return isinstance(found, dict) and found.get("version") == VERSION and isinstance(found.get("rows"), list)
 
 
 def flops(row: Row) -> float:
@@ -70,11 +75,11 @@ def with_rates(row: Row, ceilings: dict[str, float] | None) -> Row:
     return row | {"rates": rates}
 
 
-def judged(ms: float | None, target: dict[str, float] | None) -> str:
+def judged(ms: float | None, target: dict[str, float] | None, whole: bool = False) -> str:
     """A figure with its colour: green where the goal is met, yellow where only the must is, red where not that."""
     if ms is None:
         return "-"
-    text = f"{ms:.3f}" if ms < 10 else f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"
+    text = f"{ms:.1f}" if (whole or ms >= 10) and ms < 100 else f"{ms:.3f}" if ms < 10 else f"{ms:.0f}"
     if not target:
         return text
     colour = "green" if ms <= target.get("goal", -1.0) else "yellow" if ms <= target["must"] else "red"
@@ -95,7 +100,7 @@ def layer_table(rows: Sequence[Row], title: str) -> Table:
         order = "shuffled" if row.get("shuffled") else "given"
         name = [row["implementation"], row["case"], str(row["channels"]), row["dtype"], order]
         if row["status"] != "measured":
-            table.add_row(*name, f"[dim]{row['status']}: {row.get('reason', '')}[/]", *[""] * 8)
+            table.add_row(*name, f"[dim]{row['status']}[/]")
             continue
         aimed = row["implementation"].startswith("sparseconv") and row["dtype"] in ("fp16", "bf16")
         aimed = aimed and row["device"] == "cuda"
@@ -104,13 +109,27 @@ def layer_table(rows: Sequence[Row], title: str) -> Table:
         found += [judged(row.get(q, {}).get("median"), None) for q in ("input_grad", "weight_grad")]
         found += [judged(row.get("step", {}).get("median"), target.get("step"))]
         peak = row.get("memory", {}).get("peak_mib")
-        found += ["-" if peak is None else judged(round(peak, 1), target.get("memory"))]
+        found += ["-" if peak is None else judged(peak, target.get("memory"), whole=True)]
         rates = row.get("rates", {}).get("forward", {})
-        found += [f"{rates['tflops']:.1f}" if rates else "-"]
+        found += [f"{rates['tflops']:.3g}" if rates else "-"]
         found += [f"{100 * rates['of_bound']:.0f} %" if "of_bound" in rates else "-"]
         waste = row.get("details", {}).get("waste")
         table.add_row(*name, *found, "-" if waste is None else f"{waste:.2f}")
     return table
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """A sentence for every row without figures."""
+    found = []
+    for row in rows:
+        if row["status"] != "measured":
+            where = (
+                ""
+                if row["status"] == "skipped" and "install" in row["reason"]
+                else f", {row['case']}, C {row['channels']}"
+            )
+            found.append(f"{row['implementation']}{where}: {row['status']}: {row['reason']}")
+    return list(dict.fromkeys(found))
 
 
 def unmet(rows: Sequence[Row]) -> list[str]:

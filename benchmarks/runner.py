@@ -49,11 +49,12 @@ def run_all(
         done(row)
 
     groups = [list(group) for _, group in groupby(jobs, key=lambda job: job.implementation)]
-    left = budget
-    for place, waiting in enumerate(groups):
+    left, present = budget, sum(absent(group[0].implementation) is None for group in groups)
+    for waiting in groups:
         begin = time.monotonic()
-        share = None if left is None else left / (len(groups) - place)
         reason = absent(waiting[0].implementation)
+        share = None if left is None else left / max(1, present)
+        present -= reason is None
         while waiting and reason is None:
             rest = None if share is None else share - (time.monotonic() - begin)
             if rest is not None and rest <= 0:
