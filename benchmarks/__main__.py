@@ -166,7 +166,10 @@ def _measured(
             rows.append(report.with_rates(row, peak))
             report.write(out, machine, [*rows, *starts], ceilings=peak)
 
-        _run(jobs, folder, keep, budget)
+        try:
+            _run(jobs, folder, keep, budget)
+        except KeyboardInterrupt:
+            console.print("[yellow]stopped[/]: what was done until here follows")
     aims = ", (must / goal)" if device == "cuda" else ""
     console.print(report.layer_table(report.joined(rows), f"{device}: milliseconds{aims}"))
     for sentence in report.reasons(report.joined(rows)):

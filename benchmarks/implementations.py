@@ -16,6 +16,16 @@ from benchmarks.timing import DTYPES
 TAPS = 27
 
 
+def boxed(weight: torch.Tensor) -> torch.Tensor:
+    """(27, C_in, C_out) -> torch's (C_out, C_in, 3, 3, 3)."""
+    return weight.view(3, 3, 3, *weight.shape[1:]).permute(4, 3, 0, 1, 2).contiguous()
+
+
+def unboxed(weight: torch.Tensor) -> torch.Tensor:
+    """torch's (C_out, C_in, 3, 3, 3) -> (27, C_in, C_out)."""
+    return weight.permute(2, 3, 4, 1, 0).reshape(TAPS, weight.shape[1], weight.shape[0])
+
+
 class Convolution(ABC):
     """One implementation at work on one case: coords (N, 4) int32, channels, a dtype's name (`timing.DTYPES`)."""
 
@@ -185,12 +195,11 @@ class Dense(Convolution):
         return y.permute(0, 2, 3, 4, 1).reshape(self.volume, self.channels)[self.site]
 
     def set_weight(self, weight: torch.Tensor) -> None:
-        box = weight.to(self.dtype).view(3, 3, 3, *weight.shape[1:]).permute(4, 3, 0, 1, 2)
-        self.weight = box.contiguous().requires_grad_()
+        self.weight = boxed(weight.to(self.dtype)).requires_grad_()
 
     def weight_grad(self) -> torch.Tensor:
         assert self.weight.grad is not None
-        return self.weight.grad.permute(2, 3, 4, 1, 0).reshape(TAPS, self.channels, self.channels)
+        return unboxed(self.weight.grad)
 
 
 def registry() -> dict[str, type[Convolution]]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from benchmarks.implementations import TAPS, Convolution
+from benchmarks.implementations import TAPS, Convolution, boxed, unboxed
 
 
 def by_tap(weight: torch.Tensor) -> torch.Tensor:
@@ -314,12 +314,11 @@ class Fvdb(Convolution):
         return self.plan.execute(self.wrap(x[self.there]), self.weight).jdata[self.rows]
 
     def set_weight(self, weight: torch.Tensor) -> None:
-        box = weight.to(self.dtype).view(3, 3, 3, *weight.shape[1:]).permute(4, 3, 0, 1, 2)
-        self.weight = box.contiguous().requires_grad_()
+        self.weight = boxed(weight.to(self.dtype)).requires_grad_()
 
     def weight_grad(self) -> torch.Tensor:
         assert self.weight.grad is not None
-        return self.weight.grad.permute(2, 3, 4, 1, 0).reshape(TAPS, self.channels, self.channels)
+        return unboxed(self.weight.grad)
 
 
 def _axes_reversed(weight: torch.Tensor) -> torch.Tensor:
