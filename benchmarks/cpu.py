@@ -3,10 +3,11 @@
     python benchmarks/cpu.py [--data FOLDER] [--channels 16 32 64 128] [--rounds 9] [--out FILE]
 
 Submanifold kernel 3 in fp32. Before a case is timed, the values of both are compared with one thread (spconv's CPU
-results change from run to run with more); then the two take turns, so that a disturbance of the machine meets both, and
-the least and the median of each are kept. *Map* is from coordinates to everything that a training step needs: ours
-includes what the backend derives from the edges. Peak memory is the rise of the process's high-water mark (VmHWM)
-over its resident size before a step, after freed memory went back to the system.
+results change from run to run with more). Then the two take turns, so that a disturbance of the machine meets both;
+the least and the median of the runs that no other process interrupted are kept. *Map* is from coordinates to everything
+that a training step needs: ours includes what the backend derives from the edges; *plan* is ours without that. Peak
+memory is the rise of the process's high-water mark (VmHWM) over its resident size before a step, after freed memory
+went back to the system.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import ctypes
 import json
 import os
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -33,16 +35,19 @@ from sparseconv.backends import cpu_products
 CASES = ("lidar_ouster_os1_3sweeps_005", "lidar_ouster_os2_010", "indoor_rooms_pcl_002", "shape_spot_256")
 
 
+Times = tuple[float, float, int]  # least and median milliseconds, undisturbed runs
+
+
 @dataclass
 class Row:
-    """Milliseconds (least, median) of ours and of spconv by what was timed, peak bytes of a step, largest error."""
+    """Times of ours and of spconv by what was timed, peak bytes of a step, the largest error."""
 
     case: str
     voxels: int
     pairs: int
     channels: int
-    ours: dict[str, tuple[float, float]]
-    spconv: dict[str, tuple[float, float]]
+    ours: dict[str, Times]
+    spconv: dict[str, Times]
     ours_peak: int | None
     spconv_peak: int | None
     workspace: int
@@ -96,15 +101,31 @@ def peak(call: Callable[[], object]) -> int | None:
     return None if before is None or after is None else max(0, after - before)
 
 
-def take_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Least and median milliseconds of each call, after one round that does not count."""
-    spent: dict[str, list[float]] = {name: [] for name in calls}
+def preemptions() -> int:
+    """How often the system took the processor from a thread of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def take_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Times]:
+    """Least and median milliseconds of each call and how many counted, after one round that does not.
+
+    Where at least three runs of a call were not interrupted by another process, only those count. With one thread the
+    clock is the processor time, which waiting for others does not lengthen.
+    """
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    spent: dict[str, list[tuple[bool, float]]] = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
-            start = time.perf_counter()
+            before, start = preemptions(), clock()
             call()
-            spent[name].append(1e3 * (time.perf_counter() - start))
-    return {name: (min(times[1:]), statistics.median(times[1:])) for name, times in spent.items()}
+            taken = 1e3 * (clock() - start)
+            spent[name].append((preemptions() == before, taken))
+    kept = {}
+    for name, runs in spent.items():
+        calm = [taken for alone, taken in runs[1:] if alone]
+        times = calm if len(calm) >= 3 else [taken for _, taken in runs[1:]]
+        kept[name] = (min(times), statistics.median(times), len(calm))
+    return kept
 
 
 def measure(spconv, case: str, coords: torch.Tensor, channels: int, rounds: int, threads: int) -> Row:  # type: ignore[no-untyped-def]
@@ -168,9 +189,9 @@ def measure(spconv, case: str, coords: torch.Tensor, channels: int, rounds: int,
     # spconv builds its map in its first convolution: the map is what that call takes beyond a forward pass
     for who in ("spconv", "our"):
         both, forward = times[f"{who} map + forward"], times[f"{who} forward"]
-        times[f"{who} map"] = (both[0] - forward[0], both[1] - forward[1])
+        times[f"{who} map"] = (both[0] - forward[0], both[1] - forward[1], min(both[2], forward[2]))
 
-    def of(who: str) -> dict[str, tuple[float, float]]:
+    def of(who: str) -> dict[str, Times]:
         return {name.removeprefix(f"{who} "): value for name, value in times.items() if name.startswith(who)}
 
     return Row(
@@ -196,6 +217,7 @@ def machine(threads: int) -> dict[str, object]:
     return {
         "cpu": model,
         "threads": threads,
+        "clock": "processor time" if threads == 1 else "wall",
         "capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -12,12 +12,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from sparseconv.interop.command import convert
+
 app = typer.Typer(
     help="Sparse convolution with plan objects: plan once, execute many times.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+app.command()(convert)
 
 
 @contextmanager

@@ -115,7 +115,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Placed(torch.autograd.Function):
-    """The border's outputs put in their rows among the interior's, which have no edges there."""
+    """The border's outputs written over the interior's in their rows."""
 
     @staticmethod
     def forward(ctx: Any, inside: torch.Tensor, outside: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -125,9 +125,10 @@ class _Placed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return grad, grad.index_select(0, ctx.saved_tensors[0]), None
+        (rows,) = ctx.saved_tensors
+        return grad.index_fill(0, rows, 0) if len(rows) else grad, grad.index_select(0, rows), None
 
 
 def placed(inside: torch.Tensor, outside: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """inside (N, C), of a map without edges in ``rows``, with outside (B, C) written there; in place, no copy."""
+    """inside (N, C) with outside (B, C) written over ``rows`` (B,) of it, in place."""
     return _Placed.apply(inside, outside, rows)

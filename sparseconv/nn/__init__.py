@@ -2,6 +2,7 @@
 
 from sparseconv.nn.blocks import Bottleneck, ConvBlock, ResidualBlock
 from sparseconv.nn.containers import Add, Cat, Residual, Sequential, ToDense
+from sparseconv.nn.convnext import ConvNeXtUNet
 from sparseconv.nn.convolution import Conv, ConvTranspose, InverseConv, SubmanifoldConv
 from sparseconv.nn.features import (
     ELU,
@@ -17,6 +18,7 @@ from sparseconv.nn.features import (
     Softplus,
     Tanh,
 )
+from sparseconv.nn.minkunet import MinkUNet
 from sparseconv.nn.module import FeatureModule, SparseModule
 from sparseconv.nn.normalization import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
 from sparseconv.nn.pooling import (
@@ -29,6 +31,11 @@ from sparseconv.nn.pooling import (
     SumPool,
     Unpool,
 )
+from sparseconv.nn.ptv3 import ConditionalPositionalEncoding, PointEmbedding
+from sparseconv.nn.resnet import ResNet
+from sparseconv.nn.second import SecondEncoder, VoxelResBackBone8x
+from sparseconv.nn.spunet import SpUNet
+from sparseconv.nn.synchronized import SyncBatchNorm
 from sparseconv.nn.unet import UNet
 
 __all__ = [
@@ -39,8 +46,10 @@ __all__ = [
     "BatchNorm",
     "Bottleneck",
     "Cat",
+    "ConditionalPositionalEncoding",
     "Conv",
     "ConvBlock",
+    "ConvNeXtUNet",
     "ConvTranspose",
     "Dropout",
     "FeatureModule",
@@ -55,20 +64,27 @@ __all__ = [
     "Linear",
     "MaxPool",
     "MaxUnpool",
+    "MinkUNet",
     "PReLU",
+    "PointEmbedding",
     "Pointwise",
     "ReLU",
+    "ResNet",
     "Residual",
     "ResidualBlock",
+    "SecondEncoder",
     "Sequential",
     "SiLU",
     "Sigmoid",
     "Softplus",
+    "SpUNet",
     "SparseModule",
     "SubmanifoldConv",
     "SumPool",
+    "SyncBatchNorm",
     "Tanh",
     "ToDense",
     "UNet",
     "Unpool",
+    "VoxelResBackBone8x",
 ]

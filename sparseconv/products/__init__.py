@@ -1,0 +1,52 @@
+"""Sparse scale and the seven sparse products: gather, multiply, sum in segments; differentiable to any order."""
+
+from sparseconv.products.build import (
+    sparse_product_info,
+    sparse_product_infos,
+    sparse_scale_info,
+    sparse_scale_infos,
+)
+from sparseconv.products.functional import (
+    SparseInner,
+    SparseMatTVec,
+    SparseMul,
+    SparseOuter,
+    SparseScale,
+    SparseScaVec,
+    SparseVecMat,
+    SparseVecSca,
+    sparse_inner,
+    sparse_mat_t_vec,
+    sparse_mul,
+    sparse_outer,
+    sparse_scale,
+    sparse_scavec,
+    sparse_vecmat,
+    sparse_vecsca,
+)
+from sparseconv.products.info import SparseProductInfo, SparseScaleInfo
+
+__all__ = [
+    "SparseInner",
+    "SparseMatTVec",
+    "SparseMul",
+    "SparseOuter",
+    "SparseProductInfo",
+    "SparseScaVec",
+    "SparseScale",
+    "SparseScaleInfo",
+    "SparseVecMat",
+    "SparseVecSca",
+    "sparse_inner",
+    "sparse_mat_t_vec",
+    "sparse_mul",
+    "sparse_outer",
+    "sparse_product_info",
+    "sparse_product_infos",
+    "sparse_scale",
+    "sparse_scale_info",
+    "sparse_scale_infos",
+    "sparse_scavec",
+    "sparse_vecmat",
+    "sparse_vecsca",
+]

@@ -13,6 +13,8 @@ import pytest
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 #: bytes of shared memory that one block may take
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+#: bytes a thread may keep in local memory: a few words set aside before the loop, no accumulator
+STACK = 16
 
 
 def compiled(arch: int, *more: str) -> list[dict]:
@@ -26,7 +28,7 @@ def compiled(arch: int, *more: str) -> list[dict]:
 def check(arch: int, kernels: list[dict]) -> None:
     assert kernels
     for kernel in kernels:
-        assert kernel["spill"] == 0, kernel
+        assert kernel["spill"] <= STACK, kernel
         assert kernel["shared"] <= SHARED[arch], kernel
         half = kernel["dtype"] != "torch.float32"
         if half and min(kernel["channels"][:2]) >= 16:

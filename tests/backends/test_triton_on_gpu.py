@@ -12,6 +12,8 @@ from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm,
 from sparseconv.backends.triton_implicit_gemm.config import conv_candidates, weight_grad_candidates
 from sparseconv.backends.triton_implicit_gemm.steps import ConvStep, WeightGradStep
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.pointwise import relu
+from sparseconv.pointwise.epilogue import Epilogue
 
 pytestmark = pytest.mark.gpu
 #: norm of the error over the norm of the result
@@ -167,6 +169,29 @@ def test_estimate_alone_and_explanation(monkeypatch):
     assert report["forward"]["timings"] == []
     assert report["pairs"] == kernel_map.num_pairs
     assert report["waste"] >= 1
+
+
+@pytest.mark.parametrize("channels", [64, 256, 5])
+@pytest.mark.parametrize("rows", [500, 30_000])
+def test_epilogue_in_the_store(channels, rows):
+    kernel_map = scattered_map(rows, rows, 27, 0.3)
+    x, w, residual = operands(kernel_map, channels, channels, 1, torch.float16)
+    bias = torch.linspace(-1, 1, channels, device="cuda").to(x.dtype)
+    y = TritonImplicitGemm().forward_fused(x, w, kernel_map, 1, bias, residual, Epilogue(relu))
+    want = reference(x, w, residual, kernel_map, 1)[0] + bias.double() + residual.double()
+    assert close(y, want.clamp(min=0))
+
+
+def test_runs_of_rows_for_large_maps(monkeypatch):
+    monkeypatch.setattr("sparseconv.backends.triton_implicit_gemm.config.FAR_ROWS", 1000)
+    monkeypatch.setattr("sparseconv.backends.triton_implicit_gemm.schedule.CHUNK_ROWS", 1024)
+    kernel_map = scattered_map(5000, 5000, 27, 0.3)
+    x, w, g = operands(kernel_map, 64, 64, 1, torch.float16)
+    y, dx, _ = reference(x, w, g, kernel_map, 1)
+    backend = TritonImplicitGemm()
+    assert close(backend.forward(x, w, kernel_map, 1), y)
+    assert close(backend.input_grad(g, w, kernel_map, 1), dx)
+    assert "chunked schedule" in kernel_map.prepared
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
     weight_grad_candidates,
 )
 from sparseconv.backends.triton_implicit_gemm.steps import ConvStep, WeightGradStep, interpreted  # noqa: E402
+from sparseconv.pointwise import relu  # noqa: E402
+from sparseconv.pointwise.epilogue import Epilogue  # noqa: E402
 from tests import oracle  # noqa: E402
 from tests.backends.test_every_backend import edges_of  # noqa: E402
 from tests.cases import TOLERANCE, Case, build, error, operands  # noqa: E402
@@ -88,8 +90,8 @@ def test_bias_residual_and_activation_in_the_store(split):
     )
     step(x, w, out, bias, residual)
     assert error(out, want) < TOLERANCE[torch.float32]
-    got = TritonImplicitGemm().forward(x, w, plan.kernel_map, 1, bias, residual, halved_relu)
-    assert error(got, want) < TOLERANCE[torch.float32]
+    got = TritonImplicitGemm().forward_fused(x, w, plan.kernel_map, 1, bias, residual, Epilogue(relu))
+    assert error(got, want * 2) < TOLERANCE[torch.float32]
 
 
 @needs_interpreter

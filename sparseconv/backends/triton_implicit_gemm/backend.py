@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -23,6 +23,9 @@ from sparseconv.backends.triton_implicit_gemm.steps import (
 )
 from sparseconv.backends.triton_implicit_gemm.tuning import Tuner
 from sparseconv.geometry.kernel_map import KernelMap
+
+if TYPE_CHECKING:
+    from sparseconv.pointwise import Epilogue
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -56,15 +59,22 @@ class TritonImplicitGemm(Backend):
         kernel_map: KernelMap,
         groups: int,
         bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        activation: Any = None,
     ) -> torch.Tensor:
-        """y (N_out, C_out) = activation(convolution + bias + residual), all in one store.
+        """y (N_out, C_out) from x (N_in, C_in), weight (K, C_in/G, C_out) and an optional bias (C_out,)."""
+        return self._conv(x, weight, kernel_map, groups, False, bias)
 
-        x (N_in, C_in), weight (K, C_in/G, C_out), bias (C_out,), residual (N_out, C_out); ``activation`` is a
-        ``triton.jit`` function of one fp32 value.
-        """
-        return self._conv(x, weight, kernel_map, groups, False, bias, residual, activation)
+    def forward_fused(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        epilogue: Epilogue | None,
+    ) -> torch.Tensor:
+        """epilogue(forward + residual (N_out, C_out)) on the fp32 sums, in the one store."""
+        return self._conv(x, weight, kernel_map, groups, False, bias, residual, epilogue)
 
     def input_grad(
         self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
@@ -132,7 +142,7 @@ class TritonImplicitGemm(Backend):
         transposed: bool,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-        activation: Any = None,
+        epilogue: Epilogue | None = None,
     ) -> torch.Tensor:
         x = _rows(x)
         weight = weight if weight.is_contiguous() else weight.contiguous()
@@ -152,7 +162,7 @@ class TritonImplicitGemm(Backend):
             groups,
             x.stride(0),
             aligned,
-            activation,
+            epilogue,
             precision_of(x.dtype),
         )
         step = kernel_map.prepared.get(key)
@@ -161,6 +171,7 @@ class TritonImplicitGemm(Backend):
             if step is None:
                 channels = (c_out, x.shape[1]) if transposed else (x.shape[1], c_out)
                 work = work_of(Request(kernel_map, x.device, x.dtype, *channels, groups), aligned, transposed)
+                activation = None if epilogue is None else epilogue.scalar
                 extras = (bias is not None, transposed, False, residual is not None, activation)
                 step = kernel_map.prepared[key] = self._tuner.choose(
                     ("conv", *work.key()),

@@ -27,8 +27,8 @@ def schedule_on_gpu(
     """The schedule of a kernel map on a GPU: from the search that found its edges, else from its table."""
     if isinstance(kernel_map.source, FoundEdges):
         return build_schedule(kernel_map.source.search, block_m, groups=groups, chunk_rows=chunk_rows)
-    search = search_table(kernel_map.neighbors)
     significance = tap_significance(kernel_map.num_taps)
+    search = search_table(kernel_map.neighbors)
     return build_schedule(search, block_m, significance=significance, groups=groups, chunk_rows=chunk_rows)
 
 

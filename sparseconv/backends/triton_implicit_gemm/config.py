@@ -180,12 +180,13 @@ def _weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
     if work.dtype not in HALF:
         block_i = min(max(16, power_of_two(c_in)), 64)
         block_o = min(max(16, power_of_two(c_out)), 64)
-        tile = WeightGradConfig(block_i, block_o, 32, 4, 3, 4 * work.processors)
-        found = [tile, replace(tile, programs=8 * work.processors)]
+        tile = WeightGradConfig(block_i, block_o, 32, 4, 3, 8 * work.processors)
         if work.precision == "tf32" and work.capability[0] == 9:
             # wgmma takes fp32 operands along the pairs only; two warps are too few for it: mma reads them as they lie
-            found = [replace(config, warps=2) for config in found] + [tile]
-        return found
+            return [replace(tile, block_p=16, warps=2), replace(tile, warps=2, stages=2)]
+        if work.precision == "ieee" and min(c_in, c_out) >= 128:
+            return [replace(tile, block_i=128, block_o=128, block_p=16, warps=8), tile]
+        return [tile, replace(tile, block_p=16, stages=4)]
     block_i = min(max(16, power_of_two(c_in)), 128)
     block_o = min(max(16, power_of_two(c_out)), 128)
     large = block_i * block_o >= 128 * 128
@@ -199,7 +200,7 @@ def _weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
     twice = replace(once, programs=2 * once.programs)
     if work.gluon:
         return [once, twice]
-    return [once, replace(twice, block_i=min(block_i, 64), block_o=min(block_o, 64)), replace(once, stages=3)]
+    return [once, replace(twice, block_i=min(block_i, 64), block_o=min(block_o, 64), warps=4), replace(once, stages=3)]
 
 
 def weight_grad_shared_bytes(config: WeightGradConfig, itemsize: int) -> int:

@@ -265,15 +265,11 @@ def schedule_of(
 def _build(
     kernel_map: KernelMap, block_m: int, groups: Sequence[Sequence[int]] | None, chunk_rows: int | None = None
 ) -> Schedule:
-    if kernel_map.device.type == "cuda":
+    rows = kernel_map.prepared.get("row_order")
+    if kernel_map.device.type == "cuda" and rows is None:
         from sparseconv.backends.triton_implicit_gemm.build import schedule_on_gpu  # Triton is loaded where it is used
 
         return schedule_on_gpu(kernel_map, block_m, groups, chunk_rows)
     return build_schedule(
-        kernel_map.neighbors,
-        kernel_map.num_taps,
-        block_m,
-        base_order=kernel_map.prepared.get("row_order"),
-        chunk_rows=chunk_rows,
-        groups=groups,
+        kernel_map.neighbors, kernel_map.num_taps, block_m, base_order=rows, chunk_rows=chunk_rows, groups=groups
     )

@@ -1,0 +1,193 @@
+"""Infos from plain index lists in any order: sorted, offset and turned to all their derivatives at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sparseconv.products.info import SparseProductInfo, SparseScaleInfo
+
+#: an index or a scale as a tensor, an array or a list
+Column: TypeAlias = torch.Tensor | npt.NDArray[np.generic] | Sequence[int] | Sequence[float]
+
+
+def sparse_scale_infos(
+    index: Column, index_out: Column, scale: Column | None, out_size: int, in_size: int
+) -> tuple[SparseScaleInfo, SparseScaleInfo]:
+    """The info of ``z[index_out[t]] += scale[t] * x[index[t]]`` and that of its gradient.
+
+    Args:
+        index: (T,) integer, rows of the input, in any order, repeated or not.
+        index_out: (T,) integer, rows of the output, in any order; any row may be absent.
+        scale: (T,) floating, or None for 1.
+        out_size: rows of the output.
+        in_size: rows of the input.
+
+    Returns:
+        (forward, backward), on the device of the given tensors (the CPU for arrays and lists).
+
+    Raises:
+        ValueError: an index outside its size, or columns of unequal lengths.
+        TypeError: an index that is not integer, or a scale that is not a number.
+
+    Example::
+
+        >>> from sparseconv.products import sparse_scale_infos
+        >>> forward, backward = sparse_scale_infos([2, 0], [1, 1], [0.5, 0.5], out_size=3, in_size=3)
+        >>> forward.seg_out.tolist(), backward.seg_out.tolist()
+        ([0, 0, 2, 2], [0, 1, 1, 2])
+    """
+    columns, weights = _columns({"index": (index, in_size), "index_out": (index_out, out_size)}, scale)
+    rows_in, rows_out = columns
+    return (
+        _scale_info(rows_in, rows_out, weights, out_size, in_size),
+        _scale_info(rows_out, rows_in, weights, in_size, out_size),
+    )
+
+
+def sparse_scale_info(
+    index: Column, index_out: Column, scale: Column | None, out_size: int, in_size: int
+) -> SparseScaleInfo:
+    """The forward info of :func:`sparse_scale_infos` alone, for calls that need no gradient."""
+    (rows_in, rows_out), weights = _columns({"index": (index, in_size), "index_out": (index_out, out_size)}, scale)
+    return _scale_info(rows_in, rows_out, weights, out_size, in_size)
+
+
+def sparse_product_infos(
+    index1: Column,
+    index2: Column,
+    index_out: Column,
+    scale: Column | None,
+    out_size: int,
+    in1_size: int,
+    in2_size: int,
+) -> tuple[SparseProductInfo, SparseProductInfo, SparseProductInfo]:
+    """The info of ``z[index_out[t]] += scale[t] * x[index1[t]] o y[index2[t]]`` and those of its two gradients.
+
+    The three turn: as (forward, backward1, backward2) serves the product, (backward1, backward2, forward) serves the
+    gradient to x and (backward2, forward, backward1) the gradient to y, and so on to any order.
+
+    Args:
+        index1: (T,) integer, rows of the first input, in any order, repeated or not.
+        index2: (T,) integer, rows of the second input.
+        index_out: (T,) integer, rows of the output; any row may be absent.
+        scale: (T,) floating, or None for 1.
+        out_size: rows of the output.
+        in1_size: rows of the first input.
+        in2_size: rows of the second input.
+
+    Returns:
+        (forward, backward1, backward2), on the device of the given tensors (the CPU for arrays and lists).
+
+    Raises:
+        ValueError: an index outside its size, or columns of unequal lengths.
+        TypeError: an index that is not integer, or a scale that is not a number.
+
+    Example::
+
+        >>> import torch
+        >>> from sparseconv.products import sparse_mul, sparse_product_infos
+        >>> infos = sparse_product_infos([0, 1], [1, 0], [0, 0], [1.0, -1.0], out_size=1, in1_size=2, in2_size=2)
+        >>> sparse_mul(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]]), *infos)  # 1 * 4 - 2 * 3
+        tensor([[-2.]])
+    """
+    named = {"index1": (index1, in1_size), "index2": (index2, in2_size), "index_out": (index_out, out_size)}
+    (rows1, rows2, rows_out), weights = _columns(named, scale)
+    return (
+        _product_info(rows1, rows2, rows_out, weights, out_size, in1_size, in2_size),
+        _product_info(rows2, rows_out, rows1, weights, in1_size, in2_size, out_size),
+        _product_info(rows_out, rows1, rows2, weights, in2_size, out_size, in1_size),
+    )
+
+
+def sparse_product_info(
+    index1: Column,
+    index2: Column,
+    index_out: Column,
+    scale: Column | None,
+    out_size: int,
+    in1_size: int,
+    in2_size: int,
+) -> SparseProductInfo:
+    """The forward info of :func:`sparse_product_infos` alone, for calls that need no gradient."""
+    named = {"index1": (index1, in1_size), "index2": (index2, in2_size), "index_out": (index_out, out_size)}
+    (rows1, rows2, rows_out), weights = _columns(named, scale)
+    return _product_info(rows1, rows2, rows_out, weights, out_size, in1_size, in2_size)
+
+
+def _columns(
+    named: dict[str, tuple[Column, int]], scale: Column | None
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Checked int32 columns (int64 where a size asks for it) and the scale, on one device."""
+    given = [value for value, _ in named.values()] + [scale]
+    device = next((value.device for value in given if isinstance(value, torch.Tensor)), torch.device("cpu"))
+    columns = []
+    for name, (value, size) in named.items():
+        column = torch.as_tensor(value, device=device)
+        if column.numel() == 0:
+            column = column.long()  # an empty list has no integers to show
+        if column.dtype.is_floating_point or column.dtype in (torch.bool, torch.complex64, torch.complex128):
+            raise TypeError(f"{name} must hold integers, but its dtype is {column.dtype}")
+        if size < 0:
+            raise ValueError(f"a size must be 0 or more, but the one of {name} is {size}")
+        columns.append(column)
+    weights = None if scale is None else torch.as_tensor(scale, device=device)
+    if weights is not None and not weights.dtype.is_floating_point:
+        if weights.dtype.is_complex or weights.dtype == torch.bool:
+            raise TypeError(f"scale must hold real numbers, but its dtype is {weights.dtype}")
+        weights = weights.to(torch.get_default_dtype())
+    shapes = {name: tuple(column.shape) for name, column in zip(named, columns)}
+    if weights is not None:
+        shapes["scale"] = tuple(weights.shape)
+    if len(set(shapes.values())) > 1 or len(next(iter(shapes.values()))) != 1:
+        raise ValueError(f"every column must have one entry for each term, but the shapes are {shapes}")
+    _check_ranges(named, columns)
+    narrow = all(size < 2**31 for _, size in named.values())
+    return [column.to(torch.int32 if narrow else torch.int64) for column in columns], weights
+
+
+def _check_ranges(named: dict[str, tuple[Column, int]], columns: list[torch.Tensor]) -> None:
+    if columns[0].numel() == 0:
+        return
+    # one transfer for all columns: the only time that a builder waits for a device
+    extremes = torch.stack([torch.stack(torch.aminmax(column)).long() for column in columns]).tolist()
+    for (name, (_, size)), column, (low, high) in zip(named.items(), columns, extremes):
+        if low < 0 or high >= size:
+            position = int(((column < 0) | (column >= size)).nonzero()[0])
+            raise ValueError(
+                f"{name} must lie within 0 .. {size - 1}, its size being {size}, "
+                f"but entry {position} is {int(column[position])}"
+            )
+
+
+def _by_output(rows_out: torch.Tensor, out_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stable order that sorts terms by output row, and where each row's terms begin: (T,), (out_size + 1,)."""
+    ordered, order = torch.sort(rows_out, stable=True)
+    bounds = torch.arange(out_size + 1, device=rows_out.device, dtype=ordered.dtype)
+    return order, torch.searchsorted(ordered, bounds)
+
+
+def _scale_info(
+    rows_in: torch.Tensor, rows_out: torch.Tensor, weights: torch.Tensor | None, out_size: int, in_size: int
+) -> SparseScaleInfo:
+    order, seg_out = _by_output(rows_out, out_size)
+    scale = None if weights is None else weights[order]
+    return SparseScaleInfo(scale, rows_in[order], seg_out, None, out_size, in_size)
+
+
+def _product_info(
+    rows1: torch.Tensor,
+    rows2: torch.Tensor,
+    rows_out: torch.Tensor,
+    weights: torch.Tensor | None,
+    out_size: int,
+    in1_size: int,
+    in2_size: int,
+) -> SparseProductInfo:
+    order, seg_out = _by_output(rows_out, out_size)
+    scale = None if weights is None else weights[order]
+    return SparseProductInfo(scale, rows1[order], rows2[order], seg_out, None, None, out_size, in1_size, in2_size)

@@ -1,0 +1,256 @@
+"""Many terms, small batch: a program sums one piece of a segment, a tile of terms at a time."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sparseconv.products.schedule import WorkItems
+from sparseconv.products.terms import Terms
+
+
+def sum_rows(
+    kind: str,
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    terms: Terms,
+    out: torch.Tensor,
+    batch: int,
+    batch_sum: bool,
+    work: WorkItems | None,
+    positions: int,
+) -> None:
+    """Writes the elementwise (``"vector"``) or inner (``"inner"``) products of rows to out, (N or NP, rows, C or none).
+
+    x and y are (n, rows, C) or, a scalar a row, (n, rows); y None leaves it out. With ``batch_sum`` the batch is summed
+    in out.shape[0] parts. ``work`` None: no sum, a row for each position.
+    """
+    inner = kind == "inner"
+    channels = max(x.shape[2] if x.dim() == 3 else 1, y.shape[2] if y is not None and y.dim() == 3 else 1)
+    block_t, block_c, warps = _tile(channels)
+    programs = out.shape[0] if batch_sum else min(batch, 65535)
+    count = triton.cdiv(positions, block_t) if work is None else work.items.shape[0]
+    if count == 0 or programs == 0 or channels == 0:
+        return
+    # several pieces of one segment meet here before the second pass adds them
+    width = 1 if inner else channels
+    partial = out.new_empty((out.shape[0], work.slots if work else 0, width), dtype=sum_dtype(x, y))
+    items = terms.index_out if work is None else work.items
+    args = (x, y, out, partial, terms.scale, terms.index1, terms.index2, terms.gather_index, items)
+    _vector_kernel[(count, 1 if inner else triton.cdiv(channels, block_c), programs)](
+        *(x if tensor is None else tensor for tensor in args),
+        positions,
+        batch,
+        channels,
+        *row_strides(x, 3),
+        *row_strides(y, 3),
+        *row_strides(out, 3),
+        partial.stride(0),
+        partial.stride(1),
+        HAS_Y=y is not None,
+        X_VECTOR=x.dim() == 3,
+        Y_VECTOR=y is not None and y.dim() == 3,
+        HAS_SCALE=terms.scale is not None,
+        HAS_INDEX1=terms.index1 is not None,
+        HAS_INDEX2=terms.index2 is not None,
+        HAS_GATHER=terms.gather_index is not None,
+        HAS_ITEMS=items is not None,
+        SUMMED=work is not None,
+        INNER=inner,
+        BATCH_SUM=batch_sum,
+        BLOCK_T=block_t,
+        BLOCK_C=block_c,
+        ACC=tl.float64 if partial.dtype == torch.float64 else tl.float32,
+        num_warps=warps,
+    )
+    join_pieces(partial, out if out.dim() == 3 else out[..., None], work)
+
+
+def _tile(channels: int) -> tuple[int, int, int]:
+    """Terms and channels of a tile, and its warps: several rows in flight for each thread."""
+    block_c = min(triton.next_power_of_2(max(channels, 1)), 128)
+    return max(1, min(16, 1024 // block_c)), block_c, 1
+
+
+def join_pieces(partial: torch.Tensor, out: torch.Tensor, work: WorkItems | None) -> None:
+    """The second pass: adds the slots of each long segment, in their order, and writes its row."""
+    if work is None or work.joins is None:
+        return
+    none = Terms(None, None, None, None, None, None, 0)
+    second = WorkItems(work.joins, None, 0)
+    sum_rows("vector", partial, None, none, out, out.shape[0], False, second, work.slots)
+
+
+def sum_dtype(x: torch.Tensor, y: torch.Tensor | None) -> torch.dtype:
+    double = x.dtype == torch.float64 or (y is not None and y.dtype == torch.float64)
+    return torch.float64 if double else torch.float32
+
+
+def row_strides(tensor: torch.Tensor | None, rank: int) -> tuple[int, ...]:
+    """Strides over (batch, row, dense...): 0 for a batch of one, which all share, and for axes that are not there."""
+    if tensor is None:
+        return (0,) * rank
+    strides = [0 if tensor.shape[0] == 1 else tensor.stride(0), *tensor.stride()[1:]]
+    return (*strides, *[0] * (rank - len(strides)))
+
+
+@triton.jit
+def _vector_kernel(
+    x_ptr,
+    y_ptr,
+    out_ptr,
+    partial_ptr,
+    scale_ptr,
+    index1_ptr,
+    index2_ptr,
+    gather_ptr,
+    items_ptr,
+    positions,
+    batch,
+    channels,
+    stride_x_n,
+    stride_x_m,
+    stride_x_c,
+    stride_y_n,
+    stride_y_m,
+    stride_y_c,
+    stride_out_n,
+    stride_out_m,
+    stride_out_c,
+    stride_partial_n,
+    stride_partial_s,
+    HAS_Y: tl.constexpr,
+    X_VECTOR: tl.constexpr,
+    Y_VECTOR: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_INDEX1: tl.constexpr,
+    HAS_INDEX2: tl.constexpr,
+    HAS_GATHER: tl.constexpr,
+    HAS_ITEMS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    INNER: tl.constexpr,
+    BATCH_SUM: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    work = tl.program_id(0).to(tl.int64)
+    tile_c = tl.program_id(1)
+    part = tl.program_id(2)
+    if SUMMED:
+        begin = tl.load(items_ptr + work * 3)
+        end = tl.load(items_ptr + work * 3 + 1)
+        row = tl.load(items_ptr + work * 3 + 2)
+    else:
+        begin = work * BLOCK_T
+        end = tl.minimum(begin + BLOCK_T, positions)
+        row = begin
+    lanes = tl.arange(0, BLOCK_T)
+    tiles = 1
+    if INNER:
+        tiles = tl.cdiv(channels, BLOCK_C)
+    if row != -1:
+        acc = tl.zeros([BLOCK_T, BLOCK_C], dtype=ACC)
+        for n in range(part, batch, tl.num_programs(2)):
+            n64 = tl.cast(n, tl.int64)
+            if not BATCH_SUM:
+                acc = tl.zeros([BLOCK_T, BLOCK_C], dtype=ACC)
+            for k in range(begin, end, BLOCK_T):
+                at = k + lanes
+                live = at < end
+                t = at
+                if HAS_GATHER:
+                    t = tl.load(gather_ptr + at, mask=live, other=0).to(tl.int64)
+                row1 = t
+                if HAS_INDEX1:
+                    row1 = tl.load(index1_ptr + t, mask=live, other=0).to(tl.int64)
+                row2 = t
+                if HAS_INDEX2:
+                    row2 = tl.load(index2_ptr + t, mask=live, other=0).to(tl.int64)
+                if HAS_SCALE:
+                    factor = tl.load(scale_ptr + t, mask=live, other=0.0).to(ACC)
+                for tile in range(tile_c, tile_c + tiles):
+                    c = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+                    mask = live[:, None] & (c < channels)[None, :]
+                    if X_VECTOR:
+                        x_at = x_ptr + n64 * stride_x_n + row1[:, None] * stride_x_m + c[None, :] * stride_x_c
+                        value = tl.load(x_at, mask=mask, other=0.0).to(ACC)
+                    else:
+                        x_at = x_ptr + n64 * stride_x_n + row1 * stride_x_m
+                        value = tl.load(x_at, mask=live, other=0.0).to(ACC)[:, None]
+                    if HAS_Y:
+                        if Y_VECTOR:
+                            y_at = y_ptr + n64 * stride_y_n + row2[:, None] * stride_y_m + c[None, :] * stride_y_c
+                            value = value * tl.load(y_at, mask=mask, other=0.0).to(ACC)
+                        else:
+                            y_at = y_ptr + n64 * stride_y_n + row2 * stride_y_m
+                            value = value * tl.load(y_at, mask=live, other=0.0).to(ACC)[:, None]
+                    if HAS_SCALE:
+                        value = value * factor[:, None]
+                    acc += value
+            if not BATCH_SUM:
+                _store_rows(
+                    acc, out_ptr, partial_ptr, items_ptr, row, begin, end, n64, tile_c, channels, stride_out_n,
+                    stride_out_m, stride_out_c, stride_partial_n, stride_partial_s, SUMMED, INNER, HAS_ITEMS, BLOCK_T,
+                    BLOCK_C,
+                )  # fmt: skip
+        if BATCH_SUM:
+            _store_rows(
+                acc, out_ptr, partial_ptr, items_ptr, row, begin, end, part.to(tl.int64), tile_c, channels,
+                stride_out_n, stride_out_m, stride_out_c, stride_partial_n, stride_partial_s, SUMMED, INNER, HAS_ITEMS,
+                BLOCK_T, BLOCK_C,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_rows(
+    acc,
+    out_ptr,
+    partial_ptr,
+    items_ptr,
+    row,
+    begin,
+    end,
+    n,
+    tile_c,
+    channels,
+    stride_out_n,
+    stride_out_m,
+    stride_out_c,
+    stride_partial_n,
+    stride_partial_s,
+    SUMMED: tl.constexpr,
+    INNER: tl.constexpr,
+    HAS_ITEMS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    c = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
+    out_n = out_ptr + n * stride_out_n
+    if SUMMED:
+        if INNER:
+            total = tl.sum(tl.sum(acc, 1), 0)
+            if row >= 0:
+                tl.store(out_n + row * stride_out_m, total.to(out_ptr.dtype.element_ty))
+            else:
+                tl.store(partial_ptr + n * stride_partial_n + (-2 - row) * stride_partial_s, total)
+        else:
+            total = tl.sum(acc, 0)
+            if row >= 0:
+                out_at = out_n + row * stride_out_m + c * stride_out_c
+                tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=c < channels)
+            else:
+                slot = partial_ptr + n * stride_partial_n + (-2 - row) * stride_partial_s
+                tl.store(slot + c, total, mask=c < channels)
+    else:
+        at = begin + tl.arange(0, BLOCK_T)
+        live = at < end
+        rows = at
+        if HAS_ITEMS:
+            rows = tl.load(items_ptr + at, mask=live, other=0).to(tl.int64)
+        if INNER:
+            tl.store(out_n + rows * stride_out_m, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), mask=live)
+        else:
+            out_at = out_n + rows[:, None] * stride_out_m + c[None, :] * stride_out_c
+            tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (c < channels)[None, :])

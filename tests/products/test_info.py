@@ -1,0 +1,188 @@
+"""Builders and infos: what they hold, how they move, and how they refuse."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import sparseconv.products as sp
+from tests.products.cases import CASES, inputs
+
+
+def test_terms_are_sorted_by_output_and_keep_their_order_within_a_row():
+    info = sp.sparse_product_info([0, 1, 2, 3], [3, 2, 1, 0], [1, 0, 1, 3], [1.0, 2.0, 3.0, 4.0], 5, 4, 4)
+    assert info.seg_out.tolist() == [0, 1, 3, 3, 4, 4]
+    assert info.index1.tolist() == [1, 0, 2, 3]
+    assert info.index2.tolist() == [2, 3, 1, 0]
+    assert info.scale.tolist() == [2.0, 1.0, 3.0, 4.0]
+    assert info.index_out is None
+    assert info.gather_index is None
+    assert info.out_size == info.num_segments == 5
+
+
+def test_the_three_infos_turn():
+    forward, backward1, backward2 = CASES[0].infos()
+    sizes = CASES[0].out_size, CASES[0].in1_size, CASES[0].in2_size
+    assert (forward.out_size, forward.in1_size, forward.in2_size) == sizes
+    assert (backward1.out_size, backward1.in1_size, backward1.in2_size) == (sizes[1], sizes[2], sizes[0])
+    assert (backward2.out_size, backward2.in1_size, backward2.in2_size) == (sizes[2], sizes[0], sizes[1])
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda v: torch.tensor(v, dtype=torch.int32)])
+def test_columns_of_any_kind(kind):
+    info = sp.sparse_scale_info(kind([2, 0]), kind([1, 1]), None, 2, 3)
+    assert info.index.tolist() == [2, 0]
+    assert info.scale is None
+    assert info.index.dtype == torch.int32
+    assert info.seg_out.dtype == torch.int64
+
+
+def test_infos_move_pickle_and_name_their_device():
+    info = CASES[0].infos()[0]
+    assert info.to("cpu").device == torch.device("cpu")
+    assert info.to("meta").device == torch.device("meta")
+    again = pickle.loads(pickle.dumps(info))
+    x, y = inputs("mul", CASES[0], False, False)
+    assert torch.equal(sp.sparse_mul(x, y, again), sp.sparse_mul(x, y, info))
+    assert sp.SparseScaleInfo(None, None, None, None, 3).device is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "words"),
+    [
+        (([0, 3], [0, 0], [0, 0], None, 1, 3, 1), ValueError, "index1 must lie within 0 .. 2.*entry 1 is 3"),
+        (([0, -1], [0, 0], [0, 0], None, 1, 3, 1), ValueError, "index1 must lie within .*entry 1 is -1"),
+        (([0, 1], [0, 1], [0, 0], None, 1, 3, 1), ValueError, "index2 must lie within"),
+        (([0, 1], [0, 0], [0, 1], None, 1, 3, 1), ValueError, "index_out must lie within"),
+        (([0, 1], [0], [0, 0], None, 1, 3, 1), ValueError, "one entry for each term"),
+        (([0, 1], [0, 0], [0, 0], [1.0], 1, 3, 1), ValueError, "one entry for each term"),
+        (([[0, 1]], [[0, 0]], [[0, 0]], None, 1, 3, 1), ValueError, "one entry for each term"),
+        (([0.5, 1], [0, 0], [0, 0], None, 1, 3, 1), TypeError, "index1 must hold integers"),
+        (([0, 1], [0, 0], [0, 0], [1j, 2j], 1, 3, 1), TypeError, "scale must hold real numbers"),
+        (([], [], [], None, -1, 3, 1), ValueError, "a size must be 0 or more"),
+    ],
+)
+def test_builders_refuse(columns, error, words):
+    with pytest.raises(error, match=words):
+        sp.sparse_product_infos(*columns)
+
+
+def test_builders_refuse_a_scale_that_wants_a_gradient():
+    with pytest.raises(ValueError, match="sparse_vecsca"):
+        sp.sparse_scale_infos([0], [0], torch.ones(1, requires_grad=True), 1, 1)
+
+
+def info(**changes):
+    fields = {
+        "scale": torch.ones(3),
+        "index1": torch.tensor([0, 1, 2]),
+        "index2": torch.tensor([0, 1, 1]),
+        "seg_out": torch.tensor([0, 2, 3]),
+        "gather_index": None,
+        "index_out": None,
+        "out_size": 2,
+    }
+    return sp.SparseProductInfo(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"index1": torch.tensor([0, 1])}, ValueError, "one entry for each term"),
+        ({"index1": torch.tensor([[0, 1, 2]])}, ValueError, "one dimension"),
+        ({"index1": torch.tensor([0.0, 1.0, 2.0])}, TypeError, "int32 or int64"),
+        ({"scale": torch.tensor([1, 2, 3])}, TypeError, "floating"),
+        ({"out_size": 3}, ValueError, "number of segments"),
+        ({"index_out": torch.tensor([0])}, ValueError, "as many entries"),
+        ({"index_out": torch.tensor([0, 1]), "out_size": None}, ValueError, "out_size must be given"),
+        ({"seg_out": torch.tensor([], dtype=torch.int64)}, ValueError, "S \\+ 1"),
+        ({"index1": torch.zeros(3, dtype=torch.int64, device="meta")}, ValueError, "one device"),
+    ],
+)
+def test_infos_refuse_when_made(changes, error, words):
+    with pytest.raises(error, match=words):
+        info(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seg_out": torch.tensor([0, 3, 2])}, "seg_out must ascend"),
+        ({"seg_out": torch.tensor([0, 2, 9])}, "seg_out must ascend"),
+        ({"index_out": torch.tensor([1, 1]), "out_size": 3}, "row 1 stands in it 2 times"),
+        ({"index_out": torch.tensor([1, 3]), "out_size": 3}, "index_out must lie within"),
+        ({"gather_index": torch.tensor([0, 1, 3])}, "gather_index must lie within"),
+        ({"in1_size": 2}, "index1 must lie within 0 .. 1"),
+        ({"in2_size": 1}, "index2 must lie within"),
+        ({"index1": torch.tensor([0, -4, 1]), "in1_size": 3}, "entry 1 is -4"),
+    ],
+)
+def test_validate_names_the_first_bad_entry(changes, words):
+    with pytest.raises(ValueError, match=words):
+        info(**changes).validate()
+
+
+def test_validate_returns_the_info():
+    good = info()
+    assert good.validate() is good
+    assert good.validate(in1_size=3, in2_size=2) is good
+
+
+def test_calls_refuse():
+    infos = CASES[0].infos()
+    x, y = inputs("mul", CASES[0], False, False)
+    with pytest.raises(TypeError, match="x as a tensor"):
+        sp.sparse_mul([1.0], y, *infos)
+    with pytest.raises(TypeError, match="info as a SparseProductInfo, but got SparseScaleInfo"):
+        sp.sparse_mul(x, y, sp.sparse_scale_info([0], [0], None, 1, 1))
+    with pytest.raises(TypeError, match="int64"):
+        sp.sparse_mul(x.long(), y, *infos)
+    with pytest.raises(ValueError, match=r"rank 1"):
+        sp.sparse_mul(x[0, 0], y, *infos)
+    with pytest.raises(ValueError, match=r"rank 4"):
+        sp.sparse_mul(x[None], y, *infos)
+    with pytest.raises(ValueError, match="one batch size N"):
+        sp.sparse_mul(x[:2], y, *infos)
+    with pytest.raises(ValueError, match="the same C"):
+        sp.sparse_mul(x[..., :2], y, *infos)
+    with pytest.raises(ValueError, match="needs 4 rows in x, but x has 3"):
+        sp.sparse_mul(x[:, :3], y, *infos)
+    with pytest.raises(ValueError, match="needs 3 rows in y, but y has 2"):
+        sp.sparse_mul(x, y[:, :2], *infos)
+    with pytest.raises(ValueError, match="info_backward1 because x requires a gradient"):
+        sp.sparse_mul(x.clone().requires_grad_(), y, infos[0])
+    with pytest.raises(ValueError, match="info_backward2 because y requires a gradient"):
+        sp.sparse_mul(x, y.clone().requires_grad_(), *infos[:2])
+    with pytest.raises(ValueError, match="info_backward because x requires a gradient"):
+        sp.sparse_scale(torch.ones(1, 1, requires_grad=True), sp.sparse_scale_info([0], [0], None, 1, 1))
+    with pytest.raises(ValueError, match=r"\(N, M, C\)"):
+        sp.sparse_scale(torch.ones(1), sp.sparse_scale_info([0], [0], None, 1, 1))
+    with pytest.raises(ValueError, match="one device"):
+        sp.sparse_mul(x, y, infos[0].to("meta"))
+    with torch.no_grad():
+        sp.sparse_mul(x.clone().requires_grad_(), y, infos[0])
+
+
+def test_hand_made_infos_are_checked_against_the_rows_of_the_inputs():
+    x, y = torch.ones(2, 1), torch.ones(2, 1)
+    with pytest.raises(ValueError, match="at least 3 rows in x"):
+        sp.sparse_mul(x, y, info())
+    with pytest.raises(ValueError, match="at least 6 rows in x"):
+        sp.sparse_mul(x, y, info(index1=None, gather_index=torch.tensor([0, 5, 2]), scale=None, index2=None))
+    with pytest.raises(ValueError, match="at least 3 rows in y"):
+        sp.sparse_mul(torch.ones(3, 1), y, info(index2=None))
+    with pytest.raises(ValueError, match="entry 0 is -1"):
+        sp.sparse_mul(x, y, info(index1=torch.tensor([-1, 0, 0])))
+    with pytest.raises(ValueError, match="at least 3 rows in x"):
+        sp.sparse_scale(x, sp.SparseScaleInfo(None, torch.tensor([2]), None, None, None))
+
+
+def test_replaced_fields_reach_the_operation():
+    x, y = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [10.0]])
+    before = sp.sparse_mul(x, y, info())
+    after = sp.sparse_mul(x, y, replace(info(), scale=torch.full((3,), 2.0)))
+    assert torch.equal(after, 2 * before)
