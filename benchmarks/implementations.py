@@ -40,6 +40,8 @@ class Convolution(ABC):
     apart: ClassVar[bool] = True
     #: whether its CPU results are the same in every run only with one thread: then they are judged with one
     unsteady: ClassVar[bool] = False
+    #: times the judge's limits in half types that it may use up, where it rounds partial sums to the half type as well
+    slack: ClassVar[float] = 1.0
     weight: torch.Tensor
 
     def __init__(self, coords: torch.Tensor, channels: int, dtype: str) -> None:

@@ -108,7 +108,9 @@ def _measured(job: Job, kind: type[Convolution]) -> dict[str, Any]:
             convolution.forward(x)
         clock.wait()
         return row
-    verdict = check.judge(neighbours, x.detach(), weight, grad, _results(convolution, x, grad), job.dtype)
+    results = _results(convolution, x, grad)
+    verdict = check.judge(neighbours, x.detach(), weight, grad, results, job.dtype, convolution.slack)
+    del results
     row["errors"] = verdict.errors
     if verdict.fault is not None:
         return row | {"status": "wrong", "reason": verdict.fault}

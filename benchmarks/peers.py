@@ -44,12 +44,13 @@ class Spconv(Convolution):
     dtypes = ("fp16", "tf32", "fp32")
     apart = False  # its backward finds both gradients in any case
     unsteady = True
+    slack = 4.0
 
     def __init__(self, coords: torch.Tensor, channels: int, dtype: str) -> None:
         super().__init__(coords, channels, dtype)
         self.library = self._load()
         self._switch_tf32(dtype == "tf32")
-        self.layer = self.library.SubMConv3d(channels, channels, 3, bias=False, indice_key="map")
+        self.layer = self.library.SubMConv3d(channels, channels, 3, bias=False, indice_key="map", fp32_accum=True)
         self.layer = self.layer.to(device=coords.device, dtype=self.dtype)
         self.shape = [int(n) for n in coords[:, 1:].amax(0) + 1]
         self.known: dict[str, Any] = {}
@@ -158,6 +159,7 @@ class FlexGemm(Convolution):
     """FlexGEMM by one of its algorithms."""
 
     name = "FlexGEMM"
+    slack = 4.0
     needs = ("flex_gemm.ops.spconv",)
     dtypes = ("fp16", "fp32", "tf32")
     algorithm: ClassVar[str] = "MASKED_IMPLICIT_GEMM"
@@ -192,6 +194,7 @@ class MinkowskiEngine(Convolution):
     """MinkowskiEngine 0.5; taps with the first axis fastest."""
 
     name = "MinkowskiEngine"
+    slack = 4.0
     needs = ("MinkowskiEngine",)
     devices = ("cuda", "cpu")
     dtypes = ("fp32",)
@@ -226,6 +229,7 @@ class TorchSparse(Convolution):
     """torchsparse 2.1; taps with the first axis fastest."""
 
     name = "torchsparse"
+    slack = 4.0
     needs = ("torchsparse", "torchsparse.nn")
     dtypes = ("fp16", "fp32")
     lazy = True
@@ -262,6 +266,7 @@ class WarpConvNet(Convolution):
     """WarpConvNet."""
 
     name = "WarpConvNet"
+    slack = 4.0
     needs = ("warpconvnet.geometry.types.voxels", "warpconvnet.nn.modules.sparse_conv")
     dtypes = ("fp16", "bf16", "fp32")
     lazy = True
@@ -296,6 +301,7 @@ class Fvdb(Convolution):
     """fVDB; its grids have an order of rows of their own."""
 
     name = "fVDB"
+    slack = 4.0
     needs = ("fvdb",)
     devices = ("cuda", "cpu")
     lazy = True
