@@ -13,7 +13,7 @@ import torch
 
 OFFSETS = tuple(itertools.product((-1, 0, 1), repeat=3))
 #: largest |difference| / |reference| in the Frobenius norm, and largest element over the reference's rms. Rounding the
-#: result to a half costs 2^-11 / sqrt(3); ``slack`` multiplies those of half types for peers that round partial sums, too.
+#: result to a half costs 2^-11 / sqrt(3); ``slack`` times that for peers that round partial sums, too.
 LIMITS = {
     "fp64": (1e-12, 1e-10),
     "fp32": (1e-4, 2e-3),
