@@ -7,7 +7,7 @@ CONSTRAINED := -c constraints.txt
 
 .PHONY: demo test lint wheel bench notebooks docs clean
 demo: $(VENV)/.demo
-	$(BIN)/sparseconv demo
+	OMP_WAIT_POLICY=passive $(BIN)/sparseconv demo
 
 test: $(VENV)/.tests
 	$(BIN)/python -m pytest -n auto

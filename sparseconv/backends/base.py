@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from sparseconv.geometry.kernel_map import KernelMap
+
+if TYPE_CHECKING:
+    from sparseconv.pointwise import Epilogue
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,30 @@ class Backend(ABC):
 
     @abstractmethod
     def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """y (N_out, C_out) from x (N_in, C_in), weight (K, C_in/G, C_out) and an optional bias (C_out,)."""
+
+    def forward_fused(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        epilogue: Epilogue | None,
+    ) -> torch.Tensor:
+        """epilogue(forward + residual (N_out, C_out)), without a gradient; in one store where a backend can."""
+        y = self.forward(x, weight, kernel_map, groups, bias)
+        if residual is not None:
+            y += residual
+        return y if epilogue is None else epilogue.apply(y)
 
     @abstractmethod
     def input_grad(
@@ -61,11 +85,13 @@ class Backend(ABC):
         """dL/dx (N_in, C_in) from dL/dy (N_out, C_out) and the weight (K, C_in/G, C_out) as it lies."""
 
     @abstractmethod
-    def weight_grad(
-        self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int
-    ) -> torch.Tensor:
+    def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         """dL/dw (K, C_in/G, C_out) from x (N_in, C_in) and dL/dy (N_out, C_out)."""
 
     @abstractmethod
     def workspace_bytes(self, request: Request) -> int:
         """The most memory that one verb allocates beside its result, in bytes."""
+
+    def describe(self, request: Request) -> list[str]:
+        """What this backend would do for a request that it can serve, in lines to read: tiles, waste, its choice."""
+        return []

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cached_property
+from typing import Any, Protocol
 
 import torch
+
+
+class EdgeSource(Protocol):
+    """Edges that a search has found and can write down in either form."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def neighbors(self) -> torch.Tensor:
+        """(K, N_out) int32, -1 where there is none."""
+
+    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
+        """in_rows, out_rows, tap_offsets, and the edges of each tap on the host."""
 
 
 class KernelMap:
@@ -13,18 +29,20 @@ class KernelMap:
         y[out] = sum over edges (k, in, out) of x[in] @ weight[k]
 
     Within one tap every input row and every output row occurs at most once, so a tap is a partial injection and
-    its scatter needs no atomics. One of the two forms is given, the other is derived on first use and kept:
+    its scatter needs no atomics. One of two forms is given, the other is derived on first use and kept:
 
-    - ``neighbors`` (K, N_out) int32: the input row that output row meets through tap k, -1 where there is none;
-    - ``pairs``: ``in_rows`` (P,) and ``out_rows`` (P,) int32, ordered by tap and then by output row, with
-      ``tap_offsets`` (K+1,) int64 on the map's device and ``tap_counts``, a tuple on the host.
+    - ``neighbors`` (K, N_out) int32: the input row that an output row meets through tap k, -1 where there is none;
+    - ``in_rows``, ``out_rows`` (P,) int32 ordered by tap, with ``tap_offsets`` (K+1,) int64 on the map's device and
+      ``tap_counts``, edges a tap, on the host.
 
-    Example with two voxels side by side on a line and three taps::
+    Two voxels side by side on a line, and three taps:
 
-        neighbors = [[-1, 0],     # tap 0: the left neighbour
-                     [ 0, 1],     # tap 1: the voxel itself, so identity_tap = 1
-                     [ 1, -1]]    # tap 2: the right neighbour
-        in_rows = [0, 0, 1, 1]; out_rows = [1, 0, 1, 0]; tap_offsets = [0, 1, 3, 4]
+    >>> neighbors = torch.tensor([[-1, 0], [0, 1], [1, -1]], dtype=torch.int32)
+    >>> line = KernelMap(2, 2, 3, neighbors=neighbors, identity_tap=1, mirror=(2, 1, 0))
+    >>> line.in_rows.tolist(), line.out_rows.tolist(), line.tap_offsets.tolist()
+    ([0, 0, 1, 1], [1, 0, 1, 0], [0, 1, 3, 4])
+    >>> line.reverse().neighbors.tolist()
+    [[1, -1], [0, 1], [-1, 0]]
     """
 
     def __init__(
@@ -35,24 +53,149 @@ class KernelMap:
         *,
         neighbors: torch.Tensor | None = None,
         pairs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        source: EdgeSource | None = None,
         identity_tap: int | None = None,
         mirror: tuple[int, ...] | None = None,
     ) -> None:
-        if (neighbors is None) == (pairs is None):
-            raise ValueError("a KernelMap is made from either neighbors or pairs: give exactly one of them")
         self.num_in, self.num_out, self.num_taps = num_in, num_out, num_taps
         #: the tap that maps every row to itself, known from the geometry and never guessed from sizes; or None
         self.identity_tap = identity_tap
-        #: mirror[k] is the tap whose edges are tap k's reversed (same grid on both sides); None if there is no such symmetry
+        #: mirror[k] is the tap whose edges are those of tap k reversed; None where the map has no such symmetry
         self.mirror = mirror
+        #: what backends derive from the edges and keep (schedules, wider indices), under keys of their own
+        self.prepared: dict[Any, Any] = {}
+        # this map owns its reverse; the reverse knows this one weakly, so that both go with the last plan
+        self._reverse: KernelMap | weakref.ref[KernelMap] | None = None
+        #: edges that were found but not written down yet; both forms are written on first use
+        self.source = source
+        if neighbors is None and pairs is None and source is None:
+            raise ValueError("a KernelMap is made from neighbors, from pairs or from a source: give one of them")
         if neighbors is not None:
-            self.neighbors = neighbors  # shadows the cached property
+            self.__dict__["neighbors"] = neighbors
         if pairs is not None:
-            self._pairs = pairs
-        #: what backends derive from the edges and want to keep (schedules, int64 indices), keyed by them
-        self.prepared: dict[object, object] = {}
-        self._reverse: KernelMap | None = None
+            self.__dict__["_pairs"] = pairs
+
+    @property
+    def device(self) -> torch.device:
+        if self.source is not None:
+            return self.source.device
+        given = self.__dict__.get("neighbors")
+        return (self._pairs[0] if given is None else given).device
+
+    @cached_property
+    def neighbors(self) -> torch.Tensor:
+        """(K, N_out) int32: the input row of each output row through each tap, -1 where there is none."""
+        if self.source is not None:
+            return self.source.neighbors
+        twin = self._twin()
+        if twin is not None and self.mirror is not None and "neighbors" in twin.__dict__:
+            return twin.neighbors[list(self.mirror)]
+        in_rows, out_rows, _ = self._pairs
+        table = torch.full((self.num_taps, self.num_out), -1, dtype=torch.int32, device=in_rows.device)
+        table.view(-1)[self.pair_taps.long() * self.num_out + out_rows] = in_rows
+        return table
+
+    @cached_property
+    def _pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.source is not None:
+            in_rows, out_rows, offsets, counts = self.source.pairs()
+            self.__dict__["tap_counts"] = counts
+            return in_rows, out_rows, offsets
+        table = self.neighbors
+        live = table >= 0
+        offsets = torch.zeros(self.num_taps + 1, dtype=torch.int64, device=table.device)
+        torch.cumsum(live.sum(1), 0, out=offsets[1:])
+        return table[live], live.nonzero()[:, 1].int(), offsets
+
+    @property
+    def in_rows(self) -> torch.Tensor:
+        """(P,) int32: the input row of each edge, by tap."""
+        return self._pairs[0]
+
+    @property
+    def out_rows(self) -> torch.Tensor:
+        """(P,) int32: the output row of each edge, by tap."""
+        return self._pairs[1]
+
+    @property
+    def tap_offsets(self) -> torch.Tensor:
+        """(K+1,) int64 on the map's device: tap k owns the edges [tap_offsets[k], tap_offsets[k+1])."""
+        return self._pairs[2]
+
+    @cached_property
+    def pair_taps(self) -> torch.Tensor:
+        """(P,) int32: the tap of each edge, ascending."""
+        taps = torch.arange(self.num_taps, dtype=torch.int32, device=self.device)
+        return torch.repeat_interleave(taps, self.tap_offsets.diff(), output_size=len(self.in_rows))
+
+    @cached_property
+    def tap_counts(self) -> tuple[int, ...]:
+        """Edges of each tap, on the host (the first reading waits for the device)."""
+        return tuple(self.tap_offsets.diff().tolist())
+
+    @property
+    def num_pairs(self) -> int:
+        """P, the number of edges."""
+        return len(self.in_rows)
+
+    @cached_property
+    def max_pairs_per_tap(self) -> int:
+        """The rows of the largest gather buffer that any tap needs."""
+        return max(self.tap_counts, default=0)
+
+    @cached_property
+    def coverage(self) -> torch.Tensor:
+        """(K+1,) int64 on the host: how many output rows have 0, 1, ..., K edges."""
+        degree = torch.bincount(self.out_rows.long(), minlength=self.num_out)
+        return torch.bincount(degree, minlength=self.num_taps + 1).cpu()
 
     def reverse(self) -> KernelMap:
         """The same edges with input and output exchanged, in O(1); ``reverse().reverse()`` is this map."""
-        raise NotImplementedError
+        twin = self._twin()
+        if twin is None:
+            in_rows, out_rows, offsets = self._pairs
+            twin = KernelMap(
+                self.num_out,
+                self.num_in,
+                self.num_taps,
+                pairs=(out_rows, in_rows, offsets),
+                identity_tap=self.identity_tap,
+                mirror=self.mirror,
+            )
+            twin._reverse = weakref.ref(self)
+            self._reverse = twin
+        return twin
+
+    def _twin(self) -> KernelMap | None:
+        """The reverse if there is one."""
+        return self._reverse() if isinstance(self._reverse, weakref.ref) else self._reverse
+
+    def to(self, device: torch.device | str) -> KernelMap:
+        """This map with its edges on another device; itself if they are there."""
+        if torch.empty(0, device=device).device == self.device:
+            return self
+        in_rows, out_rows, offsets = (t.to(device) for t in self._pairs)
+        return KernelMap(
+            self.num_in,
+            self.num_out,
+            self.num_taps,
+            pairs=(in_rows, out_rows, offsets),
+            identity_tap=self.identity_tap,
+            mirror=self.mirror,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("num_in", "num_out", "num_taps", "identity_tap", "mirror", "_pairs")
+        self._pairs  # noqa: B018 (pairs are the form that travels: derive them if they are not there yet)
+        return {name: self.__dict__[name] for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, prepared={}, _reverse=None, source=None)
+
+    def __repr__(self) -> str:
+        mean = self.num_pairs / max(1, self.num_out)
+        identity = "" if self.identity_tap is None else f", identity tap {self.identity_tap}"
+        return (
+            f"KernelMap({self.num_in:,} -> {self.num_out:,} rows, {self.num_taps} taps, {self.num_pairs:,} pairs, "
+            f"{mean:.1f} an output{identity}, {self.device})"
+        )

@@ -1,0 +1,9 @@
+"""Plans: the geometry of a convolution, found once."""
+
+from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.plan.explanation import Explanation
+from sparseconv.plan.plan_set import PlanSet
+from sparseconv.plan.shared import shared_plan
+from sparseconv.plan.within import plan_within
+
+__all__ = ["ConvolutionPlan", "Explanation", "PlanSet", "plan_within", "shared_plan"]

@@ -82,7 +82,7 @@ def main(targets):
                 gpu.segment_product(row, x, y, terms, summed, dtype)
             gpu.segment_scale(torch.empty(2, case.in1_size, 64, dtype=dtype), terms._replace(index2=None), dtype)
             gpu.segment_scale(torch.empty(20, case.in1_size, 64, dtype=dtype), terms._replace(index2=None), dtype)
-    print(f"{len(done)} kernels compiled for {', '.join(f'sm_{target}' for target in targets)}")  # noqa: T201
+    print(f"{len(done)} kernels compiled for {', '.join(f'sm_{target}' for target in targets)}")
 
 
 if __name__ == "__main__":

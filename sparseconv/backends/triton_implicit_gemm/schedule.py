@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+
+from sparseconv.geometry.kernel_map import KernelMap
+
+#: slots are padded to a multiple of this, so that schedules of every block size share one table
+SLOT_ALIGNMENT = 256
+#: bits of a row's tap mask that one sort key holds
+WORD_BITS = 62
+#: list columns beyond the last live tap that a kernel may read ahead
+LOOKAHEAD = 4
+#: rows that are sorted together where rows must stay near their neighbours: a few megabytes of features
+CHUNK_ROWS = 32_768
 
 
 @dataclass(frozen=True)
@@ -12,17 +26,250 @@ class Schedule:
     """A kernel map's rows cut into T tiles of ``block_m`` rows; NP = T * block_m slots, R tap rows in the table.
 
     Rows are permuted so that the rows of a tile share most of their taps; a tile then runs over its own list of live
-    taps only. Where taps are split in groups, a row has a slot in each group in which it has a live tap.
+    taps only. Where taps are split in groups, a row has a slot in each group in which it has a live tap, and ``slots``
+    says which, so that the partial sums can be added in a fixed order.
     """
 
     block_m: int
-    neighbors: torch.Tensor  # (R + 1, NP) int32: input row of a slot through a table row; -1 absent; the last row is all -1
+    neighbors: (
+        torch.Tensor
+    )  # (R + 1, NP) int32: input row of a slot through a table row; -1 absent; the last row all -1
     out_rows: torch.Tensor  # (NP,) int32: the output row of a slot; -1 for padding
     tile_counts: torch.Tensor  # (T,) int32: live taps of a tile
     tile_rows: torch.Tensor  # (T, S) int32: the table rows of a tile's live taps; R beyond tile_counts; S >= R + 4
     tile_taps: torch.Tensor  # (T, S) int32: the weight tap of each of them; 0 beyond tile_counts
     tile_order: torch.Tensor  # (T,) int32: the order of launch, most taps first
+    slots: torch.Tensor | None = None  # (G, N_out) int32: a row's slot in each group of taps, -1 none; None: one group
 
     @property
     def num_tiles(self) -> int:
         return self.tile_counts.shape[0]
+
+
+def tap_significance(num_taps: int) -> tuple[int, ...]:
+    """Taps from the most to the least significant bit of a row's mask: farthest from the kernel's centre first.
+
+    A far tap (a corner) is the rarest, and a rare tap costs most when the rows that have it are spread over many tiles.
+    The box is taken to be the cube, else the square, else the line with this many taps.
+    """
+    for rank in (3, 2):
+        side = round(num_taps ** (1 / rank))
+        if side**rank == num_taps:
+            break
+    else:
+        rank, side = 1, num_taps
+
+    def distance(tap: int) -> int:
+        total = 0
+        for _ in range(rank):
+            tap, digit = divmod(tap, side)
+            total += abs(2 * digit - (side - 1))
+        return total
+
+    return tuple(sorted(range(num_taps), key=lambda tap: -distance(tap)))
+
+
+def plane_groups(num_taps: int, parts: int = 3) -> tuple[tuple[int, ...], ...]:
+    """Taps cut into ``parts`` runs of neighbouring tap numbers: the planes along the first axis of a cube."""
+    edges = [round(part * num_taps / parts) for part in range(parts + 1)]
+    return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(edges) if b > a)
+
+
+def gray_rank(neighbors: torch.Tensor, taps: Sequence[int]) -> list[torch.Tensor]:
+    """The rank in the Gray sequence of each row's tap mask, as int64 words, most significant first.
+
+    ``taps`` are given from the most to the least significant bit. Two masks next to each other in the sequence differ
+    in one bit, so sorted rows change their taps one at a time. Rows without a live tap come last.
+    """
+    words: list[torch.Tensor] = []
+    carry: torch.Tensor | None = None
+    alive = torch.zeros(neighbors.shape[1], dtype=torch.bool, device=neighbors.device)
+    for start in range(0, len(taps), WORD_BITS):
+        part = taps[start : start + WORD_BITS]
+        word = torch.zeros(neighbors.shape[1], dtype=torch.int64, device=neighbors.device)
+        for bit, tap in enumerate(reversed(part)):
+            live = neighbors[tap] >= 0
+            word |= live.to(torch.int64) << bit
+            alive |= live
+        for shift in (1, 2, 4, 8, 16, 32):  # prefix xor: Gray code to its rank
+            word = word ^ (word >> shift)
+        if carry is not None:
+            word = word ^ (-carry & ((1 << len(part)) - 1))
+        carry = word & 1
+        words.append(word)
+    if words:
+        words[0] = torch.where(alive, words[0], 1 << WORD_BITS)
+    return words
+
+
+def row_order(
+    neighbors: torch.Tensor,
+    taps: Sequence[int],
+    base_order: torch.Tensor | None = None,
+    chunk_rows: int | None = None,
+) -> torch.Tensor:
+    """Rows sorted by the Gray rank of their masks, inside chunks of ``chunk_rows`` rows of the base order if given."""
+    num_rows = neighbors.shape[1]
+    order = torch.arange(num_rows, device=neighbors.device) if base_order is None else base_order.long()
+    keys = gray_rank(neighbors, taps)
+    if chunk_rows is not None and num_rows > chunk_rows:
+        chunk = torch.empty_like(order)
+        chunk[order] = torch.arange(num_rows, device=neighbors.device) // chunk_rows
+        if len(keys) == 1 and len(taps) + 1 + math.ceil(math.log2(num_rows / chunk_rows + 1)) < 63:
+            keys = [(chunk << (len(taps) + 1)) | keys[0].clamp(max=1 << len(taps))]
+        else:
+            keys = [chunk, *keys]
+    for key in reversed(keys):
+        order = order[torch.sort(key[order], stable=True).indices]
+    return order
+
+
+def tile_lists(
+    table: torch.Tensor, block_m: int, row_taps: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Counts, table rows, weight taps and launch order of the tiles of a table; ``row_taps`` (G, R), -1 for none."""
+    num_rows, num_slots = table.shape[0] - 1, table.shape[1]
+    num_tiles = num_slots // block_m
+    live = (table[:-1].view(num_rows, num_tiles, block_m) >= 0).any(dim=2).t()  # (T, R)
+    counts = live.sum(dim=1, dtype=torch.int32)
+    width = num_rows + LOOKAHEAD
+    position = torch.where(live, live.cumsum(dim=1) - 1, width - 1)  # dead taps meet in the last column
+    rows = torch.arange(num_rows, dtype=torch.int32, device=table.device).expand(num_tiles, -1)
+    taps = row_taps.clamp(min=0).repeat_interleave(num_tiles // row_taps.shape[0], dim=0)
+    tile_rows = torch.full((num_tiles, width), num_rows, dtype=torch.int32, device=table.device)
+    tile_taps = torch.zeros((num_tiles, width), dtype=torch.int32, device=table.device)
+    tile_rows.scatter_(1, position, rows)
+    tile_taps.scatter_(1, position, taps)
+    tile_rows[:, -1] = num_rows
+    tile_taps[:, -1] = 0
+    order = torch.sort(counts, descending=True, stable=True).indices.to(torch.int32)
+    return counts, tile_rows, tile_taps, order
+
+
+def build_schedule(
+    neighbors: torch.Tensor,
+    num_taps: int,
+    block_m: int,
+    *,
+    base_order: torch.Tensor | None = None,
+    chunk_rows: int | None = None,
+    groups: Sequence[Sequence[int]] | None = None,
+    significance: Sequence[int] | None = None,
+) -> Schedule:
+    """Build a schedule in plain torch operations, without waiting for the device.
+
+    Args:
+        neighbors: (K, N_out) int32, the map's table.
+        num_taps: K.
+        block_m: rows of a tile; a power of two that divides 256.
+        base_order: (N_out,) a permutation of the rows that keeps neighbours close (a Morton order); equal masks stay
+            in this order. Default: the rows as they come.
+        chunk_rows: sort by mask only inside runs of this many rows of the base order, for locality.
+        groups: taps cut into groups with a row order of their own each; each row then has up to one slot a group.
+        significance: taps from the most to the least significant bit of the mask; default ``tap_significance``.
+
+    Returns:
+        The schedule. Slots are padded to a multiple of 256 in each group.
+
+    Example::
+
+        schedule = build_schedule(kernel_map.neighbors, kernel_map.num_taps, block_m=128)
+    """
+    if block_m < 1 or SLOT_ALIGNMENT % block_m:
+        raise ValueError(f"block_m must divide {SLOT_ALIGNMENT}, got {block_m}")
+    if neighbors.ndim != 2 or neighbors.shape[0] != num_taps:
+        raise ValueError(f"neighbors must have shape (K={num_taps}, N_out), got {tuple(neighbors.shape)}")
+    device = neighbors.device
+    num_out = neighbors.shape[1]
+    ranking = tuple(significance) if significance is not None else tap_significance(num_taps)
+    parts = [tuple(range(num_taps))] if groups is None else [tuple(group) for group in groups]
+    if sorted(tap for part in parts for tap in part) != list(range(num_taps)):
+        raise ValueError(f"groups must hold each of the {num_taps} taps exactly once, got {parts}")
+    num_rows = max(map(len, parts), default=0)
+    padded = -(-num_out // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    table = torch.full((num_rows + 1, len(parts) * padded), -1, dtype=torch.int32, device=device)
+    out_rows = torch.full((len(parts) * padded,), -1, dtype=torch.int32, device=device)
+    row_taps = torch.full((len(parts), num_rows), -1, dtype=torch.int32)
+    slots = torch.full((len(parts), num_out), -1, dtype=torch.int32, device=device) if len(parts) > 1 else None
+    for index, part in enumerate(parts):
+        order = row_order(neighbors, [tap for tap in ranking if tap in part], base_order, chunk_rows)
+        begin = index * padded
+        alive = torch.zeros(num_out, dtype=torch.bool, device=device)
+        for row, tap in enumerate(part):
+            torch.index_select(neighbors[tap], 0, order, out=table[row, begin : begin + num_out])
+            alive |= table[row, begin : begin + num_out] >= 0
+        row_taps[index, : len(part)] = torch.tensor(part, dtype=torch.int32)
+        span = out_rows[begin : begin + num_out]
+        span.copy_(order)
+        if slots is not None:
+            span.masked_fill_(~alive, -1)
+            place = torch.arange(begin, begin + num_out, dtype=torch.int32, device=device)
+            slots[index, order] = torch.where(alive, place, -1)
+    if device.type == "cuda":
+        row_taps = row_taps.pin_memory()
+    lists = tile_lists(table, block_m, row_taps.to(device, non_blocking=True))
+    return Schedule(block_m, table, out_rows, *lists, slots=slots)
+
+
+def retile(schedule: Schedule, block_m: int, row_taps: torch.Tensor | None = None) -> Schedule:
+    """The same rows in the same order in tiles of another size; the table is shared, only the lists are new."""
+    if block_m == schedule.block_m:
+        return schedule
+    if row_taps is None:
+        if schedule.slots is not None:
+            raise ValueError("a schedule of several groups of taps needs its row_taps (G, R) to be cut anew")
+        num_rows = schedule.neighbors.shape[0] - 1
+        row_taps = torch.arange(num_rows, dtype=torch.int32, device=schedule.neighbors.device)[None]
+    counts, tile_rows, tile_taps, order = tile_lists(schedule.neighbors, block_m, row_taps)
+    return replace(
+        schedule, block_m=block_m, tile_counts=counts, tile_rows=tile_rows, tile_taps=tile_taps, tile_order=order
+    )
+
+
+def schedule_of(
+    kernel_map: KernelMap, block_m: int, transposed: bool = False, split: int = 1, chunked: bool = False
+) -> Schedule:
+    """The map's schedule at a tile size, built on first use and kept with the map; transposed: of the reversed edges.
+
+    A map with a mirror symmetry is its own reverse with the taps exchanged, so its one table serves both directions.
+    ``split``: taps in so many groups with a row order each. ``chunked``: rows sorted inside runs of neighbouring rows,
+    which are those of ``kernel_map.prepared["row_order"]`` where the geometry left one, and tiles launched in order.
+    """
+    if transposed and kernel_map.mirror is None:
+        return schedule_of(kernel_map.reverse(), block_m, False, split, chunked)
+    key = ("schedule", block_m, transposed, split, chunked)
+    schedule = kernel_map.prepared.get(key)
+    if schedule is None:
+        if transposed:
+            straight = schedule_of(kernel_map, block_m, False, split, chunked)
+            mirror = torch.tensor(kernel_map.mirror, dtype=torch.int32)
+            if straight.tile_taps.is_cuda:
+                mirror = mirror.pin_memory()
+            mirror = mirror.to(straight.tile_taps.device, non_blocking=True)
+            schedule = replace(straight, tile_taps=mirror[straight.tile_taps.long()])
+        elif split > 1:
+            schedule = _build(kernel_map, block_m, plane_groups(kernel_map.num_taps, split))
+        else:
+            name = "chunked schedule" if chunked else "schedule"
+            base = kernel_map.prepared.get(name)
+            if base is None:
+                base = kernel_map.prepared[name] = _build(kernel_map, block_m, None, CHUNK_ROWS if chunked else None)
+            schedule = retile(base, block_m)
+            if chunked:
+                order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
+                schedule = replace(schedule, tile_order=order)
+        kernel_map.prepared[key] = schedule
+    return schedule
+
+
+def _build(
+    kernel_map: KernelMap, block_m: int, groups: Sequence[Sequence[int]] | None, chunk_rows: int | None = None
+) -> Schedule:
+    rows = kernel_map.prepared.get("row_order")
+    if kernel_map.device.type == "cuda" and rows is None:
+        from sparseconv.backends.triton_implicit_gemm.build import schedule_on_gpu  # Triton is loaded where it is used
+
+        return schedule_on_gpu(kernel_map, block_m, groups, chunk_rows)
+    return build_schedule(
+        kernel_map.neighbors, kernel_map.num_taps, block_m, base_order=rows, chunk_rows=chunk_rows, groups=groups
+    )

@@ -1,0 +1,326 @@
+"""The one differentiable operation; the only file that registers it with torch.
+
+Two operators, closed under differentiation (k over taps, over the edges of a kernel map E):
+
+    convolution:      y[out] = sum x[in] @ w[k]            adjoint:  y[in] = sum x[out] @ w[k]^T
+    weight_gradient:  w[k]   = sum x[in]^T g[out]
+
+    d convolution = {adjoint of g with w, weight_gradient(x, g)}
+    d adjoint     = {convolution of g with w, weight_gradient(g, x)}
+    d weight_gradient with cotangent h = {adjoint of g with h, convolution of x with h}
+
+A kernel map travels through an operator's schema as an integer, since torch's schemas know no such type; whoever holds
+the map (a plan, a graph node) keeps it alive. The schema says SymInt, so that a compiled network serves every scene.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+
+from sparseconv.backends.base import Backend, Request
+from sparseconv.backends.registry import choose
+from sparseconv.geometry.kernel_map import KernelMap
+
+if TYPE_CHECKING:
+    from sparseconv.pointwise import Epilogue
+
+_maps: WeakValueDictionary[int, KernelMap] = WeakValueDictionary()
+_numbers = itertools.count(1)
+_lock = threading.Lock()
+
+
+def number_of(kernel_map: KernelMap) -> int:
+    """The number under which operators find this map while it lives."""
+    with _lock:
+        number = kernel_map.prepared.get("number")
+        if number is None:
+            number = next(_numbers)
+            _maps[number] = kernel_map
+            kernel_map.prepared["number"] = number
+    return number
+
+
+def _alive(number: int) -> KernelMap | None:
+    """The map for a graph node to hold; none while torch traces with a symbol for the number, for any scene."""
+    return _maps.get(number) if isinstance(number, int) else None
+
+
+def _map(number: int) -> KernelMap:
+    found = _maps.get(number)
+    if found is None:
+        raise RuntimeError(
+            f"kernel map {number} is gone: keep the plan alive as long as its graph (a compiled module must hold it)"
+        )
+    return found
+
+
+def _backend(kernel_map: KernelMap, x: torch.Tensor, c_in: int, c_out: int, groups: int, name: str) -> Backend:
+    key = ("backend", name, x.dtype, c_in, c_out, groups)
+    chosen = kernel_map.prepared.get(key)
+    if chosen is None:
+        chosen = choose(Request(kernel_map, x.device, x.dtype, c_in, c_out, groups), name)
+        kernel_map.prepared[key] = chosen
+    return chosen
+
+
+_library = torch.library.Library("sparseconv", "FRAGMENT")
+_library.define(
+    "convolution(Tensor x, Tensor weight, Tensor? bias, SymInt edges, SymInt rows, int groups, bool adjoint,"
+    " str backend) -> Tensor"
+)
+_library.define("weight_gradient(Tensor x, Tensor grad, SymInt edges, int taps, int groups, str backend) -> Tensor")
+
+
+def _convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    edges: int,
+    rows: int,
+    groups: int,
+    adjoint: bool,
+    backend: str,
+) -> torch.Tensor:
+    kernel_map = _map(edges)
+    serving = _backend(kernel_map, x, weight.shape[1] * groups, weight.shape[2], groups, backend)
+    if adjoint:
+        return serving.input_grad(x, weight, kernel_map, groups)
+    return serving.forward(x, weight, kernel_map, groups, bias)
+
+
+def _weight_gradient(
+    x: torch.Tensor, grad: torch.Tensor, edges: int, taps: int, groups: int, backend: str
+) -> torch.Tensor:
+    kernel_map = _map(edges)
+    serving = _backend(kernel_map, x, x.shape[1], grad.shape[1], groups, backend)
+    return serving.weight_grad(x, grad, kernel_map, groups)
+
+
+def _direct(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether nobody listens between a call and its kernel, so that it may skip torch's dispatcher.
+
+    Two passes through Python kernels of the dispatcher cost as much as launching a small layer. They are needed where
+    someone traces, fakes, counts or casts.
+    """
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return (
+        type(x) in plain
+        and type(weight) in plain
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
+    if torch._C._are_functorch_transforms_active():  # which see through autograd functions only
+        return function.apply(*args)
+    if not _direct(args[0], args[1]):
+        return getattr(torch.ops.sparseconv, function.name)(*args)
+    if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args[:3]):
+        return _at_once(function).apply(*args)
+    return function.kernel(*args)
+
+
+@cache
+def _at_once(function: type[_Linear]) -> type[torch.autograd.Function]:
+    """The same derivative with the older signature of ``forward``, whose call costs some 12 us less than the one that
+    torch.func needs: torch binds the arguments of the latter through ``inspect`` each time."""
+
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        function.setup_context(ctx, args, None)
+        return function.run(*args)
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
+    return type(f"{function.__name__}AtOnce", (torch.autograd.Function,), body)
+
+
+class _Linear(torch.autograd.Function):
+    """An operator's derivative; it goes under the operator's ``Autograd`` key, or runs the kernel directly."""
+
+    name: ClassVar[str]
+    kernel: ClassVar[Callable[..., torch.Tensor]]
+
+    @classmethod
+    def run(cls, *args: Any) -> torch.Tensor:
+        if _direct(args[0], args[1]):
+            return cls.kernel(*args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.sparseconv, cls.name)(*args)
+
+
+class _Convolution(_Linear):
+    name = "convolution"
+    kernel = staticmethod(_convolution)
+
+    @staticmethod
+    def forward(*args: Any) -> torch.Tensor:
+        return _Convolution.run(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        x, weight, _, edges, _, groups, adjoint, backend = inputs
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
+        ctx.call = (edges, x.shape[0], weight.shape[0], groups, adjoint, backend)
+        ctx.kernel_map = _alive(edges)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        edges, rows, taps, groups, adjoint, backend = ctx.call
+        grad_x = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[1]:  # first: its partial sums then lie where the input gradient will be
+            fine, coarse = (grad, x) if adjoint else (x, grad)
+            grad_weight = _call(_WeightGradient, fine, coarse, edges, taps, groups, backend)
+        if ctx.needs_input_grad[0]:
+            grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, not adjoint, backend)
+        if ctx.needs_input_grad[2]:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+
+
+class _WeightGradient(_Linear):
+    name = "weight_gradient"
+    kernel = staticmethod(_weight_gradient)
+
+    @staticmethod
+    def forward(*args: Any) -> torch.Tensor:
+        return _WeightGradient.run(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        x, grad, edges, _, groups, backend = inputs
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, grad if ctx.needs_input_grad[0] else None)
+        ctx.call = (edges, x.shape[0], grad.shape[0], groups, backend)
+        ctx.kernel_map = _alive(edges)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple:  # type: ignore[override]
+        x, grad = ctx.saved_tensors
+        edges, rows_in, rows_out, groups, backend = ctx.call
+        grad_x = grad_grad = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _call(_Convolution, grad, cotangent, None, edges, rows_in, groups, True, backend)
+        if ctx.needs_input_grad[1]:
+            grad_grad = _call(_Convolution, x, cotangent, None, edges, rows_out, groups, False, backend)
+        return grad_x, grad_grad, None, None, None, None
+
+
+def _without_autocast(kind: str, name: str) -> Any:
+    """An operator as autocast should run it: operands are cast already, and its inner products are not to be."""
+
+    def run(*args: Any) -> torch.Tensor:
+        with torch.autocast(kind, enabled=False):
+            return getattr(torch.ops.sparseconv, name)(*args)
+
+    return run
+
+
+for _function in (_Convolution, _WeightGradient):
+    _library.impl(_function.name, _at_once(_function).apply, "Autograd")
+    for _kind in ("CPU", "CUDA"):
+        _library.impl(_function.name, _function.kernel, _kind)
+        _library.impl(_function.name, _without_autocast(_kind.lower(), _function.name), f"Autocast{_kind}")
+
+
+@torch.library.register_fake("sparseconv::convolution", lib=_library)
+def _(x, weight, bias, edges, rows, groups, adjoint, backend):  # type: ignore[no-untyped-def]
+    return x.new_empty((rows, weight.shape[1] * groups if adjoint else weight.shape[2]))
+
+
+@torch.library.register_fake("sparseconv::weight_gradient", lib=_library)
+def _(x, grad, edges, taps, groups, backend):  # type: ignore[no-untyped-def]
+    return x.new_empty((taps, x.shape[1] // groups, grad.shape[1]))
+
+
+def convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    edges: int,
+    rows: int,
+    groups: int = 1,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """y (rows, C_out) from x (N_in, C_in) and weight (K, C_in/G, C_out) over the numbered map; differentiable to any
+    order in x, weight and bias (C_out,). Arguments are taken as checked: `ConvolutionPlan.execute` is the boundary."""
+    if torch.compiler.is_compiling():
+        return torch.ops.sparseconv.convolution(x, weight, bias, edges, rows, groups, False, backend)
+    return _call(_Convolution, x, weight, bias, edges, rows, groups, False, backend)
+
+
+class _Fused(torch.autograd.Function):
+    """act(convolution + bias + residual) from one kernel, where the activation's gradient needs its result alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, epilogue: Any, call: tuple) -> torch.Tensor:
+        y = _forward_fused(x, weight, bias, residual, epilogue, *call)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None, None if epilogue is None else y)
+        ctx.epilogue, ctx.call, ctx.sizes = epilogue, call, (x.shape[0], weight.shape[0])
+        ctx.kernel_map = _alive(call[0])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        x, weight, y = ctx.saved_tensors
+        (edges, _, groups, backend), (rows, taps), needs = ctx.call, ctx.sizes, ctx.needs_input_grad
+        grad = grad if ctx.epilogue is None else ctx.epilogue.input_grad(grad, y=y)
+        grad_x = grad_weight = None
+        if needs[1]:
+            grad_weight = _call(_WeightGradient, x, grad, edges, taps, groups, backend)
+        if needs[0]:
+            grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, True, backend)
+        return grad_x, grad_weight, grad.sum(0) if needs[2] else None, grad if needs[3] else None, None, None
+
+
+def _forward_fused(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    epilogue: Epilogue | None,
+    edges: int,
+    rows: int,
+    groups: int,
+    backend: str,
+) -> torch.Tensor:
+    kernel_map = _map(edges)
+    serving = _backend(kernel_map, x, weight.shape[1] * groups, weight.shape[2], groups, backend)
+    return serving.forward_fused(x, weight, kernel_map, groups, bias, residual, epilogue)
+
+
+def fused_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    epilogue: Epilogue | None,
+    edges: int,
+    rows: int,
+    groups: int = 1,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """epilogue(convolution + residual (rows, C_out)): one kernel where the backend has one, the same numbers elsewhere.
+
+    With a gradient, an activation whose derivative needs only its result (relu, sigmoid, tanh) is fused too and keeps
+    nothing but y; for others the sum before it is kept, which is leaner than computing it again, and they run after.
+    """
+    call = (edges, rows, groups, backend)
+    tensors = [t for t in (x, weight, bias, residual) if t is not None]
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if traced or not all(_direct(t, t) for t in tensors):
+        z = convolution(x, weight, bias, *call)
+        z = z if residual is None else z + residual
+        return z if epilogue is None else epilogue.apply(z)
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        return _forward_fused(x, weight, bias, residual, epilogue, *call)
+    if epilogue is None or epilogue.saves_output:
+        return _Fused.apply(x, weight, bias, residual, epilogue, call)
+    return epilogue.apply(_Fused.apply(x, weight, bias, residual, None, call))

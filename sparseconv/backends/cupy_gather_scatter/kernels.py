@@ -1,0 +1,143 @@
+"""The two kernels on either side of the matrix product, from CUDA text through CuPy, and their torch twin."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from typing import Any, Protocol
+
+import torch
+
+#: widest first: the CUDA type that moves so many bytes
+CHUNKS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
+CUDA_NAMES = {
+    torch.float16: "__half",
+    torch.bfloat16: "__nv_bfloat16",
+    torch.float32: "float",
+    torch.float64: "double",
+}
+THREADS = 256
+MAX_BLOCKS = 1 << 16
+
+
+class RowKernels(Protocol):
+    """What the backend needs moved: rows out of a matrix, and rows added into one."""
+
+    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """out[i] = x[rows[i]]; zeros where rows[i] is negative."""
+
+    def scatter_add(self, product: torch.Tensor, rows: torch.Tensor, total: torch.Tensor) -> None:
+        """total[rows[i]] += product[i]; nothing where rows[i] is negative; no row occurs twice."""
+
+
+class TorchRowKernels:
+    """The readable twin."""
+
+    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """out[i] = x[rows[i]]; zeros where rows[i] is negative."""
+        present = rows >= 0
+        out.zero_()
+        out[present] = x[rows[present].long()]
+
+    def scatter_add(self, product: torch.Tensor, rows: torch.Tensor, total: torch.Tensor) -> None:
+        """total[rows[i]] += product[i]; nothing where rows[i] is negative; no row occurs twice."""
+        present = rows >= 0
+        total[rows[present].long()] += product[present].to(total.dtype)
+
+
+class CupyRowKernels:
+    """The CUDA kernels, compiled by NVRTC on first use, on torch's current stream and in torch's memory."""
+
+    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """out[i] = x[rows[i]]; zeros where rows[i] is negative. Rows of x may be strided; out is contiguous."""
+        size = x.element_size()
+        width = x.shape[1] * size
+        chunk = common_width(x.data_ptr(), out.data_ptr(), width, x.stride(0) * size)
+        chunks = width // chunk
+        _launch(
+            gather_kernel(chunk),
+            x.device,
+            rows.shape[0],
+            chunks,
+            (x.data_ptr(), out.data_ptr(), rows.data_ptr(), rows.shape[0], rows.stride(0), x.stride(0) * size // chunk),
+            chunks,
+        )
+
+    def scatter_add(self, product: torch.Tensor, rows: torch.Tensor, total: torch.Tensor) -> None:
+        """total[rows[i]] += product[i]; nothing where rows[i] is negative; no row occurs twice."""
+        channels = product.shape[1]
+        width = common_width(channels * 4, 4 * (16 // total.element_size())) // 4
+        aligned = product.data_ptr() % (width * product.element_size()) == 0
+        aligned = aligned and total.data_ptr() % (width * total.element_size()) == 0
+        width = width if aligned else 1
+        _launch(
+            scatter_kernel(product.dtype, total.dtype, width),
+            product.device,
+            rows.shape[0],
+            channels // width,
+            (product.data_ptr(), total.data_ptr(), rows.data_ptr(), rows.shape[0], rows.stride(0)),
+            channels,
+        )
+
+
+def common_width(*numbers: int) -> int:
+    """The most bytes, 16 at most, that divide every number."""
+    bits = 16
+    for number in numbers:
+        bits |= number
+    return bits & -bits
+
+
+def source(name: str) -> str:
+    """The CUDA text of a kernel."""
+    return files(__package__).joinpath(f"{name}.cu").read_text(encoding="utf-8")
+
+
+def gather_options(chunk: int) -> tuple[str, ...]:
+    """Compiler options of the gather kernel for chunks of so many bytes."""
+    return (f"-DCHUNK={CHUNKS[chunk]}",)
+
+
+def scatter_options(product: torch.dtype, total: torch.dtype, width: int) -> tuple[str, ...]:
+    """Compiler options of the scatter kernel for a product dtype, a sum dtype and channels a thread."""
+    return (f"-DPRODUCT={CUDA_NAMES[product]}", f"-DSUM={CUDA_NAMES[total]}", f"-DWIDTH={width}")
+
+
+@cache
+def gather_kernel(chunk: int) -> Any:
+    """The compiled gather kernel."""
+    import cupy
+
+    return cupy.RawKernel(source("gather"), "gather", options=gather_options(chunk))
+
+
+@cache
+def scatter_kernel(product: torch.dtype, total: torch.dtype, width: int) -> Any:
+    """The compiled scatter kernel."""
+    import cupy
+
+    return cupy.RawKernel(source("scatter_add"), "scatter_add", options=scatter_options(product, total, width))
+
+
+def _launch(kernel: Any, device: torch.device, count: int, across: int, arguments: tuple[int, ...], last: int) -> None:
+    """Launch over ``count`` rows of ``across`` pieces on torch's current stream; ``last`` is the 32-bit argument."""
+    import cupy
+    import numpy as np
+
+    if count == 0 or across == 0:
+        return
+    x = min(32, 1 << (across - 1).bit_length())
+    y = THREADS // x
+    blocks = min(MAX_BLOCKS, -(-count // y))
+    stream = torch.cuda.current_stream(device)
+    with cupy.cuda.Device(stream.device_index), _cupy_stream(stream):
+        kernel((blocks,), (x, y), (*(np.int64(value) for value in arguments), np.int32(last)))
+
+
+def _cupy_stream(stream: torch.cuda.Stream) -> Any:
+    """Torch's stream as CuPy knows it, by the way that the installed CuPy prefers."""
+    import cupy
+
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(stream)
+    return cupy.cuda.ExternalStream(stream.cuda_stream, stream.device_index)

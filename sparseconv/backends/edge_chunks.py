@@ -1,0 +1,111 @@
+"""The edges of a kernel map cut into runs of output rows, each small enough for a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+
+from sparseconv.geometry.kernel_map import KernelMap
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Output rows [start, stop) and every edge that ends there, except those of the identity tap.
+
+    The edges lie by tap, and their products go to a buffer in the same order; ``slots`` says where in that buffer the
+    products of each output row are. In a map of three taps whose middle one is the identity, rows 0 and 1 with
+    the edges (tap 0, in 0, out 1) and (tap 2, in 1, out 0)::
+
+        in_rows = [0, 1]; taps = ((0, 0, 1), (2, 1, 2)); slots = [1, 0]; offsets = [0, 1, 2]
+
+    Each tap's run is padded to whole tiles of ``tile`` edges by row 0, which no slot names; a chunk starts at a whole
+    number of tiles. Here the tile is 1.
+    """
+
+    start: int
+    stop: int
+    in_rows: torch.Tensor  # (E,) int32
+    taps: tuple[tuple[int, int, int], ...]  # (tap, first edge, last edge + 1), live ones only
+    tile_taps: torch.Tensor  # (E / tile,) int64: the tap of each tile
+    slots: torch.Tensor  # (edges without padding,) int32
+    offsets: torch.Tensor  # (stop - start + 1,) int32: output row r owns slots[offsets[r]:offsets[r+1]]
+
+
+@dataclass(frozen=True)
+class EdgeChunks:
+    """The chunks of a map in order of output rows, and the most edges, with their padding, that one of them has."""
+
+    chunks: tuple[Chunk, ...]
+    max_edges: int
+
+    @classmethod
+    def of(cls, kernel_map: KernelMap, edges: int, tile: int) -> EdgeChunks:
+        """Chunks of about ``edges`` edges, kept with the map: asked for again, they are there."""
+        key = (cls, edges, tile)
+        kept = kernel_map.prepared.get(key)
+        if kept is None:
+            kept = kernel_map.prepared[key] = _cut(kernel_map, edges, tile)
+        return kept
+
+
+def _cut(kernel_map: KernelMap, edges: int, tile: int) -> EdgeChunks:
+    rows, num_taps = kernel_map.num_out, kernel_map.num_taps
+    in_rows, out_rows, counts = _by_tap_and_row(kernel_map)
+    by_row = torch.sort(out_rows, stable=True).indices.numpy()  # a row's edges in order of taps: its sum has one order
+    degree = np.bincount(out_rows.numpy(), minlength=rows)
+    offsets = np.zeros(rows + 1, np.int32)
+    np.cumsum(degree, out=offsets[1:])
+    cost = offsets[1:] + np.arange(1, rows + 1)  # an output row costs about what an edge does
+    total = int(cost[-1]) if rows else 0
+    count = max(1, -(-total // edges))
+    inner = np.searchsorted(cost, np.arange(1, count) * total // count) // tile * tile
+    cuts = [0, *inner.tolist(), rows]
+
+    starts = np.cumsum([0, *counts])
+    by_tap = (out_rows.numpy()[a:b] for a, b in pairwise(starts.tolist()))
+    bounds = np.stack([a + np.searchsorted(outs, cuts) for a, outs in zip(starts.tolist(), by_tap)])  # (K, chunks + 1)
+    live = np.diff(bounds)
+    room = -(-live // tile) * tile  # edges and padding of each (tap, chunk)
+    first = (np.cumsum(room.T) - room.T.ravel()).reshape(count, num_taps)
+    place = np.repeat((first.T - bounds[:, :-1]).ravel().astype(np.int32), live.ravel())
+    place += np.arange(len(place), dtype=np.int32)
+    padded = np.zeros(int(room.sum()), np.int32)
+    padded[place] = in_rows.numpy()
+    slots = place[by_row]
+
+    chunks = []
+    for (start, stop), sizes, base in zip(pairwise(cuts), room.T.tolist(), first[:, 0].tolist()):
+        ends = list(accumulate(sizes, initial=0))
+        own = slots[offsets[start] : offsets[stop]] - np.int32(base)
+        chunks.append(
+            Chunk(
+                start,
+                stop,
+                torch.from_numpy(padded[base : base + ends[-1]]),
+                tuple((tap, a, b) for tap, (a, b) in enumerate(pairwise(ends)) if a < b),
+                torch.from_numpy(np.repeat(np.arange(num_taps), np.array(sizes) // tile)),
+                torch.from_numpy(own),
+                torch.from_numpy(offsets[start : stop + 1] - offsets[start]),
+            )
+        )
+    return EdgeChunks(tuple(chunks), max(len(c.in_rows) for c in chunks))
+
+
+def _by_tap_and_row(kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Input and output rows of every edge but the identity tap's, by tap and then by output row; edges of each tap."""
+    in_rows, out_rows, counts = kernel_map.in_rows, kernel_map.out_rows, list(kernel_map.tap_counts)
+    if kernel_map.identity_tap is not None:
+        before = sum(counts[: kernel_map.identity_tap])
+        after = before + counts[kernel_map.identity_tap]
+        in_rows, out_rows = (torch.cat([t[:before], t[after:]]) for t in (in_rows, out_rows))
+        counts[kernel_map.identity_tap] = 0
+    descents = np.flatnonzero(np.diff(out_rows.numpy()) < 0) + 1
+    if not np.isin(descents, np.cumsum(counts)).all():
+        taps = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+        order = torch.sort(out_rows, stable=True).indices
+        order = order[torch.sort(taps[order], stable=True).indices]
+        in_rows, out_rows = in_rows[order], out_rows[order]
+    return in_rows, out_rows, counts

@@ -1,0 +1,213 @@
+"""Gather, multiply, sum by output row: the CPU's strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sparseconv.backends.base import Backend, Request
+from sparseconv.backends.cpu_products import accumulate_gram, buffer, fresh, multiply
+from sparseconv.backends.edge_chunks import Chunk, EdgeChunks
+from sparseconv.geometry.kernel_map import KernelMap
+
+TILE = 64  # edges that share a weight; every product has a multiple of it as rows, so that oneDNN meets few shapes
+BLOCK = 1 << 20  # bytes that one gathered block of a tap takes: an L2 cache
+BUFFER = 1 << 23  # bytes that the products of a chunk take: a share of an L3 cache
+
+
+class NumpyGatherScatter(Backend):
+    """For runs of output rows: gather, one product a tap into one buffer, and a sum by output row.
+
+    The output rows are cut into chunks whose products fit a buffer. In a chunk each live tap gathers its input rows
+    and multiplies them; then each output row, which has one owner, adds up its products in order of taps, with the
+    identity tap as one plain product on top. Nothing is scattered, so nothing is raced for. Few channels make the
+    products of a tap too small to be worth a call each: they go as one batched product of tiles of edges.
+    """
+
+    name = "numpy_gather_scatter"
+
+    def unsupported(self, request: Request) -> str | None:
+        if request.device.type != "cpu":
+            return f"it runs on the CPU and the plan is on {request.device}"
+        if request.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            return f"it has no arithmetic for {request.dtype}: use fp16, bf16, fp32 or fp64"
+        return None
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return _convolve(x, weight, range(kernel_map.num_taps), kernel_map, groups, bias)
+
+    @torch.no_grad()
+    def input_grad(
+        self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
+    ) -> torch.Tensor:
+        k, c_in, c_out = weight.shape
+        if groups == 1:
+            turned = weight.transpose(1, 2)
+        else:
+            split = weight.reshape(k, c_in, groups, c_out // groups)
+            turned = split.permute(0, 3, 2, 1).reshape(k, c_out // groups, c_in * groups)
+        if kernel_map.mirror is not None:  # the reversed edges of a tap are those of its mirror: the chunks serve twice
+            return _convolve(grad_out, turned, kernel_map.mirror, kernel_map, groups, None)
+        return _convolve(grad_out, turned, range(k), kernel_map.reverse(), groups, None)
+
+    @torch.no_grad()
+    def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
+        dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
+        c_in, c_out = x.shape[1], grad_out.shape[1]
+        result = torch.zeros(kernel_map.num_taps, c_in // groups, c_out, dtype=wide)
+        if result.numel() == 0:
+            return result.to(dtype)
+        x, grad_out = x.to(wide).contiguous(), grad_out.to(wide).contiguous()
+        step = _gram_rows(c_in, c_out, wide)
+        rows = min(step, kernel_map.max_pairs_per_tap)
+        xs, gs = buffer("inputs", rows, c_in, wide), buffer("products", rows, c_out, wide)
+        end = 0
+        for tap, count in enumerate(kernel_map.tap_counts):
+            start, end = end, end + count
+            for first in range(start, end, step):
+                last = min(first + step, end)
+                if tap == kernel_map.identity_tap:
+                    a, b = x[first - start : last - start], grad_out[first - start : last - start]
+                else:
+                    a = torch.index_select(x, 0, kernel_map.in_rows[first:last], out=xs[: last - first])
+                    b = torch.index_select(grad_out, 0, kernel_map.out_rows[first:last], out=gs[: last - first])
+                _accumulate(a, b, result[tap], groups)
+        return result.to(dtype)
+
+    def workspace_bytes(self, request: Request) -> int:
+        wide = torch.promote_types(request.dtype, torch.float32)
+        size, kernel_map = wide.itemsize, request.kernel_map
+        rows = max(kernel_map.num_in, kernel_map.num_out)
+        edges = min(_chunk_edges(request.c_in, request.c_out, wide), kernel_map.num_pairs) + kernel_map.num_taps * TILE
+        sums = 2 * edges * request.c_out * size  # the products of a chunk and its sums
+        blocks = max(edges * request.c_in * size, 2 * BLOCK)
+        grams = min(_gram_rows(request.c_in, request.c_out, wide), kernel_map.max_pairs_per_tap)
+        widened = 0 if request.dtype == wide else rows * (request.c_in + request.c_out) * size
+        return max(sums + blocks, grams * (request.c_in + request.c_out) * size) + widened
+
+
+def _convolve(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    taps: Sequence[int],
+    kernel_map: KernelMap,
+    groups: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """y[out] = sum over edges (k, in, out) of x[in] @ weight[taps[k]]."""
+    dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
+    c_in, c_out = x.shape[1], weight.shape[2]
+    y = fresh(kernel_map.num_out, c_out, dtype)
+    if y.numel() == 0:
+        return y
+    if c_in == 0:
+        return y.zero_() if bias is None else y.copy_(bias.expand_as(y))
+    x, weight = x.to(wide).contiguous(), weight.to(wide)
+    if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()):
+        weight = weight.contiguous()
+    bias = None if bias is None else bias.to(wide)
+    depthwise = groups == c_in == c_out
+    tiled = depthwise or (groups == 1 and min(c_in, c_out) < 24 and c_in * c_out <= 1024)
+    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide), TILE)
+    products = buffer("products", cut.max_edges, c_out, wide)
+    step = max(512, BLOCK // (wide.itemsize * max(c_in, c_out)) // TILE * TILE)
+    inputs = buffer("inputs", cut.max_edges if tiled else min(step, cut.max_edges), c_in, wide)
+    ordered = weight[list(taps)] if tiled else weight
+    for chunk in cut.chunks:
+        made = products[: len(chunk.in_rows)]
+        if tiled and chunk.taps:
+            made = _multiply_tiles(x, ordered, chunk, inputs, made, depthwise)
+        else:
+            for tap, first, last in chunk.taps:
+                for a in range(first, last, step):
+                    b = min(a + step, last)
+                    rows = torch.index_select(x, 0, chunk.in_rows[a:b], out=inputs[: b - a])
+                    _multiply(rows, weight[taps[tap]], made[a:b], groups)
+        sums = _sum_by_row(made, chunk)
+        if bias is not None:
+            sums += bias
+        rows_out = y[chunk.start : chunk.stop]
+        if kernel_map.identity_tap is None:
+            rows_out.copy_(sums)
+            continue
+        own = weight[taps[kernel_map.identity_tap]]
+        for a in range(0, chunk.stop - chunk.start, step):
+            b = min(a + step, chunk.stop - chunk.start)
+            target = rows_out[a:b] if dtype == wide else sums[a:b]
+            _multiply(x[chunk.start + a : chunk.start + b], own, target, groups, sums[a:b])
+        if dtype != wide:
+            rows_out.copy_(sums)
+    return y
+
+
+def _chunk_edges(c_in: int, c_out: int, wide: torch.dtype) -> int:
+    """Edges of a chunk: a power of 4, so that the layers of a network share few sets of chunks."""
+    fitting = max(1, BUFFER // (wide.itemsize * max(c_in, c_out, 1)))
+    return max(4096, min(4 ** round(fitting.bit_length() / 2), 1 << 16))
+
+
+def _gram_rows(c_in: int, c_out: int, wide: torch.dtype) -> int:
+    return max(4096, BUFFER // (2 * wide.itemsize * max(c_in, c_out, 1)))
+
+
+def _sum_by_row(products: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    """(rows of the chunk, C_out): the sum of each output row's products, zeros where it has none."""
+    rows = chunk.stop - chunk.start
+    if len(chunk.slots) == 0:
+        return products.new_zeros(rows, products.shape[1])
+    return torch.embedding_bag(products, chunk.slots, chunk.offsets, False, 0, False, None, True)[0]
+
+
+def _multiply_tiles(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    chunk: Chunk,
+    inputs: torch.Tensor,
+    out: torch.Tensor,
+    depthwise: bool,
+) -> torch.Tensor:
+    count = len(chunk.tile_taps)
+    rows = torch.index_select(x, 0, chunk.in_rows, out=inputs[: len(chunk.in_rows)]).view(count, TILE, x.shape[1])
+    weights = torch.index_select(weight, 0, chunk.tile_taps)
+    if depthwise:
+        return rows.mul_(weights).view(out.shape)
+    torch.bmm(rows, weights, out=out.view(count, TILE, out.shape[1]))
+    return out
+
+
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int, add: torch.Tensor | None = None
+) -> None:
+    """out (M, C_out) = x (M, C_in) times one tap's weight (C_in/G, C_out), plus ``add`` where given."""
+    if groups == 1:
+        multiply(x, weight, out, add)
+    elif weight.shape[0] == 1 and groups == out.shape[1]:
+        torch.mul(x, weight, out=out) if add is None else torch.addcmul(add, x, weight, out=out)
+    else:
+        product = torch.bmm(_by_group(x, groups), _by_group(weight, groups)).transpose(0, 1).reshape(out.shape)
+        out.copy_(product) if add is None else torch.add(product, add, out=out)
+
+
+def _accumulate(x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, groups: int) -> None:
+    """out (C_in/G, C_out) += the gram of x (M, C_in) and g (M, C_out), group by group."""
+    if groups == 1:
+        accumulate_gram(x, g, out)
+    elif out.shape[0] == 1 and groups == out.shape[1]:
+        out += (x * g).sum(0)
+    else:
+        grams = torch.bmm(_by_group(x, groups).transpose(1, 2), _by_group(g, groups))
+        out += grams.transpose(0, 1).reshape(out.shape)
+
+
+def _by_group(rows: torch.Tensor, groups: int) -> torch.Tensor:
+    """(M, G c) seen as (G, M, c)."""
+    return rows.reshape(len(rows), groups, -1).transpose(0, 1)

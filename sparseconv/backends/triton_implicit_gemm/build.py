@@ -1,0 +1,256 @@
+"""Schedules on the GPU in four steps: sort the keys of the rows, permute the table, list live taps, rank the tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
+from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer, power_of_2
+from sparseconv.geometry.triton_neighbors import SEARCH_TYPES, WindowSearch, row_keys, search_table
+from sparseconv.geometry.triton_pairs import FoundEdges
+from sparseconv.geometry.triton_window import look, take
+
+
+def schedule_on_gpu(
+    kernel_map: KernelMap,
+    block_m: int,
+    groups: Sequence[Sequence[int]] | None = None,
+    chunk_rows: int | None = None,
+) -> Schedule:
+    """The schedule of a kernel map on a GPU: from the search that found its edges, else from its table."""
+    if isinstance(kernel_map.source, FoundEdges):
+        return build_schedule(kernel_map.source.search, block_m, groups=groups, chunk_rows=chunk_rows)
+    significance = tap_significance(kernel_map.num_taps)
+    search = search_table(kernel_map.neighbors)
+    return build_schedule(search, block_m, significance=significance, groups=groups, chunk_rows=chunk_rows)
+
+
+def build_schedule(
+    search: WindowSearch,
+    block_m: int,
+    *,
+    significance: Sequence[int] | None = None,
+    groups: Sequence[Sequence[int]] | None = None,
+    chunk_rows: int | None = None,
+) -> Schedule:
+    """The schedule of what a window sees, without waiting for the device.
+
+    Args:
+        search: the window's search.
+        block_m: rows of a tile; a power of two that divides 256.
+        significance: taps from the most to the least significant bit of a row's mask; default: `tap_order`.
+        groups: taps cut into groups with a row order of their own each; default: all in one.
+        chunk_rows: sort only inside runs of this many rows, for locality; keys then lose their last bits.
+
+    Returns:
+        A `Schedule` whose slots are padded to a multiple of 256 in each group.
+    """
+    if block_m < 1 or SLOT_ALIGNMENT % block_m:
+        raise ValueError(f"block_m must divide {SLOT_ALIGNMENT}; got {block_m}")
+    taps = search.window.num_taps
+    parts = (tuple(range(taps)),) if groups is None else tuple(tuple(group) for group in groups)
+    if groups is not None and sorted(tap for part in parts for tap in part) != list(range(taps)):
+        raise ValueError(f"groups must hold each of the {taps} taps exactly once; got {parts}")
+    keys = search.keys
+    if keys is None or significance is not None or groups is not None or chunk_rows is not None:
+        keys = row_keys(search, parts, significance, chunk_rows)
+    order = torch.sort(keys, dim=-1, stable=True).indices
+    return make_tiles(search, order, parts, block_m)
+
+
+def make_tiles(search: WindowSearch, order: torch.Tensor, parts: tuple[tuple[int, ...], ...], block_m: int) -> Schedule:
+    """The schedule whose rows go in ``order`` (G, N_out) int64 in each group of taps."""
+    n, device = search.coords.shape[0], search.coords.device
+    lines = max(map(len, parts), default=0)
+    padded = -(-n // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    slots, room = len(parts) * padded, lines + LOOKAHEAD
+    tiles = slots // block_m
+    empty, i32 = torch.empty, torch.int32
+    table = empty(lines + 1, slots, dtype=i32, device=device)
+    out_rows = empty(slots, dtype=i32, device=device)
+    counts = empty(tiles, dtype=i32, device=device)
+    tile_rows = empty(tiles, room, dtype=i32, device=device)
+    tile_taps = empty(tiles, room, dtype=i32, device=device)
+    launch_order = empty(tiles, dtype=i32, device=device)
+    split = len(parts) > 1
+    slots_of = empty(len(parts), n, dtype=i32, device=device) if split else out_rows
+    if tiles:
+        line_of, weight_taps = _encode_parts(parts, device)
+        args = (
+            *search.pointers, pointer(order), pointer(line_of), pointer(weight_taps), pointer(table),
+            *map(pointer, (out_rows, slots_of, counts, tile_rows, tile_taps)),
+            n, search.window.num_runs, search.window.num_taps, search.capacity,
+            slots, padded // block_m, lines, room,
+        )  # fmt: skip
+        with on_device(device):
+            constants = (*search.constants, block_m, power_of_2(room), split, search.window.num_taps <= 32)
+            _TILES(device, (tiles,), args, constants)
+            ranked = (pointer(counts), pointer(launch_order), tiles)
+            _RANK(device, (ceil_div(tiles, 256),), ranked, (power_of_2(lines + 2), 256, 1024))
+    more: dict[str, Any] = {"slots": slots_of} if split else {}
+    return Schedule(block_m, table, out_rows, counts, tile_rows, tile_taps, launch_order, **more)
+
+
+@lru_cache(maxsize=512)
+def _encode_parts(parts: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(G, K) int32 table row of each tap in each group and (G, R) int32 tap of each table row; -1 for none."""
+    line_of = torch.full((len(parts), sum(map(len, parts))), -1, dtype=torch.int32)
+    weight_taps = torch.full((len(parts), max(map(len, parts), default=0)), -1, dtype=torch.int32)
+    for index, part in enumerate(parts):
+        for line, tap in enumerate(part):
+            line_of[index, tap] = line
+            weight_taps[index, line] = tap
+    return line_of.to(device), weight_taps.to(device)
+
+
+# ---- kernels
+
+
+@triton.jit
+def tiles_kernel(
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
+    order_ptr, line_of_ptr, weight_taps_ptr, out_ptr, out_rows_ptr, slots_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr,
+    n, num_runs, num_taps, capacity, num_slots, tiles_per_group, num_lines, room,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    SIDES: tl.constexpr, LENGTH: tl.constexpr, BLOCK_M: tl.constexpr, ROOM: tl.constexpr, SPLIT: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """One program makes one tile: its columns of the permuted table, its output rows and its list of live taps.
+
+    Rows are looked up anew in their new order: cheaper than to gather single words of a table in the old one.
+    """
+    tile = tl.program_id(0)
+    group = tile // tiles_per_group
+    place = (tile % tiles_per_group) * BLOCK_M + tl.arange(0, BLOCK_M)
+    slot = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = place < n
+    row = tl.load(order_ptr + group.to(tl.int64) * n + place, mask=real, other=0).to(tl.int32)
+    alive = tl.zeros((BLOCK_M,), tl.int32)
+    count = tl.zeros((), tl.int32)
+    lists = tile.to(tl.int64) * room
+    line_of_ptr += group * num_taps
+    runs_ptr = window_ptr + 3 * RANK
+    for run in range(0, num_runs, 3):  # all loads of three runs before any store: they are on their way together
+        tap_a, length_a, a0, a1, a2, a3 = look_and_take(
+            runs_ptr, run, num_runs, row, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
+            entries_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+        )  # fmt: skip
+        tap_b, length_b, b0, b1, b2, b3 = look_and_take(
+            runs_ptr, run + 1, num_runs, row, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
+            entries_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+        )  # fmt: skip
+        tap_c, length_c, c0, c1, c2, c3 = look_and_take(
+            runs_ptr, run + 2, num_runs, row, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
+            entries_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+        )  # fmt: skip
+        for part in tl.static_range(3):
+            tap = tap_a if part == 0 else tap_b if part == 1 else tap_c
+            length = length_a if part == 0 else length_b if part == 1 else length_c
+            for step in tl.static_range(LENGTH):
+                if part == 0:
+                    found = a0 if step == 0 else a1 if step == 1 else a2 if step == 2 else a3
+                elif part == 1:
+                    found = b0 if step == 0 else b1 if step == 1 else b2 if step == 2 else b3
+                else:
+                    found = c0 if step == 0 else c1 if step == 1 else c2 if step == 2 else c3
+                line = tl.load(line_of_ptr + tap + step, mask=length > step, other=-1)
+                target = out_ptr + line.to(tl.int64) * num_slots + slot
+                tl.store(target, found, mask=slot < tl.where(line >= 0, num_slots, 0))
+                if MASKED:
+                    alive |= tl.where(line >= 0, (found >= 0).to(tl.int32) << (tap + step), 0)
+                else:
+                    live = tl.where(line >= 0, tl.max((found >= 0).to(tl.int32), 0), 0)
+                    alive |= tl.where(line >= 0, (found >= 0).to(tl.int32), 0)
+                    tl.store(tile_rows_ptr + lists + count, line, mask=live > 0)
+                    tl.store(tile_taps_ptr + lists + count, tap + step, mask=live > 0)
+                    count += live
+    if MASKED:  # one reduction for all taps
+        taps = tl.arange(0, 32)
+        here = (tl.reduce(alive, 0, either) >> taps) & 1
+        line = tl.load(line_of_ptr + taps, mask=here > 0, other=-1)
+        at = tl.cumsum(here, 0) - here
+        tl.store(tile_rows_ptr + lists + at, line, mask=here > 0)
+        tl.store(tile_taps_ptr + lists + at, taps, mask=here > 0)
+        count = tl.sum(here, 0)
+    rest = tl.arange(0, ROOM)
+    tl.store(tile_rows_ptr + lists + rest, num_lines, mask=(rest >= count) & (rest < room))
+    tl.store(tile_taps_ptr + lists + rest, 0, mask=(rest >= count) & (rest < room))
+    tl.store(out_ptr + num_lines.to(tl.int64) * num_slots + slot, -1)
+    tl.store(counts_ptr + tile, count)
+    if SPLIT:
+        for line in range(num_lines):  # a shorter group leaves rows of the table to nobody else
+            tap = tl.load(weight_taps_ptr + group * num_lines + line)
+            tl.store(out_ptr + slot, -1, mask=slot < tl.where(tap < 0, num_slots, 0))
+            out_ptr += num_slots
+        tl.store(out_rows_ptr + slot, tl.where(real & (alive != 0), row, -1))
+        tl.store(slots_ptr + group.to(tl.int64) * n + row, tl.where(alive != 0, slot, -1), mask=real)
+    else:
+        tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
+
+
+@triton.jit
+def look_and_take(
+    runs_ptr, run, num_runs, row, live, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
+    entries_ptr, around_ptr, window_ptr, capacity,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    SIDES: tl.constexpr, LENGTH: tl.constexpr,
+):  # fmt: skip
+    """First tap, length and up to four found rows of a run; beyond the last run the length is 0."""
+    EDGE: tl.constexpr = 1 << ((SHIFTS >> (4 * RANK)) & 15)
+    run_ptr = runs_ptr + tl.minimum(run, num_runs - 1) * (2 + RANK)
+    tap = tl.load(run_ptr)
+    length = tl.where(run < num_runs, tl.load(run_ptr + 1), 0)
+    seen, near, far, cell = look(
+        row, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr,
+        window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
+    )  # fmt: skip
+    found0, near, far = take(rows_ptr, seen, near, far, cell, 0, EDGE, BLOCKED)
+    found1 = found0
+    found2 = found0
+    found3 = found0
+    if LENGTH > 1:
+        found1, near, far = take(rows_ptr, seen, near, far, cell, 1, EDGE, BLOCKED)
+    if LENGTH > 2:
+        found2, near, far = take(rows_ptr, seen, near, far, cell, 2, EDGE, BLOCKED)
+    if LENGTH > 3:
+        found3, near, far = take(rows_ptr, seen, near, far, cell, 3, EDGE, BLOCKED)
+    return tap, length, found0, found1, found2, found3
+
+
+@triton.jit
+def either(a, b):
+    """Bitwise or."""
+    return a | b
+
+
+@triton.jit
+def rank_kernel(counts_ptr, order_ptr, num_tiles, BINS: tl.constexpr, MINE: tl.constexpr, BLOCK: tl.constexpr):
+    """order[number of tiles that go before a tile] = tile: more taps first, then the lower number."""
+    first = tl.program_id(0) * MINE
+    tile = first + tl.arange(0, MINE)
+    bin_of = tl.arange(0, BINS)
+    mine = BINS - 1 - tl.load(counts_ptr + tile, mask=tile < num_tiles, other=0)
+    total = tl.zeros((BINS,), tl.int32)
+    before = tl.zeros((BINS,), tl.int32)
+    for start in range(0, num_tiles, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        theirs = BINS - 1 - tl.load(counts_ptr + other, mask=other < num_tiles, other=BINS - 1)
+        total += tl.histogram(theirs, BINS)  # what lies beyond the last tile goes to bin 0, where no tile is
+        before += tl.histogram(tl.where(other < first, theirs, 0), BINS)
+    total = tl.where(bin_of == 0, 0, total)
+    base = tl.cumsum(total, 0) - total + tl.where(bin_of == 0, 0, before)
+    rank = tl.sum(tl.where(bin_of[None, :] == mine[:, None], base[None, :], 0), 1)
+    same = (mine[None, :] == mine[:, None]) & (tile[None, :] < tile[:, None])
+    tl.store(order_ptr + rank + tl.sum(same.to(tl.int32), 1), tile, mask=tile < num_tiles)
+
+
+_I32, _I64 = torch.int32, torch.int64
+_TILES = Launcher(tiles_kernel, (*SEARCH_TYPES, _I64, *(_I32,) * 8, *(int,) * 8))
+_RANK = Launcher(rank_kernel, (_I32, _I32, int))

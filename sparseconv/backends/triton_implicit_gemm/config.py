@@ -1,0 +1,208 @@
+"""Tile shapes: what a kernel is compiled for, and the estimate that names the few worth timing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+HALF = (torch.float16, torch.bfloat16)
+#: channels of a pack of groups: enough for a matrix instruction and for one 128-byte read of half numbers
+PACK_CHANNELS = 64
+#: rows from which features no longer fit in the second-level cache together
+FAR_ROWS = 500_000
+#: bytes of shared memory that the blocks on one multiprocessor share
+SHARED_BYTES = 227 << 10
+
+
+@dataclass(frozen=True)
+class ConvConfig:
+    """Tile and pipeline of the forward and input-gradient kernel."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    gluon: bool = False
+    #: input gradient: read the weight through a transposed copy instead of transposing each tile
+    weight_copy: bool = False
+    #: groups of taps computed apart and added in a fixed order: more programs where rows are few
+    split: int = 1
+    #: rows sorted inside runs of neighbouring rows, tiles launched in that order: more waste, fewer reads from memory
+    chunked: bool = False
+
+
+@dataclass(frozen=True)
+class WeightGradConfig:
+    """Tile and pipeline of the weight-gradient kernel, and the number of programs that share its pairs."""
+
+    block_i: int
+    block_o: int
+    block_p: int
+    warps: int
+    stages: int
+    programs: int
+    gluon: bool = False
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the estimate knows of one verb: sizes, and the card it runs on."""
+
+    dtype: torch.dtype
+    num_rows: int  # output rows
+    num_pairs: int
+    num_taps: int
+    group_in: int  # channels contracted in one group
+    group_out: int  # channels produced in one group
+    groups: int
+    aligned: bool  # rows of every operand start at multiples of 16 bytes
+    processors: int = 132
+    capability: tuple[int, int] = (9, 0)
+    transposed: bool = False
+    precision: str = "tf32"
+
+    @property
+    def pack(self) -> int:
+        """Groups that one program takes together."""
+        if self.groups == 1 or min(self.group_in, self.group_out) >= 16:
+            return 1
+        wanted = max(1, PACK_CHANNELS // max(self.group_in, self.group_out))
+        needed = -(-16 // min(self.group_in, self.group_out))
+        return min(power_of_two(max(wanted, needed)), power_of_two(self.groups))
+
+    @property
+    def gluon(self) -> bool:
+        """Whether the Gluon kernels serve this work."""
+        return (
+            self.capability[0] == 9
+            and self.dtype in HALF
+            and self.pack == 1
+            and self.aligned
+            and self.group_in % 8 == 0
+            and self.group_out % 8 == 0
+            and min(self.group_in, self.group_out) >= 16
+        )
+
+    @property
+    def far(self) -> bool:
+        """Whether rows that meet must run close together, because all of them do not fit in the second-level cache."""
+        return self.num_rows >= FAR_ROWS and self.group_in * self.groups <= 128
+
+    @property
+    def density(self) -> float:
+        """Pairs over rows times taps: 1 for a dense grid."""
+        return self.num_pairs / max(1, self.num_rows * self.num_taps)
+
+    def key(self) -> tuple[object, ...]:
+        """What a timed choice depends on: sizes by their order of magnitude, never the exact number of rows."""
+        return (
+            str(self.dtype),
+            self.group_in,
+            self.group_out,
+            self.groups,
+            self.num_taps,
+            round(math.log2(max(1, self.num_rows))),
+            round(8 * self.density),
+            self.aligned,
+            self.transposed,
+            self.precision,
+            self.processors,
+            self.capability,
+        )
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not less than ``number``."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def conv_candidates(work: Work) -> list[ConvConfig]:
+    """At most four configurations for the forward or input-gradient kernel, the expected best first."""
+    return list(dict.fromkeys(_conv_candidates(work)))
+
+
+def _conv_candidates(work: Work) -> list[ConvConfig]:
+    c_in, c_out = work.pack * work.group_in, work.pack * work.group_out
+    if work.dtype not in HALF:
+        block_n = min(max(16, power_of_two(c_out)), 128)
+        block_k = min(max(16, power_of_two(c_in)), 32)
+        warps = 8 if block_n == 128 else 4
+        # wgmma takes tf32 operands along the contracted channels only; plain products read rows of produced ones best
+        copy = work.transposed == (work.precision == "ieee")
+        tile = ConvConfig(128, block_n, block_k, warps, 3, weight_copy=copy, chunked=work.far)
+        half = replace(tile, block_n=min(block_n, 64), warps=4)
+        return [tile, replace(half, block_m=64, warps=8), half]
+    block_k = min(max(16, power_of_two(c_in)), 64)
+    if c_in > 16 and c_in % block_k and c_in % (block_k // 2) == 0:
+        block_k //= 2
+    block_n = min(max(16, power_of_two(c_out)), 256)
+    if block_n > 32 and c_out % block_n and c_out % (block_n // 2) == 0:
+        block_n //= 2
+    wide = block_n == 256
+    warps = 8 if wide else 4
+    tile = ConvConfig(128, block_n, block_k, warps, 3, gluon=work.gluon, chunked=work.far)
+    narrow = replace(tile, block_m=64, block_n=min(block_n, 128), warps=4)
+    load = programs(work, tile) / work.processors
+    if load <= 1.5 and work.num_taps > 1:
+        split = replace(tile, split=min(3, work.num_taps))
+        few = [
+            split,
+            replace(split, block_m=64, block_n=narrow.block_n, warps=4),
+            replace(narrow, block_n=min(block_n, 64)),
+        ]
+        return [*few, tile] if load <= 0.6 else [tile, *few]
+    if not work.gluon:
+        return [tile, narrow] if wide else [replace(tile, stages=2), tile, narrow]
+    if wide:
+        return [tile, replace(tile, block_n=128, warps=4)]
+    return [replace(tile, stages=2), tile, replace(narrow, stages=2)]
+
+
+def programs(work: Work, config: ConvConfig) -> int:
+    """Programs of one launch of the forward kernel."""
+    tiles = -(-work.num_rows // config.block_m)
+    return tiles * -(-work.pack * work.group_out // config.block_n) * -(-work.groups // work.pack)
+
+
+def weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
+    """At most four configurations for the weight-gradient kernel, the expected best first.
+
+    Jobs are of one length, so the programs are counted to fill the card a whole number of times.
+    """
+    return list(dict.fromkeys(_weight_grad_candidates(work)))
+
+
+def _weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
+    c_in, c_out = work.pack * work.group_in, work.pack * work.group_out
+    if work.dtype not in HALF:
+        block_i = min(max(16, power_of_two(c_in)), 64)
+        block_o = min(max(16, power_of_two(c_out)), 64)
+        tile = WeightGradConfig(block_i, block_o, 32, 4, 3, 8 * work.processors)
+        if work.precision == "tf32" and work.capability[0] == 9:
+            # wgmma takes fp32 operands along the pairs only; two warps are too few for it: mma reads them as they lie
+            return [replace(tile, block_p=16, warps=2), replace(tile, warps=2, stages=2)]
+        if work.precision == "ieee" and min(c_in, c_out) >= 128:
+            return [replace(tile, block_i=128, block_o=128, block_p=16, warps=8), tile]
+        return [tile, replace(tile, block_p=16, stages=4)]
+    block_i = min(max(16, power_of_two(c_in)), 128)
+    block_o = min(max(16, power_of_two(c_out)), 128)
+    large = block_i * block_o >= 128 * 128
+    tile = WeightGradConfig(block_i, block_o, 64 if large else 128, 8 if large else 4, 2, 0)
+    if work.gluon:
+        tile = replace(tile, block_i=max(block_i, 64), gluon=True)  # wgmma takes 64 rows of the product at least
+    resident = SHARED_BYTES // (weight_grad_shared_bytes(tile, work.dtype.itemsize) + 1024)
+    resident = max(1, min(2 if large else 6, resident))
+    waves = 1 if max(c_in, c_out) <= 128 else 4
+    once = replace(tile, programs=waves * resident * work.processors)
+    twice = replace(once, programs=2 * once.programs)
+    if work.gluon:
+        return [once, twice]
+    return [once, replace(twice, block_i=min(block_i, 64), block_o=min(block_o, 64), warps=4), replace(once, stages=3)]
+
+
+def weight_grad_shared_bytes(config: WeightGradConfig, itemsize: int) -> int:
+    """Shared memory of the operand buffers of the weight-gradient kernel."""
+    return config.stages * config.block_p * (config.block_i + config.block_o) * itemsize

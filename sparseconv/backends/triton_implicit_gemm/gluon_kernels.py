@@ -1,0 +1,265 @@
+"""The implicit GEMM for Hopper in Gluon: row numbers fetched a step ahead, tiles by cp.async, products by wgmma.
+
+The pipeline is written out, which plain Triton cannot say: while the products of one step run, the rows of a later step
+are being copied to shared memory, and the row numbers of the step after that are being read. Half types only; channels
+in multiples of 8, so that every copy is 16 bytes. Arguments are those of the plain kernels.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+#: the copy from global to shared memory, by the name it has in this Triton: (shared, pointers, mask)
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.constexpr_function
+def row_layout(columns, warps):
+    """Rows of ``columns`` half numbers in pieces of 16 bytes, neighbouring lanes along the row."""
+    lanes = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def shared_layout(columns):
+    """The swizzle under which wgmma reads a tile whose rows hold ``columns`` half numbers."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(columns * 2, 128), element_bitwidth=16, rank=2)
+
+
+@gluon.jit
+def copy_rows(ptr, shared, idx, stride, columns, limit, valid, EVEN: gl.constexpr, WIDE: gl.constexpr):
+    """Start copying rows ``idx`` at ``columns`` to shared memory; zeros for absent rows and columns past the end."""
+    start = idx.to(gl.int64) * stride if WIDE else idx * stride
+    mask = ((idx >= 0) & valid)[:, None] & ((columns >= 0) if EVEN else (columns < limit))[None, :]
+    copy_async(shared, ptr + (start[:, None] + columns[None, :]), mask=mask)
+
+
+@gluon.jit
+def read_step(
+    rows_ptr, taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, step, count, BLOCKS_K: gl.constexpr,
+    WIDE: gl.constexpr,
+):  # fmt: skip
+    """Row numbers and tap of ``step`` from the table row read before, and the table row of the step after it."""
+    wide = row.to(gl.int64) if WIDE else row
+    idx = gl.load(neighbors_ptr + (wide * num_slots + slots))
+    tap = gl.load(taps_ptr + list_start + gl.minimum(step // BLOCKS_K, count))
+    row = gl.load(rows_ptr + list_start + gl.minimum((step + 1) // BLOCKS_K, count))
+    return idx, tap, row
+
+
+@gluon.jit
+def copy_step(
+    feats_ptr, weight_ptr, a_shared, b_shared, idx, tap, kb, valid, stride_feats_n, stride_weight_k, stride_weight_c,
+    a_columns, b_rows, b_columns, C_IN: gl.constexpr, C_OUT: gl.constexpr, BLOCK_K: gl.constexpr, EVEN_K: gl.constexpr,
+    EVEN_N: gl.constexpr, TRANSPOSED: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Start copying one step's rows and weight tile."""
+    k0 = kb * BLOCK_K
+    copy_rows(feats_ptr, a_shared, idx, stride_feats_n, k0 + a_columns, C_IN, valid, EVEN_K, WIDE)
+    start = tap.to(gl.int64) * stride_weight_k if WIDE else tap * stride_weight_k
+    if TRANSPOSED:  # (BLOCK_N, BLOCK_K)
+        rows = b_rows
+        columns = k0 + b_columns
+        row_ok = (rows >= 0) if EVEN_N else (rows < C_OUT)
+        column_ok = (columns >= 0) if EVEN_K else (columns < C_IN)
+    else:  # (BLOCK_K, BLOCK_N)
+        rows = k0 + b_rows
+        columns = b_columns
+        row_ok = (rows >= 0) if EVEN_K else (rows < C_IN)
+        column_ok = (columns >= 0) if EVEN_N else (columns < C_OUT)
+    address = (rows * stride_weight_c)[:, None] + columns[None, :]
+    mask = (row_ok & valid)[:, None] & column_ok[None, :]
+    copy_async(b_shared, weight_ptr + (start + address), mask=mask)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def conv_kernel(
+    feats_ptr, weight_ptr, out_ptr, bias_ptr, residual_ptr,
+    neighbors_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, tile_order_ptr,
+    num_slots, list_stride, stride_feats_n, stride_weight_k, stride_weight_c, UNIT: gl.constexpr,
+    GROUP_IN: gl.constexpr, GROUP_OUT: gl.constexpr, PACK: gl.constexpr, GROUPS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr,
+    TO_SLOTS: gl.constexpr, WIDE: gl.constexpr, HIDDEN: gl.constexpr, PRECISION: gl.constexpr,
+):  # fmt: skip
+    """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile."""
+    stride_feats_n *= UNIT  # a factor that the compiler sees: it proves that pieces of 16 bytes are aligned
+    stride_weight_k *= UNIT
+    stride_weight_c *= UNIT
+    ALL_OUT: gl.constexpr = GROUPS * GROUP_OUT
+    BLOCKS_K: gl.constexpr = (GROUP_IN + BLOCK_K - 1) // BLOCK_K
+    BLOCKS_N: gl.constexpr = (GROUP_OUT + BLOCK_N - 1) // BLOCK_N
+    EVEN_K: gl.constexpr = GROUP_IN % BLOCK_K == 0
+    EVEN_N: gl.constexpr = GROUP_OUT % BLOCK_N == 0
+    WARPS: gl.constexpr = gl.num_warps()
+    DTYPE: gl.constexpr = feats_ptr.dtype.element_ty
+    A_LAYOUT: gl.constexpr = row_layout(BLOCK_K, WARPS)
+    N_LAYOUT: gl.constexpr = row_layout(BLOCK_N, WARPS)
+    B_LAYOUT: gl.constexpr = A_LAYOUT if TRANSPOSED else N_LAYOUT
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    pid = gl.program_id(0)
+    tile = gl.load(tile_order_ptr + pid // (GROUPS * BLOCKS_N))
+    group = (pid // BLOCKS_N) % GROUPS
+    n0 = (pid % BLOCKS_N) * BLOCK_N
+    slots = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, A_LAYOUT))
+    list_start = tile * list_stride
+    count = gl.load(tile_counts_ptr + tile)
+    steps = count * BLOCKS_K
+    a_columns = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, A_LAYOUT))
+    feats_ptr += group * GROUP_IN
+    if TRANSPOSED:
+        weight_ptr += group * GROUP_IN
+        b_rows = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, B_LAYOUT))
+        b_columns = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, B_LAYOUT))
+        b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], shared_layout(BLOCK_K))
+    else:
+        weight_ptr += group * GROUP_OUT
+        b_rows = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, B_LAYOUT))
+        b_columns = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, B_LAYOUT))
+        b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, BLOCK_N], shared_layout(BLOCK_N))
+    a_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], shared_layout(BLOCK_K))
+    acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA)
+    row = gl.load(tile_rows_ptr + list_start)
+    idx, tap, row = read_step(
+        tile_rows_ptr, tile_taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, 0, count, BLOCKS_K, WIDE
+    )
+    for s in gl.static_range(STAGES - 1):
+        copy_step(
+            feats_ptr, weight_ptr, a_shared.index(s), b_shared.index(s), idx, tap, s % BLOCKS_K, s < steps,
+            stride_feats_n, stride_weight_k, stride_weight_c, a_columns, b_rows, b_columns,
+            GROUP_IN, GROUP_OUT, BLOCK_K, EVEN_K, EVEN_N, TRANSPOSED, WIDE,
+        )  # fmt: skip
+        idx, tap, row = read_step(
+            tile_rows_ptr, tile_taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, s + 1, count, BLOCKS_K, WIDE
+        )
+    use = 0
+    fill = STAGES - 1
+    for step in range(steps):
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        b = b_shared.index(use).permute((1, 0)) if TRANSPOSED else b_shared.index(use)
+        acc = warpgroup_mma(a_shared.index(use), b, acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])  # the step before is done: its buffers are free
+        ahead = step + STAGES - 1
+        copy_step(
+            feats_ptr, weight_ptr, a_shared.index(fill), b_shared.index(fill), idx, tap, ahead % BLOCKS_K,
+            ahead < steps, stride_feats_n, stride_weight_k, stride_weight_c, a_columns, b_rows, b_columns,
+            GROUP_IN, GROUP_OUT, BLOCK_K, EVEN_K, EVEN_N, TRANSPOSED, WIDE,
+        )  # fmt: skip
+        idx, tap, row = read_step(
+            tile_rows_ptr, tile_taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, ahead + 1, count, BLOCKS_K,
+            WIDE,
+        )  # fmt: skip
+        use = gl.where(use == STAGES - 1, 0, use + 1)
+        fill = gl.where(fill == STAGES - 1, 0, fill + 1)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+    async_copy.wait_group(0)
+    if HAS_BIAS:
+        acc_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
+        bias = gl.load(bias_ptr + group * GROUP_OUT + acc_n, mask=acc_n < GROUP_OUT, other=0.0)
+        acc += bias.to(gl.float32)[None, :]
+    out_slots = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, N_LAYOUT))
+    n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, N_LAYOUT))
+    out_rows = gl.load(out_rows_ptr + out_slots)
+    rows = out_slots if TO_SLOTS else out_rows
+    rows = rows.to(gl.int64) if WIDE else rows
+    address = (rows * ALL_OUT)[:, None] + (group * GROUP_OUT + n)[None, :]
+    mask = (out_rows >= 0)[:, None] & ((n >= 0) if EVEN_N else (n < GROUP_OUT))[None, :]
+    if HAS_RESIDUAL:
+        residual = gl.load(residual_ptr + address, mask=mask, other=0.0)
+        acc += gl.convert_layout(residual, MMA).to(gl.float32)
+    if ACTIVATION is not None:
+        acc = ACTIVATION(acc)
+    gl.store(out_ptr + address, gl.convert_layout(acc.to(out_ptr.dtype.element_ty), N_LAYOUT), mask=mask)
+
+
+@gluon.jit
+def read_pairs(in_rows_ptr, out_rows_ptr, at_in, at_out, last):
+    """Input and output rows at these positions of a job's list, -1 beyond its last one."""
+    in_rows = gl.load(in_rows_ptr + at_in, mask=at_in <= last, other=-1)
+    out_rows = gl.load(out_rows_ptr + at_out, mask=at_out <= last, other=-1)
+    return in_rows, out_rows
+
+
+@gluon.jit
+def weight_grad_kernel(
+    feats_ptr, grad_ptr, out_ptr, in_rows_ptr, out_rows_ptr, job_begin_ptr, job_end_ptr, job_order_ptr,
+    stride_feats_n, stride_grad_n, UNIT: gl.constexpr,
+    GROUP_IN: gl.constexpr, GROUP_OUT: gl.constexpr, PACK: gl.constexpr, GROUPS: gl.constexpr,
+    BLOCK_I: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr,
+    WIDE: gl.constexpr, HIDDEN: gl.constexpr, PRECISION: gl.constexpr,
+):  # fmt: skip
+    """out[job] = sum over the job's pairs of x[in]^T g[out]; a job is a run of one tap's pairs."""
+    stride_feats_n *= UNIT
+    stride_grad_n *= UNIT
+    ALL_OUT: gl.constexpr = GROUPS * GROUP_OUT
+    BLOCKS_I: gl.constexpr = (GROUP_IN + BLOCK_I - 1) // BLOCK_I
+    BLOCKS_O: gl.constexpr = (GROUP_OUT + BLOCK_O - 1) // BLOCK_O
+    EVEN_I: gl.constexpr = GROUP_IN % BLOCK_I == 0
+    EVEN_O: gl.constexpr = GROUP_OUT % BLOCK_O == 0
+    WARPS: gl.constexpr = gl.num_warps()
+    ROW_WARPS: gl.constexpr = WARPS if BLOCK_I >= 16 * WARPS else BLOCK_I // 16
+    DTYPE: gl.constexpr = feats_ptr.dtype.element_ty
+    A_LAYOUT: gl.constexpr = row_layout(BLOCK_I, WARPS)
+    B_LAYOUT: gl.constexpr = row_layout(BLOCK_O, WARPS)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[ROW_WARPS, WARPS // ROW_WARPS],
+        instr_shape=[16, BLOCK_O // (WARPS // ROW_WARPS), 16],
+    )
+    pid = gl.program_id(0)
+    job = gl.load(job_order_ptr + pid // (GROUPS * BLOCKS_I * BLOCKS_O))
+    group = (pid // (BLOCKS_I * BLOCKS_O)) % GROUPS
+    i0 = (pid // BLOCKS_O) % BLOCKS_I * BLOCK_I
+    o0 = (pid % BLOCKS_O) * BLOCK_O
+    begin = gl.load(job_begin_ptr + job)
+    count = (gl.load(job_end_ptr + job) - begin).to(gl.int32)
+    last = count - 1
+    in_rows_ptr += begin
+    out_rows_ptr += begin
+    feats_ptr += group * GROUP_IN
+    grad_ptr += group * GROUP_OUT
+    at_in = gl.arange(0, BLOCK_P, layout=gl.SliceLayout(1, A_LAYOUT))
+    at_out = gl.arange(0, BLOCK_P, layout=gl.SliceLayout(1, B_LAYOUT))
+    i = i0 + gl.arange(0, BLOCK_I, layout=gl.SliceLayout(0, A_LAYOUT))
+    o = o0 + gl.arange(0, BLOCK_O, layout=gl.SliceLayout(0, B_LAYOUT))
+    a_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, BLOCK_I], shared_layout(BLOCK_I))
+    b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, BLOCK_O], shared_layout(BLOCK_O))
+    acc = gl.zeros([BLOCK_I, BLOCK_O], gl.float32, layout=MMA)
+    ii, oo = read_pairs(in_rows_ptr, out_rows_ptr, at_in, at_out, last)
+    for s in gl.static_range(STAGES - 1):
+        copy_rows(feats_ptr, a_shared.index(s), ii, stride_feats_n, i, GROUP_IN, True, EVEN_I, WIDE)
+        copy_rows(grad_ptr, b_shared.index(s), oo, stride_grad_n, o, GROUP_OUT, True, EVEN_O, WIDE)
+        async_copy.commit_group()
+        at_in += BLOCK_P
+        at_out += BLOCK_P
+        ii, oo = read_pairs(in_rows_ptr, out_rows_ptr, at_in, at_out, last)
+    use = 0
+    fill = STAGES - 1
+    for _ in range((count + BLOCK_P - 1) // BLOCK_P):
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        acc = warpgroup_mma(a_shared.index(use).permute((1, 0)), b_shared.index(use), acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
+        copy_rows(feats_ptr, a_shared.index(fill), ii, stride_feats_n, i, GROUP_IN, True, EVEN_I, WIDE)
+        copy_rows(grad_ptr, b_shared.index(fill), oo, stride_grad_n, o, GROUP_OUT, True, EVEN_O, WIDE)
+        async_copy.commit_group()
+        at_in += BLOCK_P
+        at_out += BLOCK_P
+        ii, oo = read_pairs(in_rows_ptr, out_rows_ptr, at_in, at_out, last)
+        use = gl.where(use == STAGES - 1, 0, use + 1)
+        fill = gl.where(fill == STAGES - 1, 0, fill + 1)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+    async_copy.wait_group(0)
+    rows = i0 + gl.arange(0, BLOCK_I, layout=gl.SliceLayout(1, MMA))
+    columns = o0 + gl.arange(0, BLOCK_O, layout=gl.SliceLayout(0, MMA))
+    address = (rows * ALL_OUT)[:, None] + (group * GROUP_OUT + columns)[None, :]
+    mask = (rows < GROUP_IN)[:, None] & (columns < GROUP_OUT)[None, :]
+    out_ptr += job.to(gl.int64) * (GROUP_IN * ALL_OUT)
+    gl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=mask)

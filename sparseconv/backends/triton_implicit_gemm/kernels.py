@@ -1,0 +1,276 @@
+"""The implicit GEMM in plain Triton: it runs wherever Triton does, the interpreter included."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_index(ptr, HIDDEN: tl.constexpr):
+    """One int32 load; hidden in inline assembly so that the pipeliner does not stage it as it does the tiles."""
+    if HIDDEN:
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.load(ptr)
+
+
+@triton.jit
+def load_feats(ptr, idx, stride_n, channels, limit, EVEN: tl.constexpr, WIDE: tl.constexpr):
+    """Rows ``idx`` of a feature matrix at ``channels``; zeros where a row is absent or a channel is past the end."""
+    start = idx.to(tl.int64) * stride_n if WIDE else idx * stride_n
+    if EVEN:
+        mask = (idx >= 0)[:, None]
+    else:
+        mask = (idx >= 0)[:, None] & (channels < limit)[None, :]
+    return tl.load(ptr + (start[:, None] + channels[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def load_weight(
+    weight_ptr, tap, k0, n0, pack, stride_k, stride_c,
+    GROUP_IN: tl.constexpr, GROUP_OUT: tl.constexpr, PACK: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The (BLOCK_K, BLOCK_N) weight tile of a tap for one pack of groups: block-diagonal where groups are packed."""
+    PACK_IN: tl.constexpr = PACK * GROUP_IN
+    PACK_OUT: tl.constexpr = PACK * GROUP_OUT
+    EVEN: tl.constexpr = PACK_IN % BLOCK_K == 0 and PACK_OUT % BLOCK_N == 0 and GROUPS % PACK == 0
+    k = k0 + tl.arange(0, BLOCK_K)  # contracted channel of the pack
+    n = n0 + tl.arange(0, BLOCK_N)  # produced channel of the pack
+    start = tap.to(tl.int64) * stride_k if WIDE else tap * stride_k
+    if TRANSPOSED:  # tile read as (BLOCK_N, BLOCK_K): the channels contracted are the weight's last axis
+        rows = n % GROUP_OUT if PACK > 1 else n
+        address = rows[:, None] * stride_c + (pack * PACK_IN + k)[None, :]
+        if PACK == 1 and EVEN:
+            tile = tl.load(weight_ptr + (start + address))
+        else:
+            ok = ((n < PACK_OUT) & (pack * PACK_OUT + n < GROUPS * GROUP_OUT))[:, None]
+            ok = ok & ((k < PACK_IN) & (pack * PACK_IN + k < GROUPS * GROUP_IN))[None, :]
+            if PACK > 1:
+                ok = ok & ((n // GROUP_OUT)[:, None] == (k // GROUP_IN)[None, :])
+            tile = tl.load(weight_ptr + (start + address), mask=ok, other=0.0)
+        return tl.trans(tile)
+    else:
+        rows = k % GROUP_IN if PACK > 1 else k
+        address = rows[:, None] * stride_c + (pack * PACK_OUT + n)[None, :]
+        if PACK == 1 and EVEN:
+            return tl.load(weight_ptr + (start + address))
+        else:
+            ok = ((k < PACK_IN) & (pack * PACK_IN + k < GROUPS * GROUP_IN))[:, None]
+            ok = ok & ((n < PACK_OUT) & (pack * PACK_OUT + n < GROUPS * GROUP_OUT))[None, :]
+            if PACK > 1:
+                ok = ok & ((k // GROUP_IN)[:, None] == (n // GROUP_OUT)[None, :])
+            return tl.load(weight_ptr + (start + address), mask=ok, other=0.0)
+
+
+@triton.jit
+def product(a, b, acc, HIDDEN: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a @ b. The interpreter holds bfloat16 as bare bits, which its product would take for integers."""
+    if not HIDDEN and a.dtype == tl.bfloat16:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def conv_kernel(
+    feats_ptr,  # (N_in, GROUPS * GROUP_IN)
+    weight_ptr,  # (K, C / G, C'): forward (GROUP_IN, GROUPS * GROUP_OUT), transposed (GROUP_OUT, GROUPS * GROUP_IN)
+    out_ptr,  # (N_out, GROUPS * GROUP_OUT), or fp32 (NP, GROUPS * GROUP_OUT) partial sums
+    bias_ptr, residual_ptr,
+    neighbors_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, tile_order_ptr,
+    num_slots, list_stride, stride_feats_n, stride_weight_k, stride_weight_c, UNIT: tl.constexpr,
+    GROUP_IN: tl.constexpr, GROUP_OUT: tl.constexpr, PACK: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
+    TO_SLOTS: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile."""
+    stride_feats_n *= UNIT  # a factor that the compiler sees: it proves that pieces of 16 bytes are aligned
+    stride_weight_k *= UNIT
+    stride_weight_c *= UNIT
+    PACK_IN: tl.constexpr = PACK * GROUP_IN
+    PACK_OUT: tl.constexpr = PACK * GROUP_OUT
+    ALL_OUT: tl.constexpr = GROUPS * GROUP_OUT
+    NUM_PACKS: tl.constexpr = (GROUPS + PACK - 1) // PACK
+    BLOCKS_K: tl.constexpr = (PACK_IN + BLOCK_K - 1) // BLOCK_K
+    BLOCKS_N: tl.constexpr = (PACK_OUT + BLOCK_N - 1) // BLOCK_N
+    EVEN_K: tl.constexpr = PACK_IN % BLOCK_K == 0 and GROUPS % PACK == 0
+    pid = tl.program_id(0)
+    tile = tl.load(tile_order_ptr + pid // (NUM_PACKS * BLOCKS_N))
+    pack = (pid // BLOCKS_N) % NUM_PACKS
+    n0 = (pid % BLOCKS_N) * BLOCK_N
+    slots = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    list_start = tile * list_stride
+    steps = tl.load(tile_counts_ptr + tile) * BLOCKS_K
+    ks = tl.arange(0, BLOCK_K)
+    in_base = feats_ptr + pack * PACK_IN
+    limit = PACK_IN if GROUPS % PACK == 0 else tl.minimum(GROUPS * GROUP_IN - pack * PACK_IN, PACK_IN)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if HIDDEN:
+        tap = tl.load(tile_taps_ptr + list_start)
+        row = tl.load(tile_rows_ptr + list_start)
+        row = row.to(tl.int64) if WIDE else row
+        idx = tl.load(neighbors_ptr + (row * num_slots + slots))
+        kb = 0
+        for step in tl.range(steps, num_stages=STAGES):
+            k0 = kb * BLOCK_K
+            a = load_feats(in_base, idx, stride_feats_n, k0 + ks, limit, EVEN_K, WIDE)
+            b = load_weight(
+                weight_ptr, tap, k0, n0, pack, stride_weight_k, stride_weight_c,
+                GROUP_IN, GROUP_OUT, PACK, GROUPS, BLOCK_K, BLOCK_N, TRANSPOSED, WIDE,
+            )  # fmt: skip
+            acc = product(a, b, acc, HIDDEN, PRECISION)
+            kb = (step + 1) % BLOCKS_K
+            at = list_start + (step + 1) // BLOCKS_K
+            tap = load_index(tile_taps_ptr + at, HIDDEN)
+            row = load_index(tile_rows_ptr + at, HIDDEN)
+            row = row.to(tl.int64) if WIDE else row
+            idx = load_index(neighbors_ptr + (row * num_slots + slots), HIDDEN)
+    else:
+        for step in tl.range(steps, num_stages=STAGES):
+            k0 = (step % BLOCKS_K) * BLOCK_K
+            at = list_start + step // BLOCKS_K
+            tap = tl.load(tile_taps_ptr + at)
+            row = tl.load(tile_rows_ptr + at)
+            row = row.to(tl.int64) if WIDE else row
+            idx = tl.load(neighbors_ptr + (row * num_slots + slots))
+            a = load_feats(in_base, idx, stride_feats_n, k0 + ks, limit, EVEN_K, WIDE)
+            b = load_weight(
+                weight_ptr, tap, k0, n0, pack, stride_weight_k, stride_weight_c,
+                GROUP_IN, GROUP_OUT, PACK, GROUPS, BLOCK_K, BLOCK_N, TRANSPOSED, WIDE,
+            )  # fmt: skip
+            acc = product(a, b, acc, HIDDEN, PRECISION)
+    n = n0 + tl.arange(0, BLOCK_N)
+    columns = pack * PACK_OUT + n
+    column_ok = (n < PACK_OUT) & (columns < ALL_OUT)
+    out_rows = tl.load(out_rows_ptr + slots)
+    rows = slots if TO_SLOTS else out_rows
+    rows = rows.to(tl.int64) if WIDE else rows
+    address = rows[:, None] * ALL_OUT + columns[None, :]
+    mask = (out_rows >= 0)[:, None] & column_ok[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + columns, mask=column_ok, other=0.0).to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        acc += tl.load(residual_ptr + address, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION is not None:
+        acc = ACTIVATION(acc)
+    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def combine_kernel(
+    partial_ptr, out_ptr, bias_ptr, residual_ptr, slots_ptr, num_out,
+    NUM_GROUPS: tl.constexpr, C_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """y[row] = act(sum over tap groups, in their order, of partial[slots[group, row]] + bias + residual)."""
+    BLOCKS_N: tl.constexpr = (C_OUT + BLOCK_N - 1) // BLOCK_N
+    rows = (tl.program_id(0) // BLOCKS_N).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) % BLOCKS_N * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ok = rows < num_out
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for group in tl.static_range(NUM_GROUPS):
+        slot = tl.load(slots_ptr + (group * num_out + rows), mask=row_ok, other=-1)
+        mask = (slot >= 0)[:, None] & (n < C_OUT)[None, :]
+        acc += tl.load(partial_ptr + (slot.to(tl.int64)[:, None] * C_OUT + n[None, :]), mask=mask, other=0.0)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + n, mask=n < C_OUT, other=0.0).to(tl.float32)[None, :]
+    address = rows[:, None] * C_OUT + n[None, :]
+    mask = row_ok[:, None] & (n < C_OUT)[None, :]
+    if HAS_RESIDUAL:
+        acc += tl.load(residual_ptr + address, mask=mask, other=0.0).to(tl.float32)
+    if ACTIVATION is not None:
+        acc = ACTIVATION(acc)
+    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_pair(ptr, at, last, HIDDEN: tl.constexpr):
+    """Row numbers at positions ``at`` of a job's list, -1 beyond its last one."""
+    index = load_index(ptr + tl.maximum(tl.minimum(at, last), 0), HIDDEN)
+    return tl.where(at <= last, index, -1)
+
+
+@triton.jit
+def weight_grad_kernel(
+    feats_ptr,  # (N_in, GROUPS * GROUP_IN)
+    grad_ptr,  # (N_out, GROUPS * GROUP_OUT)
+    out_ptr,  # fp32 (J, GROUP_IN, GROUPS * GROUP_OUT) partial sums, or (K, ...) of the weight's dtype: one job a tap
+    in_rows_ptr, out_rows_ptr, job_begin_ptr, job_end_ptr, job_order_ptr,
+    stride_feats_n, stride_grad_n, UNIT: tl.constexpr,
+    GROUP_IN: tl.constexpr, GROUP_OUT: tl.constexpr, PACK: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
+    WIDE: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[job] = sum over the job's pairs of x[in]^T g[out]; a job is a run of one tap's pairs."""
+    stride_feats_n *= UNIT
+    stride_grad_n *= UNIT
+    PACK_IN: tl.constexpr = PACK * GROUP_IN
+    PACK_OUT: tl.constexpr = PACK * GROUP_OUT
+    ALL_OUT: tl.constexpr = GROUPS * GROUP_OUT
+    NUM_PACKS: tl.constexpr = (GROUPS + PACK - 1) // PACK
+    BLOCKS_I: tl.constexpr = (PACK_IN + BLOCK_I - 1) // BLOCK_I
+    BLOCKS_O: tl.constexpr = (PACK_OUT + BLOCK_O - 1) // BLOCK_O
+    EVEN_I: tl.constexpr = PACK_IN % BLOCK_I == 0 and GROUPS % PACK == 0
+    EVEN_O: tl.constexpr = PACK_OUT % BLOCK_O == 0 and GROUPS % PACK == 0
+    pid = tl.program_id(0)
+    job = tl.load(job_order_ptr + pid // (NUM_PACKS * BLOCKS_I * BLOCKS_O))
+    pack = (pid // (BLOCKS_I * BLOCKS_O)) % NUM_PACKS
+    i0 = (pid // BLOCKS_O) % BLOCKS_I * BLOCK_I
+    o0 = (pid % BLOCKS_O) * BLOCK_O
+    begin = tl.load(job_begin_ptr + job)
+    count = (tl.load(job_end_ptr + job) - begin).to(tl.int32)
+    last = count - 1
+    in_rows_ptr += begin
+    out_rows_ptr += begin
+    i = i0 + tl.arange(0, BLOCK_I)
+    o = o0 + tl.arange(0, BLOCK_O)
+    in_limit = PACK_IN if GROUPS % PACK == 0 else tl.minimum(GROUPS * GROUP_IN - pack * PACK_IN, PACK_IN)
+    out_limit = PACK_OUT if GROUPS % PACK == 0 else tl.minimum(ALL_OUT - pack * PACK_OUT, PACK_OUT)
+    feats_ptr += pack * PACK_IN
+    grad_ptr += pack * PACK_OUT
+    ps = tl.arange(0, BLOCK_P)
+    acc = tl.zeros((BLOCK_I, BLOCK_O), tl.float32)
+    if HIDDEN:
+        ii = load_pair(in_rows_ptr, ps, last, HIDDEN)
+        oo = load_pair(out_rows_ptr, ps, last, HIDDEN)
+        for p in tl.range(0, count, BLOCK_P, num_stages=STAGES):
+            a = load_feats(feats_ptr, ii, stride_feats_n, i, in_limit, EVEN_I, WIDE)
+            b = load_feats(grad_ptr, oo, stride_grad_n, o, out_limit, EVEN_O, WIDE)
+            acc = product(tl.trans(a), b, acc, HIDDEN, PRECISION)
+            ii = load_pair(in_rows_ptr, p + BLOCK_P + ps, last, HIDDEN)
+            oo = load_pair(out_rows_ptr, p + BLOCK_P + ps, last, HIDDEN)
+    else:
+        for p in tl.range(0, count, BLOCK_P, num_stages=STAGES):
+            ii = load_pair(in_rows_ptr, p + ps, last, HIDDEN)
+            oo = load_pair(out_rows_ptr, p + ps, last, HIDDEN)
+            a = load_feats(feats_ptr, ii, stride_feats_n, i, in_limit, EVEN_I, WIDE)
+            b = load_feats(grad_ptr, oo, stride_grad_n, o, out_limit, EVEN_O, WIDE)
+            acc = product(tl.trans(a), b, acc, HIDDEN, PRECISION)
+    rows = i % GROUP_IN if PACK > 1 else i
+    mask = (i < in_limit)[:, None] & (o < out_limit)[None, :]
+    if PACK > 1:
+        mask = mask & ((i // GROUP_IN)[:, None] == (o // GROUP_OUT)[None, :])
+    address = rows[:, None] * ALL_OUT + (pack * PACK_OUT + o)[None, :]
+    out_ptr += job.to(tl.int64) * (GROUP_IN * ALL_OUT)
+    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def reduce_jobs_kernel(partial_ptr, out_ptr, tap_jobs_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """dw[tap] = sum of partial[job] over the tap's jobs, in their order."""
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    tap = tl.program_id(0) // BLOCKS
+    at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    first = tl.load(tap_jobs_ptr + tap)
+    stop = tl.load(tap_jobs_ptr + tap + 1)
+    from_ptr = partial_ptr + first.to(tl.int64) * SIZE + at
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for _ in tl.range(first, stop):
+        acc += tl.load(from_ptr, mask=at < SIZE, other=0.0)
+        from_ptr += SIZE
+    tl.store(out_ptr + (tap.to(tl.int64) * SIZE + at), acc.to(out_ptr.dtype.element_ty), mask=at < SIZE)

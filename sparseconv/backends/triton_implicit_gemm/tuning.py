@@ -1,0 +1,171 @@
+"""The choice among a few configurations: compiled side by side, timed once, kept by Triton's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+import torch
+
+logger = logging.getLogger(__name__)
+#: seconds of compiling after which a line says so
+PATIENCE = 2.0
+#: milliseconds of timing that one choice may take in all
+BUDGET_MS = 300.0
+#: milliseconds between two events: short launches are repeated to fill it
+SAMPLE_MS = 0.3
+#: device cycles that the host is given to launch one step
+HEAD_START_CYCLES = 100_000
+
+Config = TypeVar("Config")
+StepT = TypeVar("StepT")
+
+
+def tuning_enabled() -> bool:
+    """Whether candidates are timed on first use; the environment variable SPARSECONV_AUTOTUNE=0 says no."""
+    return os.environ.get("SPARSECONV_AUTOTUNE", "1") != "0"
+
+
+class Tuner:
+    """Remembers which configuration was fastest for a key, in this process and in Triton's cache folder."""
+
+    def __init__(self) -> None:
+        self._chosen: dict[tuple[object, ...], Any] = {}
+        self._lock = threading.Lock()
+        #: what was measured, for explanations: key -> [(configuration, milliseconds)]
+        self.timings: dict[tuple[object, ...], list[tuple[Any, float]]] = {}
+
+    def explain(self, key: tuple[object, ...], candidates: Sequence[Any]) -> dict[str, Any]:
+        """The configuration in use for a key and the milliseconds measured; the first candidate if none was timed."""
+        return {"config": self._chosen.get(key, candidates[0]), "timings": self.timings.get(key, [])}
+
+    def choose(
+        self,
+        key: tuple[object, ...],
+        candidates: Sequence[Config],
+        step_of: Callable[[Config], StepT],
+        tensors: tuple[torch.Tensor, ...],
+    ) -> StepT:
+        """The step of the fastest candidate; of the first where timing is off or impossible (a graph is captured)."""
+        device = tensors[0].device
+        if len(candidates) == 1 or not tuning_enabled() or device.type != "cuda":
+            return step_of(candidates[0])
+        found = self._chosen.get(key)
+        if found is not None and found in candidates:
+            return step_of(found)
+        if torch.cuda.is_current_stream_capturing():
+            return step_of(candidates[0])
+        with self._lock:
+            name = _cache_name(key, candidates, device)
+            index = _read(name)
+            if index is None or not 0 <= index < len(candidates):
+                steps = [step_of(config) for config in candidates]
+                good = _compile_all(list(zip(candidates, steps)), tensors, key)
+                timings = _time_all(good, tensors)
+                self.timings[key] = timings
+                best = min(timings, key=lambda pair: pair[1])[0]
+                index = list(candidates).index(best)
+                _write(name, index, timings)
+            self._chosen[key] = candidates[index]
+            return step_of(candidates[index])
+
+
+def _compile_all(
+    steps: list[tuple[Config, Any]], tensors: tuple[torch.Tensor, ...], key: tuple[object, ...]
+) -> list[tuple[Config, Any]]:
+    """Compile every candidate on a thread of its own; those that this Triton or this card cannot take drop out."""
+    good: list[tuple[Config, Any]] = []
+    start = time.monotonic()
+
+    def build(step: Any) -> None:
+        with torch.cuda.device(tensors[0].device):
+            step.compile(*tensors)
+
+    with ThreadPoolExecutor(len(steps)) as pool:
+        futures = [pool.submit(build, step) for _, step in steps]
+        said = False
+        for pair, future in zip(steps, futures):
+            while not future.done():
+                if not said and time.monotonic() - start > PATIENCE:
+                    said = True
+                    logger.warning("compiling %d kernels for %s (kept for later in Triton's cache)", len(steps), key)
+                time.sleep(0.005)
+            error = future.exception()
+            if error is None:
+                good.append(pair)
+            else:
+                logger.info("candidate %s dropped: %s", pair[0], error)
+    if not good:
+        raise RuntimeError(f"no kernel could be compiled for {key}: the first error was {futures[0].exception()}")
+    return good
+
+
+def _time_all(steps: list[tuple[Config, Any]], tensors: tuple[torch.Tensor, ...]) -> list[tuple[Config, float]]:
+    """Median milliseconds of each candidate that runs, measured with events, in turns."""
+    ready: list[tuple[Config, Any]] = []
+    samples: list[list[float]] = []
+    counts: list[int] = []
+    for config, step in steps:
+        try:
+            step(*tensors)
+            repeats = int(min(10, max(1, SAMPLE_MS / max(1e-3, _elapsed(step, tensors, 1)))))
+            samples.append([_elapsed(step, tensors, repeats)])
+            counts.append(repeats)
+            ready.append((config, step))
+        except Exception as error:
+            logger.info("candidate %s dropped: %s", config, error)
+    if not ready:
+        raise RuntimeError("no candidate kernel could be launched on this device")
+    one_round = sum(values[0] * count for values, count in zip(samples, counts))
+    for _ in range(int(min(10, max(2, BUDGET_MS / max(1e-3, one_round))))):
+        for (_, step), values, count in zip(ready, samples, counts):
+            values.append(_elapsed(step, tensors, count))
+    return [(config, sorted(values)[len(values) // 2]) for (config, _), values in zip(ready, samples)]
+
+
+def _elapsed(step: Any, tensors: tuple[torch.Tensor, ...], repeats: int) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda._sleep(repeats * HEAD_START_CYCLES)  # the launches queue up behind it: what is timed is the device
+    begin.record()
+    for _ in range(repeats):
+        step(*tensors)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def _cache_name(key: tuple[object, ...], candidates: Sequence[Any], device: torch.device) -> str:
+    import triton
+
+    text = repr(
+        (key, [asdict(config) for config in candidates], torch.cuda.get_device_name(device), triton.__version__)
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read(name: str) -> int | None:
+    from triton.runtime.cache import get_cache_manager
+
+    path = get_cache_manager(name).get_file("choice.json")
+    if path is None:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            return int(json.load(file)["index"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _write(name: str, index: int, timings: list[tuple[Any, float]]) -> None:
+    from triton.runtime.cache import get_cache_manager
+
+    text = json.dumps({"index": index, "ms": [[str(config), ms] for config, ms in timings]})
+    get_cache_manager(name).put(text, "choice.json", binary=False)

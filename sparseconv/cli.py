@@ -1,0 +1,101 @@
+"""The commands: a demonstration, and what can run here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from sparseconv.interop.command import convert
+
+app = typer.Typer(
+    help="Sparse convolution with plan objects: plan once, execute many times.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+app.command()(convert)
+
+
+@contextmanager
+def _one_sentence() -> Iterator[Console]:
+    """What the user can mend ends as one sentence on stderr and exit status 1; an interruption as status 130."""
+    try:
+        yield Console()
+    except ModuleNotFoundError:
+        raise
+    except (ValueError, TypeError, ImportError) as error:
+        Console(stderr=True).print(Text("error: ", "bold red") + Text(str(error)), soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; nothing was written", soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+@app.command()
+def demo(
+    points: Annotated[
+        Path | None,
+        typer.Option(help="A cloud of your own instead of the brain: .npy, .npz, .ply, .pcd, .las or .laz."),
+    ] = None,
+    voxel_size: Annotated[
+        float | None,
+        typer.Option(help="Edge of a voxel: mm for the brain (default 3, on a GPU 2), the file's unit for a cloud."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Training steps on the brain.", min=1)] = 120,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
+    output: Annotated[Path, typer.Option(help="The picture to write.")] = Path("demo.png"),
+    seed: Annotated[int, typer.Option(help="Seed of the network's first weights.")] = 0,
+) -> None:
+    """Train a sparse U-Net on a real brain volume, or convolve a point cloud of yours; write a picture."""
+    with _one_sentence() as console:
+        from sparseconv.viz.figures import checked_picture_path
+
+        where = _device(device)
+        output = checked_picture_path(output)
+        if voxel_size is not None and not 0 < voxel_size < float("inf"):
+            raise ValueError(f"--voxel-size must be positive; got {voxel_size:g}")
+        if points is None:
+            from sparseconv.demo.segment import segment_brain
+
+            finished = segment_brain(console, where, output, voxel_size, steps, seed)
+        else:
+            from sparseconv.demo.convolve import convolve_cloud
+
+            finished = convolve_cloud(console, where, output, points, voxel_size, seed)
+        if not finished:
+            raise typer.Exit(130)
+
+
+@app.command()
+def info() -> None:
+    """Print what is installed and which backends can run here."""
+    with _one_sentence() as console:
+        from sparseconv.demo.report import backends_table, installed_table
+
+        console.print(installed_table())
+        for where in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
+            console.print(backends_table(torch.device(where)))
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name, checked to be there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device must be cpu, cuda, cuda:N or auto; got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu, cuda, cuda:N or auto; got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name}: torch sees {torch.cuda.device_count()} GPUs here; use --device cpu")
+    return device

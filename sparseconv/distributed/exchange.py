@@ -1,0 +1,196 @@
+"""Rows that travel between ranks: differentiable, in a fixed order, and while something else is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Who sends which of its rows to whom; the received rows are grouped by sender, in rank order.
+
+    received = all_to_all(x[send_rows])            adjoint: x' [send_rows] += all_to_all back, rank after rank
+    """
+
+    group: dist.ProcessGroup | None
+    send_rows: torch.Tensor  # (S,) int64: own rows, grouped by receiver
+    send_counts: tuple[int, ...]  # rows for each rank
+    receive_counts: tuple[int, ...]  # rows from each rank
+    num_rows: int  # own rows
+
+    @property
+    def world_size(self) -> int:
+        return len(self.send_counts)
+
+    @property
+    def num_received(self) -> int:
+        return sum(self.receive_counts)
+
+    def start(self, x: torch.Tensor) -> Arrival:
+        """Send the rows of x (num_rows, C) on their way; `Arrival.wait` gives what came, differentiably."""
+        return Arrival(self, x)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The received rows (num_received, C) of the ranks' x."""
+        return self.start(x).wait()
+
+    def _forward(self, x: torch.Tensor) -> tuple[torch.Tensor, _Holding]:
+        sent = x.detach().index_select(0, self.send_rows)
+        received = x.new_empty((self.num_received, *x.shape[1:]))
+        work = dist.all_to_all_single(
+            received, sent, list(self.receive_counts), list(self.send_counts), self.group, async_op=True
+        )
+        return received, _Holding(work, sent)
+
+    def _adjoint(self, grad: torch.Tensor) -> torch.Tensor:
+        returned = grad.new_empty((len(self.send_rows), *grad.shape[1:]))
+        dist.all_to_all_single(
+            returned, grad.contiguous(), list(self.send_counts), list(self.receive_counts), self.group
+        )
+        total = grad.new_zeros((self.num_rows, *grad.shape[1:]), dtype=torch.promote_types(grad.dtype, torch.float32))
+        for rows, part in zip(self.send_rows.split(self.send_counts), returned.split(self.send_counts)):
+            total.index_add_(0, rows, part.to(total.dtype))  # a rank asks for a row once: no two adds meet
+        return total.to(grad.dtype)
+
+
+@dataclass(frozen=True)
+class _Holding:
+    """An operation under way and the buffer that it reads."""
+
+    work: dist.Work
+    buffer: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+class Arrival:
+    """Rows under way. Between `Exchange.start` and `wait` the caller computes what does not need them."""
+
+    def __init__(self, exchange: Exchange, x: torch.Tensor) -> None:
+        self.exchange, self.x = exchange, x
+        self._received, self._work = exchange._forward(x)
+
+    def wait(self) -> torch.Tensor:
+        """What came, (num_received, C); gradients travel back the same ways."""
+        self._work.wait()
+        return _Received.apply(self.x, self._received, self.exchange)
+
+
+class _Received(torch.autograd.Function):
+    """The rows that came, as a function of the rows that were sent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, received: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return _Returned.apply(grad, ctx.exchange), None, None
+
+
+class _Returned(torch.autograd.Function):
+    """The adjoint of `_Received`, and its own derivative, which is `_Received` again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange._adjoint(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return ctx.exchange(grad), None
+
+
+class _Joined(torch.autograd.Function):
+    """x itself where nothing was received, with the exchange still in the graph: its way back is a collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return grad, grad[:0]
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over ranks, on every rank. Its derivative is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return _Summed.apply(grad, ctx.group), None
+
+
+class _Replicated(torch.autograd.Function):
+    """The same tensor on every rank; its gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        return _Summed.apply(grad, ctx.group), None
+
+
+def summed(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The sum of x over the ranks, on each of them; differentiable to any order."""
+    return _Summed.apply(x, group)
+
+
+def replicated(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """x, which every rank holds alike, for use in a sharded computation: its gradients are summed over the ranks, once
+    however often this is asked of it."""
+    if getattr(x, "_replicated_over", False) == (group,):
+        return x
+    same = _Replicated.apply(x, group)
+    same._replicated_over = (group,)
+    return same
+
+
+def joined(x: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    """Own rows, then received ones (N + R, C)."""
+    return torch.cat([x, received]) if len(received) else _Joined.apply(x, received)
+
+
+def send_to(
+    rows: torch.Tensor, owners: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, tuple[int, ...], torch.Tensor, tuple[int, ...]]:
+    """Send each of rows (M, ...) to its owner (M,): (received rows, counts received, order sent, counts sent).
+
+    ``order`` lists the rows as they were sent, grouped by owner and otherwise in the given order.
+    """
+    world = dist.get_world_size(group)
+    order = torch.argsort(owners, stable=True)
+    counts = torch.bincount(owners, minlength=world)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=group)
+    sent, received = tuple(counts.tolist()), tuple(theirs.tolist())
+    out = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows[order].contiguous(), list(received), list(sent), group)
+    return out, received, order, sent
+
+
+def agree(what: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Raise ValueError on every rank where the ranks do not say the same, before anything travels."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, {name: repr(value) for name, value in what.items()}, group=group)
+    for name in what:
+        values = {rank: one.get(name) for rank, one in enumerate(said)}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
+            raise ValueError(f"the ranks disagree in {name}: {listed}")

@@ -1,0 +1,175 @@
+"""A voxel grid in shards: each rank holds its own rows and knows the rule by which every voxel has an owner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from sparseconv.distributed.exchange import Exchange, agree, send_to, summed
+from sparseconv.distributed.partition import Order, Partition, common_box, find_partition
+from sparseconv.geometry.grid import VoxelGrid, unique_coords
+from sparseconv.geometry.ranges import IndexRange
+
+
+class ShardedGrid(VoxelGrid):
+    """The voxels of one scene that this rank owns; a `VoxelGrid` of them, so that features are plain local tensors.
+
+    Made by `shard`, by `load`, and by sharded plans. ``batch_size``, ``global_extent`` and ``counts`` (voxels of each
+    rank) speak of the whole scene, everything else of this rank's rows, which are in lexicographic order.
+    """
+
+    def __init__(
+        self,
+        coords: torch.Tensor,
+        batch_size: int,
+        partition: Partition,
+        group: dist.ProcessGroup | None,
+        voxel_size: float | Sequence[float] | None = None,
+        origin: float | Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(coords, batch_size, voxel_size, origin)
+        self.partition, self.group = partition, group
+        box = common_box(self.coords, batch_size, group)
+        self.global_extent = IndexRange(box.start[1:], box.end[1:])
+        counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=self.device)
+        dist.all_gather_into_tensor(counts, torch.tensor([len(self)], device=self.device), group=group)
+        self.counts = tuple(counts.tolist())
+        #: how features travel from where `shard` was called with them to the owners of their voxels
+        self.arrivals: Arrivals | None = None
+
+    is_shared = True
+
+    def all_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of ``values`` over the ranks, on each of them; differentiable."""
+        return summed(values, self.group)
+
+    @property
+    def process_rank(self) -> int:
+        """This process among those that share the scene."""
+        return dist.get_rank(self.group)
+
+    @property
+    def num_global_voxels(self) -> int:
+        return sum(self.counts)
+
+    def bring(self, features: torch.Tensor, reduce: Literal["first", "sum", "mean"] = "first") -> torch.Tensor:
+        """Features (M, C) of the rows that this rank gave to `shard` -> features (N, C) of the rows that it owns.
+
+        ``reduce`` says what becomes of a voxel that several ranks gave. Differentiable.
+        """
+        if self.arrivals is None:
+            raise ValueError("this grid was made by a plan, not by shard(): no rank holds other rows of it")
+        return self.arrivals.bring(features, len(self), reduce)
+
+    def gather(self, features: torch.Tensor | None = None) -> tuple[VoxelGrid, torch.Tensor | None]:
+        """The whole scene on every rank, rank after rank, with its features: for tests and small scenes."""
+        grid = VoxelGrid(
+            gather_rows(self.coords, self.counts, self.group), self.batch_size, self.voxel_size, self.origin
+        )
+        return grid, None if features is None else gather_rows(features, self.counts, self.group)
+
+    def subset(self, mask: torch.Tensor) -> ShardedGrid:
+        """The voxels where mask (N,) bool of this rank's rows is true; all ranks call it."""
+        return self._like(super().subset(mask).coords)
+
+    def _like(self, coords: torch.Tensor, scale: tuple[float, ...] | None = None) -> Any:
+        if scale is not None:
+            raise ValueError("coarsen and refine a sharded grid through plans, which know who owns the result")
+        return ShardedGrid(coords, self.batch_size, self.partition, self.group, self.voxel_size, self.origin)
+
+    def __repr__(self) -> str:
+        return (
+            f"ShardedGrid({len(self):,} of {self.num_global_voxels:,} voxels on rank {self.process_rank} of "
+            f"{len(self.counts)}, rank {self.rank}, batch {self.batch_size}, {self.device})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a ShardedGrid holds a process group and does not pickle: use distributed.save and load")
+
+
+class Arrivals:
+    """Where the rows given to `shard` went: an exchange, and the owned row of each that arrived."""
+
+    def __init__(self, exchange: Exchange, rows: torch.Tensor) -> None:
+        self.exchange, self.rows = exchange, rows
+
+    def bring(self, features: torch.Tensor, num_rows: int, reduce: str) -> torch.Tensor:
+        if features.ndim != 2 or features.shape[0] != self.exchange.num_rows:
+            raise ValueError(f"features must be ({self.exchange.num_rows}, C); got {tuple(features.shape)}")
+        if reduce not in ("first", "sum", "mean"):
+            raise ValueError(f"reduce must be 'first', 'sum' or 'mean'; got {reduce!r}")
+        came = self.exchange(features)
+        order = torch.argsort(self.rows, stable=True)  # by voxel, then by the rank that sent it
+        sizes = torch.bincount(self.rows, minlength=num_rows)
+        if reduce == "first":
+            starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)[:-1]])
+            return came[order[starts]]
+        total = torch.segment_reduce(came[order], "sum", lengths=sizes, axis=0, unsafe=True)
+        return total if reduce == "sum" else total / sizes[:, None]
+
+
+def shard(
+    grid: VoxelGrid | torch.Tensor,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    by: Order = "morton",
+    *,
+    batch_size: int | None = None,
+    voxel_size: float | Sequence[float] | None = None,
+    origin: float | Sequence[float] | None = None,
+) -> ShardedGrid:
+    """Give every rank an equal share of the voxels that the ranks hold together.
+
+    Each rank passes what it holds: all of a scene on one rank and an empty grid on the others, or its own points'
+    voxels on each. A voxel that several ranks hold becomes one. No rank sees all coordinates: cuts are found from
+    counts, and voxels travel to their owners only. All ranks call it.
+
+    Args:
+        grid: a `VoxelGrid`, or coords (M, 1+D) integers.
+        mesh: a one-dimensional `DeviceMesh` or a process group; default: the world.
+        by: ``"morton"`` (compact shards), ``"slab"`` (cuts across the longest axis) or ``"kd"`` (boxes).
+        batch_size, voxel_size, origin: those of the scene; default: the grid's.
+
+    Returns:
+        The rank's `ShardedGrid`; ``bring(features)`` takes features the same way.
+    """
+    group = group_of(mesh)
+    if by not in ("morton", "slab", "kd"):
+        raise ValueError(f"by must be 'morton', 'slab' or 'kd'; got {by!r}")
+    if isinstance(grid, torch.Tensor):
+        grid = VoxelGrid(grid, batch_size, voxel_size, origin)
+    sizes = torch.tensor([batch_size or grid.batch_size], device=grid.device)
+    dist.all_reduce(sizes, dist.ReduceOp.MAX, group=group)
+    agree({"by": by, "voxel_size": grid.voxel_size, "origin": grid.origin, "rank of the grid": grid.rank}, group)
+    partition = find_partition(grid.coords, by, int(sizes), group)
+    owners = partition.owners(grid.coords)
+    came, received, order, sent = send_to(grid.coords, owners, group)
+    coords = unique_coords(came)
+    sharded = ShardedGrid(coords, int(sizes), partition, group, grid.voxel_size, grid.origin)
+    exchange = Exchange(group, order, sent, received, len(grid))
+    sharded.arrivals = Arrivals(exchange, sharded.lookup(came))
+    return sharded
+
+
+def group_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The process group of a one-dimensional mesh, or the group itself."""
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised: start with torchrun and init_process_group()")
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(f"expected one dimension of a mesh, mesh['name']; got dimensions {mesh.mesh_dim_names}")
+        return mesh.get_group()
+    return mesh
+
+
+def gather_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """All ranks' rows, rank after rank, on every rank."""
+    longest = max(counts)
+    padded = rows.new_zeros((longest, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:count] for part, count in zip(parts, counts)])

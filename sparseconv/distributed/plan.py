@@ -1,0 +1,322 @@
+"""A convolution plan of a scene in shards: the local plan, and the rows of other ranks that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from sparseconv.distributed.exchange import Exchange, agree, joined, replicated, send_to
+from sparseconv.distributed.grid import ShardedGrid
+from sparseconv.distributed.passage import Border, Passage, placed
+from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, fits, torus_of, wrap
+from sparseconv.geometry.grid import VoxelGrid, unique_coords
+from sparseconv.geometry.ranges import Boundary
+from sparseconv.plan.convolution import ConvolutionPlan, checked_window
+
+Axes = int | Sequence[int]
+
+
+class ShardedConvolutionPlan:
+    """`ConvolutionPlan` over the shards of one scene; same arguments, same numbers, all ranks call it alike.
+
+    Each rank computes the outputs that it owns. The inputs of other ranks that those outputs see, the halo, arrive by
+    one differentiable all-to-all a call, while the outputs that need none of them are computed. Weights are held by
+    every rank alike; their gradients are summed over the ranks.
+
+    The halo is found exactly: the window's index projection gives the places that an output sees, the partition says
+    who owns each, and the owners answer which of them hold a voxel.
+    """
+
+    def __init__(
+        self,
+        source: ShardedGrid,
+        kernel_size: Axes | None = None,
+        *,
+        stride: Axes = 1,
+        dilation: Axes = 1,
+        padding: Axes | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        target: ShardedGrid | Literal["full"] | None = None,
+        boundary: Boundary | Literal["absent", "forbid"] = "absent",
+        groups: int = 1,
+        backend: str = "auto",
+        deterministic: bool | None = None,
+    ) -> None:
+        window, edge = _window_of(
+            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, target, False
+        )
+        if isinstance(target, ShardedGrid):
+            if fits(target, source, window, edge) is not target:
+                raise ValueError(f"some windows of the given target leave the extent {edge.extent}")
+            coarse = target
+        elif target == "full" or (target is None and any(s != 1 for s in window.stride)):
+            seen = coarse_grid(VoxelGrid(source.coords, source.batch_size), window, edge)
+            coarse = _owned(source, seen.coords, window.stride, (1,) * source.rank)
+        elif target is None:
+            coarse = cast(ShardedGrid, fits(source, source, window, edge))
+        else:
+            raise ValueError(f"target must be a ShardedGrid, 'full' or None; got {target!r}")
+        self._set(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
+
+    @classmethod
+    def transposed(
+        cls,
+        source: ShardedGrid,
+        kernel_size: Axes | None = None,
+        *,
+        stride: Axes = 1,
+        dilation: Axes = 1,
+        padding: Axes | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        target: ShardedGrid | None = None,
+        boundary: Boundary | Literal["absent", "forbid"] = "absent",
+        groups: int = 1,
+        backend: str = "auto",
+        deterministic: bool | None = None,
+    ) -> ShardedConvolutionPlan:
+        """From coarse voxels to fine ones, onto ``target`` or onto every voxel that a tap reaches (generative)."""
+        window, edge = _window_of(
+            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, target, True
+        )
+        fine = target
+        if fine is None:
+            seen = fine_grid(VoxelGrid(source.coords, source.batch_size), window, edge)
+            fine = _owned(source, seen.coords, (1,) * source.rank, window.stride)
+        plan = object.__new__(cls)
+        plan._set(source, fine, window, edge, kernel_size is not None, groups, backend, True)
+        return plan
+
+    def _set(
+        self,
+        source: ShardedGrid,
+        target: ShardedGrid,
+        window: Window,
+        boundary: Boundary,
+        box: bool,
+        groups: int,
+        backend: str,
+        is_transposed: bool,
+    ) -> None:
+        self.source, self.target, self.window, self.boundary = source, target, window, boundary
+        self.groups, self.backend, self.is_transposed, self._box = groups, backend, is_transposed, box
+        self._transposed: ShardedConvolutionPlan | None = None
+        #: kinds of call that the ranks have compared: each kind is compared once, since it costs a round trip
+        self._agreed: set[tuple] = set()
+        self.exchange, self.halo = _find_halo(source, target, window, boundary, is_transposed)
+        self._split()
+
+    def _between(self, source: VoxelGrid, target: VoxelGrid) -> ConvolutionPlan:
+        return ConvolutionPlan.between(
+            source, target, self.window, self.boundary, self._box, self.groups, self.backend, self.is_transposed
+        )
+
+    def _split(self) -> None:
+        """The interior, which is what this rank's own rows make of its outputs, and the border, which sees the halo.
+
+        The interior computes the border's rows too, wrongly, and the border's results are written over them: so the
+        interior of a submanifold plan stays one grid with itself, with its identity tap and its mirror symmetry. Every
+        rank has both parts, be they empty, so that all meet their collectives in one order.
+        """
+        batch, own = self.source.batch_size, self.source.coords
+        self._inner = self._between(self.source, self.target)
+        rows = self._between(VoxelGrid(self.halo, batch), self.target).kernel_map.out_rows
+        self.border_rows = torch.unique(rows.long())
+        border = VoxelGrid(self.target.coords[self.border_rows], self.target.batch_size)
+        needed = torch.unique(self._between(self.source, border).kernel_map.in_rows.long())
+        self._outer = self._between(VoxelGrid(torch.cat([own[needed], self.halo]), batch), border)
+        self._border = Border(self.exchange, needed)
+
+    @cached_property
+    def local(self) -> ConvolutionPlan:
+        """From this rank's rows and its halo, grouped by owner, to its outputs: what any operation over edges needs."""
+        if not len(self.halo):
+            return self._inner
+        seen = VoxelGrid(torch.cat([self.source.coords, self.halo]), self.source.batch_size)
+        return self._between(seen, self.target)
+
+    # ---- executing
+
+    def execute(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's outputs (N_out, C_out) from this rank's inputs (N_in, C_in); see `ConvolutionPlan.execute`.
+
+        Differentiable to any order. Every rank must call it, with operands of one dtype and one number of channels.
+        """
+        if x.ndim != 2 or x.shape[0] != len(self.source):
+            raise ValueError(f"x must be ({len(self.source)}, C_in), this rank's rows; got {tuple(x.shape)}")
+        call = (x.shape[1], x.dtype, x.device.type, tuple(weight.shape), weight.dtype, torch.is_grad_enabled())
+        if call not in self._agreed:
+            agree({"the operands of execute": call}, self.source.group)
+            self._agreed.add(call)
+        passage = Passage(self._border)
+        group = self.source.group
+        weight = replicated(weight, group)
+        bias = None if bias is None else replicated(bias, group)
+        x, rows = passage.depart(x)
+        inside = self._inner.execute(x, weight, bias)
+        outside = self._outer.execute(passage.arrive(rows), weight, bias)
+        return placed(inside, outside, self.border_rows)
+
+    def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
+        """This rank's rows with their halo, and the local plan over them: what any operation over edges needs."""
+        return joined(x, self.exchange(x)), self.local
+
+    # ---- reading
+
+    @property
+    def kernel_size(self) -> tuple[int, ...] | None:
+        return self._inner.kernel_size
+
+    @property
+    def num_taps(self) -> int:
+        return self._inner.num_taps
+
+    @property
+    def device(self) -> torch.device:
+        return self.source.device
+
+    @property
+    def num_in(self) -> int:
+        """This rank's inputs, without the halo."""
+        return len(self.source)
+
+    @property
+    def halo_rows(self) -> int:
+        """Rows of other ranks that this rank's outputs see."""
+        return self.exchange.num_received
+
+    def halo_bytes(self, c_in: int, dtype: torch.dtype = torch.float32) -> int:
+        """What a forward call receives from other ranks, in bytes; a backward call sends as much back."""
+        return self.halo_rows * c_in * dtype.itemsize
+
+    @property
+    def overlapped(self) -> float:
+        """The share of the work that is done while the halo is on its way: the interior's pairs over all pairs."""
+        inner, outer = self._inner.kernel_map.num_pairs, self._outer.kernel_map.num_pairs
+        return inner / max(1, inner + outer)
+
+    # ---- other plans
+
+    def transpose(self) -> ShardedConvolutionPlan:
+        """The same edges reversed, from this plan's target back onto its source; all ranks call it.
+
+        The way back has a halo of its own, on the target's side, so this is a new plan, found once and kept.
+        """
+        if self._transposed is None:
+            plan = object.__new__(ShardedConvolutionPlan)
+            plan._set(
+                self.target,
+                self.source,
+                self.window,
+                self.boundary,
+                self._box,
+                self.groups,
+                self.backend,
+                not self.is_transposed,
+            )
+            plan._transposed = self
+            self._transposed = plan
+        return self._transposed
+
+    def with_groups(self, groups: int) -> ShardedConvolutionPlan:
+        """The same edges and exchange for another number of channel groups; itself if it has that number."""
+        if groups == self.groups:
+            return self
+        plan = object.__new__(ShardedConvolutionPlan)
+        plan.__dict__.update(self.__dict__)
+        plan.groups, plan._transposed = groups, None
+        plan.__dict__.pop("local", None)
+        for name in ("_inner", "_outer"):
+            setattr(plan, name, getattr(self, name).with_groups(groups))
+        return plan
+
+    def kept_with(self, grid: VoxelGrid) -> ShardedConvolutionPlan:
+        """This plan: a shard's memory goes when Python finds that grid and plan hold only each other."""
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"Sharded{self._inner!r}, {self.halo_rows:,} halo rows, {self.overlapped:.0%} of pairs overlapped, rank "
+            f"{self.source.process_rank} of {self.exchange.world_size}"
+        )
+
+
+ShardedGrid.plan_type = ShardedConvolutionPlan
+
+
+def _window_of(
+    source: ShardedGrid,
+    kernel_size: Axes | None,
+    stride: Axes,
+    dilation: Axes,
+    padding: Axes | None,
+    taps: torch.Tensor | Sequence[Sequence[int]] | None,
+    boundary: Boundary | str,
+    groups: int,
+    backend: str,
+    target: Any,
+    is_transposed: bool,
+) -> tuple[Window, Boundary]:
+    """What both constructors take, checked on this rank and between the ranks."""
+    if not isinstance(source, ShardedGrid):
+        raise TypeError(f"source must be a ShardedGrid, made by shard(); got {type(source).__name__}")
+    window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+    if edge.kind == "forbid" and edge.extent is None and not is_transposed:
+        edge = Boundary.forbid(source.global_extent)
+    agree(
+        {
+            "source": (source.counts, source.batch_size, source.partition),
+            "window": window,
+            "boundary": edge,
+            "groups": groups,
+            "backend": backend,
+            "direction": is_transposed,
+            "target": target.counts if isinstance(target, ShardedGrid) else target,
+        },
+        source.group,
+    )
+    return window, edge
+
+
+def _owned(
+    source: ShardedGrid, seen: torch.Tensor, numerator: Sequence[int], denominator: Sequence[int]
+) -> ShardedGrid:
+    """The grid whose voxels the ranks have seen (M, 1+D), each of them with the owner of its place in ``source``."""
+    partition = source.partition.scaled(tuple(numerator), tuple(denominator))
+    came = send_to(seen, partition.owners(seen), source.group)[0]
+    size = tuple(v * n / d for v, n, d in zip(source.voxel_size, numerator, denominator))
+    return ShardedGrid(unique_coords(came), source.batch_size, partition, source.group, size, source.origin)
+
+
+def _find_halo(
+    source: ShardedGrid, target: ShardedGrid, window: Window, boundary: Boundary, is_transposed: bool
+) -> tuple[Exchange, torch.Tensor]:
+    """The exchange of the rows that outputs see across shards, and the coords of those that this rank receives."""
+    torus = torus_of(None, window, boundary)
+    coords = target.coords.long()
+    me = source.process_rank
+    remote = []
+    for tap in range(len(window.offsets)):
+        if is_transposed:
+            places = window.coarse(wrap(coords, torus), tap)
+            places = wrap(places, window.coarse_torus(torus))
+        else:
+            places = wrap(window.fine(coords, tap), torus)
+        remote.append(places[source.partition.owners(places) != me])
+    asked = unique_coords(torch.cat(remote)).long()
+    came, received, order, sent = send_to(asked, source.partition.owners(asked), source.group)
+    rows = source.lookup(came)
+    answers = torch.empty(len(asked), dtype=torch.uint8, device=source.device)
+    dist.all_to_all_single(answers, (rows >= 0).to(torch.uint8), list(sent), list(received), source.group)
+    there = answers.bool()
+    exchange = Exchange(
+        source.group,
+        rows[rows >= 0],
+        tuple(int((part >= 0).sum()) for part in rows.split(received)),
+        tuple(int(part.sum()) for part in there.split(sent)),
+        len(source),
+    )
+    return exchange, asked[order][there].int()

@@ -1,0 +1,199 @@
+"""From a window to the edges between two grids, and to the grid that a window reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sparseconv.geometry.grid import VoxelGrid, unique_coords
+from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.line_search import edges_by_lines
+from sparseconv.geometry.projection import IndexProjection
+from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
+
+
+@dataclass(frozen=True)
+class Window:
+    """An `IndexProjection` from coarse voxels to fine ones, and the points of its region that carry a weight.
+
+    fine = stride * coarse + offsets[k]        (offsets[k] = dilation * tap - padding)
+    """
+
+    projection: IndexProjection
+    stride: Ints
+    offsets: tuple[Ints, ...]
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        kernel_size: int | Sequence[int] | None,
+        stride: int | Sequence[int] = 1,
+        dilation: int | Sequence[int] = 1,
+        padding: int | Sequence[int] | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+    ) -> Window:
+        """A box of ``kernel_size`` taps, or an explicit list of them (K, D), whose padding defaults to 0."""
+        if (kernel_size is None) == (taps is None):
+            raise ValueError(
+                "give either kernel_size (a box of taps) or taps (an explicit list), not both, not neither"
+            )
+        strides = per_axis(stride, rank, "stride", 1)
+        if kernel_size is not None:
+            kernel = per_axis(kernel_size, rank, "kernel_size", 1)
+            projection = IndexProjection.window(kernel, strides, dilation, padding)
+            points = projection.taps().tolist()
+        else:
+            listed = taps.tolist() if isinstance(taps, torch.Tensor) else [list(tap) for tap in taps or ()]
+            if not listed or any(len(tap) != rank or not all(isinstance(t, int) for t in tap) for tap in listed):
+                raise ValueError(f"taps must be a non-empty list of integer points (K, {rank}); got {listed[:4]}")
+            if len({tuple(tap) for tap in listed}) < len(listed):
+                raise ValueError("taps must be distinct: add the weights of equal ones")
+            steps = per_axis(dilation, rank, "dilation", 1)
+            pad = per_axis(0 if padding is None else padding, rank, "padding")
+            low = [min(tap[i] for tap in listed) for i in range(rank)]
+            size = [max(tap[i] for tap in listed) - low[i] + 1 for i in range(rank)]
+            projection = IndexProjection.window(
+                size, strides, steps, tuple(p - d * lo for p, d, lo in zip(pad, steps, low))
+            )
+            points = [[d * (t - lo) for d, t, lo in zip(steps, tap, low)] for tap in listed]
+        offsets = tuple(tuple(o + p for o, p in zip(projection.offset, point)) for point in points)
+        return cls(projection, strides, offsets)
+
+    def fine(self, coarse: torch.Tensor, tap: int) -> torch.Tensor:
+        """What coords (M, 1+D) int64 of coarse voxels see through a tap, (M, 1+D) int64."""
+        return coarse * _row((1, *self.stride), coarse) + _row((0, *self.offsets[tap]), coarse)
+
+    def coarse_torus(self, torus: IndexRange | None) -> IndexRange | None:
+        """The torus of the coarse voxels, where the fine ones live on one."""
+        if torus is None:
+            return None
+        start = tuple(lo // s for lo, s in zip(torus.start, self.stride))
+        return IndexRange(start, tuple(lo + n // s for lo, n, s in zip(start, torus.shape, self.stride)))
+
+    def coarse(self, fine: torch.Tensor, tap: int) -> torch.Tensor:
+        """The coarse voxels that see fine ones (M, 1+D) int64 through a tap; fewer rows, where strides skip some."""
+        stride = _row((1, *self.stride), fine)
+        moved = fine - _row((0, *self.offsets[tap]), fine)
+        return torch.div(moved[(moved % stride == 0).all(1)], stride, rounding_mode="floor")
+
+
+def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Boundary) -> KernelMap:
+    """The map fine -> coarse of every (tap, fine row, coarse row) that the window joins.
+
+    Equal coordinates on two grids are not enough for an identity tap: it is known where both are one grid object and
+    a tap's offset is zero.
+    """
+    check_pair(fine, coarse)
+    torus = torus_of(fine, window, boundary)
+    identity, mirror = (None, None) if coarse is not fine else _symmetry(window, torus)
+    if fine.device.type == "cuda":
+        from sparseconv.geometry.triton_pairs import find_edges_on_gpu  # Triton is loaded where it is used
+
+        source = find_edges_on_gpu(fine, coarse.coords, window.offsets, window.stride, torus)
+        return KernelMap(
+            len(fine), len(coarse), len(window.offsets), source=source, identity_tap=identity, mirror=mirror
+        )
+    if torus is None and fine.device.type == "cpu":
+        pairs = edges_by_lines(fine, coarse, window.stride, window.offsets)
+        if pairs is not None:
+            sizes = len(fine), len(coarse), len(window.offsets)
+            return KernelMap(*sizes, pairs=pairs, identity_tap=identity, mirror=mirror)
+    queries = coarse.coords.long()
+    table = torch.empty(len(window.offsets), len(coarse), dtype=torch.int32, device=fine.device)
+    for tap in range(len(window.offsets)):
+        table[tap] = fine.lookup(wrap(window.fine(queries, tap), torus))
+    return KernelMap(len(fine), len(coarse), len(window.offsets), neighbors=table, identity_tap=identity, mirror=mirror)
+
+
+def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
+    """Every coarse voxel that sees a fine one, in lexicographic order; under ``forbid``, those whose window fits."""
+    torus = torus_of(fine, window, boundary)
+    coords = fine.coords.long()
+    seen = torch.cat([window.coarse(wrap(coords, torus), tap) for tap in range(len(window.offsets))])
+    seen = wrap(seen, window.coarse_torus(torus))
+    scale = tuple(float(s) for s in window.stride)
+    return fits(fine._like(unique_coords(seen), scale), fine, window, boundary)
+
+
+def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
+    """Every fine voxel that a coarse one sees, in lexicographic order; under ``forbid``, within the extent."""
+    torus = torus_of(None, window, boundary)
+    coords = coarse.coords.long()
+    seen = torch.cat([wrap(window.fine(coords, tap), torus) for tap in range(len(window.offsets))])
+    if boundary.kind == "forbid":
+        if boundary.extent is None:
+            raise ValueError("a generative transposed plan under 'forbid' needs Boundary.forbid(extent)")
+        inside = torch.ones(len(seen), dtype=torch.bool, device=seen.device)
+        for axis, (start, end) in enumerate(zip(boundary.extent.start, boundary.extent.end), 1):
+            inside &= (seen[:, axis] >= start) & (seen[:, axis] < end)
+        seen = seen[inside]
+    return coarse._like(unique_coords(seen), tuple(1 / s for s in window.stride))
+
+
+def fits(coarse: VoxelGrid, fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
+    """The coarse voxels whose whole window lies in the extent under ``forbid``; under other boundaries all of them."""
+    if boundary.kind != "forbid":
+        return coarse
+    extent = boundary.extent or fine.extent
+    starts = window.projection(coarse.coords[:, 1:])
+    ends = starts + _row(window.projection.shape, starts)
+    whole = ((starts >= _row(extent.start, starts)) & (ends <= _row(extent.end, starts))).all(1)
+    return coarse if bool(whole.all()) else coarse.subset(whole)
+
+
+def check_pair(one: VoxelGrid, other: VoxelGrid) -> None:
+    """Raise ValueError where two grids cannot be the two ends of one map."""
+    for name in ("rank", "batch_size", "device"):
+        a, b = getattr(one, name), getattr(other, name)
+        if a != b:
+            raise ValueError(f"source and target must have the same {name}; got {a} and {b}")
+
+
+def _row(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=like.device)
+
+
+def torus_of(fine: VoxelGrid | None, window: Window, boundary: Boundary) -> IndexRange | None:
+    """The extent of a periodic boundary, checked against the grid and the stride; None for other boundaries."""
+    if boundary.kind == "negative":
+        raise ValueError("numpy's negative indices are for dense arrays: on a voxel grid -1 is a voxel")
+    if boundary.kind != "periodic":
+        return None
+    extent = boundary.extent
+    if extent is None:
+        raise ValueError("a periodic boundary needs its extent: Boundary.periodic(shape or IndexRange)")
+    if extent.rank != len(window.stride) or extent.size == 0:
+        raise ValueError(f"a periodic extent must have {len(window.stride)} non-empty axes; got {extent}")
+    uneven = [n for n, s in zip(extent.shape, window.stride) if n % s]
+    if uneven:
+        raise ValueError(f"the periodic extent {extent} must be a multiple of the stride {window.stride} on every axis")
+    if fine is not None and not extent.encloses(fine.extent):
+        raise ValueError(f"the grid's extent {fine.extent} leaves the periodic extent {extent}")
+    return extent
+
+
+def wrap(coords: torch.Tensor, torus: IndexRange | None) -> torch.Tensor:
+    """Coords (M, 1+D) int64 folded into a torus."""
+    if torus is None:
+        return coords
+    start = _row((0, *torus.start), coords)
+    folded = (coords - start) % _row((1, *torus.shape), coords) + start
+    folded[:, 0] = coords[:, 0]
+    return folded
+
+
+def _symmetry(window: Window, torus: IndexRange | None) -> tuple[int | None, tuple[int, ...] | None]:
+    """The identity tap and the mirrored tap of each, for a window at stride 1 whose two sides are one grid."""
+    if any(s != 1 for s in window.stride):
+        return None, None
+
+    def folded(offset: Sequence[int]) -> Ints:
+        return tuple(offset) if torus is None else tuple(o % n for o, n in zip(offset, torus.shape))
+
+    taps = {folded(offset): tap for tap, offset in reversed(list(enumerate(window.offsets)))}
+    identity = taps.get(folded((0,) * len(window.stride)))
+    opposite = [taps.get(folded([-o for o in offset])) for offset in window.offsets]
+    return identity, None if None in opposite else tuple(t for t in opposite if t is not None)

@@ -1,0 +1,351 @@
+"""Sparse voxel grids: a set of integer coordinates with a fixed order of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from sparseconv.geometry.lookup import KeySpace, SortedTable
+from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
+
+if TYPE_CHECKING:
+    from sparseconv.geometry.triton_table import CoordinateTable
+
+INT32 = torch.iinfo(torch.int32)
+Floats = tuple[float, ...]
+
+
+class VoxelGrid:
+    """An immutable set of voxels in a batch of scenes, in the caller's row order.
+
+    Args:
+        coords: (N, 1+D) integer tensor, D from 1 to 4; column 0 is the batch item (>= 0), the others are voxel indices,
+            negatives allowed. Kept as int32.
+        batch_size: number of batch items, empty ones included; default: the largest one present + 1.
+        voxel_size: edge of a voxel in the user's length unit, one number or one an axis; default 1.
+        origin: position of the lower corner of voxel 0, same unit; default 0.
+        duplicates: ``"error"`` or ``"first"``, which keeps the first row of each voxel.
+
+    Raises:
+        TypeError: coords are not integers.
+        ValueError: wrong shape or rank, duplicate rows, a batch item out of range, or an extent past 63 bits.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 2, 3], [0, 2, 4], [1, -1, 0]]), voxel_size=0.1)
+    >>> grid
+    VoxelGrid(3 voxels, rank 2, batch 2, extent [-1, 3) x [0, 5), voxel size 0.1, cpu)
+    >>> grid.lookup(torch.tensor([[0, 2, 4], [0, 9, 9]])).tolist()
+    [1, -1]
+    """
+
+    def __init__(
+        self,
+        coords: torch.Tensor,
+        batch_size: int | None = None,
+        voxel_size: float | Sequence[float] | None = None,
+        origin: float | Sequence[float] | None = None,
+        *,
+        duplicates: Literal["error", "first"] = "error",
+    ) -> None:
+        coords = _checked_coords(coords)
+        rank = coords.shape[1] - 1
+        low, high, table = _measure(coords)
+        if low and low[0] < 0:
+            raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}")
+        if batch_size is None:
+            batch_size = high[0] + 1 if high else 1
+        elif high and high[0] >= batch_size:
+            raise ValueError(f"coords name batch item {high[0]}, but batch_size is {batch_size}")
+        elif batch_size < 0:
+            raise ValueError(f"batch_size must not be negative; got {batch_size}")
+        if duplicates not in ("error", "first"):
+            raise ValueError(f"duplicates must be 'error' or 'first'; got {duplicates!r}")
+        self.batch_size = batch_size
+        self.voxel_size: Floats = _floats(1.0 if voxel_size is None else voxel_size, rank, "voxel_size")
+        self.origin: Floats = _floats(0.0 if origin is None else origin, rank, "origin")
+        if min(self.voxel_size) <= 0:
+            raise ValueError(f"voxel_size must be positive; got {voxel_size}")
+        #: the bounding box of the voxels, without the batch
+        self.extent = (
+            IndexRange(low[1:], tuple(h + 1 for h in high[1:])) if low else IndexRange((0,) * rank, (0,) * rank)
+        )
+        self._space = KeySpace.covering(IndexRange((0, *self.extent.start), (batch_size, *self.extent.end)))
+        self.coords = coords
+        #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
+        self.derived: dict[Any, Any] = {}
+        if table is not None:
+            self.derived["cells"] = table
+        pair = self._table.first_duplicate() if table is None or table.has_duplicates else None
+        if pair is not None and duplicates == "error":
+            raise ValueError(
+                f"rows {pair[0]} and {pair[1]} of coords are the same voxel {tuple(coords[pair[0]].tolist())}: remove "
+                "one, pass duplicates='first', or use voxelize() to merge points"
+            )
+        if pair is not None:
+            keys = self._table.keys
+            first = torch.ones_like(keys, dtype=torch.bool)
+            first[1:] = keys[1:] != keys[:-1]
+            self.coords = coords[self._table.rows[first].sort().values]
+            del self.__dict__["_table"]
+            self.derived.clear()
+
+    @cached_property
+    def _table(self) -> SortedTable:
+        return SortedTable(self._space.keys(self.coords))
+
+    #: True where other processes hold the rest of the scene
+    is_shared = False
+    #: the class of this kind of grid's plans, where floors above give it one of its own
+    plan_type: type | None = None
+
+    def all_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of ``values`` over the processes that share the scene: themselves, where one process holds it."""
+        return values
+
+    # ---- reading
+
+    @property
+    def num_voxels(self) -> int:
+        return self.coords.shape[0]
+
+    def __len__(self) -> int:
+        return self.num_voxels
+
+    @property
+    def rank(self) -> int:
+        """D, the number of spatial axes."""
+        return self.coords.shape[1] - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.coords.device
+
+    @cached_property
+    def batch_counts(self) -> torch.Tensor:
+        """(B,) int64: voxels of each batch item."""
+        return torch.bincount(self.coords[:, 0].long(), minlength=self.batch_size)
+
+    @cached_property
+    def batch_offsets(self) -> torch.Tensor:
+        """(B+1,) int64: item b owns rows [offsets[b], offsets[b+1]) where rows are grouped by item (`batch_rows`)."""
+        return torch.cat([self.batch_counts.new_zeros(1), self.batch_counts.cumsum(0)])
+
+    @cached_property
+    def batch_rows(self) -> torch.Tensor | None:
+        """The rows in an order that groups them by batch item, (N,) int64; None where they already are."""
+        items = self.coords[:, 0]
+        return None if bool((items[1:] >= items[:-1]).all()) else torch.argsort(items, stable=True)
+
+    def positions(self) -> torch.Tensor:
+        """Centres of the voxels, (N, D) float32 in the length unit of voxel_size."""
+        size, origin = (torch.tensor(v, device=self.device) for v in (self.voxel_size, self.origin))
+        return origin + size * (self.coords[:, 1:] + 0.5)
+
+    def lookup(self, coords: torch.Tensor) -> torch.Tensor:
+        """Rows (M,) int64 of coords (M, 1+D) of any integer dtype on the grid's device, -1 where absent."""
+        if coords.ndim != 2 or coords.shape[1] != self.rank + 1:
+            raise ValueError(f"expected coords (M, {self.rank + 1}), the batch first; got {tuple(coords.shape)}")
+        if coords.is_floating_point() or coords.is_complex() or coords.dtype == torch.bool:
+            raise TypeError(f"coords must be integers; got {coords.dtype}")
+        if coords.device != self.device:
+            raise ValueError(f"coords are on {coords.device}, the grid is on {self.device}: move one of them")
+        if "cells" in self.derived and coords.dtype == torch.int32:
+            from sparseconv.geometry.triton_table import lookup  # Triton is loaded where it is used
+
+            return lookup(self.derived["cells"], coords).long()
+        inside = self._space.contains(coords)
+        return torch.where(inside, self._table.find(self._space.keys(coords.long())), -1)
+
+    # ---- other grids
+
+    def _like(self, coords: torch.Tensor, scale: Floats | None = None) -> VoxelGrid:
+        """A grid of other voxels in the same scene; ``scale`` multiplies the voxel size."""
+        size = self.voxel_size if scale is None else tuple(v * s for v, s in zip(self.voxel_size, scale))
+        return VoxelGrid(coords, self.batch_size, size, self.origin)
+
+    def subset(self, mask: torch.Tensor) -> VoxelGrid:
+        """The voxels where mask (N,) bool is true, in the same order."""
+        if mask.dtype != torch.bool or mask.shape != (self.num_voxels,):
+            raise ValueError(f"mask must be ({self.num_voxels},) bool; got {tuple(mask.shape)} {mask.dtype}")
+        return self._like(self.coords[mask])
+
+    def union(self, other: VoxelGrid) -> VoxelGrid:
+        """This grid's voxels, then those of ``other`` that it lacks."""
+        self._check_same_space(other)
+        return self._like(torch.cat([self.coords, other.coords[self.lookup(other.coords) < 0]]))
+
+    def intersection(self, other: VoxelGrid) -> VoxelGrid:
+        """The voxels of this grid that ``other`` has too."""
+        self._check_same_space(other)
+        return self.subset(other.lookup(self.coords) >= 0)
+
+    def difference(self, other: VoxelGrid) -> VoxelGrid:
+        """The voxels of this grid that ``other`` lacks."""
+        self._check_same_space(other)
+        return self.subset(other.lookup(self.coords) < 0)
+
+    def coarsen(self, factor: int | Sequence[int]) -> VoxelGrid:
+        """Every coarse voxel floor(c / factor) that holds at least one voxel, in lexicographic order."""
+        factors = per_axis(factor, self.rank, "factor", 1)
+        coords = self.coords.clone()
+        for axis, f in enumerate(factors, 1):
+            coords[:, axis] = torch.div(coords[:, axis], f, rounding_mode="floor")
+        return self._like(unique_coords(coords), tuple(float(f) for f in factors))
+
+    def refine(self, factor: int | Sequence[int]) -> VoxelGrid:
+        """Every voxel cut into factor^D finer ones, children of a voxel side by side."""
+        factors = per_axis(factor, self.rank, "factor", 1)
+        children = torch.tensor(list(IndexRange.of_shape((1, *factors))), device=self.device)
+        scale = torch.tensor((1, *factors), device=self.device)
+        fine = (self.coords.long() * scale)[:, None] + children
+        return self._like(fine.reshape(-1, self.rank + 1), tuple(1 / f for f in factors))
+
+    def dilate(self, radius: int | Sequence[int] = 1) -> VoxelGrid:
+        """Every voxel within ``radius`` cells of one along each axis, in lexicographic order."""
+        reach = per_axis(radius, self.rank, "radius", 0)
+        box = IndexRange((0, *(-r for r in reach)), (1, *(r + 1 for r in reach)))
+        moves = torch.tensor(list(box), device=self.device)
+        return self._like(unique_coords((self.coords.long()[:, None] + moves).reshape(-1, self.rank + 1)))
+
+    def sorted(self, order: Literal["lexicographic", "morton"] = "lexicographic") -> tuple[VoxelGrid, torch.Tensor]:
+        """The same voxels in another order, and the old row of each new one: ``new.coords == old.coords[rows]``."""
+        if order == "lexicographic":
+            rows = self._table.rows
+        elif order == "morton":
+            rows = self._morton_rows()
+        else:
+            raise ValueError(f"order must be 'lexicographic' or 'morton'; got {order!r}")
+        return self._like(self.coords[rows]), rows
+
+    def _morton_rows(self) -> torch.Tensor:
+        """Rows along a Z curve in each batch item: sorted by the interleaved bits of the coordinates."""
+        bits = max((n - 1).bit_length() for n in self.extent.shape)
+        rows = torch.arange(self.num_voxels, device=self.device)
+        local = self.coords[:, 1:].long() - torch.tensor(self.extent.start, device=self.device)
+        for first in range(0, bits, 62 // self.rank):  # as many levels a pass as a key holds, least significant first
+            key = torch.zeros_like(rows)
+            for bit in range(first, min(bits, first + 62 // self.rank)):
+                for axis in range(self.rank):
+                    place = (bit - first) * self.rank + self.rank - 1 - axis
+                    key |= ((local[rows, axis] >> bit) & 1) << place
+            rows = rows[torch.argsort(key, stable=True)]
+        return rows[torch.argsort(self.coords[rows, 0], stable=True)]
+
+    def to(self, device: torch.device | str) -> VoxelGrid:
+        """This grid on another device; itself if it is there."""
+        coords = self.coords.to(device)
+        return self if coords is self.coords else self._like(coords)
+
+    @staticmethod
+    def cat(grids: Sequence[VoxelGrid]) -> VoxelGrid:
+        """One grid whose batch is the items of all the given ones, one after another."""
+        if not grids:
+            raise ValueError("cat needs at least one grid")
+        first, total, parts = grids[0], 0, []
+        for grid in grids:
+            first._check_same_space(grid, batch=False)
+            part = grid.coords.clone()
+            part[:, 0] += total
+            parts.append(part)
+            total += grid.batch_size
+        return VoxelGrid(torch.cat(parts), total, first.voxel_size, first.origin)
+
+    def _check_same_space(self, other: VoxelGrid, batch: bool = True) -> None:
+        for name in ("rank", "voxel_size", "origin", "device") + (("batch_size",) if batch else ()):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise ValueError(f"the grids differ in {name}: {mine} and {theirs}")
+
+    # ---- dense arrays
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: torch.Tensor,
+        voxel_size: float | Sequence[float] | None = None,
+        origin: float | Sequence[float] | None = None,
+    ) -> tuple[VoxelGrid, torch.Tensor]:
+        """The sites of dense (B, C, *spatial) where any channel is not zero -> the grid and its features (N, C)."""
+        if not 3 <= dense.ndim <= 6:
+            raise ValueError(f"expected dense (B, C, *spatial) with 1 to 4 spatial axes; got {tuple(dense.shape)}")
+        sites = (dense != 0).any(1).nonzero()
+        features = dense.movedim(1, -1)[tuple(sites.unbind(1))]
+        return cls(sites, dense.shape[0], voxel_size, origin), features
+
+    def to_dense(self, features: torch.Tensor, extent: IndexRange | Sequence[int] | None = None) -> torch.Tensor:
+        """Features (N, C) -> (B, C, *shape), zero where there is no voxel; differentiable.
+
+        ``extent`` is the box to fill (a range, or a shape from the origin); default: the grid's own. Voxels outside of
+        it are an error.
+        """
+        box = self.extent if extent is None else extent
+        box = box if isinstance(box, IndexRange) else IndexRange.of_shape(tuple(box))
+        if features.ndim != 2 or features.shape[0] != self.num_voxels:
+            raise ValueError(f"features must be ({self.num_voxels}, C); got {tuple(features.shape)}")
+        if not box.encloses(self.extent):
+            raise ValueError(f"the grid's extent {self.extent} leaves the box {box} that should be filled")
+        keys = KeySpace((0, *box.start), (max(1, self.batch_size), *(max(1, n) for n in box.shape))).keys(self.coords)
+        flat = features.new_zeros(self.batch_size * box.size, features.shape[1]).index_copy(0, keys, features)
+        return flat.view(self.batch_size, *box.shape, features.shape[1]).movedim(-1, 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_table"} | {"derived": {}}
+
+    def __repr__(self) -> str:
+        size = " x ".join(f"{v:g}" for v in self.voxel_size[: 1 if len(set(self.voxel_size)) == 1 else None])
+        return (
+            f"VoxelGrid({self.num_voxels:,} voxels, rank {self.rank}, batch {self.batch_size}, extent {self.extent}, "
+            f"voxel size {size}, {self.device})"
+        )
+
+
+def unique_coords(coords: torch.Tensor) -> torch.Tensor:
+    """The distinct rows of coords (M, 1+D) of any integer dtype, in lexicographic order."""
+    low, high = _bounds(coords)
+    if not low:
+        return coords
+    space = KeySpace.covering(IndexRange(low, tuple(h + 1 for h in high)))
+    return space.coords(torch.unique(space.keys(coords)))
+
+
+def _bounds(coords: torch.Tensor) -> tuple[Ints, Ints]:
+    """Smallest and largest value of each column, read from the device at once; empty where there is no row."""
+    if coords.shape[0] == 0:
+        return (), ()
+    low, high = torch.stack(torch.aminmax(coords, dim=0)).tolist()
+    return tuple(low), tuple(high)
+
+
+def _measure(coords: torch.Tensor) -> tuple[Ints, Ints, CoordinateTable | None]:
+    """Smallest and largest value of each column, read at once; on a GPU together with a table of the rows."""
+    if coords.device.type != "cuda" or coords.shape[0] == 0:
+        return *_bounds(coords), None
+    from sparseconv.geometry.triton_table import build_table, read_table  # Triton is loaded where it is used
+
+    table = build_table(coords)
+    return *read_table(table), table
+
+
+def _checked_coords(coords: torch.Tensor) -> torch.Tensor:
+    if not isinstance(coords, torch.Tensor):
+        raise TypeError(f"coords must be a torch tensor; got {type(coords).__name__}: use torch.as_tensor")
+    if coords.is_floating_point() or coords.is_complex() or coords.dtype == torch.bool:
+        raise TypeError(f"coords must be integers; got {coords.dtype}: voxelize() turns positions into voxels")
+    if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:
+        raise ValueError(
+            f"coords must be (N, 1+D): a batch column and 1 to 4 spatial axes; got shape {tuple(coords.shape)}"
+        )
+    if coords.dtype != torch.int32:
+        low, high = _bounds(coords)
+        if low and (min(low) < INT32.min or max(high) >= INT32.max):
+            raise ValueError(f"voxel indices must fit in 32 bits; got values from {min(low)} to {max(high)}")
+    return coords.detach().int().contiguous()
+
+
+def _floats(value: float | Sequence[float], rank: int, name: str) -> Floats:
+    values = (float(value),) * rank if isinstance(value, (int, float)) else tuple(float(v) for v in value)
+    if len(values) != rank:
+        raise ValueError(f"{name} must be one number or {rank}, one for each axis; got {value!r}")
+    return values

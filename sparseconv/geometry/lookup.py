@@ -1,0 +1,88 @@
+"""Coordinates -> 64-bit keys -> rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from sparseconv.geometry.ranges import IndexRange, Ints
+
+KEY_LIMIT = 2**63
+
+
+@dataclass(frozen=True)
+class KeySpace:
+    """Row-major numbers for the points of a box of coordinate columns, batch first: coordinates <-> int64 keys.
+
+        key(c) = ((c0 - low0) * size1 + (c1 - low1)) * size2 + ...
+
+    Keys order points lexicographically. Raises ValueError where the box has 2^63 points or more.
+    """
+
+    low: Ints
+    size: Ints
+
+    def __post_init__(self) -> None:
+        volume = math.prod(self.size)
+        if volume >= KEY_LIMIT:
+            raise ValueError(
+                f"the extent {' x '.join(map(str, self.size))} (batch first) has {volume:.3g} cells, but 64-bit keys "
+                "number fewer than 2^63: remove far-off outliers, use larger voxels, or split the scene"
+            )
+
+    @classmethod
+    def covering(cls, box: IndexRange) -> KeySpace:
+        """The key space of a box; an empty one gets size 1 on each axis."""
+        return cls(box.start, tuple(max(1, n) for n in box.shape))
+
+    def contains(self, coords: torch.Tensor) -> torch.Tensor:
+        """Which rows of coords (M, 1+D) have a key, (M,) bool."""
+        inside = torch.ones(coords.shape[0], dtype=torch.bool, device=coords.device)
+        for axis, (low, size) in enumerate(zip(self.low, self.size)):
+            column = coords[:, axis]
+            inside &= (column >= low) & (column < low + size)
+        return inside
+
+    def keys(self, coords: torch.Tensor) -> torch.Tensor:
+        """Coords (M, 1+D) that lie inside -> keys (M,) int64."""
+        keys = torch.zeros(coords.shape[0], dtype=torch.int64, device=coords.device)
+        for axis, (low, size) in enumerate(zip(self.low, self.size)):
+            keys *= size
+            keys += coords[:, axis]
+            keys -= low
+        return keys
+
+    def coords(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys (M,) -> coords (M, 1+D) int32."""
+        columns = []
+        for low, size in zip(reversed(self.low), reversed(self.size)):
+            columns.append((keys % size + low).int())
+            keys = torch.div(keys, size, rounding_mode="floor")
+        return torch.stack(columns[::-1], 1)
+
+
+class SortedTable:
+    """Keys -> rows by binary search in the sorted keys; works on every torch device.
+
+    ``keys`` (N,) int64 in any order, unique: see `first_duplicate`.
+    """
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys, self.rows = torch.sort(keys, stable=True)
+
+    def first_duplicate(self) -> tuple[int, int] | None:
+        """The two rows of the first key that occurs twice, or None."""
+        same = self.keys[1:] == self.keys[:-1]
+        if not bool(same.any()):
+            return None
+        at = int(same.int().argmax())
+        return int(self.rows[at]), int(self.rows[at + 1])
+
+    def find(self, keys: torch.Tensor) -> torch.Tensor:
+        """Rows (M,) int64 of keys (M,), -1 where absent."""
+        if self.keys.numel() == 0:
+            return torch.full_like(keys, -1)
+        at = torch.searchsorted(self.keys, keys).clamp_(max=self.keys.numel() - 1)
+        return torch.where(self.keys[at] == keys, self.rows[at], -1)

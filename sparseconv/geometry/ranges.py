@@ -1,0 +1,153 @@
+"""Boxes of integer points, and what lies beyond their edges."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+import torch
+
+Ints = tuple[int, ...]
+BoundaryKind = Literal["absent", "forbid", "periodic", "negative"]
+
+
+def per_axis(value: int | Sequence[int], rank: int, name: str, minimum: int | None = None) -> Ints:
+    """One integer for each of ``rank`` axes, from one integer or a sequence of them."""
+    given = tuple(value) if isinstance(value, Iterable) else (value,) * rank
+    try:
+        values = tuple(operator.index(v) for v in given)
+    except TypeError:
+        raise TypeError(f"{name} must be one integer or {rank} of them, one for each axis; got {value!r}") from None
+    if len(values) != rank:
+        raise ValueError(f"{name} must be one integer or {rank} of them, one for each axis; got {value!r}")
+    if minimum is not None and min(values, default=minimum) < minimum:
+        raise ValueError(f"{name} must be at least {minimum} on every axis; got {value!r}")
+    return values
+
+
+@dataclass(frozen=True)
+class IndexRange:
+    """A box of integer points: ``start`` inclusive, ``end`` exclusive, one integer an axis.
+
+    >>> IndexRange((0, -2), (3, 2)).shape
+    (3, 4)
+    """
+
+    start: Ints
+    end: Ints
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", tuple(int(v) for v in self.start))
+        object.__setattr__(self, "end", tuple(int(v) for v in self.end))
+        if len(self.start) != len(self.end):
+            raise ValueError(f"start and end must have the same rank; got {self.start} and {self.end}")
+
+    @classmethod
+    def of_shape(cls, shape: Sequence[int]) -> IndexRange:
+        """The box of the given shape whose first point is the origin."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def rank(self) -> int:
+        return len(self.start)
+
+    @property
+    def shape(self) -> Ints:
+        """Points along each axis, never negative."""
+        return tuple(max(0, e - s) for s, e in zip(self.start, self.end))
+
+    @property
+    def size(self) -> int:
+        """Points in the box."""
+        return math.prod(self.shape)
+
+    def __contains__(self, point: Sequence[int]) -> bool:
+        return len(point) == self.rank and all(s <= p < e for s, p, e in zip(self.start, point, self.end))
+
+    def __iter__(self) -> Iterator[Ints]:
+        """The points, last axis fastest."""
+        return product(*(range(s, e) for s, e in zip(self.start, self.end)))
+
+    def encloses(self, other: IndexRange) -> bool:
+        """True if every point of ``other`` lies in this box."""
+        return other.size == 0 or self.intersect(other) == other
+
+    def intersect(self, other: IndexRange) -> IndexRange:
+        """The box of the points that lie in both."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start))
+        end = tuple(min(a, b) for a, b in zip(self.end, other.end))
+        return IndexRange(start, tuple(max(s, e) for s, e in zip(start, end)))
+
+    def translate(self, delta: Sequence[int]) -> IndexRange:
+        """This box moved by ``delta``."""
+        return IndexRange(
+            tuple(s + d for s, d in zip(self.start, delta)), tuple(e + d for e, d in zip(self.end, delta))
+        )
+
+    def __str__(self) -> str:
+        return " x ".join(f"[{s}, {e})" for s, e in zip(self.start, self.end))
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What an index outside of an extent means.
+
+    ``absent``: nothing is there (padding); ``forbid``: such an index may not occur; ``periodic``: the space is a torus
+    of the given extent; ``negative``: numpy's counting from the end, for dense arrays only. The extent is an
+    `IndexRange`; for dense arrays it is the array itself.
+    """
+
+    kind: BoundaryKind = "absent"
+    extent: IndexRange | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("absent", "forbid", "periodic", "negative"):
+            raise ValueError(
+                f"a boundary is 'absent', 'forbid', 'periodic' or (for dense arrays) 'negative'; got {self.kind!r}"
+            )
+
+    @classmethod
+    def absent(cls) -> Boundary:
+        """Outside is empty."""
+        return cls("absent")
+
+    @classmethod
+    def forbid(cls, extent: IndexRange | Sequence[int] | None = None) -> Boundary:
+        """What needs an index outside of the extent (a range, or a shape from the origin) does not exist."""
+        return cls("forbid", _as_range(extent))
+
+    @classmethod
+    def periodic(cls, extent: IndexRange | Sequence[int] | None = None) -> Boundary:
+        """A torus of the given extent (a range, or a shape from the origin)."""
+        return cls("periodic", _as_range(extent))
+
+    @classmethod
+    def negative(cls) -> Boundary:
+        """-1 is the last element, as in numpy; indices beyond that are an error."""
+        return cls("negative")
+
+    def resolve(self, index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices along a dense axis of ``size`` elements -> (indices within it, which of them are real).
+
+        Raises IndexError where this boundary does not allow an index.
+        """
+        inside = (index >= 0) & (index < size)
+        if self.kind == "periodic":
+            if size == 0:
+                raise IndexError("a periodic axis needs at least one element; got none")
+            return index.remainder(size), torch.ones_like(inside)
+        if self.kind == "absent":
+            return index.clamp(0, max(size - 1, 0)), inside
+        allowed = inside if self.kind == "forbid" else (index >= -size) & (index < size)
+        if not bool(allowed.all()):
+            first = int(index[~allowed].flatten()[0])
+            raise IndexError(f"index {first} is out of bounds for an axis of {size} elements under {self.kind!r}")
+        return torch.where(index < 0, index + size, index), torch.ones_like(inside)
+
+
+def _as_range(extent: IndexRange | Sequence[int] | None) -> IndexRange | None:
+    return extent if extent is None or isinstance(extent, IndexRange) else IndexRange.of_shape(tuple(extent))

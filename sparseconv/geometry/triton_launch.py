@@ -1,0 +1,142 @@
+"""Launching Triton kernels at the cost of the driver's call alone, and scratch memory cut from one allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import driver
+
+Pointer = Any  # an address on a card; a tensor where kernels are interpreted
+
+
+@triton.jit
+def _probe():
+    pass
+
+
+#: whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors
+INTERPRETED = not isinstance(_probe, triton.runtime.JITFunction)
+IS_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+class Launcher:
+    """A jitted function, compiled once for each set of constants and launched without a look at its arguments.
+
+    Triton's own call works out the type, alignment and value class of every argument at each launch, which costs
+    several times the driver's launch. Here the types are declared: ``types`` has the torch dtype of each pointer and
+    ``int`` for each 32-bit integer; constants follow them in the function's signature. Pointers must be aligned to 16
+    bytes; integers are never specialised.
+
+    Example::
+
+        fill = Launcher(fill_kernel, (torch.int32, int), num_warps=4)
+        fill(device, (blocks,), (pointer(out), out.numel()), (256,))
+    """
+
+    def __init__(self, function: Any, types: Sequence[Any], num_warps: int = 4) -> None:
+        self.function, self.types, self.num_warps = function, tuple(types), num_warps
+        self._ready: dict[tuple, Callable[..., None]] = {}
+
+    def __call__(self, device: torch.device, grid: tuple[int, ...], args: tuple, constants: tuple = ()) -> None:
+        if INTERPRETED:
+            self.function[grid](*args, *constants)
+            return
+        ready = self._ready.get((device.index, constants))
+        if ready is None:
+            ready = self._ready[device.index, constants] = self._prepare(constants, device.index)
+        ready(grid[0], grid[1] if len(grid) > 1 else 1, args)
+
+    def compile(self, constants: tuple) -> Any:
+        """Triton's compiled kernel for these constants on the current device."""
+        shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
+        return self.function.warmup(*shown, *constants, grid=(1,), num_warps=self.num_warps)
+
+    def _prepare(self, constants: tuple, device_index: int) -> Callable[..., None]:
+        kernel = self.compile(constants)
+        run = kernel.run  # loads the binary
+        function, metadata = kernel.function, kernel.packed_metadata
+        stream_of = driver.active.get_current_stream
+
+        def launch(x: int, y: int, args: tuple) -> None:
+            run(x, y, 1, stream_of(device_index), function, metadata, None, None, None, *args, *constants)
+
+        return launch
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The smallest integer that is at least a / b (Triton's own costs microseconds a call)."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, for n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def pointer(tensor: torch.Tensor) -> Pointer:
+    """What a launcher takes for a tensor."""
+    return tensor if INTERPRETED else tensor.data_ptr()
+
+
+class Arena:
+    """Arrays cut from one allocation, each aligned to 128 bytes: ``arena[i]`` is the pointer of the i-th.
+
+    ``arrays`` lists (dtype, length); the first ``zeroed`` of them start as zeros, the others as the memory was.
+    """
+
+    def __init__(self, device: torch.device, arrays: Sequence[tuple[torch.dtype, int]], zeroed: int = 0) -> None:
+        starts, total, clean = [], 0, 0
+        for dtype, length in arrays:
+            starts.append(total)
+            total += (length * dtype.itemsize + 127) & -128
+            if len(starts) == zeroed:
+                clean = total
+        if clean == total:
+            self.memory = torch.zeros(total, dtype=torch.uint8, device=device)
+        else:
+            self.memory = torch.empty(total, dtype=torch.uint8, device=device)
+            if clean:
+                self.memory.narrow(0, 0, clean).zero_()
+        self._arrays = arrays
+        self._starts = starts
+        self._address = 0 if INTERPRETED else self.memory.data_ptr()
+
+    def __getitem__(self, index: int) -> Pointer:
+        return self.tensor(index) if INTERPRETED else self._address + self._starts[index]
+
+    def read(self, first: int, last: int) -> list[torch.Tensor]:
+        """The arrays from the first to the last of these, on the host, in one copy."""
+        begin = self._starts[first]
+        end = self._starts[last] + self._arrays[last][1] * self._arrays[last][0].itemsize
+        host = self.memory.narrow(0, begin, end - begin).cpu()
+        parts = []
+        for (dtype, length), start in zip(self._arrays[first : last + 1], self._starts[first : last + 1]):
+            parts.append(host.narrow(0, start - begin, length * dtype.itemsize).view(dtype))
+        return parts
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """The i-th array as a tensor that keeps the whole arena alive."""
+        dtype, length = self._arrays[index]
+        return self.memory.narrow(0, self._starts[index], length * dtype.itemsize).view(dtype)
+
+
+def on_device(device: torch.device) -> Any:
+    """A context in which kernels go to ``device``; free of charge where it is the current one."""
+    if INTERPRETED or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+_NOTHING = _Nothing()

@@ -1,0 +1,443 @@
+"""Coordinates -> rows on the GPU: a hash table of occupied blocks of cells, built without waiting for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from sparseconv.geometry.triton_launch import (
+    IS_INTERPRETED,
+    Arena,
+    Launcher,
+    Pointer,
+    ceil_div,
+    on_device,
+    pointer,
+    power_of_2,
+)
+
+#: log2 of a block's edge along each axis, by rank: at most 64 cells, one bit each of a 64-bit word, at most 16 in line
+BLOCK_SHIFTS = {1: (4,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}
+#: up to this many rows a table of single cells is built: two launches fewer outweigh its more frequent look-ups
+SINGLE_CELL_ROWS = 0
+MAX_ROWS = 2**29
+
+
+@dataclass(frozen=True, eq=False)
+class CoordinateTable:
+    """Occupied blocks of cells, found by open addressing; everything stays on the device.
+
+    A block of 64 cells (4 x 4 x 4 in space) is one slot: its key + 1 (0: empty slot) and the 64-bit word of its
+    occupied cells. Occupied blocks are numbered; ``info`` has each one's word and its first place in ``rows``, where
+    the rows of its cells lie side by side in the order of their bits. So the 27 look-ups of a 3 x 3 x 3 window touch
+    3.4 blocks on average. Where the blocks of the bounding box are no more than the slots, a block's slot is its key:
+    a plain bitmap. With single cells (``shifts`` all 0), the second word of a slot is the row + 1.
+
+    Which slot and number a block gets depends on a race between threads; which row is found does not.
+    """
+
+    coords: torch.Tensor  # (N, 1+D) int32, contiguous
+    given_ranges: torch.Tensor | None  # (1+D, 2) int32, see measure_ranges; None: the arena's
+    arena: Arena  # its arrays: SLOTS, STATUS, RANGES and so on
+    capacity: int  # slots
+    shifts: tuple[int, ...]  # log2 of a block's edge along each axis, the batch (0) first
+    pointers: tuple[Pointer, ...]  # ranges, slots, block numbers, infos and rows as the kernels take them
+    spare: list[int]  # length of the zeros kept for the counts of the first window that is searched
+
+    read: dict[str, int] = field(default_factory=dict)  # "distinct" and "overflow", once they were read
+
+    @property
+    def blocked(self) -> bool:
+        return any(self.shifts)
+
+    @property
+    def has_duplicates(self) -> bool:
+        """Whether a row occurs twice; after `read_table`."""
+        return not self.read["overflow"] and self.read["distinct"] != self.coords.shape[0]
+
+    @property
+    def ranges(self) -> torch.Tensor:
+        """(1+D, 2) int32 on the device, see `measure_ranges`."""
+        if self.given_ranges is not None:
+            return self.given_ranges
+        return self.arena.tensor(RANGES).view(-1, 2)
+
+    def zeros(self, rows: int, columns: int) -> torch.Tensor:
+        """Zeros (rows, columns) int32; from the spare ones if they are still there and enough."""
+        if self.spare and self.spare.pop() >= rows * columns > 0:
+            return self.arena.tensor(COUNTS)[: rows * columns].view(rows, columns)
+        return torch.zeros(rows, columns, dtype=torch.int32, device=self.coords.device)
+
+
+#: the arrays of a table's arena; those up to COUNTS start as zeros
+SLOTS, STATUS, RANGES, COUNTS, IDS, INFO, KEYS, ROWS, ENTRIES = range(9)
+
+
+def measure_ranges(coords: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Smallest and largest value of each column of coords (N, 1+D) int32, left on the device, encoded.
+
+        out[c] = (max + 2^31, 2^32 - 1 - (min + 2^31)) as unsigned 32-bit numbers, so that zeros mean "no row yet"
+
+    Returns (1+D, 2) int32; ``decode_ranges`` reads it.
+    """
+    if out is None:
+        out = torch.zeros(coords.shape[1], 2, dtype=torch.int32, device=coords.device)
+    if coords.shape[0]:
+        with on_device(coords.device):
+            _launch_ranges(coords, pointer(out))
+    return out
+
+
+def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(low, high) of each column, inclusive, on the host, and the table's status, in one wait for the device."""
+    if table.given_ranges is not None:
+        raise ValueError("the ranges of this table were given: they are not in its arena")
+    status, spread = table.arena.read(STATUS, RANGES)
+    table.read.update(distinct=int(status[0]) & 0xFFFFFFFF, overflow=int(status[1]))
+    return decode_ranges(spread.view(-1, 2))
+
+
+def decode_ranges(ranges: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(low, high) of each column, inclusive, on the host; waits for the device. No row: low > high."""
+    encoded = [[v & 0xFFFFFFFF for v in pair] for pair in ranges.tolist()]
+    return tuple(2**31 - 1 - lo for _, lo in encoded), tuple(hi - 2**31 for hi, _ in encoded)
+
+
+def build_table(
+    coords: torch.Tensor, ranges: torch.Tensor | None = None, *, blocked: bool | None = None
+) -> CoordinateTable:
+    """A table of the rows of coords (N, 1+D) int32, N < 2^29, in any order; nothing is read back.
+
+    ``ranges`` are those of ``measure_ranges`` where they are known; ``blocked=False`` makes a table of single cells.
+    Duplicate rows and key overflow are found on the device: `raise_for_status` reports them at the next reading.
+    """
+    n, columns = coords.shape
+    if n >= MAX_ROWS:
+        raise ValueError(f"a grid on a GPU holds fewer than 2^29 voxels, got {n:,}: split the scene")
+    coords = aligned(coords)
+    device = coords.device
+    if blocked is None:
+        blocked = n > SINGLE_CELL_ROWS
+    shifts = (0, *BLOCK_SHIFTS[columns - 1]) if blocked else (0,) * columns
+    capacity = max(64, n + n // 2) if blocked else max(64, 2 * n)
+    chunks = -(-n // rows_per_chunk(n))
+    i32, i64, some = torch.int32, torch.int64, max(1, n)
+    arrays = [(i64, 2 * capacity), (i64, 2), (i32, 2 * columns), (i32, 32 * chunks)]
+    if blocked:
+        arrays += [(i32, capacity), (i64, 2 * some), (i64, some), (i32, some), (i64, some)]
+    arena = Arena(device, arrays, zeroed=4)
+    spread = arena[RANGES] if ranges is None else pointer(ranges)
+    if blocked:
+        pointers = (spread, arena[SLOTS], arena[IDS], arena[INFO], arena[ROWS])
+    else:
+        pointers = (spread, arena[SLOTS], arena[COUNTS], arena[SLOTS], arena[COUNTS])
+    table = CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, [32 * chunks])
+    if n:
+        with on_device(device):
+            if ranges is None:
+                _launch_ranges(coords, spread)
+            _launch_build(table)
+    return table
+
+
+def rows_per_chunk(n: int) -> int:
+    """Rows whose edges are counted together: at most about two thousand chunks."""
+    return max(128, power_of_2(max(1, n)) // 2048)
+
+
+def lookup(table: CoordinateTable, coords: torch.Tensor) -> torch.Tensor:
+    """Rows (M,) int32 of coords (M, 1+D) int32, -1 where absent."""
+    coords = aligned(coords)
+    found = torch.empty(coords.shape[0], dtype=torch.int32, device=coords.device)
+    if coords.shape[0]:
+        constants = (coords.shape[1], pack_shifts(table.shifts), table.blocked, 128)
+        grid = (ceil_div(coords.shape[0], 128),)
+        args = (pointer(coords), *table.pointers, pointer(found), coords.shape[0], table.capacity)
+        with on_device(coords.device):
+            _LOOKUP(coords.device, grid, args, constants)
+    return found
+
+
+def raise_for_status(table: CoordinateTable, distinct: int, overflow: int) -> None:
+    """Raise ValueError for what a table's status says: an extent too large for keys, or duplicate rows, by name."""
+    if overflow:
+        low, high = decode_ranges(table.ranges)
+        extent = " x ".join(f"{h - lo + 1}" for lo, h in zip(low, high))
+        raise ValueError(
+            f"the extent {extent} (batch first) is too large for 64-bit keys: remove far-off outliers, use larger "
+            "voxels, or split the scene"
+        )
+    if distinct != table.coords.shape[0]:
+        first = lookup(table, table.coords).long()
+        rows = torch.arange(len(first), device=first.device)
+        other = int((first != rows).nonzero()[0])
+        pair = (int(first[other]), other)
+        raise ValueError(
+            f"rows {min(pair)} and {max(pair)} of coords are the same voxel {tuple(table.coords[other].tolist())}: "
+            "remove one, or merge points with voxelize()"
+        )
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, contiguous and at an address that kernels may assume a multiple of 16."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+@cache
+def pack_shifts(shifts: tuple[int, ...]) -> int:
+    """Shifts as one integer, four bits an axis."""
+    return sum(s << (4 * axis) for axis, s in enumerate(shifts))
+
+
+def _launch_ranges(coords: torch.Tensor, out: Pointer) -> None:
+    n, columns = coords.shape
+    blocks = min(ceil_div(n, 512), 528)
+    width = 2 if columns == 2 else 4 if columns <= 4 else 8
+    _RANGES(coords.device, (blocks,), (pointer(coords), out, n, 512 * blocks), (columns, width, 512))
+
+
+def _launch_build(table: CoordinateTable) -> None:
+    arena, device = table.arena, table.coords.device
+    n, columns = table.coords.shape
+    shifts = pack_shifts(table.shifts)
+    entries = arena[ENTRIES] if table.blocked else arena[SLOTS]
+    insert = (pointer(table.coords), table.pointers[0], arena[SLOTS], entries, arena[STATUS], n, table.capacity)
+    _INSERT(device, (ceil_div(n, 128),), insert, (columns, shifts, table.blocked, 128))
+    if table.blocked:
+        number = (arena[SLOTS], arena[IDS], arena[INFO], arena[KEYS], arena[STATUS], table.capacity)
+        _NUMBER(device, (ceil_div(table.capacity, 1024),), number, (1024,))
+        _ROWS(device, (ceil_div(n, 256),), (entries, arena[IDS], arena[INFO], arena[ROWS], n), (256,))
+
+
+# ---- kernels
+
+
+@triton.jit
+def ranges_kernel(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Largest x + 2^31 and largest 2^32 - 1 - (x + 2^31) of each column."""
+    column = tl.arange(0, WIDTH)
+    top = tl.zeros((WIDTH,), tl.uint32)
+    bottom = tl.zeros((WIDTH,), tl.uint32)
+    for start in range(tl.program_id(0) * BLOCK, n, stride):
+        row = start + tl.arange(0, BLOCK)
+        live = (row < n)[:, None] & (column < COLUMNS)[None, :]
+        value = tl.load(coords_ptr + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], mask=live, other=0)
+        biased = value.to(tl.uint32, bitcast=True) ^ 0x80000000
+        top = tl.maximum(top, tl.max(tl.where(live, biased, 0), 0))
+        bottom = tl.maximum(bottom, tl.max(tl.where(live, ~biased, 0), 0))
+    ranges_ptr = ranges_ptr.to(tl.pointer_type(tl.uint32))
+    tl.atomic_max(ranges_ptr + 2 * column, top, mask=column < COLUMNS, sem="relaxed")
+    tl.atomic_max(ranges_ptr + 2 * column + 1, bottom, mask=column < COLUMNS, sem="relaxed")
+
+
+@triton.jit
+def axis_range(ranges_ptr, axis):
+    """Lowest value and number of values of a column, int64."""
+    top = tl.load(ranges_ptr + 2 * axis).to(tl.uint32, bitcast=True).to(tl.int64)
+    bottom = tl.load(ranges_ptr + 2 * axis + 1).to(tl.uint32, bitcast=True).to(tl.int64)
+    low = 0x7FFFFFFF - bottom
+    return low, top - 0x80000000 - low + 1
+
+
+@triton.jit
+def axis_blocks(extent, SHIFT: tl.constexpr):
+    """Block numbers along an axis, one more than there are blocks: the spare one keeps neighbouring lines apart."""
+    return ((extent - 1) >> SHIFT) + 2
+
+
+@triton.jit
+def count_blocks(ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr):
+    """Block numbers of the bounding box, 2^62 where there are more."""
+    volume = tl.full((), 1, tl.int64)
+    size = tl.full((), 1.0, tl.float64)
+    for axis in tl.static_range(COLUMNS):
+        _low, extent = axis_range(ranges_ptr, axis)
+        count = axis_blocks(extent, (SHIFTS >> (4 * axis)) & 15)
+        size *= count.to(tl.float64)
+        volume *= count
+    return tl.where(size < 4.6e18, volume, 0x4000000000000000)
+
+
+@triton.jit
+def add_axis(key, bit, inside, value, ranges_ptr, axis, SHIFT: tl.constexpr):
+    """Extend a block key and a bit number by one axis; blocks outside of the box are not ``inside``."""
+    low, extent = axis_range(ranges_ptr, axis)
+    q = value - low
+    block = q >> SHIFT
+    inside = inside & (block >= 0) & (q < extent)
+    key = key * axis_blocks(extent, SHIFT) + block
+    return key, (bit << SHIFT) | (q & ((1 << SHIFT) - 1)).to(tl.int32), inside
+
+
+@triton.jit
+def cells_of(coords_ptr, row, live, ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr):
+    """Block keys and bit numbers of the cells in some rows of coordinates, and which lie inside the box."""
+    key = row.to(tl.int64) * 0
+    bit = row * 0
+    inside = live
+    for axis in tl.static_range(COLUMNS):
+        value = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS + axis, mask=live, other=0).to(tl.int64)
+        key, bit, inside = add_axis(key, bit, inside, value, ranges_ptr, axis, (SHIFTS >> (4 * axis)) & 15)
+    return key, bit, inside
+
+
+@triton.jit
+def first_slot(key, capacity, volume):
+    """The slot where a block's search begins: its key where every block has a slot of its own, else a hash of it."""
+    mixed = (key * -7046029254386353131).to(tl.uint64, bitcast=True) >> 32
+    hashed = ((mixed * capacity.to(tl.uint64)) >> 32).to(tl.int64)
+    return tl.where(volume <= capacity, key, hashed).to(tl.int32)
+
+
+@triton.jit
+def find(table_ptr, key, wanted, capacity, volume):
+    """The slot of each wanted key, and whether it is there."""
+    slot = tl.where(wanted, first_slot(key, capacity, volume), 0)
+    seen = tl.load(table_ptr + 2 * slot, mask=wanted, other=0)
+    going = wanted & (seen != 0) & (seen != key + 1)
+    while tl.max(going.to(tl.int32)) > 0:
+        slot = tl.where(going, slot + 1, slot)
+        slot = tl.where(slot == capacity, 0, slot)
+        seen = tl.where(going, tl.load(table_ptr + 2 * slot, mask=going, other=0), seen)
+        going = going & (seen != 0) & (seen != key + 1)
+    return slot, wanted & (seen == key + 1)
+
+
+@triton.jit
+def claim(table_ptr, key, wanted, capacity, volume):
+    """The slot of each wanted key, taken for it if it had none, and whether the key was there before."""
+    slot = tl.where(wanted, first_slot(key, capacity, volume), 0)
+    going = wanted
+    known = going & False
+    while tl.max(going.to(tl.int32)) > 0:
+        expected = tl.where(going, 0, -1).to(tl.int64)  # -1 is never stored: those lanes only read
+        old = tl.atomic_cas(table_ptr + 2 * slot, expected, key + 1, sem="relaxed")
+        known = known | (going & (old == key + 1))
+        going = going & (old != 0) & (old != key + 1)
+        slot = tl.where(going, slot + 1, slot)
+        slot = tl.where(slot == capacity, 0, slot)
+    return slot, known
+
+
+@triton.jit
+def popcount(word):
+    """Bits set in int64 words."""
+    if IS_INTERPRETED:
+        v = word.to(tl.uint64, bitcast=True)
+        v = v - ((v >> 1) & 0x5555555555555555)
+        v = (v & 0x3333333333333333) + ((v >> 2) & 0x3333333333333333)
+        v = (v + (v >> 4)) & 0x0F0F0F0F0F0F0F0F
+        v = v + (v >> 8)
+        v = v + (v >> 16)
+        v = v + (v >> 32)
+        return (v & 127).to(tl.int32)
+    else:
+        return tl.inline_asm_elementwise("popc.b64 $0, $1;", "=r,l", [word], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def below(bit):
+    """The int64 word whose bits under ``bit`` are set."""
+    one = tl.full(bit.shape, 1, tl.int64)
+    return (one << bit.to(tl.int64)) - 1
+
+
+@triton.jit
+def insert_kernel(
+    coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, n, capacity,
+    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Put the rows' cells into the table; entries[row] = 64 slot + bit."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < n
+    volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
+    fits = row < tl.where(volume < 0x4000000000000000, n, 0)
+    key, bit, inside = cells_of(coords_ptr, row, fits, ranges_ptr, COLUMNS, SHIFTS)
+    slot, known = claim(table_ptr, key, inside, capacity, volume)
+    if BLOCKED:
+        flag = tl.full((BLOCK,), 1, tl.int64) << bit.to(tl.int64)
+        tl.atomic_or(table_ptr + 2 * slot + 1, flag, mask=inside, sem="relaxed")
+        tl.store(entries_ptr + row, tl.where(inside, slot.to(tl.int64) * 64 + bit, -1), mask=live)
+    else:
+        tl.atomic_max(table_ptr + 2 * slot + 1, row.to(tl.int64) + 1, mask=inside, sem="relaxed")
+        tl.atomic_add(status_ptr, tl.sum((inside & ~known).to(tl.int64), 0), sem="relaxed")
+    if tl.program_id(0) == 0:
+        tl.store(status_ptr + 1, (volume >= 0x4000000000000000).to(tl.int64))
+
+
+@triton.jit
+def number_kernel(table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, BLOCK: tl.constexpr):
+    """Number the occupied blocks, and give each as many places in the list of rows as it has cells.
+
+    The counter holds both numbers, blocks above and cells in the lower 32 bits.
+    """
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(table_ptr + 2 * slot + 1, mask=slot < capacity, other=0)
+    cells = popcount(word).to(tl.int64)
+    both = tl.where(cells > 0, cells + 0x100000000, 0)
+    total = tl.sum(both, 0)
+    if total > 0:
+        first = tl.atomic_add(status_ptr, total, sem="relaxed") + tl.cumsum(both, 0) - both
+        block = first >> 32
+        tl.store(ids_ptr + slot, block.to(tl.int32), mask=cells > 0)
+        tl.store(info_ptr + 2 * block, word, mask=cells > 0)
+        tl.store(info_ptr + 2 * block + 1, first & 0xFFFFFFFF, mask=cells > 0)
+        tl.store(keys_ptr + block, tl.load(table_ptr + 2 * slot, mask=cells > 0, other=1) - 1, mask=cells > 0)
+
+
+@triton.jit
+def rows_kernel(entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.constexpr):
+    """rows[first place of the block + rank of the cell in it] = row; entries[row] = 64 block + bit."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.load(entries_ptr + row, mask=row < n, other=-1)  # -1 too where keys overflow
+    live = entry >= 0
+    block = tl.load(ids_ptr + (entry >> 6), mask=live, other=0).to(tl.int64)
+    bit = entry & 63
+    word = tl.load(info_ptr + 2 * block, mask=live, other=0)
+    place = tl.load(info_ptr + 2 * block + 1, mask=live, other=0) + popcount(word & below(bit))
+    tl.store(rows_ptr + place, row, mask=live)
+    tl.store(entries_ptr + row, block * 64 + bit, mask=live)
+
+
+@triton.jit
+def lookup_kernel(
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, found_ptr, n, capacity,
+    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """found[row] = the table's row of the same coordinates, -1 if none."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = row < n
+    volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
+    key, bit, inside = cells_of(coords_ptr, row, live, ranges_ptr, COLUMNS, SHIFTS)
+    slot, hit = find(table_ptr, key, inside, capacity, volume)
+    word = tl.load(table_ptr + 2 * slot + 1, mask=hit, other=0)
+    if BLOCKED:
+        hit = hit & (((word >> bit.to(tl.int64)) & 1) != 0)
+        block = tl.load(ids_ptr + slot, mask=hit, other=0)
+        place = tl.load(info_ptr + 2 * block + 1, mask=hit, other=0) + popcount(word & below(bit))
+        found = tl.load(rows_ptr + place, mask=hit, other=-1)
+    else:
+        found = tl.where(hit, word.to(tl.int32) - 1, -1)
+    tl.store(found_ptr + row, found, mask=live)
+
+
+_I32, _I64 = torch.int32, torch.int64
+_RANGES = Launcher(ranges_kernel, (_I32, _I32, int, int))
+_INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I64, _I64, int, int), num_warps=1)
+_NUMBER = Launcher(number_kernel, (_I64, _I32, _I64, _I64, _I64, int))
+_ROWS = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, int))
+_LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I32, int, int), num_warps=1)
+
+
+# ---- readable twin
+
+
+def lookup_torch(source: torch.Tensor, coords: torch.Tensor) -> torch.Tensor:
+    """What `lookup` finds, by comparing every row with every row."""
+    same = (coords[:, None] == source[None]).all(-1)
+    return torch.where(same.any(1), same.int().argmax(1), -1).int()

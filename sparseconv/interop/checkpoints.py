@@ -1,0 +1,363 @@
+"""Checkpoints of other libraries, to and from: strict about keys, blind to code inside of files."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparseconv.interop.layouts import LAYOUTS, Layout, kernel_of, layout_of, permute
+
+State = dict[str, torch.Tensor]
+#: where training programs put the parameters among other things
+CONTAINERS = ("state_dict", "model_state", "model_state_dict", "model", "net", "module")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What became of one tensor."""
+
+    key_in: str
+    key_out: str
+    shape_in: tuple[int, ...]
+    shape_out: tuple[int, ...]
+    #: "convolution" where axes were permuted, "kept" otherwise
+    what: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did, tensor by tensor."""
+
+    source: str
+    target: str
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def convolutions(self) -> int:
+        return sum(entry.what == "convolution" for entry in self.entries)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all tensors."""
+        return sum(math.prod(entry.shape_out) for entry in self.entries)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.source} -> {self.target}: {len(self.entries)} tensors, {self.convolutions} convolutions permuted, "
+            f"{self.parameters:,} numbers"
+        )
+
+
+# ---- files
+
+
+def read(path: str | Path) -> State:
+    """The tensors of a .safetensors, .pth, .pt, .ckpt or .bin file, by key.
+
+    Pickled files are read with ``weights_only``: code in them is never run. A dictionary that holds the parameters
+    under one of the usual names (``state_dict``, ``model_state``, ...) is opened.
+
+    Raises:
+        ValueError: a file that is missing, truncated, holds code, or no parameters; the message names it.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"no checkpoint at {path}")
+    try:
+        found = _safetensors().load_file(str(path)) if path.suffix == ".safetensors" else _load(path)
+    except ImportError:
+        raise
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} holds more than tensors and plain containers, and is not opened, since loading it would run code: "
+            f"save the state_dict alone, torch.save(model.state_dict(), ...). torch says: {_first_line(error)}"
+        ) from error
+    except Exception as error:
+        raise ValueError(f"{path} cannot be read, truncated or not a checkpoint: {_first_line(error)}") from error
+    return _parameters(found, str(path))
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise ImportError("safetensors files need the package safetensors: pip install 'sparseconv[interop]'") from None
+    return safetensors.torch
+
+
+def _parameters(found: Any, name: str) -> State:
+    if isinstance(found, Mapping):
+        inside = [key for key in CONTAINERS if isinstance(found.get(key), Mapping)]
+        if inside and not any(isinstance(value, torch.Tensor) for value in found.values()):
+            return _parameters(found[inside[0]], f"{name}[{inside[0]!r}]")
+        others = [key for key, value in found.items() if not isinstance(value, torch.Tensor)]
+        if found and not others:
+            return {str(key): value for key, value in found.items()}
+        got = (
+            f"a dictionary without tensors ({_some(others)})" if len(others) == len(found) else f"also {_some(others)}"
+        )
+    else:
+        got = type(found).__name__
+    raise ValueError(f"{name} should hold parameters by key; got {got}. Parameters are sought under {CONTAINERS}")
+
+
+def write(state: Mapping[str, torch.Tensor], path: str | Path) -> None:
+    """Write tensors by key, as safetensors where the name ends so, else as torch.save does; whole or not at all."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    if path.suffix == ".safetensors":
+        _safetensors().save_file({k: v.contiguous() for k, v in state.items()}, str(part))
+    else:
+        torch.save(dict(state), part)
+    part.replace(path)
+
+
+# ---- conversion
+
+
+def convert(
+    path_in: str | Path,
+    path_out: str | Path,
+    from_: str | Layout,
+    to: str | Layout,
+    **options: Any,
+) -> Report:
+    """Convert one file into another; options are those of `convert_state`. Nothing is written where it fails."""
+    state, report = convert_state(read(path_in), from_, to, **options)
+    write(state, path_out)
+    return report
+
+
+def convert_state(
+    state: Mapping[str, torch.Tensor],
+    from_: str | Layout,
+    to: str | Layout,
+    *,
+    rank: int = 3,
+    kernel_sizes: Mapping[str, int | Sequence[int]] | None = None,
+    groups: Mapping[str, int] | None = None,
+    skip: Sequence[str] = (),
+    strided_one_tap: Sequence[str] = (),
+    rename: Callable[[str], str] | None = None,
+) -> tuple[State, Report]:
+    """Parameters of one library -> those of another.
+
+    Args:
+        state: tensors by key.
+        from_, to: names in `LAYOUTS`.
+        rank: number of spatial axes; it tells sparse convolutions from dense layers of another rank.
+        kernel_sizes: taps along each axis by key, or by a pattern such as ``"*.conv_input.*"``; needed where taps in
+            one dimension are no cube, and to name weights of one tap that look like linear layers.
+        groups: channel groups by key or pattern.
+        skip: keys or patterns of dense layers that look like sparse convolutions, such as a dense Conv3d.
+        strided_one_tap: keys or patterns of spconv's layers of one tap whose stride is not 1: those keep
+            (C_out, 1, 1, 1, C_in) as it reads, while at stride 1 that memory is (C_in, C_out).
+        rename: from the keys of this network to those of another, applied last.
+
+    Returns:
+        (tensors by key, none of which shares memory with the given ones; `Report`).
+
+    Raises:
+        ValueError: no convolution of that layout, weights that belong to another library, shapes the layout cannot
+            have, patterns that match nothing, or two keys that become one; keys and shapes are named.
+    """
+    source, target = layout_of(from_), layout_of(to)
+    sizes, grouped = dict(kernel_sizes or {}), dict(groups or {})
+    _check_patterns(state, [*sizes, *grouped, *skip, *strided_one_tap])
+    norms = {key[: -len(".running_mean")] for key in state if key.endswith(".running_mean")}
+    convolutions = _convolutions(state, source, rank, sizes, grouped, skip)
+    layers = {key.rpartition(".")[0] for key in convolutions}
+    result: State = {}
+    entries = []
+    even = False
+    for key, tensor in state.items():
+        parent, _, leaf = key.rpartition(".")
+        new, what, out = leaf, "kept", tensor
+        if key in convolutions:
+            size, count = _matching(sizes, key), _matching(grouped, key) or 1
+            ends = [_plain(end) if _matches(strided_one_tap, key) else end for end in (source, target)]
+            out = permute(tensor, *ends, kernel_size=size, rank=rank, groups=count)
+            even |= any(n % 2 == 0 for n in kernel_of(tensor, source, size, rank, count))
+            new, what = target.parameter, "convolution"
+        elif leaf == "bias" and parent in layers and tensor.ndim <= 2:
+            out = tensor.reshape(1, -1) if target.bias_row else tensor.reshape(-1)
+        parent = _rehoused(parent, leaf, tensor, source, target, norms, layers)
+        name = ".".join(p for p in (parent, new) if p)
+        name = name if rename is None else rename(name)
+        if name in result:
+            raise ValueError(f"two tensors become {name!r}; the second is {key!r} {tuple(tensor.shape)}")
+        result[name] = (
+            out.contiguous()
+            if out.data_ptr() != tensor.data_ptr()
+            else out.clone(memory_format=torch.contiguous_format)
+        )
+        entries.append(Entry(key, name, tuple(tensor.shape), tuple(out.shape), what))
+    notes = [f"in {end.name}, {end.even_padding}" for end in (source, target) if even and end.even_padding]
+    if source.one_tap == "oi" and any(e.what == "kept" and len(e.shape_in) == 2 for e in entries):
+        notes.append("weights of two dimensions were kept as linear layers: name those of one tap in kernel_sizes")
+    return result, Report(source.name, target.name, tuple(entries), tuple(notes))
+
+
+def _plain(layout: Layout) -> Layout:
+    return replace(layout, one_tap=None) if layout.one_tap == "memory" else layout
+
+
+def _convolutions(
+    state: Mapping[str, torch.Tensor],
+    layout: Layout,
+    rank: int,
+    sizes: Mapping[str, Any],
+    groups: Mapping[str, int],
+    skip: Sequence[str],
+) -> set[str]:
+    """The keys of weights of convolutions; an error where there is none or some belong to another library."""
+    found, foreign = set(), []
+    for key, tensor in state.items():
+        if _matches(skip, key):
+            continue
+        leaf = key.rpartition(".")[2]
+        named = _matching(sizes, key) is not None or _matching(groups, key) is not None
+        if leaf == layout.parameter and (named or _looks_like(tensor, layout, rank)):
+            try:
+                kernel_of(tensor, layout, _matching(sizes, key), rank, _matching(groups, key) or 1)
+            except ValueError as error:
+                raise ValueError(f"{key} {tuple(tensor.shape)}: {error}") from None
+            found.add(key)
+        elif leaf in ("weight", "kernel") and tensor.ndim >= 3 and _suspicious(tensor, layout, leaf):
+            foreign.append(f"{key} {tuple(tensor.shape)}")
+    if foreign and (layout.parameter == "kernel" or layout.grouped or not found):
+        raise ValueError(
+            f"these are no weights of {layout.name} in rank {rank}: {_some(foreign)}. {_guess(state, rank)} Dense "
+            "layers are named in skip, grouped ones in groups"
+        )
+    if not found:
+        shapes = [f"{key} {tuple(t.shape)}" for key, t in state.items() if t.ndim > 1]
+        raise ValueError(
+            f"no convolution of {layout.name} in rank {rank} among {len(state)} tensors ({_some(shapes)}). "
+            f"{_guess(state, rank)}"
+        )
+    return found
+
+
+def _looks_like(tensor: torch.Tensor, layout: Layout, rank: int) -> bool:
+    """Whether the dimensions of a weight alone make it a convolution of this layout."""
+    usual = len(layout.axes) + (rank - 1 if "k" in layout.axes else 0)
+    one_tap = layout.parameter == "kernel" and layout.one_tap is not None and tensor.ndim == 2
+    return tensor.ndim == usual or one_tap
+
+
+def _suspicious(tensor: torch.Tensor, layout: Layout, leaf: str) -> bool:
+    """Whether a weight that is no convolution of the layout should be explained; a Conv2d's passes where it can."""
+    return leaf != layout.parameter or tensor.ndim != 4 or bool(layout.grouped)
+
+
+def _guess(state: Mapping[str, torch.Tensor], rank: int) -> str:
+    """Which libraries the dimensions and names point to, as a sentence."""
+    fits = [
+        layout.name
+        for layout in LAYOUTS.values()
+        if any(
+            key.rpartition(".")[2] == layout.parameter and tensor.ndim >= 3 and _looks_like(tensor, layout, rank)
+            for key, tensor in state.items()
+        )
+    ]
+    return f"By names and dimensions it could be {', '.join(fits)}." if fits else "It fits no library in the table."
+
+
+def _rehoused(
+    parent: str, leaf: str, tensor: torch.Tensor, source: Layout, target: Layout, norms: set[str], layers: set[str]
+) -> str:
+    """The path of a layer without the source's inner modules, and with the target's."""
+    inner = {
+        "norm": (source.norm_inside, target.norm_inside, parent in norms),
+        "linear": (
+            source.linear_inside,
+            target.linear_inside,
+            parent not in norms and parent not in layers and leaf in ("weight", "bias") and tensor.ndim <= 2,
+        ),
+    }
+    for have, want, applies in inner.values():
+        if not applies or have == want:
+            continue
+        outer, _, last = parent.rpartition(".")
+        if have is not None and last == have and outer:
+            return outer if want is None else f"{outer}.{want}"
+        if have is None and want is not None and (leaf != "bias" or parent in norms):
+            return f"{parent}.{want}"
+    return parent
+
+
+def _matches(patterns: Sequence[str], key: str) -> bool:
+    return any(key == pattern or fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def _matching(values: Mapping[str, Any], key: str) -> Any:
+    if key in values:
+        return values[key]
+    return next((value for pattern, value in values.items() if fnmatchcase(key, pattern)), None)
+
+
+def _check_patterns(state: Mapping[str, torch.Tensor], patterns: Sequence[str]) -> None:
+    idle = [p for p in patterns if not any(key == p or fnmatchcase(key, p) for key in state)]
+    if idle:
+        raise ValueError(f"no key matches {_some(idle)}; the keys are {_some(list(state))}")
+
+
+def _some(items: Sequence[str], most: int = 6) -> str:
+    shown = ", ".join(map(str, items[:most]))
+    return shown + (f" and {len(items) - most} more" if len(items) > most else "") if items else "none"
+
+
+# ---- into a network
+
+
+def load(
+    module: torch.nn.Module, checkpoint: str | Path | Mapping[str, torch.Tensor], from_: str | Layout, **options: Any
+) -> Report:
+    """Load another library's checkpoint into a network of this one, whole or not at all.
+
+    Options are those of `convert_state`.
+
+    Raises:
+        ValueError: keys that are missing or unknown, or shapes that differ; all of them are named, nothing is loaded.
+    """
+    state = read(checkpoint) if isinstance(checkpoint, (str, Path)) else checkpoint
+    converted, report = convert_state(state, from_, "sparseconv", **options)
+    check_fit(module, converted)
+    module.load_state_dict(converted, strict=True)
+    return report
+
+
+def check_fit(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError that names every key and shape by which a state differs from what a module wants."""
+    wanted = module.state_dict()
+    missing = [f"{k} {tuple(v.shape)}" for k, v in wanted.items() if k not in state]
+    unknown = [f"{k} {tuple(v.shape)}" for k, v in state.items() if k not in wanted]
+    differ = [
+        f"{k} is {tuple(state[k].shape)}, should be {tuple(v.shape)}"
+        for k, v in wanted.items()
+        if k in state and state[k].shape != v.shape
+    ]
+    said = [
+        f"{len(items)} {word}: {_some(items, 12)}"
+        for word, items in (("missing", missing), ("unknown", unknown), ("of another shape", differ))
+        if items
+    ]
+    if said:
+        raise ValueError(f"the checkpoint does not fit {type(module).__name__}; " + "; ".join(said))

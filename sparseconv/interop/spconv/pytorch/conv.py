@@ -1,0 +1,397 @@
+"""Convolutions with spconv's names, arguments and weights (C_out, *kernel, C_in)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sparseconv.interop.layouts import saved_to_krsc
+from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
+from sparseconv.interop.spconv.core import ConvAlgo
+from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
+from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, check_ends, check_reuse, find_plan
+from sparseconv.interop.spconv.pytorch.modules import SparseModule
+from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
+from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.plan.weights import PackedWeights
+
+Size = int | Sequence[int]
+RECORD = "max_num_voxels_during_training"
+
+
+class SparseConvolution(SparseModule):
+    """Any of the convolutions below; ``ndim`` first, the kind by ``subm``, ``transposed`` and ``inverse``.
+
+        fine = stride * coarse + dilation * tap - padding        (0 <= coarse < out_spatial_shape)
+
+    Args:
+        indice_key: layers with one key share a map. A submanifold layer may reuse one; an inverse layer runs the map
+            of the layer that stored it backwards; a key met again with another geometry is an error.
+        groups: channel groups; weight (C_out, *kernel, C_in/G).
+        algo, fp32_accum, large_kernel_fast_algo: accepted, without effect: the backend is chosen by sparseconv and
+            accumulates in fp32.
+        record_voxel_count: keep the largest number of output voxels in a buffer.
+
+    A layer of one tap at stride 1 is a product of matrices, and as in spconv it reads its weight's memory as
+    (C_in, C_out).
+    """
+
+    def __init__(
+        self,
+        ndim: int,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size = 3,
+        stride: Size = 1,
+        padding: Size = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        subm: bool = False,
+        output_padding: Size = 0,
+        transposed: bool = False,
+        inverse: bool = False,
+        indice_key: str | None = None,
+        algo: ConvAlgo | None = None,
+        fp32_accum: bool | None = None,
+        record_voxel_count: bool = False,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(name)
+        if groups < 1 or in_channels % groups or out_channels % groups:
+            raise ValueError(f"channels must be multiples of groups; got {in_channels}, {out_channels}, {groups}")
+        self.ndim, self.in_channels, self.out_channels, self.groups = ndim, in_channels, out_channels, groups
+        self.kernel_size = expand_nd(ndim, kernel_size)
+        self.stride, self.padding = expand_nd(ndim, stride), expand_nd(ndim, padding)
+        self.dilation, self.output_padding = expand_nd(ndim, dilation), expand_nd(ndim, output_padding)
+        self.subm, self.transposed, self.inverse = subm, transposed, inverse
+        self.conv1x1 = math.prod(self.kernel_size) == 1 and (subm or math.prod(self.stride) == 1) and not inverse
+        if self.conv1x1 and not subm and any(self.padding):
+            raise ValueError(f"a layer of one tap at stride 1 takes no padding; got {self.padding}")
+        self.indice_key = indice_key
+        self.algo = ConvAlgo.Native if algo is None else algo
+        self.fp32_accum, self.record_voxel_count = fp32_accum, record_voxel_count
+        self.weight_shape = [out_channels, *self.kernel_size, in_channels // groups]
+        self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, device=device, dtype=dtype))
+        self.bias: torch.nn.Parameter | None
+        if bias:
+            self.bias = torch.nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        if record_voxel_count and not subm and not inverse:
+            self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32, device=device))
+        self._packed = PackedWeights()
+        self.reset_parameters()
+        self._register_load_state_dict_pre_hook(self._before_loading)
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(fan_in), weight and bias."""
+        bound = 1 / math.sqrt(self.in_channels // self.groups * math.prod(self.kernel_size))
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                torch.nn.init.uniform_(parameter, -bound, bound)
+
+    def _before_loading(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        if RECORD in self._buffers:
+            state_dict.setdefault(prefix + RECORD, torch.zeros(1, dtype=torch.int32))
+        key = prefix + "weight"
+        if SAVED_WEIGHT_LAYOUT and key in state_dict:
+            state_dict[key] = saved_to_krsc(state_dict[key], SAVED_WEIGHT_LAYOUT)
+
+    def is_inverseable(self) -> bool:
+        """Whether an inverse convolution can find this layer's map."""
+        return self.indice_key is not None and not self.subm
+
+    def get_max_num_voxels(self) -> torch.Tensor | None:
+        """The buffer of ``record_voxel_count``, or None."""
+        return self._buffers.get(RECORD)
+
+    def forward(self, input: SparseConvTensor, add_input: SparseConvTensor | None = None) -> SparseConvTensor:
+        """A `SparseConvTensor` -> one at the output's indices; ``add_input``'s features are added to the result."""
+        if input.features.shape[1] != self.in_channels:
+            raise ValueError(f"the layer takes {self.in_channels} channels; got {tuple(input.features.shape)}")
+        if self.conv1x1 and self.groups == 1:
+            out = self._multiply(input)
+        elif self.inverse:
+            out = self._run_back(input)
+        else:
+            out = self._run(input)
+        return out if add_input is None else out.replace_feature(out.features + add_input.features)
+
+    def _multiply(self, input: SparseConvTensor) -> SparseConvTensor:
+        product = input.features @ self.weight.view(self.in_channels, self.out_channels)
+        out = input.replace_feature(product if self.bias is None else product + self.bias.to(product.dtype))
+        out.spatial_shape = self._out_shape(input)
+        return out
+
+    def _run(self, input: SparseConvTensor) -> SparseConvTensor:
+        window = self._window()
+        out_shape = self._out_shape(input)
+        stored = input.find_indice_pair(self.indice_key)
+        if stored is None:
+            plan = find_plan(input.voxels, window, out_shape, subm=self.subm, transposed=self.transposed)
+            indices = input.indices if self.subm else plan.target.coords
+        else:
+            if not self.subm:
+                raise ValueError(
+                    f"indice_key {self.indice_key!r} is taken: only submanifold layers reuse a map. Give this layer a "
+                    "key of its own, or none"
+                )
+            check_reuse(stored, input, self._window(), self.indice_key)
+            plan, indices = stored.plan, input.indices
+        out = self._execute(input, plan)
+        if self.subm:
+            out.spatial_shape = list(out_shape)
+        else:
+            out = self._moved(out, plan, indices, out_shape)
+        if self.indice_key is not None and stored is None:
+            data = IndiceData(
+                plan, input.indices, indices, input.spatial_shape, out_shape, self.subm, self.algo, window
+            )
+            out.indice_dict = {**input.indice_dict, self.indice_key: data}
+        return out
+
+    def _moved(
+        self, out: SparseConvTensor, plan: ConvolutionPlan, indices: torch.Tensor, shape: list[int]
+    ) -> SparseConvTensor:
+        count = self._buffers.get(RECORD)
+        if count is not None:
+            count.clamp_(min=indices.shape[0])
+        out.spatial_shape = list(shape)
+        return out._at(plan.target, indices)
+
+    def _run_back(self, input: SparseConvTensor) -> SparseConvTensor:
+        stored = input.find_indice_pair(self.indice_key)
+        if stored is None:
+            raise ValueError(
+                f"no layer before this one stored indice_key {self.indice_key!r}; there are "
+                f"{sorted(map(str, input.indice_dict)) or 'none'}: an inverse convolution undoes the layer of that key"
+            )
+        if stored.is_subm:
+            raise ValueError(f"indice_key {self.indice_key!r} is a submanifold layer's: there is nothing to undo")
+        if self.kernel_size != stored.ksize:
+            raise ValueError(
+                f"the layer of indice_key {self.indice_key!r} has kernel size {stored.ksize}, its inverse "
+                f"{self.kernel_size}: they must be equal"
+            )
+        check_ends(input, stored.out_spatial_shape, stored.out_indices, stored.plan.target, self.indice_key)
+        plan = stored.inverse_plan()
+        out = self._execute(input, plan)
+        out.spatial_shape = list(stored.spatial_shape)
+        return out._at(plan.target, stored.indices)
+
+    def _execute(self, input: SparseConvTensor, plan: ConvolutionPlan) -> SparseConvTensor:
+        taps = self.weight.reshape(self.out_channels, -1, self.in_channels // self.groups).permute(1, 2, 0)
+        packed = self._packed.pack(self.weight, taps)
+        return input.replace_feature(plan.with_groups(self.groups).execute(input.features, packed, self.bias))
+
+    def _window(self) -> LayerWindow:
+        return LayerWindow(tuple(self.kernel_size), tuple(self.stride), tuple(self.padding), tuple(self.dilation))
+
+    def _out_shape(self, input: SparseConvTensor) -> list[int]:
+        size = (input.spatial_shape, self.kernel_size, self.stride, self.padding, self.dilation)
+        if self.subm:
+            return input.spatial_shape
+        return get_deconv_output_size(*size, self.output_padding) if self.transposed else get_conv_output_size(*size)
+
+    def extra_repr(self) -> str:
+        words = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
+        for name, default in (("padding", 0), ("dilation", 1), ("output_padding", 0)):
+            if getattr(self, name) != [default] * self.ndim:
+                words.append(f"{name}={getattr(self, name)}")
+        if self.groups != 1:
+            words.append(f"groups={self.groups}")
+        if self.bias is None:
+            words.append("bias=False")
+        words.append(f"algo={self.algo}")
+        return ", ".join(words)
+
+
+class _Convolution(SparseConvolution):
+    """Arguments of all layers but inverse ones; stride and padding mean nothing to submanifold ones."""
+
+    rank = 3
+    is_subm = is_transposed = False
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        indice_key: str | None = None,
+        algo: ConvAlgo | None = None,
+        fp32_accum: bool | None = None,
+        record_voxel_count: bool = False,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        **factory: Any,
+    ) -> None:
+        super().__init__(
+            self.rank,
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+            self.is_subm,
+            indice_key=indice_key,
+            algo=algo,
+            fp32_accum=fp32_accum,
+            record_voxel_count=record_voxel_count,
+            large_kernel_fast_algo=large_kernel_fast_algo,
+            name=name,
+            transposed=self.is_transposed,
+            **factory,
+        )
+
+
+class _Inverse(SparseConvolution):
+    """Arguments of layers that undo the layer of their key."""
+
+    rank = 3
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        indice_key: str,
+        bias: bool = True,
+        algo: ConvAlgo | None = None,
+        fp32_accum: bool | None = None,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        **factory: Any,
+    ) -> None:
+        super().__init__(
+            self.rank,
+            in_channels,
+            out_channels,
+            kernel_size,
+            bias=bias,
+            inverse=True,
+            indice_key=indice_key,
+            algo=algo,
+            fp32_accum=fp32_accum,
+            large_kernel_fast_algo=large_kernel_fast_algo,
+            name=name,
+            **factory,
+        )
+
+
+class SparseConv1d(_Convolution):
+    """Strided convolution on one axis: outputs are all voxels of the output shape that see an input."""
+
+    rank = 1
+
+
+class SparseConv2d(_Convolution):
+    """Strided convolution on two axes: outputs are all voxels of the output shape that see an input."""
+
+    rank = 2
+
+
+class SparseConv3d(_Convolution):
+    """Strided convolution on three axes: outputs are all voxels of the output shape that see an input."""
+
+    rank = 3
+
+
+class SparseConv4d(_Convolution):
+    """Strided convolution on four axes: outputs are all voxels of the output shape that see an input."""
+
+    rank = 4
+
+
+class SparseConvTranspose1d(_Convolution):
+    """Transposed convolution on one axis, onto every voxel of the output shape that an input reaches."""
+
+    rank = 1
+    is_transposed = True
+
+
+class SparseConvTranspose2d(_Convolution):
+    """Transposed convolution on two axes, onto every voxel of the output shape that an input reaches."""
+
+    rank = 2
+    is_transposed = True
+
+
+class SparseConvTranspose3d(_Convolution):
+    """Transposed convolution on three axes, onto every voxel of the output shape that an input reaches."""
+
+    rank = 3
+    is_transposed = True
+
+
+class SparseConvTranspose4d(_Convolution):
+    """Transposed convolution on four axes, onto every voxel of the output shape that an input reaches."""
+
+    rank = 4
+    is_transposed = True
+
+
+class SubMConv1d(_Convolution):
+    """Submanifold convolution on one axis: outputs are the voxels of the input."""
+
+    rank = 1
+    is_subm = True
+
+
+class SubMConv2d(_Convolution):
+    """Submanifold convolution on two axes: outputs are the voxels of the input."""
+
+    rank = 2
+    is_subm = True
+
+
+class SubMConv3d(_Convolution):
+    """Submanifold convolution on three axes: outputs are the voxels of the input."""
+
+    rank = 3
+    is_subm = True
+
+
+class SubMConv4d(_Convolution):
+    """Submanifold convolution on four axes: outputs are the voxels of the input."""
+
+    rank = 4
+    is_subm = True
+
+
+class SparseInverseConv1d(_Inverse):
+    """The way back on one axis: onto the voxels that the layer of ``indice_key`` started from."""
+
+    rank = 1
+
+
+class SparseInverseConv2d(_Inverse):
+    """The way back on two axes: onto the voxels that the layer of ``indice_key`` started from."""
+
+    rank = 2
+
+
+class SparseInverseConv3d(_Inverse):
+    """The way back on three axes: onto the voxels that the layer of ``indice_key`` started from."""
+
+    rank = 3
+
+
+class SparseInverseConv4d(_Inverse):
+    """The way back on four axes: onto the voxels that the layer of ``indice_key`` started from."""
+
+    rank = 4

@@ -1,0 +1,205 @@
+"""The sparse tensor with spconv's name, arguments and attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.interop.spconv.core import ConvAlgo
+from sparseconv.interop.spconv.pytorch.geometry import IndiceData
+from sparseconv.tensor import SparseTensor
+
+#: one class here stands for both of spconv's
+ImplicitGemmIndiceData = IndiceData
+
+
+class SparseConvTensor:
+    """Features (N, C) at indices (N, 1+D), within a spatial shape.
+
+    Args:
+        features: (N, C), any floating dtype, on the device of the indices.
+        indices: (N, 1+D) integers, the batch item first; rows must differ. Kept as int32.
+        spatial_shape: cells along each axis.
+        batch_size: number of batch items.
+        grid, voxel_num, benchmark, permanent_thrust_allocator, enable_timer, force_algo: kept, without effect.
+        indice_dict: what layers with an ``indice_key`` have stored so far.
+
+    >>> indices = torch.tensor([[0, 1, 2], [0, 1, 3]], dtype=torch.int32)
+    >>> SparseConvTensor(torch.ones(2, 4), indices, [8, 8], 1).dense().shape
+    torch.Size([1, 4, 8, 8])
+    """
+
+    def __init__(
+        self,
+        features: torch.Tensor,
+        indices: torch.Tensor,
+        spatial_shape: Sequence[int] | np.ndarray,
+        batch_size: int,
+        grid: torch.Tensor | None = None,
+        voxel_num: torch.Tensor | None = None,
+        indice_dict: dict[str, Any] | None = None,
+        benchmark: bool = False,
+        permanent_thrust_allocator: bool = False,
+        enable_timer: bool = False,
+        force_algo: ConvAlgo | None = None,
+    ) -> None:
+        if features.ndim != 2 or indices.ndim != 2:
+            raise ValueError(
+                f"features must be (N, C) and indices (N, 1+D); got {tuple(features.shape)} and {tuple(indices.shape)}"
+            )
+        if len(spatial_shape) != indices.shape[1] - 1:
+            raise ValueError(
+                f"spatial_shape {list(spatial_shape)} must have one entry for each of the {indices.shape[1] - 1} axes "
+                f"of indices {tuple(indices.shape)}"
+            )
+        if indices.is_floating_point() or indices.dtype == torch.bool:
+            raise TypeError(f"indices must be integers; got {indices.dtype}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1; got {batch_size}")
+        self._features = features
+        self.indices = indices if indices.dtype == torch.int32 else indices.int()
+        self.spatial_shape = [int(v) for v in spatial_shape]
+        self.batch_size = int(batch_size)
+        self.grid = torch.Tensor() if grid is None else grid
+        self.voxel_num = voxel_num
+        self.indice_dict: dict[str, Any] = {} if indice_dict is None else indice_dict
+        self.benchmark = benchmark
+        self.benchmark_record: dict[str, Any] = {}
+        self.thrust_allocator = None
+        self.force_algo = force_algo
+        self.int8_scale = None
+        self._timer = None
+        self._voxels: tuple[torch.Tensor, int, VoxelGrid] | None = None
+
+    # ---- to and from sparseconv's own tensors
+
+    @property
+    def voxels(self) -> VoxelGrid:
+        """The indices as a `VoxelGrid`, made at the first reading and passed on to tensors at the same indices."""
+        kept, indices = self._voxels, self.indices
+        if kept is not None and kept[0] is indices and (torch.compiler.is_compiling() or kept[1] == indices._version):
+            return kept[2]
+        made = VoxelGrid(indices, self.batch_size)
+        self._voxels = (indices, indices._version, made)
+        return made
+
+    def to_sparse_tensor(self) -> SparseTensor:
+        """The same features on the same voxels, for modules of `sparseconv.nn`."""
+        return SparseTensor(self.voxels, self.features)
+
+    @classmethod
+    def from_sparse_tensor(cls, x: SparseTensor, spatial_shape: Sequence[int]) -> SparseConvTensor:
+        """A `SparseTensor` with the spatial shape that it lacks; its grid and the plans kept there are shared."""
+        made = cls(x.features, x.grid.coords, spatial_shape, x.grid.batch_size)
+        made._voxels = (made.indices, made.indices._version, x.grid)
+        return made
+
+    def _leave_keys(self) -> SparseConvTensor:
+        """Forget (on this fresh tensor) what keys remember."""
+        self.indice_dict = {}
+        return self
+
+    def _at(self, voxels: VoxelGrid, indices: torch.Tensor) -> SparseConvTensor:
+        """Move this (fresh) tensor to other indices whose grid is known."""
+        self.indices = indices
+        self._voxels = (indices, 0 if torch.compiler.is_compiling() else indices._version, voxels)
+        return self
+
+    # ---- features
+
+    @property
+    def features(self) -> torch.Tensor:
+        return self._features
+
+    @features.setter
+    def features(self, value: torch.Tensor) -> None:
+        raise ValueError("features are not set in place: write x = x.replace_feature(features)")
+
+    def replace_feature(self, feature: torch.Tensor) -> SparseConvTensor:
+        """Other features (N, C') at the same indices."""
+        other = self.shadow_copy()
+        other._features = feature
+        return other
+
+    def shadow_copy(self) -> SparseConvTensor:
+        """A new tensor that shares everything with this one."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def select_by_index(self, valid_indices: torch.Tensor) -> SparseConvTensor:
+        """The rows at ``valid_indices`` (integers or a mask); what keys remember is left behind."""
+        other = self.replace_feature(self.features[valid_indices])
+        other.indices, other.indice_dict, other._voxels = self.indices[valid_indices], {}, None
+        return other
+
+    def minus(self) -> SparseConvTensor:
+        return self.replace_feature(-self.features)
+
+    def __add__(self, other: SparseConvTensor | torch.Tensor) -> SparseConvTensor:
+        """Features added row by row; a tensor's indices must be this one's."""
+        if isinstance(other, SparseConvTensor):
+            if other.features.shape != self.features.shape:
+                raise ValueError(
+                    f"cannot add features {tuple(self.features.shape)} and {tuple(other.features.shape)}: tensors with "
+                    "different indices are added by functional.sparse_add"
+                )
+            other = other.features
+        return self.replace_feature(self.features + other)
+
+    __radd__ = __add__
+    __iadd__ = __add__
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.features.is_quantized
+
+    def dequantize(self) -> SparseConvTensor:
+        return self.replace_feature(self.features.dequantize())
+
+    # ---- reading
+
+    @property
+    def spatial_size(self) -> int:
+        return int(np.prod(self.spatial_shape))
+
+    def find_indice_pair(self, key: str | None) -> IndiceData | None:
+        """What the layer with this ``indice_key`` stored, or None."""
+        return None if key is None else self.indice_dict.get(key)
+
+    @classmethod
+    def from_dense(cls, x: torch.Tensor) -> SparseConvTensor:
+        """The cells of x (B, *spatial, C), channels last, where any channel is not zero."""
+        sites = (x != 0).any(-1).nonzero()
+        return cls(x[tuple(sites.unbind(1))], sites.int(), x.shape[1:-1], x.shape[0])
+
+    def dense(self, channels_first: bool = True) -> torch.Tensor:
+        """(B, C, *spatial), or (B, *spatial, C); zero where there is no voxel. Differentiable."""
+        dense = self.voxels.to_dense(self.features, self.spatial_shape)
+        return dense.contiguous() if channels_first else dense.movedim(1, -1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_voxels": None}
+
+    def __repr__(self) -> str:
+        return f"SparseConvTensor[shape={self._features.shape}]"
+
+
+def expand_nd(ndim: int, val: int | Sequence[int] | np.ndarray) -> list[int]:
+    """One integer an axis."""
+    values = [val] * ndim if isinstance(val, (int, np.integer)) else list(val)
+    if len(values) != ndim:
+        raise ValueError(f"expected one integer or {ndim} of them; got {val}")
+    return [int(v) for v in values]
+
+
+def scatter_nd(indices: torch.Tensor, updates: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Zeros of ``shape`` with ``updates`` written at indices (..., R) of the first R axes."""
+    result = torch.zeros(*shape, dtype=updates.dtype, device=updates.device)
+    flat = indices.reshape(-1, indices.shape[-1])
+    result[tuple(flat.unbind(1))] = updates.reshape(flat.shape[0], *shape[indices.shape[-1] :])
+    return result

@@ -1,0 +1,36 @@
+"""Functions on sparse tensors."""
+
+from __future__ import annotations
+
+from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
+
+
+def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:
+    """The sum of tensors at any indices, over the union of them, in lexicographic order; differentiable.
+
+    All must have one spatial shape, batch size and width. Where the union is the indices of one of them, what its keys
+    remember is kept.
+    """
+    first = tens[0]
+    for other in tens[1:]:
+        mine, theirs = ((t.spatial_shape, t.batch_size, t.features.shape[1], t.features.device) for t in (first, other))
+        if mine != theirs:
+            raise ValueError(
+                f"tensors must agree in spatial shape, batch size, channels and device; got {mine} and {theirs}"
+            )
+    union = first.voxels
+    for other in tens[1:]:
+        union = union.union(other.voxels)
+    union, _ = union.sorted("lexicographic")
+    rows = [union.lookup(t.indices) for t in tens]
+    total = first.features.new_zeros(len(union), first.features.shape[1])
+    for t, at in zip(tens, rows):
+        total = total.index_add(0, at, t.features.to(total.dtype))
+    largest = max(range(len(tens)), key=lambda i: tens[i].indices.shape[0])
+    if tens[largest].indices.shape[0] == len(union):
+        return tens[largest].replace_feature(total[rows[largest]])
+    return first.replace_feature(total)._leave_keys()._at(union, union.coords)
+
+
+#: the same sum; in spconv the two differ in how they find the union
+sparse_add_hash_based = sparse_add

@@ -1,0 +1,147 @@
+"""From a layer of spconv's kind to a plan: windows that stay within a spatial shape, and what a key remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import Ints
+from sparseconv.interop.spconv.core import ConvAlgo
+from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.plan.shared import shared_plan
+from sparseconv.plan.within import plan_within
+
+if TYPE_CHECKING:
+    from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
+
+
+@dataclass(frozen=True)
+class LayerWindow:
+    """The window of a layer, one integer an axis."""
+
+    kernel_size: Ints
+    stride: Ints
+    padding: Ints
+    dilation: Ints
+
+
+def find_plan(
+    grid: VoxelGrid, window: LayerWindow, out_shape: Sequence[int], *, subm: bool = False, transposed: bool = False
+) -> ConvolutionPlan:
+    """The plan of a layer on a grid, built at the first asking and kept with the grid.
+
+    Outputs are the grid itself for a submanifold layer, whose stride and padding mean nothing; else every voxel in
+    [0, out_shape) that the window reaches, in lexicographic order.
+
+    Raises:
+        ValueError: an output shape without any cell.
+    """
+    if subm:
+        return shared_plan(grid, window.kernel_size, dilation=window.dilation)
+    return plan_within(
+        grid,
+        out_shape,
+        window.kernel_size,
+        stride=window.stride,
+        padding=window.padding,
+        dilation=window.dilation,
+        generative=transposed,
+    )
+
+
+class IndiceData:
+    """What an ``indice_key`` remembers: the plan of the layer that made it, and the two ends of it.
+
+    ``indice_pairs`` (2, K, N_in), ``pair_fwd`` (K, N_out) and ``pair_bwd`` (K, N_in), int32 with -1 for no pair, are
+    made when they are read.
+    """
+
+    def __init__(
+        self,
+        plan: ConvolutionPlan,
+        indices: torch.Tensor,
+        out_indices: torch.Tensor,
+        spatial_shape: list[int],
+        out_spatial_shape: list[int],
+        is_subm: bool,
+        algo: ConvAlgo,
+        window: LayerWindow,
+    ) -> None:
+        self.plan, self.indices, self.out_indices = plan, indices, out_indices
+        self._ends = (plan.source, plan.target)  # a plan that its grid keeps does not keep that grid
+        self.spatial_shape, self.out_spatial_shape = list(spatial_shape), list(out_spatial_shape)
+        self.is_subm, self.algo, self.window = is_subm, algo, window
+        self.ksize, self.stride = list(window.kernel_size), list(window.stride)
+        self.dilation, self.padding = list(window.dilation), list(window.padding)
+        self.voxel_num = None
+
+    def inverse_plan(self) -> ConvolutionPlan:
+        """The plan reversed, kept with the grid that it leads back to."""
+        fine, coarse = self._ends
+        key = ("back within", self.window, tuple(self.out_spatial_shape), self.plan.is_transposed)
+        plan = fine.derived.get(key)
+        if plan is None or plan.source is not coarse:
+            plan = self.plan.transpose().kept_with(fine)
+            fine.derived[key] = plan
+        return plan
+
+    @property
+    def indice_pairs(self) -> torch.Tensor:
+        return pair_table(self.plan)[0]
+
+    @property
+    def indice_pair_num(self) -> torch.Tensor:
+        return pair_table(self.plan)[1]
+
+    @property
+    def pair_fwd(self) -> torch.Tensor:
+        return self.plan.kernel_map.neighbors
+
+    @property
+    def pair_bwd(self) -> torch.Tensor:
+        return self.plan.kernel_map.reverse().neighbors
+
+
+def pair_table(plan: ConvolutionPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """The edges of a plan as spconv tables them: pairs (2, K, N_in) with -1 past each tap's end, and counts (K,)."""
+    edges = plan.kernel_map
+    table = torch.full((2, edges.num_taps, edges.num_in), -1, dtype=torch.int32, device=edges.device)
+    taps = edges.pair_taps.long()
+    place = torch.arange(edges.num_pairs, device=edges.device) - edges.tap_offsets[taps]
+    table[0, taps, place] = edges.in_rows
+    table[1, taps, place] = edges.out_rows
+    return table, edges.tap_offsets.diff().int()
+
+
+def check_reuse(stored: IndiceData, input: SparseConvTensor, window: LayerWindow, key: str | None) -> None:
+    """Raise ValueError where a submanifold layer meets a key that another geometry stored."""
+    if not stored.is_subm:
+        raise ValueError(f"indice_key {key!r} was stored by a layer that is not submanifold")
+    for name, mine, theirs in (
+        ("kernel size", list(window.kernel_size), stored.ksize),
+        ("dilation", list(window.dilation), stored.dilation),
+    ):
+        if mine != theirs:
+            raise ValueError(
+                f"layers with one indice_key have one {name}: {key!r} was stored with {theirs}, this layer has {mine}"
+            )
+    check_ends(input, stored.spatial_shape, stored.indices, stored.plan.source, key)
+
+
+def check_ends(
+    input: SparseConvTensor, shape: list[int], indices: torch.Tensor, voxels: VoxelGrid, key: str | None
+) -> None:
+    """Raise ValueError where a stored map does not start at the input's voxels."""
+    if input.spatial_shape != shape:
+        raise ValueError(f"indice_key {key!r} belongs to spatial shape {shape}; the input has {input.spatial_shape}")
+    if input.indices is indices or input.voxels is voxels:
+        return
+    if input.indices.shape != indices.shape or not torch.equal(input.indices, indices):
+        raise ValueError(
+            f"indice_key {key!r} belongs to other voxels ({indices.shape[0]} of them) than the input's "
+            f"({input.indices.shape[0]}): a key names one geometry; use another key"
+        )

@@ -1,0 +1,117 @@
+"""Containers, and modules of features alone."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
+from sparseconv.nn.normalization import BatchNorm
+
+
+class SparseModule(torch.nn.Module):
+    """Modules that derive from it are given the whole `SparseConvTensor` by `SparseSequential`."""
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self.name = name
+        self._sparse_unique_name = ""
+
+
+class SparseSequential(SparseModule):
+    """Modules one after another; plain torch modules are applied to the features.
+
+    Takes modules, one OrderedDict of them, or keywords. Empty tensors pass through every module, so that channels are
+    those of the network; batch norms leave them as they are.
+
+    >>> net = SparseSequential(torch.nn.Linear(4, 8), act=torch.nn.ReLU())
+    >>> len(net), net[-1]
+    (2, ReLU())
+    """
+
+    def __init__(self, *args: Any, **kwargs: torch.nn.Module) -> None:
+        super().__init__()
+        if len(args) == 1 and isinstance(args[0], OrderedDict):
+            named = dict(args[0])
+        else:
+            named = {str(i): module for i, module in enumerate(args)}
+        for name, module in (*named.items(), *kwargs.items()):
+            if name in self._modules:
+                raise ValueError(f"two modules have the name {name!r}")
+            self.add_module(name, module)
+
+    def __getitem__(self, index: int) -> Any:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} modules")
+        return list(self._modules.values())[index]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def add(self, module: torch.nn.Module, name: str | None = None) -> None:
+        """Append a module."""
+        name = str(len(self._modules)) if name is None else name
+        if name in self._modules:
+            raise KeyError(f"there is a module {name!r} already")
+        self.add_module(name, module)
+
+    def forward(self, input: Any) -> Any:
+        for module in self._modules.values():
+            if is_spconv_module(module) or not isinstance(input, SparseConvTensor):
+                input = module(input)  # type: ignore[misc]
+            elif input.features.shape[0] or not isinstance(module, _BatchNorm):
+                input = input.replace_feature(module(input.features))  # type: ignore[misc]
+        return input
+
+
+class SparseBatchNorm(BatchNorm):
+    """Batch norm over all voxels; takes a `SparseConvTensor` or features."""
+
+    def forward(self, input: Any) -> Any:
+        if isinstance(input, SparseConvTensor):
+            return input.replace_feature(super().forward(input.features))
+        return super().forward(input)
+
+
+class SparseSyncBatchNorm(torch.nn.SyncBatchNorm):
+    """Batch norm over the voxels of all processes; takes a `SparseConvTensor` or features."""
+
+    def forward(self, input: Any) -> Any:
+        if isinstance(input, SparseConvTensor):
+            return input.replace_feature(super().forward(input.features))
+        return super().forward(input)
+
+
+class SparseReLU(torch.nn.ReLU):
+    """ReLU; takes a `SparseConvTensor` or features."""
+
+    def forward(self, input: Any) -> Any:
+        if isinstance(input, SparseConvTensor):
+            return input.replace_feature(super().forward(input.features))
+        return super().forward(input)
+
+
+class SparseIdentity(torch.nn.Identity):
+    """Returns its input."""
+
+
+def is_spconv_module(module: torch.nn.Module | None) -> bool:
+    """Whether a module takes the whole `SparseConvTensor`."""
+    return isinstance(module, (SparseModule, SparseBatchNorm, SparseSyncBatchNorm, SparseReLU, SparseIdentity))
+
+
+def is_sparse_conv(module: torch.nn.Module) -> bool:
+    """Whether a module is one of the convolutions."""
+    from sparseconv.interop.spconv.pytorch.conv import SparseConvolution
+
+    return isinstance(module, SparseConvolution)
+
+
+def assign_name_for_sparse_modules(module: torch.nn.Module) -> None:
+    """Tell every `SparseModule` its path in the network."""
+    for path, child in module.named_modules():
+        if isinstance(child, SparseModule):
+            child._sparse_unique_name = path

@@ -1,0 +1,181 @@
+"""Pooling with spconv's names and arguments."""
+
+from __future__ import annotations
+
+import torch
+
+from sparseconv.interop.spconv.core import ConvAlgo
+from sparseconv.interop.spconv.pytorch.conv import RECORD, Size
+from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
+from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, find_plan
+from sparseconv.interop.spconv.pytorch.modules import SparseModule
+from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size
+from sparseconv.ops import pooling
+from sparseconv.plan.convolution import ConvolutionPlan
+
+
+class _Pool(SparseModule):
+    """A window over the voxels there are.
+
+    Args:
+        stride: default 1 here and ``kernel_size`` in the classes with a number of axes in their names, or where None.
+        subm: outputs are the voxels of the input.
+        indice_key: keep the map, for an inverse convolution.
+    """
+
+    def __init__(
+        self,
+        ndim: int,
+        kernel_size: Size = 3,
+        stride: Size | None = 1,
+        padding: Size = 0,
+        dilation: Size = 1,
+        indice_key: str | None = None,
+        subm: bool = False,
+        algo: ConvAlgo | None = None,
+        record_voxel_count: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        self.ndim, self.subm, self.indice_key = ndim, subm, indice_key
+        self.kernel_size = expand_nd(ndim, kernel_size)
+        self.stride = self.kernel_size.copy() if stride is None else expand_nd(ndim, stride)
+        self.padding, self.dilation = expand_nd(ndim, padding), expand_nd(ndim, dilation)
+        self.algo = ConvAlgo.Native if algo is None else algo
+        self.record_voxel_count = record_voxel_count
+        if record_voxel_count and not subm:
+            self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32))
+
+    def get_max_num_voxels(self) -> torch.Tensor | None:
+        """The buffer of ``record_voxel_count``, or None."""
+        return self._buffers.get(RECORD)
+
+    def _reduce(self, features: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, input: SparseConvTensor) -> SparseConvTensor:
+        """A `SparseConvTensor` -> one on the output's voxels."""
+        if not isinstance(input, SparseConvTensor):
+            raise TypeError(f"{type(self).__name__} takes a SparseConvTensor; got {type(input).__name__}")
+        if self.indice_key is not None and self.indice_key in input.indice_dict:
+            raise ValueError(f"indice_key {self.indice_key!r} is taken: give this pool a key of its own, or none")
+        size = (self.kernel_size, self.stride, self.padding, self.dilation)
+        out_shape = list(input.spatial_shape) if self.subm else get_conv_output_size(input.spatial_shape, *size)
+        window = LayerWindow(*(tuple(v) for v in size))
+        plan = find_plan(input.voxels, window, out_shape, subm=self.subm)
+        indices = input.indices if self.subm else plan.target.coords
+        out = input.replace_feature(self._reduce(input.features, plan))._at(plan.target, indices)
+        out.spatial_shape = out_shape
+        count = self._buffers.get(RECORD)
+        if count is not None:
+            count.clamp_(min=indices.shape[0])
+        if self.indice_key is not None:
+            data = IndiceData(
+                plan, input.indices, indices, input.spatial_shape, out_shape, self.subm, self.algo, window
+            )
+            out.indice_dict = {**input.indice_dict, self.indice_key: data}
+        return out
+
+    def extra_repr(self) -> str:
+        words = [f"kernel_size={self.kernel_size}, stride={self.stride}"]
+        for name, default in (("padding", 0), ("dilation", 1)):
+            if getattr(self, name) != [default] * self.ndim:
+                words.append(f"{name}={getattr(self, name)}")
+        return ", ".join([*words, f"algo={self.algo}"])
+
+
+class SparseMaxPool(_Pool):
+    """The largest voxel of each window, channel by channel; absent voxels do not count."""
+
+    def _reduce(self, features: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+        return pooling.max_pool(features, plan)[0]
+
+
+class SparseAvgPool(_Pool):
+    """The mean over the voxels of each window that are there."""
+
+    def _reduce(self, features: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+        return pooling.avg_pool(features, plan)
+
+
+class SparseGlobalMaxPool(SparseModule):
+    """The maximum over the voxels of each batch item, (B, C); 0 for an empty item."""
+
+    def forward(self, input: SparseConvTensor) -> torch.Tensor:
+        return pooling.global_max_pool(input.features, input.voxels)
+
+
+class SparseGlobalAvgPool(SparseModule):
+    """The mean over the voxels of each batch item, (B, C); 0 for an empty item."""
+
+    def forward(self, input: SparseConvTensor) -> torch.Tensor:
+        return pooling.global_avg_pool(input.features, input.voxels)
+
+
+class _Ranked(_Pool):
+    """A pool on ``rank`` axes whose stride defaults to its kernel size."""
+
+    rank = 3
+
+    def __init__(
+        self,
+        kernel_size: Size,
+        stride: Size | None = None,
+        padding: Size = 0,
+        dilation: Size = 1,
+        indice_key: str | None = None,
+        algo: ConvAlgo | None = None,
+        record_voxel_count: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            self.rank, kernel_size, stride, padding, dilation, indice_key, False, algo, record_voxel_count, name
+        )
+
+
+class SparseMaxPool1d(_Ranked, SparseMaxPool):
+    """Max pooling on one axis; the stride defaults to the kernel size."""
+
+    rank = 1
+
+
+class SparseMaxPool2d(_Ranked, SparseMaxPool):
+    """Max pooling on two axes; the stride defaults to the kernel size."""
+
+    rank = 2
+
+
+class SparseMaxPool3d(_Ranked, SparseMaxPool):
+    """Max pooling on three axes; the stride defaults to the kernel size."""
+
+    rank = 3
+
+
+class SparseMaxPool4d(_Ranked, SparseMaxPool):
+    """Max pooling on four axes; the stride defaults to the kernel size."""
+
+    rank = 4
+
+
+class SparseAvgPool1d(_Ranked, SparseAvgPool):
+    """Average pooling on one axis; the stride defaults to the kernel size."""
+
+    rank = 1
+
+
+class SparseAvgPool2d(_Ranked, SparseAvgPool):
+    """Average pooling on two axes; the stride defaults to the kernel size."""
+
+    rank = 2
+
+
+class SparseAvgPool3d(_Ranked, SparseAvgPool):
+    """Average pooling on three axes; the stride defaults to the kernel size."""
+
+    rank = 3
+
+
+class SparseAvgPool4d(_Ranked, SparseAvgPool):
+    """Average pooling on four axes; the stride defaults to the kernel size."""
+
+    rank = 4

@@ -1,0 +1,74 @@
+"""Joins of several tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
+from sparseconv.interop.spconv.pytorch.functional import sparse_add_hash_based
+from sparseconv.interop.spconv.pytorch.modules import SparseModule
+
+
+class _Table(SparseModule):
+    def input_spatial_size(self, out_size: Any) -> Any:
+        return out_size
+
+
+class JoinTable(_Table):
+    """Channels of tensors at the same indices, side by side; they may differ in width."""
+
+    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        _check_aligned(input, "JoinTable")
+        return input[0].replace_feature(torch.cat([x.features for x in input], 1))
+
+
+class AddTable(_Table):
+    """The sum of tensors at the same indices."""
+
+    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        _check_aligned(input, "AddTable")
+        total = input[0].features
+        for x in input[1:]:
+            total = total + x.features
+        return input[0].replace_feature(total)
+
+
+class AddTableMisaligned(_Table):
+    """The sum of tensors at different indices, over the union of them; inverse convolutions past it find no key."""
+
+    def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        return sparse_add_hash_based(*input)
+
+
+class ConcatTable(SparseModule):
+    """The results of several modules on one input, as a list."""
+
+    def forward(self, input: Any) -> list[Any]:
+        return [module(input) for module in self._modules.values() if module is not None]
+
+    def add(self, module: torch.nn.Module) -> ConcatTable:
+        """Append a module; returns itself."""
+        self.add_module(str(len(self._modules)), module)
+        return self
+
+    def input_spatial_size(self, out_size: Any) -> Any:
+        first: Any = self._modules["0"]
+        return first.input_spatial_size(out_size)
+
+
+def _check_aligned(tensors: Sequence[SparseConvTensor], name: str) -> None:
+    first = tensors[0]
+    for other in tensors[1:]:
+        if (
+            other.spatial_shape != first.spatial_shape
+            or other.batch_size != first.batch_size
+            or other.indices.shape != first.indices.shape
+        ):
+            raise ValueError(
+                f"{name} takes tensors at the same indices; got {first.indices.shape[0]} of them in "
+                f"{first.spatial_shape} and {other.indices.shape[0]} in {other.spatial_shape}: functional.sparse_add "
+                "adds tensors at different ones"
+            )

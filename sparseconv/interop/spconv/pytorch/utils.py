@@ -1,0 +1,127 @@
+"""Points -> voxels with a fixed number of points each, as detectors of the VoxelNet family take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class PointToVoxel:
+    """Puts points into the voxels of a box.
+
+    Args:
+        vsize_xyz: edge of a voxel, one number an axis.
+        coors_range_xyz: lower corner, then upper corner of the box.
+        num_point_features: F, columns of the points; the first D are positions.
+        max_num_voxels: voxels past that many are dropped, first come first kept.
+        max_num_points_per_voxel: points past that many are dropped from a voxel.
+        device: of the points.
+
+    >>> make = PointToVoxel([1.0, 1.0], [0.0, 0.0, 4.0, 2.0], 2, 10, 3)
+    >>> voxels, indices, counts = make(torch.tensor([[0.5, 0.5], [3.5, 1.5], [0.2, 0.1]]))
+    >>> indices.tolist(), counts.tolist()
+    ([[0, 0], [1, 3]], [2, 1])
+    """
+
+    def __init__(
+        self,
+        vsize_xyz: Sequence[float],
+        coors_range_xyz: Sequence[float],
+        num_point_features: int,
+        max_num_voxels: int,
+        max_num_points_per_voxel: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.ndim = len(vsize_xyz)
+        if len(coors_range_xyz) != 2 * self.ndim or not 1 <= self.ndim <= 4 or min(vsize_xyz) <= 0:
+            raise ValueError(
+                f"need D positive sizes and 2 D bounds, lower corner first; got {vsize_xyz} and {coors_range_xyz}"
+            )
+        self.device = torch.device(device)
+        self.num_point_features = num_point_features
+        self.max_num_voxels = max_num_voxels
+        self.max_num_points_per_voxel = max_num_points_per_voxel
+        # slowest axis first (z, y, x), as the indices are
+        self.vsize = [float(v) for v in reversed(list(vsize_xyz))]
+        low, high = coors_range_xyz[: self.ndim], coors_range_xyz[self.ndim :]
+        self.coors_range = [float(v) for v in (*reversed(list(low)), *reversed(list(high)))]
+        self.grid_size = [
+            round((b - a) / v)
+            for a, b, v in zip(self.coors_range[: self.ndim], self.coors_range[self.ndim :], self.vsize)
+        ]
+
+    def __call__(
+        self, pc: torch.Tensor, clear_voxels: bool = True, empty_mean: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Points (M, F) -> voxels (V, P, F), indices (V, D) int32 slowest axis (z) first, points a voxel (V,) int32."""
+        return self.generate_voxel_with_id(pc, clear_voxels, empty_mean)[:3]
+
+    def generate_voxel_with_id(
+        self, pc: torch.Tensor, clear_voxels: bool = True, empty_mean: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As calling it, and the voxel of each point (M,) int64, -1 for a point in none.
+
+        Voxels are numbered in the order of their first points. Places without a point hold 0, or the mean of the
+        voxel's points where ``empty_mean``; ``clear_voxels`` changes nothing, since every call has its own memory.
+        """
+        if pc.ndim != 2 or pc.shape[1] != self.num_point_features:
+            raise ValueError(f"points must be (M, {self.num_point_features}); got {tuple(pc.shape)}")
+        if pc.device.type != self.device.type:
+            raise ValueError(f"points are on {pc.device}, this was made for {self.device}")
+        with torch.no_grad():
+            return self._generate(pc, empty_mean)
+
+    def _generate(
+        self, pc: torch.Tensor, empty_mean: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = pc.new_tensor(self.vsize), pc.new_tensor(self.coors_range[: self.ndim])
+        cells = torch.floor((pc[:, : self.ndim].flip(1) - wide[1]) / wide[0])
+        size = torch.tensor(self.grid_size, device=pc.device)
+        inside = ((cells >= 0) & (cells < size)).all(1)
+        rows = inside.nonzero()[:, 0]
+        cells = cells[rows].long()
+        keys = torch.zeros(len(rows), dtype=torch.int64, device=pc.device)
+        for axis, n in enumerate(self.grid_size):
+            keys = keys * n + cells[:, axis]
+        unique, found = torch.unique(keys, return_inverse=True)
+        first = torch.full((len(unique),), len(rows), dtype=torch.int64, device=pc.device)
+        first.scatter_reduce_(0, found, torch.arange(len(rows), device=pc.device), "amin")
+        order = torch.argsort(first)  # voxels by their first point
+        number = torch.empty_like(order)
+        number[order] = torch.arange(len(order), device=pc.device)
+        voxel = number[found]
+        kept = voxel < self.max_num_voxels
+        rows, voxel, cells = rows[kept], voxel[kept], cells[kept]
+        count = min(len(unique), self.max_num_voxels)
+        points = torch.bincount(voxel, minlength=count)[:count]
+        by_voxel = torch.argsort(voxel, stable=True)
+        place = torch.arange(len(voxel), device=pc.device) - (points.cumsum(0) - points)[voxel[by_voxel]]
+        most = self.max_num_points_per_voxel
+        fits = place < most
+        at, slot, source = voxel[by_voxel][fits], place[fits], rows[by_voxel][fits]
+        shape = (count, most, self.num_point_features)
+        voxels = pc.new_zeros(shape, dtype=torch.float32)
+        voxels[at, slot] = pc[source].float()
+        num = points.clamp(max=most)
+        if empty_mean:
+            mean = voxels.sum(1, keepdim=True) / num.clamp(min=1)[:, None, None]
+            blank = torch.arange(most, device=pc.device)[None, :, None] >= num[:, None, None]
+            voxels = torch.where(blank, mean, voxels)
+        indices = torch.zeros(count, self.ndim, dtype=torch.int32, device=pc.device)
+        indices[voxel] = cells.int()
+        ids = torch.full((len(pc),), -1, dtype=torch.int64, device=pc.device)
+        ids[rows] = voxel
+        return voxels, indices, num.int(), ids
+
+
+def gather_features_by_pc_voxel_id(
+    seg_res_features: torch.Tensor, pc_voxel_id: torch.Tensor, invalid_value: float = 0
+) -> torch.Tensor:
+    """Features of voxels (V, ...) -> those of points (M, ...); ``invalid_value`` for points in no voxel."""
+    ids = pc_voxel_id.to(seg_res_features.device)
+    shape = (ids.shape[0], *seg_res_features.shape[1:])
+    result = seg_res_features.new_full(shape, invalid_value)
+    inside = ids >= 0
+    result[inside] = seg_res_features[ids[inside]]
+    return result

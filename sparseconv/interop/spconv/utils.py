@@ -1,0 +1,98 @@
+"""Voxel generators with the names of spconv 1.x and 2.x."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparseconv.interop.spconv.pytorch.utils import PointToVoxel
+
+
+class VoxelGeneratorV2:
+    """Points (numpy) -> voxels, as a dictionary.
+
+    Args:
+        voxel_size: edge of a voxel, x first.
+        point_cloud_range: lower corner, then upper corner.
+        max_num_points, max_voxels: what is kept, first come first kept.
+        full_mean: fill places without a point with the mean of the voxel's points.
+    """
+
+    def __init__(
+        self,
+        voxel_size: Sequence[float],
+        point_cloud_range: Sequence[float],
+        max_num_points: int,
+        max_voxels: int = 20000,
+        full_mean: bool = False,
+    ) -> None:
+        low, high = np.split(np.asarray(point_cloud_range, np.float32), 2)
+        self.voxel_size = np.asarray(voxel_size, np.float32)
+        self.point_cloud_range = np.asarray(point_cloud_range, np.float32)
+        self.grid_size = np.round((high - low) / self.voxel_size).astype(np.int64)
+        self.max_num_points_per_voxel, self.max_voxels, self.full_mean = max_num_points, max_voxels, full_mean
+
+    def generate(self, points: np.ndarray, max_voxels: int | None = None) -> dict[str, Any]:
+        """Points (M, F) -> ``voxels`` (V, P, F), ``coordinates`` (V, D) z first, ``num_points_per_voxel`` (V,),
+        ``voxel_point_mask`` (V, P, 1) and ``voxel_num``."""
+        make = PointToVoxel(
+            self.voxel_size.tolist(),
+            self.point_cloud_range.tolist(),
+            points.shape[1],
+            self.max_voxels if max_voxels is None else max_voxels,
+            self.max_num_points_per_voxel,
+        )
+        voxels, indices, count = (t.numpy() for t in make(torch.from_numpy(points), empty_mean=self.full_mean))
+        mask = np.arange(self.max_num_points_per_voxel)[None] < count[:, None]
+        return {
+            "voxels": voxels,
+            "coordinates": indices,
+            "num_points_per_voxel": count,
+            "voxel_point_mask": mask[..., None].astype(voxels.dtype),
+            "voxel_num": len(voxels),
+        }
+
+
+class VoxelGenerator(VoxelGeneratorV2):
+    """`VoxelGeneratorV2` whose ``generate`` returns (voxels, coordinates, num_points_per_voxel)."""
+
+    def generate(self, points: np.ndarray, max_voxels: int | None = None) -> Any:
+        made = super().generate(points, max_voxels)
+        return made["voxels"], made["coordinates"], made["num_points_per_voxel"]
+
+
+class _Point2VoxelCPU(PointToVoxel):
+    """The generator of spconv 2.x for arrays that have ``.numpy()`` (torch, cumm) or are numpy arrays."""
+
+    def point_to_voxel(self, pc: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Points (M, F) -> (voxels, indices z first, points a voxel), torch tensors; ``.numpy()`` reads them."""
+        return self(_as_tensor(pc))
+
+    def point_to_voxel_empty_mean(self, pc: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As ``point_to_voxel``, with places without a point filled by the mean."""
+        return self(_as_tensor(pc), empty_mean=True)
+
+
+class Point2VoxelCPU1d(_Point2VoxelCPU):
+    """One axis."""
+
+
+class Point2VoxelCPU2d(_Point2VoxelCPU):
+    """Two axes."""
+
+
+class Point2VoxelCPU3d(_Point2VoxelCPU):
+    """Three axes."""
+
+
+class Point2VoxelCPU4d(_Point2VoxelCPU):
+    """Four axes."""
+
+
+def _as_tensor(pc: Any) -> torch.Tensor:
+    if isinstance(pc, torch.Tensor):
+        return pc
+    return torch.from_numpy(np.ascontiguousarray(pc if isinstance(pc, np.ndarray) else pc.numpy()))

@@ -1,0 +1,100 @@
+"""Sequences, joins, and the way out to dense arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.ranges import IndexRange
+from sparseconv.nn.fusion import run_fused
+from sparseconv.nn.module import SparseModule
+from sparseconv.tensor import SparseTensor
+
+
+class Sequential(SparseModule, torch.nn.Sequential):
+    """`torch.nn.Sequential` of sparse and plain modules: plain ones are applied to the features.
+
+    A `SparseModule` is given the whole `SparseTensor`. After a module that leaves the sparse world (`ToDense`, global
+    pooling) all others go on with what it returned.
+
+    >>> from sparseconv.nn import SubmanifoldConv
+    >>> net = Sequential(SubmanifoldConv(4, 8, 3), torch.nn.LayerNorm(8), torch.nn.ReLU())
+    """
+
+    def forward(self, x: Any) -> Any:
+        return run(tuple(self), x)
+
+
+def run(modules: tuple[torch.nn.Module, ...], x: Any) -> Any:
+    """One module after another; in inference a convolution, its batch norm and its activation run as one."""
+    at = 0
+    while at < len(modules):
+        for taken in (3, 2):  # with its activation, or without
+            part: tuple[Any, ...] = modules[at : at + taken]
+            fused = run_fused(x, *part) if len(part) == taken else None
+            if fused is not None:
+                break
+        else:
+            taken, fused = 1, apply(modules[at], x)
+        x, at = fused, at + taken
+    return x
+
+
+def apply(module: torch.nn.Module, x: Any) -> Any:
+    """A module on a sparse tensor, or on its features if it is a plain one."""
+    if isinstance(x, SparseTensor) and not isinstance(module, SparseModule):
+        return x.with_features(module(x.features))
+    return module(x)
+
+
+class Cat(SparseModule):
+    """Channels of several tensors on one grid, side by side."""
+
+    def forward(self, *tensors: SparseTensor) -> SparseTensor:
+        return tensors[0].cat(*tensors[1:])
+
+
+class Add(SparseModule):
+    """The sum of several tensors on one grid."""
+
+    def forward(self, *tensors: SparseTensor) -> SparseTensor:
+        total = tensors[0]
+        for tensor in tensors[1:]:
+            total = total + tensor
+        return total
+
+
+class Residual(SparseModule):
+    """The input plus what a module makes of it: x + module(x).
+
+    >>> from sparseconv.nn import SubmanifoldConv
+    >>> block = Residual(SubmanifoldConv(8, 8, 3))
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        return x + self.module(x)
+
+
+class ToDense(SparseModule):
+    """A `SparseTensor` -> a dense (B, C, *shape), zero where there is no voxel.
+
+    Args:
+        extent: the box to fill, an `IndexRange` or a shape from the origin; default: the grid's own extent, which
+            differs from scene to scene.
+    """
+
+    def __init__(self, extent: IndexRange | Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.extent = extent
+
+    def forward(self, x: SparseTensor) -> torch.Tensor:
+        return x.to_dense(self.extent)
+
+    def extra_repr(self) -> str:
+        return "" if self.extent is None else f"extent={self.extent}"

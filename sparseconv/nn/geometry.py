@@ -1,0 +1,187 @@
+"""What a layer asks of the grid that it meets: the plan, found once and kept with the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import Boundary, Ints, per_axis
+from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.plan.shared import shared_plan
+from sparseconv.tensor import SparseTensor
+
+Axes = int | Sequence[int]
+
+
+class LayerGeometry:
+    """The window of a layer, and how it finds its plan on a grid.
+
+        fine = stride * coarse + dilation * tap - padding
+
+    Layers of equal geometry on one grid object share one plan. It is built at the first call on a grid and read from
+    the grid afterwards, which is one look-up in a dictionary, and what `torch.compile` can trace.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        kernel_size: Axes | None,
+        *,
+        stride: Axes = 1,
+        dilation: Axes = 1,
+        padding: Axes | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        boundary: Boundary | str = "absent",
+        groups: int = 1,
+        backend: str = "auto",
+    ) -> None:
+        if not isinstance(rank, int) or not 1 <= rank <= 4:
+            raise ValueError(f"rank is the number of spatial axes, 1 to 4; got {rank!r}")
+        if (kernel_size is None) == (taps is None):
+            raise ValueError(
+                "give either kernel_size (a box of taps) or taps (an explicit list), not both, not neither"
+            )
+        self.rank, self.groups, self.backend, self.boundary = rank, groups, backend, boundary
+        self.kernel_size: Ints | None = None if kernel_size is None else per_axis(kernel_size, rank, "kernel_size", 1)
+        listed = taps.tolist() if isinstance(taps, torch.Tensor) else taps
+        self.taps = None if listed is None else tuple(tuple(int(t) for t in tap) for tap in listed)
+        self.stride = per_axis(stride, rank, "stride", 1)
+        self.dilation = per_axis(dilation, rank, "dilation", 1)
+        self.padding = None if padding is None else per_axis(padding, rank, "padding")
+        # spelled as a user of shared_plan would spell it, so that both find one plan
+        self._options: dict[str, Any] = {"kernel_size": self.kernel_size}
+        given = {
+            "stride": (self.stride, (1,) * rank),
+            "dilation": (self.dilation, (1,) * rank),
+            "padding": (self.padding, None),
+            "taps": (self.taps, None),
+            "boundary": (boundary, "absent"),
+            "backend": (backend, "auto"),
+        }
+        self._options.update({name: value for name, (value, default) in given.items() if value != default})
+        self._key = (*sorted(self._options.items()), ("groups", groups))
+
+    @property
+    def num_taps(self) -> int:
+        if self.taps is not None:
+            return len(self.taps)
+        taps = 1
+        for size in self.kernel_size or ():
+            taps *= size
+        return taps
+
+    # ---- plans
+
+    def plan(self, grid: VoxelGrid, target: VoxelGrid | str | None = None) -> ConvolutionPlan:
+        """From this grid to ``target`` (of `ConvolutionPlan`)."""
+        self.check(grid)
+        key = ("layer", self._key, target)
+        plan = grid.derived.get(key)
+        if plan is None:
+            options = self._options if target is None else {**self._options, "target": target}
+            plan = shared_plan(grid, groups=self.groups, **options).kept_with(grid)
+            grid.derived[key] = plan
+        return plan
+
+    def inverse(
+        self, coarse: VoxelGrid, onto: VoxelGrid | SparseTensor | None, target: str | None = None
+    ) -> ConvolutionPlan:
+        """From ``coarse`` back onto the grid that it was made from, over the edges of that plan."""
+        if onto is None:
+            raise TypeError("the way back needs the grid it leads to: module(x, onto=the encoder's tensor), or plan=")
+        self.check(coarse)
+        fine = grid_of(onto)
+        # the key names no grid, since torch.compile would guard on that object and compile anew for every scene
+        plan = fine.derived.get(("inverse", self._key))
+        if plan is None or plan.source is not coarse:
+            plan = self._undone(coarse, fine, target).transpose().kept_with(fine)
+            fine.derived[("inverse", self._key)] = plan
+        return plan
+
+    def _undone(self, coarse: VoxelGrid, fine: VoxelGrid, target: str | None) -> ConvolutionPlan:
+        """The plan that led from ``fine`` to ``coarse``."""
+        plan = fine.derived.get(("layer", self._key, coarse)) or self.plan(fine, target)
+        if plan.target is not coarse:
+            raise ValueError(
+                f"this window leads from {fine} to {plan.target}, not to the given {coarse}: the inverse takes "
+                "kernel_size, stride, dilation and padding of the layer that it undoes, and the very grid objects that "
+                "this layer met"
+            )
+        return plan
+
+    def generative(self, grid: VoxelGrid, target: VoxelGrid | None = None) -> ConvolutionPlan:
+        """From coarse voxels to fine ones: onto ``target``, or onto every voxel that a tap reaches."""
+        self.check(grid)
+        key = ("generative", self._key, target)
+        plan = grid.derived.get(key)
+        if plan is None:
+            options = self._options if target is None else {**self._options, "target": target}
+            plan = shared_plan(grid, generative=True, groups=self.groups, **options).kept_with(grid)
+            grid.derived[key] = plan
+        return plan
+
+    def given(self, plan: ConvolutionPlan, x: Any) -> ConvolutionPlan:
+        """A plan that the caller made, checked against this layer and the tensor it is for."""
+        if plan.num_taps != self.num_taps:
+            raise ValueError(f"the plan has {plan.num_taps} taps, the layer has {self.num_taps}: {plan}")
+        if plan.groups != self.groups:
+            raise ValueError(f"the plan has groups={plan.groups}, the layer {self.groups}: use plan.with_groups(...)")
+        if (
+            isinstance(x, SparseTensor)
+            and x.grid is not plan.source
+            and not torch.equal(x.grid.coords, plan.source.coords)
+        ):
+            raise ValueError(f"the plan starts from {plan.source}, the tensor lives on {x.grid}")
+        return plan
+
+    def check(self, grid: VoxelGrid) -> None:
+        """Raise ValueError where the grid is of another rank."""
+        if grid.rank != self.rank:
+            raise ValueError(
+                f"the layer was made for rank {self.rank}, the grid has rank {grid.rank}: pass rank={grid.rank}"
+            )
+
+    def __repr__(self) -> str:
+        words = [f"kernel_size={_short(self.kernel_size)}" if self.taps is None else f"taps={self.num_taps}"]
+        if self.stride != (1,) * self.rank:
+            words.append(f"stride={_short(self.stride)}")
+        if self.dilation != (1,) * self.rank:
+            words.append(f"dilation={_short(self.dilation)}")
+        if self.padding is not None:
+            words.append(f"padding={_short(self.padding)}")
+        if self.boundary != "absent":
+            words.append(f"boundary={self.boundary!r}")
+        if self.groups != 1:
+            words.append(f"groups={self.groups}")
+        if self.rank != 3:
+            words.append(f"rank={self.rank}")
+        if self.backend != "auto":
+            words.append(f"backend={self.backend!r}")
+        return ", ".join(words)
+
+
+def _short(values: Ints | None) -> Any:
+    return values[0] if values and len(set(values)) == 1 else values
+
+
+def grid_of(x: VoxelGrid | SparseTensor) -> VoxelGrid:
+    """The grid itself, or that of a sparse tensor."""
+    if isinstance(x, SparseTensor):
+        return x.grid
+    if not isinstance(x, VoxelGrid):
+        raise TypeError(f"expected a VoxelGrid or a SparseTensor; got {type(x).__name__}")
+    return x
+
+
+def grid_in(x: Any, module: torch.nn.Module, instead: str = "plan=") -> VoxelGrid:
+    """The grid of a sparse tensor; a TypeError that says what to do for anything else."""
+    if not isinstance(x, SparseTensor):
+        raise TypeError(
+            f"{type(module).__name__} takes a SparseTensor, or features (N, C) together with {instead}; got "
+            f"{type(x).__name__} alone. (Inside Sequential, modules that want a SparseTensor derive from SparseModule: "
+            "others are given its features.)"
+        )
+    return x.grid

@@ -1,0 +1,63 @@
+"""What every module of this room shares: sparse tensors in, sparse tensors out, or plain features both ways."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.tensor import SparseTensor
+
+Features = TypeVar("Features", torch.Tensor, SparseTensor)
+
+
+class SparseModule(torch.nn.Module):
+    """A module that takes and returns `SparseTensor`.
+
+    Derive from it to write your own: `Sequential` hands the whole `SparseTensor` to such modules, and only its features
+    (N, C) to plain torch modules.
+
+    >>> class Scale(SparseModule):
+    ...     def forward(self, x):
+    ...         return x.with_features(2 * x.features)
+    """
+
+
+class FeatureModule(SparseModule):
+    """A torch module of features (N, C), row by row, that also takes them inside a `SparseTensor`.
+
+    Put it before the torch module among the bases; names of parameters, arguments and meanings stay torch's.
+
+    >>> class Softsign(FeatureModule, torch.nn.Softsign):
+    ...     pass
+    >>> Softsign()(torch.tensor([[1.0]]))
+    tensor([[0.5000]])
+    """
+
+    def forward(self, x: Features) -> Features:
+        """Features (N, C), alone or in a `SparseTensor` -> the same kind."""
+        return with_features(x, super().forward(features_of(x, self)))
+
+
+def features_of(x: Any, module: torch.nn.Module, channels: int | None = None) -> torch.Tensor:
+    """The features (N, C) of a sparse or a plain tensor, their kind, shape and channels checked."""
+    features = x.features if isinstance(x, SparseTensor) else x
+    name = type(module).__name__
+    if not isinstance(features, torch.Tensor):
+        raise TypeError(f"{name} takes a SparseTensor or features (N, C); got {type(x).__name__}")
+    if features.ndim != 2:
+        raise ValueError(f"{name} takes features (N, C), one row a voxel; got {tuple(features.shape)}")
+    if channels is not None and features.shape[1] != channels:
+        raise ValueError(f"{name} was made for {channels} channels; got features {tuple(features.shape)}")
+    return features
+
+
+def with_features(x: Any, features: torch.Tensor) -> Any:
+    """Features (N, C') in place of those of x: in a `SparseTensor` if x is one, else as they are."""
+    return x.with_features(features) if isinstance(x, SparseTensor) else features
+
+
+def placed(x: Any, plan: ConvolutionPlan, features: torch.Tensor) -> Any:
+    """Features made from those of x over a plan: in a `SparseTensor` on its target if x is one, else as they are."""
+    return SparseTensor(plan.target, features) if isinstance(x, SparseTensor) else features

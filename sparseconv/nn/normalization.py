@@ -1,0 +1,148 @@
+"""Norms of features: over all voxels, over the channels of a voxel, over the voxels of each batch item."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.nn.geometry import grid_in
+from sparseconv.nn.module import FeatureModule, Features, SparseModule, features_of, with_features
+from sparseconv.ops.items import join_items, split_items
+from sparseconv.tensor import SparseTensor
+
+
+class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
+    """`torch.nn.BatchNorm1d` over all voxels of all batch items; arguments and state are torch's.
+
+        y = (x - mean) / sqrt(var + eps) * weight + bias        (mean and var of each channel, over the N rows)
+
+    In training a batch of one voxel is its own mean, so y is the bias; like an empty batch it has no variance and
+    leaves the running statistics as they are.
+    """
+
+    def forward(self, x: Features) -> Features:
+        """Features (N, C), alone or in a `SparseTensor` -> the same kind."""
+        features = features_of(x, self, self.num_features)
+        if isinstance(x, SparseTensor) and x.grid.is_shared and (self.training or self.running_mean is None):
+            y = self._over_shards(features, x.grid)
+        elif features.shape[0] < 2 and (self.training or self.running_mean is None):
+            y = features - features
+            if self.weight is not None:
+                y = (y * self.weight + self.bias).to(features.dtype)
+        else:
+            y = super().forward(features)
+        return with_features(x, y)
+
+    def _over_shards(self, features: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
+        """The same over the voxels of all ranks that share the scene; differentiable to any order."""
+        wide = features.to(torch.promote_types(features.dtype, torch.float32))
+        count = int(grid.all_sum(torch.tensor([len(grid)], device=grid.device)))
+        if count < 2:
+            y = wide - wide
+        else:
+            mean = grid.all_sum(wide.sum(0)) / count
+            var = grid.all_sum((wide - mean).square().sum(0)) / count
+            y = (wide - mean) * torch.rsqrt(var + self.eps)
+            if self.training and self.running_mean is not None and self.running_var is not None:
+                self._follow(mean.detach(), var.detach() * (count / (count - 1)))
+        if self.weight is not None:
+            y = y * self.weight + self.bias
+        return y.to(features.dtype)
+
+    def _follow(self, mean: torch.Tensor, var: torch.Tensor) -> None:
+        """Move the running statistics as torch does."""
+        running = (self.running_mean, self.running_var)
+        step = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            step = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        for kept, seen in zip(running, (mean, var)):
+            if kept is not None and step is not None:
+                kept.lerp_(seen.to(kept.dtype), step)
+
+
+class LayerNorm(FeatureModule, torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm` over the channels of each voxel."""
+
+
+class GroupNorm(SparseModule, torch.nn.GroupNorm):
+    """`torch.nn.GroupNorm` per batch item: each group of channels over all voxels of an item; torch's arguments.
+
+        y = (x - mean[b, g]) / sqrt(var[b, g] + eps) * weight + bias
+
+    Differentiable to any order; statistics in fp32 for halves; an empty item has nothing to normalise.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1]]))
+    >>> GroupNorm(1, 1)(torch.tensor([[1.0], [3.0]]), grid=grid).tolist()
+    [[-0.9999949932098389], [0.9999949932098389]]
+    """
+
+    def forward(self, x: Features, *, grid: VoxelGrid | None = None) -> Features:
+        """A `SparseTensor`, or features (N, C) with their ``grid`` -> the same kind."""
+        return _per_item(x, grid, self, self.num_channels, self.num_groups)
+
+
+class InstanceNorm(SparseModule):
+    """Each channel over all voxels of a batch item, as `torch.nn.InstanceNorm1d` without running statistics.
+
+    Args:
+        num_features: C.
+        eps: added to the variance.
+        affine: learn a weight and a bias (C,).
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        affine: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.affine = num_features, eps, affine
+        self.weight: torch.nn.Parameter | None
+        self.bias: torch.nn.Parameter | None
+        if affine:
+            self.weight = torch.nn.Parameter(torch.ones(num_features, device=device, dtype=dtype))
+            self.bias = torch.nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("weight", None)
+            self.register_parameter("bias", None)
+
+    def reset_parameters(self) -> None:
+        """Weight 1 and bias 0."""
+        if self.weight is not None and self.bias is not None:
+            torch.nn.init.ones_(self.weight)
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: Features, *, grid: VoxelGrid | None = None) -> Features:
+        """A `SparseTensor`, or features (N, C) with their ``grid`` -> the same kind."""
+        return _per_item(x, grid, self, self.num_features, self.num_features)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, eps={self.eps}, affine={self.affine}"
+
+
+def _per_item(x: Any, grid: VoxelGrid | None, norm: Any, channels: int, groups: int) -> Any:
+    """Normalise groups of channels over the voxels of each item, then scale and shift."""
+    features = features_of(x, norm, channels)
+    grid = grid_in(x, norm, "grid=") if grid is None else grid
+    if grid.is_shared:
+        raise ValueError(f"{type(norm).__name__} over shards is not offered: BatchNorm and LayerNorm are")
+    y = features.to(torch.promote_types(features.dtype, torch.float32))
+    if features.shape[0]:
+        y = join_items([_standardised(item, groups, norm.eps) for item in split_items(y, grid)], grid)
+    if norm.weight is not None:
+        y = torch.addcmul(norm.bias.to(y.dtype), y, norm.weight.to(y.dtype))
+    return with_features(x, y.to(features.dtype))
+
+
+def _standardised(item: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
+    """(x - mean) / sqrt(var + eps) of each group of channels over all rows: torch's batch norm of (N_b, G, C/G)."""
+    grouped = item.reshape(item.shape[0], groups, item.shape[1] // groups)
+    if grouped.shape[0] * grouped.shape[2] < 2:
+        return item - item
+    return torch.nn.functional.batch_norm(grouped, None, None, training=True, eps=eps).reshape(item.shape)

@@ -1,0 +1,289 @@
+"""Pooling over the edges of a plan, its inverses, and pooling over whole batch items.
+
+    sum:  y[o] = sum over edges (k, i, o) of x[i]
+    avg:  y[o] = sum / (edges of o), so that absent voxels do not count
+    max:  y[o] = max over edges (k, i, o) of x[i], channel by channel; of equal ones the first tap wins
+
+An output without edges is 0, the value that an absent voxel has in a dense array, and takes no gradient. Every tap is a
+partial injection, so taps are gathered and added one after another: no atomics, the same bits in every run. Halves are
+accumulated in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.ops.items import split_items
+from sparseconv.plan.convolution import ConvolutionPlan
+
+
+def sum_pool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+    """The sum of the voxels that each output sees.
+
+    Args:
+        x: (N_in, C) floating point on the plan's device, rows in the order of ``plan.source``.
+        plan: any plan; its groups and backend do not matter.
+
+    Returns:
+        (N_out, C) in the order of ``plan.target``, dtype of x; differentiable to any order, the adjoint being the sum
+        over ``plan.transpose()``.
+
+    Raises:
+        ValueError: shape or device of x do not fit the plan. TypeError: x is not floating point.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 5]]))
+    >>> sum_pool(torch.tensor([[1.0], [2.0], [4.0]]), ConvolutionPlan(grid, 2, stride=2)).tolist()
+    [[3.0], [4.0]]
+    """
+    x, plan = _local(x, plan)
+    return edge_sum(x, plan.kernel_map)
+
+
+def avg_pool(x: torch.Tensor, plan: ConvolutionPlan, *, count_absent: bool = False) -> torch.Tensor:
+    """The mean of the voxels that each output sees; with ``count_absent`` the sum over the number of taps.
+
+    Arguments, results and errors are those of `sum_pool`. ``count_absent=True`` equals torch's dense average pooling of
+    zeros where there is no voxel.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 5]]))
+    >>> avg_pool(torch.tensor([[1.0], [2.0], [4.0]]), ConvolutionPlan(grid, 2, stride=2)).tolist()
+    [[1.5], [4.0]]
+    """
+    x, plan = _local(x, plan)
+    total = edge_sum(x.to(_wide(x)), plan.kernel_map)
+    return (total / (plan.num_taps if count_absent else _degrees(plan.kernel_map))).to(x.dtype)
+
+
+def max_pool(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of the voxels that each output sees, and the taps that they came through.
+
+    Arguments and errors are those of `sum_pool`. NaN wins, as in torch.
+
+    Returns:
+        (y (N_out, C), dtype of x; winners (N_out, C) int16, or int32 past 32,767 taps: the tap of each maximum, -1
+        where there is no edge). y is differentiable to any order.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 5]]))
+    >>> y, winners = max_pool(torch.tensor([[1.0], [2.0], [-4.0]]), ConvolutionPlan(grid, 2, stride=2))
+    >>> y.tolist(), winners.tolist()
+    ([[2.0], [-4.0]], [[1], [1]])
+    """
+    x, plan = _local(x, plan)
+    return _Max.apply(x, plan.kernel_map)
+
+
+def unpool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+    """Copy coarse voxels onto the fine ones that they were made from: nearest-neighbour upsampling.
+
+    Args:
+        x: (N_coarse, C).
+        plan: from coarse to fine, ``pooling_plan.transpose()`` or `ConvolutionPlan.transposed`.
+
+    Returns:
+        (N_fine, C). A fine voxel that several windows hold (kernel larger than stride) gets their mean, one that none
+        holds gets 0. Errors are those of `sum_pool`.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 5]]))
+    >>> unpool(torch.tensor([[1.0], [2.0]]), ConvolutionPlan(grid, 2, stride=2).transpose()).tolist()
+    [[1.0], [1.0], [2.0]]
+    """
+    return avg_pool(x, plan)
+
+
+def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+    """Put values back where `max_pool` found them, 0 elsewhere: the adjoint of that choice.
+
+    Args:
+        x: (N_coarse, C).
+        winners: (N_coarse, C), from `max_pool`.
+        plan: from coarse to fine, the transpose of the pooling's plan.
+
+    Returns:
+        (N_fine, C). Where windows overlap and chose the same voxel, their values add up. Linear in x.
+
+    Raises:
+        ValueError: shapes or devices that do not fit. TypeError: x is not floating point, or winners no integers.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 5]]))
+    >>> plan = ConvolutionPlan(grid, 2, stride=2)
+    >>> y, winners = max_pool(torch.tensor([[1.0], [2.0], [-4.0]]), plan)
+    >>> max_unpool(y, winners, plan.transpose()).tolist()
+    [[0.0], [2.0], [-4.0]]
+    """
+    if winners.is_floating_point() or winners.dtype == torch.bool:
+        raise TypeError(f"winners must be the integers that max_pool returned; got {winners.dtype}")
+    if winners.shape != x.shape or winners.device != x.device:
+        raise ValueError(
+            f"winners must be {tuple(x.shape)} on {x.device} like x; got {tuple(winners.shape)} on {winners.device}"
+        )
+    if getattr(plan.source, "is_shared", False):
+        raise ValueError("max_unpool over shards needs the winners of other ranks: use unpool, or gather the scene")
+    x, plan = _local(x, plan)
+    return _EdgeSum.apply(x, winners, plan.kernel_map, False, False)
+
+
+def global_sum_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
+    """The sum over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
+    return grid.all_sum(_by_item(x, grid, lambda item: item.sum(0)))
+
+
+def global_avg_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
+    """The mean over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
+    if not grid.is_shared:
+        return _by_item(x, grid, lambda item: item.mean(0))
+    counts = grid.all_sum(grid.batch_counts).clamp_min(1)
+    return (global_sum_pool(x.to(_wide(x)), grid) / counts[:, None]).to(x.dtype)
+
+
+def global_max_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
+    """The maximum over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 0], [2, 1], [2, 5]]))
+    >>> global_max_pool(torch.tensor([[-1.0], [2.0], [4.0]]), grid).tolist()
+    [[-1.0], [0.0], [4.0]]
+    """
+    if grid.is_shared:
+        raise ValueError("a maximum over shards is not offered: pool to one grid first, or gather the scene")
+    return _by_item(x, grid, lambda item: item.max(0).values)
+
+
+# ---- the two operations
+
+
+def edge_sum(x: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
+    """y[o] = sum over edges (k, i, o) of x[i]: (N_in, C) -> (N_out, C)."""
+    return _EdgeSum.apply(x, None, kernel_map, False, False)
+
+
+class _EdgeSum(torch.autograd.Function):
+    """A sum over edges, or over those of the winning taps only; its own derivative with the edges reversed.
+
+    ``winners`` (rows of one side, C) names a tap for each row and channel; an edge counts where it is the edge's tap.
+    """
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, winners: torch.Tensor | None, kernel_map: KernelMap, adjoint: bool, at_target: bool
+    ) -> torch.Tensor:
+        rows = kernel_map.num_in if adjoint else kernel_map.num_out
+        y = torch.zeros((rows, x.shape[1]), dtype=_wide(x), device=x.device)
+        for tap, ins, outs in _by_tap(kernel_map):
+            sources, targets = (outs, ins) if adjoint else (ins, outs)
+            terms = x.index_select(0, sources)
+            if winners is not None:
+                terms = _kept(terms, winners.index_select(0, targets if at_target else sources) == tap)
+            y.index_add_(0, targets, terms.to(y.dtype))
+        return y.to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        _, winners, *ctx.rest = inputs
+        ctx.save_for_backward(winners)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        kernel_map, adjoint, at_target = ctx.rest
+        return (
+            _EdgeSum.apply(grad, ctx.saved_tensors[0], kernel_map, not adjoint, not at_target),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+class _Max(torch.autograd.Function):
+    """The maximum over edges and its taps; the derivative is the sum over the winning edges alone."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (kernel_map.num_out, x.shape[1])
+        index = torch.int16 if kernel_map.num_taps < 2**15 else torch.int32
+        first = torch.full((kernel_map.num_out, 1), -1, dtype=index, device=x.device)
+        for tap, _, outs in reversed(list(_by_tap(kernel_map))):
+            first.index_fill_(0, outs, tap)
+        values = torch.full(shape, -torch.inf, dtype=x.dtype, device=x.device).masked_fill_(first < 0, 0)
+        winners = first.expand(shape).contiguous()
+        for tap, ins, outs in _by_tap(kernel_map):
+            new, best, taps = x.index_select(0, ins), values.index_select(0, outs), winners.index_select(0, outs)
+            worse = ((new > best) | (new != new)).logical_not_()
+            values.index_copy_(0, outs, torch.maximum(new, best))  # which hands NaN on
+            winners.index_copy_(0, outs, taps.sub_(tap).mul_(worse).add_(tap))
+        return values, winners
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        ctx.kernel_map = inputs[1]
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple:  # type: ignore[override]
+        return _EdgeSum.apply(grad, ctx.saved_tensors[0], ctx.kernel_map, True, False), None
+
+
+def _by_tap(kernel_map: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Each live tap with its input and output rows, neither of which repeats within a tap.
+
+    Rows are widened to int64 here: with int32, torch's index_add_ takes four times as long on the CPU.
+    """
+    ends = 0
+    for tap, count in enumerate(kernel_map.tap_counts):
+        start, ends = ends, ends + count
+        if count:
+            yield tap, kernel_map.in_rows[start:ends].long(), kernel_map.out_rows[start:ends].long()
+
+
+def _kept(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Terms where the mask holds and 0 elsewhere, whatever they are.
+
+    On the CPU by their bits: torch.where is a branch an element there, ten times slower, and a product would turn an
+    infinite term into NaN.
+    """
+    if terms.is_cuda:
+        return torch.where(mask, terms, 0)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[terms.element_size()]
+    return (terms.view(bits) & mask.to(bits).neg_()).view(terms.dtype)
+
+
+def _degrees(kernel_map: KernelMap) -> torch.Tensor:
+    """(N_out, 1) fp32: edges of each output, at least 1; kept with the map."""
+    degrees = kernel_map.prepared.get("degrees")
+    if degrees is None:
+        ones = torch.ones(kernel_map.num_in, 1, device=kernel_map.device)
+        degrees = edge_sum(ones, kernel_map).clamp_min(1)
+        if not torch.compiler.is_compiling():
+            kernel_map.prepared["degrees"] = degrees
+    return degrees
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _local(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, ConvolutionPlan]:
+    """x and the plan, checked; of a sharded scene, with what this rank's outputs see of other ranks."""
+    rows = plan.num_in
+    if x.ndim != 2 or x.shape[0] != rows:
+        raise ValueError(f"x must be ({rows}, C), one row a voxel of the plan's source; got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point; got {x.dtype}")
+    if x.device != plan.device:
+        raise ValueError(f"the plan is on {plan.device} but x is on {x.device}: move it, or plan.to()")
+    return plan.localize(x)
+
+
+def _by_item(x: torch.Tensor, grid: VoxelGrid, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """(B, C): each item's rows reduced, 0 for an empty item."""
+    if x.ndim != 2 or x.shape[0] != len(grid):
+        raise ValueError(f"x must be ({len(grid)}, C), one row a voxel of the grid; got {tuple(x.shape)}")
+    if x.device != grid.device:
+        raise ValueError(f"the grid is on {grid.device} but x is on {x.device}: move one")
+    if grid.batch_size == 0:
+        return x
+    return torch.stack([reduce(item) if item.shape[0] else item.sum(0) for item in split_items(x, grid)])

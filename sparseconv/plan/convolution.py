@@ -1,0 +1,423 @@
+"""The plan: geometry found once, arithmetic many times."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+
+from sparseconv.autograd import convolution, fused_convolution, number_of
+from sparseconv.backends.base import Request
+from sparseconv.backends.registry import BACKENDS
+from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, fits
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.projection import IndexProjection
+from sparseconv.geometry.ranges import Boundary
+from sparseconv.plan.explanation import Explanation, explain
+from sparseconv.plan.weights import PackedWeights, by_tap
+from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
+
+Axes = int | Sequence[int]
+Held = VoxelGrid | weakref.ref[VoxelGrid]
+
+
+class ConvolutionPlan:
+    """Which input voxel meets which output voxel through which tap, ready to be executed.
+
+        fine = stride * coarse + dilation * tap - padding        (tap = 0 .. kernel_size - 1, per axis)
+
+    The plan maps ``source`` (fine) to ``target`` (coarse). It is frozen, holds no weights, may be shared between
+    threads, layers and steps, and pickles.
+
+    Args:
+        source: the grid of the inputs.
+        kernel_size: taps along each axis, one integer or one an axis; None where ``taps`` are given.
+        stride, dilation: one integer or one an axis.
+        padding: default floor(dilation * (kernel_size - 1) / 2), torch's phase for "same"; 0 for explicit taps.
+        taps: explicit integer taps (K, D) instead of the box, for crosses and custom stencils.
+        target: the grid of the outputs; ``"full"`` for every reachable voxel; None for the source itself at stride 1
+            and ``"full"`` otherwise.
+        boundary: ``"absent"``, ``"forbid"`` or a `Boundary` (`Boundary.periodic(extent)`), on the fine side.
+        groups: channel groups; C_in for a depthwise convolution.
+        backend: ``"auto"`` or a backend's name.
+        deterministic: every backend of this library is, so None and True ask for nothing; False allows one that is not.
+
+    Raises:
+        ValueError, TypeError: arguments that cannot be met, before anything is built.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1], [0, 5, 5]]))
+    >>> plan = ConvolutionPlan(grid, 3)
+    >>> plan
+    ConvolutionPlan(submanifold 3x3, 3 -> 3 voxels, 5 pairs, 1.7 an output, cpu)
+    >>> plan.execute(torch.ones(3, 4), torch.ones(9, 4, 2))[:, 0].tolist()
+    [8.0, 8.0, 4.0]
+    """
+
+    def __init__(
+        self,
+        source: VoxelGrid,
+        kernel_size: Axes | None = None,
+        *,
+        stride: Axes = 1,
+        dilation: Axes = 1,
+        padding: Axes | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        target: VoxelGrid | Literal["full"] | None = None,
+        boundary: Boundary | Literal["absent", "forbid"] = "absent",
+        groups: int = 1,
+        backend: str = "auto",
+        deterministic: bool | None = None,
+    ) -> None:
+        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+        if isinstance(target, VoxelGrid):
+            if fits(target, source, window, edge) is not target:
+                raise ValueError(f"some windows of the given target leave the extent {edge.extent or source.extent}")
+            coarse = target
+        elif target == "full" or (target is None and any(s != 1 for s in window.stride)):
+            coarse = coarse_grid(source, window, edge)
+        elif target is None:
+            coarse = fits(source, source, window, edge)
+        else:
+            raise ValueError(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
+        self._join(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
+
+    @classmethod
+    def transposed(
+        cls,
+        source: VoxelGrid,
+        kernel_size: Axes | None = None,
+        *,
+        stride: Axes = 1,
+        dilation: Axes = 1,
+        padding: Axes | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        target: VoxelGrid | None = None,
+        boundary: Boundary | Literal["absent", "forbid"] = "absent",
+        groups: int = 1,
+        backend: str = "auto",
+        deterministic: bool | None = None,
+    ) -> ConvolutionPlan:
+        """A plan from coarse voxels to fine ones: onto ``target``, or onto every voxel that a tap reaches (generative).
+
+        Arguments are those of `ConvolutionPlan`. To invert an earlier plan exactly, use its `transpose()`.
+        """
+        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+        fine = fine_grid(source, window, edge) if target is None else target
+        return cls.between(source, fine, window, edge, kernel_size is not None, groups, backend, True)
+
+    @classmethod
+    def between(
+        cls,
+        source: VoxelGrid,
+        target: VoxelGrid,
+        window: Window,
+        boundary: Boundary,
+        box: bool = True,
+        groups: int = 1,
+        backend: str = "auto",
+        is_transposed: bool = False,
+    ) -> ConvolutionPlan:
+        """The plan of a window between two given grids; ``box`` says that its taps fill a box."""
+        plan = object.__new__(cls)
+        plan._join(source, target, window, boundary, box, groups, backend, is_transposed)
+        return plan
+
+    def _join(
+        self,
+        source: VoxelGrid,
+        target: VoxelGrid,
+        window: Window,
+        boundary: Boundary,
+        box: bool,
+        groups: int,
+        backend: str,
+        is_transposed: bool,
+    ) -> None:
+        fine, coarse = (target, source) if is_transposed else (source, target)
+        with torch._C._DisableFuncTorch():  # edges do not depend on what torch.func differentiates
+            edges = find_edges(fine, coarse, window, boundary)
+        kernel_map = edges.reverse() if is_transposed else edges
+        self._set(source, target, window, boundary, kernel_map, box, groups, backend, is_transposed)
+
+    def over(self, kernel_map: KernelMap, **changes: Any) -> ConvolutionPlan:
+        """This plan with other edges, and whatever else ``changes`` names (source, target, groups, is_transposed)."""
+        now = {
+            "source": self._source,
+            "target": self._target,
+            "window": self.window,
+            "boundary": self.boundary,
+            "box": self.kernel_size is not None,
+            "groups": self.groups,
+            "backend": self.backend,
+            "is_transposed": self.is_transposed,
+        }
+        plan = object.__new__(ConvolutionPlan)
+        plan._set(kernel_map=kernel_map, **{**now, **changes})
+        return plan
+
+    def _set(
+        self,
+        source: Held,
+        target: Held,
+        window: Window,
+        boundary: Boundary,
+        kernel_map: KernelMap,
+        box: bool,
+        groups: int,
+        backend: str,
+        is_transposed: bool,
+    ) -> None:
+        self._source, self._target = source, target
+        self.window, self.boundary = window, boundary
+        self.kernel_map, self.groups, self.backend, self.is_transposed = kernel_map, groups, backend, is_transposed
+        #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
+        self.kernel_size = window.projection.counts if box else None
+        #: rows of the largest buffer that a tap's edges need
+        self.max_pairs_per_tap = kernel_map.max_pairs_per_tap
+        self._number = number_of(kernel_map)
+        self._packed = PackedWeights()
+
+    # ---- reading
+
+    @property
+    def source(self) -> VoxelGrid:
+        """The grid of the inputs."""
+        return _held(self._source)
+
+    @property
+    def target(self) -> VoxelGrid:
+        """The grid of the outputs."""
+        return _held(self._target)
+
+    @property
+    def projection(self) -> IndexProjection:
+        """The index projection from coarse voxels to the boxes of fine ones that they see."""
+        return self.window.projection
+
+    @property
+    def num_taps(self) -> int:
+        return self.kernel_map.num_taps
+
+    @property
+    def num_in(self) -> int:
+        """N_in, the rows of x."""
+        return self.kernel_map.num_in
+
+    @property
+    def coverage(self) -> torch.Tensor:
+        """(K+1,) int64 on the host: how many outputs have 0, 1, ..., K inputs."""
+        return self.kernel_map.coverage
+
+    @property
+    def device(self) -> torch.device:
+        return self.kernel_map.device
+
+    def request(self, c_in: int, c_out: int, dtype: torch.dtype = torch.float32) -> Request:
+        """What a backend would be asked to convolve these channels."""
+        return Request(self.kernel_map, self.device, dtype, c_in, c_out, self.groups)
+
+    def workspace_bytes(self, c_in: int, c_out: int, dtype: torch.dtype = torch.float32) -> int:
+        """The most memory beside its result that executing allocates, forward or backward, in bytes."""
+        return explain(self, self.request(c_in, c_out, dtype)).workspace_bytes
+
+    def explain(self, x: torch.Tensor, weight: torch.Tensor) -> Explanation:
+        """Which backend would execute this and why, what the others said, and what it costs; print it."""
+        taps = by_tap(weight, self.kernel_size, self.num_taps)
+        return explain(self, self.request(taps.shape[1] * self.groups, taps.shape[2], x.dtype))
+
+    # ---- executing
+
+    def execute(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        residual: torch.Tensor | None = None,
+        epilogue: Epilogue | PointwiseDynamicFunction | None = None,
+    ) -> torch.Tensor:
+        """Convolve: y[out] = epilogue(sum over edges (k, in, out) of x[in] @ weight[k] + bias + residual[out]).
+
+        Args:
+            x: (N_in, C_in) floating point on the plan's device, any strides; rows in the order of ``source``.
+            weight: (K, C_in/G, C_out), or torch's (C_out, C_in/G, *kernel) where D > 1; dtype and device of x.
+            bias: (C_out,) or None.
+            residual: (N_out, C_out) or None, added before the epilogue.
+            epilogue: an activation made with `pointwise_dynamic`, or an `Epilogue` that binds its numbers. Inlined in
+                the convolution's store where the backend can, run after it elsewhere, with the same result.
+
+        Returns:
+            y (N_out, C_out) in the order of ``target``, dtype of x (under autocast, autocast's). Accumulated in fp32
+            (fp64 for fp64); the same bits in every run; differentiable to any order in all its tensors.
+
+        Raises:
+            ValueError: shapes, channels or devices that do not fit. TypeError: dtypes that differ or are not floating.
+        """
+        for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("residual", residual)):
+            if tensor is not None and tensor.device != self.device:
+                raise ValueError(f"the plan is on {self.device} but {name} is on {tensor.device}: move one of them")
+        x, weight, bias, residual = _autocast(x, weight, bias, residual)
+        taps = self._packed.pack(weight, by_tap(weight, self.kernel_size, self.num_taps))
+        self._check(x, weight, taps, bias, residual)
+        call = (self._number, self.kernel_map.num_out, self.groups, self.backend)
+        if residual is None and epilogue is None:
+            return convolution(x, taps, bias, *call)
+        return fused_convolution(x, taps, bias, residual, _as_epilogue(epilogue), *call)
+
+    def _check(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        taps: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> None:
+        rows, groups = self.kernel_map.num_in, self.groups
+        if x.ndim != 2 or x.shape[0] != rows:
+            raise ValueError(f"x must be ({rows}, C_in), one row a voxel of the source grid; got {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"x must be floating point; got {x.dtype}")
+        if taps.shape[1] * groups != x.shape[1]:
+            raise ValueError(
+                f"x has {x.shape[1]} channels, but the weight {tuple(weight.shape)} takes {taps.shape[1] * groups} "
+                f"(C_in/G = {taps.shape[1]} in {groups} groups)"
+            )
+        if taps.shape[2] % groups:
+            raise ValueError(f"C_out = {taps.shape[2]} must be a multiple of groups = {groups}")
+        if bias is not None and bias.shape != (taps.shape[2],):
+            raise ValueError(f"bias must be ({taps.shape[2]},); got {tuple(bias.shape)}")
+        if residual is not None and residual.shape != (self.kernel_map.num_out, taps.shape[2]):
+            raise ValueError(
+                f"residual must be ({self.kernel_map.num_out}, {taps.shape[2]}); got {tuple(residual.shape)}"
+            )
+        for name, other in (("weight", weight), ("bias", bias), ("residual", residual)):
+            if other is not None and other.dtype != x.dtype:
+                raise TypeError(f"x is {x.dtype} but the {name} is {other.dtype}: cast one, or use torch.autocast")
+
+    def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
+        """What an operation over edges works on: here x (N_in, C) and this plan; a sharded plan adds its halo."""
+        return x, self
+
+    # ---- other plans
+
+    def transpose(self) -> ConvolutionPlan:
+        """The same edges reversed, in O(1): from this plan's target back onto its source.
+
+        It takes its own weight (K, C_in, C_out) in its own direction; with the weight's channels exchanged it is the
+        exact adjoint of this plan.
+        """
+        return self.over(
+            self.kernel_map.reverse(),
+            source=self._target,
+            target=self._source,
+            is_transposed=not self.is_transposed,
+        )
+
+    def with_groups(self, groups: int) -> ConvolutionPlan:
+        """The same edges for another number of channel groups; itself if it has that number."""
+        if groups == self.groups:
+            return self
+        if groups < 1:
+            raise ValueError(f"groups must be at least 1; got {groups}")
+        return self.over(self.kernel_map, groups=groups)
+
+    def kept_with(self, grid: VoxelGrid) -> ConvolutionPlan:
+        """This plan as ``grid`` may keep it: without keeping that grid alive, which would be a cycle.
+
+        A scene's memory then goes when its grid goes, and not whenever Python looks for cycles.
+        """
+        plan = object.__new__(ConvolutionPlan)
+        plan.__dict__.update(self.__dict__)
+        for side in ("_source", "_target"):
+            if plan.__dict__[side] is grid:
+                plan.__dict__[side] = weakref.ref(grid)
+        return plan
+
+    def to(self, device: torch.device | str) -> ConvolutionPlan:
+        """This plan on another device; itself if it is there."""
+        kernel_map = self.kernel_map.to(device)
+        if kernel_map is self.kernel_map:
+            return self
+        source = self.source.to(device)
+        target = source if self._target is self._source else self.target.to(device)
+        return self.over(kernel_map, source=source, target=target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {k: v for k, v in self.__dict__.items() if k != "_number"}
+        return state | {"_source": self.source, "_target": self.target}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._number = number_of(self.kernel_map)
+
+    def __repr__(self) -> str:
+        edges = self.kernel_map
+        size = "x".join(map(str, self.kernel_size)) if self.kernel_size else f"{self.num_taps} taps"
+        kind = "transposed" if self.is_transposed else "submanifold" if self._target is self._source else "convolution"
+        words = [f"{kind} {size}"]
+        if any(s != 1 for s in self.window.stride):
+            words.append("stride " + "x".join(map(str, self.window.stride)))
+        if any(d != 1 for d in self.projection.step):
+            words.append("dilation " + "x".join(map(str, self.projection.step)))
+        if self.boundary.kind != "absent":
+            words.append(self.boundary.kind)
+        if self.groups > 1:
+            words.append(f"{self.groups} groups")
+        words.append(f"{edges.num_in:,} -> {edges.num_out:,} voxels")
+        words.append(f"{edges.num_pairs:,} pairs, {edges.num_pairs / max(1, edges.num_out):.1f} an output")
+        return f"ConvolutionPlan({', '.join(words)}, {self.device})"
+
+
+def checked_window(
+    source: VoxelGrid,
+    kernel_size: Axes | None,
+    stride: Axes,
+    dilation: Axes,
+    padding: Axes | None,
+    taps: torch.Tensor | Sequence[Sequence[int]] | None,
+    boundary: Boundary | str,
+    groups: int,
+    backend: str,
+) -> tuple[Window, Boundary]:
+    """What both constructors take, checked: the window and the boundary."""
+    if not isinstance(source, VoxelGrid):
+        raise TypeError(f"source must be a VoxelGrid; got {type(source).__name__}")
+    if groups < 1:
+        raise ValueError(f"groups must be at least 1; got {groups}")
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"no backend {backend!r}; there are {', '.join(BACKENDS)}, and 'auto'")
+    window = Window.of(source.rank, kernel_size, stride, dilation, padding, taps)
+    return window, boundary if isinstance(boundary, Boundary) else Boundary(boundary)  # type: ignore[arg-type]
+
+
+def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> Any:
+    """The tensors in the dtype that an enclosing autocast asks for; fp64 is left alone, as torch does."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x, *others
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), *(None if t is None else t.to(dtype) for t in others)
+
+
+def _as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:
+    if given is None or isinstance(given, Epilogue):
+        return given
+    if isinstance(given, PointwiseDynamicFunction):
+        return Epilogue(given)
+    raise TypeError(
+        f"epilogue must be a function made with pointwise_dynamic, or an Epilogue of one; got {type(given).__name__}: "
+        "sparseconv.pointwise has relu, silu, gelu and others"
+    )
+
+
+def _held(grid: Held) -> VoxelGrid:
+    """The grid, which a plan kept with it holds weakly."""
+    if not isinstance(grid, weakref.ref):
+        return grid
+    alive = grid()
+    if alive is None:
+        raise RuntimeError("the grid that kept this plan is gone: hold the grid as long as you ask the plan for it")
+    return alive

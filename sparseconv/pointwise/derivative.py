@@ -1,0 +1,165 @@
+"""Gradients of a pointwise function from its declared derivatives, or through its twin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparseconv.pointwise.schema import Derivative
+
+if TYPE_CHECKING:
+    from sparseconv.pointwise.function import PointwiseDynamicFunction
+    from sparseconv.pointwise.plan import Plan
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to keep for the gradients of some arguments: positions of arguments and outputs, tensors apart from numbers.
+
+    Position p stands for argument p, and position num_inputs + j for output j.
+    """
+
+    wanted: tuple[int, ...]
+    tensors: tuple[int, ...]
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]  # of the tensors, then of the numbers
+
+    @staticmethod
+    def of(function: PointwiseDynamicFunction, needed: Sequence[bool]) -> Recipe:
+        schema = function.schema
+        names: dict[str, None] = {}
+        if function.derivative is None:
+            names = dict.fromkeys(f"in{i}" for i in range(schema.num_inputs))
+        for i, derivative in (function.derivative or {}).items():
+            if needed[i]:
+                names.update(dict.fromkeys(name for name in derivative.arguments if not name.startswith("grad")))
+        at = {name: int(name[2:]) if name[0] == "i" else schema.num_inputs + int(name[3:]) for name in names}
+        tensors = [name for name, p in at.items() if p >= schema.num_inputs or schema.is_tensor[p]]
+        numbers = [name for name in at if name not in tensors]
+        return Recipe(
+            tuple(i for i in schema.tensors if needed[i]),
+            tuple(at[name] for name in tensors),
+            tuple(at[name] for name in numbers),
+            (*tensors, *numbers),
+        )
+
+
+def keep(
+    ctx: Any,
+    function: PointwiseDynamicFunction,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    needed: tuple[bool, ...],
+) -> None:
+    """Save for the backward pass what the gradients asked for need, and no more."""
+    recipe = function.recipes.get(needed)
+    if recipe is None:
+        recipe = function.recipes[needed] = Recipe.of(function, needed)
+    values = (*inputs, *outputs)
+    ctx.save_for_backward(*[values[p] for p in recipe.tensors])
+    ctx.recipe = recipe
+    ctx.numbers = [values[p] for p in recipe.numbers]
+    ctx.forms = [(inputs[i].shape, inputs[i].dtype) for i in recipe.wanted]
+
+
+def gradients(ctx: Any, function: PointwiseDynamicFunction, grads: Sequence[Any]) -> list[Any]:
+    """The gradient of every argument, None where there is none."""
+    recipe = ctx.recipe
+    values: dict[str, Any] = dict(zip(recipe.names, (*ctx.saved_tensors, *ctx.numbers)))
+    values.update({f"grad{j}": g for j, g in enumerate(grads)})
+    solve = _through_twin if function.derivative is None else _declared
+    found = solve(function, recipe.wanted, values)
+    results: list[Any] = [None] * function.schema.num_inputs
+    for i, (shape, dtype) in zip(recipe.wanted, ctx.forms):
+        grad = found.get(i)
+        if grad is not None:
+            grad = _reduce(grad, shape)
+            results[i] = grad if grad.dtype is dtype else grad.to(dtype)
+    return results
+
+
+def _declared(function: PointwiseDynamicFunction, wanted: Sequence[int], values: dict[str, Any]) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    computed: list[tuple[Derivative, Any]] = []  # arguments that share a derivative share its result
+    for i in wanted:
+        derivative = (function.derivative or {}).get(i)
+        if derivative is None:
+            continue
+        known = next((grad for other, grad in computed if other is derivative), None)
+        if known is None:
+            known = derivative.function(*[values[name] for name in derivative.arguments])
+            computed.append((derivative, known))
+        found[i] = known
+    return found
+
+
+def _through_twin(function: PointwiseDynamicFunction, wanted: Sequence[int], values: dict[str, Any]) -> dict[int, Any]:
+    schema = function.schema
+    args = [values[f"in{i}"] for i in range(schema.num_inputs)]
+    again_differentiable = torch.is_grad_enabled()
+    with torch.enable_grad():
+        outputs = function.twin(args)
+        pairs = [(y, values[f"grad{j}"]) for j, y in enumerate(outputs) if y.requires_grad]
+        if not pairs:
+            return {}
+        grads = torch.autograd.grad(
+            [y for y, _ in pairs],
+            [args[i] for i in wanted],
+            [g for _, g in pairs],
+            create_graph=again_differentiable,
+            allow_unused=True,
+        )
+    return dict(zip(wanted, grads))
+
+
+def _reduce(grad: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Sum over the axes along which the argument was repeated."""
+    return grad if grad.shape == shape else grad.sum_to_size(shape)
+
+
+class Differentiable(torch.autograd.Function):
+    """One call of a pointwise function as a node of the autograd graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: PointwiseDynamicFunction, plan: Plan | None, addresses: Any, numbers: Any, *args: Any
+    ) -> Any:
+        ctx.function = function
+        result = _packed(function.evaluate(args)) if plan is None else plan.fresh(addresses, numbers)
+        _finish(ctx, function, args, result, ctx.needs_input_grad[4:])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, None, None, None, *gradients(ctx, ctx.function, grads))
+
+
+class Transformed(torch.autograd.Function):
+    """The same node in the form that torch.func's transforms ask for, which costs the host several times more."""
+
+    @staticmethod
+    def forward(function: PointwiseDynamicFunction, *args: Any) -> Any:
+        return _packed(function.evaluate(args))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.function = inputs[0]
+        _finish(ctx, inputs[0], inputs[1:], output, tuple(ctx.needs_input_grad[1:]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *gradients(ctx, ctx.function, grads))
+
+
+def _packed(outputs: Sequence[torch.Tensor]) -> Any:
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _finish(ctx: Any, function: PointwiseDynamicFunction, inputs: Any, result: Any, needed: tuple[bool, ...]) -> None:
+    outputs = (result,) if isinstance(result, torch.Tensor) else result
+    keep(ctx, function, inputs, outputs, needed)
+    if not all(y.is_floating_point() for y in outputs):
+        ctx.mark_non_differentiable(*[y for y in outputs if not (y.is_floating_point() or y.is_complex())])

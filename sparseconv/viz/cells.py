@@ -1,0 +1,59 @@
+"""Which cells a convolution computes: every one of the box, or the occupied ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+EMPTY, ROW, INK, WINDOW = "#ffffff", "#cfd8e3", "#1f4e79", "#d1495b"
+
+
+def dense_against_sparse(
+    left: Axes, right: Axes, occupied: np.ndarray | torch.Tensor, center: tuple[int, int], kernel_size: int = 3
+) -> tuple[int, int]:
+    """Draw one layer of voxels twice: with the cells that a dense, and those that a submanifold convolution computes.
+
+    Args:
+        left, right: the axes for dense and for sparse.
+        occupied: (rows, columns) bool, the layer.
+        center: (row, column) of an occupied cell whose window is shown.
+        kernel_size: the width of the window.
+
+    Returns:
+        Multiplications by a weight in the layer, (dense, sparse): cells times taps, and pairs of neighbours.
+    """
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Rectangle
+
+    cells = np.asarray(occupied, bool)
+    rows, columns = cells.shape
+    half = kernel_size // 2
+    padded = np.pad(cells, half)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (kernel_size, kernel_size))
+    pairs = int(windows[cells].sum())
+    for axes, computed, title in (
+        (left, np.ones_like(cells), "dense: every cell of the box"),
+        (right, cells, "sparse: the occupied cells"),
+    ):
+        picture = np.where(cells, 2, computed.astype(int))
+        axes.imshow(picture, cmap=ListedColormap([EMPTY, ROW, INK]), vmin=0, vmax=2, origin="lower")
+        axes.set_xticks(np.arange(columns + 1) - 0.5, labels=[])
+        axes.set_yticks(np.arange(rows + 1) - 0.5, labels=[])
+        axes.grid(color="#e6e9ee", linewidth=0.25)
+        axes.tick_params(length=0)
+        axes.set_title(title)
+        row, column = center
+        axes.add_patch(
+            Rectangle((column - half - 0.5, row - half - 0.5), kernel_size, kernel_size, fill=False, color=WINDOW, lw=2)
+        )
+        for r in range(row - half, row + half + 1):
+            for c in range(column - half, column + half + 1):
+                inside = 0 <= r < rows and 0 <= c < columns
+                if (axes is left and inside) or (inside and cells[r, c]):
+                    axes.plot(c, r, ".", color=WINDOW, markersize=4.5)
+    return cells.size * kernel_size**2, pairs

@@ -1,0 +1,87 @@
+"""Figures made without a display, and saved whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: what a picture's file name may end in
+FORMATS = (".png", ".pdf", ".svg", ".jpg", ".webp")
+
+STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.labelsize": 8,
+    "axes.edgecolor": "#888888",
+    "axes.linewidth": 0.6,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
+    "axes.labelcolor": "#444444",
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+
+
+@contextmanager
+def new_figure(width: float, height: float) -> Iterator[Figure]:
+    """An empty figure of that many inches, which needs no display; inside of the block the house's style holds.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("pictures are drawn with matplotlib: pip install 'sparseconv[viz]'") from None
+    with rc_context(STYLE):
+        yield Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def checked_picture_path(path: str | Path) -> Path:
+    """The path of a picture that can be written. Raises ValueError for an unknown ending or a missing folder."""
+    path = Path(path)
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"a picture's name ends in {', '.join(FORMATS)}; got {str(path)!r}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give a file name in it")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"the folder {folder} does not exist: create it, or write the picture elsewhere")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"the folder {folder} cannot be written to: write the picture elsewhere")
+    return path
+
+
+def save_figure(figure: Figure, path: str | Path, dpi: int = 110) -> Path:
+    """Write a figure under its final name only when it is complete: a temporary file beside it, then a rename."""
+    from matplotlib import rc_context
+
+    path = checked_picture_path(path)
+    handle, unfinished = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.absolute().parent)
+    os.close(handle)
+    try:
+        with rc_context(STYLE):
+            figure.savefig(unfinished, dpi=dpi)
+        os.chmod(unfinished, 0o666 & ~_umask())
+        os.replace(unfinished, path)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _umask() -> int:
+    """The process's mask for new files, which a temporary file does not follow."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,109 @@
+"""Voxels in three dimensions: clouds of points, and shaded surfaces found by rays."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from sparseconv.geometry import VoxelGrid
+
+if TYPE_CHECKING:
+    from mpl_toolkits.mplot3d.axes3d import Axes3D
+
+
+def scatter3d(
+    axes: Axes3D, grid: VoxelGrid, values: torch.Tensor, *, unit: str = "", most: int = 40_000, **options: Any
+) -> Any:
+    """Draw voxel centres as dots, coloured by values (N,); of more than ``most`` voxels an even choice is drawn.
+
+    ``axes`` has matplotlib's 3-D projection; ``options`` go to its ``scatter``. Returns what that returns.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    step = max(1, math.ceil(len(grid) / most))
+    centres = grid.positions()[::step].cpu().numpy()
+    colours = values.detach()[::step].float().cpu().numpy()
+    look: dict[str, Any] = {"s": 1.0, "linewidths": 0, "depthshade": False} | options
+    dots = axes.scatter(centres[:, 0], centres[:, 1], centres[:, 2], c=colours, **look)
+    if len(centres):
+        spans = np.ptp(centres, 0)
+        sides = np.maximum(spans, 0.05 * spans.max() + 1e-9)
+        axes.set_box_aspect(sides, zoom=1.25)
+        for name, side in zip("xyz", sides):  # as many marks as there is room for
+            getattr(axes, f"{name}axis").set_major_locator(MaxNLocator(max(1, round(6 * side / sides.max()))))
+    for name in "xyz":
+        getattr(axes, f"set_{name}label")(f"{name} [{unit}]" if unit else name)
+    return dots
+
+
+def render_surface(
+    solid: torch.Tensor,
+    colours: torch.Tensor,
+    *,
+    azimuth: float = 40.0,
+    elevation: float = 25.0,
+    pixels: int = 480,
+    level: float = 0.5,
+    shine: float = 0.15,
+    depth_of_colour: float = 1.0,
+) -> np.ndarray:
+    """A shaded picture of the surface ``solid = level``, seen from far away along parallel rays.
+
+    Args:
+        solid: (X, Y, Z) floats, how much of each cell is filled; z is up.
+        colours: (3, X, Y, Z) in [0, 1], the colour of each cell.
+        azimuth, elevation: where the viewer stands, in degrees: azimuth 0 looks back from +x, 90 from +y.
+        pixels: width and height; the picture spans the box's diagonal.
+        level: the value of ``solid`` at the surface.
+        shine: the strength of the highlight.
+        depth_of_colour: how far below the surface its colour is read, in cells.
+
+    Returns:
+        (pixels, pixels, 4) float32 in [0, 1], row 0 on top; transparent where no ray meets the surface.
+    """
+    shape = torch.tensor(solid.shape, dtype=torch.float32)
+    around = F.avg_pool3d(F.pad(solid[None, None].float(), (3,) * 6), 7, 1)[0]
+    fields = torch.cat([solid[None].float(), around, colours.float()])
+    radius = float(shape.norm()) / 2
+    a, e = math.radians(azimuth), math.radians(elevation)
+    toward = torch.tensor([math.cos(a) * math.cos(e), math.sin(a) * math.cos(e), math.sin(e)])
+    right = torch.tensor([-math.sin(a), math.cos(a), 0.0])
+    up = torch.linalg.cross(toward, right)
+
+    def at(points: torch.Tensor, channels: slice) -> torch.Tensor:
+        """Values (n, C) of the fields at points (n, 3), in cells from the middle of the box."""
+        place = (2 * points / shape).flip(-1).view(1, 1, 1, -1, 3)
+        return F.grid_sample(fields[None, channels], place, align_corners=False)[0, :, 0, 0].T
+
+    line = torch.linspace(-radius, radius, pixels)
+    start = (line[None, :, None] * right - line[:, None, None] * up).reshape(-1, 3) + radius * toward
+    depth = torch.full((len(start),), torch.nan)
+    active, before = torch.arange(len(start)), torch.zeros(len(start))
+    step = 0.5
+    for n in range(math.ceil(2 * radius / step)):
+        points = start[active] - n * step * toward
+        near = (points.abs() <= shape / 2 + 1).all(1)
+        value = torch.zeros(len(active))
+        value[near] = at(points[near], slice(0, 1))[:, 0]
+        hit = value >= level
+        share = (level - before[hit]) / (value[hit] - before[hit]).clamp(min=1e-6)
+        depth[active[hit]] = (n - 1 + share) * step
+        active, before = active[~hit], value[~hit]
+    met = depth.isfinite()
+    points = start[met] - depth[met, None] * toward
+    steps = torch.eye(3) * 0.75
+    slope = torch.cat([at(points + d, slice(0, 1)) - at(points - d, slice(0, 1)) for d in steps], 1)
+    normal = -F.normalize(slope, dim=1)
+    light = F.normalize(toward + 0.9 * up - 0.5 * right, dim=0)
+    halfway = F.normalize(light + toward, dim=0)
+    shade = 0.46 + 0.54 * (normal @ light).clamp(min=0)
+    hollow = 1 - 0.75 * (at(points + 1.5 * normal, slice(1, 2))[:, 0] - 0.25).clamp(0, 0.8)
+    gleam = shine * (normal @ halfway).clamp(min=0) ** 24
+    colour = at(points - depth_of_colour * normal, slice(2, 5)) * (shade * hollow)[:, None] + gleam[:, None]
+    image = torch.zeros(len(start), 4)
+    image[met] = torch.cat([colour.clamp(0, 1), torch.ones(len(points), 1)], 1)
+    return image.view(pixels, pixels, 4).numpy()

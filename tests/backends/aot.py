@@ -1,0 +1,158 @@
+"""Compile the shipped kernel configurations for cards that are not here: python -m tests.backends.aot ARCH [all].
+
+Prints one JSON line a kernel: its name and configuration, registers' spill in bytes, shared memory in bytes, and the
+matrix instructions in its text. A process of its own, since the test process interprets Triton's kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sparseconv.backends.triton_implicit_gemm import kernels
+from sparseconv.backends.triton_implicit_gemm.config import Work, conv_candidates, weight_grad_candidates
+
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+CAPABILITY = {80: (8, 0), 90: (9, 0), 100: (10, 0)}
+OPERANDS = ("feats_ptr", "weight_ptr", "grad_ptr", "bias_ptr", "residual_ptr")
+
+
+def spill_bytes(cubin: bytes) -> int:
+    """Bytes a thread keeps in local memory, read off the binary."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile("wb", suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", text))
+
+
+def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: int, out=None):
+    """The compiled kernel for aligned pointers and strides."""
+    signature, attributes = {}, {}
+    for index, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        if name in OPERANDS:
+            signature[name] = "*" + NAMES[dtype]
+        elif name == "out_ptr":
+            signature[name] = "*" + (out or NAMES[dtype])
+        elif name.startswith(("job_begin", "job_end")):
+            signature[name] = "*i64"
+        else:
+            signature[name] = "*i32" if name.endswith("_ptr") else "i32"
+        if name.endswith("_ptr") or name == "num_slots":
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    if config.gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        Source = ASTSource
+    fixed = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    source = Source(function, signature, fixed, attributes)
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def channels(work: Work, wide: bool = False) -> dict:
+    """The constants that both kernels share."""
+    unit = 16 // work.dtype.itemsize if work.aligned else 1
+    precision = "tf32" if work.dtype != torch.float32 else work.precision
+    shared = {"GROUP_IN": work.group_in, "GROUP_OUT": work.group_out, "PACK": work.pack, "GROUPS": work.groups}
+    return {"UNIT": unit, **shared, "WIDE": wide, "HIDDEN": True, "PRECISION": precision}
+
+
+def works(arch: int, everything: bool) -> list[Work]:
+    """What is compiled: dtypes, channels, groups and sizes; few of them unless everything is asked for."""
+    base = Work(torch.float16, 300_000, 2_000_000, 27, 64, 64, 1, True, 132, CAPABILITY[arch])
+    few = [base, replace(base, group_in=256, group_out=256), replace(base, group_in=5, group_out=7, aligned=False)]
+    few.append(replace(base, dtype=torch.float32, precision="ieee"))
+    if not everything:
+        return few
+    many = []
+    for dtype in NAMES:
+        for c_in, c_out in ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (512, 512), (40, 72), (96, 192)):
+            many.append(replace(base, dtype=dtype, group_in=c_in, group_out=c_out))
+        many.append(replace(base, dtype=dtype, group_in=4, group_out=32, aligned=False))
+        many.append(replace(base, dtype=dtype, group_in=1, group_out=1, groups=64))
+        many.append(replace(base, dtype=dtype, group_in=32, group_out=32, groups=4))
+        many.append(replace(base, dtype=dtype, num_rows=2000, num_pairs=20_000, group_in=256, group_out=256))
+    many += [replace(work, precision="ieee") for work in many if work.dtype == torch.float32]
+    return few + many
+
+
+def compile_all(arch: int, everything: bool) -> None:
+    """Print the facts of every configuration."""
+    for work in works(arch, everything):
+        for transposed in (False, True):
+            for config in conv_candidates(replace(work, transposed=transposed)):
+                constants = dict(
+                    channels(work, wide=transposed and everything),
+                    BLOCK_M=config.block_m,
+                    BLOCK_N=config.block_n,
+                    BLOCK_K=config.block_k,
+                    STAGES=config.stages,
+                    TRANSPOSED=transposed != config.weight_copy,
+                    HAS_BIAS=not transposed,
+                    HAS_RESIDUAL=False,
+                    ACTIVATION=None,
+                    TO_SLOTS=config.split > 1,
+                )
+                out = "fp32" if config.split > 1 else None
+                report("conv_kernel", work, config, constants, arch, out, transposed=transposed)
+        for weight in weight_grad_candidates(work):
+            constants = dict(
+                channels(work),
+                BLOCK_I=weight.block_i,
+                BLOCK_O=weight.block_o,
+                BLOCK_P=weight.block_p,
+                STAGES=weight.stages,
+            )
+            report("weight_grad_kernel", work, weight, constants, arch, "fp32")
+
+
+def report(name: str, work: Work, config, constants: dict, arch: int, out: str | None, **facts) -> None:
+    """Compile one kernel and print what it became."""
+    module = kernels
+    if config.gluon:
+        from sparseconv.backends.triton_implicit_gemm import gluon_kernels as module
+    kernel = compile_kernel(getattr(module, name), work.dtype, constants, config, arch, out)
+    ptx = kernel.asm["ptx"]
+    sys.stdout.write(
+        json.dumps(
+            {
+                "kernel": name,
+                "dtype": str(work.dtype),
+                "channels": (work.group_in, work.group_out, work.groups),
+                "config": asdict(config),
+                "gluon": config.gluon,
+                "precision": constants["PRECISION"],
+                "aligned": work.aligned,
+                "shared": kernel.metadata.shared,
+                "spill": spill_bytes(kernel.asm["cubin"]),
+                "wgmma": "wgmma.mma_async" in ptx,
+                "tcgen05": "tcgen05.mma" in ptx,
+                "mma": "mma.sync" in ptx,
+                "copies": ptx.count("cp.async.cg"),
+                **facts,
+            }
+        )
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    compile_all(int(sys.argv[1]), "all" in sys.argv[2:])

@@ -1,0 +1,123 @@
+"""Every backend over every case: values, gradients, bits. A new backend is picked up from the registry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sparseconv as sc
+from sparseconv.backends.registry import BACKENDS, backend
+from tests import oracle
+from tests.cases import CASES, TOLERANCE, Case, build, error, named, operands
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+TWICE = named(
+    *("no_voxels", "one_voxel", "line", "submanifold", "full", "mixed_strides", "strided", "forbid", "periodic"),
+    *("cross", "grouped", "depthwise", "inverse", "generative"),
+)
+
+
+def plan_for(case: Case, name: str, device: str, dtype: torch.dtype) -> sc.ConvolutionPlan:
+    plan = build(case, device, backend=name)
+    sentence = backend(name).unsupported(plan.request(case.c_in, case.c_out, dtype))
+    if sentence is not None:
+        pytest.skip(sentence)
+    return plan
+
+
+def edges_of(plan: sc.ConvolutionPlan) -> list[tuple[int, int, int]]:
+    """The edges, found anew by the oracle from the coordinates alone."""
+    window = plan.window
+    fine, coarse = (plan.target, plan.source) if plan.is_transposed else (plan.source, plan.target)
+    extent = (plan.boundary.extent.start, plan.boundary.extent.shape) if plan.boundary.kind == "periodic" else None
+    zero = (0,) * plan.source.rank
+    found = oracle.edges(fine.coords.tolist(), coarse.coords.tolist(), window.offsets, window.stride, zero, extent)
+    return [(k, o, i) for k, i, o in found] if plan.is_transposed else found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients(case, name, dtype, device):
+    plan = plan_for(case, name, device, dtype)
+    x, w, g = operands(plan, case, dtype)
+    bias = torch.linspace(-1, 1, case.c_out).to(dtype).to(device)
+    edges = edges_of(plan)
+    assert plan.kernel_map.num_pairs == len(edges)
+    for t in (x, w, bias):
+        t.requires_grad_()
+    y = plan.execute(x, w, bias)
+    y.backward(g)
+    assert y.dtype == dtype
+    n_in, n_out = plan.kernel_map.num_in, plan.kernel_map.num_out
+    xs, ws, gs, bs = (t.detach().double().cpu().numpy() for t in (x, w, g, bias))
+    limit = TOLERANCE[dtype]
+    assert error(y, oracle.convolve(xs, ws, edges, n_out, case.groups, bs)) < limit
+    assert error(x.grad, oracle.input_grad(gs, ws, edges, n_in, case.groups)) < limit
+    assert error(w.grad, oracle.weight_grad(xs, gs, edges, plan.num_taps, case.groups)) < limit
+    assert error(bias.grad, gs.sum(0)) < max(limit, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_integers_match_to_the_bit(case, name, dtype, device):
+    """Small integers are exact in every dtype, so a lost or doubled pair cannot hide behind a tolerance."""
+    plan = plan_for(case, name, device, dtype)
+    x, w, g = operands(plan, case, dtype, integers=True)
+    edges = edges_of(plan)
+    n_in, n_out = plan.kernel_map.num_in, plan.kernel_map.num_out
+    y = plan.execute(x.requires_grad_(), w.requires_grad_())
+    y.backward(g)
+    xs, ws, gs = (t.detach().double().cpu().numpy() for t in (x, w, g))
+
+    def same(got, want):
+        want = torch.from_numpy(want)
+        return torch.equal(got.detach().cpu(), want.to(dtype))
+
+    assert same(y, oracle.convolve(xs, ws, edges, n_out, case.groups))
+    assert same(x.grad, oracle.input_grad(gs, ws, edges, n_in, case.groups))
+    assert same(w.grad, oracle.weight_grad(xs, gs, edges, plan.num_taps, case.groups))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("case", named("submanifold", "strided_overlap", "grouped", "inverse"), ids=str)
+def test_strides_and_repeats(case, name, device):
+    """Non-contiguous operands give the same bits as contiguous ones, and a second run the same as the first."""
+    plan = plan_for(case, name, device, torch.float32)
+    x, w, g = operands(plan, case, torch.float32)
+
+    def run(x, w, g):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        y = plan.execute(x, w)
+        return y, *torch.autograd.grad(y, (x, w), g)
+
+    first = run(x, w, g)
+    again = run(x, w, g)
+    apart = run(
+        x.t().contiguous().t(),
+        torch.stack([w, -w], -1)[..., 0],
+        torch.cat([g, g], 1)[:, : case.c_out] if case.c_out > 1 else g,
+    )
+    for a, b, c in zip(first, again, apart):
+        assert torch.equal(a, b)
+        assert error(c, a.double().cpu()) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("case", TWICE, ids=str)
+def test_gradients_of_gradients(case, name, device):
+    small = Case(**{**case.__dict__, "voxels": min(case.voxels, 12)})
+    plan = plan_for(small, name, device, torch.float64)
+    x, w, _ = operands(plan, small)
+    bias = torch.randn(small.c_out, dtype=torch.float64, device=device, requires_grad=True)
+    inputs = (x.requires_grad_(), w.requires_grad_(), bias)
+    assert torch.autograd.gradcheck(plan.execute, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(plan.execute, inputs, fast_mode=True)

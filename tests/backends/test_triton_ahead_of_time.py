@@ -1,0 +1,53 @@
+"""Every shipped configuration compiles for cards that are not here: no spill, shared memory that fits, matrix units."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+#: bytes of shared memory that one block may take
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+#: bytes a thread may keep in local memory: a few words set aside before the loop, no accumulator
+STACK = 16
+
+
+def compiled(arch: int, *more: str) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.backends.aot", str(arch), *more]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(arch: int, kernels: list[dict]) -> None:
+    assert kernels
+    for kernel in kernels:
+        assert kernel["spill"] <= STACK, kernel
+        assert kernel["shared"] <= SHARED[arch], kernel
+        half = kernel["dtype"] != "torch.float32"
+        if half and min(kernel["channels"][:2]) >= 16:
+            assert kernel["copies"] > 0, kernel  # the rows come asynchronously, 16 bytes at a time
+        if half and arch == 90 and (kernel["gluon"] or kernel["kernel"] == "conv_kernel"):
+            assert kernel["wgmma"], kernel
+        if half and arch == 80:
+            assert kernel["mma"], kernel
+    if arch == 90:
+        assert any(kernel["gluon"] for kernel in kernels)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_a_few_configurations(arch):
+    check(arch, compiled(arch))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_every_configuration(arch):
+    check(arch, compiled(arch, "all"))

@@ -1,0 +1,65 @@
+"""Schedules built by kernels against their readable twin, in Triton's interpreter or on a card."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from sparseconv.backends.triton_implicit_gemm import build
+from sparseconv.backends.triton_implicit_gemm import schedule as twin
+from sparseconv.geometry import triton_launch
+from sparseconv.geometry.triton_neighbors import search_table, search_window
+from sparseconv.geometry.triton_table import build_table
+from sparseconv.geometry.triton_window import encode_window, tap_order
+from tests.geometry.triton_cases import CASES, Case
+
+DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
+pytestmark = pytest.mark.skipif(
+    not triton_launch.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
+)
+CUBE, STRIDED, EMPTY = CASES[3], CASES[4], Case("no rows", 3, CASES[3].offsets, rows=0)
+FIELDS = ("neighbors", "out_rows", "tile_counts", "tile_rows", "tile_taps", "tile_order", "slots")
+
+
+def same(got: twin.Schedule, want: twin.Schedule) -> None:
+    for field in FIELDS:
+        a, b = getattr(got, field), getattr(want, field)
+        assert (a is None) == (b is None), field
+        assert a is None or torch.equal(a, b), field
+
+
+@pytest.mark.parametrize("groups", [None, ((0, 1, 2, 5), tuple(k for k in range(27) if k not in (0, 1, 2, 5)))])
+@pytest.mark.parametrize("block_m", [64, 128])
+def test_a_cube(block_m: int, groups: tuple[tuple[int, ...], ...] | None) -> None:
+    source = CUBE.source(seed=3, device=DEVICE)
+    table = build_table(source)
+    search = search_window(table, table.coords, encode_window(CUBE.offsets, (1, 1, 1), None, source.device))
+    want = twin.build_schedule(search.neighbors, 27, block_m, groups=groups)
+    same(build.build_schedule(search, block_m, groups=groups), want)
+
+
+@pytest.mark.parametrize("case", [STRIDED, EMPTY], ids=lambda case: case.name)
+def test_other_windows_and_given_tables(case: Case) -> None:
+    source = case.source(device=DEVICE)
+    target = case.target(source)
+    table = build_table(source)
+    search = search_window(table, target, encode_window(case.offsets, (case.stride,) * 3, None, source.device))
+    ranked = tap_order(case.offsets)
+    want = twin.build_schedule(search.neighbors, len(case.offsets), 64, significance=ranked)
+    same(build.build_schedule(search, 64), want)
+    same(build.build_schedule(search_table(search.neighbors), 64, significance=ranked), want)
+
+
+def test_runs_of_rows() -> None:
+    source = CUBE.source(seed=4, device=DEVICE)
+    table = build_table(source)
+    search = search_window(table, table.coords, encode_window(CUBE.offsets, (1, 1, 1), None, source.device))
+    got = build.build_schedule(search, 64, chunk_rows=64)
+    want = twin.build_schedule(search.neighbors, 27, 64, chunk_rows=64)
+    assert torch.equal(got.out_rows // 64, want.out_rows // 64)
+    assert torch.equal(got.out_rows[: len(source)].sort().values.cpu(), torch.arange(len(source), dtype=torch.int32))

@@ -1,0 +1,217 @@
+"""The implicit GEMM on a real card: every configuration against fp64, equal bits, graphs, no waiting, far rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparseconv.backends.base import Request
+from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of
+from sparseconv.backends.triton_implicit_gemm.config import conv_candidates, weight_grad_candidates
+from sparseconv.backends.triton_implicit_gemm.steps import ConvStep, WeightGradStep
+from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.pointwise import relu
+from sparseconv.pointwise.epilogue import Epilogue
+
+pytestmark = pytest.mark.gpu
+#: norm of the error over the norm of the result
+LIMIT = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float32: 2e-6}
+
+
+def scattered_map(rows_in: int, rows_out: int, taps: int, density: float, seed: int = 0) -> KernelMap:
+    """A map without geometry: each tap joins a random set of output rows to as many distinct input rows."""
+    gen = torch.Generator("cuda").manual_seed(seed)
+    table = torch.full((taps, rows_out), -1, dtype=torch.int32, device="cuda")
+    for tap in range(taps):
+        count = int(min(rows_in, rows_out) * density)
+        outs = torch.randperm(rows_out, generator=gen, device="cuda")[:count]
+        table[tap, outs] = torch.randperm(rows_in, generator=gen, device="cuda")[:count].int()
+    return KernelMap(rows_in, rows_out, taps, neighbors=table)
+
+
+def operands(kernel_map: KernelMap, c_in: int, c_out: int, groups: int, dtype: torch.dtype, seed: int = 0):
+    gen = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(kernel_map.num_in, c_in, generator=gen, device="cuda").to(dtype)
+    w = torch.randn(kernel_map.num_taps, c_in // groups, c_out, generator=gen, device="cuda").to(dtype)
+    g = torch.randn(kernel_map.num_out, c_out, generator=gen, device="cuda").to(dtype)
+    return x, w, g
+
+
+def reference(x, w, g, kernel_map: KernelMap, groups: int):
+    y = torch.zeros(g.shape, dtype=torch.float64, device="cuda")
+    dx = torch.zeros(x.shape, dtype=torch.float64, device="cuda")
+    dw = torch.zeros(w.shape, dtype=torch.float64, device="cuda")
+    for tap in range(kernel_map.num_taps):
+        outs = (kernel_map.neighbors[tap] >= 0).nonzero()[:, 0]
+        ins = kernel_map.neighbors[tap][outs].long()
+        a = x[ins].double().unflatten(1, (groups, -1))
+        b = g[outs].double().unflatten(1, (groups, -1))
+        k = w[tap].double().unflatten(1, (groups, -1))
+        y[outs] += torch.einsum("pgi,igo->pgo", a, k).flatten(1)
+        dx[ins] += torch.einsum("pgo,igo->pgi", b, k).flatten(1)
+        dw[tap] = torch.einsum("pgi,pgo->igo", a, b).flatten(1)
+    return y, dx, dw
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> bool:
+    return float((got.double() - want).norm()) <= LIMIT[got.dtype] * float(want.norm())
+
+
+@pytest.mark.parametrize("dtype", list(LIMIT), ids=str)
+@pytest.mark.parametrize(
+    ("c_in", "c_out", "groups"),
+    [
+        (64, 64, 1),
+        (32, 32, 1),
+        (256, 256, 1),
+        (40, 72, 1),
+        (5, 7, 1),
+        (96, 160, 1),
+        (64, 64, 2),
+        (64, 64, 64),
+        (8, 24, 8),
+    ],
+)
+@pytest.mark.parametrize(("rows", "taps"), [(3000, 27), (700, 8), (400, 125)])
+def test_every_configuration(dtype, c_in, c_out, groups, rows, taps):
+    kernel_map = scattered_map(rows, rows + 77, taps, 0.3)
+    x, w, g = operands(kernel_map, c_in, c_out, groups, dtype)
+    y, dx, dw = reference(x, w, g, kernel_map, groups)
+    bias = torch.linspace(-1, 1, c_out, device="cuda").to(dtype)
+    request = Request(kernel_map, x.device, dtype, c_in, c_out, groups)
+    aligned = c_in * dtype.itemsize % 16 == 0 and c_out * dtype.itemsize % 16 == 0
+    for transposed, source, want in ((False, x, y + bias.double()), (True, g, dx)):
+        work = work_of(request, aligned, transposed)
+        for config in conv_candidates(work):
+            results = []
+            for _ in range(2):
+                out = torch.full(want.shape, float("nan"), dtype=dtype, device="cuda")
+                step = ConvStep(config, work, source, w, kernel_map, out, not transposed, transposed)
+                step(source, w, out, bias, source)
+                results.append(out)
+            assert close(results[0], want), config
+            assert torch.equal(*results), config
+    work = work_of(request, aligned)
+    for config in weight_grad_candidates(work):
+        results = []
+        for _ in range(2):
+            out = torch.full(w.shape, float("nan"), dtype=dtype, device="cuda")
+            WeightGradStep(config, work, kernel_map, x, g, out)(x, g, out)
+            results.append(out)
+        assert close(results[0], dw), config
+        assert torch.equal(*results), config
+
+
+@pytest.mark.parametrize("split", [1, 3])
+def test_wide_addresses_change_nothing(split):
+    kernel_map = scattered_map(2000, 2000, 27, 0.3)
+    x, w, g = operands(kernel_map, 64, 64, 1, torch.float16)
+    work = work_of(Request(kernel_map, x.device, x.dtype, 64, 64), True)
+    for config in conv_candidates(work):
+        config = replace(config, split=split)
+        results = []
+        for wide in (False, True):
+            out = torch.full(g.shape, float("nan"), dtype=x.dtype, device="cuda")
+            step = ConvStep(config, work, x, w, kernel_map, out, False, False, wide)
+            step(x, w, out, x, x)
+            results.append(out)
+        assert torch.equal(*results)
+
+
+def test_a_graph_replays_the_three_verbs():
+    backend = TritonImplicitGemm()
+    kernel_map = scattered_map(3000, 3000, 27, 0.3)
+    x, w, g = operands(kernel_map, 64, 64, 1, torch.float16)
+
+    def run():
+        return (
+            backend.forward(x, w, kernel_map, 1),
+            backend.input_grad(g, w, kernel_map, 1),
+            backend.weight_grad(x, g, kernel_map, 1),
+        )
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    for got, want in zip(captured, run()):
+        assert torch.equal(got, want)
+
+
+def test_nothing_waits_for_the_device():
+    backend = TritonImplicitGemm()
+    kernel_map = scattered_map(3000, 3000, 27, 0.3)
+    x, w, g = operands(kernel_map, 32, 32, 1, torch.float16)
+    backend.forward(x, w, kernel_map, 1)
+    backend.input_grad(g, w, kernel_map, 1)
+    backend.weight_grad(x, g, kernel_map, 1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = backend.forward(x, w, kernel_map, 1, torch.ones(32, device="cuda", dtype=x.dtype))
+        backend.input_grad(g, w, kernel_map, 1)
+        backend.weight_grad(x, g, kernel_map, 1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bool(torch.isfinite(y).all())
+
+
+def test_estimate_alone_and_explanation(monkeypatch):
+    monkeypatch.setenv("SPARSECONV_AUTOTUNE", "0")
+    backend = TritonImplicitGemm()
+    kernel_map = scattered_map(3000, 3000, 27, 0.3)
+    x, w, _ = operands(kernel_map, 64, 64, 1, torch.float16)
+    backend.forward(x, w, kernel_map, 1)
+    report = backend.explain(Request(kernel_map, x.device, x.dtype, 64, 64))
+    assert report["forward"]["timings"] == []
+    assert report["pairs"] == kernel_map.num_pairs
+    assert report["waste"] >= 1
+
+
+@pytest.mark.parametrize("channels", [64, 256, 5])
+@pytest.mark.parametrize("rows", [500, 30_000])
+def test_epilogue_in_the_store(channels, rows):
+    kernel_map = scattered_map(rows, rows, 27, 0.3)
+    x, w, residual = operands(kernel_map, channels, channels, 1, torch.float16)
+    bias = torch.linspace(-1, 1, channels, device="cuda").to(x.dtype)
+    y = TritonImplicitGemm().forward_fused(x, w, kernel_map, 1, bias, residual, Epilogue(relu))
+    want = reference(x, w, residual, kernel_map, 1)[0] + bias.double() + residual.double()
+    assert close(y, want.clamp(min=0))
+
+
+def test_runs_of_rows_for_large_maps(monkeypatch):
+    monkeypatch.setattr("sparseconv.backends.triton_implicit_gemm.config.FAR_ROWS", 1000)
+    monkeypatch.setattr("sparseconv.backends.triton_implicit_gemm.schedule.CHUNK_ROWS", 1024)
+    kernel_map = scattered_map(5000, 5000, 27, 0.3)
+    x, w, g = operands(kernel_map, 64, 64, 1, torch.float16)
+    y, dx, _ = reference(x, w, g, kernel_map, 1)
+    backend = TritonImplicitGemm()
+    assert close(backend.forward(x, w, kernel_map, 1), y)
+    assert close(backend.input_grad(g, w, kernel_map, 1), dx)
+    assert "chunked schedule" in kernel_map.prepared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_rows_beyond_two_billion_elements(rows_first):
+    """2^31 elements on the input or the output side: the last rows meet each other."""
+    rows, few, channels = (1 << 25) + 5000, 4000, 64
+    ins = torch.arange(rows - few, rows, device="cuda", dtype=torch.int32)
+    outs = torch.arange(few, device="cuda", dtype=torch.int32)
+    offsets = torch.tensor([0, few, few], device="cuda")
+    kernel_map = KernelMap(rows, few, 2, pairs=(ins, outs, offsets))
+    kernel_map = kernel_map if rows_first else kernel_map.reverse()
+    x, w, g = operands(kernel_map, channels, channels, 1, torch.float16)
+    backend = TritonImplicitGemm()
+    y = backend.forward(x, w, kernel_map, 1)
+    dx = backend.input_grad(g, w, kernel_map, 1)
+    dw = backend.weight_grad(x, g, kernel_map, 1)
+    a, b = kernel_map.in_rows.long(), kernel_map.out_rows.long()
+    assert close(y[b], x[a].double() @ w[0].double())
+    assert close(dx[a], g[b].double() @ w[0].double().t())
+    assert close(dw[0], x[a].double().t() @ g[b].double())
+    assert int(y.count_nonzero(dim=1).count_nonzero()) == few
+    assert int(dx.count_nonzero(dim=1).count_nonzero()) == few

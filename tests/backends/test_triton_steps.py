@@ -1,0 +1,137 @@
+"""Steps that the choice does not reach at test sizes: split taps, runs of rows, copies, several jobs, epilogues."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+from sparseconv.backends.base import Request  # noqa: E402
+from sparseconv.backends.triton_implicit_gemm import schedule as schedules  # noqa: E402
+from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of  # noqa: E402
+from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
+    ConvConfig,
+    WeightGradConfig,
+    Work,
+    conv_candidates,
+    weight_grad_candidates,
+)
+from sparseconv.backends.triton_implicit_gemm.steps import ConvStep, WeightGradStep, interpreted  # noqa: E402
+from sparseconv.pointwise import relu  # noqa: E402
+from sparseconv.pointwise.epilogue import Epilogue  # noqa: E402
+from tests import oracle  # noqa: E402
+from tests.backends.test_every_backend import edges_of  # noqa: E402
+from tests.cases import TOLERANCE, Case, build, error, operands  # noqa: E402
+
+needs_interpreter = pytest.mark.skipif(not interpreted(), reason="a GPU is present, or Triton cannot interpret")
+SMALL = ConvConfig(16, 16, 16, 4, 2)
+
+
+@triton.jit
+def halved_relu(x):
+    return tl.maximum(x, 0.0) * 0.5
+
+
+@needs_interpreter
+@pytest.mark.parametrize("case", [Case("cube", c_in=20, c_out=24), Case("grouped", c_in=6, c_out=4, groups=2)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"split": 3}, {"chunked": True}, {"weight_copy": True}, {"wide": True}, {"split": 2, "wide": True}],
+    ids=str,
+)
+def test_variants_agree_with_the_oracle(case, options, monkeypatch):
+    monkeypatch.setattr(schedules, "CHUNK_ROWS", 20)
+    options = dict(options)
+    wide = options.pop("wide", False)
+    config = ConvConfig(**{**SMALL.__dict__, **options})
+    plan = build(case)
+    x, w, g = operands(plan, case, torch.float32)
+    edges = edges_of(plan)
+    kernel_map = plan.kernel_map
+    request = Request(kernel_map, x.device, x.dtype, case.c_in, case.c_out, case.groups)
+    wants = (
+        oracle.convolve(x, w, edges, kernel_map.num_out, case.groups),
+        oracle.input_grad(g, w, edges, kernel_map.num_in, case.groups),
+    )
+    for transposed, source, want in ((False, x, wants[0]), (True, g, wants[1])):
+        out = torch.full(want.shape, float("nan"))
+        step = ConvStep(
+            config, work_of(request, False, transposed), source, w, kernel_map, out, False, transposed, wide
+        )
+        step(source, w, out, source, source)
+        assert error(out, want) < TOLERANCE[torch.float32]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("split", [1, 3])
+def test_bias_residual_and_activation_in_the_store(split):
+    case = Case("cube", c_in=8, c_out=12)
+    plan = build(case)
+    x, w, residual = operands(plan, case, torch.float32)
+    bias = torch.linspace(-1, 1, case.c_out)
+    want = oracle.convolve(x, w, edges_of(plan), plan.kernel_map.num_out, 1, bias) + residual.double().numpy()
+    want = torch.from_numpy(want).clamp(min=0) * 0.5
+    request = Request(plan.kernel_map, x.device, x.dtype, case.c_in, case.c_out)
+    config = ConvConfig(**{**SMALL.__dict__, "split": split})
+    out = torch.full(want.shape, float("nan"))
+    step = ConvStep(
+        config,
+        work_of(request, False),
+        x,
+        w,
+        plan.kernel_map,
+        out,
+        True,
+        False,
+        has_residual=True,
+        activation=halved_relu,
+    )
+    step(x, w, out, bias, residual)
+    assert error(out, want) < TOLERANCE[torch.float32]
+    got = TritonImplicitGemm().forward_fused(x, w, plan.kernel_map, 1, bias, residual, Epilogue(relu))
+    assert error(got, want * 2) < TOLERANCE[torch.float32]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "case", [Case("cube", voxels=200, extent=6), Case("depthwise", voxels=200, c_in=6, c_out=6, groups=6)], ids=str
+)
+def test_several_jobs_a_tap_are_added(case, monkeypatch):
+    monkeypatch.setattr("sparseconv.backends.triton_implicit_gemm.jobs.JOB_QUANTUM", 16)
+    plan = build(case)
+    x, w, g = operands(plan, case, torch.float32)
+    request = Request(plan.kernel_map, x.device, x.dtype, case.c_in, case.c_out, case.groups)
+    results = []
+    for programs in (27, 90):
+        out = torch.full(w.shape, float("nan"))
+        WeightGradStep(
+            WeightGradConfig(16, 16, 16, 4, 2, programs), work_of(request, False), plan.kernel_map, x, g, out
+        )(x, g, out)
+        results.append(out)
+    want = oracle.weight_grad(x, g, edges_of(plan), plan.num_taps, case.groups)
+    assert all(error(out, want) < TOLERANCE[torch.float32] for out in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("channels", [(1, 1), (4, 32), (16, 16), (48, 96), (64, 64), (256, 256), (1024, 512)])
+@pytest.mark.parametrize("rows", [10, 5000, 300_000, 5_000_000])
+@pytest.mark.parametrize("groups", [1, 8])
+def test_at_most_four_candidates_that_fit_the_card(dtype, channels, rows, groups):
+    work = Work(dtype, rows, 8 * rows, 27, *channels, groups, True)
+    for found in (conv_candidates(work), weight_grad_candidates(work)):
+        assert 1 <= len(found) <= 4
+        assert len(set(found)) == len(found)
+    for config in conv_candidates(work):
+        operand = config.block_k * (config.block_m + config.block_n) * dtype.itemsize
+        assert config.stages * operand <= 227 << 10
+        assert config.block_n >= 16
+        assert config.block_k >= 16
+
+
+def test_the_key_knows_no_exact_number_of_rows():
+    work = Work(torch.float16, 100_000, 700_000, 27, 64, 64, 1, True)
+    assert work.key() == Work(torch.float16, 101_000, 706_000, 27, 64, 64, 1, True).key()
+    assert work.key() != Work(torch.float16, 400_000, 2_800_000, 27, 64, 64, 1, True).key()
+    assert work.key() != Work(torch.bfloat16, 100_000, 700_000, 27, 64, 64, 1, True).key()

@@ -1,0 +1,159 @@
+"""The commands from outside: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+typer = pytest.importorskip("typer")
+pytest.importorskip("nilearn")
+from typer.testing import CliRunner  # noqa: E402
+
+from sparseconv.cli import app  # noqa: E402
+
+PNG = b"\x89PNG\r\n\x1a\n"
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    """The command's result, its words joined so that line breaks do not matter."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
+    return result, " ".join(result.output.split())
+
+
+def outside(*arguments, code=None, **options):
+    """The command in a process of its own."""
+    start = ["-c", code] if code else ["-m", "sparseconv"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.Popen(
+        [sys.executable, *start, *map(str, arguments)],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
+    )
+
+
+def test_info_names_versions_and_every_backend():
+    from sparseconv.backends.registry import BACKENDS
+
+    process = outside("info")
+    said, complaints = process.communicate(timeout=120)
+    assert process.returncode == 0, complaints
+    for word in ("sparseconv", "python", "torch", "numpy", "triton", "cupy", *BACKENDS):
+        assert word in said
+    assert "chosen" in said
+
+
+def test_a_short_brain(tmp_path):
+    picture = tmp_path / "brain.png"
+    result, said = run("demo", "--steps", 3, "--voxel-size", 6, "--device", "cpu", "--output", picture)
+    assert result.exit_code == 0, said
+    for word in (
+        "MNI152",
+        "Plans",
+        "pairs",
+        "majority class",
+        "brightness alone",
+        "sparse U-Net",
+        "ms a step",
+        "chosen",
+    ):
+        assert word in said
+    assert picture.read_bytes().startswith(PNG)
+    assert [p.name for p in tmp_path.iterdir()] == ["brain.png"]
+
+
+def test_the_same_seed_gives_the_same_picture(tmp_path):
+    for name in ("one.png", "two.png"):
+        run("demo", "--steps", 2, "--voxel-size", 8, "--seed", 5, "--device", "cpu", "--output", tmp_path / name)
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+
+
+def test_a_cloud(tmp_path):
+    np.save(tmp_path / "cloud.npy", np.random.default_rng(0).normal(size=(3000, 3)) * [9, 4, 1])
+    result, said = run(
+        "demo", "--points", tmp_path / "cloud.npy", "--output", tmp_path / "cloud.png", "--device", "cpu"
+    )
+    assert result.exit_code == 0, said
+    for word in ("3,000 points", "chosen from the extent", "Plans", "forward", "backward"):
+        assert word in said
+    assert (tmp_path / "cloud.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("points", [np.zeros((1, 3)), np.ones((50, 3)), np.arange(9.0).reshape(3, 3) * 1e6])
+def test_clouds_of_a_few_points(tmp_path, points):
+    np.save(tmp_path / "few.npy", points)
+    result, said = run("demo", "--points", tmp_path / "few.npy", "--output", tmp_path / "few.png", "--device", "cpu")
+    assert result.exit_code == 0, said
+    assert (tmp_path / "few.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--points", "none.npy"], "there is no file none.npy"),
+        (["--points", "cloud.e57"], "does not end in one of"),
+        (["--output", "no/such/folder.png"], "does not exist: create it"),
+        (["--output", "picture.bmpx"], "a picture's name ends in .png"),
+        (["--voxel-size", "-1"], "--voxel-size must be positive"),
+        (["--voxel-size", "0.5"], "voxels of 1 mm: voxel_size must be at least 1"),
+        (["--device", "abacus"], "--device must be cpu, cuda"),
+        (["--device", "cuda:99"], "torch sees"),
+    ],
+)
+def test_refusals_are_one_sentence(tmp_path, monkeypatch, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    result, said = run("demo", *arguments)
+    assert result.exit_code == 1
+    assert said.startswith("error: ")
+    assert sentence in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("package", ["typer", "rich"])
+def test_without_the_extra_one_sentence_names_it(package):
+    code = f"import sys; sys.modules[{package!r}] = None; from sparseconv.__main__ import main; main()"
+    process = outside(code=code)
+    said, complaint = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert said == ""
+    assert complaint == f"sparseconv: the command line needs {package}: pip install 'sparseconv[demo]'\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is another signal there")
+def test_an_interruption_keeps_what_was_reached(tmp_path):
+    picture = tmp_path / "early.png"
+    process = outside("demo", "--steps", 100_000, "--voxel-size", 6, "--device", "cpu", "--output", picture)
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "Why, for the costliest" in line:
+            break
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    said, complaints = process.communicate(timeout=120)
+    assert process.returncode == 130, complaints
+    assert "until interrupted" in " ".join(said.split())
+    assert "Traceback" not in complaints
+    assert picture.read_bytes().startswith(PNG)
+    assert [p.name for p in tmp_path.iterdir()] == ["early.png"]
+
+
+@pytest.mark.slow
+def test_the_whole_demonstration_beats_both_baselines(tmp_path):
+    result, said = run("demo", "--device", "cpu", "--output", tmp_path / "demo.png")
+    assert result.exit_code == 0, said
+    means = {
+        name: float(said.split(name)[1].split()[3]) for name in ("majority class", "brightness alone", "sparse U-Net")
+    }
+    assert means["sparse U-Net"] > means["brightness alone"] + 0.1 > means["majority class"]

@@ -1,0 +1,66 @@
+"""Every kernel of the GPU geometry compiles for the cards it may meet, without one; run apart from the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sparseconv.backends.triton_implicit_gemm import build
+from sparseconv.geometry import triton_neighbors, triton_pairs, triton_table, triton_window
+
+NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
+shifts = triton_table.pack_shifts((0, 2, 2, 2))
+places = triton_window.bit_places((0, 2, 2, 2))
+around = (3, shifts, places, True, False, 27, 3)
+by_key = (3, shifts, places, True, False, 0, 2)
+single = (3, 0, 0, False, True, 0, 1)
+jobs = [
+    (triton_table._RANGES, (4, 4, 512)), (triton_table._INSERT, (4, shifts, True, 128)),
+    (triton_table._INSERT, (4, 0, False, 128)), (triton_table._NUMBER, (1024,)), (triton_table._ROWS, (256,)),
+    (triton_table._LOOKUP, (4, shifts, True, 128)), (triton_neighbors._AROUND, (4, shifts, 27, 32, 8)),
+    (triton_neighbors._MASKS, (*around, 1, True, 32, 512, 128)),
+    (triton_neighbors._MASKS, (*by_key, 2, False, 8, 128, 32)),
+    (triton_neighbors._PLANES, (*single, 128)), (triton_neighbors._COUNT, (128, 128)),
+    (triton_neighbors._PLANE_KEYS, (False, 128)), (triton_neighbors._PLANE_KEYS_WIDE, (True, 128)),
+    (triton_pairs._SCAN, (True, 2048)), (triton_pairs._PAIRS, (*around, 512, 128)), (triton_pairs._REVERSE, (1024,)),
+    (build._TILES, (*around, 128, 32, False, True)), (build._TILES, (*by_key, 64, 256, True, False)),
+    (build._RANK, (32, 256, 1024)),
+]
+for launcher, constants in jobs:
+    names = launcher.function.arg_names
+    signature = {n: NAMES[t] for n, t in zip(names, launcher.types)}
+    signature.update({n: "constexpr" for n in names[len(launcher.types) :]})
+    given = {(len(launcher.types) + i,): value for i, value in enumerate(constants)}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(launcher.types) if t is not int}
+    for arch in ARCHS:
+        source = ASTSource(launcher.function, signature, given, aligned)
+        kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": launcher.num_warps})
+        if kernel.metadata.shared > 48 * 1024 or ".local" in kernel.asm["ptx"]:
+            raise SystemExit(f"{launcher.function.__name__} on sm_{arch}: {kernel.metadata.shared} bytes shared")
+print(len(jobs))
+"""
+
+
+def compile_for(archs: list[int]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", f"ARCHS = {archs}\n{SCRIPT}"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout) >= 19
+
+
+def test_kernels_compile_for_hopper() -> None:
+    compile_for([90])
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_ampere_and_blackwell() -> None:
+    compile_for([80, 100])

@@ -1,0 +1,152 @@
+"""The kernels of the GPU geometry against brute force, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from sparseconv.geometry import triton_launch
+from sparseconv.geometry.triton_neighbors import find_neighbors_torch, row_keys, search_window
+from sparseconv.geometry.triton_pairs import pairs_of, pairs_torch, reverse_neighbors, sum_counts
+from sparseconv.geometry.triton_table import (
+    build_table,
+    decode_ranges,
+    lookup,
+    lookup_torch,
+    measure_ranges,
+    read_table,
+)
+from sparseconv.geometry.triton_window import encode_window, tap_order
+from tests.geometry.triton_cases import CASES, SLOW_CASES, Case
+
+DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
+EVERY_CASE = [pytest.param(case, id=case.name) for case in CASES] + [
+    pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in SLOW_CASES
+]
+pytestmark = pytest.mark.skipif(
+    not triton_launch.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
+)
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+@pytest.mark.parametrize("case", EVERY_CASE)
+def test_edges_are_those_of_brute_force(case: Case, blocked: bool) -> None:
+    source = case.source(device=DEVICE)
+    target = case.target(source)
+    stride = (case.stride,) * case.rank
+    want = find_neighbors_torch(source.cpu(), target.cpu(), case.offsets, stride, case.torus)
+    table = build_table(source, blocked=blocked)
+    window = encode_window(case.offsets, stride, case.torus, source.device, not blocked)
+    search = search_window(table, target, window)
+    pending = sum_counts(search.counts, table)
+    assert torch.equal(search.neighbors.cpu(), want)
+    assert torch.equal(search.counts.sum(1).cpu(), (want >= 0).sum(1))
+    in_rows, out_rows, offsets = pairs_of(search, pending)
+    want_in, want_out, want_offsets = pairs_torch(want)
+    assert torch.equal(in_rows.cpu(), want_in)
+    assert torch.equal(out_rows.cpu(), want_out)
+    assert list(offsets) == want_offsets.tolist() == pending.offsets.tolist()
+
+
+@pytest.mark.parametrize("case", [CASES[3], CASES[0]], ids=lambda case: case.name)
+def test_looking_around_blocks_and_looking_up_keys_agree(case: Case) -> None:
+    source = case.source(seed=1, device=DEVICE)
+    table = build_table(source)
+    window = encode_window(case.offsets, (1,) * case.rank, None, source.device)
+    around, by_key = search_window(table, table.coords, window), search_window(table, source.clone(), window)
+    assert around.around is not None
+    assert by_key.around is None
+    assert torch.equal(around.neighbors, by_key.neighbors)
+    assert torch.equal(around.counts, by_key.counts)
+    assert torch.equal(around.keys, by_key.keys)
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+def test_lookup(rank: int, blocked: bool) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    coords = torch.unique(torch.randint(-7, 7, (90, 1 + rank), generator=generator, dtype=torch.int32), dim=0)
+    coords = coords[torch.randperm(len(coords), generator=generator)].to(DEVICE)
+    queries = torch.randint(-9, 9, (130, 1 + rank), generator=generator, dtype=torch.int32).to(DEVICE)
+    table = build_table(coords, blocked=blocked)
+    assert decode_ranges(table.ranges) == (tuple(coords.amin(0).tolist()), tuple(coords.amax(0).tolist()))
+    assert torch.equal(lookup(table, coords).cpu(), torch.arange(len(coords), dtype=torch.int32))
+    assert torch.equal(lookup(table, queries), lookup_torch(coords, queries))
+    known = build_table(coords, measure_ranges(coords), blocked=blocked)
+    assert torch.equal(lookup(known, queries[::2]), lookup_torch(coords, queries[::2]))  # not contiguous
+
+
+def test_ranges_and_duplicates_are_read_at_once() -> None:
+    coords = torch.tensor([[0, -3, 7], [2, 5, -1], [1, 0, 0], [2, 5, -1]], dtype=torch.int32, device=DEVICE)
+    for rows, repeated in ((coords, True), (coords[:3], False)):
+        table = build_table(rows)
+        assert read_table(table) == (tuple(rows.amin(0).tolist()), tuple(rows.amax(0).tolist()))
+        assert table.has_duplicates is repeated
+
+
+def test_reversed_edges() -> None:
+    case = CASES[4]
+    source = case.source(device=DEVICE)
+    target = case.target(source)
+    table = build_table(source)
+    search = search_window(table, target, encode_window(case.offsets, (2, 2, 2), None, source.device))
+    back = reverse_neighbors(search.neighbors, len(source))
+    for tap in range(len(case.offsets)):
+        want = torch.full((len(source),), -1, dtype=torch.int32, device=source.device)
+        seen = search.neighbors[tap] >= 0
+        want[search.neighbors[tap][seen].long()] = seen.nonzero()[:, 0].int()
+        assert torch.equal(back[tap], want)
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+def test_duplicate_rows_are_named_without_a_wait_of_their_own(blocked: bool) -> None:
+    coords = torch.tensor([[0, 1, 1, 1], [0, 5, 5, 5], [0, 2, 2, 2], [0, 5, 5, 5]], dtype=torch.int32, device=DEVICE)
+    table = build_table(coords, blocked=blocked)
+    window = encode_window(((0, 0, 0),), (1, 1, 1), None, coords.device, not blocked)
+    pending = sum_counts(search_window(table, table.coords, window).counts, table)
+    with pytest.raises(ValueError, match=r"rows 1 and 3 of coords are the same voxel \(0, 5, 5, 5\)"):
+        pending.read()
+
+
+def test_an_extent_past_64_bits_is_named() -> None:
+    far = 2**31 - 1
+    coords = torch.tensor([[0, -far, -far, -far], [9, far, far, far]], dtype=torch.int32, device=DEVICE)
+    table = build_table(coords)
+    window = encode_window(((0, 0, 0),), (1, 1, 1), None, coords.device)
+    pending = sum_counts(search_window(table, table.coords, window).counts, table)
+    with pytest.raises(ValueError, match="too large for 64-bit keys"):
+        pending.read()
+
+
+def test_no_rows_and_no_edges() -> None:
+    empty = torch.empty(0, 4, dtype=torch.int32, device=DEVICE)
+    some = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32, device=DEVICE)
+    window = encode_window(CASES[3].offsets, (1, 1, 1), None, some.device)
+    for source, target in ((empty, empty), (empty, some), (some, empty), (some, some + 40)):
+        table = build_table(source)
+        search = search_window(table, target, window)
+        in_rows, out_rows, offsets = pairs_of(search, sum_counts(search.counts, table))
+        assert search.neighbors.shape == (27, len(target))
+        assert (search.neighbors == -1).all()
+        assert len(in_rows) == len(out_rows) == 0
+        assert offsets == (0,) * 28
+
+
+def test_keys_order_rows_by_gray_code() -> None:
+    case = CASES[3]
+    source = case.source(seed=2, device=DEVICE)
+    table = build_table(source)
+    search = search_window(table, table.coords, encode_window(case.offsets, (1, 1, 1), None, source.device))
+    ranked = tap_order(case.offsets)
+    assert [case.offsets[tap] for tap in ranked[:2]] == [(-1, -1, -1), (-1, -1, 1)]
+    live = (search.neighbors >= 0).long().cpu()
+    code = sum(live[tap] << (26 - place) for place, tap in enumerate(ranked))
+    assert torch.equal(search.keys[0].long().cpu() ^ (search.keys[0].long().cpu() >> 1), code)  # rank -> code
+    assert torch.equal(row_keys(search, (tuple(range(27)),)), search.keys)
+    chunked = row_keys(search, (tuple(range(27)),), chunk_rows=64)
+    assert torch.equal(chunked[0].cpu() >> 29, torch.arange(len(source), dtype=torch.int32) // 64)

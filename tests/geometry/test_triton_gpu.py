@@ -1,0 +1,64 @@
+"""The GPU geometry on a card: sizes past one program, the same maps as on the CPU, and no wait for the device."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from sparseconv import ConvolutionPlan, VoxelGrid
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CUBE = tuple(itertools.product((-1, 0, 1), repeat=3))
+
+
+def scattered(count: int, spread: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    coords = torch.randint(-spread, spread, (count, 4), generator=generator, dtype=torch.int32)
+    coords[:, 0] = coords[:, 0].abs() % 3
+    coords = torch.unique(coords, dim=0)
+    return coords[torch.randperm(len(coords), generator=generator)].contiguous()
+
+
+@pytest.mark.parametrize("spread", [30, 3000])  # a bitmap of blocks, a hash table of blocks
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (2, 2), (3, 2), (5, 1)])
+def test_maps_are_those_of_the_cpu(kernel: int, stride: int, spread: int) -> None:
+    coords = scattered(50_000, spread)
+    cpu = ConvolutionPlan(VoxelGrid(coords), kernel, stride=stride)
+    gpu = ConvolutionPlan(VoxelGrid(coords.cuda()), kernel, stride=stride)
+    assert torch.equal(gpu.target.coords.cpu(), cpu.target.coords)
+    for here, there in ((gpu.kernel_map, cpu.kernel_map), (gpu.kernel_map.reverse(), cpu.kernel_map.reverse())):
+        assert torch.equal(here.neighbors.cpu(), there.neighbors)
+        assert here.tap_counts == there.tap_counts
+        assert torch.equal(here.tap_offsets.cpu(), there.tap_offsets)
+
+
+def test_two_builds_give_the_same_bits_and_wait_for_nothing() -> None:
+    from sparseconv.backends.triton_implicit_gemm.build import build_schedule
+    from sparseconv.geometry.triton_neighbors import search_window
+    from sparseconv.geometry.triton_pairs import pairs_of, sum_counts
+    from sparseconv.geometry.triton_table import build_table
+    from sparseconv.geometry.triton_window import encode_window
+
+    coords = scattered(300_000, 60).cuda()
+    window = encode_window(CUBE, (1, 1, 1), None, coords.device)
+
+    def build() -> tuple:
+        table = build_table(coords)
+        search = search_window(table, table.coords, window)
+        pending = sum_counts(search.counts, table)
+        return search, pending, build_schedule(search, 128)
+
+    build()  # compiles, and copies the constants of the window
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        builds = [build() for _ in range(2)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    first, second = ((*pairs_of(search, pending)[:2], *vars(schedule).values()) for search, pending, schedule in builds)
+    for a, b in zip(first, second):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b

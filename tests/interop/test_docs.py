@@ -1,0 +1,44 @@
+"""The page about other libraries runs from top to bottom, and its figures are the networks'."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from sparseconv.interop import LAYOUTS
+from sparseconv.nn.convnext import ConvNeXtUNet
+from sparseconv.nn.minkunet import MinkUNet
+from sparseconv.nn.resnet import ResNet
+from sparseconv.nn.second import SecondEncoder, VoxelResBackBone8x
+from sparseconv.nn.spunet import SpUNet
+
+PAGE = (Path(__file__).parents[2] / "docs" / "interop.md").read_text()
+
+
+def test_the_page_runs():
+    program = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+    assert "compat.install()" in program
+    program = program.replace("compat.install()", "compat.install(force=True)")
+    exec(compile(program, "docs/interop.md", "exec"), {})
+
+
+def test_the_page_names_every_layout():
+    assert [name for name in LAYOUTS if f"`{name}`" not in PAGE] == []
+
+
+def test_the_pages_figures():
+    with torch.device("meta"):
+        for net, figure in (
+            (MinkUNet(3, 20), "37.86 M"),
+            (ResNet(3, 40), "40.27 M"),
+            (SpUNet(6, 20), "39.16 M"),
+            (SecondEncoder(4, (41, 1600, 1408)), "0.712 M"),
+            (VoxelResBackBone8x(5, (41, 1440, 1440)), "2.695 M"),
+            (ConvNeXtUNet(4, 20), "6.69 M"),
+        ):
+            count = sum(p.numel() for p in net.parameters()) / 1e6
+            digits = len(figure.split()[0].split(".")[1])
+            assert f"{count:.{digits}f} M" == figure
+            assert figure in PAGE

@@ -1,0 +1,207 @@
+"""Networks under torch's own tools: compile, functional_call, checkpoint, autocast, DDP."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import sparseconv as sc
+from sparseconv import nn
+from tests.cases import error
+from tests.nn.test_convolution import sparse
+
+
+def small(c_in: int = 4) -> nn.Sequential:
+    return nn.Sequential(
+        nn.SubmanifoldConv(c_in, 8, 3), nn.BatchNorm(8), nn.ReLU(), nn.SubmanifoldConv(8, 8, 3, groups=2), nn.ReLU()
+    )
+
+
+class Pools(nn.SparseModule):
+    """Every way down and back, and every norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.Sequential(nn.GroupNorm(2, 4), nn.InstanceNorm(4, affine=True), nn.LayerNorm(4))
+        self.max, self.back = nn.MaxPool(2, return_winners=True), nn.MaxUnpool(2)
+        self.avg, self.up, self.whole = nn.AvgPool(3, 2), nn.Unpool(3, 2), nn.GlobalMaxPool()
+
+    def forward(self, x):
+        y, winners = self.max(self.norms(x))
+        y = self.back(y, winners, onto=x) + self.up(self.avg(x), onto=x)
+        return y.with_features(y.features + self.whole(y).sum())
+
+
+def step(net, x):
+    """The output, and the gradients of a loss."""
+    net.zero_grad()
+    y = net(x).features
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad.clone() for p in net.parameters())]
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("ready", [True, False], ids=["ready", "unprepared"])
+@pytest.mark.parametrize(
+    "make", [small, Pools, lambda: nn.UNet(4, 3, channels=(4, 6))], ids=["submanifold", "pools", "unet"]
+)
+def test_compiled_without_a_break(make, ready):
+    """The sparse tensor's grid holds the plans; without them the first run is an eager one that makes them."""
+    net, x = make().eval(), sparse()
+    want = step(net, x)
+    if not ready:
+        x = sc.SparseTensor(sc.VoxelGrid(x.grid.coords, x.grid.batch_size), x.features)
+        net(x)
+    got = step(torch.compile(net, fullgraph=True, backend="aot_eager"), x)
+    for a, b in zip(got, want):
+        assert error(a, b.double()) < 2e-5
+
+
+def test_compiled_once_for_every_scene():
+    """The second scene compiles anew, with symbols for sizes and maps; the others run what is there."""
+    net = nn.UNet(4, 3, channels=(4, 6)).eval()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    for scene in range(5):
+        grid, _ = sc.voxelize(torch.rand(400 + 20 * scene, 3), voxel_size=0.1)
+        x = sc.SparseTensor(grid, torch.randn(len(grid), 4))
+        want = step(net, x)
+        with torch.compiler.set_stance("fail_on_recompile" if scene > 2 else "default"):
+            got = step(compiled, x)
+        for a, b in zip(got, want):
+            assert error(a, b.double()) < 2e-5
+
+
+def test_a_scene_goes_with_its_grid():
+    """Nothing of a scene waits for the garbage collector: a stream of scans would fill the card meanwhile."""
+    gc.collect()
+    gc.disable()
+    try:
+        net, left = nn.UNet(4, 3, channels=(4, 6)), []
+        for _ in range(2):
+            x = sparse()
+            net(x).features.sum().backward()
+            left.append(weakref.ref(x.grid))
+            left += [weakref.ref(p.kernel_map) for p in x.grid.derived.values() if isinstance(p, sc.ConvolutionPlan)]
+        del x
+        assert len(left) > 8
+        assert [ref() for ref in left] == [None] * len(left)
+    finally:
+        gc.enable()
+
+
+def test_compiled_with_a_plan_of_its_own():
+    """A module that holds its plan and sees features alone."""
+
+    class Held(torch.nn.Module):
+        def __init__(self, plan):
+            super().__init__()
+            self.plan, self.conv, self.norm = plan, nn.SubmanifoldConv(4, 6, 3), nn.BatchNorm(6)
+
+        def forward(self, features):
+            return torch.relu(self.norm(self.conv(features, plan=self.plan)))
+
+    x = sparse()
+    net = Held(sc.ConvolutionPlan(x.grid, 3))
+    want = net(x.features)
+    got = torch.compile(net, fullgraph=True, backend="aot_eager")(x.features)
+    assert error(got, want.double()) < 2e-5
+
+
+def test_functional_call():
+    net, x = small(), sparse()
+    state = {name: torch.nn.Parameter(p.detach() * 2) for name, p in net.named_parameters()}
+    y = torch.func.functional_call(net, state, (x,))
+    twice = copy.deepcopy(net)
+    twice.load_state_dict(state, strict=False)
+    assert torch.equal(y.features, twice(x).features)
+    y.features.sum().backward()
+    assert all(p.grad is not None for p in state.values())
+    assert all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize("make", [small, Pools], ids=["submanifold", "pools"])
+def test_functional_gradients(make):
+    """torch.func.grad through a whole network equals backward."""
+    net, x = make().eval(), sparse()
+
+    def loss(state):
+        return torch.func.functional_call(net, state, (x,)).features.square().sum()
+
+    got = torch.func.grad(loss)({name: p.detach() for name, p in net.named_parameters()})
+    for (name, _), want in zip(net.named_parameters(), step(net, x)[1:]):
+        assert error(got[name], want.double()) < 2e-5
+
+
+def test_gradient_checkpointing():
+    net, x = small().eval(), sparse()
+    want = step(net, x)
+    net.zero_grad()
+    features = x.features.requires_grad_()
+    y = checkpoint(lambda t: net(x.with_features(t)).features, features, use_reentrant=False)
+    y.square().sum().backward()
+    for a, b in zip([y.detach(), *(p.grad for p in net.parameters())], want):
+        assert torch.equal(a, b)
+
+
+def test_autocast_on_the_cpu():
+    net, x = nn.UNet(4, 3, channels=(4, 6)).eval(), sparse()
+    want = step(net, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net.stem[0](x).dtype == torch.bfloat16
+        assert net(x).dtype == torch.bfloat16
+        got = step(net, x)
+    assert error(got[0], want[0].double()) < 0.2
+    for a, p in zip(got[1:], net.parameters()):
+        assert a.dtype == p.dtype == torch.float32
+
+
+def _worker(rank: int, folder: str, state: dict, items: list) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    net = small().eval()
+    net.load_state_dict(state)
+    parallel = torch.nn.parallel.DistributedDataParallel(net)
+    coords, features = items[rank]
+    parallel(sc.SparseTensor(sc.VoxelGrid(coords), features)).features.square().sum().backward()
+    torch.save([p.grad for p in net.parameters()], f"{folder}/{rank}.pt")
+    del parallel
+    dist.barrier()  # nobody leaves while the other still talks
+    dist.destroy_process_group()
+
+
+def test_two_processes_average_their_gradients(tmp_path):
+    net = small().eval()
+    items = [(x.grid.coords, x.features) for x in (sparse(), sparse(voxels=20))]
+    torch.multiprocessing.spawn(_worker, (str(tmp_path), net.state_dict(), items), nprocs=2)
+    alone = [step(net, sc.SparseTensor(sc.VoxelGrid(c), f))[1:] for c, f in items]
+    got = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for first, second, a, b in zip(*got, *alone):
+        assert torch.equal(first, second)
+        assert error(first, (a + b).double() / 2) < 2e-5
+
+
+def test_training_learns():
+    """A small network fits random labels: the whole chain moves the right way."""
+    torch.manual_seed(0)
+    x, net = sparse(voxels=100), nn.UNet(4, 2, channels=(8, 12))
+    labels = torch.randint(0, 2, (100,))
+    optimiser = torch.optim.Adam(net.parameters(), 1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(40):
+            optimiser.zero_grad()
+            loss = torch.nn.functional.cross_entropy(net(x).features, labels)
+            loss.backward()
+            optimiser.step()
+    assert loss.item() < 0.1

@@ -1,0 +1,266 @@
+"""The plan's surface: what it knows, what it shares, what it refuses."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+import torch
+
+import sparseconv as sc
+from sparseconv.plan import shared_plan
+from tests.cases import CASES, build, operands
+
+
+@pytest.fixture
+def grid() -> sc.VoxelGrid:
+    gen = torch.Generator().manual_seed(3)
+    coords = torch.unique(torch.randint(-4, 4, (120, 3), generator=gen), dim=0)
+    coords = coords[torch.randperm(len(coords), generator=gen)]
+    return sc.VoxelGrid(torch.cat([torch.zeros(len(coords), 1, dtype=torch.int64), coords], 1))
+
+
+# ---- the identity tap is known, not guessed
+
+
+def test_the_identity_tap_is_known_for_the_same_grid_only(grid):
+    assert sc.ConvolutionPlan(grid, 3).kernel_map.identity_tap == 13
+    assert sc.ConvolutionPlan(grid, (1, 2, 3)).kernel_map.identity_tap == 1
+    assert sc.ConvolutionPlan(grid, 3, padding=0).kernel_map.identity_tap == 0
+    assert sc.ConvolutionPlan(grid, 3, padding=5).kernel_map.identity_tap is None
+    assert sc.ConvolutionPlan(grid, taps=[(0, 0, 1), (0, 0, 0)]).kernel_map.identity_tap == 1
+    assert sc.ConvolutionPlan(grid, 3, stride=2).kernel_map.identity_tap is None
+
+
+@pytest.mark.parametrize("how", ["permuted", "shifted"])
+def test_another_grid_of_equal_size_has_no_identity_tap(grid, how):
+    """The centre-tap shortcut by sizes alone gives wrong numbers here."""
+    rows = torch.randperm(len(grid)) if how == "permuted" else torch.arange(len(grid))
+    coords = grid.coords[rows] + torch.tensor([0, 0, 0, int(how == "shifted")], dtype=torch.int32)
+    other = sc.VoxelGrid(coords)
+    plan = sc.ConvolutionPlan(grid, 3, target=other)
+    assert plan.kernel_map.identity_tap is None
+    x, w = torch.randn(len(grid), 3, dtype=torch.float64), torch.randn(27, 3, 2, dtype=torch.float64)
+    everything = sc.ConvolutionPlan(grid, 3, target="full")
+    want = everything.execute(x, w)
+    row = everything.target.lookup(other.coords)
+    got = plan.execute(x, w)
+    assert torch.allclose(got[row >= 0], want[row[row >= 0]])
+    assert not bool(got[row < 0].any())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_maps_are_partial_injections_and_reverse_in_place(case):
+    plan = build(case)
+    edges = plan.kernel_map
+    assert edges.reverse().reverse() is edges
+    assert edges.num_pairs == sum(edges.tap_counts) == int(edges.tap_offsets[-1])
+    assert plan.max_pairs_per_tap == max(edges.tap_counts)
+    assert int(plan.coverage.sum()) == edges.num_out
+    assert int((plan.coverage * torch.arange(edges.num_taps + 1)).sum()) == edges.num_pairs
+    for rows, size in ((edges.in_rows, edges.num_in), (edges.out_rows, edges.num_out)):
+        assert rows.dtype == torch.int32
+        for tap in range(edges.num_taps):
+            own = rows[edges.tap_offsets[tap] : edges.tap_offsets[tap + 1]]
+            assert len(own.unique()) == len(own)
+        assert not len(rows) or (int(rows.min()) >= 0 and int(rows.max()) < size)
+    for one in (edges, edges.reverse()):
+        table = one.neighbors
+        assert table.shape == (one.num_taps, one.num_out)
+        live = table >= 0
+        assert int(live.sum()) == one.num_pairs
+        assert torch.equal(table[one.pair_taps.long(), one.out_rows.long()], one.in_rows)
+    if edges.mirror is not None:
+        assert torch.equal(edges.reverse().neighbors, edges.neighbors[list(edges.mirror)])
+    if edges.identity_tap is not None:
+        assert edges.neighbors[edges.identity_tap].tolist() == list(range(edges.num_out))
+
+
+# ---- sharing
+
+
+def test_transposing_twice_comes_home(grid):
+    plan = sc.ConvolutionPlan(grid, 2, stride=2)
+    again = plan.transpose().transpose()
+    assert again.kernel_map is plan.kernel_map
+    assert (again.source, again.target, again.is_transposed) == (plan.source, plan.target, False)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plans_pickle(case):
+    plan = build(case)
+    other = pickle.loads(pickle.dumps(plan))
+    x, w, _ = operands(plan, case)
+    assert torch.equal(other.execute(x, w), plan.execute(x, w))
+    assert repr(other) == repr(plan)
+
+
+def test_one_plan_serves_many_threads(grid):
+    plan = sc.ConvolutionPlan(grid, 3)
+    xs = [torch.randn(len(grid), 8) for _ in range(8)]
+    w = torch.randn(27, 8, 8)
+    want = [plan.execute(x, w) for x in xs]
+    got: dict[int, torch.Tensor] = {}
+
+    def work(i: int) -> None:
+        for _ in range(5):
+            got[i] = plan.execute(xs[i], w)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert all(torch.equal(got[i], want[i]) for i in range(8))
+
+
+def test_layers_share_plans_through_the_grid(grid):
+    down = shared_plan(grid, 2, stride=2)
+    assert shared_plan(grid, [2, 2, 2], stride=(2, 2, 2)) is down
+    assert shared_plan(grid, 3) is not shared_plan(grid, 3, dilation=2)
+    assert shared_plan(grid, 3, groups=4).kernel_map is shared_plan(grid, 3).kernel_map
+    assert shared_plan(down.target, 3).source is down.target
+    crosses = [shared_plan(grid, taps=t) for t in ([(0, 0, 0)], torch.tensor([[0, 0, 0]]))]
+    assert crosses[0] is crosses[1]
+
+
+# ---- weights
+
+
+def test_both_layouts_give_the_same_and_gradients_reach_the_tensor_given(grid):
+    plan = sc.ConvolutionPlan(grid, (1, 2, 3), groups=2)
+    x = torch.randn(len(grid), 4)
+    foreign = torch.randn(6, 2, 1, 2, 3, requires_grad=True)
+    native = foreign.detach().flatten(2).permute(2, 1, 0).contiguous().requires_grad_()
+    one, two = plan.execute(x, foreign), plan.execute(x, native)
+    assert torch.equal(one, two)
+    one.square().sum().backward()
+    two.square().sum().backward()
+    assert torch.allclose(foreign.grad.flatten(2).permute(2, 1, 0), native.grad, atol=1e-5)
+
+
+def test_the_packed_copy_is_made_once_and_never_stale(grid):
+    plan = sc.ConvolutionPlan(grid, 3)
+    x = torch.randn(len(grid), 4)
+    w = torch.randn(5, 4, 3, 3, 3)
+    with torch.no_grad():
+        first = plan.execute(x, w)
+        kept = plan._packed._copies[w][1]
+        plan.execute(x, w)
+        assert plan._packed._copies[w][1] is kept
+        w.mul_(2)  # as an optimiser steps, in place
+        assert torch.allclose(plan.execute(x, w), 2 * first, atol=1e-5)
+        w.data = torch.zeros_like(w)
+        assert not bool(plan.execute(x, w).any())
+    parameter = torch.nn.Parameter(torch.randn(5, 4, 3, 3, 3))
+    optimiser = torch.optim.SGD([parameter], lr=0.1)
+    for _ in range(2):
+        plan.execute(x, parameter).square().mean().backward()
+        before = parameter.detach().clone()
+        optimiser.step()
+        optimiser.zero_grad()
+        assert not torch.equal(parameter, before)
+    with torch.inference_mode():
+        assert plan.execute(x, torch.zeros(5, 4, 3, 3, 3)).shape == (len(grid), 5)
+
+
+# ---- words
+
+
+def test_a_plan_reads_well(grid):
+    assert repr(sc.ConvolutionPlan(grid, 3)).startswith("ConvolutionPlan(submanifold 3x3x3, ")
+    assert "stride 2x2x2" in repr(sc.ConvolutionPlan(grid, 2, stride=2).transpose())
+    assert "7 taps" in repr(sc.ConvolutionPlan(grid, taps=[(0, 0, i) for i in range(7)]))
+    text = str(sc.ConvolutionPlan(grid, 3).explain(torch.zeros(len(grid), 8), torch.zeros(27, 8, 16)))
+    for word in ("8 -> 16 channels", "numpy_gather_scatter: chosen", "GFLOP", "workspace"):
+        assert word in text
+
+
+def test_workspace_is_stated(grid):
+    plan = sc.ConvolutionPlan(grid, 3)
+    assert plan.workspace_bytes(8, 16) > 0
+    assert plan.workspace_bytes(8, 16, torch.float64) >= plan.workspace_bytes(8, 16)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda g: sc.ConvolutionPlan(g), ValueError, "either kernel_size"),
+        (lambda g: sc.ConvolutionPlan(g, 3, taps=[(0, 0, 0)]), ValueError, "either kernel_size"),
+        (lambda g: sc.ConvolutionPlan(g, (3, 3)), ValueError, "one for each axis"),
+        (lambda g: sc.ConvolutionPlan(g, 0), ValueError, "at least 1"),
+        (lambda g: sc.ConvolutionPlan(g, 3, stride=0), ValueError, "stride must be at least 1"),
+        (lambda g: sc.ConvolutionPlan(g, 3, dilation=-1), ValueError, "dilation must be at least 1"),
+        (lambda g: sc.ConvolutionPlan(g, 3.0), TypeError, "kernel_size must be one integer"),
+        (lambda g: sc.ConvolutionPlan(g, taps=[]), ValueError, "non-empty"),
+        (lambda g: sc.ConvolutionPlan(g, taps=[(0, 0)]), ValueError, r"\(K, 3\)"),
+        (lambda g: sc.ConvolutionPlan(g, taps=[(0, 0, 0), (0, 0, 0)]), ValueError, "distinct"),
+        (lambda g: sc.ConvolutionPlan(g.coords, 3), TypeError, "VoxelGrid"),
+        (lambda g: sc.ConvolutionPlan(g, 3, groups=0), ValueError, "groups"),
+        (lambda g: sc.ConvolutionPlan(g, 3, backend="cudnn"), ValueError, "numpy_gather_scatter"),
+        (lambda g: sc.ConvolutionPlan(g, 3, target="same"), ValueError, "'full'"),
+        (lambda g: sc.ConvolutionPlan(g, 3, boundary="periodic"), ValueError, "extent"),
+        (lambda g: sc.ConvolutionPlan(g, 3, boundary="negative"), ValueError, "-1 is a voxel"),
+        (lambda g: sc.ConvolutionPlan(g, 3, boundary="wrap"), ValueError, "'periodic'"),
+        (lambda g: sc.ConvolutionPlan(g, 3, boundary=sc.Boundary.periodic((2, 2, 2))), ValueError, "leaves"),
+        (
+            lambda g: sc.ConvolutionPlan(
+                g, 3, stride=2, boundary=sc.Boundary.periodic(sc.IndexRange((-5, -5, -5), (6, 6, 6)))
+            ),
+            ValueError,
+            "multiple of the stride",
+        ),
+        (lambda g: sc.ConvolutionPlan(g, 3, boundary="forbid", target=g), ValueError, "leave the extent"),
+        (lambda g: sc.ConvolutionPlan.transposed(g, 2, stride=2, boundary="forbid"), ValueError, "extent"),
+        (
+            lambda g: sc.ConvolutionPlan(g, 3, target=sc.VoxelGrid(g.coords, batch_size=2)),
+            ValueError,
+            "same batch_size",
+        ),
+        (
+            lambda g: sc.ConvolutionPlan(g, 3, target=sc.VoxelGrid(torch.zeros(1, 3, dtype=torch.int32))),
+            ValueError,
+            "same rank",
+        ),
+    ],
+)
+def test_plans_that_cannot_be(grid, make, error, message):
+    with pytest.raises(error, match=message):
+        make(grid)
+
+
+def test_calls_that_cannot_be(grid):
+    plan = sc.ConvolutionPlan(grid, 3)
+    n = len(grid)
+    x, w = torch.zeros(n, 4), torch.zeros(27, 4, 6)
+
+    def refuses(error, message, *args, by=plan):
+        with pytest.raises(error, match=message):
+            by.execute(*args)
+
+    refuses(ValueError, "one row a voxel", torch.zeros(n + 1, 4), w)
+    refuses(ValueError, "one row a voxel", torch.zeros(4), w)
+    refuses(TypeError, "floating", torch.zeros(n, 4, dtype=torch.int32), w)
+    refuses(ValueError, "takes 4", torch.zeros(n, 5), w)
+    refuses(ValueError, "K = 27", x, torch.zeros(8, 4, 6))
+    refuses(ValueError, "must be", x, torch.zeros(27, 24))
+    refuses(ValueError, "permute", x, torch.zeros(6, 3, 3, 3, 4))  # spconv's layout
+    refuses(ValueError, r"bias must be \(6,\)", x, w, torch.zeros(5))
+    refuses(TypeError, "cast one, or use torch.autocast", x, w.double())
+    refuses(TypeError, "bias is", x, w, torch.zeros(6, dtype=torch.float16))
+    refuses(ValueError, "plan is on cpu but x is on meta", x.to("meta"), w)
+    refuses(ValueError, "multiple of groups", x, torch.zeros(27, 1, 6), by=plan.with_groups(4))
+    line = sc.ConvolutionPlan(sc.VoxelGrid(torch.tensor([[0, 1], [0, 2]])), 3)
+    refuses(ValueError, r"permute\(2, 1, 0\)", torch.zeros(2, 4), torch.zeros(6, 4, 3), by=line)
+    named = sc.ConvolutionPlan(grid, 3, backend="numpy_gather_scatter")
+    refuses(
+        ValueError,
+        "asked for by name, but it has no arithmetic",
+        x.to(torch.float8_e5m2),
+        w.to(torch.float8_e5m2),
+        by=named,
+    )

@@ -1,0 +1,181 @@
+"""The operation as torch sees it: registration, compilation, autocast, and no work that nobody asked for."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+
+import sparseconv as sc
+from sparseconv.autograd import number_of
+from sparseconv.backends.registry import backend
+from tests.cases import CASES, build, named, operands
+
+
+class Layer(torch.nn.Module):
+    """A layer that holds its plan, as a user would write one."""
+
+    def __init__(self, plan: sc.ConvolutionPlan, c_in: int, c_out: int) -> None:
+        super().__init__()
+        self.plan = plan
+        self.weight = torch.nn.Parameter(torch.randn(plan.num_taps, c_in, c_out) * 0.1)
+        self.bias = torch.nn.Parameter(torch.randn(c_out))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plan.execute(x, self.weight, self.bias)
+
+
+def network() -> tuple[torch.nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    plan = build(CASES[3])
+    down = sc.ConvolutionPlan(plan.source, 2, stride=2)
+    net = torch.nn.Sequential(
+        Layer(plan, 4, 8), torch.nn.ReLU(), Layer(down, 8, 8), torch.nn.ReLU(), Layer(down.transpose(), 8, 4)
+    )
+    return net, torch.randn(len(plan.source), 4)
+
+
+@pytest.mark.parametrize("case", named("submanifold", "strided_overlap", "grouped", "inverse", "no_pairs"), ids=str)
+def test_opcheck(case):
+    plan = build(case)
+    x, w, g = operands(plan, case)
+    edges, rows = number_of(plan.kernel_map), plan.kernel_map.num_out
+    bias = torch.randn(case.c_out, dtype=torch.float64)
+    for t in (x, w, g, bias):
+        t.requires_grad_()
+    ops = torch.ops.sparseconv
+    torch.library.opcheck(ops.convolution, (x, w, bias, edges, rows, case.groups, False, "auto"))
+    torch.library.opcheck(ops.convolution, (x, w, None, edges, rows, case.groups, False, "auto"))
+    torch.library.opcheck(ops.convolution, (g, w, None, edges, plan.kernel_map.num_in, case.groups, True, "auto"))
+    torch.library.opcheck(ops.weight_gradient, (x, g, edges, plan.num_taps, case.groups, "auto"))
+
+
+def test_compiled_networks_are_one_graph_and_equal():
+    net, x = network()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    x = x.requires_grad_()
+    want, got = net(x), compiled(x)
+    assert torch.allclose(want, got)
+    cotangent = torch.randn_like(want)
+    inputs = (x, *net.parameters())
+    for a, b in zip(torch.autograd.grad(want, inputs, cotangent), torch.autograd.grad(got, inputs, cotangent)):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_compiled_under_autocast():
+    net, x = network()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = net(x)
+        got = torch.compile(net, fullgraph=True, backend="aot_eager")(x)
+    assert got.dtype == torch.bfloat16
+    assert torch.allclose(want.float(), got.float(), atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_obeys_the_dtype_asked(dtype):
+    net, x = network()
+    with torch.autocast("cpu", dtype):
+        y = net(x)
+        assert y.dtype == dtype
+        wide = net[0].plan.execute(x.double(), net[0].weight.double())
+        assert wide.dtype == torch.float64
+    y.float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 and bool(p.grad.isfinite().all()) for p in net.parameters())
+    assert torch.allclose(net(x), y.float(), atol=0.2)
+
+
+def test_only_the_gradients_asked_for_are_computed(monkeypatch):
+    net, x = network()
+    asked: list[str] = []
+    serving = type(backend("numpy_gather_scatter"))
+    for verb in ("input_grad", "weight_grad"):
+        real = getattr(serving, verb)
+        monkeypatch.setattr(serving, verb, lambda *args, verb=verb, real=real: asked.append(verb) or real(*args))
+    layer = net[0]
+    layer(x).sum().backward()
+    assert asked == ["weight_grad"]
+    asked.clear()
+    layer.requires_grad_(False)
+    layer(x.requires_grad_()).sum().backward()
+    assert asked == ["input_grad"]
+    asked.clear()
+    layer.bias.requires_grad_(True)
+    layer(x.detach()).sum().backward()
+    assert asked == []
+
+
+def test_functional_call_and_grad():
+    net, x = network()
+    parameters = {k: v.detach() for k, v in net.named_parameters()}
+
+    def loss(p):
+        return torch.func.functional_call(net, p, (x,)).square().mean()
+
+    got = torch.func.grad(loss)(parameters)
+    loss_value = net(x).square().mean()
+    for (name, _), want in zip(net.named_parameters(), torch.autograd.grad(loss_value, net.parameters())):
+        assert torch.allclose(got[name], want, atol=1e-6)
+
+
+def test_hessians_through_torch_func():
+    """The second derivative through nested transforms is the one of double backward."""
+    case = named("strided_overlap")[0]
+    plan = build(case)
+    x, w, g = operands(plan, case)
+
+    def loss(w):
+        return (plan.execute(x, w).square() * g).sum()
+
+    along = torch.randn_like(w)
+    got = torch.func.grad(lambda v: (torch.func.grad(loss)(v) * along).sum())(w)
+    leaf = w.clone().requires_grad_()
+    first = torch.autograd.grad(loss(leaf), leaf, create_graph=True)[0]
+    assert torch.allclose(got, torch.autograd.grad((first * along).sum(), leaf)[0])
+
+
+def test_checkpointing_recomputes_the_same():
+    net, x = network()
+    want = torch.autograd.grad(net(x).square().sum(), net.parameters())
+    y = torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)
+    for a, b in zip(want, torch.autograd.grad(y.square().sum(), net.parameters())):
+        assert torch.equal(a, b)
+
+
+def test_a_map_lives_as_long_as_its_graph():
+    case = CASES[3]
+    plan = build(case)
+    x, w, g = operands(plan, case)
+    y = plan.execute(x.requires_grad_(), w)
+    del plan
+    y.backward(g)
+    assert bool(x.grad.isfinite().all())
+    with pytest.raises(RuntimeError, match="keep the plan alive"):
+        torch.ops.sparseconv.convolution(x, w, None, 10**9, 5, 1, False, "auto")
+
+
+def _train(rank: int, port: int, results) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    net, x = network()
+    wrapped = torch.nn.parallel.DistributedDataParallel(net)
+    wrapped(x * (rank + 1)).sum().backward()
+    results[rank] = [p.grad.numpy() for p in net.parameters()]
+    torch.distributed.destroy_process_group()
+
+
+def test_data_parallel_training_in_two_processes():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    with torch.multiprocessing.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(_train, (port, results), nprocs=2)
+        got = dict(results)
+    net, x = network()
+    parts = [torch.autograd.grad(net(x * scale).sum(), net.parameters()) for scale in (1, 2)]
+    for rank in range(2):
+        for grad, one, two in zip(got[rank], *parts):
+            assert torch.allclose(torch.from_numpy(grad), (one + two) / 2, atol=1e-4)
