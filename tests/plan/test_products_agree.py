@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -80,10 +81,10 @@ def test_the_infos_are_the_edges_and_views_of_the_map(case):
 
 
 def terms_of(info, place):
-    """The terms of an info as sorted (tap, in, out), where (out, first, second) of it mean ``place`` of (in, tap, out)."""
+    """The terms of an info, sorted (tap, in, out); ``place`` says what of these its row, index1 and index2 are."""
     bounds = info.seg_out.tolist()
     terms = []
-    for row, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:])):
+    for row, (begin, end) in enumerate(pairwise(bounds)):
         for k in range(begin, end):
             t = k if info.gather_index is None else int(info.gather_index[k])
             term = dict(zip(place, (row, int(info.index1[t]), int(info.index2[t]))))
