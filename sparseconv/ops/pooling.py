@@ -19,6 +19,7 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.ops.items import split_items
+from sparseconv.ops.rows import check_rows
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.products import SparseScaleInfo, sparse_scale
 
@@ -283,22 +284,13 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 def _local(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, ConvolutionPlan]:
     """x and the plan, checked; of a sharded scene, with what this rank's outputs see of other ranks."""
-    rows = plan.num_in
-    if x.ndim != 2 or x.shape[0] != rows:
-        raise ValueError(f"x must be ({rows}, C), one row a voxel of the plan's source; got {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating point; got {x.dtype}")
-    if x.device != plan.device:
-        raise ValueError(f"the plan is on {plan.device} but x is on {x.device}: move it, or plan.to()")
+    check_rows("x", x, plan.num_in, "a voxel of the plan's source", plan.device, "the plan")
     return plan.localize(x)
 
 
 def _by_item(x: torch.Tensor, grid: VoxelGrid, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """(B, C): each item's rows reduced, 0 for an empty item."""
-    if x.ndim != 2 or x.shape[0] != len(grid):
-        raise ValueError(f"x must be ({len(grid)}, C), one row a voxel of the grid; got {tuple(x.shape)}")
-    if x.device != grid.device:
-        raise ValueError(f"the grid is on {grid.device} but x is on {x.device}: move one")
+    check_rows("x", x, len(grid), "a voxel of the grid", grid.device, "the grid")
     if grid.batch_size == 0:
         return x
     return torch.stack([reduce(item) if item.shape[0] else item.sum(0) for item in split_items(x, grid)])
