@@ -1,0 +1,18 @@
+"""What every operation asks of features: a row for each of something, floating point, on its device."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_rows(
+    name: str, x: torch.Tensor, rows: int, each: str, device: torch.device, holder: str, ranks: tuple[int, ...] = (2,)
+) -> None:
+    """x is (rows, C), or (rows, H, C) where ``ranks`` allow it; else an error that names x and its holder."""
+    if x.ndim not in ranks or x.shape[0] != rows:
+        shapes = " or ".join(f"({', '.join([str(rows), 'H', 'C'][:: 2 if rank == 2 else 1])})" for rank in ranks)
+        raise ValueError(f"{name} must be {shapes}, one row {each}; got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be floating point; got {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{holder} is on {device} but {name} is on {x.device}: move one of them")
