@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -155,7 +155,7 @@ def gates_of(device: torch.device) -> Pointer:
     return _gates(device.index, driver.active.get_current_stream(device.index)).data_ptr()
 
 
-@lru_cache(maxsize=256)
+@cache
 def _gates(index: int, stream: int) -> torch.Tensor:
     return torch.zeros(NUM_GATES + 1, dtype=torch.int32, device=torch.device("cuda", index))
 
