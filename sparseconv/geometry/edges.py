@@ -111,26 +111,44 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
 def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every coarse voxel that sees a fine one, in lexicographic order; under ``forbid``, those whose window fits."""
     torus = torus_of(fine, window, boundary)
+    scale = tuple(float(s) for s in window.stride)
+    found = _reach_on_gpu(fine, window, window.coarse_torus(torus), to_fine=False)
+    if found is not None:
+        return fits(fine._like(found, scale), fine, window, boundary)
     coords = fine.coords.long()
     seen = torch.cat([window.coarse(wrap(coords, torus), tap) for tap in range(len(window.offsets))])
     seen = wrap(seen, window.coarse_torus(torus))
-    scale = tuple(float(s) for s in window.stride)
     return fits(fine._like(unique_coords(seen), scale), fine, window, boundary)
 
 
 def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every fine voxel that a coarse one sees, in lexicographic order; under ``forbid``, within the extent."""
     torus = torus_of(None, window, boundary)
+    if boundary.kind == "forbid" and boundary.extent is None:
+        raise ValueError("a generative transposed plan under 'forbid' needs Boundary.forbid(extent)")
+    found = _reach_on_gpu(coarse, window, torus, boundary.extent if boundary.kind == "forbid" else None, to_fine=True)
+    if found is not None:
+        return coarse._like(found, tuple(1 / s for s in window.stride))
     coords = coarse.coords.long()
     seen = torch.cat([wrap(window.fine(coords, tap), torus) for tap in range(len(window.offsets))])
-    if boundary.kind == "forbid":
-        if boundary.extent is None:
-            raise ValueError("a generative transposed plan under 'forbid' needs Boundary.forbid(extent)")
+    if boundary.kind == "forbid" and boundary.extent is not None:
         inside = torch.ones(len(seen), dtype=torch.bool, device=seen.device)
         for axis, (start, end) in enumerate(zip(boundary.extent.start, boundary.extent.end), 1):
             inside &= (seen[:, axis] >= start) & (seen[:, axis] < end)
         seen = seen[inside]
     return coarse._like(unique_coords(seen), tuple(1 / s for s in window.stride))
+
+
+def _reach_on_gpu(
+    grid: VoxelGrid, window: Window, torus: IndexRange | None, within: IndexRange | None = None, *, to_fine: bool
+) -> torch.Tensor | None:
+    """What the window reaches from a grid on a GPU, (M, 1+D) int32; None elsewhere, and where keys are too short."""
+    if grid.device.type != "cuda" or len(grid) == 0:
+        return None
+    from sparseconv.geometry.triton_reach import reach  # Triton is loaded where it is used
+
+    size = grid.batch_size, window.offsets, window.stride, torus
+    return reach(grid.coords, grid.extent, *size, to_fine=to_fine, within=within)
 
 
 def fits(coarse: VoxelGrid, fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:

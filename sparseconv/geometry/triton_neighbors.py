@@ -20,16 +20,20 @@ from sparseconv.geometry.triton_counts import (
     scan_tap,
 )
 from sparseconv.geometry.triton_launch import (
+    NUM_GATES,
     Arena,
     Launcher,
     Pointer,
     ceil_div,
     crew_of,
+    gates_of,
+    leave,
     on_device,
     pointer,
     power_of_2,
     wait_for_all,
 )
+from sparseconv.geometry.triton_order import MERGED_ROWS, merge_rows
 from sparseconv.geometry.triton_table import (
     ENTRIES,
     FUSED_ROWS,
@@ -56,7 +60,7 @@ from sparseconv.geometry.triton_window import (
 #: key bits of windows with more than 31 taps: the most significant taps
 WIDE_KEY_BITS = 62
 #: the arrays of a search's scratch: edges of tap k before chunk c, sort keys, and the blocks around each block
-STARTS, SORT_KEYS, AROUND = range(3)
+STARTS, SORT_KEYS, AROUND, LINES, ORDER = range(5)
 
 
 class WindowSearch:
@@ -87,7 +91,7 @@ class WindowSearch:
             and coords.shape[0] > 0
         )
         self.table, self.window, self.given = table, window, given
-        self.coords = aligned(coords)
+        self.coords = coords if self.is_local else aligned(coords)
         self.chunk_rows = rows_per_chunk(coords.shape[0])
         self.chunks = ceil_div(coords.shape[0], self.chunk_rows)
         self._scratch: Arena | None = None
@@ -106,6 +110,8 @@ class WindowSearch:
         blocks = table.read.get("blocks", n) if self.is_local else 0
         i32 = torch.int32
         arrays = [(i32, taps * self.chunks), (i32, n if narrow else 0), (i32, blocks * 3 ** (columns - 1))]
+        merged = n if narrow and n <= MERGED_ROWS else 0
+        arrays += [(torch.int64, 2 * merged), (i32, merged)]
         scratch = self._scratch = Arena(device, arrays)
         counters = self._counters = Counters(table, taps, self.chunks)
         offsets, report = report_of(taps, device)
@@ -118,7 +124,7 @@ class WindowSearch:
                 if n and taps and narrow:
                     _launch_masks(self, window.key_words, scratch[SORT_KEYS], counters, n, KEY_BITS, 0)
                 elif n and taps:
-                    totals, _, counts = counters.pointers
+                    totals, counts = counters.pointers
                     args = (pointer(self.neighbors), counts, totals, n, self.chunks)
                     _COUNT(device, (self.chunks, taps), args, (self.chunk_rows, 128))
                 scan_counts(counters, scratch[STARTS], offsets, report, table)
@@ -147,6 +153,15 @@ class WindowSearch:
         if self.table is None or self.window.num_taps > KEY_BITS:
             return None
         return self.scratch.tensor(SORT_KEYS).view(1, -1)
+
+    @property
+    def order(self) -> torch.Tensor | Pointer:
+        """Rows in the order of their `keys`: (1, N_out) int64, or where they are few the place of (N_out,) int32."""
+        n, scratch = self.coords.shape[0], self.scratch
+        if not 0 < n <= MERGED_ROWS:
+            return torch.sort(scratch.tensor(SORT_KEYS).view(1, -1), dim=-1, stable=True).indices
+        merge_rows(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], n, self.coords.device)
+        return scratch[ORDER]
 
     @property
     def around(self) -> torch.Tensor | None:
@@ -259,7 +274,7 @@ def _launch_masks(
 ) -> None:
     n, window = search.coords.shape[0], search.window
     programs = min(ceil_div(n, 128), 4224)
-    totals, _, counts = (keys,) * 3 if counters is None else counters.pointers
+    totals, counts = (keys, keys) if counters is None else counters.pointers
     args = (
         *search.pointers, pointer(words), keys, counts, totals,
         n, window.num_runs, window.num_taps, search.capacity, search.chunks, chunk, room, lost, programs,
@@ -289,16 +304,17 @@ def _launch_search(
         return
     taps, device = window.num_taps, offsets.device
     programs = crew_of(device, max(taps, ceil_div(n, 128)))
-    totals, gates, counts = counters.pointers
+    totals, counts = counters.pointers
     lanes = power_of_2(3 ** (search.coords.shape[1] - 1))
     args = (
-        *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals, gates,
+        *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals, gates_of(device),
         table.arena[KEYS] if table.blocked else scratch[SORT_KEYS], table.arena[STATUS],
         scratch[STARTS], pointer(offsets), pointer(report),
         n, window.num_runs, taps, search.capacity, search.chunks, programs,
     )  # fmt: skip
+    each = max(1, (256 if n <= 32 * programs else 1024) // lanes)  # more look-ups in flight where there are many
     scan = min(SCAN_BLOCK, max(128, power_of_2(search.chunks)))
-    constants = (*search.constants, power_of_2(taps), search.chunk_rows, 128, lanes, max(1, 256 // lanes), scan)
+    constants = (*search.constants, power_of_2(taps), search.chunk_rows, 128, lanes, each, scan, NUM_GATES)
     _SEARCH(device, (programs,), args, constants)
 
 
@@ -406,12 +422,12 @@ def read_masks(
 @triton.jit
 def search_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr, gate_ptr, block_keys_ptr, status_ptr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr, gates_ptr, block_keys_ptr, status_ptr,
     starts_ptr, offsets_ptr, report_ptr,
     n, num_runs, num_taps, capacity, num_chunks, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    LANES: tl.constexpr, BLOCKS_EACH: tl.constexpr, SCAN: tl.constexpr,
+    LANES: tl.constexpr, BLOCKS_EACH: tl.constexpr, SCAN: tl.constexpr, NUM_GATES: tl.constexpr,
 ):  # fmt: skip
     """Surroundings, masks and sums of counts in one launch, whose programs wait for each other in between."""
     if SIDES > 0:
@@ -419,18 +435,19 @@ def search_kernel(
             ranges_ptr, table_ptr, ids_ptr, block_keys_ptr, status_ptr, around_ptr, capacity, programs,
             RANK + 1, SHIFTS, SIDES, LANES, BLOCKS_EACH,
         )  # fmt: skip
-        wait_for_all(gate_ptr, programs)
+        wait_for_all(gates_ptr, programs)
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
         words_ptr, keys_ptr, counts_ptr, totals_ptr,
         n, num_runs, num_taps, capacity, num_chunks, n, 31, 0, programs,
         RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK,
     )  # fmt: skip
-    wait_for_all(gate_ptr + 1, programs)
+    wait_for_all(gates_ptr + 1, programs)
     for tap in range(tl.program_id(0), num_taps, programs):
         scan_tap(
             tap, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, SCAN
         )
+    leave(gates_ptr, programs, NUM_GATES)
 
 
 @triton.jit

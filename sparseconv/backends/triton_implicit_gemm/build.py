@@ -13,11 +13,11 @@ import triton.language as tl
 
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer, power_of_2
+from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, on_device, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import SEARCH_TYPES, WindowSearch, row_keys, search_table
 from sparseconv.geometry.triton_order import sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges
-from sparseconv.geometry.triton_window import entry_of, look, take
+from sparseconv.geometry.triton_window import KEY_BITS, entry_of, look, take
 
 
 def schedule_on_gpu(
@@ -62,14 +62,16 @@ def build_schedule(
     parts = (tuple(range(taps)),) if groups is None else tuple(tuple(group) for group in groups)
     if groups is not None and sorted(tap for part in parts for tap in part) != list(range(taps)):
         raise ValueError(f"groups must hold each of the {taps} taps exactly once; got {parts}")
-    keys = search.keys
-    if keys is None or significance is not None or groups is not None or chunk_rows is not None:
-        keys = row_keys(search, parts, significance, chunk_rows)
-    return make_tiles(search, sort_rows(keys), parts, block_m)
+    plain = significance is None and groups is None and chunk_rows is None
+    if plain and search.table is not None and taps <= KEY_BITS:
+        return make_tiles(search, search.order, parts, block_m)
+    return make_tiles(search, sort_rows(row_keys(search, parts, significance, chunk_rows)), parts, block_m)
 
 
-def make_tiles(search: WindowSearch, order: torch.Tensor, parts: tuple[tuple[int, ...], ...], block_m: int) -> Schedule:
-    """The schedule whose rows go in ``order`` (G, N_out) int32 or int64 in each group of taps."""
+def make_tiles(
+    search: WindowSearch, order: torch.Tensor | Pointer, parts: tuple[tuple[int, ...], ...], block_m: int
+) -> Schedule:
+    """The schedule whose rows go in ``order`` in each group of taps: (G, N_out) int64 or int32, or the place of (N_out,) int32."""
     n, device = search.coords.shape[0], search.coords.device
     lines = max(map(len, parts), default=0)
     padded = -(-n // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
@@ -88,15 +90,17 @@ def make_tiles(search: WindowSearch, order: torch.Tensor, parts: tuple[tuple[int
     slots_of = memory.as_strided((len(parts), n), (n, 1), starts[6]) if split else out_rows
     if tiles:
         line_of, weight_taps = _encode_parts(parts, device)
+        wide = isinstance(order, torch.Tensor) and order.dtype == torch.int64
+        place = pointer(order) if isinstance(order, torch.Tensor) else order
         args = (
-            *search.pointers, pointer(order), pointer(line_of), pointer(weight_taps), pointer(table),
+            *search.pointers, place, pointer(line_of), pointer(weight_taps), pointer(table),
             *map(pointer, (out_rows, slots_of, counts, tile_rows, tile_taps)),
             n, search.window.num_runs, search.window.num_taps, search.capacity,
             slots, padded // block_m, lines, room,
         )  # fmt: skip
         with on_device(device):
             constants = (*search.constants, block_m, power_of_2(room), split, search.window.num_taps <= 32)
-            (_TILES if order.dtype == torch.int32 else _TILES_64)(device, (tiles,), args, constants)
+            (_TILES_64 if wide else _TILES)(device, (tiles,), args, constants)
             ranked = (pointer(counts), pointer(launch_order), tiles)
             _RANK(device, (ceil_div(tiles, 256),), ranked, (power_of_2(lines + 2), 256, 1024))
     more: dict[str, Any] = {"slots": slots_of} if split else {}
