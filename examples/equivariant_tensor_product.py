@@ -122,8 +122,8 @@ class _OnDevice(nn.Module):
 class ChannelwiseTensorProduct(_OnDevice):
     """z[n, path and m3, c] = sum over m1, m2 of C[m1, m2, m3] x[n, m1, c] y[n, m2], each channel for itself.
 
-    x is (N, rows(irreps1), C), y (N, rows(irreps2)), the result (N, R, C), R rows of all paths. ``weights`` (N, paths, C)
-    weighs each path and channel, as the radial part of an interatomic potential does.
+    x is (N, rows(irreps1), C), y (N, rows(irreps2)), the result (N, R, C), R rows of all paths. ``weights``
+    (N, paths, C) weighs each path and channel, as the radial part of an interatomic potential does.
     """
 
     def __init__(

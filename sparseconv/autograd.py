@@ -175,11 +175,11 @@ class _Convolution(_Linear):
         x, weight = ctx.saved_tensors
         edges, rows, taps, groups, adjoint, backend = ctx.call
         grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, not adjoint, backend)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1]:  # first: its partial sums then lie where the input gradient will be
             fine, coarse = (grad, x) if adjoint else (x, grad)
             grad_weight = _call(_WeightGradient, fine, coarse, edges, taps, groups, backend)
+        if ctx.needs_input_grad[0]:
+            grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, not adjoint, backend)
         if ctx.needs_input_grad[2]:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
@@ -273,10 +273,10 @@ class _Fused(torch.autograd.Function):
         (edges, _, groups, backend), (rows, taps), needs = ctx.call, ctx.sizes, ctx.needs_input_grad
         grad = grad if ctx.epilogue is None else ctx.epilogue.input_grad(grad, y=y)
         grad_x = grad_weight = None
-        if needs[0]:
-            grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, True, backend)
         if needs[1]:
             grad_weight = _call(_WeightGradient, x, grad, edges, taps, groups, backend)
+        if needs[0]:
+            grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, True, backend)
         return grad_x, grad_weight, grad.sum(0) if needs[2] else None, grad if needs[3] else None, None, None
 
 

@@ -114,20 +114,27 @@ class _Arrive(torch.autograd.Function):
         return grad, None
 
 
-class _Placed(torch.autograd.Function):
-    """The border's outputs put in their rows among the interior's, which have no edges there."""
+class _Written(torch.autograd.Function):
+    """The border's outputs written over the interior's, whose part in them they already hold.
+
+        y[rows] = outside = inside[rows] + beyond        (exactly; in halves the right side would be rounded twice)
+
+    So the interior's gradient is the whole of dL/dy, without a mask or a copy, and the halo's is that of its rows.
+    """
 
     @staticmethod
-    def forward(ctx: Any, inside: torch.Tensor, outside: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, inside: torch.Tensor, beyond: torch.Tensor, outside: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows)
         ctx.mark_dirty(inside)
         return inside.index_copy_(0, rows, outside)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return grad, grad.index_select(0, ctx.saved_tensors[0]), None
+        return grad, grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-def placed(inside: torch.Tensor, outside: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """inside (N, C), of a map without edges in ``rows``, with outside (B, C) written there; in place, no copy."""
-    return _Placed.apply(inside, outside, rows)
+def written(inside: torch.Tensor, beyond: torch.Tensor, outside: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """inside (N, C) with outside (B, C) written over ``rows`` (B,), in place; outside is inside[rows] + beyond."""
+    return _Written.apply(inside, beyond, outside, rows)

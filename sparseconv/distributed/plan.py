@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from sparseconv.distributed.exchange import Exchange, agree, joined, replicated, send_to
 from sparseconv.distributed.grid import ShardedGrid
-from sparseconv.distributed.passage import Border, Passage, placed
+from sparseconv.distributed.passage import Border, Passage, written
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, fits, torus_of, wrap
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.ranges import Boundary
@@ -105,36 +106,39 @@ class ShardedConvolutionPlan:
         self._transposed: ShardedConvolutionPlan | None = None
         #: kinds of call that the ranks have compared: each kind is compared once, since it costs a round trip
         self._agreed: set[tuple] = set()
-        self.exchange, halo = _find_halo(source, target, window, boundary, is_transposed)
-        #: what this rank's outputs see: its own rows, then the halo's, grouped by owner
-        self.seen = VoxelGrid(torch.cat([source.coords, halo]), source.batch_size) if len(halo) else source
-        self.local = ConvolutionPlan.between(self.seen, target, window, boundary, box, groups, backend, is_transposed)
-        self._split(halo)
+        self.exchange, self.halo = _find_halo(source, target, window, boundary, is_transposed)
+        self._split()
 
-    def _split(self, halo: torch.Tensor) -> None:
-        """The interior, which needs no halo, and the border: two maps that share no edge.
+    def _between(self, source: VoxelGrid, target: VoxelGrid) -> ConvolutionPlan:
+        return ConvolutionPlan.between(
+            source, target, self.window, self.boundary, self._box, self.groups, self.backend, self.is_transposed
+        )
 
-        The interior's map has all outputs as rows and no edges at the border's, so that the border's results are
-        written into its output without a copy. Every rank has both parts, be they empty, so that all meet their
-        collectives in one order.
+    def _split(self) -> None:
+        """The interior, which is what this rank's own rows make of its outputs, and the border, which sees the halo.
+
+        The interior computes the border's rows too, without their halo, and the border's results are written over
+        them: so the interior of a submanifold plan stays one grid with itself, with its identity tap and its mirror
+        symmetry. Gradients go by what is beyond the shard alone, since the interior has its own part. Every rank has
+        all three plans, be they empty, so that all meet their collectives in one order.
         """
-        edges, own = self.local.kernel_map, len(self.source)
-        touched = torch.zeros(edges.num_out, dtype=torch.bool, device=self.device)
-        touched[edges.out_rows[edges.in_rows >= own].long()] = True
-        self.border_rows = touched.nonzero()[:, 0]
-        self._inner = self.local
-        if len(self.border_rows):
-            inner = edges.restricted(~touched, own)
-            self._inner = self.local.over(inner, source=self.source)
-        outer = edges.restricted(touched)
-        needed = torch.zeros(edges.num_in, dtype=torch.bool, device=self.device)
-        needed[outer.in_rows.long()] = True
-        needed[own:] = True
-        kept = needed.nonzero()[:, 0]
-        target = VoxelGrid(self.target.coords[self.border_rows], self.target.batch_size)
-        source = VoxelGrid(self.seen.coords[kept], self.seen.batch_size)
-        self._outer = self.local.over(outer.renumbered(kept, self.border_rows), source=source, target=target)
-        self._border = Border(self.exchange, kept[: len(kept) - len(halo)])
+        batch, own = self.source.batch_size, self.source.coords
+        self._inner = self._between(self.source, self.target)
+        rows = self._between(VoxelGrid(self.halo, batch), self.target).kernel_map.out_rows
+        self.border_rows = torch.unique(rows.long())
+        border = VoxelGrid(self.target.coords[self.border_rows], self.target.batch_size)
+        needed = torch.unique(self._between(self.source, border).kernel_map.in_rows.long())
+        self._outer = self._between(VoxelGrid(torch.cat([own[needed], self.halo]), batch), border)
+        self._beyond = self._between(VoxelGrid(self.halo, batch), border)
+        self._border = Border(self.exchange, needed)
+
+    @cached_property
+    def local(self) -> ConvolutionPlan:
+        """From this rank's rows and its halo, grouped by owner, to its outputs: what any operation over edges needs."""
+        if not len(self.halo):
+            return self._inner
+        seen = VoxelGrid(torch.cat([self.source.coords, self.halo]), self.source.batch_size)
+        return self._between(seen, self.target)
 
     # ---- executing
 
@@ -155,9 +159,11 @@ class ShardedConvolutionPlan:
         bias = None if bias is None else replicated(bias, group)
         x, rows = passage.depart(x)
         inside = self._inner.execute(x, weight, bias)
-        # the interior's bias gradient sums over all rows, the border's among them
-        outside = self._outer.execute(passage.arrive(rows), weight, None if bias is None else bias.detach())
-        return placed(inside, outside, self.border_rows)
+        rows = passage.arrive(rows)
+        with torch.no_grad():
+            outside = self._outer.execute(rows, weight, bias)
+        beyond = self._beyond.execute(rows[len(self._border.own_rows) :], weight)
+        return written(inside, beyond, outside, self.border_rows)
 
     def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
         """This rank's rows with their halo, and the local plan over them: what any operation over edges needs."""
@@ -167,11 +173,11 @@ class ShardedConvolutionPlan:
 
     @property
     def kernel_size(self) -> tuple[int, ...] | None:
-        return self.local.kernel_size
+        return self._inner.kernel_size
 
     @property
     def num_taps(self) -> int:
-        return self.local.num_taps
+        return self._inner.num_taps
 
     @property
     def device(self) -> torch.device:
@@ -193,8 +199,9 @@ class ShardedConvolutionPlan:
 
     @property
     def overlapped(self) -> float:
-        """The share of the rank's pairs that are computed while the halo is on its way."""
-        return self._inner.kernel_map.num_pairs / max(1, self.local.kernel_map.num_pairs)
+        """The share of the work that is done while the halo is on its way: the interior's pairs over all pairs."""
+        inner, outer = self._inner.kernel_map.num_pairs, self._outer.kernel_map.num_pairs
+        return inner / max(1, inner + outer)
 
     # ---- other plans
 
@@ -226,7 +233,8 @@ class ShardedConvolutionPlan:
         plan = object.__new__(ShardedConvolutionPlan)
         plan.__dict__.update(self.__dict__)
         plan.groups, plan._transposed = groups, None
-        for name in ("local", "_inner", "_outer"):
+        plan.__dict__.pop("local", None)
+        for name in ("_inner", "_outer", "_beyond"):
             setattr(plan, name, getattr(self, name).with_groups(groups))
         return plan
 
@@ -236,7 +244,7 @@ class ShardedConvolutionPlan:
 
     def __repr__(self) -> str:
         return (
-            f"Sharded{self.local!r}, {self.halo_rows:,} halo rows, {self.overlapped:.0%} of pairs overlapped, rank "
+            f"Sharded{self._inner!r}, {self.halo_rows:,} halo rows, {self.overlapped:.0%} of pairs overlapped, rank "
             f"{self.source.process_rank} of {self.exchange.world_size}"
         )
 

@@ -213,23 +213,6 @@ class KernelMap:
         """The reverse if there is one."""
         return self._reverse() if isinstance(self._reverse, weakref.ref) else self._reverse
 
-    def restricted(self, outputs: torch.Tensor, num_in: int | None = None) -> KernelMap:
-        """The edges whose output row is in the mask (N_out,) bool; ``num_in`` where later inputs have no edge left."""
-        keep = outputs[self.out_rows.long()]
-        counts = torch.bincount(self.pair_taps[keep].long(), minlength=self.num_taps)
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        rows_in = self.num_in if num_in is None else num_in
-        return KernelMap(rows_in, self.num_out, self.num_taps, pairs=(self.in_rows[keep], self.out_rows[keep], offsets))
-
-    def renumbered(self, inputs: torch.Tensor, outputs: torch.Tensor) -> KernelMap:
-        """The same edges between some of the rows only: ``inputs`` and ``outputs`` (int64) list those that stay."""
-        new = []
-        for rows, kept, count in ((self.in_rows, inputs, self.num_in), (self.out_rows, outputs, self.num_out)):
-            place = torch.full((count,), -1, dtype=torch.int32, device=self.device)
-            place[kept] = torch.arange(len(kept), dtype=torch.int32, device=self.device)
-            new.append(place[rows.long()])
-        return KernelMap(len(inputs), len(outputs), self.num_taps, pairs=(new[0], new[1], self.tap_offsets))
-
     def to(self, device: torch.device | str) -> KernelMap:
         """This map with its edges on another device; itself if they are there."""
         if torch.empty(0, device=device).device == self.device:

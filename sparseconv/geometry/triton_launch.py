@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
+#: programs of a cooperative launch on each multiprocessor, with 128 threads, and the registers that each thread may have
+CREW, MOST_REGISTERS = 4, 128
 Pointer = Any  # an address on a card; a tensor where kernels are interpreted
 
 
@@ -37,8 +40,10 @@ class Launcher:
         fill(device, (blocks,), (pointer(out), out.numel()), (256,))
     """
 
-    def __init__(self, function: Any, types: Sequence[Any], num_warps: int = 4) -> None:
+    def __init__(self, function: Any, types: Sequence[Any], num_warps: int = 4, cooperative: bool = False) -> None:
         self.function, self.types, self.num_warps = function, tuple(types), num_warps
+        #: options of the compiler; programs of a cooperative launch all run at once, so that they may wait for another
+        self.options = {"launch_cooperative_grid": True, "maxnreg": MOST_REGISTERS} if cooperative else {}
         self._ready: dict[tuple, Callable[..., None]] = {}
 
     def __call__(self, device: torch.device, grid: tuple[int, ...], args: tuple, constants: tuple = ()) -> None:
@@ -53,7 +58,7 @@ class Launcher:
     def compile(self, constants: tuple) -> Any:
         """Triton's compiled kernel for these constants on the current device."""
         shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
-        return self.function.warmup(*shown, *constants, grid=(1,), num_warps=self.num_warps)
+        return self.function.warmup(*shown, *constants, grid=(1,), num_warps=self.num_warps, **self.options)
 
     def _prepare(self, constants: tuple, device_index: int) -> Callable[..., None]:
         kernel = self.compile(constants)
@@ -122,6 +127,29 @@ class Arena:
         """The i-th array as a tensor that keeps the whole arena alive."""
         dtype, length = self._arrays[index]
         return self.memory.narrow(0, self._starts[index], length * dtype.itemsize).view(dtype)
+
+
+def crew_of(device: torch.device, most: int) -> int:
+    """How many programs of a cooperative launch of four warps a device holds at once, ``most`` at most.
+
+    The interpreter runs programs one after another: one alone waits for nobody.
+    """
+    return 1 if INTERPRETED else min(most, CREW * _processors(device.index))
+
+
+@cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@triton.jit
+def wait_for_all(gate_ptr, programs):
+    """Wait until all programs of a cooperative launch are here and what they wrote can be read; a gate serves once."""
+    tl.debug_barrier()
+    here = tl.atomic_add(gate_ptr, 1, sem="acq_rel") + 1
+    while here < programs:
+        here = tl.atomic_add(gate_ptr, 0, sem="acq_rel")
+    tl.debug_barrier()
 
 
 def on_device(device: torch.device) -> Any:

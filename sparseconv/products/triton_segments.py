@@ -28,9 +28,9 @@ def sum_rows(
     """
     inner = kind == "inner"
     channels = max(x.shape[2] if x.dim() == 3 else 1, y.shape[2] if y is not None and y.dim() == 3 else 1)
-    block_t, block_c, warps = _tile(channels)
+    group, block_t, block_c, warps = _tile(channels, work is not None)
     programs = out.shape[0] if batch_sum else min(batch, 65535)
-    count = triton.cdiv(positions, block_t) if work is None else work.items.shape[0]
+    count = triton.cdiv(positions, block_t) if work is None else triton.cdiv(work.items.shape[0], group)
     if count == 0 or programs == 0 or channels == 0:
         return
     # several pieces of one segment meet here before the second pass adds them
@@ -40,7 +40,7 @@ def sum_rows(
     args = (x, y, out, partial, terms.scale, terms.index1, terms.index2, terms.gather_index, items)
     _vector_kernel[(count, 1 if inner else triton.cdiv(channels, block_c), programs)](
         *(x if tensor is None else tensor for tensor in args),
-        positions,
+        positions if work is None else work.items.shape[0],
         batch,
         channels,
         *row_strides(x, 3),
@@ -59,6 +59,7 @@ def sum_rows(
         SUMMED=work is not None,
         INNER=inner,
         BATCH_SUM=batch_sum,
+        GROUP=group,
         BLOCK_T=block_t,
         BLOCK_C=block_c,
         ACC=tl.float64 if partial.dtype == torch.float64 else tl.float32,
@@ -67,10 +68,14 @@ def sum_rows(
     join_pieces(partial, out if out.dim() == 3 else out[..., None], work)
 
 
-def _tile(channels: int) -> tuple[int, int, int]:
-    """Terms and channels of a tile, and its warps: several rows in flight for each thread."""
+def _tile(channels: int, summed: bool) -> tuple[int, int, int, int]:
+    """Segments, terms of each and channels of a tile, and its warps: several rows in flight for each thread."""
     block_c = min(triton.next_power_of_2(max(channels, 1)), 128)
-    return max(1, min(16, 1024 // block_c)), block_c, 1
+    block_t = 4 if block_c == 128 else 8
+    if not summed:
+        return 1, max(8, 1024 // block_c), block_c, 1
+    # a program for each segment would be more programs than the card can start in time where rows are short
+    return max(1, 512 // (block_t * block_c)), block_t, block_c, 1
 
 
 def join_pieces(partial: torch.Tensor, out: torch.Tensor, work: WorkItems | None) -> None:
@@ -106,7 +111,7 @@ def _vector_kernel(
     index2_ptr,
     gather_ptr,
     items_ptr,
-    positions,
+    count,
     batch,
     channels,
     stride_x_n,
@@ -131,6 +136,7 @@ def _vector_kernel(
     SUMMED: tl.constexpr,
     INNER: tl.constexpr,
     BATCH_SUM: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ACC: tl.constexpr,
@@ -138,69 +144,73 @@ def _vector_kernel(
     work = tl.program_id(0).to(tl.int64)
     tile_c = tl.program_id(1)
     part = tl.program_id(2)
-    if SUMMED:
-        begin = tl.load(items_ptr + work * 3)
-        end = tl.load(items_ptr + work * 3 + 1)
-        row = tl.load(items_ptr + work * 3 + 2)
-    else:
-        begin = work * BLOCK_T
-        end = tl.minimum(begin + BLOCK_T, positions)
-        row = begin
     lanes = tl.arange(0, BLOCK_T)
+    if SUMMED:
+        item = work * GROUP + tl.arange(0, GROUP)
+        there = item < count
+        begin = tl.load(items_ptr + item * 3, mask=there, other=0)
+        end = tl.load(items_ptr + item * 3 + 1, mask=there, other=0)
+        row = tl.load(items_ptr + item * 3 + 2, mask=there, other=-1)
+        longest = tl.max(end - begin, 0)
+    else:
+        begin = work * BLOCK_T + tl.arange(0, 1)
+        end = tl.minimum(begin + BLOCK_T, count)
+        row = begin
+        longest = BLOCK_T
     tiles = 1
     if INNER:
         tiles = tl.cdiv(channels, BLOCK_C)
-    if row != -1:
-        acc = tl.zeros([BLOCK_T, BLOCK_C], dtype=ACC)
-        for n in range(part, batch, tl.num_programs(2)):
-            n64 = tl.cast(n, tl.int64)
-            if not BATCH_SUM:
-                acc = tl.zeros([BLOCK_T, BLOCK_C], dtype=ACC)
-            for k in range(begin, end, BLOCK_T):
-                at = k + lanes
-                live = at < end
-                t = at
-                if HAS_GATHER:
-                    t = tl.load(gather_ptr + at, mask=live, other=0).to(tl.int64)
-                row1 = t
-                if HAS_INDEX1:
-                    row1 = tl.load(index1_ptr + t, mask=live, other=0).to(tl.int64)
-                row2 = t
-                if HAS_INDEX2:
-                    row2 = tl.load(index2_ptr + t, mask=live, other=0).to(tl.int64)
-                if HAS_SCALE:
-                    factor = tl.load(scale_ptr + t, mask=live, other=0.0).to(ACC)
-                for tile in range(tile_c, tile_c + tiles):
-                    c = tile * BLOCK_C + tl.arange(0, BLOCK_C)
-                    mask = live[:, None] & (c < channels)[None, :]
-                    if X_VECTOR:
-                        x_at = x_ptr + n64 * stride_x_n + row1[:, None] * stride_x_m + c[None, :] * stride_x_c
-                        value = tl.load(x_at, mask=mask, other=0.0).to(ACC)
+    acc = tl.zeros([GROUP * BLOCK_T, BLOCK_C], dtype=ACC)
+    for n in range(part, batch, tl.num_programs(2)):
+        n64 = tl.cast(n, tl.int64)
+        if not BATCH_SUM:
+            acc = tl.zeros([GROUP * BLOCK_T, BLOCK_C], dtype=ACC)
+        for k in range(0, longest, BLOCK_T):
+            ahead = begin[:, None] + k + lanes[None, :]
+            at = tl.reshape(ahead, [GROUP * BLOCK_T])
+            live = tl.reshape(ahead < end[:, None], [GROUP * BLOCK_T])
+            t = at
+            if HAS_GATHER:
+                t = tl.load(gather_ptr + at, mask=live, other=0).to(tl.int64)
+            row1 = t
+            if HAS_INDEX1:
+                row1 = tl.load(index1_ptr + t, mask=live, other=0).to(tl.int64)
+            row2 = t
+            if HAS_INDEX2:
+                row2 = tl.load(index2_ptr + t, mask=live, other=0).to(tl.int64)
+            if HAS_SCALE:
+                factor = tl.load(scale_ptr + t, mask=live, other=0.0).to(ACC)
+            for tile in range(tile_c, tile_c + tiles):
+                c = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+                mask = live[:, None] & (c < channels)[None, :]
+                if X_VECTOR:
+                    x_at = x_ptr + n64 * stride_x_n + row1[:, None] * stride_x_m + c[None, :] * stride_x_c
+                    value = tl.load(x_at, mask=mask, other=0.0).to(ACC)
+                else:
+                    x_at = x_ptr + n64 * stride_x_n + row1 * stride_x_m
+                    value = tl.load(x_at, mask=live, other=0.0).to(ACC)[:, None]
+                if HAS_Y:
+                    if Y_VECTOR:
+                        y_at = y_ptr + n64 * stride_y_n + row2[:, None] * stride_y_m + c[None, :] * stride_y_c
+                        value = value * tl.load(y_at, mask=mask, other=0.0).to(ACC)
                     else:
-                        x_at = x_ptr + n64 * stride_x_n + row1 * stride_x_m
-                        value = tl.load(x_at, mask=live, other=0.0).to(ACC)[:, None]
-                    if HAS_Y:
-                        if Y_VECTOR:
-                            y_at = y_ptr + n64 * stride_y_n + row2[:, None] * stride_y_m + c[None, :] * stride_y_c
-                            value = value * tl.load(y_at, mask=mask, other=0.0).to(ACC)
-                        else:
-                            y_at = y_ptr + n64 * stride_y_n + row2 * stride_y_m
-                            value = value * tl.load(y_at, mask=live, other=0.0).to(ACC)[:, None]
-                    if HAS_SCALE:
-                        value = value * factor[:, None]
-                    acc += value
-            if not BATCH_SUM:
-                _store_rows(
-                    acc, out_ptr, partial_ptr, items_ptr, row, begin, end, n64, tile_c, channels, stride_out_n,
-                    stride_out_m, stride_out_c, stride_partial_n, stride_partial_s, SUMMED, INNER, HAS_ITEMS, BLOCK_T,
-                    BLOCK_C,
-                )  # fmt: skip
-        if BATCH_SUM:
+                        y_at = y_ptr + n64 * stride_y_n + row2 * stride_y_m
+                        value = value * tl.load(y_at, mask=live, other=0.0).to(ACC)[:, None]
+                if HAS_SCALE:
+                    value = value * factor[:, None]
+                acc += value
+        if not BATCH_SUM:
             _store_rows(
-                acc, out_ptr, partial_ptr, items_ptr, row, begin, end, part.to(tl.int64), tile_c, channels,
-                stride_out_n, stride_out_m, stride_out_c, stride_partial_n, stride_partial_s, SUMMED, INNER, HAS_ITEMS,
+                acc, out_ptr, partial_ptr, items_ptr, row, work, count, n64, tile_c, channels, stride_out_n,
+                stride_out_m, stride_out_c, stride_partial_n, stride_partial_s, SUMMED, INNER, HAS_ITEMS, GROUP,
                 BLOCK_T, BLOCK_C,
             )  # fmt: skip
+    if BATCH_SUM:
+        _store_rows(
+            acc, out_ptr, partial_ptr, items_ptr, row, work, count, part.to(tl.int64), tile_c, channels, stride_out_n,
+            stride_out_m, stride_out_c, stride_partial_n, stride_partial_s, SUMMED, INNER, HAS_ITEMS, GROUP, BLOCK_T,
+            BLOCK_C,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -210,8 +220,8 @@ def _store_rows(
     partial_ptr,
     items_ptr,
     row,
-    begin,
-    end,
+    work,
+    count,
     n,
     tile_c,
     channels,
@@ -223,29 +233,28 @@ def _store_rows(
     SUMMED: tl.constexpr,
     INNER: tl.constexpr,
     HAS_ITEMS: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     c = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
     out_n = out_ptr + n * stride_out_n
     if SUMMED:
+        whole, piece = row >= 0, row < -1
+        slot = partial_ptr + n * stride_partial_n + (-2 - row) * stride_partial_s
         if INNER:
-            total = tl.sum(tl.sum(acc, 1), 0)
-            if row >= 0:
-                tl.store(out_n + row * stride_out_m, total.to(out_ptr.dtype.element_ty))
-            else:
-                tl.store(partial_ptr + n * stride_partial_n + (-2 - row) * stride_partial_s, total)
+            total = tl.sum(tl.reshape(tl.sum(acc, 1), [GROUP, BLOCK_T]), 1)
+            tl.store(out_n + row * stride_out_m, total.to(out_ptr.dtype.element_ty), mask=whole)
+            tl.store(slot, total, mask=piece)
         else:
-            total = tl.sum(acc, 0)
-            if row >= 0:
-                out_at = out_n + row * stride_out_m + c * stride_out_c
-                tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=c < channels)
-            else:
-                slot = partial_ptr + n * stride_partial_n + (-2 - row) * stride_partial_s
-                tl.store(slot + c, total, mask=c < channels)
+            total = tl.sum(tl.reshape(acc, [GROUP, BLOCK_T, BLOCK_C]), 1)
+            in_c = (c < channels)[None, :]
+            out_at = out_n + row[:, None] * stride_out_m + c[None, :] * stride_out_c
+            tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=whole[:, None] & in_c)
+            tl.store(slot[:, None] + c[None, :], total, mask=piece[:, None] & in_c)
     else:
-        at = begin + tl.arange(0, BLOCK_T)
-        live = at < end
+        at = work * BLOCK_T + tl.arange(0, BLOCK_T)
+        live = at < count
         rows = at
         if HAS_ITEMS:
             rows = tl.load(items_ptr + at, mask=live, other=0).to(tl.int64)

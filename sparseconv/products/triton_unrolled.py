@@ -15,7 +15,6 @@ from sparseconv.products.triton_segments import row_strides, sum_dtype
 
 #: vectors that a program may hold at once: more would not fit the registers
 _RESIDENT = 72
-_OPTIONS: dict[str, int] = {}
 
 
 @lru_cache(maxsize=256)
@@ -57,7 +56,7 @@ def unrolled_vectors(
     counts = _vector_counts(x, y, terms.out_size)
     streamed = _streamed(counts, inner)
     resident = sum(counts.values()) - counts[streamed]
-    block_n, block_c, warps = _tile(channels, resident)
+    block_n, block_c, warps = _tile(channels, resident, inner)
     kernel = _kernel(terms.table, terms.out_size, inner, x.dim() == 3, 0 if y is None else y.dim(), streamed)
     tiles_c = 1 if inner else triton.cdiv(channels, block_c)
     kernel[(triton.cdiv(batch, block_n) * tiles_c,)](
@@ -74,15 +73,15 @@ def unrolled_vectors(
         BLOCK_C=block_c,
         ACC=tl.float64 if sum_dtype(x, y) == torch.float64 else tl.float32,
         num_warps=warps,
-        **_OPTIONS,
     )
 
 
-def _tile(channels: int, resident: int) -> tuple[int, int, int]:
+def _tile(channels: int, resident: int, inner: bool) -> tuple[int, int, int]:
     """Batch items and channels of a tile, and its warps: as many elements a thread as the registers hold."""
     block_c = min(triton.next_power_of_2(channels), 128)
-    elements = 4 if resident <= 24 else 2 if resident <= 48 else 1
-    warps = 4
+    # two elements a thread measured best for sums over terms; inner products, which also sum over channels, like four
+    elements = 4 if inner and resident <= 24 else 2 if resident <= 48 else 1
+    warps = 2 if inner else 4
     return max(1, warps * 32 * elements // block_c), block_c, warps
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import sparseconv as sc
 from sparseconv import nn
@@ -67,3 +70,59 @@ def train(by: str) -> list[str]:
 
 def test_a_unet_and_pooling_over_three_ranks():
     assert not [line for lines in on_ranks(3, train, "kd") for line in lines]
+
+
+def small_net() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.SubmanifoldConv(3, 8, 3, bias=False), nn.BatchNorm(8), nn.ReLU(), nn.Conv(8, 6, 2, stride=2), nn.Linear(6, 2)
+    )
+
+
+def beside_data_parallelism() -> list[str]:
+    """Two scenes, each over two ranks; DistributedDataParallel over the other dimension of the mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "space"))
+    data, space = mesh["data"].get_local_rank(), mesh["space"].get_local_rank()
+    grid = scene()
+    x = torch.randn(2, len(grid), 3, generator=torch.Generator().manual_seed(2))
+    part = torch.arange(len(grid)) % 2 == space
+    shards = shard(grid.subset(part), mesh["space"], by="slab")
+    rows = grid.lookup(shards.coords)
+    net = DistributedDataParallel(Sharded(small_net(), mesh["space"]), process_group=mesh["data"].get_group())
+    y = net(sc.SparseTensor(shards, x[data][rows]))
+    y.features.square().sum().backward()
+    whole = small_net()
+    loss = sum(whole(sc.SparseTensor(grid, x[i])).features.square().sum() for i in range(2)) / 2
+    wrong = []
+    for (name, p), want in zip(net.module.module.named_parameters(), torch.autograd.grad(loss, whole.parameters())):
+        if not torch.allclose(p.grad, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
+            wrong.append(f"{name}: {float((p.grad - want).abs().max()):.2g}")
+    return wrong
+
+
+def test_beside_data_parallelism_on_a_mesh():
+    assert not [line for lines in on_ranks(4, beside_data_parallelism) for line in lines]
+
+
+def autocast_and_checkpoints() -> list[float]:
+    """bf16 by autocast, with the activations computed again in the backward pass."""
+    grid = scene()
+    shards = shard(grid.subset(torch.arange(len(grid)) % 2 == dist.get_rank()))
+    rows = grid.lookup(shards.coords)
+    x = torch.randn(len(grid), 3, generator=torch.Generator().manual_seed(2))
+    net, whole = Sharded(small_net()), small_net()
+    mine = sc.SparseTensor(shards, x[rows])
+    with torch.autocast("cpu", torch.bfloat16):
+        y = checkpoint(lambda f: net(mine.with_features(f)).features, mine.features, use_reentrant=False)
+        want = whole(sc.SparseTensor(grid, x)).features
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    want.float().square().sum().backward()
+    return [
+        float((a.grad - b.grad).norm() / b.grad.norm()) for a, b in zip(net.module.parameters(), whole.parameters())
+    ]
+
+
+def test_autocast_and_checkpointing():
+    for errors in on_ranks(2, autocast_and_checkpoints):
+        assert max(errors) < 0.1

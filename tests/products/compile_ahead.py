@@ -1,4 +1,4 @@
-"""Compiles every kernel of the products for the cards named, without one: ``python -m tests.products.compile_ahead 80 90``.
+"""Compiles every kernel of the products without a card: ``python -m tests.products.compile_ahead 80 90 100``.
 
 Calls the GPU path on CPU tensors with launches replaced by compilation, and prints a line for each kernel.
 """
@@ -39,7 +39,9 @@ def compile_launches(targets):
         constants = {
             name: value for name, value in values.items() if self.params[self.arg_names.index(name)].is_constexpr
         }
-        constants |= {name: 1 for name, value in values.items() if name not in constants and value is 1}  # noqa: F632
+        constants |= {
+            name: 1 for name, value in values.items() if name not in constants and type(value) is int and value == 1
+        }
         signature, attrs = {}, {}
         for position, (name, value) in enumerate(values.items()):
             if name in constants:

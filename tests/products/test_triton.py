@@ -79,7 +79,7 @@ def poisoned(monkeypatch):
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("batch", [3, 18])
 @pytest.mark.parametrize("name", PRODUCT_NAMES)
-@pytest.mark.parametrize("case", [c for c in CASES if c.name != "one long segment"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in CASES if len(c.triples) < 100], ids=lambda case: case.name)
 def test_integers_are_exact(case, name, batch):
     info = case.infos(torch.float32)[0]
     for shared1, shared2, accumulated in FLAGS if case is CASES[0] else FLAGS[: 7 : 3 if batch == 3 else 2]:
@@ -148,14 +148,15 @@ def test_infos_written_otherwise(name, way):
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", PRODUCT_NAMES)
 def test_long_segments_are_cut_and_joined(name):
-    # 1500 terms in one row beside rows of none and of few: three pieces, joined in their order
-    triples = [(t % 7, t % 5, 2, float(t % 3 - 1)) for t in range(1500)] + [(1, 1, 0, 2.0), (2, 3, 4, -1.0)]
+    # 1100 terms in one row beside rows of none and of few: three pieces, joined in their order
+    triples = [(t % 7, t % 5, 2, float(t % 3 - 1)) for t in range(1100)] + [(1, 1, 0, 2.0), (2, 3, 4, -1.0)]
     case = Case("uneven", triples, 5, 7, 5)
     info = case.infos(torch.float32)[0]
-    x, y = inputs(name, case, True, True, dtype=torch.float32, integers=True)
+    small = {"a": 2, "b": 3, "c": 4}
+    x, y = inputs(name, case, True, True, axes=small, dtype=torch.float32, integers=True)
     expected = oracle.product(name, x, y, triples, 5)
     assert torch.equal(run(name, x, y, info, False), expected)
-    x, y = inputs(name, case, False, True, batch=2, dtype=torch.float32, integers=True)
+    x, y = inputs(name, case, False, True, batch=2, axes=small, dtype=torch.float32, integers=True)
     assert torch.equal(run(name, x, y, listed(info), False), oracle.product(name, x, y, triples, 5))
 
 
@@ -164,13 +165,12 @@ def test_long_segments_are_cut_and_joined(name):
 def test_other_dtypes(name, dtype):
     case = CASES[0]
     axes = {"a": 17, "b": 9, "c": 7}
-    for batch, accumulated in ((2, False), (40, False), (40, True)):
-        for shared2 in (False, True):
-            x, y = inputs(name, case, False, shared2, batch=batch, axes=axes, dtype=dtype)
-            expected = oracle.product(name, x.double(), y.double(), case.triples, case.out_size, accumulated)
-            out = run(name, x, y, case.infos(torch.float32)[0], accumulated)
-            assert out.dtype == dtype
-            assert relative_error(out, expected) < TOLERANCE[dtype]
+    for batch, accumulated, shared2 in ((2, False, False), (20, False, True), (20, True, False)):
+        x, y = inputs(name, case, False, shared2, batch=batch, axes=axes, dtype=dtype)
+        expected = oracle.product(name, x.double(), y.double(), case.triples, case.out_size, accumulated)
+        out = run(name, x, y, case.infos(torch.float32)[0], accumulated)
+        assert out.dtype == dtype
+        assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("shape", [(2,), (20,), (1,)])

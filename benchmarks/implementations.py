@@ -1,0 +1,213 @@
+"""Who is measured: each backend of this library, dense convolution, and the peers that can be imported.
+
+Every one is a `Convolution`: submanifold 3x3x3, C channels in and out, no bias, over given coordinates.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+
+from benchmarks.timing import DTYPES
+
+TAPS = 27
+
+
+def boxed(weight: torch.Tensor) -> torch.Tensor:
+    """(27, C_in, C_out) -> torch's (C_out, C_in, 3, 3, 3)."""
+    return weight.view(3, 3, 3, *weight.shape[1:]).permute(4, 3, 0, 1, 2).contiguous()
+
+
+def unboxed(weight: torch.Tensor) -> torch.Tensor:
+    """torch's (C_out, C_in, 3, 3, 3) -> (27, C_in, C_out)."""
+    return weight.permute(2, 3, 4, 1, 0).reshape(TAPS, weight.shape[1], weight.shape[0])
+
+
+class Convolution(ABC):
+    """One implementation at work on one case: coords (N, 4) int32, channels, a dtype's name (`timing.DTYPES`)."""
+
+    name: ClassVar[str]
+    #: modules without which it cannot run
+    needs: ClassVar[tuple[str, ...]] = ()
+    devices: ClassVar[tuple[str, ...]] = ("cuda",)
+    dtypes: ClassVar[tuple[str, ...]] = ("fp16", "bf16", "tf32", "fp32")
+    #: whether some of the map is only made by the first step, so that `prepare` alone does not time it
+    lazy: bool = False
+    #: whether the two gradients can be asked for apart
+    apart: ClassVar[bool] = True
+    #: whether its CPU results are the same in every run only with one thread: then they are judged with one
+    unsteady: ClassVar[bool] = False
+    #: times the judge's limits in half types that it may use up, where it rounds partial sums to the half type as well
+    slack: ClassVar[float] = 1.0
+    weight: torch.Tensor
+
+    def __init__(self, coords: torch.Tensor, channels: int, dtype: str) -> None:
+        self.coords, self.channels, self.dtype = coords, channels, DTYPES[dtype]
+
+    @classmethod
+    def missing(cls, device: str, dtype: str) -> str | None:
+        """Why it cannot serve a device and dtype here, or None."""
+        if device not in cls.devices:
+            return f"has no {device} kernels"
+        if dtype not in cls.dtypes:
+            return f"does not compute in {dtype}"
+        for module in cls.needs:
+            try:
+                import_module(module)
+            except Exception as error:  # a peer may fail in any way
+                return f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return None
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """From the coordinates to everything that a training step needs, anew."""
+
+    def learn(self) -> None:
+        """Called after the first step: from now on `prepare` makes all that this step used, where it can know."""
+        return
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y (N, C) from x (N, C) in the rows of the coordinates; differentiable in x and in ``weight``."""
+
+    @abstractmethod
+    def set_weight(self, weight: torch.Tensor) -> None:
+        """Take over a weight (27, C_in, C_out), the last axis fastest."""
+
+    @abstractmethod
+    def weight_grad(self) -> torch.Tensor:
+        """The gradient of ``weight`` as (27, C_in, C_out)."""
+
+    def details(self) -> dict[str, Any]:
+        """What it says about itself: backend, waste."""
+        return {}
+
+
+class Sparseconv(Convolution):
+    """This library, its own choice of backend."""
+
+    name = "sparseconv"
+    devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
+    dtypes = ("fp16", "bf16", "tf32", "fp32", "fp64")
+    backend: ClassVar[str] = "auto"
+
+    lazy = True
+
+    def prepare(self) -> None:
+        import sparseconv as sc
+
+        self.plan = sc.ConvolutionPlan(sc.VoxelGrid(self.coords), 3, backend=self.backend)
+        if self._used is not None:
+            from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+
+            for asked in self._used:
+                schedule_of(self.plan.kernel_map, *asked)
+            self.plan.kernel_map.in_rows  # noqa: B018 (edges by tap, which the weight gradient reads)
+
+    #: the schedules that a step uses: tile size, direction, groups, order; None until a step has chosen them
+    _used: list[Any] | None = None
+
+    def learn(self) -> None:
+        keys = [key for key in self.plan.kernel_map.prepared if isinstance(key, tuple) and key[0] == "schedule"]
+        self._used = [key[1:] for key in keys] or None
+        self.lazy = self._used is None
+
+    def _serving(self, request: Any) -> Any:
+        from sparseconv.backends.registry import choose
+
+        return choose(request, self.backend)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plan.execute(x, self.weight)
+
+    def set_weight(self, weight: torch.Tensor) -> None:
+        self.weight = weight.to(self.dtype).clone().requires_grad_()
+
+    def weight_grad(self) -> torch.Tensor:
+        assert self.weight.grad is not None
+        return self.weight.grad
+
+    def details(self) -> dict[str, Any]:
+        request = self.plan.request(self.channels, self.channels, self.dtype)
+        backend = self._serving(request)
+        found: dict[str, Any] = {"backend": backend.name}
+        report = getattr(backend, "explain", None)
+        if report is not None:
+            said = report(request)
+            found["waste"] = said.get("waste")
+            for verb in ("forward", "input_grad", "weight_grad"):
+                if isinstance(said.get(verb), dict):
+                    found[f"{verb}_config"] = str(said[verb].get("config"))
+        return found
+
+
+class ImplicitGemm(Sparseconv):
+    """This library's Triton backend by name."""
+
+    name = "sparseconv:triton_implicit_gemm"
+    backend = "triton_implicit_gemm"
+    devices = ("cuda",)
+    dtypes = ("fp16", "bf16", "tf32", "fp32")
+
+
+class GatherScatter(Sparseconv):
+    """This library's CuPy backend by name."""
+
+    name = "sparseconv:cupy_gather_scatter"
+    backend = "cupy_gather_scatter"
+    needs = ("cupy",)
+    devices = ("cuda",)
+
+
+class NumpyGatherScatter(Sparseconv):
+    """This library's CPU backend by name."""
+
+    name = "sparseconv:numpy_gather_scatter"
+    backend = "numpy_gather_scatter"
+    devices = ("cpu",)
+
+
+class Dense(Convolution):
+    """`torch.nn.functional.conv3d` over the bounding box, read at the voxels: what sparsity saves."""
+
+    name = "dense conv3d"
+    devices = ("cuda", "cpu")
+    #: bytes that one dense volume of features may take, by device
+    most: ClassVar[dict[str, int]] = {"cuda": 8 << 30, "cpu": 1 << 29}
+
+    def prepare(self) -> None:
+        c = self.coords[:, 1:].long()
+        low = c.amin(0)
+        self.shape = [int(n) for n in (c.amax(0) - low + 1)]
+        volume = self.shape[0] * self.shape[1] * self.shape[2]
+        needed = volume * self.channels * self.dtype.itemsize
+        if needed > self.most[self.coords.device.type]:
+            raise MemoryError(f"the bounding box {self.shape} would take {needed / 2**30:.1f} GiB of features")
+        c = c - low
+        self.site = (c[:, 0] * self.shape[1] + c[:, 1]) * self.shape[2] + c[:, 2]
+        self.volume = volume
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense = x.new_zeros(self.volume, self.channels).index_copy(0, self.site, x)
+        dense = dense.view(1, *self.shape, self.channels).permute(0, 4, 1, 2, 3)
+        y = torch.nn.functional.conv3d(dense, self.weight, padding=1)
+        return y.permute(0, 2, 3, 4, 1).reshape(self.volume, self.channels)[self.site]
+
+    def set_weight(self, weight: torch.Tensor) -> None:
+        self.weight = boxed(weight.to(self.dtype)).requires_grad_()
+
+    def weight_grad(self) -> torch.Tensor:
+        assert self.weight.grad is not None
+        return unboxed(self.weight.grad)
+
+
+def registry() -> dict[str, type[Convolution]]:
+    """Every implementation by name, ours first."""
+    from benchmarks import peers
+
+    ours = (Sparseconv, ImplicitGemm, GatherScatter, NumpyGatherScatter, Dense)
+    everyone: tuple[type[Convolution], ...] = (*ours, *peers.PEERS)
+    return {kind.name: kind for kind in everyone}

@@ -1,0 +1,259 @@
+"""Pictures of results files: speed beside each peer, roofline, scaling, memory; each where a file has its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from benchmarks import report
+
+Row = dict[str, Any]
+PICTURES = report.HERE.parent / "docs" / "pictures"
+OURS = "sparseconv"
+#: the fastest peer of targets.json, where a file has no row of that peer
+PUBLISHED = "best other (Nov 2026)"
+#: one colour a name everywhere; ours is the strong one (Okabe and Ito's set, which the colour-blind can tell apart)
+COLOURS = {OURS: "#0072B2", "spconv": "#E69F00", "spconv-triton": "#56B4E9", PUBLISHED: "#999999"}
+COLOURS |= {"FlexGEMM": "#009E73", "FlexGEMM split-K": "#66C2A5", "WarpConvNet": "#CC79A7", "torchsparse": "#D55E00"}
+COLOURS |= {"MinkowskiEngine": "#F0E442", "fVDB": "#8C6D31", "dense conv3d": "#444444"}
+QUANTITIES = {"forward": "forward", "step": "training step", "map": "map build"}
+UNITS = {"forward": "forward (ms)", "step": "training step (ms)", "map": "map build (ms)"}
+
+
+def draw(files: Iterable[Path], folder: Path) -> list[Path]:
+    """Every picture that the files' rows allow, named after the file; returns the paths written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for file in files:
+        found = report.read(file)
+        rows = [r for r in report.joined(found["rows"]) if r.get("status") == "measured" and "channels" in r]
+        layers = [r for r in rows if "pairs" in r]
+        under = found["machine"].get("card", {}).get("name") or found["machine"].get("cpu", "")
+        for kind, painter in PAINTERS.items():
+            figure = painter(layers, found)
+            if figure is None:
+                continue
+            figure.text(0.995, 0.005, under, ha="right", va="bottom", fontsize=7, color="#666666")
+            path = folder / f"{file.stem}_{kind}.png"
+            figure.savefig(path, dpi=130)
+            written.append(path)
+    return written
+
+
+def value(row: Row, quantity: str) -> float | None:
+    """The figure of a quantity: milliseconds, or MiB of memory."""
+    found = row.get(quantity) or {}
+    return found.get("peak_mib") if quantity == "memory" else found.get("median")
+
+
+def label(row: Row) -> str:
+    """Case and channels, short enough for an axis."""
+    case = row["case"].replace("lidar_ouster_", "lidar ").replace("_", " ")
+    for word in (" 3sweeps 005", " lonestar 005", " rooms pcl 002", " mni152 2mm", " 010", " spot 256"):
+        case = case.replace(word, "")
+    return f"{case}, C {row['channels']}"
+
+
+def given(rows: Sequence[Row]) -> list[Row]:
+    """Rows in the order of the coordinates' file and in the first dtype that the file has."""
+    first = rows[0]["dtype"] if rows else ""
+    return [r for r in rows if not r.get("shuffled") and r["dtype"] == first and ":" not in r["implementation"]]
+
+
+def with_published(rows: Sequence[Row], device: str) -> list[Row]:
+    """The rows and, for a card, the published best of the others as rows of their own."""
+    cells = {(c["case"], c["channels"]): c for c in report.targets()["layers"]} if device == "cuda" else {}
+    more = []
+    for row in rows:
+        cell = cells.get((row["case"], row["channels"]))
+        if row["implementation"] == OURS and cell and row["dtype"] == "fp16":
+            best = {q: {"median": cell[q]["best_other"]} for q in ("forward", "step", "map") if q in cell}
+            if "memory" in cell:
+                best["memory"] = {"peak_mib": cell["memory"]["best_other"]}
+            more.append({**row, "implementation": PUBLISHED, **{q: {} for q in ("forward", "step", "map")}, **best})
+    return [*rows, *more]
+
+
+def relative(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
+    """How many times faster we are than each other one, by case; one panel a quantity."""
+    rows = given(rows)
+    cells = {(c["case"], c["channels"]) for c in report.targets()["layers"]}
+    if rows and rows[0]["device"] == "cuda":  # what else a card's file has is drawn as lines, in `scaling`
+        rows = [r for r in rows if (r["case"], r["channels"]) in cells] or rows
+    if not rows:
+        return None
+    rows = with_published(rows, rows[0]["device"])
+    ours = {(r["case"], r["channels"]): r for r in rows if r["implementation"] == OURS}
+    others = list(dict.fromkeys(r["implementation"] for r in rows if r["implementation"] != OURS))
+    keys = [k for k in ours if any((r["case"], r["channels"]) == k for r in rows if r["implementation"] != OURS)]
+    if not others or not keys:
+        return None
+    height = 1.6 + 0.16 * len(keys) * (len(others) + 1)
+    figure = Figure(figsize=(11, height), layout="constrained")
+    panels = figure.subplots(1, len(QUANTITIES), sharey=True)
+    thick = 0.8 / len(others)
+    for axes, (quantity, words) in zip(panels, QUANTITIES.items()):
+        for i, name in enumerate(others):
+            theirs = {(r["case"], r["channels"]): r for r in rows if r["implementation"] == name}
+            for y, key in enumerate(keys):
+                a, b = value(ours[key], quantity), value(theirs.get(key, {}), quantity)
+                if not a or not b:
+                    continue
+                at = y + (i - (len(others) - 1) / 2) * thick
+                axes.barh(at, b / a, thick * 0.9, color=_colour(name), label=name if y == 0 else None)
+                axes.text(b / a, at, f" {b / a:.1f}", va="center", fontsize=7)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_xlabel(f"{words}: times as fast")
+        axes.margins(x=0.15)
+        _plain(axes)
+    panels[0].set_yticks(range(len(keys)), [label(ours[key]) for key in keys], fontsize=8)
+    panels[0].set_ylim(len(keys) - 0.4, -0.6)
+    figure.legend(*_legend(panels), loc="outside upper center", ncols=min(5, len(others)), frameon=False, fontsize=8)
+    return figure
+
+
+def roofline(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
+    """TFLOP/s of a forward over its arithmetic intensity, under the measured ceilings."""
+    rows, ceilings = given(rows), found.get("ceilings")
+    points = [r for r in rows if value(r, "forward")]
+    if not points or not ceilings:
+        return None
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    peak = ceilings.get(points[0]["dtype"]) or ceilings["fp32"]
+    named: set[str] = set()
+    written: list[tuple[float, float]] = []  # where a name stands already, in decades: the next would cover it
+    spans = [_intensity(r) for r in points]
+    low, high = min(spans) / 3, max(max(spans) * 3, 2 * peak / ceilings["copy"])
+    corner = peak / ceilings["copy"]
+    axes.plot([low, corner, high], [low * ceilings["copy"], peak, peak], color="black", linewidth=1)
+    axes.text(high, peak, f"matrix product {peak:.3g} TFLOP/s ", ha="right", va="bottom", fontsize=8)
+    turn = math.sqrt(low * corner)
+    axes.text(turn, turn * ceilings["copy"], f"copy {ceilings['copy']:.3g} TB/s ", ha="right", va="bottom", fontsize=8)
+    for row in points:
+        name = row["implementation"]
+        ours = name == OURS
+        speed = 1e-9 * report.flops(row) / (value(row, "forward") or 1)
+        mark = "o" if ours else "x"
+        place = (math.log10(_intensity(row)), math.log10(speed))
+        words = name if name not in named else None
+        size, above = (40, 3) if ours else (25, 2)
+        axes.scatter(_intensity(row), speed, s=size, c=_colour(name), marker=mark, label=words, zorder=above)
+        named.add(name)
+        if ours and all(math.dist(place, other) > 0.12 for other in written):
+            written.append(place)
+            axes.annotate(label(row), (_intensity(row), speed), (4, -8), textcoords="offset points", fontsize=6)
+    axes.set(xscale="log", yscale="log", xlim=(low, high))
+    axes.set_xlabel("FLOP on real pairs a byte of features, weight and indices, each once")
+    axes.set_ylabel("forward (TFLOP/s on real pairs)")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    _plain(axes)
+    return figure
+
+
+def scaling(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
+    """Milliseconds over N at one C, over C on one case, over occupancy in one cube."""
+    rows = given(rows)
+    lines = {
+        "voxels": [r for r in rows if r["case"].startswith("shell_") and r["channels"] == 64],
+        "channels": [r for r in rows if r["case"] == _widest(rows)],
+        "occupied (%)": [r for r in rows if r["case"].startswith("uniform_")],
+    }
+    lines = {axis: many for axis, many in lines.items() if len({_position(axis, r) for r in many}) > 1}
+    if not lines:
+        return None
+    figure = Figure(figsize=(4 * len(lines) + 0.5, 3.8), layout="constrained")
+    panels = figure.subplots(1, len(lines), squeeze=False)[0]
+    for axes, (axis, many) in zip(panels, lines.items()):
+        for name in dict.fromkeys(r["implementation"] for r in many):
+            for quantity, style in (("forward", "-o"), ("step", "--s")):
+                mine = [r for r in many if r["implementation"] == name and value(r, quantity)]
+                points = sorted((_position(axis, r), value(r, quantity)) for r in mine)
+                if points:
+                    words = f"{name}, {QUANTITIES[quantity]}"
+                    axes.plot(*zip(*points), style, color=_colour(name), markersize=4, linewidth=1.2, label=words)
+        held = {"voxels": "shells, C 64", "channels": _widest(rows).replace("_", " "), "occupied (%)": "cube, random"}
+        axes.set(xscale="log", yscale="log", xlabel=axis, title=held[axis])
+        places = sorted({_position(axis, r) for r in many})
+        if axis != "voxels":
+            axes.set_xticks(places)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+        _plain(axes)
+    panels[0].set_ylabel("milliseconds")
+    figure.legend(*_legend(panels), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def memory(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
+    """Peak extra memory of a training step, by case."""
+    rows = given(rows)
+    if not rows:
+        return None
+    rows = [r for r in with_published(rows, rows[0]["device"]) if value(r, "memory")]
+    keys = list(dict.fromkeys((r["case"], r["channels"]) for r in rows if r["implementation"] == OURS))
+    names = list(dict.fromkeys(r["implementation"] for r in rows))
+    if not keys:
+        return None
+    figure = Figure(figsize=(8, 1.4 + 0.17 * len(keys) * (len(names) + 1)), layout="constrained")
+    axes = figure.subplots()
+    thick = 0.8 / len(names)
+    for i, name in enumerate(names):
+        mine = {(r["case"], r["channels"]): value(r, "memory") for r in rows if r["implementation"] == name}
+        at = [y + (i - (len(names) - 1) / 2) * thick for y, key in enumerate(keys) if key in mine]
+        sizes = [mine[key] for key in keys if key in mine]
+        axes.barh(at, sizes, thick * 0.9, color=_colour(name), label=name)
+    texts = {(r["case"], r["channels"]): label(r) for r in rows}
+    axes.set_yticks(range(len(keys)), [texts[key] for key in keys], fontsize=8)
+    axes.set_ylim(len(keys) - 0.4, -0.6)
+    axes.set_xlabel("most memory of a training step beyond what is held between steps (MiB)")
+    axes.legend(frameon=False, fontsize=8)
+    _plain(axes)
+    return figure
+
+
+PAINTERS = {"relative": relative, "roofline": roofline, "scaling": scaling, "memory": memory}
+
+
+def _intensity(row: Row) -> float:
+    """FLOP a byte, each byte moved once, as in `report.bound_ms`."""
+    return report.flops(row) / (1e12 * 1e-3 * report.bound_ms(row, {row["dtype"]: math.inf, "fp32": 1.0, "copy": 1.0}))
+
+
+def _widest(rows: Sequence[Row]) -> str:
+    """The case that was measured at most channels."""
+    seen: dict[str, set[int]] = {}
+    for row in rows:
+        seen.setdefault(row["case"], set()).add(row["channels"])
+    return max(seen, key=lambda case: len(seen[case])) if seen else ""
+
+
+def _position(axis: str, row: Row) -> float:
+    if axis == "voxels":
+        return row["voxels"]
+    return row["channels"] if axis == "channels" else int(row["case"].split("_")[1])
+
+
+def _colour(name: str) -> str:
+    return COLOURS.get(name, "#AA4499")
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", linewidth=0.3)
+    axes.set_axisbelow(True)
+
+
+def _legend(panels: Iterable[Axes]) -> tuple[list[Any], list[str]]:
+    """Each name once, over all panels."""
+    known: dict[str, Any] = {}
+    for axes in panels:
+        for handle, words in zip(*axes.get_legend_handles_labels()):
+            known.setdefault(words, handle)
+    return list(known.values()), list(known)

@@ -1,0 +1,187 @@
+"""Results as a table to read and as a file to keep."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, Any]
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+#: written into every file, so that a reader of an older one knows what it reads
+VERSION = 1
+
+
+def targets() -> dict[str, Any]:
+    """What this library sets itself, and the best of the others: ``targets.json``."""
+    return json.loads((HERE / "targets.json").read_text())
+
+
+def write(file: Path, machine: dict[str, Any], rows: Sequence[Row], **more: Any) -> None:
+    """A results file: version, machine facts, rows, one a line."""
+    head = {"version": VERSION, "machine": machine, **more}
+    text = json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n'
+    text += ",\n".join("  " + json.dumps(_rounded(row)) for row in rows) + "\n ]\n}\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A results file; raises ValueError where it is none of this version."""
+    if not is_results(file):
+        raise ValueError(f"{file} is no results file of version {VERSION}")
+    return json.loads(file.read_text())
+
+
+def is_results(file: Path) -> bool:
+    """Whether a file was written by `write`; other benchmarks keep files of their own beside these."""
+    found = json.loads(file.read_text())
+    return isinstance(found, dict) and found.get("version") == VERSION and isinstance(found.get("rows"), list)
+
+
+def flops(row: Row) -> float:
+    """Of a forward, on real pairs: 2 P C^2; a step does three times that."""
+    return 2.0 * row["pairs"] * row["channels"] ** 2
+
+
+def bound_ms(row: Row, ceilings: dict[str, float]) -> float:
+    """The least a forward could take: its FLOPs at the ceiling of matrix products, or features, weight and neighbour
+    indices once at the ceiling of a copy, whichever is longer."""
+    size = {"fp16": 2, "bf16": 2, "fp64": 8}.get(row["dtype"], 4)
+    moved = size * (2 * row["voxels"] * row["channels"] + 27 * row["channels"] ** 2) + 4 * row["pairs"]
+    peak = ceilings.get(row["dtype"]) or ceilings["fp32"]
+    return 1e3 * max(flops(row) / (1e12 * peak), moved / (1e12 * ceilings["copy"]))
+
+
+def with_rates(row: Row, ceilings: dict[str, float] | None) -> Row:
+    """A measured row with TFLOP/s on real pairs and its share of the ceilings, by quantity."""
+    if row.get("status") != "measured" or "pairs" not in row:
+        return row
+    rates: dict[str, Any] = {}
+    for quantity, times in (("forward", 1), ("input_grad", 1), ("weight_grad", 1), ("step", 3)):
+        ms = row.get(quantity, {}).get("median")
+        if not ms:
+            continue
+        rates[quantity] = {"tflops": 1e-9 * times * flops(row) / ms}
+        if ceilings:
+            peak = ceilings.get(row["dtype"]) or ceilings["fp32"]
+            rates[quantity] |= {"of_matmul": rates[quantity]["tflops"] / peak}
+            rates[quantity] |= {"of_bound": times * bound_ms(row, ceilings) / ms}
+    return row | {"rates": rates}
+
+
+def judged(ms: float | None, target: dict[str, float] | None, whole: bool = False) -> str:
+    """A figure with its colour: green where the goal is met, yellow where only the must is, red where not that."""
+    if ms is None:
+        return "-"
+    text = f"{ms:.1f}" if (whole or ms >= 10) and ms < 100 else f"{ms:.3f}" if ms < 10 else f"{ms:.0f}"
+    if not target:
+        return text
+    colour = "green" if ms <= target.get("goal", -1.0) else "yellow" if ms <= target["must"] else "red"
+    goal = f" / {target['goal']:g}" if "goal" in target else ""
+    return f"[{colour}]{text}[/] ({target['must']:g}{goal})"
+
+
+def layer_table(rows: Sequence[Row], title: str) -> Table:
+    """A line a row: every quantity, against must and goal where the first table of the targets has that cell."""
+    cells = {(c["case"], c["channels"]): c for c in targets()["layers"]}
+    maps = {c["case"]: c["map"] for c in targets()["layers"] if "map" in c}
+    table = Table(title=title, title_justify="left")
+    for head in ("implementation", "case", "C", "dtype", "rows", "map", "forward", "d input", "d weight", "step"):
+        table.add_column(head, justify="left" if head in ("implementation", "case") else "right", no_wrap=head == "C")
+    for head in ("MiB", "TFLOP/s", "of bound", "waste"):
+        table.add_column(head, justify="right")
+    for row in rows:
+        order = "shuffled" if row.get("shuffled") else "given"
+        name = [row["implementation"], row["case"], str(row["channels"]), row["dtype"], order]
+        if row["status"] != "measured":
+            table.add_row(*name, f"[dim]{row['status']}[/]")
+            continue
+        aimed = row["implementation"].startswith("sparseconv") and row["dtype"] in ("fp16", "bf16")
+        aimed = aimed and row["device"] == "cuda"
+        target = {**cells.get((row["case"], row["channels"]), {}), "map": maps.get(row["case"])} if aimed else {}
+        found = [judged(row.get(q, {}).get("median"), target.get(q)) for q in ("map", "forward")]
+        found += [judged(row.get(q, {}).get("median"), None) for q in ("input_grad", "weight_grad")]
+        found += [judged(row.get("step", {}).get("median"), target.get("step"))]
+        peak = row.get("memory", {}).get("peak_mib")
+        found += ["-" if peak is None else judged(peak, target.get("memory"), whole=True)]
+        rates = row.get("rates", {}).get("forward", {})
+        found += [f"{rates['tflops']:.3g}" if rates else "-"]
+        found += [f"{100 * rates['of_bound']:.0f} %" if "of_bound" in rates else "-"]
+        waste = row.get("details", {}).get("waste")
+        table.add_row(*name, *found, "-" if waste is None else f"{waste:.2f}")
+    return table
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """A sentence for every row without figures."""
+    found = []
+    for row in rows:
+        if row["status"] != "measured":
+            where = (
+                ""
+                if row["status"] == "skipped" and "install" in row["reason"]
+                else f", {row['case']}, C {row['channels']}"
+            )
+            found.append(f"{row['implementation']}{where}: {row['status']}: {row['reason']}")
+    return list(dict.fromkeys(found))
+
+
+def unmet(rows: Sequence[Row]) -> list[str]:
+    """A sentence for every 'must' of the first table that this library's fp16 rows in given order miss."""
+    missed = []
+    for cell in targets()["layers"]:
+        for row in rows:
+            mine = row["implementation"] == "sparseconv" and row["dtype"] == "fp16" and not row.get("shuffled")
+            if not mine or row["case"] != cell["case"] or row["status"] != "measured":
+                continue
+            for quantity in ("map", "forward", "step", "memory"):
+                if quantity != "map" and row["channels"] != cell["channels"]:
+                    continue
+                value = row.get(quantity, {}).get("median", row.get(quantity, {}).get("peak_mib"))
+                if quantity in cell and value is not None and value > cell[quantity]["must"]:
+                    unit = "MiB" if quantity == "memory" else "ms"
+                    missed.append(
+                        f"{cell['case']} C {row['channels']} {quantity}: {value:.3g} {unit}, "
+                        f"{value / cell[quantity]['must']:.2f} times the must of {cell[quantity]['must']:g}"
+                    )
+    return list(dict.fromkeys(missed))
+
+
+def wide_console() -> Console:
+    """A console that a table of fifteen columns fits, also where the output goes to a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=190)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    return [_rounded(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def joined(rows: Sequence[Row]) -> list[Row]:
+    """Rows for reading: a case's map, timed in a row of its own, put on every row of that case and order."""
+    maps = {(r["implementation"], r["case"], r.get("shuffled"), r["device"]): r["map"] for r in rows if r.get("map")}
+    found = []
+    silent: set[tuple[str, str]] = set()
+    for row in rows:
+        if row["status"] == "skipped":  # an implementation that is not there says so once
+            if (row["implementation"], row["reason"]) in silent:
+                continue
+            silent.add((row["implementation"], row["reason"]))
+        if tuple(row["quantities"]) == ("map",) and row["status"] == "measured":
+            key = (row["implementation"], row["case"], row["dtype"], row["shuffled"])
+            others = [(r["implementation"], r["case"], r["dtype"], r["shuffled"]) for r in rows if r is not row]
+            if key in others:
+                continue
+        known = maps.get((row["implementation"], row["case"], row.get("shuffled"), row["device"]))
+        found.append(row | {"map": known} if known and row["status"] == "measured" else row)
+    return found

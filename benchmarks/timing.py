@@ -1,0 +1,158 @@
+"""Two clocks with one face: CUDA events on a card, the wall clock on a CPU; milliseconds and bytes.
+
+The protocol: two calls that do not count, then repeats for about 0.6 s, one after another without waiting between them;
+the median, and the span of the middle 80 % beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+WARM_UPS = 2
+#: repeats of one figure: no fewer, no more
+FEWEST, MOST = 5, 2000
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Milliseconds of one figure: median, the 10 % and 90 % quantiles, and how many repeats."""
+
+    median: float
+    p10: float
+    p90: float
+    repeats: int
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Spread:
+        p10, median, p90 = (float(v) for v in np.quantile(np.asarray(samples), (0.1, 0.5, 0.9)))
+        return cls(median, p10, p90, len(samples))
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class Clock:
+    """The wall clock of a CPU; `CudaClock` is its twin for a card."""
+
+    device = "cpu"
+    fewest = 3
+
+    def wait(self) -> None:
+        """Until everything asked of the device is done."""
+
+    def once(self, call: Callable[[], object]) -> float:
+        """Milliseconds of one call by the wall clock, waited for."""
+        self.wait()
+        begin = time.perf_counter()
+        call()
+        self.wait()
+        return 1e3 * (time.perf_counter() - begin)
+
+    def _repeat(self, call: Callable[[], object], count: int) -> list[float]:
+        return [self.once(call) for _ in range(count)]
+
+    def time(self, call: Callable[[], object], seconds: float = 0.6) -> Spread:
+        """The median of repeats for about ``seconds``, after two calls that do not count."""
+        for _ in range(WARM_UPS):
+            call()
+        guess = max(1e-3, self.once(call))
+        return Spread.of(self._repeat(call, int(min(MOST, max(self.fewest, 1e3 * seconds / guess)))))
+
+    def peak(self, call: Callable[[], object]) -> int | None:
+        """Bytes that one call has at most beyond those held before it; None where this system does not say."""
+        if platform.system() != "Linux":
+            return None
+        ctypes.CDLL(None).malloc_trim(0)
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return None
+        before = _status("VmRSS")
+        call()
+        return max(0, _status("VmHWM") - before)
+
+
+class CudaClock(Clock):
+    """CUDA events around every repeat, the queue never drained in between."""
+
+    device = "cuda"
+    fewest = FEWEST
+
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
+    def _repeat(self, call: Callable[[], object], count: int) -> list[float]:
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        self.wait()
+        for begin, end in pairs:
+            begin.record()
+            call()
+            end.record()
+        self.wait()
+        return [begin.elapsed_time(end) for begin, end in pairs]
+
+    def peak(self, call: Callable[[], object]) -> int | None:
+        self.wait()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        self.wait()
+        return torch.cuda.max_memory_allocated() - before
+
+
+def clock_of(device: str) -> Clock:
+    """The clock of a device: ``"cpu"`` or ``"cuda"``."""
+    return CudaClock() if device == "cuda" else Clock()
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def ceilings(clock: Clock, seconds: float = 0.3) -> dict[str, float]:
+    """What this device reaches at best: matrix products in TFLOP/s by dtype, and a copy in TB/s (read and written)."""
+    on_card = clock.device == "cuda"
+    side, elements = (8192, 1 << 29) if on_card else (1024, 1 << 25)
+    found: dict[str, float] = {}
+    for name in ("fp16", "bf16", "tf32", "fp32") if on_card else ("fp32",):
+        with precision(name):
+            a, b = (torch.randn(side, side, device=clock.device, dtype=DTYPES[name]) for _ in range(2))
+            out = torch.empty_like(a)
+            ms = clock.time(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), seconds).p10  # type: ignore[misc]
+            found[name] = 2e-9 * side**3 / ms
+    source = torch.ones(elements, dtype=torch.float16, device=clock.device)
+    target = torch.empty_like(source)
+    found["copy"] = 4e-9 * elements / clock.time(lambda: target.copy_(source), seconds).median
+    return found
+
+
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "tf32": torch.float32,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+
+class precision:
+    """Within it, single-precision products may use TF32 if the dtype's name is ``tf32``, and not otherwise."""
+
+    def __init__(self, name: str) -> None:
+        self._tf32 = name == "tf32"
+
+    def __enter__(self) -> None:
+        self._before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = self._tf32
+
+    def __exit__(self, *error: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = self._before

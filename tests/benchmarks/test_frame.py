@@ -1,0 +1,362 @@
+"""The benchmark frame itself: cases, the judge, clocks, workers, results, claims."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+from benchmarks import cases, check, measure, report, runner, selection, verify
+from benchmarks.implementations import registry
+from benchmarks.measure import Job
+from benchmarks.timing import Clock, Spread
+from tests import oracle
+
+TINY = {"device": "cpu", "dtype": "fp32", "seconds": 0.01}
+
+
+# ---- cases
+
+
+@pytest.mark.parametrize(
+    ("name", "voxels", "pairs"), [("shell_64", 15192, 0.19e6), ("shell_128", 64160, 0.83e6)]
+)  # as the first table of the targets states
+def test_a_shell_has_the_stated_voxels_and_pairs(name, voxels, pairs):
+    coords = cases.coordinates(name)
+    assert len(coords) == voxels
+    assert check.Neighbours(coords).count_pairs() == pytest.approx(pairs, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", report.targets()["layers"], ids=lambda c: f"{c['case']}-{c['channels']}")
+def test_every_cell_of_the_first_table_is_what_it_states(cell):
+    if cases.missing(cell["case"]) or cell["case"] == "shell_1024":
+        pytest.skip(cases.missing(cell["case"]) or "as much as a card's memory likes")
+    coords = cases.coordinates(cell["case"])
+    assert len(coords) == pytest.approx(cell["voxels"], rel=0.006)
+    assert check.Neighbours(coords).count_pairs() == pytest.approx(cell["pairs_millions"] * 1e6, rel=0.02)
+
+
+@pytest.mark.parametrize("name", cases.SCANS)
+def test_a_scan_is_read_whole(name):
+    if cases.missing(name):
+        pytest.skip(cases.missing(name))
+    stated = {c["case"]: c["voxels"] for c in report.targets()["layers"]}
+    coords = cases.coordinates(name)
+    assert coords.dtype == torch.int32
+    assert not coords[:, 0].any()
+    assert len(coords) == stated.get(name, len(coords))
+
+
+@pytest.mark.parametrize("name", ["shell_16", "uniform_30_12", "plane_9", "rings_8_64"])
+def test_rules_make_unique_voxels_and_a_fixed_shuffle(name):
+    coords, mixed = cases.coordinates(name), cases.coordinates(name, "cpu", True)
+    assert len(torch.unique(coords, dim=0)) == len(coords) > 0
+    assert not torch.equal(coords, mixed)
+    assert torch.equal(torch.unique(mixed, dim=0), torch.unique(coords, dim=0))
+    assert torch.equal(mixed, cases.coordinates(name, "cpu", True))
+
+
+def test_uniform_occupancy_is_the_asked_share():
+    assert len(cases.uniform(100, 8)) == 512
+    assert len(cases.uniform(30, 40)) == pytest.approx(0.3 * 40**3, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["cube_7", "shell", "shell_a", "shell_3_4", "uniform_5"])
+def test_an_unknown_case_says_so(name):
+    assert "no case" in cases.missing(name)
+    with pytest.raises(ValueError, match="no case"):
+        cases.coordinates(name)
+
+
+def test_an_image_file_of_compressed_blocks_is_read(tmp_path):
+    import base64
+    import zlib
+
+    volume = np.random.default_rng(0).integers(0, 3, (4, 3, 5), np.uint8)
+    raw = volume.transpose(2, 1, 0).tobytes()
+    blocks = [raw[i : i + 16] for i in range(0, len(raw), 16)]
+    packed = [zlib.compress(block) for block in blocks]
+    header = np.array([len(blocks), 16, len(raw) % 16, *map(len, packed)], "<u4").tobytes()
+    payload = base64.b64encode(header) + base64.b64encode(b"".join(packed))
+    file = tmp_path / "volume.vti"
+    file.write_text(
+        '<VTKFile header_type="UInt32"><ImageData WholeExtent="0 3 0 2 0 4"><Piece><PointData><DataArray>\n'
+        f"{payload.decode()}\n</DataArray></PointData></Piece></ImageData></VTKFile>"
+    )
+    assert np.array_equal(cases._read_vti(file), volume)
+
+
+# ---- the judge
+
+
+def exact(seed: int = 0):
+    """A small scene with its convolution by the oracle."""
+    coords = cases.coordinates("uniform_20_6", "cpu", True)
+    x, weight, grad = measure.operands(len(coords), 4, "fp64", "cpu")
+    edges = oracle.edges(coords.numpy(), coords.numpy(), oracle.window_taps((3, 3, 3)), (1,) * 3, (1,) * 3)
+    results = {
+        "forward": oracle.convolve(x, weight, edges, len(coords)),
+        "input_grad": oracle.input_grad(grad, weight, edges, len(coords)),
+        "weight_grad": oracle.weight_grad(x, grad, edges, 27),
+    }
+    return coords, x, weight, grad, {k: torch.from_numpy(v) for k, v in results.items()}, len(edges)
+
+
+def test_the_judge_agrees_with_the_oracle():
+    coords, x, weight, grad, results, pairs = exact()
+    neighbours = check.Neighbours(coords)
+    assert neighbours.count_pairs() == pairs
+    verdict = check.judge(neighbours, x, weight, grad, results, "fp64")
+    assert verdict.fault is None
+    assert set(verdict.errors) == set(results)
+
+
+@pytest.mark.parametrize("quantity", ["forward", "input_grad", "weight_grad"])
+@pytest.mark.parametrize("dtype", check.LIMITS)
+def test_the_judge_sees_one_lost_pair_in_every_dtype(quantity, dtype):
+    coords, x, weight, grad, results, _ = exact()
+    neighbours = check.Neighbours(coords)
+    out = int((neighbours.rows(check.OFFSETS[13]) >= 0).nonzero()[0])
+    if quantity == "weight_grad":
+        results[quantity][13] -= torch.outer(x[out], grad[out])
+    else:
+        results[quantity][out] -= x[out] @ weight[13] if quantity == "forward" else grad[out] @ weight[13].t()
+    verdict = check.judge(neighbours, x, weight, grad, results, dtype)
+    assert verdict.fault is not None
+    assert quantity in verdict.fault
+
+
+def test_the_judge_refuses_nan():
+    coords, x, weight, grad, results, _ = exact()
+    results["forward"][:] = math.nan
+    assert "forward" in (check.judge(check.Neighbours(coords), x, weight, grad, results, "bf16").fault or "")
+
+
+# ---- implementations
+
+
+@pytest.mark.parametrize("name", registry())
+def test_every_implementation_runs_or_says_why_not(name):
+    row = measure.measure(Job(name, "shell_16", 8, quantities=("forward", "step"), **TINY))
+    assert row["status"] in ("measured", "skipped"), row.get("reason")
+    if row["status"] == "skipped":
+        assert row["reason"]
+        assert "forward" not in row
+    else:
+        assert row["forward"]["median"] > 0
+        assert set(row["errors"]) == {"forward", "input_grad", "weight_grad"}
+
+
+def test_ours_is_measured_in_every_quantity():
+    row = measure.measure(Job("sparseconv", "shell_16", 8, shuffled=True, **TINY))
+    assert row["status"] == "measured", row.get("reason")
+    assert row["pairs"] == check.Neighbours(cases.coordinates("shell_16")).count_pairs()
+    for quantity in ("map", "forward", "input_grad", "weight_grad", "step"):
+        assert row[quantity]["median"] >= 0
+    assert row["step"]["p10"] <= row["step"]["median"] <= row["step"]["p90"]
+    assert row["details"]["backend"]
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch):
+    kind = registry()["sparseconv"]
+    honest = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: honest(self, x) * 1.01)
+    row = measure.measure(Job("sparseconv", "shell_16", 8, **TINY))
+    assert row["status"] == "wrong"
+    assert "is wrong" in row["reason"]
+    assert not {"forward", "step", "map"} & set(row)
+
+
+def test_a_peer_that_is_not_there_is_skipped_without_a_process(monkeypatch):
+    monkeypatch.setattr(runner.subprocess, "Popen", None)
+    if runner.absent("MinkowskiEngine") is None:
+        pytest.skip("it is installed here")
+    rows = runner.run_all([Job("MinkowskiEngine", "shell_16", 8, **TINY)], lambda row: None)
+    assert [row["reason"] for row in rows] == ["MinkowskiEngine is not installed"]
+
+
+# ---- workers
+
+
+def falling(*names: str, budget: float | None = None):
+    seen = []
+    jobs = [Job("sparseconv", name, 8, **TINY) for name in names]
+    rows = runner.run_all(jobs, seen.append, None, budget, "tests.benchmarks.falling_worker")
+    assert rows == seen
+    return [(row["case"], row["status"]) for row in rows], rows
+
+
+def test_a_crash_costs_one_row():
+    found, rows = falling("a", "dies", "b")
+    assert found == [("a", "measured"), ("dies", "crashed"), ("b", "measured")]
+    assert "code 139: the kernel took the process with it" in rows[1]["reason"]
+
+
+def test_a_hang_costs_one_row(monkeypatch):
+    monkeypatch.setattr(runner, "PATIENCE", 2.0)
+    found, rows = falling("hangs", "b")
+    assert found == [("hangs", "crashed"), ("b", "measured")]
+    assert "longer than 2 s" in rows[0]["reason"]
+
+
+def test_what_a_budget_does_not_reach_is_skipped():
+    found, _ = falling("a", "hangs", "b", budget=2.5)
+    assert found[0] == ("a", "measured")
+    assert found[-1] == ("b", "skipped")
+
+
+def test_compiled_kernels_are_kept_and_what_was_tuned_is_not(tmp_path):
+    for name in ("choice.json", "conv_kernel.cubin"):
+        (tmp_path / "triton").mkdir(exist_ok=True)
+        (tmp_path / "triton" / name).write_text("{}")
+    rows = runner.compile_all([Job("MinkowskiEngine", "shell_16", 8, **TINY)], 2, tmp_path)
+    assert len(rows) == 1
+    assert [file.name for file in (tmp_path / "triton").iterdir()] == ["conv_kernel.cubin"]
+
+
+# ---- clocks
+
+
+def test_the_clock_counts_every_repeat():
+    calls = []
+    spread = Clock().time(lambda: calls.append(0), 0.001)
+    assert spread.repeats + 3 == len(calls)
+    assert 0 <= spread.p10 <= spread.median <= spread.p90
+
+
+def test_spread_is_of_the_samples():
+    assert Spread.of([1.0, 2.0, 3.0]).median == 2.0
+
+
+def test_peak_memory_sees_a_buffer():
+    peak = Clock().peak(lambda: torch.ones(1 << 23))
+    assert peak is None or peak >= 30 << 20
+
+
+# ---- what is asked for, kept and shown
+
+
+def test_the_first_table_is_asked_for_whole():
+    jobs = selection.layer_jobs(selection.first_table(), ["sparseconv"], ["fp16", "bf16"], "cuda", 0.6, True)
+    cells = {(c["case"], c["channels"]) for c in report.targets()["layers"]}
+    for shuffled in (False, True):
+        asked = {(j.case, j.channels) for j in jobs if "step" in j.quantities and j.shuffled == shuffled}
+        assert asked == cells
+        assert {j.case for j in jobs if "map" in j.quantities and j.shuffled == shuffled} == {c for c, _ in cells}
+    assert {(j.case, j.channels) for j in jobs if j.dtype == "bf16"} == cells
+
+
+@pytest.mark.parametrize("row", report.targets()["layers"] + report.targets()["networks"])
+def test_targets_are_in_order(row):
+    for name, cell in row.items():
+        if isinstance(cell, dict) and "goal" in cell:
+            assert cell["goal"] <= cell["must"] <= cell["best_other"], (row["case"], name)
+
+
+def fake(implementation: str, ms: float, **more):
+    row = Job(implementation, "shell_64", 1024, quantities=("forward", "step")).as_dict()
+    row |= {"status": "measured", "voxels": 15192, "pairs": 194_000, "forward": {"median": ms, "p10": ms, "p90": ms}}
+    return row | more
+
+
+def test_results_come_back_as_written(tmp_path):
+    rows = [report.with_rates(fake("sparseconv", 0.5), {"fp16": 760.0, "fp32": 50.0, "copy": 4.0})]
+    report.write(tmp_path / "a.json", {"cpu": "x"}, rows, ceilings={"copy": 4.0})
+    found = report.read(tmp_path / "a.json")
+    assert found["machine"] == {"cpu": "x"}
+    assert found["ceilings"] == {"copy": 4.0}
+    rate = found["rows"][0]["rates"]["forward"]
+    assert rate["tflops"] == pytest.approx(2 * 194_000 * 1024**2 / 0.5e-3 / 1e12, rel=1e-3)
+    assert 0 < rate["of_matmul"] <= rate["of_bound"] <= 2
+    (tmp_path / "b.json").write_text(json.dumps({"version": 0, "rows": []}))
+    with pytest.raises(ValueError, match="no results file"):
+        report.read(tmp_path / "b.json")
+
+
+def test_an_unmet_must_is_named_and_a_met_one_is_not():
+    assert report.unmet([fake("sparseconv", 0.5)]) == []
+    (sentence,) = report.unmet([fake("sparseconv", 1.8)])
+    assert "shell_64 C 1024 forward" in sentence
+    assert "2.00 times" in sentence
+    assert report.unmet([fake("spconv", 9.0), fake("sparseconv", 9.0, shuffled=True)]) == []
+
+
+def test_a_map_stands_on_every_row_of_its_case():
+    alone = fake("sparseconv", 0.5, quantities=("map",), channels=32, map={"median": 0.1})
+    del alone["forward"]
+    (row,) = report.joined([fake("sparseconv", 0.5), alone])
+    assert row["map"]["median"] == 0.1
+    assert row["channels"] == 1024
+    skipped = [fake("fVDB", 1.0, status="skipped", reason="not here", case=c) for c in ("a", "b")]
+    assert len(report.joined(skipped)) == 1
+
+
+def test_tables_print(capsys):
+    report.wide_console().print(report.layer_table([fake("sparseconv", 0.5), fake("spconv", 1.0)], "title"))
+    assert "0.500" in capsys.readouterr().out
+
+
+def test_pictures_are_drawn_of_what_a_file_has(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    ceilings = {"fp16": 760.0, "fp32": 50.0, "copy": 4.0}
+    rows = [fake(name, ms, memory={"peak_mib": 30.0}) for name, ms in (("sparseconv", 0.5), ("spconv", 1.9))]
+    rows += [fake("sparseconv", ms, case=f"uniform_{p}_64", channels=64) for p, ms in ((1, 0.1), (10, 0.2))]
+    report.write(tmp_path / "card.json", {"card": {"name": "card"}}, rows, ceilings=ceilings)
+    written = plots.draw([tmp_path / "card.json"], tmp_path / "pictures")
+    assert [p.name for p in written] == [f"card_{kind}.png" for kind in plots.PAINTERS]
+    assert all(p.read_bytes()[:4] == b"\x89PNG" for p in written)
+    report.write(tmp_path / "empty.json", {"cpu": "x"}, [])
+    assert plots.draw([tmp_path / "empty.json"], tmp_path / "pictures") == []
+
+
+# ---- networks
+
+
+def test_the_networks_are_one_network():
+    network = pytest.importorskip("benchmarks.network")
+    sizes = []
+    for kind in network.NETWORKS.values():
+        try:
+            net = kind("cpu", torch.float32)
+        except ImportError:
+            continue
+        sizes.append(sum(p.numel() for p in net.network.parameters()))
+    assert sizes
+    assert set(sizes) == {7_181_460}
+
+
+def test_a_small_network_is_measured():
+    from benchmarks import network
+
+    row = network.measure("sparseconv", "shell_16", "cpu", 0.01, (4, 8))
+    assert row["status"] == "measured", row.get("reason")
+    assert min(row[q]["median"] for q in ("step", "inference", "fixed")) > 0
+    assert "card" in row["replay"]["reason"]
+
+
+# ---- claims
+
+
+def test_the_committed_claims_are_well_formed():
+    for claim in verify.claims():
+        assert claim["tolerance"] < 1
+        asked = claim["measure"]
+        assert set(asked) == {"implementation", "case", "channels", "dtype", "device", "quantity"}
+        assert cases.missing(asked["case"]) is None or asked["case"] in (*cases.SCANS, *cases.VOLUMES)
+
+
+@pytest.mark.parametrize(("figure", "code", "word"), [(1e6, 0, "1 claims hold"), (1e-9, 1, "does not hold")])
+def test_a_claim_is_measured_anew(tmp_path, capsys, figure, code, word):
+    asked = {"implementation": "sparseconv", "case": "shell_16", "channels": 4, "dtype": "fp32", "device": "cpu"}
+    claim = {"name": "a", "text": "a step", "measure": asked | {"quantity": "step"}, "figure": figure, "unit": "ms"}
+    (tmp_path / "claims.json").write_text(json.dumps({"claims": [claim | {"tolerance": 0.1}]}))
+    assert verify.verify([], "cpu", report.wide_console(), tmp_path / "claims.json") == code
+    assert word in capsys.readouterr().out
