@@ -94,13 +94,15 @@ class PointGroups:
     def _winners(self, features: torch.Tensor) -> torch.Tensor:
         """(V, C) int64: the first point that has the maximum of its voxel, M where there is no point."""
         shape = (self.num_voxels + 1, features.shape[1])  # a row more for points without a voxel
-        bins = torch.where(self._rows < 0, self.num_voxels, self._rows)[:, None].expand_as(features)
-        most = features.new_full(shape, -torch.inf).scatter_reduce(0, bins, features, "amax")
-        best = (features == most.gather(0, bins)) | (features != features)
-        numbers = torch.arange(self.num_points, device=self.device)[:, None]
+        bins = torch.where(self._rows < 0, self.num_voxels, self._rows)
+        each = bins[:, None].expand_as(features)
+        most = features.new_full(shape, -torch.inf).scatter_reduce_(0, each, features, "amax")
+        best = (features == most.index_select(0, bins)) | (features != features)
+        kind = torch.int32 if self.num_points < 2**31 else torch.int64  # half the memory to walk through
+        numbers = torch.arange(self.num_points, dtype=kind, device=self.device)[:, None]
         numbers = torch.where(best, numbers, self.num_points)
-        first = torch.full(shape, self.num_points, device=self.device).scatter_reduce(0, bins, numbers, "amin")
-        return first[:-1]
+        first = torch.full(shape, self.num_points, dtype=kind, device=self.device)
+        return first.scatter_reduce_(0, each, numbers, "amin")[:-1].long()
 
 
 class _Choice(torch.autograd.Function):
