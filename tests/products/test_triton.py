@@ -13,7 +13,6 @@ triton = pytest.importorskip("triton")
 from sparseconv.products import sparse_scale_info  # noqa: E402
 from sparseconv.products.schedule import table_text, work_items  # noqa: E402
 from sparseconv.products.table import PRODUCTS  # noqa: E402
-from sparseconv.products.terms import unpack  # noqa: E402
 from tests.products import oracle  # noqa: E402
 from tests.products.cases import (  # noqa: E402
     CASES,
@@ -39,7 +38,7 @@ FLAGS = list(itertools.product([False, True], repeat=3))
 def terms_of(info):
     """What a kernel is given, with the table of small structures that infos on a GPU carry."""
     info = info.to(DEVICE)
-    terms = unpack(info.packed.tensors, info.packed.layout, info.out_size)
+    terms = info.terms
     columns = (info.scale, info.index1, info.index2, info.seg_out, info.gather_index, info.index_out)
     return terms._replace(table=table_text(*columns))
 
@@ -103,7 +102,7 @@ def test_wide_channels_and_both_batches(name, axes):
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", ["mul", "vecsca", "scavec", "inner"])
-@pytest.mark.parametrize("case", [c for c in CASES if len(c.triples) < 200], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in CASES if len(c.triples) < 100], ids=lambda case: case.name)
 def test_kernels_written_for_the_structure(case, name):
     info = case.infos(torch.float32)[0]
     for shared1, shared2, _ in FLAGS[:6:2]:
@@ -121,6 +120,31 @@ def test_each_operand_may_be_the_one_that_passes_by(name, sizes):
     out = run(name, x, y, info, False, unroll=True)
     expected = oracle.product(name, x, y, case.triples, case.out_size)
     assert relative_error(out, expected) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", ["mul", "vecsca", "scavec", "inner"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], random_case("wide", 30, 9, 3, 4)], ids=lambda case: case.name)
+def test_pairs_of_gradients_and_sums_of_products(case, name, monkeypatch):
+    from sparseconv.products import triton_products as gpu
+
+    monkeypatch.setattr(gpu, "_UNROLLED", 0)
+    axes = {"a": 1, "b": 1, "c": 150}
+    x, y, x2, y2 = (
+        t.to(DEVICE)
+        for seed in (1, 2)
+        for t in inputs(name, case, False, False, batch=17, axes=axes, dtype=torch.float32, integers=True, seed=seed)
+    )
+    x, y = x.requires_grad_(), y.requires_grad_()
+    expected = oracle.product(name, x, y, case.triples, case.out_size)
+    grad = torch.randint(-2, 3, expected.shape, device=DEVICE).float()
+    wanted = torch.autograd.grad(expected, (x, y), grad)
+    terms = terms_of(case.infos(torch.float32)[0])
+    row = PRODUCTS[name]
+    for g, w in zip(gpu.gradient_pair(row, x.detach(), y.detach(), grad, terms), wanted):
+        assert torch.equal(g, w)
+    total = expected + oracle.product(name, x2, y2, case.triples, case.out_size)
+    assert torch.equal(gpu.product_sum(row, x.detach(), y.detach(), x2, y2, terms), total)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -182,8 +206,7 @@ def test_the_scale(shape):
     index, _, index_out, scale = case.columns()
     info = sparse_scale_info(index, index_out, scale, case.out_size, case.in1_size).to(DEVICE)
     x = torch.randint(-2, 3, (*shape, case.in1_size, 9)).float()
-    terms = unpack(info.packed.tensors, info.packed.layout, info.out_size)
-    out = gpu.segment_scale(x.to(DEVICE), terms, x.dtype).cpu()
+    out = gpu.segment_scale(x.to(DEVICE), info.terms, x.dtype).cpu()
     assert torch.equal(out, oracle.scale(x, pairs, case.out_size))
 
 
