@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -40,27 +41,15 @@ class Window:
             raise ValueError(
                 "give either kernel_size (a box of taps) or taps (an explicit list), not both, not neither"
             )
-        strides = per_axis(stride, rank, "stride", 1)
-        if kernel_size is not None:
-            kernel = per_axis(kernel_size, rank, "kernel_size", 1)
-            projection = IndexProjection.window(kernel, strides, dilation, padding)
-            points = projection.taps().tolist()
-        else:
-            listed = taps.tolist() if isinstance(taps, torch.Tensor) else [list(tap) for tap in taps or ()]
-            if not listed or any(len(tap) != rank or not all(isinstance(t, int) for t in tap) for tap in listed):
-                raise ValueError(f"taps must be a non-empty list of integer points (K, {rank}); got {listed[:4]}")
-            if len({tuple(tap) for tap in listed}) < len(listed):
-                raise ValueError("taps must be distinct: add the weights of equal ones")
-            steps = per_axis(dilation, rank, "dilation", 1)
-            pad = per_axis(0 if padding is None else padding, rank, "padding")
-            low = [min(tap[i] for tap in listed) for i in range(rank)]
-            size = [max(tap[i] for tap in listed) - low[i] + 1 for i in range(rank)]
-            projection = IndexProjection.window(
-                size, strides, steps, tuple(p - d * lo for p, d, lo in zip(pad, steps, low))
-            )
-            points = [[d * (t - lo) for d, t, lo in zip(steps, tap, low)] for tap in listed]
-        offsets = tuple(tuple(o + p for o, p in zip(projection.offset, point)) for point in points)
-        return cls(projection, strides, offsets)
+        listed = taps.tolist() if isinstance(taps, torch.Tensor) else taps
+        return _window(
+            rank,
+            None if kernel_size is None else per_axis(kernel_size, rank, "kernel_size", 1),
+            per_axis(stride, rank, "stride", 1),
+            per_axis(dilation, rank, "dilation", 1),
+            None if padding is None else per_axis(padding, rank, "padding"),
+            None if listed is None else tuple(tuple(tap) for tap in listed),
+        )
 
     def fine(self, coarse: torch.Tensor, tap: int) -> torch.Tensor:
         """What coords (M, 1+D) int64 of coarse voxels see through a tap, (M, 1+D) int64."""
@@ -78,6 +67,31 @@ class Window:
         stride = _row((1, *self.stride), fine)
         moved = fine - _row((0, *self.offsets[tap]), fine)
         return torch.div(moved[(moved % stride == 0).all(1)], stride, rounding_mode="floor")
+
+
+@lru_cache(maxsize=1024)
+def _window(
+    rank: int, kernel: Ints | None, strides: Ints, steps: Ints, padding: Ints | None, taps: tuple[Ints, ...] | None
+) -> Window:
+    """The window of checked arguments, made once for all plans that ask for it: it takes as long as a small map."""
+    if kernel is not None:
+        projection = IndexProjection.window(kernel, strides, steps, padding)
+        points = projection.taps().tolist()
+    else:
+        listed = taps or ()
+        if not listed or any(len(tap) != rank or not all(isinstance(t, int) for t in tap) for tap in listed):
+            raise ValueError(f"taps must be a non-empty list of integer points (K, {rank}); got {listed[:4]}")
+        if len(set(listed)) < len(listed):
+            raise ValueError("taps must be distinct: add the weights of equal ones")
+        pad = (0,) * rank if padding is None else padding
+        low = [min(tap[i] for tap in listed) for i in range(rank)]
+        size = [max(tap[i] for tap in listed) - low[i] + 1 for i in range(rank)]
+        projection = IndexProjection.window(
+            size, strides, steps, tuple(p - d * lo for p, d, lo in zip(pad, steps, low))
+        )
+        points = [[d * (t - lo) for d, t, lo in zip(steps, tap, low)] for tap in listed]
+    offsets = tuple(tuple(o + p for o, p in zip(projection.offset, point)) for point in points)
+    return Window(projection, strides, offsets)
 
 
 def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Boundary) -> KernelMap:
@@ -203,6 +217,7 @@ def wrap(coords: torch.Tensor, torus: IndexRange | None) -> torch.Tensor:
     return folded
 
 
+@lru_cache(maxsize=1024)
 def _symmetry(window: Window, torus: IndexRange | None) -> tuple[int | None, tuple[int, ...] | None]:
     """The identity tap and the mirrored tap of each, for a window at stride 1 whose two sides are one grid."""
     if any(s != 1 for s in window.stride):
