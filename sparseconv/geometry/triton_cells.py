@@ -114,6 +114,15 @@ def popcount(word):
 
 
 @triton.jit
+def popcount_low(word):
+    """Bits set in int32 words that are not negative."""
+    if IS_INTERPRETED:
+        return popcount(word.to(tl.int64))
+    else:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def below(bit):
     """The int64 word whose bits under ``bit`` are set."""
     one = tl.full(bit.shape, 1, tl.int64)

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer
-from sparseconv.geometry.triton_neighbors import SEARCH_TYPES, STARTS, WindowSearch, search_window
+from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
+from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
 from sparseconv.geometry.triton_table import build_table
 from sparseconv.geometry.triton_window import Ints, encode_window, entry_of, look, take
 
@@ -208,9 +209,7 @@ _REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))
 # ---- readable twin
 
 
-def pairs_torch(
-    neighbors: torch.Tensor, mirrored: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def pairs_torch(neighbors: torch.Tensor, mirrored: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """in_rows, out_rows and tap offsets of a table (K, N_out), as `pairs_of` orders them.
 
     ``mirrored``: the table is one of a symmetric window between the rows of one grid.

@@ -94,8 +94,8 @@ def reach(
         keys = torch.sort(keys[:count]).values
         reached = torch.empty(count, 1 + rank, dtype=torch.int32, device=device)
         if count:
-            args = (pointer(keys), pointer(window), pointer(reached), count)
-            _DECODE(device, (ceil_div(count, 256),), args, (rank, 256))
+            decoded = (pointer(keys), pointer(window), pointer(reached), count)
+            _DECODE(device, (ceil_div(count, 256),), decoded, (rank, 256))
     return reached
 
 
