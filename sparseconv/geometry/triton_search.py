@@ -29,7 +29,7 @@ from sparseconv.geometry.triton_window import entry_of, look
 if TYPE_CHECKING:
     from sparseconv.geometry.triton_neighbors import WindowSearch
 
-#: the arrays of a search's scratch: edges of tap k before chunk c, sort keys, the blocks around each block, and a sort's
+#: the arrays of a search's scratch: edges of tap k before chunk c, sort keys, the blocks around a block, and a sort's
 STARTS, SORT_KEYS, AROUND, LINES, ORDER = range(5)
 
 

@@ -72,7 +72,7 @@ def build_schedule(
 def make_tiles(
     search: WindowSearch, order: torch.Tensor | Pointer, parts: tuple[tuple[int, ...], ...], block_m: int
 ) -> Schedule:
-    """The schedule whose rows go in ``order`` in each group of taps: (G, N_out) int64 or int32, or the place of (N_out,) int32."""
+    """The schedule of rows in the ``order`` of each group of taps: (G, N_out) int64 or int32, or (N_out,) int32's place."""
     n, device, taps = search.coords.shape[0], search.coords.device, search.window.num_taps
     lines = max(map(len, parts), default=0)
     padded = -(-n // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
@@ -100,14 +100,8 @@ def make_tiles(
             slots, padded // block_m, lines, room,
         )  # fmt: skip
         with on_device(device):
-            constants = (
-                *search.constants,
-                block_m,
-                power_of_2(room),
-                split,
-                taps <= 32,
-                parts == (tuple(range(taps)),),
-            )
+            plain = parts == (tuple(range(taps)),)
+            constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
             (_TILES_64 if wide else _TILES)(device, (tiles,), args, constants)
             ranked = (pointer(counts), pointer(launch_order), tiles)
             _RANK(device, (ceil_div(tiles, 64),), ranked, (power_of_2(lines + 2), 64, 1024))
@@ -157,16 +151,16 @@ def tiles_kernel(
     runs_ptr = window_ptr + 3 * RANK
     for run in range(0, num_runs, 3):  # all loads of three runs before any store: they are on their way together
         tap_a, length_a, a0, a1, a2, a3 = look_and_take(
-            runs_ptr, run, num_runs, row, entry, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
-            around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+            runs_ptr, run, num_runs, row, entry, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr,
+            rows_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
         )  # fmt: skip
         tap_b, length_b, b0, b1, b2, b3 = look_and_take(
-            runs_ptr, run + 1, num_runs, row, entry, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
-            around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+            runs_ptr, run + 1, num_runs, row, entry, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr,
+            rows_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
         )  # fmt: skip
         tap_c, length_c, c0, c1, c2, c3 = look_and_take(
-            runs_ptr, run + 2, num_runs, row, entry, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
-            around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+            runs_ptr, run + 2, num_runs, row, entry, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr,
+            rows_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
         )  # fmt: skip
         for part in tl.static_range(3):
             tap = tap_a if part == 0 else tap_b if part == 1 else tap_c
