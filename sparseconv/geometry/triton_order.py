@@ -41,7 +41,7 @@ def sort_rows(keys: torch.Tensor) -> torch.Tensor:
 
 
 def merge_rows(keys: Pointer, lines: Pointer, order: Pointer, n: int, device: torch.device) -> None:
-    """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``lines`` (2N,) int64 is scratch; N > 0."""
+    """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``lines`` (2N,) int64 is scratch."""
     levels, runs = 0, ceil_div(n, RUN)
     while runs > 1:
         runs, levels = ceil_div(runs, FAN), levels + 1
