@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def pairs_of(search: WindowSearch) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """The edges by tap, and by target row within a tap; waits for ``search.pending``, the counts, and nothing else.
+    """The edges by tap, and by target row within a tap; waits for ``search.pending``, the counts, alone.
 
     Edges between the rows of one grid through a symmetric window are found once for two mirrored taps: those of the
     second half of the taps are then ordered by source row.

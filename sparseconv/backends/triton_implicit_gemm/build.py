@@ -72,7 +72,7 @@ def build_schedule(
 def make_tiles(
     search: WindowSearch, order: torch.Tensor | Pointer, parts: tuple[tuple[int, ...], ...], block_m: int
 ) -> Schedule:
-    """The schedule of rows in the ``order`` of each group of taps: (G, N_out) integers, or the place of (N_out,) int32."""
+    """The schedule of rows in the ``order`` of each group: (G, N_out) integers, or the place of (N_out,) int32."""
     n, device, taps = search.coords.shape[0], search.coords.device, search.window.num_taps
     lines = max(map(len, parts), default=0)
     padded = -(-n // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
