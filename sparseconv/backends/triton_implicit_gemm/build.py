@@ -104,7 +104,8 @@ def make_tiles(
             constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
             (_TILES_64 if wide else _TILES)(device, (tiles,), args, constants)
             ranked = (pointer(counts), pointer(launch_order), tiles)
-            _RANK(device, (ceil_div(tiles, 64),), ranked, (power_of_2(lines + 2), 64, 1024))
+            mine = 64 if tiles <= 4096 else 256  # many tiles are read by fewer programs
+            _RANK(device, (ceil_div(tiles, mine),), ranked, (power_of_2(lines + 2), mine, 1024))
     more: dict[str, Any] = {"slots": slots_of} if split else {}
     return Schedule(block_m, table, out_rows, counts, tile_rows, tile_taps, launch_order, **more)
 
