@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-#: programs of a cooperative launch on each multiprocessor, with 128 threads, and the registers that each thread may have
+#: programs of a cooperative launch on each multiprocessor, of 128 threads, and the registers that a thread may have
 CREW, MOST_REGISTERS = 4, 128
 #: times that the programs of a cooperative launch may wait for each other
 NUM_GATES = 7

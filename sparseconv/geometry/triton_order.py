@@ -22,7 +22,7 @@ from sparseconv.geometry.triton_launch import (
 #: rows that one program sorts, and sorted runs that are merged at once
 RUN, FAN = 1024, 8
 #: up to this many rows the merges (N log N) are faster than torch's radix sort on the card and the host
-MERGED_ROWS = 160_000
+MERGED_ROWS = 65_536
 
 
 def sort_rows(keys: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def sort_rows(keys: torch.Tensor) -> torch.Tensor:
 
 
 def merge_rows(keys: Pointer, lines: Pointer, order: Pointer, n: int, device: torch.device) -> None:
-    """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32, by way of ``lines`` (2N,) int64; N > 0."""
+    """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``lines`` (2N,) int64 is scratch."""
     levels, runs = 0, ceil_div(n, RUN)
     while runs > 1:
         runs, levels = ceil_div(runs, FAN), levels + 1
@@ -82,17 +82,17 @@ def order_kernel(
             family = (first // wide * wide).to(tl.int32)  # BLOCK divides RUN: one family a block
             begin = tl.minimum(family + side.to(tl.int64) * length, n).to(tl.int32)
             end = tl.minimum(begin.to(tl.int64) + length, n).to(tl.int32)
-            low = begin[:, None] + (place * 0)[None, :]  # lanes of a warp bisect one run with lines that are close
-            high = end[:, None] + (place * 0)[None, :]
+            low = begin[None, :] + (place * 0)[:, None]
+            high = end[None, :] + (place * 0)[:, None]
             left = length
             while left > 0:  # lines below `low` are smaller, lines from `high` on are not
                 middle = (low + high) >> 1
                 open_ = low < high
-                smaller = tl.load(here_ptr + middle, mask=open_, other=0) < line[None, :]
+                smaller = tl.load(here_ptr + middle, mask=open_, other=0) < line[:, None]
                 low = tl.where(open_ & smaller, middle + 1, low)
                 high = tl.where(open_ & ~smaller, middle, high)
                 left = left >> 1
-            target = family + tl.sum(low - begin[:, None], 0)
+            target = family + tl.sum(low - begin[None, :], 1)
             if level == levels - 1:
                 tl.store(order_ptr + target, (line & 0xFFFFFFFF).to(tl.int32), mask=place < n)
             else:

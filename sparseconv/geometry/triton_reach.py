@@ -94,8 +94,8 @@ def reach(
         keys = torch.sort(keys[:count]).values
         reached = torch.empty(count, 1 + rank, dtype=torch.int32, device=device)
         if count:
-            args = (pointer(keys), pointer(window), pointer(reached), count)
-            _DECODE(device, (ceil_div(count, 256),), args, (rank, 256))
+            decoded = (pointer(keys), pointer(window), pointer(reached), count)
+            _DECODE(device, (ceil_div(count, 256),), decoded, (rank, 256))
     return reached
 
 
@@ -125,7 +125,7 @@ def reach_kernel(coords_ptr, window_ptr, table_ptr, keys_ptr, n, capacity, RANK:
         value = tl.where(size > 0, turned, whole)
         live = live & (value >= tl.load(axis_ptr + 6)) & (value < tl.load(axis_ptr + 7))
         key = key * tl.load(axis_ptr + 1) + (value - tl.load(axis_ptr))
-    slot, known = claim(table_ptr, key, live, capacity, volume)
+    _slot, known = claim(table_ptr, key, live, capacity, volume)
     fresh = (live & ~known).to(tl.int64)
     total = tl.sum(fresh, 0)
     if total > 0:

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from sparseconv.geometry.triton_cells import below, cells_of, claim, count_blocks, find, popcount
 from sparseconv.geometry.triton_launch import (
-    CREW,
     NUM_GATES,
     Arena,
     Launcher,
@@ -228,8 +227,7 @@ def _launch_table(table: CoordinateTable) -> None:
     zeros = arena.length_before(IDS) // 4
     args = (pointer(coords), table.pointers[0], *arrays, gates_of(coords.device), n, table.capacity, zeros, programs)
     measured = table.given_ranges is not None
-    block = 128 if n <= 128 * CREW * 128 else 256
-    constants = (columns, _width(columns), pack_shifts(table.shifts), measured, block, 512, NUM_GATES)
+    constants = (columns, _width(columns), pack_shifts(table.shifts), measured, 128, 512, NUM_GATES)
     _TABLE(coords.device, (programs,), args, constants)
 
 

@@ -29,7 +29,7 @@ from sparseconv.geometry.triton_table import (
 from sparseconv.geometry.triton_window import encode_window, tap_order
 from tests.geometry.triton_cases import CASES, SLOW_CASES, Case
 
-SLOW = pytest.mark.slow
+SORTED_LONG = pytest.param(66_000, 2**31, 1024, marks=pytest.mark.slow)
 DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
 EVERY_CASE = [pytest.param(case, id=case.name) for case in CASES] + [
     pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in SLOW_CASES
@@ -164,13 +164,7 @@ def test_keys_order_rows_by_gray_code() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "values", "run"),
-    [
-        (1, 5, 1024),
-        (1000, 3, 1024),
-        (1500, 2**31, 1024),
-        (1100, 40, 128),
-        pytest.param(66_000, 2**31, 1024, marks=SLOW),
-    ],
+    [(1, 5, 1024), (1000, 3, 1024), (1500, 2**31, 1024), (1100, 40, 128), SORTED_LONG],
 )
 def test_sorting_rows(rows: int, values: int, run: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_order, "RUN", run)  # runs of 128 rows are merged twice
