@@ -41,6 +41,7 @@ class SparseScaleInfo:
     out_size: int | None  # rows of the output; None: S
     in_size: int | None = None  # rows of the input, where known
     terms: Terms = field(init=False, repr=False)
+    device: torch.device | None = field(init=False, repr=False)  # of the tensors; None where every field is None
 
     def __post_init__(self) -> None:
         terms = _same_length(self, ("scale", "index"))
@@ -48,11 +49,7 @@ class SparseScaleInfo:
         # a plain attribute, made now: torch.compile reads it as a constant, where it cannot trace a cached property
         columns = (self.scale, self.index, None, self.seg_out, None, self.index_out)
         object.__setattr__(self, "terms", make_terms(*columns, self.num_rows))
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device of the tensors; None where every field is None."""
-        return _device(self)
+        object.__setattr__(self, "device", _device(self))
 
     @property
     def num_rows(self) -> int:
@@ -112,6 +109,7 @@ class SparseProductInfo:
     in1_size: int | None = None  # rows of the first input, where known
     in2_size: int | None = None  # rows of the second input, where known
     terms: Terms = field(init=False, repr=False)
+    device: torch.device | None = field(init=False, repr=False)  # of the tensors; None where every field is None
 
     def __post_init__(self) -> None:
         terms = _same_length(self, ("scale", "index1", "index2"))
@@ -121,11 +119,7 @@ class SparseProductInfo:
         columns = (self.scale, self.index1, self.index2, self.seg_out, self.gather_index, self.index_out)
         # a plain attribute, made now: torch.compile reads it as a constant, where it cannot trace a cached property
         object.__setattr__(self, "terms", make_terms(*columns, self.num_rows))
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device of the tensors; None where every field is None."""
-        return _device(self)
+        object.__setattr__(self, "device", _device(self))
 
     @property
     def num_rows(self) -> int:

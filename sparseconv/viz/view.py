@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -68,6 +68,7 @@ def show(
     batch: int = 0,
     unit: str = "voxels",
     title: str = "",
+    names: Sequence[str] = (),
     live: bool | None = None,
 ) -> View:
     """Show voxels, coloured by a number each, or the edges of a plan's kernel map.
@@ -80,6 +81,7 @@ def show(
         batch: the item to show.
         unit: of the grid's voxel size, for the labels.
         title: above the picture; default: what it is.
+        names: of the integers 0, 1, ... among the values.
         live: whether to make a scene of k3d too; default: in a notebook, where k3d is installed.
 
     Returns:
@@ -114,9 +116,9 @@ def show(
     grid = grid.subset(here).to("cpu")
     title = title or f"{len(grid):,} voxels"
     flat = grid.rank == 2
-    with new_figure(5.6, 4.6) as figure:
+    whole = not values.is_floating_point()
+    with new_figure(6.4 if whole else 5.6, 4.6) as figure:
         axes = figure.add_subplot(projection=None if flat else "3d")
-        whole = not values.is_floating_point()
         colours = _category_colours(values) if whole else None
         if flat:
             _flat_cells(figure, axes, grid, values, colours, unit, label)
@@ -125,8 +127,9 @@ def show(
         if whole:
             for number in values.unique().tolist()[:12]:
                 colour = CATEGORIES[number % len(CATEGORIES)]
-                axes.plot(*([[]] * (2 if flat else 3)), linestyle="", marker="s", color=colour, label=str(number))
-            axes.legend(loc="center left", bbox_to_anchor=(1.0 if flat else 1.15, 0.5))
+                name = names[number] if 0 <= number < len(names) else str(number)
+                axes.plot(*([[]] * (2 if flat else 3)), linestyle="", marker="s", color=colour, label=name)
+            figure.legend(loc="outside right center")
         axes.set_title(title)
     return View(figure, _scene(grid, values, colours) if live and not flat else None)
 
@@ -193,15 +196,17 @@ def _flat_cells(
 def _cloud(
     figure: Figure, axes: Any, grid: VoxelGrid, values: torch.Tensor, colours: np.ndarray | None, unit: str, label: str
 ) -> None:
-    size = float(np.clip(30_000 / max(1, len(grid)), 0.8, 40))
+    widest = max(grid.extent.shape, default=1)
+    size = float(np.clip((0.6 * 72 * figure.get_figheight() / max(1, widest)) ** 2, 0.8, 60))  # points^2 of a voxel
+    shared: dict[str, Any] = {"unit": unit, "most": MOST_DOTS, "s": size, "zoom": 1.05}
     if colours is not None:
         from matplotlib.colors import ListedColormap
 
         options: dict[str, Any] = {"cmap": ListedColormap(CATEGORIES), "vmin": 0, "vmax": len(CATEGORIES) - 1}
-        scatter3d(axes, grid, values % len(CATEGORIES), unit=unit, most=MOST_DOTS, s=size, **options)
+        scatter3d(axes, grid, values % len(CATEGORIES), **shared, **options)
         return
-    dots = scatter3d(axes, grid, values, unit=unit, most=MOST_DOTS, s=size, cmap="viridis")
-    figure.colorbar(dots, ax=axes, label=label, shrink=0.6, pad=0.12)
+    dots = scatter3d(axes, grid, values, cmap="viridis", **shared)
+    figure.colorbar(dots, ax=axes, label=label, shrink=0.6, pad=0.15)
 
 
 def _scene(grid: VoxelGrid, values: torch.Tensor, colours: np.ndarray | None) -> Any:

@@ -88,12 +88,12 @@ def test_integers_are_exact(case, name, batch):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("axes", [{"a": 3, "b": 5, "c": 7}, {"a": 17, "b": 35, "c": 130}], ids=["narrow", "wide"])
+@pytest.mark.parametrize("axes", [{"a": 3, "b": 5, "c": 7}, {"a": 17, "b": 66, "c": 130}], ids=["narrow", "wide"])
 @pytest.mark.parametrize("name", PRODUCT_NAMES)
 def test_wide_channels_and_both_batches(name, axes):
     case = CASES[0]
     info = case.infos(torch.float32)[0]
-    for batch, flags in ((2, FLAGS[0]), (2, FLAGS[1]), (2, FLAGS[6]), (33, FLAGS[0]), (33, FLAGS[1]), (33, FLAGS[2])):
+    for batch, flags in ((2, FLAGS[1]), (2, FLAGS[6]), (17, FLAGS[0]), (17, FLAGS[1]), (17, FLAGS[2])):
         shared1, shared2, accumulated = flags
         x, y = inputs(name, case, shared1, shared2, batch=batch, axes=axes, dtype=torch.float32, integers=True)
         expected = oracle.product(name, x, y, case.triples, case.out_size, accumulated)
@@ -161,7 +161,7 @@ def test_infos_written_otherwise(name, way):
         rows = [list(range(6)) if field in way else [0, 0, 1, 3, 3, 3] for field in ("index1", "index2", "seg_out")]
         case = Case(way, list(zip(*rows, [1.0] * 6)), 6, 6, 6)
         info = replace(case.infos(torch.float32)[0], **dict.fromkeys(way.split()))
-    for batch, accumulated in ((2, False), (2, True), (17, False), (17, True)):
+    for batch, accumulated in ((2, False), (2, True), (16, False), (16, True)):
         x, y = inputs(name, case, False, False, batch=batch, dtype=torch.float32, integers=True)
         expected = oracle.product(name, x, y, case.triples, case.out_size, accumulated)
         assert torch.equal(run(name, x, y, info, accumulated), expected)
@@ -263,3 +263,19 @@ def test_the_card_and_the_cpu_agree_to_the_second_order(name, batch):
         for got, wanted in zip(results[1], results[0]):
             assert got.shape == wanted.shape
             assert relative_error(got, wanted) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mul", "inner", "outer", "vecmat"])
+def test_addresses_beyond_two_to_the_thirty_one(name):
+    # 2^31 elements and more in the second input, of which the first and the last rows are used
+    dense = (8, 8) if name == "vecmat" else (64,)
+    rows = 2**31 // 64 + 100
+    y = torch.empty(rows, *dense, dtype=torch.float16)
+    y[[0, -1]] = torch.randint(-2, 3, (2, *dense)).half()
+    x = torch.randint(-2, 3, (2, dense[0])).half()
+    triples = [(0, 0, 0, 1.0), (1, rows - 1, 1, 2.0), (0, rows - 1, 0, 1.0)]
+    info = Case("far", triples, 2, 2, rows).infos(torch.float32)[0]
+    near = [(i, min(j, 1), m, s) for i, j, m, s in triples]
+    expected = oracle.product(name, x.float(), y[[0, -1]].float(), near, 2)
+    assert torch.equal(run(name, x, y, info, False).float(), expected)
