@@ -57,7 +57,7 @@ def case(name: str, data: Path, device: str) -> torch.Tensor:
     if name.startswith("shell_"):
         coords = shell(int(name[6:]), device)
     else:
-        coords = torch.from_numpy(np.load(data / f"{name}.npz")["coords"]).to(device)
+        coords = torch.from_numpy(np.load(data / f"{name}.npz")["coords"]).int().to(device)
     return torch.nn.functional.pad(coords, (1, 0)).contiguous()
 
 

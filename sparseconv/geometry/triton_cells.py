@@ -84,7 +84,8 @@ def find(table_ptr, key, wanted, capacity, volume):
 @triton.jit
 def claim(table_ptr, key, wanted, capacity, volume):
     """The slot of each wanted key, taken for it if it had none, and whether the key was there before."""
-    slot = tl.where(wanted, first_slot(key, capacity, volume), 0)
+    # lanes without a wish compare too: spread over the table, not all at one slot
+    slot = first_slot(key, capacity, tl.where(wanted, volume, 0x4000000000000000))
     going = wanted
     known = going & False
     while tl.max(going.to(tl.int32)) > 0:
@@ -111,6 +112,15 @@ def popcount(word):
         return (v & 127).to(tl.int32)
     else:
         return tl.inline_asm_elementwise("popc.b64 $0, $1;", "=r,l", [word], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def popcount_low(word):
+    """Bits set in int32 words that are not negative."""
+    if IS_INTERPRETED:
+        return popcount(word.to(tl.int64))
+    else:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

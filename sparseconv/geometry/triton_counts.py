@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, Pointer, pointer
-from sparseconv.geometry.triton_table import NUM_GATES, STATUS, CoordinateTable, raise_for_status
+from sparseconv.geometry.triton_table import STATUS, CoordinateTable, raise_for_status
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,11 @@ class PendingCounts:
 
 
 class Counters:
-    """Zeros in which edges are counted: totals of the taps (K,) int64, gates, and counts (K, C) int32 by chunk."""
+    """Zeros in which edges are counted: totals of the taps (K,) int64, and counts (K, C) int32 by chunk."""
 
     def __init__(self, table: CoordinateTable, taps: int, chunks: int) -> None:
         self.shape = taps, chunks
-        self._gates = (2 * taps + 3) & -4
-        self._first = self._gates + (NUM_GATES + 3 & -4)
+        self._first = (2 * taps + 3) & -4
         self.memory = table.zeros(self._first + taps * chunks)
 
     @property
@@ -47,13 +46,12 @@ class Counters:
         return self.memory[self._first : self._first + taps * chunks].view(taps, chunks)
 
     @property
-    def pointers(self) -> tuple[Pointer, Pointer, Pointer]:
-        """Totals, gates and counts, for the kernels."""
+    def pointers(self) -> tuple[Pointer, Pointer]:
+        """Totals and counts, for the kernels."""
         if INTERPRETED:
-            taps = self.shape[0]
-            return self.memory[: 2 * taps].view(torch.int64), self.memory[self._gates : self._first], self.counts
+            return self.memory[: 2 * self.shape[0]].view(torch.int64), self.counts
         base = self.memory.data_ptr()
-        return base, base + 4 * self._gates, base + 4 * self._first
+        return base, base + 4 * self._first
 
 
 def report_of(taps: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,7 +74,7 @@ def scan_counts(
 ) -> None:
     """Launch `scan_kernel`."""
     taps, chunks = counters.shape
-    totals, _, counts = counters.pointers
+    totals, counts = counters.pointers
     args = (counts, totals, starts, pointer(offsets), pointer(report), table.arena[STATUS], taps, chunks)
     SCAN(offsets.device, (max(taps, 1),), args, (SCAN_BLOCK,))
 

@@ -9,32 +9,36 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_cells import axis_blocks, axis_range, count_blocks, find
 from sparseconv.geometry.triton_counts import (
-    SCAN_BLOCK,
     Counters,
     PendingCounts,
     arrival,
     report_of,
     scan_counts,
-    scan_tap,
 )
 from sparseconv.geometry.triton_launch import (
     Arena,
     Launcher,
     Pointer,
     ceil_div,
-    crew_of,
     on_device,
     pointer,
-    power_of_2,
-    wait_for_all,
+)
+from sparseconv.geometry.triton_order import MERGED_ROWS, merge_rows
+from sparseconv.geometry.triton_search import (
+    AROUND,
+    LINES,
+    ORDER,
+    SEARCH_TYPES,
+    SORT_KEYS,
+    STARTS,
+    launch_around,
+    launch_masks,
+    launch_search,
 )
 from sparseconv.geometry.triton_table import (
     ENTRIES,
     FUSED_ROWS,
-    KEYS,
-    STATUS,
     CoordinateTable,
     aligned,
     pack_shifts,
@@ -55,8 +59,6 @@ from sparseconv.geometry.triton_window import (
 
 #: key bits of windows with more than 31 taps: the most significant taps
 WIDE_KEY_BITS = 62
-#: the arrays of a search's scratch: edges of tap k before chunk c, sort keys, and the blocks around each block
-STARTS, SORT_KEYS, AROUND = range(3)
 
 
 class WindowSearch:
@@ -87,7 +89,7 @@ class WindowSearch:
             and coords.shape[0] > 0
         )
         self.table, self.window, self.given = table, window, given
-        self.coords = aligned(coords)
+        self.coords = coords if self.is_local else aligned(coords)
         self.chunk_rows = rows_per_chunk(coords.shape[0])
         self.chunks = ceil_div(coords.shape[0], self.chunk_rows)
         self._scratch: Arena | None = None
@@ -106,19 +108,21 @@ class WindowSearch:
         blocks = table.read.get("blocks", n) if self.is_local else 0
         i32 = torch.int32
         arrays = [(i32, taps * self.chunks), (i32, n if narrow else 0), (i32, blocks * 3 ** (columns - 1))]
+        merged = n if narrow and n <= MERGED_ROWS else 0
+        arrays += [(torch.int64, 2 * merged), (i32, merged)]
         scratch = self._scratch = Arena(device, arrays)
         counters = self._counters = Counters(table, taps, self.chunks)
         offsets, report = report_of(taps, device)
         with on_device(device):
             if narrow and 0 < n <= FUSED_ROWS and taps:
-                _launch_search(self, scratch, counters, offsets, report)
+                launch_search(self, scratch, counters, offsets, report)
             else:
                 if self.is_local:
-                    _launch_around(table, scratch[AROUND], blocks)
+                    launch_around(table, scratch[AROUND], blocks)
                 if n and taps and narrow:
-                    _launch_masks(self, window.key_words, scratch[SORT_KEYS], counters, n, KEY_BITS, 0)
+                    launch_masks(self, window.key_words, scratch[SORT_KEYS], counters, n, KEY_BITS, 0)
                 elif n and taps:
-                    totals, _, counts = counters.pointers
+                    totals, counts = counters.pointers
                     args = (pointer(self.neighbors), counts, totals, n, self.chunks)
                     _COUNT(device, (self.chunks, taps), args, (self.chunk_rows, 128))
                 scan_counts(counters, scratch[STARTS], offsets, report, table)
@@ -147,6 +151,15 @@ class WindowSearch:
         if self.table is None or self.window.num_taps > KEY_BITS:
             return None
         return self.scratch.tensor(SORT_KEYS).view(1, -1)
+
+    @property
+    def order(self) -> torch.Tensor | Pointer:
+        """Rows in the order of their `keys`: (1, N_out) int64, or where they are few the place of (N_out,) int32."""
+        n, scratch = self.coords.shape[0], self.scratch
+        if not 0 < n <= MERGED_ROWS:
+            return torch.sort(scratch.tensor(SORT_KEYS).view(1, -1), dim=-1, stable=True).indices
+        merge_rows(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], n, self.coords.device)
+        return scratch[ORDER]
 
     @property
     def around(self) -> torch.Tensor | None:
@@ -233,7 +246,7 @@ def row_keys(
     lost = max(0, min(max(map(len, parts), default=0), WIDE_KEY_BITS) - room)
     if n and taps and taps <= KEY_BITS and search.given is None:
         with on_device(device):
-            _launch_masks(search, key_words(ranked, parts, device), pointer(keys), None, chunk, room, lost, len(parts))
+            launch_masks(search, key_words(ranked, parts, device), pointer(keys), None, chunk, room, lost, len(parts))
     elif n and taps:
         bits = torch.full((len(parts), taps), -1, dtype=torch.int32)
         for index, part in enumerate(parts):
@@ -247,190 +260,7 @@ def row_keys(
     return keys
 
 
-def _launch_masks(
-    search: WindowSearch,
-    words: torch.Tensor,
-    keys: Pointer,
-    counters: Counters | None,
-    chunk: int,
-    room: int,
-    lost: int,
-    groups: int = 1,
-) -> None:
-    n, window = search.coords.shape[0], search.window
-    programs = min(ceil_div(n, 128), 4224)
-    totals, _, counts = (keys,) * 3 if counters is None else counters.pointers
-    args = (
-        *search.pointers, pointer(words), keys, counts, totals,
-        n, window.num_runs, window.num_taps, search.capacity, search.chunks, chunk, room, lost, programs,
-    )  # fmt: skip
-    taps = power_of_2(window.num_taps)
-    constants = (*search.constants, groups, counters is not None, taps, search.chunk_rows, 128)
-    _MASKS(words.device, (programs,), args, constants)
-
-
-def _launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
-    arena, columns = table.arena, table.coords.shape[1]
-    sides = 3 ** (columns - 1)
-    lanes = power_of_2(sides)
-    block = max(1, 256 // lanes)
-    ranges, slots, ids, _, _ = table.pointers
-    programs = min(ceil_div(blocks, block), 4096)
-    args = (ranges, slots, ids, arena[KEYS], arena[STATUS], around, table.capacity, programs)
-    constants = (columns, pack_shifts(table.shifts), sides, lanes, block)
-    _AROUND(table.coords.device, (programs,), args, constants)
-
-
-def _launch_search(
-    search: WindowSearch, scratch: Arena, counters: Counters, offsets: torch.Tensor, report: torch.Tensor
-) -> None:
-    table, window, n = search.table, search.window, search.coords.shape[0]
-    if table is None:
-        return
-    taps, device = window.num_taps, offsets.device
-    programs = crew_of(device, max(taps, ceil_div(n, 128)))
-    totals, gates, counts = counters.pointers
-    lanes = power_of_2(3 ** (search.coords.shape[1] - 1))
-    args = (
-        *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals, gates,
-        table.arena[KEYS] if table.blocked else scratch[SORT_KEYS], table.arena[STATUS],
-        scratch[STARTS], pointer(offsets), pointer(report),
-        n, window.num_runs, taps, search.capacity, search.chunks, programs,
-    )  # fmt: skip
-    scan = min(SCAN_BLOCK, max(128, power_of_2(search.chunks)))
-    constants = (*search.constants, power_of_2(taps), search.chunk_rows, 128, lanes, max(1, 256 // lanes), scan)
-    _SEARCH(device, (programs,), args, constants)
-
-
 # ---- kernels
-
-
-@triton.jit
-def around_kernel(
-    ranges_ptr, table_ptr, ids_ptr, keys_ptr, status_ptr, around_ptr, capacity, programs,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, SIDES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """around[block, side] = the number of the block there, -1 if it is empty."""
-    find_around(
-        ranges_ptr, table_ptr, ids_ptr, keys_ptr, status_ptr, around_ptr, capacity, programs,
-        COLUMNS, SHIFTS, SIDES, LANES, BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit
-def find_around(
-    ranges_ptr, table_ptr, ids_ptr, keys_ptr, status_ptr, around_ptr, capacity, programs,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, SIDES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`around_kernel` for every ``programs``-th run of BLOCK blocks."""
-    volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
-    side = tl.arange(0, LANES)
-    delta = tl.zeros((LANES,), tl.int64)
-    power: tl.constexpr = SIDES // 3
-    rest = side
-    scale = power
-    for axis in tl.static_range(1, COLUMNS):
-        _low, extent = axis_range(ranges_ptr, axis)
-        delta = delta * axis_blocks(extent, (SHIFTS >> (4 * axis)) & 15) + (rest // scale - 1)
-        rest = rest % scale
-        scale = scale // 3 if axis < COLUMNS - 1 else 1
-    num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
-    for start in range(tl.program_id(0) * BLOCK, num_blocks, programs * BLOCK):
-        block = start + tl.arange(0, BLOCK)
-        key = tl.load(keys_ptr + block, mask=block < num_blocks, other=0)[:, None] + delta[None, :]
-        real = (block < num_blocks)[:, None] & (side < SIDES)[None, :]
-        slot, hit = find(table_ptr, key, real & (key >= 0), capacity, volume)
-        number = tl.load(ids_ptr + slot, mask=hit, other=-1)
-        tl.store(around_ptr + block.to(tl.int64)[:, None] * SIDES + side[None, :], number, mask=real)
-
-
-@triton.jit
-def masks_kernel(
-    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr,
-    n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
-    SIDES: tl.constexpr, LENGTH: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Masks of the taps of rows -> their sort keys in each group of taps, and counts of edges."""
-    read_masks(
-        coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-        words_ptr, keys_ptr, counts_ptr, totals_ptr,
-        n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
-        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, GROUPS, COUNTED, TAPS, CHUNK, BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit
-def read_masks(
-    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr,
-    n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
-    SIDES: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`masks_kernel` for every ``programs``-th run of BLOCK rows."""
-    lane = tl.arange(0, TAPS)
-    total = tl.zeros((TAPS,), tl.int32)
-    for first in range(tl.program_id(0) * BLOCK, n, programs * BLOCK):
-        row = first + tl.arange(0, BLOCK)
-        live = row < n
-        entry = entry_of(row, live, entries_ptr, SIDES)
-        mask = tl.zeros((BLOCK,), tl.int32)
-        for run in range(0, num_runs, 3):  # the loads of three runs are on their way together
-            for part in tl.static_range(3):
-                run_ptr = window_ptr + 3 * RANK + tl.minimum(run + part, num_runs - 1) * (2 + RANK)
-                seen, _near, _far, _cell = look(
-                    row, entry, live, run_ptr, tl.load(run_ptr + 1), coords_ptr, ranges_ptr, table_ptr, ids_ptr,
-                    info_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
-                )  # fmt: skip
-                mask |= seen << tl.load(run_ptr)  # a last run met twice says the same twice
-        above = (row // key_chunk) << room
-        for group in tl.static_range(GROUPS):
-            word_ptr = words_ptr + 1025 * group
-            ours = mask & tl.load(word_ptr)
-            key = tl.load(word_ptr + 1 + (ours & 255)) ^ tl.load(word_ptr + 257 + ((ours >> 8) & 255))
-            key = key ^ tl.load(word_ptr + 513 + ((ours >> 16) & 255)) ^ tl.load(word_ptr + 769 + ((ours >> 24) & 255))
-            key = tl.where(ours == 0, (((1 << (room - 1)) - 1) << 1) | 1, key >> lost) | above
-            tl.store(keys_ptr + group * n.to(tl.int64) + row, key, mask=live)
-        if COUNTED:
-            edges = tl.sum((mask[None, :] >> lane[:, None]) & 1, 1)
-            tl.atomic_add(counts_ptr + lane * num_chunks + first // CHUNK, edges, mask=lane < num_taps, sem="relaxed")
-            total += edges
-    if COUNTED:
-        tl.atomic_add(totals_ptr + lane, total.to(tl.int64), mask=lane < num_taps, sem="relaxed")
-
-
-@triton.jit
-def search_kernel(
-    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr, gate_ptr, block_keys_ptr, status_ptr,
-    starts_ptr, offsets_ptr, report_ptr,
-    n, num_runs, num_taps, capacity, num_chunks, programs,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
-    SIDES: tl.constexpr, LENGTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    LANES: tl.constexpr, BLOCKS_EACH: tl.constexpr, SCAN: tl.constexpr,
-):  # fmt: skip
-    """Surroundings, masks and sums of counts in one launch, whose programs wait for each other in between."""
-    if SIDES > 0:
-        find_around(
-            ranges_ptr, table_ptr, ids_ptr, block_keys_ptr, status_ptr, around_ptr, capacity, programs,
-            RANK + 1, SHIFTS, SIDES, LANES, BLOCKS_EACH,
-        )  # fmt: skip
-        wait_for_all(gate_ptr, programs)
-    read_masks(
-        coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-        words_ptr, keys_ptr, counts_ptr, totals_ptr,
-        n, num_runs, num_taps, capacity, num_chunks, n, 31, 0, programs,
-        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK,
-    )  # fmt: skip
-    wait_for_all(gate_ptr + 1, programs)
-    for tap in range(tl.program_id(0), num_taps, programs):
-        scan_tap(
-            tap, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, SCAN
-        )
 
 
 @triton.jit
@@ -498,14 +328,6 @@ def plane_keys_kernel(
 
 
 _I32, _I64 = torch.int32, torch.int64
-SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
-_AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int))
-_MASKS = Launcher(masks_kernel, (*SEARCH_TYPES, _I32, _I32, _I32, _I64, *(int,) * 9), num_warps=1)
-_SEARCH = Launcher(
-    search_kernel,
-    (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, *(int,) * 6),
-    cooperative=True,
-)
 _PLANES = Launcher(planes_kernel, (*SEARCH_TYPES, _I32, int, int), num_warps=1)
 _COUNT = Launcher(count_kernel, (_I32, _I32, _I64, int, int))
 _PLANE_KEYS = Launcher(plane_keys_kernel, (_I32, _I32, _I32, *(int,) * 5))

@@ -7,23 +7,22 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_launch import (
-    Arena,
+    NUM_GATES,
     Launcher,
     Pointer,
     ceil_div,
     crew_of,
+    gates_of,
+    leave,
     on_device,
     pointer,
-    power_of_2,
     wait_for_all,
 )
 
 #: rows that one program sorts, and sorted runs that are merged at once
 RUN, FAN = 1024, 8
 #: up to this many rows the merges (N log N) are faster than torch's radix sort on the card and the host
-MERGED_ROWS = 160_000
-#: the arrays of a sort's memory
-GATES, LINES = 0, 1
+MERGED_ROWS = 65_536
 
 
 def sort_rows(keys: torch.Tensor) -> torch.Tensor:
@@ -36,20 +35,20 @@ def sort_rows(keys: torch.Tensor) -> torch.Tensor:
     if groups != 1 or not 0 < n <= MERGED_ROWS or keys.dtype != torch.int32:
         return torch.sort(keys, dim=-1, stable=True).indices
     order = torch.empty(1, n, dtype=torch.int32, device=keys.device)
-    merge_rows(pointer(keys), pointer(order), n, keys.device)
+    lines = torch.empty(2 * n, dtype=torch.int64, device=keys.device)
+    merge_rows(pointer(keys), pointer(lines), pointer(order), n, keys.device)
     return order
 
 
-def merge_rows(keys: Pointer, order: Pointer, n: int, device: torch.device) -> None:
-    """The order of ``keys`` (N,) int32, not negative, written to ``order`` (N,) int32; N > 0."""
+def merge_rows(keys: Pointer, lines: Pointer, order: Pointer, n: int, device: torch.device) -> None:
+    """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``lines`` (2N,) int64 is scratch."""
     levels, runs = 0, ceil_div(n, RUN)
     while runs > 1:
         runs, levels = ceil_div(runs, FAN), levels + 1
-    arena = Arena(device, ((torch.int32, 32), (torch.int64, 2 * n)), zeroed=1)
-    programs = crew_of(device, max(ceil_div(n, RUN), ceil_div(n, 128) if levels else 1))
+    programs = crew_of(device, ceil_div(n, 128) if levels else 1)
     with on_device(device):
-        args = (keys, arena[LINES], order, arena[GATES], n, levels, programs)
-        _ORDER(device, (programs,), args, (RUN, FAN, 128, power_of_2(RUN)))
+        args = (keys, lines, order, gates_of(device), n, levels, programs)
+        _ORDER(device, (programs,), args, (RUN, FAN, 128, NUM_GATES))
 
 
 # ---- kernels
@@ -58,7 +57,7 @@ def merge_rows(keys: Pointer, order: Pointer, n: int, device: torch.device) -> N
 @triton.jit
 def order_kernel(
     keys_ptr, lines_ptr, order_ptr, gates_ptr, n, levels, programs,
-    RUN: tl.constexpr, FAN: tl.constexpr, BLOCK: tl.constexpr, REACH: tl.constexpr,
+    RUN: tl.constexpr, FAN: tl.constexpr, BLOCK: tl.constexpr, NUM_GATES: tl.constexpr,
 ):  # fmt: skip
     """Lines are keys with their rows below them, so that no two are equal; each level moves them to the other half."""
     program = tl.program_id(0)
@@ -102,6 +101,7 @@ def order_kernel(
         here_ptr = there_ptr
         there_ptr = swap
         length = length * FAN
+    leave(gates_ptr, programs, NUM_GATES)
 
 
 _I32, _I64 = torch.int32, torch.int64

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer
-from sparseconv.geometry.triton_neighbors import SEARCH_TYPES, STARTS, WindowSearch, search_window
+from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
+from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
 from sparseconv.geometry.triton_table import build_table
 from sparseconv.geometry.triton_window import Ints, encode_window, entry_of, look, take
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def pairs_of(search: WindowSearch) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """The edges by tap, and by target row within a tap; waits for ``search.pending``, the counts, and nothing else.
+    """The edges by tap, and by target row within a tap; waits for ``search.pending``, the counts, alone.
 
     Edges between the rows of one grid through a symmetric window are found once for two mirrored taps: those of the
     second half of the taps are then ordered by source row.

@@ -11,11 +11,14 @@ import triton.language as tl
 
 from sparseconv.geometry.triton_cells import below, cells_of, claim, count_blocks, find, popcount
 from sparseconv.geometry.triton_launch import (
+    NUM_GATES,
     Arena,
     Launcher,
     Pointer,
     ceil_div,
     crew_of,
+    gates_of,
+    leave,
     on_device,
     pointer,
     power_of_2,
@@ -78,9 +81,7 @@ class CoordinateTable:
 
 
 #: the arrays of a table's arena; those up to COUNTS start as zeros
-SLOTS, STATUS, RANGES, GATES, COUNTS, IDS, INFO, KEYS, ROWS, ENTRIES = range(10)
-#: counters at which the programs of a launch wait for each other
-NUM_GATES = 3
+SLOTS, STATUS, RANGES, COUNTS, IDS, INFO, KEYS, ROWS, ENTRIES = range(9)
 
 
 def measure_ranges(coords: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -134,12 +135,13 @@ def build_table(
     shifts = (0, *BLOCK_SHIFTS[columns - 1]) if blocked else (0,) * columns
     capacity = max(64, n + n // 2) if blocked else max(64, 2 * n)
     chunks = -(-n // rows_per_chunk(n))
-    spare = 32 * chunks + 2 * 32 + 8  # for windows of up to 32 taps on the rows themselves
+    spare = 32 * chunks + 2 * 32 + 8
     i32, i64, some = torch.int32, torch.int64, max(1, n)
-    arrays = [(i64, 2 * capacity), (i64, 2), (i32, 2 * columns), (i32, NUM_GATES), (i32, spare)]
+    arrays = [(i64, 2 * capacity), (i64, 2), (i32, 2 * columns), (i32, spare)]
     if blocked:
         arrays += [(i32, capacity), (i64, 2 * some), (i64, some), (i32, some), (i64, some)]
-    arena = Arena(device, arrays, zeroed=5)
+    fused = blocked and 0 < n <= FUSED_ROWS
+    arena = Arena(device, arrays, zeroed=0 if fused else 4)
     spread = arena[RANGES] if ranges is None else pointer(ranges)
     if blocked:
         pointers = (spread, arena[SLOTS], arena[IDS], arena[INFO], arena[ROWS])
@@ -148,7 +150,7 @@ def build_table(
     table = CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, [spare])
     if n:
         with on_device(device):
-            if blocked and n <= FUSED_ROWS:
+            if fused:
                 _launch_table(table)
                 return table
             if ranges is None:
@@ -221,10 +223,11 @@ def _launch_table(table: CoordinateTable) -> None:
     arena, coords = table.arena, table.coords
     n, columns = coords.shape
     programs = crew_of(coords.device, ceil_div(n, 128))
-    arrays = [arena[array] for array in (SLOTS, STATUS, GATES, IDS, INFO, KEYS, ROWS, ENTRIES)]
-    args = (pointer(coords), table.pointers[0], *arrays, n, table.capacity, programs)
+    arrays = [arena[array] for array in (SLOTS, STATUS, IDS, INFO, KEYS, ROWS, ENTRIES)]
+    zeros = arena.length_before(IDS) // 4
+    args = (pointer(coords), table.pointers[0], *arrays, gates_of(coords.device), n, table.capacity, zeros, programs)
     measured = table.given_ranges is not None
-    constants = (columns, _width(columns), pack_shifts(table.shifts), measured, 128, 512)
+    constants = (columns, _width(columns), pack_shifts(table.shifts), measured, 128, 512, NUM_GATES)
     _TABLE(coords.device, (programs,), args, constants)
 
 
@@ -352,28 +355,37 @@ def place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.con
 
 @triton.jit
 def table_kernel(
-    coords_ptr, ranges_ptr, table_ptr, status_ptr, gate_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr,
-    n, capacity, programs,
+    coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, gates_ptr,
+    n, capacity, zeros, programs,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHIFTS: tl.constexpr, MEASURED: tl.constexpr, BLOCK: tl.constexpr,
-    SLOTS_EACH: tl.constexpr,
+    SLOTS_EACH: tl.constexpr, NUM_GATES: tl.constexpr,
 ):  # fmt: skip
-    """Ranges, blocks, their numbers and their rows in one launch, whose programs wait for each other in between."""
+    """Zeros, ranges, blocks, their numbers and their rows in one launch; all programs wait for each other in between.
+
+    The slots come first in memory; ``zeros`` words from there on start as zeros.
+    """
     program = tl.program_id(0)
+    words_ptr = table_ptr.to(tl.pointer_type(tl.int32))
+    for first in range(program * 1024, zeros, programs * 1024):
+        word = first + tl.arange(0, 1024)
+        tl.store(words_ptr + word, 0, mask=word < zeros)
+    wait_for_all(gates_ptr, programs)
     if not MEASURED:
         measure_rows(coords_ptr, ranges_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
-        wait_for_all(gate_ptr, programs)
+        wait_for_all(gates_ptr + 1, programs)
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
     for first in range(program * BLOCK, n, programs * BLOCK):
         insert_rows(
             first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, n, capacity, volume,
             COLUMNS, SHIFTS, True, BLOCK,
         )  # fmt: skip
-    wait_for_all(gate_ptr + 1, programs)
+    wait_for_all(gates_ptr + 2, programs)
     for first in range(program * SLOTS_EACH, capacity, programs * SLOTS_EACH):
         number_blocks(first, table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, SLOTS_EACH)
-    wait_for_all(gate_ptr + 2, programs)
+    wait_for_all(gates_ptr + 3, programs)
     for first in range(program * BLOCK, n, programs * BLOCK):
         place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
+    leave(gates_ptr, programs, NUM_GATES)
 
 
 @triton.jit
@@ -404,7 +416,7 @@ _INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I64, _I64, int, int), num_
 _NUMBER = Launcher(number_kernel, (_I64, _I32, _I64, _I64, _I64, int))
 _ROWS = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, int))
 _TABLE = Launcher(
-    table_kernel, (_I32, _I32, _I64, _I64, _I32, _I32, _I64, _I64, _I32, _I64, int, int, int), cooperative=True
+    table_kernel, (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, *(int,) * 4), cooperative=True
 )
 _LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I32, int, int), num_warps=1)
 

@@ -9,7 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_cells import add_axis, axis_blocks, axis_range, below, count_blocks, find, popcount
+from sparseconv.geometry.triton_cells import (
+    add_axis,
+    axis_blocks,
+    axis_range,
+    below,
+    count_blocks,
+    find,
+    popcount,
+    popcount_low,
+)
 
 Ints = tuple[int, ...]
 #: bits of a row's tap mask that a narrow sort key holds
@@ -191,7 +200,7 @@ def look_into(block, following, line, cell, length, info_ptr, EDGE: tl.constexpr
     cells = (word >> line.to(tl.int64)).to(tl.int32) & ((1 << EDGE) - 1)
     next_cells = (next_word >> line.to(tl.int64)).to(tl.int32) & ((1 << EDGE) - 1)
     seen = ((cells | (next_cells << EDGE)) >> cell) & ((1 << length) - 1)
-    return seen, near, far - popcount((seen & ((1 << (EDGE - cell)) - 1)).to(tl.int64)), cell
+    return seen, near, far - popcount_low(seen & ((1 << (EDGE - cell)) - 1)), cell
 
 
 @triton.jit

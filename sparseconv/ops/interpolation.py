@@ -67,8 +67,9 @@ class Interpolation:
         corners = torch.tensor(list(IndexRange.of_shape(((2 if mode == "linear" else 1),) * self.rank)))
         at = self._cells.long()[:, None] + corners.to(self.device)
         at = torch.cat([items.long()[:, None, None].expand(*at.shape[:2], 1), at], 2).flatten(0, 1)
-        narrow = min(grid.extent.start) - 2 >= INT32.min and max(grid.extent.end) + 1 <= INT32.max
-        rows = grid.lookup(at.int() if narrow else at).view(self.num_points, len(corners))
+        fits = min(grid.extent.start) - 2 >= INT32.min and max(grid.extent.end) + 1 <= INT32.max
+        quick = fits and self.device.type == "cuda"  # a grid's table there is of int32
+        rows = grid.lookup(at.int() if quick else at).view(self.num_points, len(corners))
         self._present = rows >= 0  # (M, 2^D)
         bounds = torch.zeros(self.num_points + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(self._present.sum(1), 0, out=bounds[1:])

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from sparseconv.ops.rows import check_rows
+from sparseconv.ops.rows import check_rows, kept
 from sparseconv.products import SparseScaleInfo, sparse_scale
 
 Reduce = Literal["mean", "sum", "max"]
@@ -92,15 +92,18 @@ class PointGroups:
             return sparse_scale(x, *self._infos[::-1])
 
     def _winners(self, features: torch.Tensor) -> torch.Tensor:
-        """(V, C) int64: the first point that has the maximum of its voxel, M where there is no point."""
+        """(V, C) integers: the first point that has the maximum of its voxel, M where there is no point."""
         shape = (self.num_voxels + 1, features.shape[1])  # a row more for points without a voxel
-        bins = torch.where(self._rows < 0, self.num_voxels, self._rows)[:, None].expand_as(features)
-        most = features.new_full(shape, -torch.inf).scatter_reduce(0, bins, features, "amax")
-        best = (features == most.gather(0, bins)) | (features != features)
-        numbers = torch.arange(self.num_points, device=self.device)[:, None]
-        numbers = torch.where(best, numbers, self.num_points)
-        first = torch.full(shape, self.num_points, device=self.device).scatter_reduce(0, bins, numbers, "amin")
-        return first[:-1]
+        bins = torch.where(self._rows < 0, self.num_voxels, self._rows)
+        each = bins[:, None].expand_as(features)
+        most = features.new_full(shape, -torch.inf).scatter_reduce_(0, each, features, "amax")
+        best = (features == most.index_select(0, bins)) | (features != features)
+        kind = torch.int32 if self.num_points < 2**31 else torch.int64  # half the memory to walk through
+        # the earlier the point the larger its number, 0 where it has not won: torch.where is slow on the CPU
+        left = torch.arange(self.num_points, 0, -1, dtype=kind, device=self.device)[:, None]
+        first = torch.zeros(shape, dtype=kind, device=self.device)
+        first.scatter_reduce_(0, each, best.to(kind).mul_(left), "amax")
+        return self.num_points - first[:-1]
 
 
 class _Choice(torch.autograd.Function):
@@ -112,10 +115,11 @@ class _Choice(torch.autograd.Function):
         if sources == 0:
             return x.new_zeros((rows if adjoint else winners).shape[0], x.shape[1])
         if not adjoint:
-            return torch.where(winners < sources, x.gather(0, winners.clamp_max(sources - 1)), 0)
+            return kept(x.gather(0, winners.clamp_max(sources - 1).long()), winners < sources)
         held = rows.clamp_min(0)
-        won = winners.index_select(0, held) == torch.arange(len(rows), device=rows.device)[:, None]
-        return torch.where(won, x.index_select(0, held), 0)  # -1 reads row 0, which such a point has not won
+        numbers = torch.arange(len(rows), dtype=winners.dtype, device=rows.device)[:, None]
+        won = winners.index_select(0, held) == numbers  # -1 reads row 0, which such a point has not won
+        return kept(x.index_select(0, held), won)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:

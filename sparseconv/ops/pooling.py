@@ -19,7 +19,7 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.ops.items import split_items
-from sparseconv.ops.rows import check_rows
+from sparseconv.ops.rows import check_rows, kept
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.products import SparseScaleInfo, sparse_scale
 
@@ -178,7 +178,7 @@ class _WinnerSum(torch.autograd.Function):
         for tap, ins, outs in _by_tap(kernel_map):
             sources, targets = (outs, ins) if adjoint else (ins, outs)
             chosen = winners.index_select(0, targets if at_target else sources) == tap
-            y.index_add_(0, targets, _kept(x.index_select(0, sources), chosen).to(y.dtype))
+            y.index_add_(0, targets, kept(x.index_select(0, sources), chosen).to(y.dtype))
         return y.to(x.dtype)
 
     @staticmethod
@@ -238,18 +238,6 @@ def _by_tap(kernel_map: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Te
         start, ends = ends, ends + count
         if count:
             yield tap, kernel_map.in_rows[start:ends].long(), kernel_map.out_rows[start:ends].long()
-
-
-def _kept(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Terms where the mask holds and 0 elsewhere, whatever they are.
-
-    On the CPU by their bits: torch.where is a branch an element there, ten times slower, and a product would turn an
-    infinite term into NaN.
-    """
-    if terms.is_cuda:
-        return torch.where(mask, terms, 0)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[terms.element_size()]
-    return (terms.view(bits) & mask.to(bits).neg_()).view(terms.dtype)
 
 
 def _sum_infos(kernel_map: KernelMap) -> tuple[SparseScaleInfo, SparseScaleInfo]:

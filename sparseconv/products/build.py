@@ -164,10 +164,15 @@ def _check_ranges(named: dict[str, tuple[Column, int]], columns: list[torch.Tens
             )
 
 
-def _by_output(rows_out: torch.Tensor, out_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The stable order that sorts terms by output row, and where each row's terms begin: (T,), (out_size + 1,)."""
+def _by_output(rows_out: torch.Tensor, out_size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The stable order that sorts terms by output row, and where each row's terms begin: (T,), (out_size + 1,) or None.
+
+    None where every row has one term: then there is nothing to sum.
+    """
     ordered, order = torch.sort(rows_out, stable=True)
     bounds = torch.arange(out_size + 1, device=rows_out.device, dtype=ordered.dtype)
+    if rows_out.shape[0] == out_size and torch.equal(ordered, bounds[:-1]):
+        return order, None
     return order, torch.searchsorted(ordered, bounds)
 
 

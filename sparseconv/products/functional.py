@@ -6,10 +6,9 @@ from typing import ClassVar
 
 import torch
 
+from sparseconv.products import autograd
 from sparseconv.products.info import SparseProductInfo, SparseScaleInfo
-from sparseconv.products.operation import call_product, call_scale
 from sparseconv.products.table import PRODUCTS, Product
-from sparseconv.products.terms import ABSENT
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -39,8 +38,7 @@ class SparseScale:
             _check_rows(name, "x", input.shape[-2], info_fwd.least_in_size, exact=False)
         if info_bwd is None:
             _check_backward(name, "x", input, "info_backward", "sparse_scale_infos")
-        infos = [info_fwd.packed, ABSENT if info_bwd is None else info_bwd.packed]
-        return call_scale(_cast(input), infos, [_size(info_fwd), _size(info_bwd)])
+        return autograd.scale(_cast(input), (info_fwd.terms, None if info_bwd is None else info_bwd.terms))
 
 
 class SparseProduct:
@@ -72,10 +70,12 @@ class SparseProduct:
             _check_backward(name, "x", input1, "info_backward1", "sparse_product_infos")
         if info_bwd2 is None:
             _check_backward(name, "y", input2, "info_backward2", "sparse_product_infos")
-        infos = (info_fwd, info_bwd1, info_bwd2)
-        packed = [ABSENT if info is None else info.packed for info in infos]
-        sizes = [_size(info) for info in infos]
-        return call_product(row.name, _cast(input1), _cast(input2), packed, sizes, out_accumulated)
+        infos = (
+            info_fwd.terms,
+            None if info_bwd1 is None else info_bwd1.terms,
+            None if info_bwd2 is None else info_bwd2.terms,
+        )
+        return autograd.product(row, _cast(input1), _cast(input2), infos, out_accumulated)
 
 
 class SparseMul(SparseProduct):
@@ -339,10 +339,6 @@ def sparse_mat_t_vec(
         tensor([[6., 6., 6., 6.]])
     """
     return SparseMatTVec.apply(x, y, info, info_backward1, info_backward2, out_accumulated)
-
-
-def _size(info: SparseScaleInfo | SparseProductInfo | None) -> int:
-    return 0 if info is None or info.out_size is None else info.out_size
 
 
 def _cast(x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparseconv.products.terms import Packed, pack
+from sparseconv.products.terms import Terms, make_terms
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _AnyInfo = TypeVar("_AnyInfo", "SparseScaleInfo", "SparseProductInfo")
@@ -40,18 +40,21 @@ class SparseScaleInfo:
     index_out: torch.Tensor | None  # (S,) rows of the output, no two alike, others stay zero; None: row M
     out_size: int | None  # rows of the output; None: S
     in_size: int | None = None  # rows of the input, where known
-    packed: Packed = field(init=False, repr=False)
+    terms: Terms = field(init=False, repr=False)
+    device: torch.device | None = field(init=False, repr=False)  # of the tensors; None where every field is None
 
     def __post_init__(self) -> None:
         terms = _same_length(self, ("scale", "index"))
         _settle_out_size(self, terms if terms is not None else self.in_size)
         # a plain attribute, made now: torch.compile reads it as a constant, where it cannot trace a cached property
-        object.__setattr__(self, "packed", pack(self.scale, self.index, None, self.seg_out, None, self.index_out))
+        columns = (self.scale, self.index, None, self.seg_out, None, self.index_out)
+        object.__setattr__(self, "terms", make_terms(*columns, self.num_rows))
+        object.__setattr__(self, "device", _device(self))
 
     @property
-    def device(self) -> torch.device | None:
-        """The device of the tensors; None where every field is None."""
-        return _device(self)
+    def num_rows(self) -> int:
+        """The rows of the output, known where ``out_size`` was None too."""
+        return 0 if self.out_size is None else self.out_size
 
     @property
     def num_segments(self) -> int:
@@ -105,7 +108,8 @@ class SparseProductInfo:
     out_size: int | None  # rows of the output; None: S
     in1_size: int | None = None  # rows of the first input, where known
     in2_size: int | None = None  # rows of the second input, where known
-    packed: Packed = field(init=False, repr=False)
+    terms: Terms = field(init=False, repr=False)
+    device: torch.device | None = field(init=False, repr=False)  # of the tensors; None where every field is None
 
     def __post_init__(self) -> None:
         terms = _same_length(self, ("scale", "index1", "index2"))
@@ -114,12 +118,13 @@ class SparseProductInfo:
         _settle_out_size(self, terms if terms is not None else self.in1_size)
         columns = (self.scale, self.index1, self.index2, self.seg_out, self.gather_index, self.index_out)
         # a plain attribute, made now: torch.compile reads it as a constant, where it cannot trace a cached property
-        object.__setattr__(self, "packed", pack(*columns))
+        object.__setattr__(self, "terms", make_terms(*columns, self.num_rows))
+        object.__setattr__(self, "device", _device(self))
 
     @property
-    def device(self) -> torch.device | None:
-        """The device of the tensors; None where every field is None."""
-        return _device(self)
+    def num_rows(self) -> int:
+        """The rows of the output, known where ``out_size`` was None too."""
+        return 0 if self.out_size is None else self.out_size
 
     @property
     def num_segments(self) -> int:

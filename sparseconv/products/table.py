@@ -15,6 +15,11 @@ class Derivative:
     product: str
     transposed: Transposed = "none"
 
+    @property
+    def row(self) -> Product:
+        """The row of the product that it is."""
+        return PRODUCTS[self.product]
+
 
 @dataclass(frozen=True)
 class Product:

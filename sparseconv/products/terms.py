@@ -62,26 +62,38 @@ class Packed(NamedTuple):
 ABSENT = Packed([], "absent")
 
 
-def pack(
+def make_terms(
     scale: torch.Tensor | None,
     index1: torch.Tensor | None,
     index2: torch.Tensor | None,
     seg_out: torch.Tensor | None,
     gather_index: torch.Tensor | None,
     index_out: torch.Tensor | None,
-) -> Packed:
-    """The given columns as a list without gaps; on a GPU with their work list, and small ones with their table."""
-    columns = [scale, index1, index2, seg_out, gather_index, index_out]
-    present = [column for column in columns if column is not None]
-    table = ""
-    if present and present[0].device.type == "cuda":
-        table = table_text(scale, index1, index2, seg_out, gather_index, index_out)
-        lengths = [column.shape[0] for column in (gather_index, scale, index1, index2) if column is not None]
-        if seg_out is not None and lengths:
-            items, joins, _ = work_items(seg_out, index_out, lengths[0])
-            columns += [items, joins]
-    named = [(letter, column) for letter, column in zip(_LETTERS, columns) if column is not None]
-    return Packed([column for _, column in named], "".join(letter for letter, _ in named) + "|" + table)
+    out_size: int,
+) -> Terms:
+    """The columns of an info; on a GPU with their work list, and those of small structures with their table."""
+    terms = Terms(scale, index1, index2, seg_out, gather_index, index_out, out_size)
+    columns = terms[:6]
+    lengths = [column.shape[0] for column in (gather_index, scale, index1, index2) if column is not None]
+    if not lengths or next(column for column in columns if column is not None).device.type != "cuda":
+        return terms
+    terms = terms._replace(table=table_text(*columns))
+    if seg_out is None:
+        return terms
+    items, joins, _ = work_items(seg_out, index_out, lengths[0])
+    return terms._replace(items=items, joins=joins)
+
+
+def pack(terms: Terms | None) -> Packed:
+    """The columns that are there as a list without gaps."""
+    if terms is None:
+        return ABSENT
+    tensors, letters = [], ""
+    for letter, column in zip(_LETTERS, (*terms[:6], terms.items, terms.joins)):
+        if column is not None:
+            tensors.append(column)
+            letters += letter
+    return Packed(tensors, f"{letters}|{terms.table}")
 
 
 def unpack(tensors: list[torch.Tensor], layout: str, out_size: int) -> Terms:

@@ -10,7 +10,7 @@ from sparseconv.products.terms import Terms
 from sparseconv.products.triton_batch import batch_vecmat, batch_vectors
 from sparseconv.products.triton_matrices import sum_matrices
 from sparseconv.products.triton_segments import sum_rows
-from sparseconv.products.triton_unrolled import can_unroll, unrolled_vectors
+from sparseconv.products.triton_unrolled import Line, Operand, Structure, can_unroll, run_unrolled
 
 #: batch items from which a block of them is worth a program of its own
 _BATCH = 16
@@ -73,14 +73,67 @@ def _vectors(
 ) -> None:
     channels = max(x.shape[2] if x.dim() == 3 else 1, y.shape[2] if y is not None and y.dim() == 3 else 1)
     if batch >= _BATCH:
-        if not batch_sum and batch * channels >= _UNROLLED and can_unroll(kind, x, y, terms):
-            unrolled_vectors(kind, x, y, terms, out, batch)
+        structure = _product_structure(x, y, out, terms)
+        if not batch_sum and batch * channels >= _UNROLLED and can_unroll(structure):
+            run_unrolled(structure, [x, out] if y is None else [x, y, out], batch)
         else:
             batch_vectors(kind, x, y, terms, out, batch, batch_sum, _block(batch))
         return
     positions = terms.num_positions(x.shape[1], x.shape[1] if y is None else y.shape[1])
     work = None if terms.seg_out is None else terms.work(positions)
     sum_rows(kind, x, y, terms, out, batch, batch_sum, work, positions)
+
+
+def _product_structure(x: torch.Tensor, y: torch.Tensor | None, out: torch.Tensor, terms: Terms) -> Structure:
+    inputs = (Operand("x", 0, x.dim() == 3),) + (() if y is None else (Operand("y", 1, y.dim() == 3),))
+    rows = (x.shape[1], 0 if y is None else y.shape[1], terms.out_size)
+    lines = (Line("out", "x", None if y is None else "y"),)
+    return Structure(terms.table, inputs, (Operand("out", 2, out.dim() == 3),), lines, rows)
+
+
+def gradient_pair(
+    row: Product, x: torch.Tensor, y: torch.Tensor, grad: torch.Tensor, terms: Terms
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both gradients of a product in one pass over dL/dz, or None where no such kernel serves.
+
+    All three are batched, (N, rows, C) or (N, rows); ``terms`` are those of the product itself.
+    """
+    structure = Structure(
+        terms.table,
+        (Operand("x", 0, x.dim() == 3), Operand("y", 1, y.dim() == 3), Operand("grad", 2, grad.dim() == 3)),
+        (Operand("grad_x", 0, x.dim() == 3), Operand("grad_y", 1, y.dim() == 3)),
+        (Line("grad_x", "grad", "y"), Line("grad_y", "grad", "x")),
+        (x.shape[1], y.shape[1], terms.out_size),
+    )
+    if not _serves(structure, x, y):
+        return None
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    run_unrolled(structure, [x, y, grad, *out], x.shape[0])
+    return out
+
+
+def product_sum(
+    row: Product, x: torch.Tensor, y: torch.Tensor, x2: torch.Tensor, y2: torch.Tensor, terms: Terms
+) -> torch.Tensor | None:
+    """The products of x and y and of x2 and y2, added in one pass, or None where no such kernel serves."""
+    shape = [x.shape[0], terms.out_size] + [x.shape[2] if x.dim() == 3 else y.shape[2]] * (row.name != "inner")
+    out = torch.empty(shape, dtype=torch.promote_types(x.dtype, y.dtype), device=x.device)
+    structure = Structure(
+        terms.table,
+        tuple(Operand(n, s, t.dim() == 3) for n, s, t in (("x", 0, x), ("y", 1, y), ("x2", 0, x2), ("y2", 1, y2))),
+        (Operand("out", 2, out.dim() == 3),),
+        (Line("out", "x", "y"), Line("out", "x2", "y2")),
+        (x.shape[1], y.shape[1], terms.out_size),
+    )
+    if not _serves(structure, x, y):
+        return None
+    run_unrolled(structure, [x, y, x2, y2, out], x.shape[0])
+    return out
+
+
+def _serves(structure: Structure, x: torch.Tensor, y: torch.Tensor) -> bool:
+    channels = x.shape[2] if x.dim() == 3 else y.shape[2]
+    return x.shape[0] >= _BATCH and x.shape[0] * channels >= _UNROLLED and can_unroll(structure)
 
 
 def _by_batch(row: Product, batch: int) -> bool:

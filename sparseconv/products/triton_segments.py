@@ -71,11 +71,10 @@ def sum_rows(
 def _tile(channels: int, summed: bool) -> tuple[int, int, int, int]:
     """Segments, terms of each and channels of a tile, and its warps: several rows in flight for each thread."""
     block_c = min(triton.next_power_of_2(max(channels, 1)), 128)
-    block_t = 4 if block_c == 128 else 8
     if not summed:
         return 1, max(8, 1024 // block_c), block_c, 1
     # a program for each segment would be more programs than the card can start in time where rows are short
-    return max(1, 512 // (block_t * block_c)), block_t, block_c, 1
+    return (1 if block_c == 128 else min(8, 256 // block_c)), 4, block_c, 1
 
 
 def join_pieces(partial: torch.Tensor, out: torch.Tensor, work: WorkItems | None) -> None:

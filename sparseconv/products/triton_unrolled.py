@@ -1,94 +1,106 @@
-"""Few terms, huge batch: a kernel written for the very structure, which reads every input and writes every row once."""
+"""Few terms, huge batch: a kernel written for the very structure, which reads every input and writes every row once.
+
+The generator knows nothing of the seven products. It is told which rows meet (the table of terms), and what is to be
+added where: ``target += factor * first * second``, once or several times for each term. A product is one such line,
+both of its gradients at once are two.
+"""
 
 from __future__ import annotations
 
 import linecache
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from sparseconv.products.terms import Terms
 from sparseconv.products.triton_segments import row_strides, sum_dtype
 
 #: vectors that a program may hold at once: more would not fit the registers
 _RESIDENT = 72
 
 
-@lru_cache(maxsize=256)
-def _parsed(table: str) -> tuple[tuple[int, int, int, float], ...]:
-    split = (term.split(",") for term in table.split(";"))
-    return tuple((int(i), int(j), int(m), float(s)) for i, j, m, s in split)
+class Operand(NamedTuple):
+    """What a kernel reads or writes: its name, which of a term's three rows it has, and whether rows are vectors."""
+
+    name: str
+    slot: int
+    vector: bool
 
 
-def _vector_counts(x: torch.Tensor, y: torch.Tensor | None, out_vectors: int) -> dict[str, int]:
-    """Rows of each operand that are vectors over the channels: what a program would have to hold."""
-    return {
-        "x": x.shape[1] if x.dim() == 3 else 0,
-        "y": y.shape[1] if y is not None and y.dim() == 3 else 0,
-        "out": out_vectors,
-    }
+class Line(NamedTuple):
+    """``target += factor * first * second``, summed over channels where only the target is a scalar."""
+
+    target: str
+    first: str
+    second: str | None
 
 
-def _streamed(counts: dict[str, int], inner: bool) -> str:
-    """The operand that passes by row by row while the others are held; inner products hold all their sums."""
-    return max((name for name in counts if not inner or name != "out"), key=lambda name: counts[name])
+class Structure(NamedTuple):
+    """A kernel's whole meaning: the table of its terms, what it reads, what it writes, and the lines for each term."""
+
+    table: str
+    inputs: tuple[Operand, ...]
+    targets: tuple[Operand, ...]
+    lines: tuple[Line, ...]
+    rows: tuple[int, int, int]  # of each slot
+
+    def resident(self, streamed: int) -> int:
+        """Vectors that are held at once while the rows of one slot pass by."""
+        held = sum(self.rows[o.slot] for o in self.inputs if o.vector and o.slot != streamed)
+        return held + sum(self.rows[t.slot] for t in self.targets if not (t.vector and t.slot == streamed))
+
+    @property
+    def streamed(self) -> int:
+        """The slot whose rows pass by one after the other: the one that leaves least to hold."""
+        return min(range(3), key=self.resident)
+
+    @property
+    def reduced(self) -> bool:
+        """Whether a target is summed over the channels."""
+        return any(not target.vector for target in self.targets)
 
 
-def can_unroll(kind: str, x: torch.Tensor, y: torch.Tensor | None, terms: Terms) -> bool:
-    """Whether the structure is small enough to be written out: all operands but the largest fit the registers."""
-    if not terms.table or terms.out_size > 512:
-        return False
-    counts = _vector_counts(x, y, terms.out_size)
-    return sum(counts.values()) - counts[_streamed(counts, kind == "inner")] <= _RESIDENT
+def can_unroll(structure: Structure) -> bool:
+    """Whether the structure is small enough to be written out: what is not streamed fits the registers."""
+    return bool(structure.table) and structure.resident(structure.streamed) <= _RESIDENT
 
 
-def unrolled_vectors(
-    kind: str, x: torch.Tensor, y: torch.Tensor | None, terms: Terms, out: torch.Tensor, batch: int
-) -> None:
-    """Writes the elementwise (``"vector"``) or inner (``"inner"``) products to out (N, rows, C or none)."""
-    inner = kind == "inner"
-    channels = max(x.shape[2] if x.dim() == 3 else 1, y.shape[2] if y is not None and y.dim() == 3 else 1)
-    if batch == 0 or channels == 0 or terms.out_size == 0:
+def run_unrolled(structure: Structure, tensors: list[torch.Tensor], batch: int) -> None:
+    """Runs the kernel on the inputs and then the targets, each (N or 1, rows, C) or, a scalar a row, (N or 1, rows)."""
+    channels = max(tensor.shape[2] for tensor in tensors if tensor.dim() == 3)
+    if batch == 0 or channels == 0:
         return
-    counts = _vector_counts(x, y, terms.out_size)
-    streamed = _streamed(counts, inner)
-    resident = sum(counts.values()) - counts[streamed]
-    block_n, block_c, warps = _tile(channels, resident, inner)
-    kernel = _kernel(terms.table, terms.out_size, inner, x.dim() == 3, 0 if y is None else y.dim(), streamed)
-    tiles_c = 1 if inner else triton.cdiv(channels, block_c)
-    kernel[(triton.cdiv(batch, block_n) * tiles_c,)](
-        x,
-        x if y is None else y,
-        out,
+    block_n, block_c, warps = _tile(channels, structure.resident(structure.streamed), structure.reduced)
+    tiles_c = 1 if structure.reduced else triton.cdiv(channels, block_c)
+    double = any(sum_dtype(tensor, None) == torch.float64 for tensor in tensors)
+    _kernel(structure)[(triton.cdiv(batch, block_n) * tiles_c,)](
+        *tensors,
+        *(stride for tensor in tensors for stride in row_strides(tensor, 3)),
         batch,
         channels,
         tiles_c,
-        *row_strides(x, 3),
-        *row_strides(y, 3),
-        *row_strides(out, 3),
         BLOCK_N=block_n,
         BLOCK_C=block_c,
-        ACC=tl.float64 if sum_dtype(x, y) == torch.float64 else tl.float32,
+        ACC=tl.float64 if double else tl.float32,
         num_warps=warps,
     )
 
 
-def _tile(channels: int, resident: int, inner: bool) -> tuple[int, int, int]:
+def _tile(channels: int, resident: int, reduced: bool) -> tuple[int, int, int]:
     """Batch items and channels of a tile, and its warps: as many elements a thread as the registers hold."""
     block_c = min(triton.next_power_of_2(channels), 128)
-    # two elements a thread measured best for sums over terms; inner products, which also sum over channels, like four
-    elements = 4 if inner and resident <= 24 else 2 if resident <= 48 else 1
-    warps = 2 if inner else 4
+    # measured on an H200: two elements a thread; sums over channels within one warp, where they need no barrier
+    elements = 2 if resident <= 48 else 1
+    warps = 1 if reduced else 2
     return max(1, warps * 32 * elements // block_c), block_c, warps
 
 
 @lru_cache(maxsize=256)
-def _kernel(table: str, out_size: int, inner: bool, x_vector: bool, y_dim: int, streamed: str) -> Any:
+def _kernel(structure: Structure) -> Any:
     """The compiled-on-use kernel of one structure; Triton keeps its binary on disk, keyed by this text."""
-    text = kernel_text(table, out_size, inner, x_vector, y_dim, streamed)
+    text = kernel_text(structure)
     name = f"<sparse product {abs(hash(text)):x}>"
     # Triton reads the text of a function where debuggers do
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
@@ -97,97 +109,81 @@ def _kernel(table: str, out_size: int, inner: bool, x_vector: bool, y_dim: int, 
     return triton.jit(space["product_kernel"])
 
 
-def kernel_text(table: str, out_size: int, inner: bool, x_vector: bool, y_dim: int, streamed: str) -> str:
-    """The source of the kernel: terms ordered by the rows of the ``streamed`` operand, all others held in registers."""
-    terms = _parsed(table)
-    place = ("x", "y", "out").index(streamed)
-    terms = tuple(sorted(terms, key=lambda term: term[place]))
-    y_vector, has_y = y_dim == 3, y_dim > 0
-    lines = [_HEAD]
-    indent = "    "
-    body: list[str] = []
+def _parsed(table: str) -> list[tuple[tuple[int, int, int], float]]:
+    split = (term.split(",") for term in table.split(";"))
+    return [((int(i), int(j), int(m)), float(s)) for i, j, m, s in split]
 
-    def load(operand: str, row: int, vector: bool) -> str:
-        at = f"{operand}_n + {row} * stride_{operand}_m"
-        if vector:
-            pointer, mask = f"({at})[:, None] + c[None, :] * stride_{operand}_c", "mask"
-            return f"{operand}{row} = tl.load({pointer}, mask={mask}, other=0.0).to(ACC)"
-        return f"{operand}{row} = tl.load({at}, mask=in_n, other=0.0).to(ACC)[:, None]"
 
-    def store(row: int, value: str) -> str:
-        if inner:
-            return f"tl.store(out_n + {row} * stride_out_m, {value}, mask=in_n)"
-        return f"tl.store((out_n + {row} * stride_out_m)[:, None] + c[None, :] * stride_out_c, {value}, mask=mask)"
-
-    def product(term: tuple[int, int, int, float]) -> str:
-        i, j, _, factor = term
-        # the scalar side takes the factor, once for all channels
-        operands = [f"x{i}"] + ([f"y{j}"] if has_y else [])
-        if has_y and x_vector and not y_vector:
-            operands.reverse()
-        if factor != 1.0:
-            operands[0] = f"({operands[0]} * {factor!r})"
-        return " * ".join(operands)
-
-    scalars = [] if x_vector else [load("x", i, False) for i in sorted({t[0] for t in terms})]
-    if has_y and not y_vector:
-        scalars += [load("y", j, False) for j in sorted({t[1] for t in terms})]
-    lines += [indent + line for line in scalars]
-    rows_out = sorted({t[2] for t in terms})
+def kernel_text(structure: Structure) -> str:
+    """The source: terms ordered by the rows of the streamed slot, everything else held in registers."""
+    streamed, reduced = structure.streamed, structure.reduced
+    terms = sorted(_parsed(structure.table), key=lambda term: term[0][streamed])
+    used = [sorted({rows[slot] for rows, _ in terms}) for slot in range(3)]
+    passing = [o for o in structure.inputs if o.vector and o.slot == streamed]
+    leaving = [t for t in structure.targets if t.vector and t.slot == streamed]
+    held = [t for t in structure.targets if t.vector and t.slot != streamed]
+    summed = [t for t in structure.targets if not t.vector]
     tile = "tl.zeros([BLOCK_N, BLOCK_C], dtype=ACC)"
-    if inner or streamed != "out":
-        lines += [f"{indent}out{m} = {tile}" for m in rows_out]
-    if inner:
-        lines.append(f"{indent}for tile_c in range(0, tl.cdiv(channels, BLOCK_C)):")
-        indent += "    "
-    body += ["c = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)", "mask = in_n[:, None] & (c < channels)[None, :]"]
-    vectors = {"x": x_vector, "y": y_vector}
-    for operand, column in (("x", 0), ("y", 1)):
-        if vectors[operand] and operand != streamed:
-            body += [load(operand, row, True) for row in sorted({t[:2][column] for t in terms})]
-    last: int | None = None
-    for term in terms:
-        row = term[:3][place]
-        if streamed in ("x", "y"):
-            if row != last:
-                body.append(load(streamed, row, True))
-            body.append(f"out{term[2]} += {product(term)}")
-        elif inner:
-            body.append(f"out{row} += {product(term)}")
-        elif row != last:
-            if last is not None:
-                body.append(store(last, f"out{last}.to(out_ptr.dtype.element_ty)"))
-            body.append(f"out{row} = {product(term)}")
-        else:
-            body.append(f"out{row} += {product(term)}")
-        last = row
-    if streamed == "out" and not inner and last is not None:
-        body.append(store(last, f"out{last}.to(out_ptr.dtype.element_ty)"))
-    lines += [indent + line for line in body]
-    indent = "    "
-    if inner:
-        lines += [indent + store(m, f"tl.sum(out{m}, 1).to(out_ptr.dtype.element_ty)") for m in rows_out]
-    elif streamed != "out":
-        lines += [indent + store(m, f"out{m}.to(out_ptr.dtype.element_ty)") for m in rows_out]
-    empty = sorted(set(range(out_size)) - set(rows_out))
-    zero = (
-        "tl.zeros([BLOCK_N], dtype=out_ptr.dtype.element_ty)"
-        if inner
-        else tile.replace("ACC", "out_ptr.dtype.element_ty")
-    )
-    lines += [indent + store(m, zero) for m in empty]
-    return "\n".join(lines) + "\n"
+
+    before = [_load(o, row) for o in structure.inputs if not o.vector for row in used[o.slot]]
+    before += [f"{t.name}{row} = {tile}" for t in summed for row in used[t.slot]]
+    body = ["c = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)", "mask = in_n[:, None] & (c < channels)[None, :]"]
+    body += [_load(o, row) for o in structure.inputs if o.vector and o.slot != streamed for row in used[o.slot]]
+    body += [f"{t.name}{row} = {tile}" for t in held for row in used[t.slot]]
+    for position, (rows, factor) in enumerate(terms):
+        row = rows[streamed]
+        if position == 0 or terms[position - 1][0][streamed] != row:
+            body += [_load(o, row) for o in passing]
+            body += [f"{t.name}{row} = {tile}" for t in leaving]
+        body += [_added(structure, line, rows, factor) for line in structure.lines]
+        if position + 1 == len(terms) or terms[position + 1][0][streamed] != row:
+            body += [_store(t, row, f"{t.name}{row}") for t in leaving]
+    body += [_store(t, row, f"{t.name}{row}") for t in held for row in used[t.slot]]
+    body += [
+        _store(t, row, tile) for t in leaving + held for row in range(structure.rows[t.slot]) if row not in used[t.slot]
+    ]
+    after = [_store(t, row, f"tl.sum({t.name}{row}, 1)") for t in summed for row in used[t.slot]]
+    empty = "tl.zeros([BLOCK_N], dtype=ACC)"
+    after += [_store(t, row, empty) for t in summed for row in range(structure.rows[t.slot]) if row not in used[t.slot]]
+
+    names = [operand.name for operand in (*structure.inputs, *structure.targets)]
+    lines = [f"def product_kernel({', '.join(f'{name}_ptr' for name in names)},"]
+    lines += [f"    stride_{name}_n, stride_{name}_m, stride_{name}_c," for name in names]
+    lines += ["    batch, channels, tiles_c, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, ACC: tl.constexpr,", "):"]
+    start = ["program = tl.program_id(0)", "tile_c = program % tiles_c"]
+    start += ["n = (program // tiles_c).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)", "in_n = n < batch"]
+    start += [f"{name}_n = {name}_ptr + n * stride_{name}_n" for name in names]
+    if reduced:
+        start += before + ["for tile_c in range(0, tl.cdiv(channels, BLOCK_C)):"]
+        body = ["    " + line for line in body]
+    else:
+        start += before
+    return "\n".join(lines + ["    " + line for line in start + body + after]) + "\n"
 
 
-_HEAD = """def product_kernel(
-    x_ptr, y_ptr, out_ptr, batch, channels, tiles_c,
-    stride_x_n, stride_x_m, stride_x_c, stride_y_n, stride_y_m, stride_y_c, stride_out_n, stride_out_m, stride_out_c,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, ACC: tl.constexpr,
-):
-    program = tl.program_id(0)
-    tile_c = program % tiles_c
-    n = (program // tiles_c).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_n = n < batch
-    x_n = x_ptr + n * stride_x_n
-    y_n = y_ptr + n * stride_y_n
-    out_n = out_ptr + n * stride_out_n"""
+def _load(operand: Operand, row: int) -> str:
+    name = operand.name
+    at = f"{name}_n + {row} * stride_{name}_m"
+    if operand.vector:
+        pointer = f"({at})[:, None] + c[None, :] * stride_{name}_c"
+        return f"{name}{row} = tl.load({pointer}, mask=mask, other=0.0).to(ACC)"
+    return f"{name}{row} = tl.load({at}, mask=in_n, other=0.0).to(ACC)[:, None]"
+
+
+def _store(operand: Operand, row: int, value: str) -> str:
+    name = operand.name
+    at, value = f"{name}_n + {row} * stride_{name}_m", f"({value}).to({name}_ptr.dtype.element_ty)"
+    if operand.vector:
+        return f"tl.store(({at})[:, None] + c[None, :] * stride_{name}_c, {value}, mask=mask)"
+    return f"tl.store({at}, {value}, mask=in_n)"
+
+
+def _added(structure: Structure, line: Line, rows: tuple[int, int, int], factor: float) -> str:
+    by_name = {operand.name: operand for operand in (*structure.inputs, *structure.targets)}
+    operands = [by_name[name] for name in (line.first, line.second) if name is not None]
+    # a scalar takes the factor, once for all channels
+    operands.sort(key=lambda operand: operand.vector)
+    names = [f"{operand.name}{rows[operand.slot]}" for operand in operands]
+    if factor != 1.0:
+        names[0] = f"({names[0]} * {factor!r})"
+    return f"{line.target}{rows[by_name[line.target].slot]} += {' * '.join(names)}"

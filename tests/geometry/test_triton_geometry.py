@@ -10,10 +10,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from sparseconv import VoxelGrid
 from sparseconv.geometry import triton_launch, triton_neighbors, triton_order, triton_table
+from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
+from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.geometry.triton_neighbors import find_neighbors_torch, row_keys, search_window
 from sparseconv.geometry.triton_order import sort_rows
 from sparseconv.geometry.triton_pairs import pairs_of, pairs_torch, reverse_neighbors
+from sparseconv.geometry.triton_reach import reach
 from sparseconv.geometry.triton_table import (
     build_table,
     decode_ranges,
@@ -25,7 +29,7 @@ from sparseconv.geometry.triton_table import (
 from sparseconv.geometry.triton_window import encode_window, tap_order
 from tests.geometry.triton_cases import CASES, SLOW_CASES, Case
 
-SLOW = pytest.mark.slow
+SORTED_LONG = pytest.param(66_000, 2**31, 1024, marks=pytest.mark.slow)
 DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
 EVERY_CASE = [pytest.param(case, id=case.name) for case in CASES] + [
     pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in SLOW_CASES
@@ -160,13 +164,7 @@ def test_keys_order_rows_by_gray_code() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "values", "run"),
-    [
-        (1, 5, 1024),
-        (1000, 3, 1024),
-        (1500, 2**31, 1024),
-        (1100, 40, 128),
-        pytest.param(66_000, 2**31, 1024, marks=SLOW),
-    ],
+    [(1, 5, 1024), (1000, 3, 1024), (1500, 2**31, 1024), (1100, 40, 128), SORTED_LONG],
 )
 def test_sorting_rows(rows: int, values: int, run: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_order, "RUN", run)  # runs of 128 rows are merged twice
@@ -186,3 +184,28 @@ def test_scratch_memory_goes_and_comes_back() -> None:
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(first, again))
     assert torch.equal(search.keys, keys)
     assert torch.equal(search.counts, counts)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["absent", "periodic", "forbid"])
+def test_what_a_window_reaches(kind: str, stride: int) -> None:
+    coords = Case("any", 3, (), rows=40, spread=6).source(seed=stride)
+    grid, window = VoxelGrid(coords, 4), Window.of(3, (3, 2, 1), stride, padding=(1, 0, 2))
+    torus = IndexRange((-6, -6, -6), (6, 6, 6)) if kind == "periodic" else None
+    edge = Boundary.periodic(torus) if torus is not None else Boundary("absent")
+    where = grid.coords.to(DEVICE), grid.extent, 4, window.offsets, window.stride
+    found = reach(*where, window.coarse_torus(torus), to_fine=False)
+    assert torch.equal(found.cpu(), coarse_grid(grid, window, edge).coords)
+    within = None
+    if kind == "forbid":
+        within = IndexRange((-5, -4, -6), (9, 5, 5))
+        edge = Boundary.forbid(within)
+    found = reach(*where, torus, to_fine=True, within=within)
+    assert torch.equal(found.cpu(), fine_grid(grid, window, edge).coords)
+
+
+def test_what_keys_cannot_number_is_left_to_others() -> None:
+    far = 2**31 - 2
+    coords = torch.tensor([[0, -far, -far, -far], [0, far, far, far]], dtype=torch.int32, device=DEVICE)
+    extent = IndexRange((-far,) * 3, (far + 1,) * 3)
+    assert reach(coords, extent, 1, ((0, 0, 0),), (1, 1, 1), None, to_fine=False) is None

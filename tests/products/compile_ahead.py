@@ -16,7 +16,6 @@ from triton.runtime.jit import JITFunction
 from sparseconv.products import triton_products as gpu
 from sparseconv.products.schedule import table_text
 from sparseconv.products.table import PRODUCTS
-from sparseconv.products.terms import unpack
 from tests.products.cases import PRODUCT_NAMES, inputs, random_case
 
 _TYPES = {
@@ -71,7 +70,7 @@ def main(targets):
         row = PRODUCTS[name]
         for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             info = case.infos(torch.float32)[0]
-            terms = unpack(info.packed.tensors, info.packed.layout, info.out_size)
+            terms = info.terms
             columns = (info.scale, info.index1, info.index2, info.seg_out, info.gather_index, info.index_out)
             terms = terms._replace(table=table_text(*columns))
             axes = {"a": 32, "b": 32, "c": 64}

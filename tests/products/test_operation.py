@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import sparseconv.products as sp
-from sparseconv.products.operation import accumulator
+from sparseconv.products.execute import accumulator
+from sparseconv.products.terms import pack
 from tests.products.cases import CASES, PRODUCT_NAMES, inputs
 
 CASE = CASES[0]
@@ -19,7 +20,7 @@ def function(name):
 @pytest.mark.parametrize("name", PRODUCT_NAMES)
 def test_opcheck_of_the_products(name):
     infos = CASE.infos()
-    packed = [info.packed for info in infos]
+    packed = [pack(info.terms) for info in infos]
     sizes = [info.out_size for info in infos]
     for shared1, shared2, accumulated in ((False, False, False), (True, False, True), (False, False, True)):
         x, y = (t.requires_grad_() for t in inputs(name, CASE, shared1, shared2))
@@ -32,9 +33,10 @@ def test_opcheck_of_the_products(name):
 def test_opcheck_of_the_scale():
     infos = sp.sparse_scale_infos([0, 2, 1], [1, 1, 0], [1.0, 2.0, 3.0], 3, 3)
     x = torch.randn(2, 3, 4, requires_grad=True)
+    packed = [pack(info.terms) for info in infos]
     torch.library.opcheck(
         torch.ops.sparseconv.sparse_scale.default,
-        (x, *(i.packed.tensors for i in infos), [i.packed.layout for i in infos], [i.out_size for i in infos]),
+        (x, *(p.tensors for p in packed), [p.layout for p in packed], [i.out_size for i in infos]),
     )
 
 

@@ -69,6 +69,25 @@ def test_gradients_of_every_order(name, flags):
     assert torch.autograd.gradgradcheck(call, (x, y))
 
 
+@pytest.mark.parametrize("name", PRODUCT_NAMES)
+def test_the_third_order(name):
+    axes = {"a": 2, "b": 3, "c": 2}
+    pairs = [[t.requires_grad_() for t in inputs(name, SMALL, False, False, batch=2, axes=axes)] for _ in range(2)]
+    calls = [
+        lambda x, y: function(name)(x, y, *SMALL.infos()),
+        lambda x, y: oracle.product(name, x, y, SMALL.triples, SMALL.out_size),
+    ]
+    results = []
+    for (x, y), call in zip(pairs, calls):
+        found = call(x, y)
+        for _ in range(3):
+            found = torch.autograd.grad(found.square().sum() if found.dim() else found, (x, y), create_graph=True)
+            results.append(found)
+            found = sum(g.pow(3).sum() for g in found)
+    for got, wanted in zip(results[:3], results[3:]):
+        torch.testing.assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["batched", "shared"])
 @pytest.mark.parametrize("name", PRODUCT_NAMES)
 @pytest.mark.parametrize("way", list(REWRITTEN))

@@ -13,7 +13,6 @@ triton = pytest.importorskip("triton")
 from sparseconv.products import sparse_scale_info  # noqa: E402
 from sparseconv.products.schedule import table_text, work_items  # noqa: E402
 from sparseconv.products.table import PRODUCTS  # noqa: E402
-from sparseconv.products.terms import unpack  # noqa: E402
 from tests.products import oracle  # noqa: E402
 from tests.products.cases import (  # noqa: E402
     CASES,
@@ -39,7 +38,7 @@ FLAGS = list(itertools.product([False, True], repeat=3))
 def terms_of(info):
     """What a kernel is given, with the table of small structures that infos on a GPU carry."""
     info = info.to(DEVICE)
-    terms = unpack(info.packed.tensors, info.packed.layout, info.out_size)
+    terms = info.terms
     columns = (info.scale, info.index1, info.index2, info.seg_out, info.gather_index, info.index_out)
     return terms._replace(table=table_text(*columns))
 
@@ -89,12 +88,12 @@ def test_integers_are_exact(case, name, batch):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("axes", [{"a": 3, "b": 5, "c": 7}, {"a": 17, "b": 35, "c": 130}], ids=["narrow", "wide"])
+@pytest.mark.parametrize("axes", [{"a": 3, "b": 5, "c": 7}, {"a": 17, "b": 66, "c": 130}], ids=["narrow", "wide"])
 @pytest.mark.parametrize("name", PRODUCT_NAMES)
 def test_wide_channels_and_both_batches(name, axes):
     case = CASES[0]
     info = case.infos(torch.float32)[0]
-    for batch, flags in ((2, FLAGS[0]), (2, FLAGS[1]), (2, FLAGS[6]), (33, FLAGS[0]), (33, FLAGS[1]), (33, FLAGS[2])):
+    for batch, flags in ((2, FLAGS[1]), (2, FLAGS[6]), (17, FLAGS[0]), (17, FLAGS[1]), (17, FLAGS[2])):
         shared1, shared2, accumulated = flags
         x, y = inputs(name, case, shared1, shared2, batch=batch, axes=axes, dtype=torch.float32, integers=True)
         expected = oracle.product(name, x, y, case.triples, case.out_size, accumulated)
@@ -103,7 +102,7 @@ def test_wide_channels_and_both_batches(name, axes):
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", ["mul", "vecsca", "scavec", "inner"])
-@pytest.mark.parametrize("case", [c for c in CASES if len(c.triples) < 200], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in CASES if len(c.triples) < 100], ids=lambda case: case.name)
 def test_kernels_written_for_the_structure(case, name):
     info = case.infos(torch.float32)[0]
     for shared1, shared2, _ in FLAGS[:6:2]:
@@ -124,6 +123,31 @@ def test_each_operand_may_be_the_one_that_passes_by(name, sizes):
 
 
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", ["mul", "vecsca", "scavec", "inner"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], random_case("wide", 30, 9, 3, 4)], ids=lambda case: case.name)
+def test_pairs_of_gradients_and_sums_of_products(case, name, monkeypatch):
+    from sparseconv.products import triton_products as gpu
+
+    monkeypatch.setattr(gpu, "_UNROLLED", 0)
+    axes = {"a": 1, "b": 1, "c": 150}
+    x, y, x2, y2 = (
+        t.to(DEVICE)
+        for seed in (1, 2)
+        for t in inputs(name, case, False, False, batch=17, axes=axes, dtype=torch.float32, integers=True, seed=seed)
+    )
+    x, y = x.requires_grad_(), y.requires_grad_()
+    expected = oracle.product(name, x, y, case.triples, case.out_size)
+    grad = torch.randint(-2, 3, expected.shape, device=DEVICE).float()
+    wanted = torch.autograd.grad(expected, (x, y), grad)
+    terms = terms_of(case.infos(torch.float32)[0])
+    row = PRODUCTS[name]
+    for g, w in zip(gpu.gradient_pair(row, x.detach(), y.detach(), grad, terms), wanted):
+        assert torch.equal(g, w)
+    total = expected + oracle.product(name, x2, y2, case.triples, case.out_size)
+    assert torch.equal(gpu.product_sum(row, x.detach(), y.detach(), x2, y2, terms), total)
+
+
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", PRODUCT_NAMES)
 @pytest.mark.parametrize("way", ["gathered", "listed", "seg_out", "index1", "index2 scale"])
 def test_infos_written_otherwise(name, way):
@@ -137,7 +161,7 @@ def test_infos_written_otherwise(name, way):
         rows = [list(range(6)) if field in way else [0, 0, 1, 3, 3, 3] for field in ("index1", "index2", "seg_out")]
         case = Case(way, list(zip(*rows, [1.0] * 6)), 6, 6, 6)
         info = replace(case.infos(torch.float32)[0], **dict.fromkeys(way.split()))
-    for batch, accumulated in ((2, False), (2, True), (17, False), (17, True)):
+    for batch, accumulated in ((2, False), (2, True), (16, False), (16, True)):
         x, y = inputs(name, case, False, False, batch=batch, dtype=torch.float32, integers=True)
         expected = oracle.product(name, x, y, case.triples, case.out_size, accumulated)
         assert torch.equal(run(name, x, y, info, accumulated), expected)
@@ -182,8 +206,7 @@ def test_the_scale(shape):
     index, _, index_out, scale = case.columns()
     info = sparse_scale_info(index, index_out, scale, case.out_size, case.in1_size).to(DEVICE)
     x = torch.randint(-2, 3, (*shape, case.in1_size, 9)).float()
-    terms = unpack(info.packed.tensors, info.packed.layout, info.out_size)
-    out = gpu.segment_scale(x.to(DEVICE), terms, x.dtype).cpu()
+    out = gpu.segment_scale(x.to(DEVICE), info.terms, x.dtype).cpu()
     assert torch.equal(out, oracle.scale(x, pairs, case.out_size))
 
 
@@ -240,3 +263,19 @@ def test_the_card_and_the_cpu_agree_to_the_second_order(name, batch):
         for got, wanted in zip(results[1], results[0]):
             assert got.shape == wanted.shape
             assert relative_error(got, wanted) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mul", "inner", "outer", "vecmat"])
+def test_addresses_beyond_two_to_the_thirty_one(name):
+    # 2^31 elements and more in the second input, of which the first and the last rows are used
+    dense = (8, 8) if name == "vecmat" else (64,)
+    rows = 2**31 // 64 + 100
+    y = torch.empty(rows, *dense, dtype=torch.float16)
+    y[[0, -1]] = torch.randint(-2, 3, (2, *dense)).half()
+    x = torch.randint(-2, 3, (2, dense[0])).half()
+    triples = [(0, 0, 0, 1.0), (1, rows - 1, 1, 2.0), (0, rows - 1, 0, 1.0)]
+    info = Case("far", triples, 2, 2, rows).infos(torch.float32)[0]
+    near = [(i, min(j, 1), m, s) for i, j, m, s in triples]
+    expected = oracle.product(name, x.float(), y[[0, -1]].float(), near, 2)
+    assert torch.equal(run(name, x, y, info, False).float(), expected)

@@ -1,0 +1,201 @@
+"""The derivatives of an eager call, to any order: four functions, closed under differentiation.
+
+    product   z = f(x, y)                    derivatives: the pair of gradients, or each product of the table alone
+    pair      (G1(y, g), G2(g, x))           with cotangents u, v: the pair of (u, v, g), and f(u, y) + f(x, v) for g
+    sum       f(x, y) + f(x2, y2)            two pairs
+    scale     S x                            the transpose
+
+A pair reads dL/dz once for both gradients where a kernel serves it. Calls go straight to the kernels: passing torch's
+dispatcher twice costs several times what launching a small kernel does. Where someone traces, fakes or counts, calls go
+through the operators of ``operation.py`` instead, whose derivatives come from the same table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparseconv.products.execute import execute_product, execute_scale, settle, turn
+from sparseconv.products.operation import call_product, call_scale
+from sparseconv.products.table import Derivative, Product
+from sparseconv.products.terms import Terms
+
+Triple = tuple[Terms | None, Terms | None, Terms | None]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def direct(*tensors: torch.Tensor) -> bool:
+    """Whether nobody listens between a call and its kernel, so that it may skip torch's dispatcher."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(tensor) in _PLAIN for tensor in tensors)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def scale(x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:
+    """A sparse scale with its derivatives."""
+    if not direct(x):
+        return call_scale(x, infos)
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Scale.apply(x, infos)
+    return execute_scale(x, infos[0])
+
+
+def product(row: Product, x: torch.Tensor, y: torch.Tensor, infos: Triple, out_accumulated: bool) -> torch.Tensor:
+    """A product with its derivatives."""
+    if not direct(x, y):
+        return call_product(row.name, x, y, infos, out_accumulated)
+    if (x.requires_grad or y.requires_grad) and torch.is_grad_enabled():
+        return _Product.apply(x, y, row, infos, out_accumulated)
+    return execute_product(row, x, y, _given(infos[0]), out_accumulated)
+
+
+def _given(terms: Terms | None) -> Terms:
+    if terms is None:
+        raise ValueError("a derivative needs an info that was not given: pass all backward infos to the product")
+    return terms
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:  # type: ignore[override]
+        ctx.infos = infos
+        return execute_scale(x, infos[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return scale(grad, (_given(ctx.infos[1]), ctx.infos[0])), None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, y: torch.Tensor, row: Product, infos: Triple, out_accumulated: bool
+    ) -> torch.Tensor:
+        # dL/dx reads y and dL/dy reads x: keep only what will be asked for
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, y if ctx.needs_input_grad[0] else None)
+        ctx.call = row, infos
+        ctx.like = (x.shape, x.dtype), (y.shape, y.dtype)
+        return execute_product(row, x, y, _given(infos[0]), out_accumulated)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        (row, infos), (like_x, like_y) = ctx.call, ctx.like
+        return (*_gradients(row, infos, x, y, grad, like_x, like_y), None, None, None)
+
+
+class _Pair(torch.autograd.Function):
+    """Both gradients of a product of two batched inputs."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: torch.Tensor, y: torch.Tensor, grad: torch.Tensor, row: Product, infos: Triple
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, y, grad)
+        ctx.call = row, infos
+        ctx.set_materialize_grads(False)
+        if x.device.type == "cuda":
+            from sparseconv.products import triton_products
+
+            both = triton_products.gradient_pair(row, x, y, grad, _given(infos[0]))
+            if both is not None:
+                return both
+        grad_x = execute_product(row.grad1.row, *turn(row.grad1, y, grad), _given(infos[1]), False)
+        grad_y = execute_product(row.grad2.row, *turn(row.grad2, grad, x), _given(infos[2]), False)
+        return settle(row.grad1, grad_x, x.shape, x.dtype), settle(row.grad2, grad_y, y.shape, y.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, u: torch.Tensor | None, v: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        x, y, grad = ctx.saved_tensors
+        row, infos = ctx.call
+        needs = ctx.needs_input_grad
+        like_x = (x.shape, x.dtype) if needs[0] and v is not None else None
+        like_y = (y.shape, y.dtype) if needs[1] and u is not None else None
+        grads = _gradients(row, infos, u, v, grad, like_x, like_y)
+        grad_grad = None
+        if needs[2] and u is not None and v is not None:
+            grad_grad = _Sum.apply(u, y, x, v, row, infos)
+        elif needs[2] and u is not None:
+            grad_grad = product(row, u, y, infos, False)
+        elif needs[2] and v is not None:
+            grad_grad = product(row, x, v, infos, False)
+        return (*grads, None if grad_grad is None else grad_grad.to(grad.dtype), None, None)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of two products of batched inputs over the same terms."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        x2: torch.Tensor,
+        y2: torch.Tensor,
+        row: Product,
+        infos: Triple,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, y, x2, y2)
+        ctx.call = row, infos
+        terms = _given(infos[0])
+        if x.device.type == "cuda":
+            from sparseconv.products import triton_products
+
+            both = triton_products.product_sum(row, x, y, x2, y2, terms)
+            if both is not None:
+                return both
+        return execute_product(row, x, y, terms, False) + execute_product(row, x2, y2, terms, False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        x, y, x2, y2 = ctx.saved_tensors
+        row, infos = ctx.call
+        likes = [(t.shape, t.dtype) if need else None for t, need in zip((x, y, x2, y2), ctx.needs_input_grad)]
+        first = _gradients(row, infos, x, y, grad, likes[0], likes[1])
+        return (*first, *_gradients(row, infos, x2, y2, grad, likes[2], likes[3]), None, None)
+
+
+Like = tuple[torch.Size, torch.dtype]
+
+
+def _gradients(
+    row: Product,
+    infos: Triple,
+    x: torch.Tensor | None,
+    y: torch.Tensor | None,
+    grad: torch.Tensor,
+    like_x: Like | None,
+    like_y: Like | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """dL/dx from y and dL/dy from x, of the shapes and dtypes given, each where its other input is there."""
+    wants_x, wants_y = y is not None and like_x is not None, x is not None and like_y is not None
+    batched = grad.dim() == len(row.axes_out) + 2
+    if (
+        wants_x
+        and wants_y
+        and batched
+        and len(like_x[0]) == len(row.axes1) + 2  # type: ignore[index]
+        and len(like_y[0]) == len(row.axes2) + 2  # type: ignore[index]
+        and direct(grad)
+    ):
+        return _Pair.apply(x, y, grad, row, infos)
+    grad_x = grad_y = None
+    if wants_x:
+        turned = (infos[1], infos[2], infos[0])
+        grad_x = _one(row.grad1, y, grad, turned, like_x, len(row.axes1))  # type: ignore[arg-type]
+    if wants_y:
+        turned = (infos[2], infos[0], infos[1])
+        grad_y = _one(row.grad2, grad, x, turned, like_y, len(row.axes2))  # type: ignore[arg-type]
+    return grad_x, grad_y
+
+
+def _one(
+    rule: Derivative, first: torch.Tensor, second: torch.Tensor, infos: Triple, like: Like, rank: int
+) -> torch.Tensor:
+    # the gradient of an input that was shared is summed over the batch
+    shared = len(like[0]) == rank + 1
+    return settle(rule, product(rule.row, *turn(rule, first, second), infos, shared), *like)

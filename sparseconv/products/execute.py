@@ -1,0 +1,65 @@
+"""One call of a scale or a product as arithmetic: which device, which batch; no autograd."""
+
+from __future__ import annotations
+
+import torch
+
+from sparseconv.products import cpu
+from sparseconv.products.table import Derivative, Product
+from sparseconv.products.terms import Terms
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are kept in: fp64 for fp64, fp32 for all else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def execute_scale(x: torch.Tensor, terms: Terms) -> torch.Tensor:
+    """(N, out_size, C) or (out_size, C) from x (N, M_in, C) or (M_in, C)."""
+    batched = x if x.dim() == 3 else x[None]
+    if x.device.type == "cuda":
+        from sparseconv.products import triton_products
+
+        out = triton_products.segment_scale(batched, terms, x.dtype)
+    else:
+        out = cpu.segment_scale(batched, terms, accumulator(x.dtype)).to(x.dtype)
+    return out if x.dim() == 3 else out[0]
+
+
+def execute_product(
+    row: Product, x: torch.Tensor, y: torch.Tensor, terms: Terms, out_accumulated: bool
+) -> torch.Tensor:
+    """The product of x and y, with or without a batch each, in the promoted dtype."""
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    batched1, batched2 = x.dim() == len(row.axes1) + 2, y.dim() == len(row.axes2) + 2
+    # the product is linear in each input: a sum over the batch of one that meets a shared other comes first
+    if out_accumulated and batched1 != batched2:
+        if batched1:
+            x, batched1 = x.sum(0, dtype=accumulator(dtype)), False
+        else:
+            y, batched2 = y.sum(0, dtype=accumulator(dtype)), False
+    accumulated = out_accumulated and batched1 and batched2
+    x, y = (x if batched1 else x[None]), (y if batched2 else y[None])
+    if x.device.type == "cuda":
+        from sparseconv.products import triton_products
+
+        out = triton_products.segment_product(row, x, y, terms, accumulated, dtype)
+    else:
+        out = cpu.segment_product(row, x, y, terms, accumulated, accumulator(dtype)).to(dtype)
+    return out if (batched1 or batched2) and not accumulated else out[0]
+
+
+def turn(rule: Derivative, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two inputs of a derivative, transposed as its rule says."""
+    if rule.transposed == "first":
+        return first.transpose(-1, -2), second
+    return first, second.transpose(-1, -2) if rule.transposed == "second" else second
+
+
+def settle(rule: Derivative, out: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The result of a derivative as the gradient of an input of this shape and dtype."""
+    if rule.transposed == "result":
+        out = out.transpose(-1, -2)
+    if out.dim() < len(shape):  # nothing else had a batch: every item of this one has the same gradient
+        out = out.expand(shape)
+    return out.to(dtype)
