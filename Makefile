@@ -28,7 +28,7 @@ docs: $(VENV)/.docs
 	@echo "read it: site/index.html"
 
 notebooks: $(VENV)/.notebooks
-	$(BIN)/python notebooks/execute.py
+	OMP_WAIT_POLICY=passive $(BIN)/python notebooks/execute.py
 
 clean:
 	rm -rf $(VENV) dist build site
@@ -58,9 +58,9 @@ $(VENV)/.bench: $(VENV)/.base pyproject.toml
 	$(PIP) install -q $(CONSTRAINED) -e ".[demo]" --group bench
 	touch $@
 
-# reads the sources and imports nothing of them, so that torch is not needed
+# reads the sources and imports nothing of them, so that torch is not needed; ruff sets the signatures
 $(VENV)/.docs: $(VENV)/.base pyproject.toml
-	$(PIP) install -q $(CONSTRAINED) --group docs
+	$(PIP) install -q $(CONSTRAINED) --group docs ruff
 	touch $@
 
 $(VENV)/.notebooks: $(VENV)/.base pyproject.toml
