@@ -263,3 +263,19 @@ def test_the_card_and_the_cpu_agree_to_the_second_order(name, batch):
         for got, wanted in zip(results[1], results[0]):
             assert got.shape == wanted.shape
             assert relative_error(got, wanted) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mul", "inner", "outer", "vecmat"])
+def test_addresses_beyond_two_to_the_thirty_one(name):
+    # 2^31 elements and more in the second input, of which the first and the last rows are used
+    dense = (8, 8) if name == "vecmat" else (64,)
+    rows = 2**31 // 64 + 100
+    y = torch.empty(rows, *dense, dtype=torch.float16)
+    y[[0, -1]] = torch.randint(-2, 3, (2, *dense)).half()
+    x = torch.randint(-2, 3, (2, dense[0])).half()
+    triples = [(0, 0, 0, 1.0), (1, rows - 1, 1, 2.0), (0, rows - 1, 0, 1.0)]
+    info = Case("far", triples, 2, 2, rows).infos(torch.float32)[0]
+    near = [(i, min(j, 1), m, s) for i, j, m, s in triples]
+    expected = oracle.product(name, x.float(), y[[0, -1]].float(), near, 2)
+    assert torch.equal(run(name, x, y, info, False).float(), expected)
