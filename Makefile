@@ -23,6 +23,13 @@ wheel: $(VENV)/.build
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks cpu --quick
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "read it: site/index.html"
+
+notebooks: $(VENV)/.notebooks
+	$(BIN)/python notebooks/execute.py
+
 clean:
 	rm -rf $(VENV) dist build site
 
@@ -49,4 +56,13 @@ $(VENV)/.build: $(VENV)/.base
 
 $(VENV)/.bench: $(VENV)/.base pyproject.toml
 	$(PIP) install -q $(CONSTRAINED) -e ".[demo]" --group bench
+	touch $@
+
+# reads the sources and imports nothing of them, so that torch is not needed
+$(VENV)/.docs: $(VENV)/.base pyproject.toml
+	$(PIP) install -q $(CONSTRAINED) --group docs
+	touch $@
+
+$(VENV)/.notebooks: $(VENV)/.base pyproject.toml
+	$(PIP) install -q $(CONSTRAINED) -e ".[notebooks,interop]" --group tests
 	touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -40,27 +41,15 @@ class Window:
             raise ValueError(
                 "give either kernel_size (a box of taps) or taps (an explicit list), not both, not neither"
             )
-        strides = per_axis(stride, rank, "stride", 1)
-        if kernel_size is not None:
-            kernel = per_axis(kernel_size, rank, "kernel_size", 1)
-            projection = IndexProjection.window(kernel, strides, dilation, padding)
-            points = projection.taps().tolist()
-        else:
-            listed = taps.tolist() if isinstance(taps, torch.Tensor) else [list(tap) for tap in taps or ()]
-            if not listed or any(len(tap) != rank or not all(isinstance(t, int) for t in tap) for tap in listed):
-                raise ValueError(f"taps must be a non-empty list of integer points (K, {rank}); got {listed[:4]}")
-            if len({tuple(tap) for tap in listed}) < len(listed):
-                raise ValueError("taps must be distinct: add the weights of equal ones")
-            steps = per_axis(dilation, rank, "dilation", 1)
-            pad = per_axis(0 if padding is None else padding, rank, "padding")
-            low = [min(tap[i] for tap in listed) for i in range(rank)]
-            size = [max(tap[i] for tap in listed) - low[i] + 1 for i in range(rank)]
-            projection = IndexProjection.window(
-                size, strides, steps, tuple(p - d * lo for p, d, lo in zip(pad, steps, low))
-            )
-            points = [[d * (t - lo) for d, t, lo in zip(steps, tap, low)] for tap in listed]
-        offsets = tuple(tuple(o + p for o, p in zip(projection.offset, point)) for point in points)
-        return cls(projection, strides, offsets)
+        listed = taps.tolist() if isinstance(taps, torch.Tensor) else taps
+        return _window(
+            rank,
+            None if kernel_size is None else per_axis(kernel_size, rank, "kernel_size", 1),
+            per_axis(stride, rank, "stride", 1),
+            per_axis(dilation, rank, "dilation", 1),
+            None if padding is None else per_axis(padding, rank, "padding"),
+            None if listed is None else tuple(tuple(tap) for tap in listed),
+        )
 
     def fine(self, coarse: torch.Tensor, tap: int) -> torch.Tensor:
         """What coords (M, 1+D) int64 of coarse voxels see through a tap, (M, 1+D) int64."""
@@ -78,6 +67,31 @@ class Window:
         stride = _row((1, *self.stride), fine)
         moved = fine - _row((0, *self.offsets[tap]), fine)
         return torch.div(moved[(moved % stride == 0).all(1)], stride, rounding_mode="floor")
+
+
+@lru_cache(maxsize=1024)
+def _window(
+    rank: int, kernel: Ints | None, strides: Ints, steps: Ints, padding: Ints | None, taps: tuple[Ints, ...] | None
+) -> Window:
+    """The window of checked arguments, made once for all plans that ask for it: it takes as long as a small map."""
+    if kernel is not None:
+        projection = IndexProjection.window(kernel, strides, steps, padding)
+        points = projection.taps().tolist()
+    else:
+        listed = taps or ()
+        if not listed or any(len(tap) != rank or not all(isinstance(t, int) for t in tap) for tap in listed):
+            raise ValueError(f"taps must be a non-empty list of integer points (K, {rank}); got {listed[:4]}")
+        if len(set(listed)) < len(listed):
+            raise ValueError("taps must be distinct: add the weights of equal ones")
+        pad = (0,) * rank if padding is None else padding
+        low = [min(tap[i] for tap in listed) for i in range(rank)]
+        size = [max(tap[i] for tap in listed) - low[i] + 1 for i in range(rank)]
+        projection = IndexProjection.window(
+            size, strides, steps, tuple(p - d * lo for p, d, lo in zip(pad, steps, low))
+        )
+        points = [[d * (t - lo) for d, t, lo in zip(steps, tap, low)] for tap in listed]
+    offsets = tuple(tuple(o + p for o, p in zip(projection.offset, point)) for point in points)
+    return Window(projection, strides, offsets)
 
 
 def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Boundary) -> KernelMap:
@@ -111,26 +125,44 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
 def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every coarse voxel that sees a fine one, in lexicographic order; under ``forbid``, those whose window fits."""
     torus = torus_of(fine, window, boundary)
+    scale = tuple(float(s) for s in window.stride)
+    found = _reach_on_gpu(fine, window, window.coarse_torus(torus), to_fine=False)
+    if found is not None:
+        return fits(fine._like(found, scale), fine, window, boundary)
     coords = fine.coords.long()
     seen = torch.cat([window.coarse(wrap(coords, torus), tap) for tap in range(len(window.offsets))])
     seen = wrap(seen, window.coarse_torus(torus))
-    scale = tuple(float(s) for s in window.stride)
     return fits(fine._like(unique_coords(seen), scale), fine, window, boundary)
 
 
 def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every fine voxel that a coarse one sees, in lexicographic order; under ``forbid``, within the extent."""
     torus = torus_of(None, window, boundary)
+    if boundary.kind == "forbid" and boundary.extent is None:
+        raise ValueError("a generative transposed plan under 'forbid' needs Boundary.forbid(extent)")
+    found = _reach_on_gpu(coarse, window, torus, boundary.extent if boundary.kind == "forbid" else None, to_fine=True)
+    if found is not None:
+        return coarse._like(found, tuple(1 / s for s in window.stride))
     coords = coarse.coords.long()
     seen = torch.cat([wrap(window.fine(coords, tap), torus) for tap in range(len(window.offsets))])
-    if boundary.kind == "forbid":
-        if boundary.extent is None:
-            raise ValueError("a generative transposed plan under 'forbid' needs Boundary.forbid(extent)")
+    if boundary.kind == "forbid" and boundary.extent is not None:
         inside = torch.ones(len(seen), dtype=torch.bool, device=seen.device)
         for axis, (start, end) in enumerate(zip(boundary.extent.start, boundary.extent.end), 1):
             inside &= (seen[:, axis] >= start) & (seen[:, axis] < end)
         seen = seen[inside]
     return coarse._like(unique_coords(seen), tuple(1 / s for s in window.stride))
+
+
+def _reach_on_gpu(
+    grid: VoxelGrid, window: Window, torus: IndexRange | None, within: IndexRange | None = None, *, to_fine: bool
+) -> torch.Tensor | None:
+    """What the window reaches from a grid on a GPU, (M, 1+D) int32; None elsewhere, and where keys are too short."""
+    if grid.device.type != "cuda" or len(grid) == 0:
+        return None
+    from sparseconv.geometry.triton_reach import reach  # Triton is loaded where it is used
+
+    size = grid.batch_size, window.offsets, window.stride, torus
+    return reach(grid.coords, grid.extent, *size, to_fine=to_fine, within=within)
 
 
 def fits(coarse: VoxelGrid, fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
@@ -185,6 +217,7 @@ def wrap(coords: torch.Tensor, torus: IndexRange | None) -> torch.Tensor:
     return folded
 
 
+@lru_cache(maxsize=1024)
 def _symmetry(window: Window, torus: IndexRange | None) -> tuple[int | None, tuple[int, ...] | None]:
     """The identity tap and the mirrored tap of each, for a window at stride 1 whose two sides are one grid."""
     if any(s != 1 for s in window.stride):

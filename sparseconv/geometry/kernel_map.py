@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import weakref
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from sparseconv.products import SparseProductInfo
 
 
 class EdgeSource(Protocol):
@@ -127,6 +130,46 @@ class KernelMap:
         """(P,) int32: the tap of each edge, ascending."""
         taps = torch.arange(self.num_taps, dtype=torch.int32, device=self.device)
         return torch.repeat_interleave(taps, self.tap_offsets.diff(), output_size=len(self.in_rows))
+
+    @cached_property
+    def by_output(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The edges by output row: their order (P,) int32 (by tap within a row), and where each row begins (N_out+1,).
+
+        The order is int64 where there are 2^31 edges or more; ``reverse().by_output`` is the order by input row.
+        """
+        rows, order = torch.sort(self.out_rows, stable=True)
+        bounds = torch.arange(self.num_out + 1, dtype=torch.int32, device=rows.device)
+        return order.int() if len(rows) < 2**31 else order, torch.searchsorted(rows, bounds)
+
+    def product_infos(self) -> tuple[SparseProductInfo, SparseProductInfo, SparseProductInfo]:
+        """The edges as the infos of a sparse product of input rows and taps, (forward, backward1, backward2).
+
+            sparse_vecmat(x, weight, *product_infos())[out] = sum over edges (k, in, out) of x[in] @ weight[k]
+
+        Their columns are this map's own arrays, read through ``gather_index`` where an order by rows is needed; made
+        on first use and kept. A convolution over the map is this product, a depthwise one is `sparse_mul`.
+
+        >>> from sparseconv.products import sparse_mul
+        >>> neighbors = torch.tensor([[-1, 0], [0, 1], [1, -1]], dtype=torch.int32)
+        >>> line = KernelMap(2, 2, 3, neighbors=neighbors)
+        >>> x, weight = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [10.0], [100.0]])
+        >>> sparse_mul(x, weight, *line.product_infos()).tolist()
+        [[210.0], [21.0]]
+        """
+        return self._product_infos
+
+    @cached_property
+    def _product_infos(self) -> tuple[SparseProductInfo, SparseProductInfo, SparseProductInfo]:
+        from sparseconv.products import SparseProductInfo  # a room beside this one, entered by those who ask for it
+
+        ins, taps, outs = self.in_rows, self.pair_taps, self.out_rows
+        num_in, num_taps, num_out = self.num_in, self.num_taps, self.num_out
+        (out_order, out_bounds), (in_order, in_bounds) = self.by_output, self.reverse().by_output
+        return (
+            SparseProductInfo(None, ins, taps, out_bounds, out_order, None, num_out, num_in, num_taps),
+            SparseProductInfo(None, taps, outs, in_bounds, in_order, None, num_in, num_taps, num_out),
+            SparseProductInfo(None, outs, ins, self.tap_offsets, None, None, num_taps, num_out, num_in),
+        )
 
     @cached_property
     def tap_counts(self) -> tuple[int, ...]:

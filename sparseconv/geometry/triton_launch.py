@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
+#: programs of a cooperative launch on each multiprocessor, of 128 threads, and the registers that a thread may have
+CREW, MOST_REGISTERS = 4, 128
+#: times that the programs of a cooperative launch may wait for each other
+NUM_GATES = 7
 Pointer = Any  # an address on a card; a tensor where kernels are interpreted
 
 
@@ -37,8 +42,10 @@ class Launcher:
         fill(device, (blocks,), (pointer(out), out.numel()), (256,))
     """
 
-    def __init__(self, function: Any, types: Sequence[Any], num_warps: int = 4) -> None:
+    def __init__(self, function: Any, types: Sequence[Any], num_warps: int = 4, cooperative: bool = False) -> None:
         self.function, self.types, self.num_warps = function, tuple(types), num_warps
+        #: options of the compiler; programs of a cooperative launch all run at once, so that they may wait for another
+        self.options = {"launch_cooperative_grid": True, "maxnreg": MOST_REGISTERS} if cooperative else {}
         self._ready: dict[tuple, Callable[..., None]] = {}
 
     def __call__(self, device: torch.device, grid: tuple[int, ...], args: tuple, constants: tuple = ()) -> None:
@@ -53,7 +60,7 @@ class Launcher:
     def compile(self, constants: tuple) -> Any:
         """Triton's compiled kernel for these constants on the current device."""
         shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
-        return self.function.warmup(*shown, *constants, grid=(1,), num_warps=self.num_warps)
+        return self.function.warmup(*shown, *constants, grid=(1,), num_warps=self.num_warps, **self.options)
 
     def _prepare(self, constants: tuple, device_index: int) -> Callable[..., None]:
         kernel = self.compile(constants)
@@ -95,7 +102,7 @@ class Arena:
             total += (length * dtype.itemsize + 127) & -128
             if len(starts) == zeroed:
                 clean = total
-        if clean == total:
+        if total and clean == total:
             self.memory = torch.zeros(total, dtype=torch.uint8, device=device)
         else:
             self.memory = torch.empty(total, dtype=torch.uint8, device=device)
@@ -107,6 +114,10 @@ class Arena:
 
     def __getitem__(self, index: int) -> Pointer:
         return self.tensor(index) if INTERPRETED else self._address + self._starts[index]
+
+    def length_before(self, index: int) -> int:
+        """Bytes before the i-th array."""
+        return self._starts[index]
 
     def read(self, first: int, last: int) -> list[torch.Tensor]:
         """The arrays from the first to the last of these, on the host, in one copy."""
@@ -122,6 +133,49 @@ class Arena:
         """The i-th array as a tensor that keeps the whole arena alive."""
         dtype, length = self._arrays[index]
         return self.memory.narrow(0, self._starts[index], length * dtype.itemsize).view(dtype)
+
+
+def crew_of(device: torch.device, most: int) -> int:
+    """How many programs of a cooperative launch of four warps a device holds at once, ``most`` at most.
+
+    The interpreter runs programs one after another: one alone waits for nobody.
+    """
+    return 1 if INTERPRETED else min(most, CREW * _processors(device.index))
+
+
+@cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def gates_of(device: torch.device) -> Pointer:
+    """Counters at which the programs of a cooperative launch meet, all zero between the launches of a stream."""
+    if INTERPRETED:
+        return torch.zeros(NUM_GATES + 1, dtype=torch.int32)
+    return _gates(device.index, driver.active.get_current_stream(device.index)).data_ptr()
+
+
+@cache
+def _gates(index: int, stream: int) -> torch.Tensor:
+    return torch.zeros(NUM_GATES + 1, dtype=torch.int32, device=torch.device("cuda", index))
+
+
+@triton.jit
+def wait_for_all(gate_ptr, programs):
+    """Wait until all programs of a cooperative launch are here and what they wrote can be read; a gate serves once."""
+    tl.debug_barrier()
+    here = tl.atomic_add(gate_ptr, 1, sem="acq_rel") + 1
+    while here < programs:
+        here = tl.atomic_add(gate_ptr, 0, sem="acquire")
+    tl.debug_barrier()
+
+
+@triton.jit
+def leave(gates_ptr, programs, NUM_GATES: tl.constexpr):
+    """The last act of a program of a cooperative launch: whoever is the last sets all gates back."""
+    if tl.atomic_add(gates_ptr + NUM_GATES, 1, sem="acq_rel") == programs - 1:
+        for gate in tl.static_range(NUM_GATES + 1):
+            tl.store(gates_ptr + gate, 0)
 
 
 def on_device(device: torch.device) -> Any:

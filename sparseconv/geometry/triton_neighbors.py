@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, on_device, pointer, power_of_2
+from sparseconv.geometry.triton_counts import (
+    Counters,
+    PendingCounts,
+    arrival,
+    report_of,
+    scan_counts,
+)
+from sparseconv.geometry.triton_launch import (
+    Arena,
+    Launcher,
+    Pointer,
+    ceil_div,
+    on_device,
+    pointer,
+)
+from sparseconv.geometry.triton_order import MERGED_ROWS, merge_rows
+from sparseconv.geometry.triton_search import (
+    AROUND,
+    LINES,
+    ORDER,
+    SEARCH_TYPES,
+    SORT_KEYS,
+    STARTS,
+    launch_around,
+    launch_masks,
+    launch_search,
+)
 from sparseconv.geometry.triton_table import (
     ENTRIES,
-    KEYS,
-    STATUS,
+    FUSED_ROWS,
     CoordinateTable,
     aligned,
-    axis_blocks,
-    axis_range,
-    count_blocks,
-    find,
     pack_shifts,
     rows_per_chunk,
 )
@@ -30,6 +50,7 @@ from sparseconv.geometry.triton_window import (
     TapWindow,
     bit_places,
     encode_window,
+    entry_of,
     key_words,
     look,
     take,
@@ -40,38 +61,130 @@ from sparseconv.geometry.triton_window import (
 WIDE_KEY_BITS = 62
 
 
-@dataclass(frozen=True, eq=False)
 class WindowSearch:
     """The edges between the rows of a table and target rows, found but not written down: three passes write them.
 
-    ``counts[k, c]`` are the edges of tap k among the target rows [c, c + 1) * chunk_rows. Nothing was read back.
+    Nothing is read back. `release` gives the scratch memory back; who asks for it again gets it made anew.
+
+    Args:
+        table: the source rows; None where the edges were given as a table.
+        coords: (N_out, 1+D) int32 on the same device, in any order; ``table.coords`` itself is faster.
+        window: of the same device, with ``single=True`` for a table that is not blocked.
+        given: (K, N_out) int32: the table of a search that has none of rows.
     """
 
-    table: CoordinateTable | None  # None: the edges were given as a table
-    coords: torch.Tensor  # (N_out, 1+D) int32
-    window: TapWindow
-    around: torch.Tensor | None  # (blocks, 3^D) int32: the blocks around each block; None: look up by key
-    counts: torch.Tensor  # (K, C) int32
-    keys: torch.Tensor | None  # (1, N_out) int32 sort keys, see row_keys; None above 31 taps
-    chunk_rows: int
-    given: torch.Tensor | None = None  # (K, N_out) int32: the table of a search that has none of rows
+    def __init__(
+        self,
+        table: CoordinateTable | None,
+        coords: torch.Tensor,
+        window: TapWindow,
+        given: torch.Tensor | None = None,
+    ) -> None:
+        #: whether the target rows are those of the table, so that a row's own block tells the blocks around it
+        self.is_local = (
+            table is not None
+            and coords is table.coords
+            and table.blocked
+            and 0 <= window.reach <= 2 ** min(table.shifts[1:])
+            and coords.shape[0] > 0
+        )
+        self.table, self.window, self.given = table, window, given
+        self.coords = coords if self.is_local else aligned(coords)
+        self.chunk_rows = rows_per_chunk(coords.shape[0])
+        self.chunks = ceil_div(coords.shape[0], self.chunk_rows)
+        self._scratch: Arena | None = None
+        self._pointers: tuple[Pointer, ...] | None = None
+        if table is not None:
+            self._run()
+
+    def _run(self) -> Arena:
+        """Fill the scratch memory, and send the counts of edges on their way."""
+        table, window = self.table, self.window
+        device, (n, columns) = self.coords.device, self.coords.shape
+        taps = window.num_taps
+        narrow = taps <= KEY_BITS
+        if table is None:
+            raise ValueError("a search without a table of rows has no scratch memory: its edges were given")
+        blocks = table.read.get("blocks", n) if self.is_local else 0
+        i32 = torch.int32
+        arrays = [(i32, taps * self.chunks), (i32, n if narrow else 0), (i32, blocks * 3 ** (columns - 1))]
+        merged = n if narrow and n <= MERGED_ROWS else 0
+        arrays += [(torch.int64, 2 * merged), (i32, merged)]
+        scratch = self._scratch = Arena(device, arrays)
+        counters = self._counters = Counters(table, taps, self.chunks)
+        offsets, report = report_of(taps, device)
+        with on_device(device):
+            if narrow and 0 < n <= FUSED_ROWS and taps:
+                launch_search(self, scratch, counters, offsets, report)
+            else:
+                if self.is_local:
+                    launch_around(table, scratch[AROUND], blocks)
+                if n and taps and narrow:
+                    launch_masks(self, window.key_words, scratch[SORT_KEYS], counters, n, KEY_BITS, 0)
+                elif n and taps:
+                    totals, counts = counters.pointers
+                    args = (pointer(self.neighbors), counts, totals, n, self.chunks)
+                    _COUNT(device, (self.chunks, taps), args, (self.chunk_rows, 128))
+                scan_counts(counters, scratch[STARTS], offsets, report, table)
+            #: the counts of the edges, on their way to the host
+            self.pending = PendingCounts(offsets, report, arrival(), table)
+        return scratch
+
+    def release(self) -> None:
+        """Give the scratch memory back."""
+        self._scratch = self._pointers = None
+        self.__dict__.pop("_counters", None)
+
+    @property
+    def scratch(self) -> Arena:
+        return self._run() if self._scratch is None else self._scratch
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """(K, C) int32: the edges of tap k among the target rows [c, c + 1) * chunk_rows."""
+        self.scratch  # noqa: B018 (counted with it)
+        return self._counters.counts
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """(1, N_out) int32 sort keys, see row_keys; None above 31 taps and for given edges."""
+        if self.table is None or self.window.num_taps > KEY_BITS:
+            return None
+        return self.scratch.tensor(SORT_KEYS).view(1, -1)
+
+    @property
+    def order(self) -> torch.Tensor | Pointer:
+        """Rows in the order of their `keys`: (1, N_out) int64, or where they are few the place of (N_out,) int32."""
+        n, scratch = self.coords.shape[0], self.scratch
+        if not 0 < n <= MERGED_ROWS:
+            return torch.sort(scratch.tensor(SORT_KEYS).view(1, -1), dim=-1, stable=True).indices
+        merge_rows(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], n, self.coords.device)
+        return scratch[ORDER]
+
+    @property
+    def around(self) -> torch.Tensor | None:
+        """(blocks, 3^D) int32: the blocks around each block; None where target rows are looked up by key."""
+        return self.scratch.tensor(AROUND).view(-1, 3 ** (self.coords.shape[1] - 1)) if self.is_local else None
 
     @property
     def capacity(self) -> int:
         """Slots of the table; of a given one, the length of its rows."""
         return self.coords.shape[0] if self.table is None else self.table.capacity
 
-    @cached_property
+    @property
     def pointers(self) -> tuple[Pointer, ...]:
         """Coordinates, ranges, slots, block numbers, infos, rows, entries, surroundings and window, for the kernels."""
-        window = pointer(self.window.data)
-        if self.table is None:
-            return (pointer(self.neighbors),) * 8 + (window,)
-        parts = self.table.pointers
-        local = self.around is not None
-        entries = self.table.arena[ENTRIES] if local else parts[3]
-        around = pointer(self.around) if self.around is not None else parts[4]
-        return (pointer(self.coords), *parts, entries, around, window)
+        if self._pointers is None:
+            window = pointer(self.window.data)
+            if self.table is None:
+                self._pointers = (pointer(self.neighbors),) * 8 + (window,)
+            else:
+                parts = self.table.pointers
+                entries, around = parts[3], parts[4]
+                if self.is_local:
+                    entries, around = self.table.arena[ENTRIES], self.scratch[AROUND]
+                self._pointers = (pointer(self.coords), *parts, entries, around, window)
+        return self._pointers
 
     @cached_property
     def constants(self) -> tuple:
@@ -79,7 +192,7 @@ class WindowSearch:
         if self.table is None:
             return 1, 0, 0, False, False, GIVEN, 1
         shifts, rank = self.table.shifts, self.coords.shape[1] - 1
-        sides = 0 if self.around is None else 3**rank
+        sides = 3**rank if self.is_local else 0
         places, blocked = bit_places(shifts), self.table.blocked
         return rank, pack_shifts(shifts), places, blocked, self.window.periodic, sides, self.window.run_length
 
@@ -98,54 +211,16 @@ class WindowSearch:
 
 
 def search_window(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> WindowSearch:
-    """Find what target rows see: row of (stride * coords[r] + offsets[k], folded into the torus) for each r and k.
-
-    Args:
-        table: the source rows.
-        coords: (N_out, 1+D) int32 on the same device, in any order; ``table.coords`` itself is faster.
-        window: of the same device, with ``single=True`` for a table that is not blocked.
-
-    Returns:
-        The search, its edges counted.
-    """
-    local = coords is table.coords and table.blocked and 0 <= window.reach <= 2 ** min(table.shifts[1:])
-    coords = aligned(coords)
-    device, (n, columns) = coords.device, coords.shape
-    taps = window.num_taps
-    around = None
-    if local and n:
-        around = torch.empty(n, 3 ** (columns - 1), dtype=torch.int32, device=device)
-        with on_device(device):
-            _look_around(table, around)
-    chunk_rows = rows_per_chunk(n)
-    chunks = -(-n // chunk_rows)
-    counts = table.zeros(taps, chunks)
-    narrow = taps <= KEY_BITS
-    keys = torch.empty(1, n, dtype=torch.int32, device=device) if narrow else None
-    search = WindowSearch(table, coords, window, around, counts, keys, chunk_rows)
-    if n and taps and keys is not None:
-        words = window.key_words
-        _read_masks(search, words, keys, True, n, KEY_BITS, 0)
-    elif n and taps:
-        args = (pointer(search.neighbors), pointer(counts), n, chunks)
-        with on_device(device):
-            _COUNT(device, (chunks, taps), args, (chunk_rows, 128))
-    return search
+    """Find what target rows see: row of (stride * coords[r] + offsets[k], folded into the torus) for each r and k."""
+    return WindowSearch(table, coords, window)
 
 
 def search_table(neighbors: torch.Tensor) -> WindowSearch:
     """The search that finds the edges of a table (K, N_out) int32, -1 absent, made elsewhere: a reversed map, say."""
     taps, n = neighbors.shape
     neighbors = aligned(neighbors)
-    chunk_rows = rows_per_chunk(n)
-    counts = torch.zeros(taps, ceil_div(n, chunk_rows), dtype=torch.int32, device=neighbors.device)
     window = encode_window(tuple((tap,) for tap in range(taps)), (1,), None, neighbors.device, True)
-    if n and taps:
-        args = (pointer(neighbors), pointer(counts), n, counts.shape[1])
-        with on_device(neighbors.device):
-            _COUNT(neighbors.device, (counts.shape[1], taps), args, (chunk_rows, 128))
-    rows = neighbors.new_empty(n, 0)
-    return WindowSearch(None, rows, window, None, counts, None, chunk_rows, neighbors)
+    return WindowSearch(None, neighbors.new_empty(n, 0), window, neighbors)
 
 
 def row_keys(
@@ -170,7 +245,8 @@ def row_keys(
     room = (WIDE_KEY_BITS if wide else KEY_BITS) - chunk_bits
     lost = max(0, min(max(map(len, parts), default=0), WIDE_KEY_BITS) - room)
     if n and taps and taps <= KEY_BITS and search.given is None:
-        _read_masks(search, key_words(ranked, parts, device), keys, False, chunk, room, lost)
+        with on_device(device):
+            launch_masks(search, key_words(ranked, parts, device), pointer(keys), None, chunk, room, lost, len(parts))
     elif n and taps:
         bits = torch.full((len(parts), taps), -1, dtype=torch.int32)
         for index, part in enumerate(parts):
@@ -184,98 +260,7 @@ def row_keys(
     return keys
 
 
-def _read_masks(
-    search: WindowSearch, words: torch.Tensor, keys: torch.Tensor, counted: bool, chunk: int, room: int, lost: int
-) -> None:
-    n, window = search.coords.shape[0], search.window
-    block = 32 if n <= 131072 else 128
-    args = (
-        *search.pointers, pointer(words), pointer(keys), pointer(search.counts),
-        n, window.num_runs, window.num_taps, search.capacity, search.counts.shape[1], chunk, room, lost,
-    )  # fmt: skip
-    taps = power_of_2(window.num_taps)
-    constants = (*search.constants, words.shape[0], counted, taps, search.chunk_rows, block)
-    with on_device(keys.device):
-        _MASKS(keys.device, (ceil_div(n, block),), args, constants)
-
-
-def _look_around(table: CoordinateTable, around: torch.Tensor) -> None:
-    arena, columns = table.arena, table.coords.shape[1]
-    lanes = power_of_2(around.shape[1])
-    block = max(1, 256 // lanes)
-    ranges, slots, ids, _, _ = table.pointers
-    args = (ranges, slots, ids, arena[KEYS], arena[STATUS], pointer(around), table.capacity)
-    programs = min(ceil_div(around.shape[0], block), 4096)
-    constants = (columns, pack_shifts(table.shifts), around.shape[1], lanes, block)
-    _AROUND(around.device, (programs,), (*args, programs), constants)
-
-
 # ---- kernels
-
-
-@triton.jit
-def around_kernel(
-    ranges_ptr, table_ptr, ids_ptr, keys_ptr, status_ptr, around_ptr, capacity, num_programs,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, SIDES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """around[block, side] = the number of the block there, -1 if it is empty."""
-    volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
-    side = tl.arange(0, LANES)
-    delta = tl.zeros((LANES,), tl.int64)
-    power: tl.constexpr = SIDES // 3
-    rest = side
-    scale = power
-    for axis in tl.static_range(1, COLUMNS):
-        _low, extent = axis_range(ranges_ptr, axis)
-        delta = delta * axis_blocks(extent, (SHIFTS >> (4 * axis)) & 15) + (rest // scale - 1)
-        rest = rest % scale
-        scale = scale // 3 if axis < COLUMNS - 1 else 1
-    num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
-    for start in range(tl.program_id(0) * BLOCK, num_blocks, num_programs * BLOCK):
-        block = start + tl.arange(0, BLOCK)
-        key = tl.load(keys_ptr + block, mask=block < num_blocks, other=0)[:, None] + delta[None, :]
-        real = (block < num_blocks)[:, None] & (side < SIDES)[None, :]
-        slot, hit = find(table_ptr, key, real & (key >= 0), capacity, volume)
-        number = tl.load(ids_ptr + slot, mask=hit, other=-1)
-        tl.store(around_ptr + block.to(tl.int64)[:, None] * SIDES + side[None, :], number, mask=real)
-
-
-@triton.jit
-def masks_kernel(
-    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
-    SIDES: tl.constexpr, LENGTH: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Masks of the taps of BLOCK rows -> their sort keys in each group of taps, and counts of edges."""
-    first = tl.program_id(0) * BLOCK
-    row = first + tl.arange(0, BLOCK)
-    live = row < n
-    mask = tl.zeros((BLOCK,), tl.int32)
-    run_ptr = window_ptr + 3 * RANK
-    for _ in range(num_runs):
-        tap = tl.load(run_ptr)
-        length = tl.load(run_ptr + 1)
-        seen, _near, _far, _cell = look(
-            row, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr,
-            window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
-        )  # fmt: skip
-        mask |= seen << tap
-        run_ptr += 2 + RANK
-    above = (row // key_chunk) << room
-    for _ in tl.static_range(GROUPS):
-        ours = mask & tl.load(words_ptr)
-        key = tl.load(words_ptr + 1 + (ours & 255)) ^ tl.load(words_ptr + 257 + ((ours >> 8) & 255))
-        key = key ^ tl.load(words_ptr + 513 + ((ours >> 16) & 255)) ^ tl.load(words_ptr + 769 + ((ours >> 24) & 255))
-        key = tl.where(ours == 0, (((1 << (room - 1)) - 1) << 1) | 1, key >> lost) | above
-        tl.store(keys_ptr + row, key, mask=live)
-        words_ptr += 1025
-        keys_ptr += n
-    if COUNTED:
-        lane = tl.arange(0, TAPS)
-        edges = tl.sum((mask[None, :] >> lane[:, None]) & 1, 1)
-        tl.atomic_add(counts_ptr + lane * num_chunks + first // CHUNK, edges, mask=lane < num_taps, sem="relaxed")
 
 
 @triton.jit
@@ -292,8 +277,9 @@ def planes_kernel(
     run_ptr = window_ptr + 3 * RANK + tl.program_id(1) * (2 + RANK)
     tap = tl.load(run_ptr)
     length = tl.load(run_ptr + 1)
+    entry = entry_of(row, live, entries_ptr, SIDES)
     seen, near, far, cell = look(
-        row, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr,
+        row, entry, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, around_ptr,
         window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
     )  # fmt: skip
     for step in tl.static_range(LENGTH):
@@ -302,8 +288,8 @@ def planes_kernel(
 
 
 @triton.jit
-def count_kernel(planes_ptr, counts_ptr, n, num_chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """counts[tap, chunk] = entries that are not negative."""
+def count_kernel(planes_ptr, counts_ptr, totals_ptr, n, num_chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """counts[tap, chunk] = entries that are not negative; totals[tap] likewise."""
     chunk = tl.program_id(0)
     tap = tl.program_id(1)
     live = tl.zeros((BLOCK,), tl.int32)
@@ -312,6 +298,7 @@ def count_kernel(planes_ptr, counts_ptr, n, num_chunks, CHUNK: tl.constexpr, BLO
         found = tl.load(planes_ptr + tap.to(tl.int64) * n + row, mask=row < n, other=-1)
         live += (found >= 0).to(tl.int32)
     tl.store(counts_ptr + tap * num_chunks + chunk, tl.sum(live, 0))
+    tl.atomic_add(totals_ptr + tap, tl.sum(live, 0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -341,11 +328,8 @@ def plane_keys_kernel(
 
 
 _I32, _I64 = torch.int32, torch.int64
-SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
-_AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int))
-_MASKS = Launcher(masks_kernel, (*SEARCH_TYPES, _I32, _I32, _I32, *(int,) * 8), num_warps=1)
 _PLANES = Launcher(planes_kernel, (*SEARCH_TYPES, _I32, int, int), num_warps=1)
-_COUNT = Launcher(count_kernel, (_I32, _I32, int, int))
+_COUNT = Launcher(count_kernel, (_I32, _I32, _I64, int, int))
 _PLANE_KEYS = Launcher(plane_keys_kernel, (_I32, _I32, _I32, *(int,) * 5))
 _PLANE_KEYS_WIDE = Launcher(plane_keys_kernel, (_I32, _I32, _I64, *(int,) * 5))
 

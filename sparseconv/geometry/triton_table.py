@@ -9,21 +9,28 @@ import torch
 import triton
 import triton.language as tl
 
+from sparseconv.geometry.triton_cells import below, cells_of, claim, count_blocks, find, popcount
 from sparseconv.geometry.triton_launch import (
-    IS_INTERPRETED,
+    NUM_GATES,
     Arena,
     Launcher,
     Pointer,
     ceil_div,
+    crew_of,
+    gates_of,
+    leave,
     on_device,
     pointer,
     power_of_2,
+    wait_for_all,
 )
 
 #: log2 of a block's edge along each axis, by rank: at most 64 cells, one bit each of a 64-bit word, at most 16 in line
 BLOCK_SHIFTS = {1: (4,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}
 #: up to this many rows a table of single cells is built: two launches fewer outweigh its more frequent look-ups
 SINGLE_CELL_ROWS = 0
+#: up to this many rows the passes of a build share one launch, which the host is faster with
+FUSED_ROWS = 600_000
 MAX_ROWS = 2**29
 
 
@@ -48,7 +55,7 @@ class CoordinateTable:
     pointers: tuple[Pointer, ...]  # ranges, slots, block numbers, infos and rows as the kernels take them
     spare: list[int]  # length of the zeros kept for the counts of the first window that is searched
 
-    read: dict[str, int] = field(default_factory=dict)  # "distinct" and "overflow", once they were read
+    read: dict[str, int] = field(default_factory=dict)  # "distinct", "overflow" and "blocks", once they were read
 
     @property
     def blocked(self) -> bool:
@@ -66,11 +73,11 @@ class CoordinateTable:
             return self.given_ranges
         return self.arena.tensor(RANGES).view(-1, 2)
 
-    def zeros(self, rows: int, columns: int) -> torch.Tensor:
-        """Zeros (rows, columns) int32; from the spare ones if they are still there and enough."""
-        if self.spare and self.spare.pop() >= rows * columns > 0:
-            return self.arena.tensor(COUNTS)[: rows * columns].view(rows, columns)
-        return torch.zeros(rows, columns, dtype=torch.int32, device=self.coords.device)
+    def zeros(self, length: int) -> torch.Tensor:
+        """At least so many zeros, int32; the spare ones if they are still there and enough."""
+        if self.spare and self.spare.pop() >= length:
+            return self.arena.tensor(COUNTS)
+        return torch.zeros(length, dtype=torch.int32, device=self.coords.device)
 
 
 #: the arrays of a table's arena; those up to COUNTS start as zeros
@@ -97,7 +104,10 @@ def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]
     if table.given_ranges is not None:
         raise ValueError("the ranges of this table were given: they are not in its arena")
     status, spread = table.arena.read(STATUS, RANGES)
-    table.read.update(distinct=int(status[0]) & 0xFFFFFFFF, overflow=int(status[1]))
+    found, overflow = status.tolist()
+    table.read.update(distinct=found & 0xFFFFFFFF, overflow=overflow)
+    if table.blocked:
+        table.read["blocks"] = found >> 32
     return decode_ranges(spread.view(-1, 2))
 
 
@@ -125,19 +135,24 @@ def build_table(
     shifts = (0, *BLOCK_SHIFTS[columns - 1]) if blocked else (0,) * columns
     capacity = max(64, n + n // 2) if blocked else max(64, 2 * n)
     chunks = -(-n // rows_per_chunk(n))
+    spare = 32 * chunks + 2 * 32 + 8
     i32, i64, some = torch.int32, torch.int64, max(1, n)
-    arrays = [(i64, 2 * capacity), (i64, 2), (i32, 2 * columns), (i32, 32 * chunks)]
+    arrays = [(i64, 2 * capacity), (i64, 2), (i32, 2 * columns), (i32, spare)]
     if blocked:
         arrays += [(i32, capacity), (i64, 2 * some), (i64, some), (i32, some), (i64, some)]
-    arena = Arena(device, arrays, zeroed=4)
+    fused = blocked and 0 < n <= FUSED_ROWS
+    arena = Arena(device, arrays, zeroed=0 if fused else 4)
     spread = arena[RANGES] if ranges is None else pointer(ranges)
     if blocked:
         pointers = (spread, arena[SLOTS], arena[IDS], arena[INFO], arena[ROWS])
     else:
         pointers = (spread, arena[SLOTS], arena[COUNTS], arena[SLOTS], arena[COUNTS])
-    table = CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, [32 * chunks])
+    table = CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, [spare])
     if n:
         with on_device(device):
+            if fused:
+                _launch_table(table)
+                return table
             if ranges is None:
                 _launch_ranges(coords, spread)
             _launch_build(table)
@@ -197,8 +212,23 @@ def pack_shifts(shifts: tuple[int, ...]) -> int:
 def _launch_ranges(coords: torch.Tensor, out: Pointer) -> None:
     n, columns = coords.shape
     blocks = min(ceil_div(n, 512), 528)
-    width = 2 if columns == 2 else 4 if columns <= 4 else 8
-    _RANGES(coords.device, (blocks,), (pointer(coords), out, n, 512 * blocks), (columns, width, 512))
+    _RANGES(coords.device, (blocks,), (pointer(coords), out, n, 512 * blocks), (columns, _width(columns), 512))
+
+
+def _width(columns: int) -> int:
+    return 2 if columns == 2 else 4 if columns <= 4 else 8
+
+
+def _launch_table(table: CoordinateTable) -> None:
+    arena, coords = table.arena, table.coords
+    n, columns = coords.shape
+    programs = crew_of(coords.device, ceil_div(n, 128))
+    arrays = [arena[array] for array in (SLOTS, STATUS, IDS, INFO, KEYS, ROWS, ENTRIES)]
+    zeros = arena.length_before(IDS) // 4
+    args = (pointer(coords), table.pointers[0], *arrays, gates_of(coords.device), n, table.capacity, zeros, programs)
+    measured = table.given_ranges is not None
+    constants = (columns, _width(columns), pack_shifts(table.shifts), measured, 128, 512, NUM_GATES)
+    _TABLE(coords.device, (programs,), args, constants)
 
 
 def _launch_build(table: CoordinateTable) -> None:
@@ -220,6 +250,12 @@ def _launch_build(table: CoordinateTable) -> None:
 @triton.jit
 def ranges_kernel(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Largest x + 2^31 and largest 2^32 - 1 - (x + 2^31) of each column."""
+    measure_rows(coords_ptr, ranges_ptr, n, stride, COLUMNS, WIDTH, BLOCK)
+
+
+@triton.jit
+def measure_rows(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The ranges of every ``stride``-th run of BLOCK rows, this program's first."""
     column = tl.arange(0, WIDTH)
     top = tl.zeros((WIDTH,), tl.uint32)
     bottom = tl.zeros((WIDTH,), tl.uint32)
@@ -236,126 +272,27 @@ def ranges_kernel(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDT
 
 
 @triton.jit
-def axis_range(ranges_ptr, axis):
-    """Lowest value and number of values of a column, int64."""
-    top = tl.load(ranges_ptr + 2 * axis).to(tl.uint32, bitcast=True).to(tl.int64)
-    bottom = tl.load(ranges_ptr + 2 * axis + 1).to(tl.uint32, bitcast=True).to(tl.int64)
-    low = 0x7FFFFFFF - bottom
-    return low, top - 0x80000000 - low + 1
-
-
-@triton.jit
-def axis_blocks(extent, SHIFT: tl.constexpr):
-    """Block numbers along an axis, one more than there are blocks: the spare one keeps neighbouring lines apart."""
-    return ((extent - 1) >> SHIFT) + 2
-
-
-@triton.jit
-def count_blocks(ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr):
-    """Block numbers of the bounding box, 2^62 where there are more."""
-    volume = tl.full((), 1, tl.int64)
-    size = tl.full((), 1.0, tl.float64)
-    for axis in tl.static_range(COLUMNS):
-        _low, extent = axis_range(ranges_ptr, axis)
-        count = axis_blocks(extent, (SHIFTS >> (4 * axis)) & 15)
-        size *= count.to(tl.float64)
-        volume *= count
-    return tl.where(size < 4.6e18, volume, 0x4000000000000000)
-
-
-@triton.jit
-def add_axis(key, bit, inside, value, ranges_ptr, axis, SHIFT: tl.constexpr):
-    """Extend a block key and a bit number by one axis; blocks outside of the box are not ``inside``."""
-    low, extent = axis_range(ranges_ptr, axis)
-    q = value - low
-    block = q >> SHIFT
-    inside = inside & (block >= 0) & (q < extent)
-    key = key * axis_blocks(extent, SHIFT) + block
-    return key, (bit << SHIFT) | (q & ((1 << SHIFT) - 1)).to(tl.int32), inside
-
-
-@triton.jit
-def cells_of(coords_ptr, row, live, ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr):
-    """Block keys and bit numbers of the cells in some rows of coordinates, and which lie inside the box."""
-    key = row.to(tl.int64) * 0
-    bit = row * 0
-    inside = live
-    for axis in tl.static_range(COLUMNS):
-        value = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS + axis, mask=live, other=0).to(tl.int64)
-        key, bit, inside = add_axis(key, bit, inside, value, ranges_ptr, axis, (SHIFTS >> (4 * axis)) & 15)
-    return key, bit, inside
-
-
-@triton.jit
-def first_slot(key, capacity, volume):
-    """The slot where a block's search begins: its key where every block has a slot of its own, else a hash of it."""
-    mixed = (key * -7046029254386353131).to(tl.uint64, bitcast=True) >> 32
-    hashed = ((mixed * capacity.to(tl.uint64)) >> 32).to(tl.int64)
-    return tl.where(volume <= capacity, key, hashed).to(tl.int32)
-
-
-@triton.jit
-def find(table_ptr, key, wanted, capacity, volume):
-    """The slot of each wanted key, and whether it is there."""
-    slot = tl.where(wanted, first_slot(key, capacity, volume), 0)
-    seen = tl.load(table_ptr + 2 * slot, mask=wanted, other=0)
-    going = wanted & (seen != 0) & (seen != key + 1)
-    while tl.max(going.to(tl.int32)) > 0:
-        slot = tl.where(going, slot + 1, slot)
-        slot = tl.where(slot == capacity, 0, slot)
-        seen = tl.where(going, tl.load(table_ptr + 2 * slot, mask=going, other=0), seen)
-        going = going & (seen != 0) & (seen != key + 1)
-    return slot, wanted & (seen == key + 1)
-
-
-@triton.jit
-def claim(table_ptr, key, wanted, capacity, volume):
-    """The slot of each wanted key, taken for it if it had none, and whether the key was there before."""
-    slot = tl.where(wanted, first_slot(key, capacity, volume), 0)
-    going = wanted
-    known = going & False
-    while tl.max(going.to(tl.int32)) > 0:
-        expected = tl.where(going, 0, -1).to(tl.int64)  # -1 is never stored: those lanes only read
-        old = tl.atomic_cas(table_ptr + 2 * slot, expected, key + 1, sem="relaxed")
-        known = known | (going & (old == key + 1))
-        going = going & (old != 0) & (old != key + 1)
-        slot = tl.where(going, slot + 1, slot)
-        slot = tl.where(slot == capacity, 0, slot)
-    return slot, known
-
-
-@triton.jit
-def popcount(word):
-    """Bits set in int64 words."""
-    if IS_INTERPRETED:
-        v = word.to(tl.uint64, bitcast=True)
-        v = v - ((v >> 1) & 0x5555555555555555)
-        v = (v & 0x3333333333333333) + ((v >> 2) & 0x3333333333333333)
-        v = (v + (v >> 4)) & 0x0F0F0F0F0F0F0F0F
-        v = v + (v >> 8)
-        v = v + (v >> 16)
-        v = v + (v >> 32)
-        return (v & 127).to(tl.int32)
-    else:
-        return tl.inline_asm_elementwise("popc.b64 $0, $1;", "=r,l", [word], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def below(bit):
-    """The int64 word whose bits under ``bit`` are set."""
-    one = tl.full(bit.shape, 1, tl.int64)
-    return (one << bit.to(tl.int64)) - 1
-
-
-@triton.jit
 def insert_kernel(
     coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, n, capacity,
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Put the rows' cells into the table; entries[row] = 64 slot + bit."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = row < n
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
+    first = tl.program_id(0) * BLOCK
+    insert_rows(
+        first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, n, capacity, volume,
+        COLUMNS, SHIFTS, BLOCKED, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def insert_rows(
+    first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, n, capacity, volume,
+    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`insert_kernel` for the rows from ``first`` on."""
+    row = first + tl.arange(0, BLOCK)
+    live = row < n
     fits = row < tl.where(volume < 0x4000000000000000, n, 0)
     key, bit, inside = cells_of(coords_ptr, row, fits, ranges_ptr, COLUMNS, SHIFTS)
     slot, known = claim(table_ptr, key, inside, capacity, volume)
@@ -366,7 +303,7 @@ def insert_kernel(
     else:
         tl.atomic_max(table_ptr + 2 * slot + 1, row.to(tl.int64) + 1, mask=inside, sem="relaxed")
         tl.atomic_add(status_ptr, tl.sum((inside & ~known).to(tl.int64), 0), sem="relaxed")
-    if tl.program_id(0) == 0:
+    if first == 0:
         tl.store(status_ptr + 1, (volume >= 0x4000000000000000).to(tl.int64))
 
 
@@ -376,24 +313,36 @@ def number_kernel(table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, 
 
     The counter holds both numbers, blocks above and cells in the lower 32 bits.
     """
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    number_blocks(tl.program_id(0) * BLOCK, table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, BLOCK)
+
+
+@triton.jit
+def number_blocks(first, table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, BLOCK: tl.constexpr):
+    """`number_kernel` for the slots from ``first`` on."""
+    slot = first + tl.arange(0, BLOCK)
     word = tl.load(table_ptr + 2 * slot + 1, mask=slot < capacity, other=0)
     cells = popcount(word).to(tl.int64)
     both = tl.where(cells > 0, cells + 0x100000000, 0)
     total = tl.sum(both, 0)
     if total > 0:
-        first = tl.atomic_add(status_ptr, total, sem="relaxed") + tl.cumsum(both, 0) - both
-        block = first >> 32
+        first_place = tl.atomic_add(status_ptr, total, sem="relaxed") + tl.cumsum(both, 0) - both
+        block = first_place >> 32
         tl.store(ids_ptr + slot, block.to(tl.int32), mask=cells > 0)
         tl.store(info_ptr + 2 * block, word, mask=cells > 0)
-        tl.store(info_ptr + 2 * block + 1, first & 0xFFFFFFFF, mask=cells > 0)
+        tl.store(info_ptr + 2 * block + 1, first_place & 0xFFFFFFFF, mask=cells > 0)
         tl.store(keys_ptr + block, tl.load(table_ptr + 2 * slot, mask=cells > 0, other=1) - 1, mask=cells > 0)
 
 
 @triton.jit
 def rows_kernel(entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.constexpr):
     """rows[first place of the block + rank of the cell in it] = row; entries[row] = 64 block + bit."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place_rows(tl.program_id(0) * BLOCK, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
+
+
+@triton.jit
+def place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.constexpr):
+    """`rows_kernel` for the rows from ``first`` on."""
+    row = first + tl.arange(0, BLOCK)
     entry = tl.load(entries_ptr + row, mask=row < n, other=-1)  # -1 too where keys overflow
     live = entry >= 0
     block = tl.load(ids_ptr + (entry >> 6), mask=live, other=0).to(tl.int64)
@@ -402,6 +351,41 @@ def rows_kernel(entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.constexpr
     place = tl.load(info_ptr + 2 * block + 1, mask=live, other=0) + popcount(word & below(bit))
     tl.store(rows_ptr + place, row, mask=live)
     tl.store(entries_ptr + row, block * 64 + bit, mask=live)
+
+
+@triton.jit
+def table_kernel(
+    coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, gates_ptr,
+    n, capacity, zeros, programs,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHIFTS: tl.constexpr, MEASURED: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS_EACH: tl.constexpr, NUM_GATES: tl.constexpr,
+):  # fmt: skip
+    """Zeros, ranges, blocks, their numbers and their rows in one launch; all programs wait for each other in between.
+
+    The slots come first in memory; ``zeros`` words from there on start as zeros.
+    """
+    program = tl.program_id(0)
+    words_ptr = table_ptr.to(tl.pointer_type(tl.int32))
+    for first in range(program * 1024, zeros, programs * 1024):
+        word = first + tl.arange(0, 1024)
+        tl.store(words_ptr + word, 0, mask=word < zeros)
+    wait_for_all(gates_ptr, programs)
+    if not MEASURED:
+        measure_rows(coords_ptr, ranges_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
+        wait_for_all(gates_ptr + 1, programs)
+    volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
+    for first in range(program * BLOCK, n, programs * BLOCK):
+        insert_rows(
+            first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, n, capacity, volume,
+            COLUMNS, SHIFTS, True, BLOCK,
+        )  # fmt: skip
+    wait_for_all(gates_ptr + 2, programs)
+    for first in range(program * SLOTS_EACH, capacity, programs * SLOTS_EACH):
+        number_blocks(first, table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, SLOTS_EACH)
+    wait_for_all(gates_ptr + 3, programs)
+    for first in range(program * BLOCK, n, programs * BLOCK):
+        place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
+    leave(gates_ptr, programs, NUM_GATES)
 
 
 @triton.jit
@@ -431,6 +415,9 @@ _RANGES = Launcher(ranges_kernel, (_I32, _I32, int, int))
 _INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I64, _I64, int, int), num_warps=1)
 _NUMBER = Launcher(number_kernel, (_I64, _I32, _I64, _I64, _I64, int))
 _ROWS = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, int))
+_TABLE = Launcher(
+    table_kernel, (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, *(int,) * 4), cooperative=True
+)
 _LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I32, int, int), num_warps=1)
 
 

@@ -9,7 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_table import add_axis, axis_blocks, axis_range, below, count_blocks, find, popcount
+from sparseconv.geometry.triton_cells import (
+    add_axis,
+    axis_blocks,
+    axis_range,
+    below,
+    count_blocks,
+    find,
+    popcount,
+    popcount_low,
+)
 
 Ints = tuple[int, ...]
 #: bits of a row's tap mask that a narrow sort key holds
@@ -33,10 +42,37 @@ class TapWindow:
 
     data: torch.Tensor  # int32 on the device
     offsets: tuple[Ints, ...]
-    num_runs: int
-    run_length: int  # of the longest run
+    run_lengths: Ints
     periodic: bool
     reach: int  # the largest offset along any axis; -1 where the window is no neighbourhood (stride or torus)
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.run_lengths)
+
+    @cached_property
+    def run_length(self) -> int:
+        """Taps of the longest run."""
+        return max(self.run_lengths, default=1)
+
+    @cached_property
+    def is_symmetric(self) -> bool:
+        """Whether tap K - 1 - k is the mirror image of tap k: edges between the rows of one grid come in pairs."""
+        mirrored = all(
+            all(a == -b for a, b in zip(one, other)) for one, other in zip(self.offsets, reversed(self.offsets))
+        )
+        return mirrored and self.reach >= 0
+
+    @cached_property
+    def runs_of_half(self) -> int:
+        """Runs with a tap in the first half of the window or in its centre."""
+        middle, seen = (self.num_taps + 1) // 2, 0
+        runs = self.run_lengths
+        for count, length in enumerate(runs):
+            if seen >= middle:
+                return count
+            seen += length
+        return len(runs)
 
     @property
     def num_taps(self) -> int:
@@ -75,8 +111,7 @@ def encode_window(
     return TapWindow(
         torch.tensor(data, dtype=torch.int32).to(device),
         offsets,
-        len(runs),
-        max((run[1] for run in runs), default=1),
+        tuple(run[1] for run in runs),
         torus is not None,
         max((abs(v) for offset in offsets for v in offset), default=0) if plain else -1,
     )
@@ -165,7 +200,7 @@ def look_into(block, following, line, cell, length, info_ptr, EDGE: tl.constexpr
     cells = (word >> line.to(tl.int64)).to(tl.int32) & ((1 << EDGE) - 1)
     next_cells = (next_word >> line.to(tl.int64)).to(tl.int32) & ((1 << EDGE) - 1)
     seen = ((cells | (next_cells << EDGE)) >> cell) & ((1 << length) - 1)
-    return seen, near, far - popcount((seen & ((1 << (EDGE - cell)) - 1)).to(tl.int64)), cell
+    return seen, near, far - popcount_low(seen & ((1 << (EDGE - cell)) - 1)), cell
 
 
 @triton.jit
@@ -213,15 +248,23 @@ def look_up(
 
 
 @triton.jit
+def entry_of(row, live, entries_ptr, SIDES: tl.constexpr):
+    """64 block + bit of rows of the table itself; what stands for it elsewhere is not looked at."""
+    if SIDES > 0:
+        return tl.load(entries_ptr + row, mask=live, other=-1)
+    else:
+        return row
+
+
+@triton.jit
 def look(
-    row, live, run_ptr, length,
-    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr, capacity,
+    row, entry, live, run_ptr, length,
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, around_ptr, window_ptr, capacity,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr,
 ):  # fmt: skip
     """What a run of taps sees from rows: around their own blocks (SIDES > 0), by keys, or in a given table (< 0)."""
     if SIDES > 0:
-        entry = tl.load(entries_ptr + row, mask=live, other=-1)
         return look_around(
             entry, live & (entry >= 0), run_ptr, length, info_ptr, around_ptr, RANK, SHIFTS, PLACES, SIDES
         )

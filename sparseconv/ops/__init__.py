@@ -1,5 +1,13 @@
 """Operations over plans and grids that are no convolution."""
 
+from sparseconv.ops.interpolation import Interpolation, interpolate, splat
+from sparseconv.ops.neighborhood import (
+    depthwise_convolution,
+    neighborhood_attention,
+    neighborhood_logits,
+    neighborhood_softmax,
+)
+from sparseconv.ops.points import PointGroups, voxelize_features
 from sparseconv.ops.pooling import (
     avg_pool,
     global_avg_pool,
@@ -12,12 +20,21 @@ from sparseconv.ops.pooling import (
 )
 
 __all__ = [
+    "Interpolation",
+    "PointGroups",
     "avg_pool",
+    "depthwise_convolution",
     "global_avg_pool",
     "global_max_pool",
     "global_sum_pool",
+    "interpolate",
     "max_pool",
     "max_unpool",
+    "neighborhood_attention",
+    "neighborhood_logits",
+    "neighborhood_softmax",
+    "splat",
     "sum_pool",
     "unpool",
+    "voxelize_features",
 ]

@@ -4,9 +4,9 @@
     avg:  y[o] = sum / (edges of o), so that absent voxels do not count
     max:  y[o] = max over edges (k, i, o) of x[i], channel by channel; of equal ones the first tap wins
 
-An output without edges is 0, the value that an absent voxel has in a dense array, and takes no gradient. Every tap is a
-partial injection, so taps are gathered and added one after another: no atomics, the same bits in every run. Halves are
-accumulated in fp32.
+An output without edges is 0, the value that an absent voxel has in a dense array, and takes no gradient. Sums are a
+`sparse_scale` over the edges by output row, and a mean is a sum divided once. Maxima and what goes back through them go
+by taps, each a partial injection. No atomics anywhere: the same bits in every run. Halves are accumulated in fp32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.ops.items import split_items
+from sparseconv.ops.rows import check_rows, kept
 from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.products import SparseScaleInfo, sparse_scale
 
 
 def sum_pool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
@@ -124,7 +126,7 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
     if getattr(plan.source, "is_shared", False):
         raise ValueError("max_unpool over shards needs the winners of other ranks: use unpool, or gather the scene")
     x, plan = _local(x, plan)
-    return _EdgeSum.apply(x, winners, plan.kernel_map, False, False)
+    return _WinnerSum.apply(x, winners, plan.kernel_map, False, False)
 
 
 def global_sum_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
@@ -157,27 +159,26 @@ def global_max_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
 
 def edge_sum(x: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
     """y[o] = sum over edges (k, i, o) of x[i]: (N_in, C) -> (N_out, C)."""
-    return _EdgeSum.apply(x, None, kernel_map, False, False)
+    with torch.autocast(x.device.type, enabled=False):  # as torch's pooling, which keeps the dtype of x
+        return sparse_scale(x, *_sum_infos(kernel_map))
 
 
-class _EdgeSum(torch.autograd.Function):
-    """A sum over edges, or over those of the winning taps only; its own derivative with the edges reversed.
+class _WinnerSum(torch.autograd.Function):
+    """A sum over the edges of the winning taps; its own derivative with the edges reversed.
 
     ``winners`` (rows of one side, C) names a tap for each row and channel; an edge counts where it is the edge's tap.
     """
 
     @staticmethod
     def forward(
-        x: torch.Tensor, winners: torch.Tensor | None, kernel_map: KernelMap, adjoint: bool, at_target: bool
+        x: torch.Tensor, winners: torch.Tensor, kernel_map: KernelMap, adjoint: bool, at_target: bool
     ) -> torch.Tensor:
         rows = kernel_map.num_in if adjoint else kernel_map.num_out
         y = torch.zeros((rows, x.shape[1]), dtype=_wide(x), device=x.device)
         for tap, ins, outs in _by_tap(kernel_map):
             sources, targets = (outs, ins) if adjoint else (ins, outs)
-            terms = x.index_select(0, sources)
-            if winners is not None:
-                terms = _kept(terms, winners.index_select(0, targets if at_target else sources) == tap)
-            y.index_add_(0, targets, terms.to(y.dtype))
+            chosen = winners.index_select(0, targets if at_target else sources) == tap
+            y.index_add_(0, targets, kept(x.index_select(0, sources), chosen).to(y.dtype))
         return y.to(x.dtype)
 
     @staticmethod
@@ -189,7 +190,7 @@ class _EdgeSum(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         kernel_map, adjoint, at_target = ctx.rest
         return (
-            _EdgeSum.apply(grad, ctx.saved_tensors[0], kernel_map, not adjoint, not at_target),
+            _WinnerSum.apply(grad, ctx.saved_tensors[0], kernel_map, not adjoint, not at_target),
             None,
             None,
             None,
@@ -224,7 +225,7 @@ class _Max(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple:  # type: ignore[override]
-        return _EdgeSum.apply(grad, ctx.saved_tensors[0], ctx.kernel_map, True, False), None
+        return _WinnerSum.apply(grad, ctx.saved_tensors[0], ctx.kernel_map, True, False), None
 
 
 def _by_tap(kernel_map: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -239,24 +240,27 @@ def _by_tap(kernel_map: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Te
             yield tap, kernel_map.in_rows[start:ends].long(), kernel_map.out_rows[start:ends].long()
 
 
-def _kept(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Terms where the mask holds and 0 elsewhere, whatever they are.
+def _sum_infos(kernel_map: KernelMap) -> tuple[SparseScaleInfo, SparseScaleInfo]:
+    """The sum over a map's edges and its adjoint; kept with the map."""
+    infos = kernel_map.prepared.get("sum_infos")
+    if infos is None:
+        there, back = (_sum_info(edges) for edges in (kernel_map, kernel_map.reverse()))
+        infos = there, back
+        if not torch.compiler.is_compiling():
+            kernel_map.prepared["sum_infos"] = infos
+    return infos
 
-    On the CPU by their bits: torch.where is a branch an element there, ten times slower, and a product would turn an
-    infinite term into NaN.
-    """
-    if terms.is_cuda:
-        return torch.where(mask, terms, 0)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[terms.element_size()]
-    return (terms.view(bits) & mask.to(bits).neg_()).view(terms.dtype)
+
+def _sum_info(edges: KernelMap) -> SparseScaleInfo:
+    order, bounds = edges.by_output
+    return SparseScaleInfo(None, edges.in_rows[order], bounds, None, edges.num_out, edges.num_in)
 
 
 def _degrees(kernel_map: KernelMap) -> torch.Tensor:
     """(N_out, 1) fp32: edges of each output, at least 1; kept with the map."""
     degrees = kernel_map.prepared.get("degrees")
     if degrees is None:
-        ones = torch.ones(kernel_map.num_in, 1, device=kernel_map.device)
-        degrees = edge_sum(ones, kernel_map).clamp_min(1)
+        degrees = kernel_map.by_output[1].diff()[:, None].clamp_min(1).float()
         if not torch.compiler.is_compiling():
             kernel_map.prepared["degrees"] = degrees
     return degrees
@@ -268,22 +272,13 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 def _local(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, ConvolutionPlan]:
     """x and the plan, checked; of a sharded scene, with what this rank's outputs see of other ranks."""
-    rows = plan.num_in
-    if x.ndim != 2 or x.shape[0] != rows:
-        raise ValueError(f"x must be ({rows}, C), one row a voxel of the plan's source; got {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise TypeError(f"x must be floating point; got {x.dtype}")
-    if x.device != plan.device:
-        raise ValueError(f"the plan is on {plan.device} but x is on {x.device}: move it, or plan.to()")
+    check_rows("x", x, plan.num_in, "a voxel of the plan's source", plan.device, "the plan")
     return plan.localize(x)
 
 
 def _by_item(x: torch.Tensor, grid: VoxelGrid, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """(B, C): each item's rows reduced, 0 for an empty item."""
-    if x.ndim != 2 or x.shape[0] != len(grid):
-        raise ValueError(f"x must be ({len(grid)}, C), one row a voxel of the grid; got {tuple(x.shape)}")
-    if x.device != grid.device:
-        raise ValueError(f"the grid is on {grid.device} but x is on {x.device}: move one")
+    check_rows("x", x, len(grid), "a voxel of the grid", grid.device, "the grid")
     if grid.batch_size == 0:
         return x
     return torch.stack([reduce(item) if item.shape[0] else item.sum(0) for item in split_items(x, grid)])

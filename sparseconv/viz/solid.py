@@ -16,11 +16,19 @@ if TYPE_CHECKING:
 
 
 def scatter3d(
-    axes: Axes3D, grid: VoxelGrid, values: torch.Tensor, *, unit: str = "", most: int = 40_000, **options: Any
+    axes: Axes3D,
+    grid: VoxelGrid,
+    values: torch.Tensor,
+    *,
+    unit: str = "",
+    most: int = 40_000,
+    zoom: float = 1.25,
+    **options: Any,
 ) -> Any:
     """Draw voxel centres as dots, coloured by values (N,); of more than ``most`` voxels an even choice is drawn.
 
-    ``axes`` has matplotlib's 3-D projection; ``options`` go to its ``scatter``. Returns what that returns.
+    ``axes`` has matplotlib's 3-D projection; ``options`` go to its ``scatter``. ``zoom`` is the size of the box in its
+    axes: 1 leaves room for the marks of flat boxes. Returns what ``scatter`` returns.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -32,7 +40,7 @@ def scatter3d(
     if len(centres):
         spans = np.ptp(centres, 0)
         sides = np.maximum(spans, 0.05 * spans.max() + 1e-9)
-        axes.set_box_aspect(sides, zoom=1.25)
+        axes.set_box_aspect(sides, zoom=zoom)
         for name, side in zip("xyz", sides):  # as many marks as there is room for
             getattr(axes, f"{name}axis").set_major_locator(MaxNLocator(max(1, round(6 * side / sides.max()))))
     for name in "xyz":

@@ -10,9 +10,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sparseconv.geometry import triton_launch
+from sparseconv import VoxelGrid
+from sparseconv.geometry import triton_launch, triton_neighbors, triton_order, triton_table
+from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
+from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.geometry.triton_neighbors import find_neighbors_torch, row_keys, search_window
-from sparseconv.geometry.triton_pairs import pairs_of, pairs_torch, reverse_neighbors, sum_counts
+from sparseconv.geometry.triton_order import sort_rows
+from sparseconv.geometry.triton_pairs import pairs_of, pairs_torch, reverse_neighbors
+from sparseconv.geometry.triton_reach import reach
 from sparseconv.geometry.triton_table import (
     build_table,
     decode_ranges,
@@ -24,6 +29,7 @@ from sparseconv.geometry.triton_table import (
 from sparseconv.geometry.triton_window import encode_window, tap_order
 from tests.geometry.triton_cases import CASES, SLOW_CASES, Case
 
+SORTED_LONG = pytest.param(66_000, 2**31, 1024, marks=pytest.mark.slow)
 DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
 EVERY_CASE = [pytest.param(case, id=case.name) for case in CASES] + [
     pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in SLOW_CASES
@@ -33,9 +39,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("blocked", [True, False])
+@pytest.mark.parametrize("layout", ["one launch", "blocks", "cells"])
 @pytest.mark.parametrize("case", EVERY_CASE)
-def test_edges_are_those_of_brute_force(case: Case, blocked: bool) -> None:
+def test_edges_are_those_of_brute_force(case: Case, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = layout != "cells"
+    if layout == "blocks":  # a launch for each pass, as for many rows
+        monkeypatch.setattr(triton_table, "FUSED_ROWS", 0)
+        monkeypatch.setattr(triton_neighbors, "FUSED_ROWS", 0)
     source = case.source(device=DEVICE)
     target = case.target(source)
     stride = (case.stride,) * case.rank
@@ -43,11 +53,11 @@ def test_edges_are_those_of_brute_force(case: Case, blocked: bool) -> None:
     table = build_table(source, blocked=blocked)
     window = encode_window(case.offsets, stride, case.torus, source.device, not blocked)
     search = search_window(table, target, window)
-    pending = sum_counts(search.counts, table)
+    pending = search.pending
     assert torch.equal(search.neighbors.cpu(), want)
     assert torch.equal(search.counts.sum(1).cpu(), (want >= 0).sum(1))
-    in_rows, out_rows, offsets = pairs_of(search, pending)
-    want_in, want_out, want_offsets = pairs_torch(want)
+    in_rows, out_rows, offsets = pairs_of(search)
+    want_in, want_out, want_offsets = pairs_torch(want, search.is_local and window.is_symmetric)
     assert torch.equal(in_rows.cpu(), want_in)
     assert torch.equal(out_rows.cpu(), want_out)
     assert list(offsets) == want_offsets.tolist() == pending.offsets.tolist()
@@ -108,7 +118,7 @@ def test_duplicate_rows_are_named_without_a_wait_of_their_own(blocked: bool) -> 
     coords = torch.tensor([[0, 1, 1, 1], [0, 5, 5, 5], [0, 2, 2, 2], [0, 5, 5, 5]], dtype=torch.int32, device=DEVICE)
     table = build_table(coords, blocked=blocked)
     window = encode_window(((0, 0, 0),), (1, 1, 1), None, coords.device, not blocked)
-    pending = sum_counts(search_window(table, table.coords, window).counts, table)
+    pending = search_window(table, table.coords, window).pending
     with pytest.raises(ValueError, match=r"rows 1 and 3 of coords are the same voxel \(0, 5, 5, 5\)"):
         pending.read()
 
@@ -118,7 +128,7 @@ def test_an_extent_past_64_bits_is_named() -> None:
     coords = torch.tensor([[0, -far, -far, -far], [9, far, far, far]], dtype=torch.int32, device=DEVICE)
     table = build_table(coords)
     window = encode_window(((0, 0, 0),), (1, 1, 1), None, coords.device)
-    pending = sum_counts(search_window(table, table.coords, window).counts, table)
+    pending = search_window(table, table.coords, window).pending
     with pytest.raises(ValueError, match="too large for 64-bit keys"):
         pending.read()
 
@@ -130,7 +140,7 @@ def test_no_rows_and_no_edges() -> None:
     for source, target in ((empty, empty), (empty, some), (some, empty), (some, some + 40)):
         table = build_table(source)
         search = search_window(table, target, window)
-        in_rows, out_rows, offsets = pairs_of(search, sum_counts(search.counts, table))
+        in_rows, out_rows, offsets = pairs_of(search)
         assert search.neighbors.shape == (27, len(target))
         assert (search.neighbors == -1).all()
         assert len(in_rows) == len(out_rows) == 0
@@ -150,3 +160,52 @@ def test_keys_order_rows_by_gray_code() -> None:
     assert torch.equal(row_keys(search, (tuple(range(27)),)), search.keys)
     chunked = row_keys(search, (tuple(range(27)),), chunk_rows=64)
     assert torch.equal(chunked[0].cpu() >> 29, torch.arange(len(source), dtype=torch.int32) // 64)
+
+
+@pytest.mark.parametrize(
+    ("rows", "values", "run"),
+    [(1, 5, 1024), (1000, 3, 1024), (1500, 2**31, 1024), (1100, 40, 128), SORTED_LONG],
+)
+def test_sorting_rows(rows: int, values: int, run: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_order, "RUN", run)  # runs of 128 rows are merged twice
+    generator = torch.Generator().manual_seed(rows)
+    keys = torch.randint(0, values, (1, rows), generator=generator).int().to(DEVICE)
+    assert torch.equal(sort_rows(keys).long(), torch.sort(keys, stable=True).indices)
+
+
+def test_scratch_memory_goes_and_comes_back() -> None:
+    case = CASES[3]
+    source = case.source(seed=5, device=DEVICE)
+    table = build_table(source)
+    search = search_window(table, table.coords, encode_window(case.offsets, (1, 1, 1), None, source.device))
+    keys, counts, first = search.keys.clone(), search.counts.clone(), pairs_of(search)
+    search.release()
+    again = pairs_of(search)
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(first, again))
+    assert torch.equal(search.keys, keys)
+    assert torch.equal(search.counts, counts)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["absent", "periodic", "forbid"])
+def test_what_a_window_reaches(kind: str, stride: int) -> None:
+    coords = Case("any", 3, (), rows=40, spread=6).source(seed=stride)
+    grid, window = VoxelGrid(coords, 4), Window.of(3, (3, 2, 1), stride, padding=(1, 0, 2))
+    torus = IndexRange((-6, -6, -6), (6, 6, 6)) if kind == "periodic" else None
+    edge = Boundary.periodic(torus) if torus is not None else Boundary("absent")
+    where = grid.coords.to(DEVICE), grid.extent, 4, window.offsets, window.stride
+    found = reach(*where, window.coarse_torus(torus), to_fine=False)
+    assert torch.equal(found.cpu(), coarse_grid(grid, window, edge).coords)
+    within = None
+    if kind == "forbid":
+        within = IndexRange((-5, -4, -6), (9, 5, 5))
+        edge = Boundary.forbid(within)
+    found = reach(*where, torus, to_fine=True, within=within)
+    assert torch.equal(found.cpu(), fine_grid(grid, window, edge).coords)
+
+
+def test_what_keys_cannot_number_is_left_to_others() -> None:
+    far = 2**31 - 2
+    coords = torch.tensor([[0, -far, -far, -far], [0, far, far, far]], dtype=torch.int32, device=DEVICE)
+    extent = IndexRange((-far,) * 3, (far + 1,) * 3)
+    assert reach(coords, extent, 1, ((0, 0, 0),), (1, 1, 1), None, to_fine=False) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -12,10 +13,12 @@ import triton.language as tl
 
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer, power_of_2
-from sparseconv.geometry.triton_neighbors import SEARCH_TYPES, WindowSearch, row_keys, search_table
+from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, on_device, pointer, power_of_2
+from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
+from sparseconv.geometry.triton_order import sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges
-from sparseconv.geometry.triton_window import look, take
+from sparseconv.geometry.triton_search import SEARCH_TYPES
+from sparseconv.geometry.triton_window import KEY_BITS, entry_of, look, take
 
 
 def schedule_on_gpu(
@@ -26,7 +29,9 @@ def schedule_on_gpu(
 ) -> Schedule:
     """The schedule of a kernel map on a GPU: from the search that found its edges, else from its table."""
     if isinstance(kernel_map.source, FoundEdges):
-        return build_schedule(kernel_map.source.search, block_m, groups=groups, chunk_rows=chunk_rows)
+        schedule = build_schedule(kernel_map.source.search, block_m, groups=groups, chunk_rows=chunk_rows)
+        kernel_map.source.wrote("schedule")
+        return schedule
     significance = tap_significance(kernel_map.num_taps)
     search = search_table(kernel_map.neighbors)
     return build_schedule(search, block_m, significance=significance, groups=groups, chunk_rows=chunk_rows)
@@ -58,42 +63,49 @@ def build_schedule(
     parts = (tuple(range(taps)),) if groups is None else tuple(tuple(group) for group in groups)
     if groups is not None and sorted(tap for part in parts for tap in part) != list(range(taps)):
         raise ValueError(f"groups must hold each of the {taps} taps exactly once; got {parts}")
-    keys = search.keys
-    if keys is None or significance is not None or groups is not None or chunk_rows is not None:
-        keys = row_keys(search, parts, significance, chunk_rows)
-    order = torch.sort(keys, dim=-1, stable=True).indices
-    return make_tiles(search, order, parts, block_m)
+    plain = significance is None and groups is None and chunk_rows is None
+    if plain and search.table is not None and taps <= KEY_BITS:
+        return make_tiles(search, search.order, parts, block_m)
+    return make_tiles(search, sort_rows(row_keys(search, parts, significance, chunk_rows)), parts, block_m)
 
 
-def make_tiles(search: WindowSearch, order: torch.Tensor, parts: tuple[tuple[int, ...], ...], block_m: int) -> Schedule:
-    """The schedule whose rows go in ``order`` (G, N_out) int64 in each group of taps."""
-    n, device = search.coords.shape[0], search.coords.device
+def make_tiles(
+    search: WindowSearch, order: torch.Tensor | Pointer, parts: tuple[tuple[int, ...], ...], block_m: int
+) -> Schedule:
+    """The schedule of rows in the ``order`` of each group: (G, N_out) integers, or the place of (N_out,) int32."""
+    n, device, taps = search.coords.shape[0], search.coords.device, search.window.num_taps
     lines = max(map(len, parts), default=0)
     padded = -(-n // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
     slots, room = len(parts) * padded, lines + LOOKAHEAD
     tiles = slots // block_m
-    empty, i32 = torch.empty, torch.int32
-    table = empty(lines + 1, slots, dtype=i32, device=device)
-    out_rows = empty(slots, dtype=i32, device=device)
-    counts = empty(tiles, dtype=i32, device=device)
-    tile_rows = empty(tiles, room, dtype=i32, device=device)
-    tile_taps = empty(tiles, room, dtype=i32, device=device)
-    launch_order = empty(tiles, dtype=i32, device=device)
     split = len(parts) > 1
-    slots_of = empty(len(parts), n, dtype=i32, device=device) if split else out_rows
+    sizes = [(lines + 1) * slots, slots, tiles, tiles * room, tiles * room, tiles, len(parts) * n if split else 0]
+    starts = [0, *itertools.accumulate((size + 31) & -32 for size in sizes)]
+    memory = torch.empty(starts.pop(), dtype=torch.int32, device=device)  # one allocation: each costs the host its time
+    table = memory.as_strided((lines + 1, slots), (slots, 1))
+    out_rows = memory.as_strided((slots,), (1,), starts[1])
+    counts = memory.as_strided((tiles,), (1,), starts[2])
+    tile_rows = memory.as_strided((tiles, room), (room, 1), starts[3])
+    tile_taps = memory.as_strided((tiles, room), (room, 1), starts[4])
+    launch_order = memory.as_strided((tiles,), (1,), starts[5])
+    slots_of = memory.as_strided((len(parts), n), (n, 1), starts[6]) if split else out_rows
     if tiles:
         line_of, weight_taps = _encode_parts(parts, device)
+        wide = isinstance(order, torch.Tensor) and order.dtype == torch.int64
+        place = pointer(order) if isinstance(order, torch.Tensor) else order
         args = (
-            *search.pointers, pointer(order), pointer(line_of), pointer(weight_taps), pointer(table),
+            *search.pointers, place, pointer(line_of), pointer(weight_taps), pointer(table),
             *map(pointer, (out_rows, slots_of, counts, tile_rows, tile_taps)),
             n, search.window.num_runs, search.window.num_taps, search.capacity,
             slots, padded // block_m, lines, room,
         )  # fmt: skip
         with on_device(device):
-            constants = (*search.constants, block_m, power_of_2(room), split, search.window.num_taps <= 32)
-            _TILES(device, (tiles,), args, constants)
+            plain = parts == (tuple(range(taps)),)
+            constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
+            (_TILES_64 if wide else _TILES)(device, (tiles,), args, constants)
             ranked = (pointer(counts), pointer(launch_order), tiles)
-            _RANK(device, (ceil_div(tiles, 256),), ranked, (power_of_2(lines + 2), 256, 1024))
+            mine = 64 if tiles <= 4096 else 256  # many tiles are read by fewer programs
+            _RANK(device, (ceil_div(tiles, mine),), ranked, (power_of_2(lines + 2), mine, 1024))
     more: dict[str, Any] = {"slots": slots_of} if split else {}
     return Schedule(block_m, table, out_rows, counts, tile_rows, tile_taps, launch_order, **more)
 
@@ -120,7 +132,7 @@ def tiles_kernel(
     n, num_runs, num_taps, capacity, num_slots, tiles_per_group, num_lines, room,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, BLOCK_M: tl.constexpr, ROOM: tl.constexpr, SPLIT: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """One program makes one tile: its columns of the permuted table, its output rows and its list of live taps.
 
@@ -132,6 +144,7 @@ def tiles_kernel(
     slot = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real = place < n
     row = tl.load(order_ptr + group.to(tl.int64) * n + place, mask=real, other=0).to(tl.int32)
+    entry = entry_of(row, real, entries_ptr, SIDES)
     alive = tl.zeros((BLOCK_M,), tl.int32)
     count = tl.zeros((), tl.int32)
     lists = tile.to(tl.int64) * room
@@ -139,16 +152,16 @@ def tiles_kernel(
     runs_ptr = window_ptr + 3 * RANK
     for run in range(0, num_runs, 3):  # all loads of three runs before any store: they are on their way together
         tap_a, length_a, a0, a1, a2, a3 = look_and_take(
-            runs_ptr, run, num_runs, row, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
-            entries_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+            runs_ptr, run, num_runs, row, entry, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr,
+            rows_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
         )  # fmt: skip
         tap_b, length_b, b0, b1, b2, b3 = look_and_take(
-            runs_ptr, run + 1, num_runs, row, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
-            entries_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+            runs_ptr, run + 1, num_runs, row, entry, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr,
+            rows_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
         )  # fmt: skip
         tap_c, length_c, c0, c1, c2, c3 = look_and_take(
-            runs_ptr, run + 2, num_runs, row, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
-            entries_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+            runs_ptr, run + 2, num_runs, row, entry, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr,
+            rows_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
         )  # fmt: skip
         for part in tl.static_range(3):
             tap = tap_a if part == 0 else tap_b if part == 1 else tap_c
@@ -160,10 +173,15 @@ def tiles_kernel(
                     found = b0 if step == 0 else b1 if step == 1 else b2 if step == 2 else b3
                 else:
                     found = c0 if step == 0 else c1 if step == 1 else c2 if step == 2 else c3
-                line = tl.load(line_of_ptr + tap + step, mask=length > step, other=-1)
+                if PLAIN:
+                    line = tl.where(length > step, tap + step, -1)
+                else:
+                    line = tl.load(line_of_ptr + tap + step, mask=length > step, other=-1)
                 target = out_ptr + line.to(tl.int64) * num_slots + slot
                 tl.store(target, found, mask=slot < tl.where(line >= 0, num_slots, 0))
-                if MASKED:
+                if PLAIN and MASKED:
+                    alive |= (found >= 0).to(tl.int32) << (tap + step)
+                elif MASKED:
                     alive |= tl.where(line >= 0, (found >= 0).to(tl.int32) << (tap + step), 0)
                 else:
                     live = tl.where(line >= 0, tl.max((found >= 0).to(tl.int32), 0), 0)
@@ -197,8 +215,8 @@ def tiles_kernel(
 
 @triton.jit
 def look_and_take(
-    runs_ptr, run, num_runs, row, live, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
-    entries_ptr, around_ptr, window_ptr, capacity,
+    runs_ptr, run, num_runs, row, entry, live, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
+    around_ptr, window_ptr, capacity,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +226,7 @@ def look_and_take(
     tap = tl.load(run_ptr)
     length = tl.where(run < num_runs, tl.load(run_ptr + 1), 0)
     seen, near, far, cell = look(
-        row, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr,
+        row, entry, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, around_ptr,
         window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
     )  # fmt: skip
     found0, near, far = take(rows_ptr, seen, near, far, cell, 0, EDGE, BLOCKED)
@@ -252,5 +270,6 @@ def rank_kernel(counts_ptr, order_ptr, num_tiles, BINS: tl.constexpr, MINE: tl.c
 
 
 _I32, _I64 = torch.int32, torch.int64
-_TILES = Launcher(tiles_kernel, (*SEARCH_TYPES, _I64, *(_I32,) * 8, *(int,) * 8))
+_TILES = Launcher(tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 9, *(int,) * 8))
+_TILES_64 = Launcher(tiles_kernel, (*SEARCH_TYPES, _I64, *(_I32,) * 8, *(int,) * 8))
 _RANK = Launcher(rank_kernel, (_I32, _I32, int))

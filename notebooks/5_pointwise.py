@@ -1,0 +1,102 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Write a pointwise operator, and fuse it
+# You write a function of scalars. `pointwise_dynamic` makes the operator: any rank, strides and dtypes, gradients, and
+# a place in a convolution's store. On a CPU its twin in torch runs.
+
+# %%
+import torch
+import triton
+import triton.language as tl
+
+import sparseconv as sc
+from sparseconv import pointwise as pw
+from sparseconv.pointwise import Derivative, Epilogue, pointwise_dynamic
+from sparseconv.viz import View, new_figure
+
+# %% [markdown]
+# ## The function, and its derivative
+# The "bent identity", (sqrt(x² + 1) - 1) / 2 + x. `grad0` is what comes in from above, `in0` the argument.
+
+
+# %%
+@pointwise_dynamic(
+    promotion_methods=[(0, 1, "DEFAULT")],
+    reference=lambda grad, x: grad * (x / (2 * (x * x + 1).sqrt()) + 1),
+)
+@triton.jit
+def bent_grad(grad, x):
+    return grad * (x / (2.0 * tl.sqrt(x * x + 1.0)) + 1.0)
+
+
+@pointwise_dynamic(
+    promotion_methods=[(0, "DEFAULT")],
+    reference=lambda x: ((x * x + 1).sqrt() - 1) / 2 + x,
+    derivative={0: Derivative(bent_grad, "grad0", "in0")},
+)
+@triton.jit
+def bent(x):
+    return (tl.sqrt(x * x + 1.0) - 1.0) * 0.5 + x
+
+
+x = torch.linspace(-4, 4, 201, requires_grad=True)
+y = bent(x)
+(slope,) = torch.autograd.grad(y.sum(), x)
+with new_figure(5.5, 2.8) as figure:
+    axes = figure.add_subplot()
+    axes.plot(x.detach(), y.detach(), label="bent(x)", color="#1f4e79")
+    axes.plot(x.detach(), slope, label="its derivative", color="#e07b39")
+    axes.plot(x.detach(), pw.silu(x).detach(), label="silu(x), for comparison", color="#aaaaaa", linestyle=":")
+    axes.set_xlabel("x")
+    axes.set_ylabel("value")
+    axes.legend()
+View(figure)
+
+# %% [markdown]
+# ## Any layout, checked gradients
+
+# %%
+wide = torch.randn(4, 6, 5, dtype=torch.float64).permute(2, 0, 1)[:, ::2].requires_grad_()
+print("strides", wide.stride(), "->", tuple(bent(wide).shape))
+print("first and second derivatives:", torch.autograd.gradcheck(bent, wide), torch.autograd.gradgradcheck(bent, wide))
+print("half precision stays half:", bent(torch.ones(3).half()).dtype)
+
+# %% [markdown]
+# ## In the store of a convolution
+# `execute` takes a bias, a residual and an activation. A backend that can applies them while the result is still in
+# registers; elsewhere they run after, with the same numbers and gradients.
+
+# %%
+grid, _ = sc.voxelize(torch.rand(4_000, 3, generator=torch.Generator().manual_seed(0)), voxel_size=0.05)
+plan = sc.ConvolutionPlan(grid, 3)
+features, w, bias = torch.randn(len(grid), 16), 0.1 * torch.randn(27, 16, 16), torch.randn(16)
+
+fused = plan.execute(features, w, bias, residual=features, epilogue=bent)
+apart = bent(plan.execute(features, w, bias) + features)
+print("largest difference:", f"{(fused - apart).abs().max():.1e}")
+
+# %% [markdown]
+# Numbers of an activation are bound by an `Epilogue`:
+
+# %%
+leaky = plan.execute(features, w, epilogue=Epilogue(pw.leaky_relu, (0.1,)))
+print(torch.equal(leaky, pw.leaky_relu(plan.execute(features, w), 0.1)))
+
+# %% [markdown]
+# ## What is written for the GPU
+# Kernels are generated once a rank, as text that can be read. This is the one for two axes:
+
+# %%
+from sparseconv.pointwise.codegen import source
+
+text = source(bent.schema, 2, bent.config)
+print(text[text.index("@triton.jit") :])

@@ -1,0 +1,130 @@
+"""Cells and their blocks in kernels: keys from coordinates, open addressing, and the bits of a block's word."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparseconv.geometry.triton_launch import IS_INTERPRETED
+
+
+@triton.jit
+def axis_range(ranges_ptr, axis):
+    """Lowest value and number of values of a column, int64."""
+    top = tl.load(ranges_ptr + 2 * axis).to(tl.uint32, bitcast=True).to(tl.int64)
+    bottom = tl.load(ranges_ptr + 2 * axis + 1).to(tl.uint32, bitcast=True).to(tl.int64)
+    low = 0x7FFFFFFF - bottom
+    return low, top - 0x80000000 - low + 1
+
+
+@triton.jit
+def axis_blocks(extent, SHIFT: tl.constexpr):
+    """Block numbers along an axis, one more than there are blocks: the spare one keeps neighbouring lines apart."""
+    return ((extent - 1) >> SHIFT) + 2
+
+
+@triton.jit
+def count_blocks(ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr):
+    """Block numbers of the bounding box, 2^62 where there are more."""
+    volume = tl.full((), 1, tl.int64)
+    size = tl.full((), 1.0, tl.float64)
+    for axis in tl.static_range(COLUMNS):
+        _low, extent = axis_range(ranges_ptr, axis)
+        count = axis_blocks(extent, (SHIFTS >> (4 * axis)) & 15)
+        size *= count.to(tl.float64)
+        volume *= count
+    return tl.where(size < 4.6e18, volume, 0x4000000000000000)
+
+
+@triton.jit
+def add_axis(key, bit, inside, value, ranges_ptr, axis, SHIFT: tl.constexpr):
+    """Extend a block key and a bit number by one axis; blocks outside of the box are not ``inside``."""
+    low, extent = axis_range(ranges_ptr, axis)
+    q = value - low
+    block = q >> SHIFT
+    inside = inside & (block >= 0) & (q < extent)
+    key = key * axis_blocks(extent, SHIFT) + block
+    return key, (bit << SHIFT) | (q & ((1 << SHIFT) - 1)).to(tl.int32), inside
+
+
+@triton.jit
+def cells_of(coords_ptr, row, live, ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr):
+    """Block keys and bit numbers of the cells in some rows of coordinates, and which lie inside the box."""
+    key = row.to(tl.int64) * 0
+    bit = row * 0
+    inside = live
+    for axis in tl.static_range(COLUMNS):
+        value = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS + axis, mask=live, other=0).to(tl.int64)
+        key, bit, inside = add_axis(key, bit, inside, value, ranges_ptr, axis, (SHIFTS >> (4 * axis)) & 15)
+    return key, bit, inside
+
+
+@triton.jit
+def first_slot(key, capacity, volume):
+    """The slot where a block's search begins: its key where every block has a slot of its own, else a hash of it."""
+    mixed = (key * -7046029254386353131).to(tl.uint64, bitcast=True) >> 32
+    hashed = ((mixed * capacity.to(tl.uint64)) >> 32).to(tl.int64)
+    return tl.where(volume <= capacity, key, hashed).to(tl.int32)
+
+
+@triton.jit
+def find(table_ptr, key, wanted, capacity, volume):
+    """The slot of each wanted key, and whether it is there."""
+    slot = tl.where(wanted, first_slot(key, capacity, volume), 0)
+    seen = tl.load(table_ptr + 2 * slot, mask=wanted, other=0)
+    going = wanted & (seen != 0) & (seen != key + 1)
+    while tl.max(going.to(tl.int32)) > 0:
+        slot = tl.where(going, slot + 1, slot)
+        slot = tl.where(slot == capacity, 0, slot)
+        seen = tl.where(going, tl.load(table_ptr + 2 * slot, mask=going, other=0), seen)
+        going = going & (seen != 0) & (seen != key + 1)
+    return slot, wanted & (seen == key + 1)
+
+
+@triton.jit
+def claim(table_ptr, key, wanted, capacity, volume):
+    """The slot of each wanted key, taken for it if it had none, and whether the key was there before."""
+    # lanes without a wish compare too: spread over the table, not all at one slot
+    slot = first_slot(key, capacity, tl.where(wanted, volume, 0x4000000000000000))
+    going = wanted
+    known = going & False
+    while tl.max(going.to(tl.int32)) > 0:
+        expected = tl.where(going, 0, -1).to(tl.int64)  # -1 is never stored: those lanes only read
+        old = tl.atomic_cas(table_ptr + 2 * slot, expected, key + 1, sem="relaxed")
+        known = known | (going & (old == key + 1))
+        going = going & (old != 0) & (old != key + 1)
+        slot = tl.where(going, slot + 1, slot)
+        slot = tl.where(slot == capacity, 0, slot)
+    return slot, known
+
+
+@triton.jit
+def popcount(word):
+    """Bits set in int64 words."""
+    if IS_INTERPRETED:
+        v = word.to(tl.uint64, bitcast=True)
+        v = v - ((v >> 1) & 0x5555555555555555)
+        v = (v & 0x3333333333333333) + ((v >> 2) & 0x3333333333333333)
+        v = (v + (v >> 4)) & 0x0F0F0F0F0F0F0F0F
+        v = v + (v >> 8)
+        v = v + (v >> 16)
+        v = v + (v >> 32)
+        return (v & 127).to(tl.int32)
+    else:
+        return tl.inline_asm_elementwise("popc.b64 $0, $1;", "=r,l", [word], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def popcount_low(word):
+    """Bits set in int32 words that are not negative."""
+    if IS_INTERPRETED:
+        return popcount(word.to(tl.int64))
+    else:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def below(bit):
+    """The int64 word whose bits under ``bit`` are set."""
+    one = tl.full(bit.shape, 1, tl.int64)
+    return (one << bit.to(tl.int64)) - 1

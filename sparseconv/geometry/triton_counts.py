@@ -1,0 +1,125 @@
+"""Edge counts on the GPU: their prefix sums, and the totals on their way to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, Pointer, pointer
+from sparseconv.geometry.triton_table import STATUS, CoordinateTable, raise_for_status
+
+
+@dataclass(frozen=True)
+class PendingCounts:
+    """Edge counts on their way to the host: queue more work before `read`, and nobody waits."""
+
+    offsets: torch.Tensor  # (K+1,) int64 on the device: tap k owns the edges [offsets[k], offsets[k+1])
+    report: torch.Tensor  # (K+3,) int64 in pinned memory: offsets, distinct rows, overflow
+    arrived: torch.cuda.Event | None
+    table: CoordinateTable | None
+
+    def read(self) -> tuple[int, ...]:
+        """The offsets on the host; raises ValueError for duplicate rows or an extent too large for keys."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        values = self.report.tolist()
+        if self.table is not None and self.table.coords.shape[0]:
+            raise_for_status(self.table, values[-2] & 0xFFFFFFFF, values[-1])
+        return tuple(values[:-2])
+
+
+class Counters:
+    """Zeros in which edges are counted: totals of the taps (K,) int64, and counts (K, C) int32 by chunk."""
+
+    def __init__(self, table: CoordinateTable, taps: int, chunks: int) -> None:
+        self.shape = taps, chunks
+        self._first = (2 * taps + 3) & -4
+        self.memory = table.zeros(self._first + taps * chunks)
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """(K, C) int32."""
+        taps, chunks = self.shape
+        return self.memory[self._first : self._first + taps * chunks].view(taps, chunks)
+
+    @property
+    def pointers(self) -> tuple[Pointer, Pointer]:
+        """Totals and counts, for the kernels."""
+        if INTERPRETED:
+            return self.memory[: 2 * self.shape[0]].view(torch.int64), self.counts
+        base = self.memory.data_ptr()
+        return base, base + 4 * self._first
+
+
+def report_of(taps: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the offsets of the taps go, uninitialised: (K+1,) int64 on the device, (K+3,) in pinned memory."""
+    offsets = torch.empty(taps + 1, dtype=torch.int64, device=device)
+    return offsets, torch.empty(taps + 3, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def arrival() -> torch.cuda.Event | None:
+    """An event after what was launched so far; None in the interpreter."""
+    if INTERPRETED:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def scan_counts(
+    counters: Counters, starts: Pointer, offsets: torch.Tensor, report: torch.Tensor, table: CoordinateTable
+) -> None:
+    """Launch `scan_kernel`."""
+    taps, chunks = counters.shape
+    totals, counts = counters.pointers
+    args = (counts, totals, starts, pointer(offsets), pointer(report), table.arena[STATUS], taps, chunks)
+    SCAN(offsets.device, (max(taps, 1),), args, (SCAN_BLOCK,))
+
+
+#: chunks that are summed at once
+SCAN_BLOCK = 2048
+
+
+@triton.jit
+def scan_kernel(
+    counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, BLOCK: tl.constexpr
+):
+    """One program a tap: the edges of all taps before it, and of all chunks before each of its own."""
+    scan_tap(
+        tl.program_id(0), counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps,
+        num_chunks, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def scan_tap(
+    tap, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`scan_kernel` for one tap; the report gets the table's status behind the offsets."""
+    lane = tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, tap, BLOCK):
+        before += tl.load(totals_ptr + start + lane, mask=start + lane < tap, other=0)
+    first = tl.sum(before, 0)
+    total = tl.zeros((), tl.int32)
+    for start in range(0, tl.where(tap < num_taps, num_chunks, 0), BLOCK):
+        at = start + lane
+        count = tl.load(counts_ptr + tap * num_chunks + at, mask=at < num_chunks, other=0)
+        tl.store(starts_ptr + tap * num_chunks + at, total + tl.cumsum(count, 0) - count, mask=at < num_chunks)
+        total += tl.sum(count, 0)
+    if tap < num_taps:
+        tl.store(offsets_ptr + tap, first)
+        tl.store(report_ptr + tap, first)
+    if tap >= num_taps - 1:
+        tl.store(offsets_ptr + num_taps, first + total)
+        tl.store(report_ptr + num_taps, first + total)
+        tl.store(report_ptr + num_taps + 1, tl.load(status_ptr))
+        tl.store(report_ptr + num_taps + 2, tl.load(status_ptr + 1))
+
+
+_I32, _I64 = torch.int32, torch.int64
+SCAN = Launcher(scan_kernel, (_I32, _I64, _I32, _I64, _I64, _I64, int, int))

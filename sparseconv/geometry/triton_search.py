@@ -1,0 +1,235 @@
+"""The passes of a search on the GPU: blocks around blocks, tap masks and sort keys, and sums of edge counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from sparseconv.geometry.triton_cells import axis_blocks, axis_range, count_blocks, find
+from sparseconv.geometry.triton_counts import SCAN_BLOCK, Counters, scan_tap
+from sparseconv.geometry.triton_launch import (
+    NUM_GATES,
+    Arena,
+    Launcher,
+    Pointer,
+    ceil_div,
+    crew_of,
+    gates_of,
+    leave,
+    pointer,
+    power_of_2,
+    wait_for_all,
+)
+from sparseconv.geometry.triton_table import KEYS, STATUS, CoordinateTable, pack_shifts
+from sparseconv.geometry.triton_window import entry_of, look
+
+if TYPE_CHECKING:
+    from sparseconv.geometry.triton_neighbors import WindowSearch
+
+#: the arrays of a search's scratch: edges of tap k before chunk c, sort keys, the blocks around a block, and a sort's
+STARTS, SORT_KEYS, AROUND, LINES, ORDER = range(5)
+
+
+def launch_masks(
+    search: WindowSearch,
+    words: torch.Tensor,
+    keys: Pointer,
+    counters: Counters | None,
+    chunk: int,
+    room: int,
+    lost: int,
+    groups: int = 1,
+) -> None:
+    """Masks of all target rows -> ``keys``; where there are ``counters``, counts of their edges too."""
+    n, window = search.coords.shape[0], search.window
+    programs = min(ceil_div(n, 128), 4224)
+    totals, counts = (keys, keys) if counters is None else counters.pointers
+    args = (
+        *search.pointers, pointer(words), keys, counts, totals,
+        n, window.num_runs, window.num_taps, search.capacity, search.chunks, chunk, room, lost, programs,
+    )  # fmt: skip
+    taps = power_of_2(window.num_taps)
+    constants = (*search.constants, groups, counters is not None, taps, search.chunk_rows, 128)
+    _MASKS(words.device, (programs,), args, constants)
+
+
+def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
+    """The blocks around each block of a table, of which there are ``blocks`` at most."""
+    arena, columns = table.arena, table.coords.shape[1]
+    sides = 3 ** (columns - 1)
+    lanes = power_of_2(sides)
+    block = max(1, 256 // lanes)
+    ranges, slots, ids, _, _ = table.pointers
+    programs = min(ceil_div(blocks, block), 4096)
+    args = (ranges, slots, ids, arena[KEYS], arena[STATUS], around, table.capacity, programs)
+    constants = (columns, pack_shifts(table.shifts), sides, lanes, block)
+    _AROUND(table.coords.device, (programs,), args, constants)
+
+
+def launch_search(
+    search: WindowSearch, scratch: Arena, counters: Counters, offsets: torch.Tensor, report: torch.Tensor
+) -> None:
+    """Surroundings, masks and sums of counts in one launch."""
+    table, window, n = search.table, search.window, search.coords.shape[0]
+    if table is None:
+        return
+    taps, device = window.num_taps, offsets.device
+    programs = crew_of(device, max(taps, ceil_div(n, 128)))
+    totals, counts = counters.pointers
+    lanes = power_of_2(3 ** (search.coords.shape[1] - 1))
+    args = (
+        *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals, gates_of(device),
+        table.arena[KEYS] if table.blocked else scratch[SORT_KEYS], table.arena[STATUS],
+        scratch[STARTS], pointer(offsets), pointer(report),
+        n, window.num_runs, taps, search.capacity, search.chunks, programs,
+    )  # fmt: skip
+    each = max(1, (256 if n <= 32 * programs else 1024) // lanes)  # more look-ups in flight where there are many
+    scan = min(SCAN_BLOCK, max(128, power_of_2(search.chunks)))
+    constants = (*search.constants, power_of_2(taps), search.chunk_rows, 128, lanes, each, scan, NUM_GATES)
+    _SEARCH(device, (programs,), args, constants)
+
+
+# ---- kernels
+
+
+@triton.jit
+def around_kernel(
+    ranges_ptr, table_ptr, ids_ptr, keys_ptr, status_ptr, around_ptr, capacity, programs,
+    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, SIDES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """around[block, side] = the number of the block there, -1 if it is empty."""
+    find_around(
+        ranges_ptr, table_ptr, ids_ptr, keys_ptr, status_ptr, around_ptr, capacity, programs,
+        COLUMNS, SHIFTS, SIDES, LANES, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def find_around(
+    ranges_ptr, table_ptr, ids_ptr, keys_ptr, status_ptr, around_ptr, capacity, programs,
+    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, SIDES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`around_kernel` for every ``programs``-th run of BLOCK blocks."""
+    volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
+    side = tl.arange(0, LANES)
+    delta = tl.zeros((LANES,), tl.int64)
+    power: tl.constexpr = SIDES // 3
+    rest = side
+    scale = power
+    for axis in tl.static_range(1, COLUMNS):
+        _low, extent = axis_range(ranges_ptr, axis)
+        delta = delta * axis_blocks(extent, (SHIFTS >> (4 * axis)) & 15) + (rest // scale - 1)
+        rest = rest % scale
+        scale = scale // 3 if axis < COLUMNS - 1 else 1
+    num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
+    for start in range(tl.program_id(0) * BLOCK, num_blocks, programs * BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        key = tl.load(keys_ptr + block, mask=block < num_blocks, other=0)[:, None] + delta[None, :]
+        real = (block < num_blocks)[:, None] & (side < SIDES)[None, :]
+        slot, hit = find(table_ptr, key, real & (key >= 0), capacity, volume)
+        number = tl.load(ids_ptr + slot, mask=hit, other=-1)
+        tl.store(around_ptr + block.to(tl.int64)[:, None] * SIDES + side[None, :], number, mask=real)
+
+
+@triton.jit
+def masks_kernel(
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr,
+    n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    SIDES: tl.constexpr, LENGTH: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Masks of the taps of rows -> their sort keys in each group of taps, and counts of edges."""
+    read_masks(
+        coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
+        words_ptr, keys_ptr, counts_ptr, totals_ptr,
+        n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
+        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, GROUPS, COUNTED, TAPS, CHUNK, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def read_masks(
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr,
+    n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    SIDES: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`masks_kernel` for every ``programs``-th run of BLOCK rows."""
+    lane = tl.arange(0, TAPS)
+    total = tl.zeros((TAPS,), tl.int32)
+    for first in range(tl.program_id(0) * BLOCK, n, programs * BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        live = row < n
+        entry = entry_of(row, live, entries_ptr, SIDES)
+        mask = tl.zeros((BLOCK,), tl.int32)
+        for run in range(0, num_runs, 3):  # the loads of three runs are on their way together
+            for part in tl.static_range(3):
+                run_ptr = window_ptr + 3 * RANK + tl.minimum(run + part, num_runs - 1) * (2 + RANK)
+                seen, _near, _far, _cell = look(
+                    row, entry, live, run_ptr, tl.load(run_ptr + 1), coords_ptr, ranges_ptr, table_ptr, ids_ptr,
+                    info_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
+                )  # fmt: skip
+                mask |= seen << tl.load(run_ptr)  # a last run met twice says the same twice
+        above = (row // key_chunk) << room
+        for group in tl.static_range(GROUPS):
+            word_ptr = words_ptr + 1025 * group
+            ours = mask & tl.load(word_ptr)
+            key = tl.load(word_ptr + 1 + (ours & 255)) ^ tl.load(word_ptr + 257 + ((ours >> 8) & 255))
+            key = key ^ tl.load(word_ptr + 513 + ((ours >> 16) & 255)) ^ tl.load(word_ptr + 769 + ((ours >> 24) & 255))
+            key = tl.where(ours == 0, (((1 << (room - 1)) - 1) << 1) | 1, key >> lost) | above
+            tl.store(keys_ptr + group * n.to(tl.int64) + row, key, mask=live)
+        if COUNTED:
+            edges = tl.sum((mask[None, :] >> lane[:, None]) & 1, 1)
+            tl.atomic_add(counts_ptr + lane * num_chunks + first // CHUNK, edges, mask=lane < num_taps, sem="relaxed")
+            total += edges
+    if COUNTED:
+        tl.atomic_add(totals_ptr + lane, total.to(tl.int64), mask=lane < num_taps, sem="relaxed")
+
+
+@triton.jit
+def search_kernel(
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr, gates_ptr, block_keys_ptr, status_ptr,
+    starts_ptr, offsets_ptr, report_ptr,
+    n, num_runs, num_taps, capacity, num_chunks, programs,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    SIDES: tl.constexpr, LENGTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr, BLOCKS_EACH: tl.constexpr, SCAN: tl.constexpr, NUM_GATES: tl.constexpr,
+):  # fmt: skip
+    """Surroundings, masks and sums of counts in one launch, whose programs wait for each other in between."""
+    if SIDES > 0:
+        find_around(
+            ranges_ptr, table_ptr, ids_ptr, block_keys_ptr, status_ptr, around_ptr, capacity, programs,
+            RANK + 1, SHIFTS, SIDES, LANES, BLOCKS_EACH,
+        )  # fmt: skip
+        wait_for_all(gates_ptr, programs)
+    read_masks(
+        coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
+        words_ptr, keys_ptr, counts_ptr, totals_ptr,
+        n, num_runs, num_taps, capacity, num_chunks, n, 31, 0, programs,
+        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK,
+    )  # fmt: skip
+    wait_for_all(gates_ptr + 1, programs)
+    for tap in range(tl.program_id(0), num_taps, programs):
+        scan_tap(
+            tap, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, SCAN
+        )
+    leave(gates_ptr, programs, NUM_GATES)
+
+
+_I32, _I64 = torch.int32, torch.int64
+SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
+_AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int))
+_MASKS = Launcher(masks_kernel, (*SEARCH_TYPES, _I32, _I32, _I32, _I64, *(int,) * 9), num_warps=1)
+_SEARCH = Launcher(
+    search_kernel,
+    (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, *(int,) * 6),
+    cooperative=True,
+)

@@ -1,0 +1,30 @@
+"""Rows of features: what every operation asks of them, and how some of their entries are kept."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_rows(
+    name: str, x: torch.Tensor, rows: int, each: str, device: torch.device, holder: str, ranks: tuple[int, ...] = (2,)
+) -> None:
+    """x is (rows, C), or (rows, H, C) where ``ranks`` allow it; else an error that names x and its holder."""
+    if x.ndim not in ranks or x.shape[0] != rows:
+        shapes = " or ".join(f"({', '.join([str(rows), 'H', 'C'][:: 2 if rank == 2 else 1])})" for rank in ranks)
+        raise ValueError(f"{name} must be {shapes}, one row {each}; got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be floating point; got {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{holder} is on {device} but {name} is on {x.device}: move one of them")
+
+
+def kept(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Terms where the mask holds and 0 elsewhere, whatever they are.
+
+    On the CPU by their bits: torch.where is a branch an element there, ten times slower, and a product would turn an
+    infinite term into NaN.
+    """
+    if terms.is_cuda:
+        return torch.where(mask, terms, 0)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[terms.element_size()]
+    return (terms.view(bits) & mask.to(bits).neg_()).view(terms.dtype)

@@ -1,0 +1,256 @@
+"""`show`: a grid, a tensor or a plan, as a view to turn in a notebook and as a picture everywhere else."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sparseconv.geometry import VoxelGrid
+from sparseconv.plan import ConvolutionPlan
+from sparseconv.tensor import SparseTensor
+from sparseconv.viz.cells import INK, WINDOW
+from sparseconv.viz.figures import STYLE, new_figure, save_figure
+from sparseconv.viz.meetings import busiest_row, draw_cells, draw_lines, draw_window, edges_into
+from sparseconv.viz.solid import scatter3d
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST_DOTS = 40_000
+#: colours of shards, labels and other whole numbers, in turn
+CATEGORIES = ("#1f4e79", "#e07b39", "#2a7f62", "#b0413e", "#7d5ba6", "#c9a227", "#4ba3c3", "#8a8f98")
+
+
+@dataclass(frozen=True)
+class View:
+    """What `show` gives: the picture, and where a notebook can show it, the same as a scene to turn.
+
+    A notebook displays it by itself; elsewhere ``save`` it.
+    """
+
+    figure: Figure
+    scene: Any = None  # a k3d.Plot
+
+    def save(self, path: str | Path, dpi: int = 110) -> Path:
+        """Write the picture: a whole file or none."""
+        return save_figure(self.figure, path, dpi)
+
+    def _repr_mimebundle_(self, include: Iterable[str] = (), exclude: Iterable[str] = ()) -> dict[str, Any]:
+        """The picture for every reader, and the scene for those that run its code."""
+        from matplotlib import rc_context
+
+        image = BytesIO()
+        with rc_context(STYLE):
+            self.figure.savefig(image, format="png", dpi=90)
+        bundle: dict[str, Any] = {"text/plain": repr(self), "image/png": image.getvalue()}
+        if self.scene is not None:
+            made = self.scene._repr_mimebundle_()
+            bundle |= made[0] if isinstance(made, tuple) else made
+        return bundle
+
+    def __repr__(self) -> str:
+        return "View(picture)" if self.scene is None else "View(picture and scene)"
+
+
+def show(
+    what: VoxelGrid | SparseTensor | ConvolutionPlan,
+    values: torch.Tensor | None = None,
+    *,
+    row: int | None = None,
+    batch: int = 0,
+    unit: str = "voxels",
+    title: str = "",
+    names: Sequence[str] = (),
+    live: bool | None = None,
+) -> View:
+    """Show voxels, coloured by a number each, or the edges of a plan's kernel map.
+
+    Args:
+        what: a grid or a tensor of rank 2 or 3, or a plan of rank 1, 2 or 3.
+        values: (N,), one a voxel: floats are a scale, integers (shards, labels) are colours of their own. Default: for
+            a tensor its one channel, or the length of its features; for a grid its last axis, the height.
+        row: of a plan of rank 2 or 3, the output whose edges are drawn; default: one with the most inputs.
+        batch: the item to show.
+        unit: of the grid's voxel size, for the labels.
+        title: above the picture; default: what it is.
+        names: of the integers 0, 1, ... among the values.
+        live: whether to make a scene of k3d too; default: in a notebook, where k3d is installed.
+
+    Returns:
+        A `View`, with the ``figure`` (matplotlib's) and perhaps the ``scene``.
+
+    Raises:
+        TypeError: neither grid, tensor nor plan. ValueError: a rank that cannot be drawn, or values that do not fit.
+        ImportError: matplotlib, or k3d where ``live`` asks for it, is not installed.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 1]]))
+    >>> show(ConvolutionPlan(grid, 3)).figure.axes[0].get_title()
+    'inputs, with their taps: 3 of 9 meet a voxel'
+    """
+    live = _in_notebook() if live is None else live
+    if isinstance(what, ConvolutionPlan):
+        return _plan_view(what, row, unit, title, live)
+    if isinstance(what, SparseTensor):
+        length = what.features.float().norm(dim=1) if what.channels != 1 else what.features[:, 0]
+        grid, values, label = what.grid, length if values is None else values, "value"
+        label = "value" if what.channels == 1 else "length of the features"
+    elif isinstance(what, VoxelGrid):
+        grid, label = what, "value" if values is not None else f"{'xyzw'[what.rank - 1]} [{unit}]"
+    else:
+        raise TypeError(f"show takes a VoxelGrid, a SparseTensor or a ConvolutionPlan; got {type(what).__name__}")
+    if grid.rank not in (2, 3):
+        raise ValueError(f"voxels of rank 2 or 3 are shown; got {grid}")
+    values = grid.positions()[:, -1] if values is None else values
+    if values.shape != (len(grid),):
+        raise ValueError(f"values must be ({len(grid)},), one a voxel; got {tuple(values.shape)}")
+    here = grid.coords[:, 0] == batch
+    values = values.detach()[here].cpu()
+    grid = grid.subset(here).to("cpu")
+    title = title or f"{len(grid):,} voxels"
+    flat = grid.rank == 2
+    whole = not values.is_floating_point()
+    with new_figure(6.4 if whole else 5.6, 4.6) as figure:
+        axes = figure.add_subplot(projection=None if flat else "3d")
+        colours = _category_colours(values) if whole else None
+        if flat:
+            _flat_cells(figure, axes, grid, values, colours, unit, label)
+        else:
+            _cloud(figure, axes, grid, values, colours, unit, label)
+        if whole:
+            for number in values.unique().tolist()[:12]:
+                colour = CATEGORIES[number % len(CATEGORIES)]
+                name = names[number] if 0 <= number < len(names) else str(number)
+                axes.plot(*([[]] * (2 if flat else 3)), linestyle="", marker="s", color=colour, label=name)
+            figure.legend(loc="outside right center")
+        axes.set_title(title)
+    return View(figure, _scene(grid, values, colours) if live and not flat else None)
+
+
+def _plan_view(plan: ConvolutionPlan, row: int | None, unit: str, title: str, live: bool) -> View:
+    rank = plan.source.rank
+    if rank == 1:
+        with new_figure(7.2, 2.2) as figure:
+            draw_lines(figure.add_subplot(), plan, title=title or repr(plan))
+        return View(figure)
+    if rank == 2:
+        with new_figure(8.4, 4.4) as figure:
+            left, right = figure.subplots(1, 2)
+            draw_window(left, right, plan, row, unit=unit)
+            figure.suptitle(title or repr(plan), fontsize=9)
+        return View(figure)
+    if rank != 3:
+        raise ValueError(f"plans of rank 1, 2 or 3 are shown; got rank {rank}")
+    row = busiest_row(plan) if row is None else row
+    taps, inputs = edges_into(plan, row)
+    starts = plan.source.positions().cpu()[inputs]
+    goal = plan.target.positions().cpu()[row]
+    near = _around(plan.source, goal)
+    with new_figure(6.0, 5.2) as figure:
+        axes: Any = figure.add_subplot(projection="3d", computed_zorder=False)
+        if bool(near.any()):
+            part = plan.source.subset(near)
+            scatter3d(
+                axes, part, torch.zeros(len(part)), unit=unit, s=22, alpha=0.4, cmap=_one_colour("#8aa2b8"), zorder=1
+            )
+        arrows = (goal - starts).numpy()
+        axes.quiver(*starts.T.numpy(), *arrows.T, color=WINDOW, linewidth=1.2, arrow_length_ratio=0.12, zorder=2)
+        axes.scatter(*starts.T.numpy(), color=INK, s=34, zorder=3, depthshade=False)
+        axes.scatter(*goal[:, None].numpy(), color=WINDOW, s=60, zorder=4, depthshade=False)
+        axes.set_title(title or f"output row {row}: {len(taps)} of {plan.num_taps} taps meet a voxel")
+    scene = None
+    if live:
+        k3d = _k3d()
+        scene = _scene(plan.source.to("cpu"), torch.zeros(len(plan.source)), np.full(len(plan.source), 0x9FB3C8))
+        heads = (goal - starts).numpy().astype(np.float32)
+        scene += k3d.vectors(starts.numpy().astype(np.float32), heads, color=_number(WINDOW), use_head=True)
+    return View(figure, scene)
+
+
+def _around(grid: VoxelGrid, place: torch.Tensor, cells: float = 3.5) -> torch.Tensor:
+    """(N,) bool: the voxels of a grid within some cells of a place."""
+    reach = cells * torch.tensor(grid.voxel_size)
+    return ((grid.positions().cpu() - place).abs() <= reach).all(1).to(grid.device)
+
+
+def _flat_cells(
+    figure: Figure, axes: Any, grid: VoxelGrid, values: torch.Tensor, colours: np.ndarray | None, unit: str, label: str
+) -> None:
+    draw_cells(axes, grid, unit=unit)
+    cells = axes.collections[0]
+    if colours is not None:
+        cells.set_facecolor([f"#{c:06x}" for c in colours.tolist()])
+        return
+    cells.set_array(values.numpy())
+    cells.set_cmap("viridis")
+    figure.colorbar(cells, ax=axes, label=label, shrink=0.8)
+
+
+def _cloud(
+    figure: Figure, axes: Any, grid: VoxelGrid, values: torch.Tensor, colours: np.ndarray | None, unit: str, label: str
+) -> None:
+    widest = max(grid.extent.shape, default=1)
+    size = float(np.clip((0.6 * 72 * figure.get_figheight() / max(1, widest)) ** 2, 0.8, 60))  # points^2 of a voxel
+    shared: dict[str, Any] = {"unit": unit, "most": MOST_DOTS, "s": size, "zoom": 1.05}
+    if colours is not None:
+        from matplotlib.colors import ListedColormap
+
+        options: dict[str, Any] = {"cmap": ListedColormap(CATEGORIES), "vmin": 0, "vmax": len(CATEGORIES) - 1}
+        scatter3d(axes, grid, values % len(CATEGORIES), **shared, **options)
+        return
+    dots = scatter3d(axes, grid, values, cmap="viridis", **shared)
+    figure.colorbar(dots, ax=axes, label=label, shrink=0.6, pad=0.15)
+
+
+def _scene(grid: VoxelGrid, values: torch.Tensor, colours: np.ndarray | None) -> Any:
+    """The voxels as dots in a k3d plot."""
+    k3d = _k3d()
+    places = grid.positions().numpy().astype(np.float32)
+    look: dict[str, Any] = {"point_size": float(min(grid.voxel_size)), "shader": "3d"}
+    if colours is not None:
+        look["colors"] = colours.astype(np.uint32)
+    else:
+        numbers = values.float().numpy()
+        look |= {"attribute": numbers, "color_map": k3d.colormaps.matplotlib_color_maps.Viridis}
+        look["color_range"] = [float(numbers.min()), float(numbers.max())] if len(numbers) else [0.0, 1.0]
+    plot = k3d.plot(height=420, grid_visible=False)
+    plot += k3d.points(places, **look)
+    return plot
+
+
+def _category_colours(values: torch.Tensor) -> np.ndarray:
+    """(N,) int: a colour 0xRRGGBB for each whole number."""
+    table = np.array([_number(colour) for colour in CATEGORIES])
+    return table[values.long().numpy() % len(CATEGORIES)]
+
+
+def _number(colour: str) -> int:
+    return int(colour[1:], 16)
+
+
+def _one_colour(colour: str) -> Any:
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap([colour])
+
+
+def _k3d() -> Any:
+    try:
+        import k3d
+    except ImportError:
+        raise ImportError("scenes to turn are made with k3d: pip install 'sparseconv[viz]'") from None
+    return k3d
+
+
+def _in_notebook() -> bool:
+    """True in a kernel of Jupyter with k3d at hand; nothing is imported to find out."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return type(shell).__name__ == "ZMQInteractiveShell" and importlib.util.find_spec("k3d") is not None

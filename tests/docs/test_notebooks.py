@@ -1,0 +1,48 @@
+"""Notebooks run from top to bottom, and what is kept of them is what their texts say."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+QUICK = ("1_", "2_", "3_", "4_", "5_", "7_")
+PAIRS = sorted(FOLDER.glob("[0-9]*.ipynb"))
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=[] if p.name.startswith(QUICK) else pytest.mark.slow, id=p.stem) for p in PAIRS]
+)
+def test_a_notebook_runs(path, monkeypatch):
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("k3d")
+    run = pytest.importorskip("nbmake.nb_run")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]))
+    result = run.NotebookRun(path, default_timeout=120, kernel="python3").execute()
+    assert result.error is None, result.error
+
+
+def test_each_text_has_its_notebook():
+    assert [p.stem for p in PAIRS] == sorted(p.stem for p in FOLDER.glob("[0-9]*.py"))
+    assert len(PAIRS) == 8
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda p: p.stem)
+def test_what_is_kept_is_what_the_text_says(path):
+    jupytext = pytest.importorskip("jupytext")
+    kept, text = jupytext.read(path), jupytext.read(path.with_suffix(".py"))
+    assert [(c.cell_type, c.source) for c in kept.cells] == [(c.cell_type, c.source) for c in text.cells]
+    outputs = [o for c in kept.cells for o in c.get("outputs", [])]
+    assert any("image/png" in o.get("data", {}) for o in outputs)
+    assert not any(o.get("name") == "stderr" or o.output_type == "error" for o in outputs)
+    assert path.stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda p: p.stem)
+def test_no_cell_is_long(path):
+    text = path.with_suffix(".py").read_text()
+    ast.parse(text)
+    assert max(cell.count("\n") for cell in text.split("# %%")) < 55
