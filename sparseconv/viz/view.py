@@ -114,7 +114,7 @@ def show(
     here = grid.coords[:, 0] == batch
     values = values.detach()[here].cpu()
     grid = grid.subset(here).to("cpu")
-    title = title or f"{len(grid):,} voxels"
+    title = title or f"{len(grid):,} voxel{'s' * (len(grid) != 1)}"
     flat = grid.rank == 2
     whole = not values.is_floating_point()
     with new_figure(6.4 if whole else 5.6, 4.6) as figure:
