@@ -91,7 +91,7 @@ def test_binary_operations_over_shapes_strides_and_dtypes(views, first, second, 
     got = by_kernel(ours)(*args)
     exact = judge(*args)
     assert got.dtype == exact.dtype
-    # torch's CPU kernels first copy an operand that they must convert, and a copy of a broadcast view has strides of its
+    # torch's CPU kernels first copy an operand that they must convert; a copy of a broadcast view has strides of its
     # own, which then decide; on a card, as here, the view decides
     copied = DEVICE == "cpu" and any(t.dtype != exact.dtype and 0 in t.stride() for t in (x, y))
     assert copied or all(n == 1 or a == b for n, a, b in zip(got.shape, got.stride(), exact.stride()))
