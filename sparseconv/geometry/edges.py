@@ -77,6 +77,12 @@ class Window:
         box = math.prod(last - first + 1 for first, last, _ in self._spans)
         return len(self.offsets) == box and all(last - first + 1 >= s for first, last, s in self._spans)
 
+    @cached_property
+    def is_tiling(self) -> bool:
+        """Whether the windows of the coarse voxels lie side by side, so that one of them sees each fine voxel, once."""
+        box = math.prod(self.stride)
+        return len(self.offsets) == box and all(last - first + 1 == s for first, last, s in self._spans)
+
     def coarse_extent(self, extent: IndexRange) -> IndexRange | None:
         """The bounding box of all coarse voxels that see fine ones with this one; None where that takes a look."""
         if not self._sees_all:

@@ -216,6 +216,8 @@ class KernelMap:
             else:
                 in_rows, out_rows, offsets = self._pairs
                 twin = KernelMap(*sizes, pairs=(out_rows, in_rows, offsets), **symmetry)  # type: ignore[arg-type]
+            if "num_pairs" in self.__dict__:
+                twin.num_pairs = self.num_pairs
             twin._reverse = weakref.ref(self)
             self._reverse = twin
         return twin

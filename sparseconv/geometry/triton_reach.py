@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     from sparseconv.geometry.ranges import IndexRange
 
 Ints = tuple[int, ...]
-INT32 = torch.iinfo(torch.int32)
-#: from here on a number of cells is too large for the keys
-TOO_MANY = 2**62
+#: from here on a number of cells is too large for the keys, and a place for sums of 32 bits
+TOO_MANY, FARTHEST = 2**62, 2**30
 #: up to this many cells a bit for each 64 of them (here 16 MB, and half of that for ranks) costs less than a sort
 MOST_MARKED = 2**33
 #: programs of a launch at most, whose sums one program adds up
@@ -67,16 +66,16 @@ def reach(
         (M, 1+D) int32; None where the box of possible results is too large for 64-bit keys or 32-bit coordinates.
     """
     moves = _moves(offsets, stride, torus, within, to_fine, coords.device)
-    low, high = moves.bounds(extent)
+    seen, low, high = moves.bounds(extent)
     sizes = tuple(b - a + 1 for a, b in zip(low, high))
     cells = batch_size * math.prod(sizes)
-    if cells >= TOO_MANY or min(low) < INT32.min or max(high) >= INT32.max:
+    if cells >= TOO_MANY or min(*low, *seen) <= -FARTHEST or max(*high, *seen) >= FARTHEST:
         return None
     most = min(coords.shape[0] * moves.each, cells)
     if most >= 2**29:
         return None
-    four = (0,) * (4 - len(low))
-    box = (*low, *four, *sizes, *four)
+    rest = 4 - len(low)
+    box = (*(0,) * rest, *low, *(1,) * rest, *sizes)
     with on_device(coords.device):
         return (_marked if cells <= MOST_MARKED else _claimed)(coords, moves, cells, most, box)
 
@@ -85,27 +84,36 @@ def reach(
 class _Moves:
     """What of a window does not depend on the rows: as the kernels read it, and how it moves a box.
 
-    data = [factor, divisor, start of the torus, its size (0: none), box] of each axis, the offset of each tap
+        data = [factor, divisor, start of the torus, its size (0: none), box (2), first offset, last] of each axis,
+               [a number for each axis] of each step
+
+    A step is a tap, and its numbers what it adds before the division, which must leave no rest. Of a box of taps
+    without gaps (``is_box``) it is one of the few coarse voxels whose windows a voxel lies in, counted back from the
+    last.
     """
 
-    data: torch.Tensor  # int64 on the device
-    taps: int
+    data: torch.Tensor  # int32 on the device
+    steps: int
     each: int  # results of one row at most
-    is_whole: bool  # results of a division must be whole; otherwise they are rounded down, and one tap tells all
-    bounds_of: tuple[tuple[int, int, int], ...]  # (smallest offset, largest, stride) of each axis
+    is_box: bool
+    spans: tuple[tuple[int, int, int], ...]  # (smallest offset, largest, stride) of each axis
     torus: IndexRange | None
     to_fine: bool
 
-    def bounds(self, extent: IndexRange) -> tuple[list[int], list[int]]:
-        """The lowest and the highest place on each axis that rows in ``extent`` may reach."""
-        if self.torus is not None:
-            return list(self.torus.start), [end - 1 for end in self.torus.end]
-        places = list(zip(self.bounds_of, extent.start, extent.end))
+    def bounds(self, extent: IndexRange) -> tuple[list[int], list[int], list[int]]:
+        """Bounds of what is divided, and the lowest and the highest place on each axis that may be reached."""
+        places = list(zip(self.spans, extent.start, extent.end))
         if self.to_fine:
             low = [s * start + first for (first, _, s), start, _ in places]
-            return low, [s * (end - 1) + last for (_, last, s), _, end in places]
-        low = [(start - last) // s for (_, last, s), start, _ in places]
-        return low, [(end - 1 - first) // s for (first, _, s), _, end in places]
+            high = [s * (end - 1) + last for (_, last, s), _, end in places]
+            seen = low + high
+        else:
+            seen = [v for (first, last, _), start, end in places for v in (start - last, end - first)]
+            low = [(start - last) // s for (_, last, s), start, _ in places]
+            high = [(end - 1 - first) // s for (first, _, s), _, end in places]
+        if self.torus is not None:
+            low, high = list(self.torus.start), [end - 1 for end in self.torus.end]
+        return seen, low, high
 
 
 @lru_cache(maxsize=512)
@@ -117,24 +125,21 @@ def _moves(
     to_fine: bool,
     device: torch.device,
 ) -> _Moves:
-    axes = range(len(stride))
-    first = [min(o[axis] for o in offsets) for axis in axes]
-    last = [max(o[axis] for o in offsets) for axis in axes]
+    spans = tuple((min(column), max(column), s) for column, s in zip(zip(*offsets), stride))
+    is_box = not to_fine and len(set(offsets)) == math.prod(last - first + 1 for first, last, _ in spans)
     classes = Counter(tuple(o % s for o, s in zip(offset, stride)) for offset in offsets)
-    # windows side by side: each fine voxel lies in one, and rounding down tells in which
-    tiles = set(itertools.product(*(range(a, a + s) for a, s in zip(first, stride))))
-    is_tiling = not to_fine and len(offsets) == len(tiles) and set(offsets) == tiles
-    sign, taps = (1, offsets) if to_fine else (-1, (tuple(first),) if is_tiling else offsets)
+    if is_box:
+        steps = list(itertools.product(*(range(-((first - last - 1) // s)) for first, last, s in spans)))
+    else:
+        steps = [tuple(v if to_fine else -v for v in offset) for offset in offsets]
     box, data = within or torus, []
-    for axis in axes:
+    for axis, (first, last, s) in enumerate(spans):
         fold = (0, 0) if torus is None else (torus.start[axis], torus.shape[axis])
-        inside = (INT32.min, INT32.max) if box is None else (box.start[axis], box.end[axis])
-        data += [*((stride[axis], 1) if to_fine else (1, stride[axis])), *fold, *inside]
-    data += [sign * v for offset in taps for v in offset]
+        inside = (-FARTHEST, FARTHEST) if box is None else (box.start[axis], box.end[axis])
+        data += [*((s, 1) if to_fine else (1, s)), *fold, *inside, first, last]
+    data += [v for step in steps for v in step]
     each = len(offsets) if to_fine else max(classes.values())
-    bounds = tuple(zip(first, last, stride))
-    host = torch.tensor(data, dtype=torch.int64)
-    return _Moves(host.to(device), len(taps), each, not is_tiling, bounds, torus, to_fine)
+    return _Moves(torch.tensor(data, dtype=torch.int32).to(device), len(steps), each, is_box, spans, torus, to_fine)
 
 
 def _marked(coords: torch.Tensor, moves: _Moves, cells: int, most: int, box: Ints) -> torch.Tensor:
@@ -148,16 +153,15 @@ def _marked(coords: torch.Tensor, moves: _Moves, cells: int, most: int, box: Int
     bits, ranks, sums, found, places, starts = (arena[i] for i in range(6))
     args = (
         pointer(coords), pointer(moves.data), bits, ranks, sums, found, places, starts, gates_of(device),
-        report.pointer, n, moves.taps, lines, programs, *box,
+        report.pointer, n, moves.steps, lines, programs, *box,
     )  # fmt: skip
-    _MARK(device, (programs,), args, (columns - 1, moves.is_whole, 128, 512, MOST_PROGRAMS, NUM_GATES))
+    _MARK(device, (programs,), args, (columns - 1, moves.is_box, 128, 512, MOST_PROGRAMS, NUM_GATES))
     report.sent()
     count, words = report.read()
     reached = torch.empty(count, columns, dtype=torch.int32, device=device)
     if count:
-        _EMIT(
-            device, (ceil_div(words, 128),), (found, places, starts, pointer(reached), words, *box), (columns - 1, 128)
-        )
+        emitted = (found, places, starts, pointer(reached), words, *box)
+        _EMIT(device, (ceil_div(words, 32),), emitted, (columns - 1, 32))
     return reached
 
 
@@ -168,7 +172,7 @@ def _claimed(coords: torch.Tensor, moves: _Moves, cells: int, most: int, box: In
     table = torch.zeros(2 * capacity + 2, dtype=torch.int64, device=device)
     keys = torch.empty(most, dtype=torch.int64, device=device)
     args = (pointer(coords), pointer(moves.data), pointer(table), pointer(keys), n, capacity, *box)
-    _CLAIM(device, (ceil_div(n, 128), moves.taps), args, (columns - 1, moves.is_whole, 128))
+    _CLAIM(device, (ceil_div(n, 128), moves.steps), args, (columns - 1, moves.is_box, 128))
     count = int(table[-2])
     keys = torch.sort(keys[:count]).values
     reached = torch.empty(count, columns, dtype=torch.int32, device=device)
@@ -182,69 +186,77 @@ def _claimed(coords: torch.Tensor, moves: _Moves, cells: int, most: int, box: In
 
 @triton.jit
 def one_of(axis: tl.constexpr, first, second, third, fourth):
-    """A number of one axis, int64."""
-    if axis == 0:
-        return first.to(tl.int64)
-    elif axis == 1:
-        return second.to(tl.int64)
-    elif axis == 2:
-        return third.to(tl.int64)
-    else:
-        return fourth.to(tl.int64)
+    """A number of one axis."""
+    return first if axis == 0 else second if axis == 1 else third if axis == 2 else fourth
 
 
 @triton.jit
 def keys_of(
-    row, tap, coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3,
-    RANK: tl.constexpr, WHOLE: tl.constexpr,
+    row, step, coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, IS_BOX: tl.constexpr,
 ):  # fmt: skip
-    """Keys of what rows see through a tap, and which of them are real."""
+    """Keys of what rows see in one step, and which of them are real."""
     live = row < n
     place = coords_ptr + row.to(tl.int64) * (RANK + 1)
     key = tl.load(place, mask=live, other=0).to(tl.int64)
-    offset_ptr = window_ptr + 6 * RANK + tap * RANK
+    step_ptr = window_ptr + 8 * RANK + step * RANK
     for axis in tl.static_range(RANK):
-        axis_ptr = window_ptr + 6 * axis
-        value = tl.load(place + 1 + axis, mask=live, other=0).to(tl.int64) * tl.load(axis_ptr)
-        value = value + tl.load(offset_ptr + axis)
+        axis_ptr = window_ptr + 8 * axis
+        given = tl.load(place + 1 + axis, mask=live, other=0)
+        number = tl.load(step_ptr + axis)
         divisor = tl.load(axis_ptr + 1)
-        whole = value // divisor
-        rest = value - whole * divisor
-        if WHOLE:
-            live = live & (rest == 0)
+        if IS_BOX:
+            value = given - tl.load(axis_ptr + 6)
+            whole = value // divisor
+            whole = tl.where(value - whole * divisor < 0, whole - 1, whole) - number
+            live = live & (whole * divisor + tl.load(axis_ptr + 7) >= given)
         else:
-            whole = tl.where(rest < 0, whole - 1, whole)
+            value = given * tl.load(axis_ptr) + number
+            whole = value // divisor
+            live = live & (whole * divisor == value)
         start = tl.load(axis_ptr + 2)
         size = tl.load(axis_ptr + 3)
-        turned = (whole - start) % tl.maximum(size, 1)
-        turned = start + tl.where(turned < 0, turned + size, turned)
-        value = tl.where(size > 0, turned, whole)
-        live = live & (value >= tl.load(axis_ptr + 4)) & (value < tl.load(axis_ptr + 5))
-        low = one_of(axis, low0, low1, low2, low3)
-        key = key * one_of(axis, size0, size1, size2, size3) + (value - low)
+        if size > 0:
+            turned = (whole - start) % size
+            whole = start + tl.where(turned < 0, turned + size, turned)
+        live = live & (whole >= tl.load(axis_ptr + 4)) & (whole < tl.load(axis_ptr + 5))
+        low = one_of(4 - RANK + axis, low0, low1, low2, low3)
+        key = key * one_of(4 - RANK + axis, size0, size1, size2, size3) + (whole - low)
     return key, live
 
 
 @triton.jit
-def store_coords(
-    coords_ptr, row, key, live, low0, low1, low2, low3, size0, size1, size2, size3, RANK: tl.constexpr
-):  # fmt: skip
-    """Keys back to coordinates, those of a key in a row."""
+def place_of(key, size0, size1, size2, size3):
+    """The batch item of keys, and where they lie on each of four axes from the box's corner on."""
+    rest = key // size3
+    d = (key - rest * size3).to(tl.int32)
+    key = rest // size2
+    c = (rest - key * size2).to(tl.int32)
+    rest = key // size1
+    b = (key - rest * size1).to(tl.int32)
+    key = rest // size0
+    return key.to(tl.int32), (rest - key * size0).to(tl.int32), b, c, d
+
+
+@triton.jit
+def store_place(coords_ptr, row, live, batch, a, b, c, d, low0, low1, low2, low3, RANK: tl.constexpr):
+    """Write places from the box's corner on into rows of coordinates."""
     place = coords_ptr + row.to(tl.int64) * (RANK + 1)
-    for back in tl.static_range(RANK):
-        size = one_of(RANK - 1 - back, size0, size1, size2, size3)
-        rest = key // size
-        low = one_of(RANK - 1 - back, low0, low1, low2, low3)
-        tl.store(place + RANK - back, (key - rest * size + low).to(tl.int32), mask=live)
-        key = rest
-    tl.store(place, key.to(tl.int32), mask=live)
+    tl.store(place, batch, mask=live)
+    if RANK > 3:
+        tl.store(place + RANK - 3, a + low0, mask=live)
+    if RANK > 2:
+        tl.store(place + RANK - 2, b + low1, mask=live)
+    if RANK > 1:
+        tl.store(place + RANK - 1, c + low2, mask=live)
+    tl.store(place + RANK, d + low3, mask=live)
 
 
 @triton.jit
 def mark_kernel(
     coords_ptr, window_ptr, bits_ptr, ranks_ptr, sums_ptr, words_ptr, places_ptr, starts_ptr, gates_ptr, report_ptr,
-    n, num_taps, num_lines, programs, low0, low1, low2, low3, size0, size1, size2, size3,
-    RANK: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr,
+    n, num_steps, num_lines, programs, low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, IS_BOX: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr,
     NUM_GATES: tl.constexpr,
 ):  # fmt: skip
     """Which cells are reached, 64 a word, and how many before each word; all programs wait for each other in between.
@@ -261,9 +273,9 @@ def mark_kernel(
     one = tl.full((BLOCK,), 1, tl.int64)
     for first in range(program * BLOCK, n, programs * BLOCK):
         row = first + tl.arange(0, BLOCK)
-        for tap in range(num_taps):
+        for step in range(num_steps):
             key, live = keys_of(
-                row, tap, coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3, RANK, WHOLE
+                row, step, coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3, RANK, IS_BOX
             )
             word = key >> 6
             tl.atomic_or(bits_ptr + (word >> 6), one << (word & 63), mask=live, sem="relaxed")
@@ -275,9 +287,9 @@ def mark_kernel(
     wait_for_all(gates_ptr + 3, programs)
     for first in range(program * BLOCK, n, programs * BLOCK):
         row = first + tl.arange(0, BLOCK)
-        for tap in range(num_taps):
+        for step in range(num_steps):
             key, live = keys_of(
-                row, tap, coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3, RANK, WHOLE
+                row, step, coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3, RANK, IS_BOX
             )
             word = key >> 6
             line = tl.load(bits_ptr + (word >> 6), mask=live, other=0)
@@ -325,11 +337,24 @@ def emit_kernel(
     real = slot < num_words
     word = tl.load(words_ptr + slot, mask=real, other=0)
     row = tl.load(starts_ptr + slot, mask=real, other=0)
-    key = tl.load(places_ptr + slot, mask=real, other=0).to(tl.int64) << 6
+    first = tl.load(places_ptr + slot, mask=real, other=0).to(tl.int64) << 6
+    batch, a, b, c, d = place_of(first, size0, size1, size2, size3)
     while tl.max((word != 0).to(tl.int32), 0) > 0:
-        bit = popcount((word & -word) - 1)
-        store_coords(
-            coords_ptr, row, key + bit, word != 0, low0, low1, low2, low3, size0, size1, size2, size3, RANK
+        # onwards by the bit along the last axis, and what is too much is carried to the axes before: 32 bits are enough
+        on_d = d + popcount((word & -word) - 1)
+        over = on_d // size3
+        on_c = c + over
+        on_d -= over * size3
+        over = on_c // size2
+        on_b = b + over
+        on_c -= over * size2
+        over = on_b // size1
+        on_a = a + over
+        on_b -= over * size1
+        over = on_a // size0
+        store_place(
+            coords_ptr, row, word != 0, batch + over, on_a - over * size0, on_b, on_c, on_d,
+            low0, low1, low2, low3, RANK,
         )  # fmt: skip
         row += 1
         word = word & (word - 1)
@@ -338,13 +363,13 @@ def emit_kernel(
 @triton.jit
 def claim_kernel(
     coords_ptr, window_ptr, table_ptr, keys_ptr, n, capacity, low0, low1, low2, low3, size0, size1, size2, size3,
-    RANK: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    RANK: tl.constexpr, IS_BOX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Claim the keys of what BLOCK rows see through one tap, and append those that were not there before."""
+    """Claim the keys of what BLOCK rows see in one step, and append those that were not there before."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key, live = keys_of(
         row, tl.program_id(1), coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3,
-        RANK, WHOLE,
+        RANK, IS_BOX,
     )  # fmt: skip
     _slot, known = claim(table_ptr, key, live, capacity, tl.full((), 0x4000000000000000, tl.int64))
     fresh = (live & ~known).to(tl.int64)
@@ -363,13 +388,14 @@ def decode_kernel(
     """Keys back to coordinates."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys_ptr + row, mask=row < n, other=0)
-    store_coords(coords_ptr, row, key, row < n, low0, low1, low2, low3, size0, size1, size2, size3, RANK)
+    batch, a, b, c, d = place_of(key, size0, size1, size2, size3)
+    store_place(coords_ptr, row, row < n, batch, a, b, c, d, low0, low1, low2, low3, RANK)
 
 
 _I32, _I64 = torch.int32, torch.int64
 _MARK = Launcher(
-    mark_kernel, (_I32, _I64, _I64, _I32, _I32, _I64, _I32, _I32, _I32, _I64, *(int,) * 12), cooperative=True
+    mark_kernel, (_I32, _I32, _I64, _I32, _I32, _I64, _I32, _I32, _I32, _I64, *(int,) * 12), cooperative=True
 )
-_EMIT = Launcher(emit_kernel, (_I64, _I32, _I32, _I32, *(int,) * 9))
-_CLAIM = Launcher(claim_kernel, (_I32, _I64, _I64, _I64, *(int,) * 10), num_warps=1)
+_EMIT = Launcher(emit_kernel, (_I64, _I32, _I32, _I32, *(int,) * 9), num_warps=1)
+_CLAIM = Launcher(claim_kernel, (_I32, _I32, _I64, _I64, *(int,) * 10), num_warps=1)
 _DECODE = Launcher(decode_kernel, (_I64, _I32, *(int,) * 9))
