@@ -136,41 +136,73 @@ class Arena:
 
 
 class Report:
-    """Integers (L,) int64 that a kernel leaves in pinned memory; queue more work before `read`, and nobody waits."""
+    """Integers (L,) int64 that a kernel leaves in pinned memory; queue more work before `read`, and nobody waits.
+
+    It is made, and its kernel launched, on one stream. The memory goes back to a stock of that stream: whoever takes it
+    next launches a later kernel, so that a report which nobody reads need not be waited for.
+    """
+
+    _slip: _Slip | None = None
 
     def __init__(self, length: int, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._memory = torch.empty(length, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._device = device
+        self._length = length
         self._values: list[int] | None = None
-
-    @property
-    def pointer(self) -> Pointer:
-        return pointer(self._memory)
+        self._sent = False
+        room = max(64, power_of_2(length))
+        if INTERPRETED:
+            self._stock: list[_Slip] = []
+        else:
+            self._stock = _stock(device.index, driver.active.get_current_stream(device.index), room)
+        try:
+            self._slip = self._stock.pop()
+        except IndexError:
+            self._slip = _Slip(room, device)
+        self.pointer = self._slip.pointer
 
     def sent(self) -> None:
-        """Note that the kernel which writes it was launched, on the current stream."""
-        if not INTERPRETED:
-            self._event = torch.cuda.Event()
-            self._event.record(stream_of(self._device))
+        """Note that the kernel which writes it was launched."""
+        if self._slip is not None and self._slip.event is not None:
+            self._slip.event.record(self._slip.stream)
+            self._sent = True
 
     @property
     def has_arrived(self) -> bool:
         """Whether `read` would wait for nothing."""
-        return self._event is None or self._event.query()
+        slip = self._slip
+        return slip is None or not self._sent or bool(slip.event.query())
 
     def read(self) -> list[int]:
         """The integers; waits for the kernel."""
-        if self._values is None:
-            if self._event is not None:
-                self._event.synchronize()
-                self._event = None
-            self._values = self._memory.tolist()
-        return self._values
+        slip = self._slip
+        if self._values is None and slip is not None:
+            if self._sent:
+                slip.event.synchronize()
+            self._values = slip.memory.tolist()[: self._length]
+            self._give_back()
+        return self._values or []
+
+    def _give_back(self) -> None:
+        slip, self._slip = self._slip, None
+        if slip is not None:
+            self._stock.append(slip)
 
     def __del__(self) -> None:
-        if self._event is not None:  # nobody read it: its memory may not go to others before the kernel has written
-            self._event.synchronize()
+        self._give_back()
+
+
+class _Slip:
+    """Pinned memory for one report, and the moment from which it can be read."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.memory = torch.empty(length, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.pointer = pointer(self.memory)
+        self.event: Any = None if INTERPRETED else torch.cuda.Event()
+        self.stream: Any = None if INTERPRETED else stream_of(device)
+
+
+@cache
+def _stock(index: int, stream: int, length: int) -> list[_Slip]:
+    return []
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream:
