@@ -157,18 +157,18 @@ def main() -> None:
     """Run the scaling table and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--voxels", type=int, default=20_500_000, help="of the strong-scaling scene")
+    parser.add_argument("--voxels", type=int, default=20_500_000, help="of the strong-scaling scene; 0: none")
     parser.add_argument("--weak", type=int, default=10_000_000, help="voxels a GPU of the weak-scaling scenes; 0: none")
     parser.add_argument("--large", type=int, default=0, help="voxels of a scene too large for one GPU; 0: none")
     parser.add_argument("--channels", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--by", default="kd")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="JSON; rows of an earlier run that this one does not measure stay")
     args = parser.parse_args()
     with torch.multiprocessing.get_context("spawn").Manager() as manager:
         results = manager.dict()
         for world in args.worlds:
-            jobs = [("strong", args.voxels)]
+            jobs = [("strong", args.voxels)] if args.voxels else []
             jobs += [("weak", args.weak * world)] if args.weak else []
             jobs += [("large", args.large)] if args.large and world in (1, max(args.worlds)) else []
             with socket.socket() as s:
@@ -191,8 +191,12 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "arguments": {k: str(v) for k, v in vars(args).items() if k != "out"},
+        "arguments": [{k: str(v) for k, v in vars(args).items() if k != "out"}],
     }
+    if args.out and args.out.exists():  # scenes that were left out before are added to those that are there
+        before = json.loads(args.out.read_text())
+        facts["arguments"] = before["facts"]["arguments"] + facts["arguments"]
+        table = before["results"] | table
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"facts": facts, "results": table}, indent=1))

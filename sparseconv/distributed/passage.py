@@ -43,9 +43,11 @@ class Passage:
         return Passage(self.exchange, inner, outer, beyond, self.own_rows, self.rows)
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """y (N_out, C_out) of this rank's x (N, C_in) with weight (K, C_in/G, C_out); differentiable to any order."""
-        x, taps, bias, _ = self.inner.operands(x, weight, bias)
-        return _Sharded.apply(x, taps, bias, self)
+        """y (N_out, C_out) of this rank's x (N, C_in) with weight (K, C_in/G, C_out); differentiable to any order.
+
+        Operands are taken as checked by `ConvolutionPlan.operands` of ``inner``.
+        """
+        return _Sharded.apply(x, weight, bias, self)
 
     def _forward(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -15,7 +15,8 @@ from sparseconv.distributed.passage import Passage
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, fits, torus_of, wrap
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.ranges import Boundary
-from sparseconv.plan.convolution import ConvolutionPlan, checked_window
+from sparseconv.plan.convolution import ConvolutionPlan, as_epilogue, checked_window
+from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 Axes = int | Sequence[int]
 
@@ -145,10 +146,19 @@ class ShardedConvolutionPlan:
 
     # ---- executing
 
-    def execute(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def execute(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        residual: torch.Tensor | None = None,
+        epilogue: Epilogue | PointwiseDynamicFunction | None = None,
+    ) -> torch.Tensor:
         """This rank's outputs (N_out, C_out) from this rank's inputs (N_in, C_in); see `ConvolutionPlan.execute`.
 
         Differentiable to any order. Every rank must call it, with operands of one dtype and one number of channels.
+        ``residual`` is this rank's (N_out, C_out); it and the epilogue run after the convolution.
         """
         if x.ndim != 2 or x.shape[0] != len(self.source):
             raise ValueError(f"x must be ({len(self.source)}, C_in), this rank's rows; got {tuple(x.shape)}")
@@ -156,8 +166,13 @@ class ShardedConvolutionPlan:
         if call not in self._agreed:
             agree({"the operands of execute": call}, self.source.group)
             self._agreed.add(call)
-        group = self.source.group
-        return self._passage.convolve(x, replicated(weight, group), None if bias is None else replicated(bias, group))
+        group, activation = self.source.group, as_epilogue(epilogue)
+        x, taps, bias, residual = self._inner.operands(
+            x, replicated(weight, group), None if bias is None else replicated(bias, group), residual
+        )
+        y = self._passage.convolve(x, taps, bias)
+        y = y if residual is None else y + residual
+        return y if activation is None else activation.apply(y)
 
     def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
         """This rank's rows with their halo, and the local plan over them: what any operation over edges needs."""
