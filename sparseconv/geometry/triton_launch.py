@@ -34,7 +34,7 @@ class Launcher:
     Triton's own call works out the type, alignment and value class of every argument at each launch, which costs
     several times the driver's launch. Here the types are declared: ``types`` has the torch dtype of each pointer and
     ``int`` for each 32-bit integer; constants follow them in the function's signature. Pointers must be aligned to 16
-    bytes; integers are never specialised.
+    bytes; integers are not specialised, but for those declared by an example (16: a multiple of 16).
 
     Example::
 
@@ -42,27 +42,33 @@ class Launcher:
         fill(device, (blocks,), (pointer(out), out.numel()), (256,))
     """
 
-    def __init__(self, function: Any, types: Sequence[Any], num_warps: int = 4, cooperative: bool = False) -> None:
+    def __init__(
+        self, function: Any, types: Sequence[Any], num_warps: int = 4, cooperative: bool = False, **options: Any
+    ) -> None:
         self.function, self.types, self.num_warps = function, tuple(types), num_warps
         #: options of the compiler; programs of a cooperative launch all run at once, so that they may wait for another
-        self.options = {"launch_cooperative_grid": True, "maxnreg": MOST_REGISTERS} if cooperative else {}
-        self._ready: dict[tuple, Callable[..., None]] = {}
+        self.options = {"launch_cooperative_grid": True, "maxnreg": MOST_REGISTERS} if cooperative else options
+        self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
 
     def __call__(self, device: torch.device, grid: tuple[int, ...], args: tuple, constants: tuple = ()) -> None:
         if INTERPRETED:
             self.function[grid](*args, *constants)
             return
-        ready = self._ready.get((device.index, constants))
+        self.on(device.index, constants)(grid[0], grid[1] if len(grid) > 1 else 1, args)
+
+    def on(self, device_index: int, constants: tuple) -> Callable[[int, int, tuple], None]:
+        """What launches on a device with these constants: called with both sides of the grid and the arguments."""
+        ready = self._ready.get((device_index, constants))
         if ready is None:
-            ready = self._ready[device.index, constants] = self._prepare(constants, device.index)
-        ready(grid[0], grid[1] if len(grid) > 1 else 1, args)
+            ready = self._ready[device_index, constants] = self._prepare(constants, device_index)
+        return ready
 
     def compile(self, constants: tuple) -> Any:
         """Triton's compiled kernel for these constants on the current device."""
         shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
         return self.function.warmup(*shown, *constants, grid=(1,), num_warps=self.num_warps, **self.options)
 
-    def _prepare(self, constants: tuple, device_index: int) -> Callable[..., None]:
+    def _prepare(self, constants: tuple, device_index: int) -> Callable[[int, int, tuple], None]:
         kernel = self.compile(constants)
         run = kernel.run  # loads the binary
         function, metadata = kernel.function, kernel.packed_metadata
