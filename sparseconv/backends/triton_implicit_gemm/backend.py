@@ -46,8 +46,10 @@ class TritonImplicitGemm(Backend):
 
     def __init__(self) -> None:
         self._tuner = Tuner()
-        #: what runs for operands of a form, over maps of a size: (form, device, size, whether choices are timed)
+        #: what runs for (form of operands, taps, size of the map, device, whether choices are timed, share of pairs)
         self._recipes: dict[tuple[object, ...], ConvRecipe | WeightGradRecipe] = {}
+        #: the last of those that differ in the number of pairs alone
+        self._latest: dict[tuple[object, ...], ConvRecipe | WeightGradRecipe] = {}
 
     def unsupported(self, request: Request) -> str | None:
         """None on a CUDA device for half, bfloat16 and single precision; else why not."""
@@ -109,15 +111,14 @@ class TritonImplicitGemm(Backend):
         if step is None:
             if out.numel() == 0 or kernel_map.num_pairs == 0:
                 return out.zero_()
-            request = Request(kernel_map, x.device, x.dtype, x.shape[1], c_out, groups)
-            aligned = _aligned(x, x.stride(0)) and _aligned(grad_out, grad_out.stride(0))
             step = self._bind(
                 key,
-                request,
-                (aligned, False),
+                (x, grad_out, out),
+                kernel_map,
+                (x.shape[1], c_out, groups),
+                (_aligned(x, x.stride(0)) and _aligned(grad_out, grad_out.stride(0)), False),
                 weight_grad_candidates,
                 lambda config, work: WeightGradRecipe(config, work, x, grad_out, taps),
-                (x, grad_out, out),
             )
         _run(step, x, grad_out, out)
         return out
@@ -183,16 +184,14 @@ class TritonImplicitGemm(Backend):
         tensors = (x, weight, out, x if bias is None else bias, x if residual is None else residual)
         if step is None:
             channels = (c_out, x.shape[1]) if transposed else (x.shape[1], c_out)
-            request = Request(kernel_map, x.device, x.dtype, *channels, groups)
-            aligned = _aligned(x, x.stride(0)) and _aligned(weight, weight.shape[2])
-            activation = None if epilogue is None else epilogue.scalar
             step = self._bind(
                 key,
-                request,
-                (aligned, transposed),
-                conv_candidates,
-                lambda config, work: ConvRecipe(config, work, x, weight, transposed, bias, residual, activation),
                 tensors,
+                kernel_map,
+                (*channels, groups),
+                (_aligned(x, x.stride(0)) and _aligned(weight, weight.shape[2]), transposed),
+                conv_candidates,
+                lambda config, work: ConvRecipe(config, work, x, weight, transposed, bias, residual, epilogue),
             )
         _run(step, *tensors)
         return out
@@ -200,31 +199,37 @@ class TritonImplicitGemm(Backend):
     def _bind(
         self,
         key: tuple[object, ...],
-        request: Request,
+        tensors: tuple[torch.Tensor, ...],
+        kernel_map: KernelMap,
+        channels: tuple[int, int, int],
         kind: tuple[bool, bool],
         candidates_of: Callable[[Work], Sequence[Any]],
-        recipe_of: Callable[[Any, Work], Any],
-        tensors: tuple[torch.Tensor, ...],
+        recipe_of: Callable[[Any, Work], ConvRecipe | WeightGradRecipe],
     ) -> Callable[..., None]:
-        """The step for operands of this form (``key``) over the request's map, where it is kept under ``key``.
+        """The step for operands of this form (``key``) over a map, where it is kept under ``key``.
 
         ``kind`` says whether the operands are aligned, and whether it is an input gradient.
         """
-        kernel_map, device = request.kernel_map, request.device
-        place = (key, kernel_map.num_taps, *_size(kernel_map, kind[1]), device, tuning_enabled())
+        device = tensors[0].device
+        form = (key, kernel_map.num_taps, _octave(kernel_map, kind[1]), device, tuning_enabled())
+        guess = self._latest.get(form)
+        if guess is not None:
+            guess.prepare(kernel_map)  # what it launches runs while the number of pairs is on its way to the host
+        place = (*form, _density(kernel_map, kind[1]))
         recipe = self._recipes.get(place)
-        with torch.cuda.device(device) if _elsewhere(tensors[0]) else _HERE:
-            if recipe is None:
-                work = work_of(request, *kind)
-                candidates = candidates_of(work)
-                name = ("weight_grad" if candidates_of is weight_grad_candidates else "conv", *work.key())
+        if recipe is None:
+            work = work_of(Request(kernel_map, device, tensors[0].dtype, *channels), *kind)
+            candidates = candidates_of(work)
+            name = ("weight_grad" if key[0] == "weight_grad" else "conv", *work.key())
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 config, settled = self._tuner.choose(
                     name, candidates, lambda config: recipe_of(config, work).bind(kernel_map), tensors
                 )
-                recipe = recipe_of(config, work)
-                if settled:
-                    self._recipes[place] = recipe
-            step = kernel_map.prepared[key] = recipe.bind(kernel_map)
+            recipe = recipe_of(config, work)
+            if settled:
+                self._recipes[place] = recipe
+        self._latest[form] = recipe
+        step = kernel_map.prepared[key] = recipe.bind(kernel_map)
         return step
 
 
@@ -236,9 +241,8 @@ def work_of(request: Request, aligned: bool, transposed: bool = False) -> Work:
     kernel_map, groups = request.kernel_map, request.groups
     channels = (request.c_in // groups, request.c_out // groups)
     channels = channels[::-1] if transposed else channels
-    rows, density = _size(kernel_map, transposed)
-    num_rows = round(2 ** (rows / SIZES_AN_OCTAVE))
-    num_pairs = round(num_rows * kernel_map.num_taps * density / 8)
+    num_rows = round(2 ** (_octave(kernel_map, transposed) / SIZES_AN_OCTAVE))
+    num_pairs = round(num_rows * kernel_map.num_taps * _density(kernel_map, transposed) / 8)
     processors, capability = _card(request.device) if request.device.type == "cuda" else (132, (0, 0))
     return Work(
         request.dtype,
@@ -255,11 +259,15 @@ def work_of(request: Request, aligned: bool, transposed: bool = False) -> Work:
     )
 
 
-def _size(kernel_map: KernelMap, transposed: bool) -> tuple[int, int]:
-    """The order of magnitude of the output rows, in parts of a power of two, and eighths of the pairs there can be."""
-    rows = max(1, kernel_map.num_in if transposed else kernel_map.num_out)
-    density = kernel_map.num_pairs / (rows * kernel_map.num_taps)
-    return round(SIZES_AN_OCTAVE * math.log2(rows)), round(8 * density)
+def _octave(kernel_map: KernelMap, transposed: bool) -> int:
+    """The order of magnitude of the output rows, in parts of a power of two."""
+    return round(SIZES_AN_OCTAVE * math.log2(max(1, kernel_map.num_in if transposed else kernel_map.num_out)))
+
+
+def _density(kernel_map: KernelMap, transposed: bool) -> int:
+    """Eighths of the pairs that there can be."""
+    rows = kernel_map.num_in if transposed else kernel_map.num_out
+    return round(8 * kernel_map.num_pairs / max(1, rows * kernel_map.num_taps))
 
 
 @cache
@@ -293,6 +301,3 @@ def _run(step: Callable[..., None], *tensors: torch.Tensor) -> None:
             step(*tensors)
     else:
         step(*tensors)
-
-
-_HERE = nullcontext()

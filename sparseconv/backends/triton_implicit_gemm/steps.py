@@ -7,15 +7,18 @@ the first use of a layer on a new map costs little more than any other.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparseconv.backends.triton_implicit_gemm.config import ConvConfig, WeightGradConfig, Work, power_of_two
 from sparseconv.backends.triton_implicit_gemm.jobs import jobs_of
 from sparseconv.backends.triton_implicit_gemm.launch import Launch, Program
-from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+from sparseconv.backends.triton_implicit_gemm.schedule import Schedule, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
+
+if TYPE_CHECKING:
+    from sparseconv.pointwise import Epilogue
 
 #: offsets from a pointer that a kernel may compute in 32 bits
 NARROW = 2**31
@@ -71,11 +74,11 @@ class ConvRecipe:
         transposed: bool,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-        activation: Any = None,
+        epilogue: Epilogue | None = None,
         wide: bool = False,
     ) -> None:
         self._config, self._work, self._transposed = config, work, transposed
-        self._wide, self._activation = wide, activation
+        self._wide, self._activation = wide, None if epilogue is None else epilogue.scalar
         self._stride_x = x.stride(0)
         self._weight = (weight.numel(), weight.shape[1] * weight.shape[2])
         # a copy has the axes exchanged: the input gradient reads it as a forward does, a forward reads it transposed
@@ -85,10 +88,15 @@ class ConvRecipe:
         self._blocks = -(-work.pack * work.group_out // config.block_n) * -(-work.groups // work.pack)
         self._kept = _Kept()
 
+    def prepare(self, kernel_map: KernelMap) -> Schedule:
+        """The schedule that `bind` needs, kept with the map."""
+        config = self._config
+        return schedule_of(kernel_map, config.block_m, self._transposed, config.split, config.chunked)
+
     def bind(self, kernel_map: KernelMap) -> Step | Launch:
         """What runs over this map: called with (x, weight, out, bias, residual), any tensor in the place of none."""
         config, c_out = self._config, self._work.group_out * self._work.groups
-        schedule = schedule_of(kernel_map, config.block_m, self._transposed, config.split, config.chunked)
+        schedule = self.prepare(kernel_map)
         rows_in, rows_out = kernel_map.num_in, kernel_map.num_out
         if self._transposed:
             rows_in, rows_out = rows_out, rows_in
@@ -167,6 +175,9 @@ class WeightGradRecipe:
         self._tiles = packs * blocks_i * -(-work.pack * work.group_out // config.block_o)
         self._max_jobs = min(PARTIAL_BYTES // (4 * self._size), config.programs // self._tiles)
         self._kept = _Kept()
+
+    def prepare(self, kernel_map: KernelMap) -> None:
+        """Nothing: jobs are cut by the number of pairs."""
 
     def bind(self, kernel_map: KernelMap) -> Step | Launch:
         """What runs over this map: called with (x, grad_out, out)."""
