@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -73,11 +74,31 @@ class Launcher:
         run = kernel.run  # loads the binary
         function, metadata = kernel.function, kernel.packed_metadata
         stream_of = driver.active.get_current_stream
+        at_once = _entry(run)
+        if at_once is not None:
+            start, how = at_once
 
-        def launch(x: int, y: int, args: tuple) -> None:
-            run(x, y, 1, stream_of(device_index), function, metadata, None, None, None, *args, *constants)
+            def launch(x: int, y: int, args: tuple) -> None:
+                stream = stream_of(device_index)
+                start(x, y, 1, stream, function, *how, None, None, metadata, None, None, None, *args, *constants)
+
+        else:
+
+            def launch(x: int, y: int, args: tuple) -> None:
+                run(x, y, 1, stream_of(device_index), function, metadata, None, None, None, *args, *constants)
 
         return launch
+
+
+def _entry(run: Any) -> tuple[Callable[..., None], tuple[bool, bool]] | None:
+    """The C function behind a launcher of Triton that only adds memory for kernels which ask for some, and what it
+    is told of cooperation and of overlap; None for kernels that ask, and for launchers of another form."""
+    form = tuple(inspect.signature(type(run).__call__).parameters)
+    if form != ("self", "gridX", "gridY", "gridZ", "stream", "function", "args"):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    return run.launch, (run.launch_cooperative_grid, run.launch_pdl)
 
 
 def ceil_div(a: int, b: int) -> int:

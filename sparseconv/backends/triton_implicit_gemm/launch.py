@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -58,43 +60,51 @@ class Program:
         self.kernel[grid, 1, 1](*arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
 
 
+class Fixed:
+    """What a map gives the launches over it: arrays, then numbers; their addresses are read once for all of them."""
+
+    __slots__ = ("addresses", "arguments", "bits")
+
+    def __init__(self, arrays: tuple[torch.Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
+        self.arguments = (*arrays, *numbers)
+        addresses = tuple(map(_address, arrays))
+        #: the addresses together: a multiple of 16 where all are
+        self.bits = functools.reduce(operator.or_, addresses, 0)
+        self.addresses = (*addresses, *numbers)
+
+
 class Launch:
-    """A program over one map: ``fixed`` holds what the map gives it, the call brings the tensors that change."""
+    """A program over one map: ``fixed`` and ``numbers`` come from the map, the call brings the tensors that change."""
 
-    __slots__ = ("_bits", "_rest", "_start", "fixed", "grid", "program")
+    __slots__ = ("_fixed", "_grid", "_numbers", "_program", "_rest", "_start")
 
-    def __init__(self, program: Program, grid: int, fixed: tuple[Any, ...]) -> None:
-        self.program, self.grid, self.fixed = program, grid, fixed
-        self._rest: tuple[int, ...] = ()
-        self._bits = 0
+    def __init__(self, program: Program, grid: int, fixed: Fixed, numbers: tuple[int, ...] = ()) -> None:
+        self._program, self._grid, self._fixed, self._numbers = program, grid, fixed, numbers
+        self._rest = fixed.addresses + numbers
         self._start: Callable[[int, int, tuple], None] | None = None
 
     def compile(self) -> None:
         """Compile without running."""
-        self.program.compile()
+        self._program.compile()
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Launch on the current stream of the current device."""
         start = self._start
         if start is None:
             index = tensors[0].get_device()
-            if index < 0 or self.program.interpreted:
-                self.program.through_triton(self.grid, (*tensors, *self.fixed))
+            if index < 0 or self._program.interpreted:
+                self._through_triton(tensors)
                 return
-            start = self._prepare(index)
+            start = self._start = self._program.start(index)
         pointers = tuple(map(_address, tensors))
-        bits = self._bits
+        bits = self._fixed.bits
         for pointer in pointers:
             bits |= pointer
-        hook = self.program.hooks.launch_enter_hook
+        hook = self._program.hooks.launch_enter_hook
         if bits & 15 or (hook is not None and getattr(hook, "calls", hook)):
-            self.program.through_triton(self.grid, (*tensors, *self.fixed))
+            self._through_triton(tensors)
         else:
-            start(self.grid, 1, pointers + self._rest)
+            start(self._grid, 1, pointers + self._rest)
 
-    def _prepare(self, index: int) -> Callable[[int, int, tuple], None]:
-        self._rest = tuple(_address(f) if isinstance(f, torch.Tensor) else f for f in self.fixed)
-        for value, given in zip(self._rest, self.fixed):
-            self._bits |= value if isinstance(given, torch.Tensor) else 0
-        self._start = self.program.start(index)
-        return self._start
+    def _through_triton(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._program.through_triton(self._grid, (*tensors, *self._fixed.arguments, *self._numbers))

@@ -6,10 +6,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
+from sparseconv.backends.triton_implicit_gemm.launch import Fixed
 from sparseconv.geometry.kernel_map import KernelMap
 
 #: slots are padded to a multiple of this, so that schedules of every block size share one table
@@ -45,6 +46,12 @@ class Schedule:
     @property
     def num_tiles(self) -> int:
         return self.tile_counts.shape[0]
+
+    @cached_property
+    def fixed(self) -> Fixed:
+        """What a launch over the tiles takes."""
+        lists = (self.tile_counts, self.tile_rows, self.tile_taps, self.tile_order)
+        return Fixed((self.neighbors, self.out_rows, *lists), (self.out_rows.shape[0], self.tile_rows.shape[1]))
 
 
 def tap_significance(num_taps: int) -> tuple[int, ...]:

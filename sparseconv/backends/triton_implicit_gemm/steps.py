@@ -13,7 +13,7 @@ import torch
 
 from sparseconv.backends.triton_implicit_gemm.config import ConvConfig, WeightGradConfig, Work, power_of_two
 from sparseconv.backends.triton_implicit_gemm.jobs import jobs_of
-from sparseconv.backends.triton_implicit_gemm.launch import Launch, Program
+from sparseconv.backends.triton_implicit_gemm.launch import Fixed, Launch, Program
 from sparseconv.backends.triton_implicit_gemm.schedule import Schedule, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -105,16 +105,16 @@ class ConvRecipe:
         written = (num_slots if to_slots else rows_out) * c_out
         farthest = max(rows_in * self._stride_x, written, schedule.neighbors.numel(), self._weight[0])
         program, strides = self._kept(self._program, to_slots, self._wide or farthest >= NARROW)
-        lists = (schedule.tile_counts, schedule.tile_rows, schedule.tile_taps, schedule.tile_order)
-        fixed = (schedule.neighbors, schedule.out_rows, *lists, num_slots, schedule.tile_rows.shape[1], *strides)
-        sums = Launch(program, schedule.num_tiles * self._blocks, fixed)
+        sums = Launch(program, schedule.num_tiles * self._blocks, schedule.fixed, strides)
         exchange = self._work.groups if config.weight_copy else 0
         if schedule.slots is None:
             return Step(sums, None, exchange=exchange) if exchange else sums
         block_m, block_n = 16, min(128, power_of_two(c_out))
         programs = -(-rows_out // block_m) * -(-c_out // block_n)
         combine = self._kept(self._combination, schedule.slots.shape[0], block_m, block_n)
-        return Step(sums, Launch(combine, programs, (schedule.slots, rows_out)), (num_slots, c_out), exchange)
+        return Step(
+            sums, Launch(combine, programs, Fixed((schedule.slots,), (rows_out,))), (num_slots, c_out), exchange
+        )
 
     def _program(self, to_slots: bool, wide: bool) -> tuple[Program, tuple[int, ...]]:
         """The kernel of the sums, and the strides that it takes."""
@@ -185,12 +185,14 @@ class WeightGradRecipe:
         stride_x, stride_grad = self._strides
         wide = max(kernel_map.num_in * stride_x, kernel_map.num_out * stride_grad) >= NARROW
         program, strides = self._kept(self._program, jobs.one_each, wide)
-        pairs = (kernel_map.in_rows, kernel_map.out_rows)
-        sums = Launch(program, jobs.count * self._tiles, (*pairs, jobs.begin, jobs.end, jobs.order, *strides))
+        fixed = Fixed((kernel_map.in_rows, kernel_map.out_rows, jobs.begin, jobs.end, jobs.order))
+        sums = Launch(program, jobs.count * self._tiles, fixed, strides)
         if jobs.one_each:
             return sums
         block = 256
-        reduce = Launch(self._kept(self._reduction, block), -(-self._size // block) * self._num_taps, (jobs.tap_jobs,))
+        reduce = Launch(
+            self._kept(self._reduction, block), -(-self._size // block) * self._num_taps, Fixed((jobs.tap_jobs,))
+        )
         return Step(sums, reduce, (jobs.count, self._size))
 
     def _program(self, direct: bool, wide: bool) -> tuple[Program, tuple[int, ...]]:
