@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -34,7 +35,7 @@ class Launcher:
     Triton's own call works out the type, alignment and value class of every argument at each launch, which costs
     several times the driver's launch. Here the types are declared: ``types`` has the torch dtype of each pointer and
     ``int`` for each 32-bit integer; constants follow them in the function's signature. Pointers must be aligned to 16
-    bytes; integers are never specialised.
+    bytes; integers are not specialised, but for those declared by an example (16: a multiple of 16).
 
     Example::
 
@@ -42,36 +43,62 @@ class Launcher:
         fill(device, (blocks,), (pointer(out), out.numel()), (256,))
     """
 
-    def __init__(self, function: Any, types: Sequence[Any], num_warps: int = 4, cooperative: bool = False) -> None:
+    def __init__(
+        self, function: Any, types: Sequence[Any], num_warps: int = 4, cooperative: bool = False, **options: Any
+    ) -> None:
         self.function, self.types, self.num_warps = function, tuple(types), num_warps
         #: options of the compiler; programs of a cooperative launch all run at once, so that they may wait for another
-        self.options = {"launch_cooperative_grid": True, "maxnreg": MOST_REGISTERS} if cooperative else {}
-        self._ready: dict[tuple, Callable[..., None]] = {}
+        self.options = {"launch_cooperative_grid": True, "maxnreg": MOST_REGISTERS} if cooperative else options
+        self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
 
     def __call__(self, device: torch.device, grid: tuple[int, ...], args: tuple, constants: tuple = ()) -> None:
         if INTERPRETED:
             self.function[grid](*args, *constants)
             return
-        ready = self._ready.get((device.index, constants))
+        self.on(device.index, constants)(grid[0], grid[1] if len(grid) > 1 else 1, args)
+
+    def on(self, device_index: int, constants: tuple) -> Callable[[int, int, tuple], None]:
+        """What launches on a device with these constants: called with both sides of the grid and the arguments."""
+        ready = self._ready.get((device_index, constants))
         if ready is None:
-            ready = self._ready[device.index, constants] = self._prepare(constants, device.index)
-        ready(grid[0], grid[1] if len(grid) > 1 else 1, args)
+            ready = self._ready[device_index, constants] = self._prepare(constants, device_index)
+        return ready
 
     def compile(self, constants: tuple) -> Any:
         """Triton's compiled kernel for these constants on the current device."""
         shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
         return self.function.warmup(*shown, *constants, grid=(1,), num_warps=self.num_warps, **self.options)
 
-    def _prepare(self, constants: tuple, device_index: int) -> Callable[..., None]:
+    def _prepare(self, constants: tuple, device_index: int) -> Callable[[int, int, tuple], None]:
         kernel = self.compile(constants)
         run = kernel.run  # loads the binary
         function, metadata = kernel.function, kernel.packed_metadata
         stream_of = driver.active.get_current_stream
+        at_once = _entry(run)
+        if at_once is not None:
+            start, how = at_once
 
-        def launch(x: int, y: int, args: tuple) -> None:
-            run(x, y, 1, stream_of(device_index), function, metadata, None, None, None, *args, *constants)
+            def launch(x: int, y: int, args: tuple) -> None:
+                stream = stream_of(device_index)
+                start(x, y, 1, stream, function, *how, None, None, metadata, None, None, None, *args, *constants)
+
+        else:
+
+            def launch(x: int, y: int, args: tuple) -> None:
+                run(x, y, 1, stream_of(device_index), function, metadata, None, None, None, *args, *constants)
 
         return launch
+
+
+def _entry(run: Any) -> tuple[Callable[..., None], tuple[bool, bool]] | None:
+    """The C function behind a launcher of Triton that only adds memory for kernels which ask for some, and what it
+    is told of cooperation and of overlap; None for kernels that ask, and for launchers of another form."""
+    form = tuple(inspect.signature(type(run).__call__).parameters)
+    if form != ("self", "gridX", "gridY", "gridZ", "stream", "function", "args"):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    return run.launch, (run.launch_cooperative_grid, run.launch_pdl)
 
 
 def ceil_div(a: int, b: int) -> int:
