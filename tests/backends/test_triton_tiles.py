@@ -54,7 +54,7 @@ def downsampling(case: Case, seed: int = 0) -> KernelMap:
     target = torch.unique(torch.cat([source[:, :1], source[:, 1:] // case.stride], 1), dim=0).contiguous()
     window = encode_window(case.offsets, (case.stride,) * case.rank, None, source.device)
     search = search_window(build_table(source), target, window)
-    found = FoundEdges(search)
+    found = FoundEdges(search, len(source))
     return KernelMap(len(source), len(target), len(case.offsets), source=found)
 
 
@@ -96,7 +96,7 @@ def test_a_target_that_leaves_rows_without_an_edge() -> None:
     source = case.source(0, DEVICE)
     window = encode_window(case.offsets, (2, 2, 2), None, source.device)
     search = search_window(build_table(source), (source[:5] // 2).contiguous().unique(dim=0), window)
-    kernel_map = KernelMap(len(source), len(search.coords), 8, source=FoundEdges(search))
+    kernel_map = KernelMap(len(source), len(search.coords), 8, source=FoundEdges(search, len(source)))
     assert kernel_map.num_pairs < len(source)
     assert not tiles.meets_once(kernel_map.reverse())
 
