@@ -1,6 +1,6 @@
 """Pointwise kernels beside torch eager and torch.compile: device time, host cost, bytes moved.
 
-    python -m benchmarks.pointwise --json results.json [--quick] [--sweep]
+    python -m benchmarks.pointwise --json results.json [--seconds 0.6] [--sweep]
 
 Every case is checked against an fp64 computation before it is timed; one that fails is reported and not timed.
 """
@@ -174,10 +174,10 @@ def cases(size: int) -> list[Case]:
     return found
 
 
-def in_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
+def in_turns(calls: dict[str, Callable[[], Any]], seconds: float, spin: int = 1_500_000) -> dict[str, float]:
     """Median device time of each call; they take turns of ten, so that a drift of the card's clocks meets all.
 
-    A spinning kernel ahead of a turn lets the host queue its calls before they run.
+    A kernel that spins for so many clocks ahead of a turn lets the host queue its calls before they run.
     """
     for call in calls.values():
         for _ in range(2):
@@ -188,7 +188,7 @@ def in_turns(calls: dict[str, Callable[[], Any]], seconds: float) -> dict[str, f
     while time.perf_counter() < until or len(next(iter(times.values()))) < 3:
         for name, call in calls.items():
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(11)]
-            torch.cuda._sleep(1_500_000)
+            torch.cuda._sleep(spin)
             marks[0].record()
             for mark in marks[1:]:
                 call()
@@ -286,12 +286,12 @@ def sweep(size: int, seconds: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", default=None)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seconds", type=float, default=0.6, help="for each way of each case")
     parser.add_argument("--compile-only", action="store_true", help="leave compiled kernels in the caches")
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     options = parser.parse_args()
-    seconds = 1e-3 if options.compile_only else 0.1 if options.quick else 0.6
+    seconds = 1e-3 if options.compile_only else options.seconds
     report: dict[str, Any] = {"facts": facts(), "cases": {}}
     report["copy_tb_s"] = copy_tb_s(seconds)
     print(f"copy {report['copy_tb_s']:.2f} TB/s")

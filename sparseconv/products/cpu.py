@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -48,6 +49,11 @@ def segment_scale(x: torch.Tensor, terms: Terms, dtype: torch.dtype) -> torch.Te
         for piece in pieces:
             span = slice(piece.first, piece.last)
             near, index = (flat[span], None) if terms.index1 is None else (flat, terms.index1[span])
+            if index is not None and terms.seg_out is None and step == 1:
+                torch.index_select(flat, 0, index, out=out[start, span])  # straight to its place
+                if terms.scale is not None:
+                    out[start, span] *= terms.scale[span, None]
+                continue
             _store(_sum_segments(near, terms, piece, index), out[start : start + step], piece, False)
     return _placed(out, terms)
 
@@ -99,7 +105,7 @@ def _pieces(seg_out: torch.Tensor | None, positions: int, length: int) -> list[P
     length = max(1, length)
     if seg_out is None:
         ends = [*range(0, positions, length), positions]
-        return [Piece(first, last, first, last, True) for first, last in zip(ends[:-1], ends[1:])]
+        return [Piece(first, last, first, last, True) for first, last in itertools.pairwise(ends)]
     segments = seg_out.shape[0] - 1
     if segments == 0:
         return []
