@@ -77,7 +77,7 @@ def segment_product(
     sizes = {"x": math.prod(x.shape[2:]), "y": math.prod(y.shape[2:]), "out": math.prod(shape)}
     width = max(1, *(size for name, size in sizes.items() if name not in strategy.spares))
     step = max(1, min(batch, _PIECE // (width * max(1, min(positions, 256)))))
-    pieces = _pieces(terms.seg_out, positions, strategy.enlarge * _PIECE // (width * step))
+    pieces = _pieces(terms.seg_out, positions, strategy.piece // (width * step))
     adds = accumulated and step < batch
     out = fresh((1 if accumulated else batch, segments, *shape), dtype)
     _clear(out, pieces, adds or batch == 0)

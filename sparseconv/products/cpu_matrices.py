@@ -13,8 +13,12 @@ from sparseconv.products.terms import Terms
 if TYPE_CHECKING:
     from sparseconv.products.cpu import Piece
 
-#: terms that a matrix, or a segment of outer products, must have on average: below, calls cost more than they save
-_SHARED = 8
+#: terms that a segment of outer products must have on average: below, calls cost more than they save
+_TERMS = 64
+#: elements of a matrix times its terms in a piece, likewise
+_WORK = 8192
+#: elements of the largest temporary of a piece
+_PIECE = 1 << 19
 
 
 class Strategy(NamedTuple):
@@ -22,23 +26,28 @@ class Strategy(NamedTuple):
 
     ``name``: ``runs`` (each matrix with all rows of a piece that meet it), ``outer`` (a segment's outer products as one
     matrix product) or ``terms`` (each by itself). ``spares``: which of x, y and out need no memory for each term.
-    ``enlarge``: how much longer than others its pieces are.
     """
 
     name: str
     spares: tuple[str, ...] = ()
-    enlarge: int = 1
+
+    @property
+    def piece(self) -> int:
+        """Elements of the largest temporary of a piece: 1 MB of fp32, what a core's second-level cache holds, or twice
+        as many where a call for each matrix is to be paid."""
+        return _PIECE if self.spares else _PIECE // 2
 
 
 def choose(row: Product, x: torch.Tensor, y: torch.Tensor, terms: Terms, positions: int, accumulated: bool) -> Strategy:
     """The strategy of a product of x (N or 1, M1, dense...) and y (N or 1, M2, dense...)."""
-    if row.name == "outer" and terms.seg_out is not None and positions >= _SHARED * terms.num_segments:
-        return Strategy("outer", ("out",), 2)
+    if row.name == "outer" and terms.seg_out is not None and positions >= _TERMS * terms.num_segments:
+        return Strategy("outer", ("out",))
     if row.name in ("vecmat", "mat_t_vec") and not accumulated:
         matrix, name, vector = (y, "y", x) if row.name == "vecmat" else (x, "x", y)
-        rows = positions * vector.shape[0]
-        if matrix.shape[0] == 1 and rows >= _SHARED * matrix.shape[1] and matrix.shape[1] < 2**15:
-            return Strategy("runs", (name,), 2)
+        count, a, b = matrix.shape[1:]
+        rows = min(positions * vector.shape[0], _PIECE // max(1, a, b))
+        if matrix.shape[0] == 1 and rows * a * b >= _WORK * count and count < 2**15:
+            return Strategy("runs", (name,))
     return Strategy("terms")
 
 
