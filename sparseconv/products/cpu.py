@@ -83,7 +83,9 @@ def segment_product(
     _clear(out, pieces, adds or batch == 0)
     for start in range(0, batch, step):
         parts = [t if t.shape[0] == 1 != batch else t[start : start + step] for t in (x, y)]
-        xs, ys = (_rows_first(part.to(dtype), positions) for part in parts)
+        # what spares its memory is read once, and needs no copy
+        copied = [positions if name not in strategy.spares else 0 for name in ("x", "y")]
+        xs, ys = (_rows_first(part.to(dtype), reads) for part, reads in zip(parts, copied))
         target = out[:1] if accumulated else out[start : start + step]
         for piece in pieces:
             if strategy.name == "outer":
@@ -161,8 +163,8 @@ def _multiply(
     """The products (T', n, dense...) of a piece's terms, and the row of each position where they are not in order."""
     if strategy.name == "runs":
         return cpu_matrices.products_by_matrix(row, xs, ys, terms, piece)
-    gathered_x, gathered_y = _rows(xs, terms.index1, piece), _rows(ys, terms.index2, piece)
-    return _dense_product(row, gathered_x, gathered_y, accumulated), None
+    x, y = cpu_matrices.rows_of(xs, terms.index1, piece), cpu_matrices.rows_of(ys, terms.index2, piece)
+    return _dense_product(row, x, y, accumulated), None
 
 
 def _dense_product(row: Product, x: torch.Tensor, y: torch.Tensor, accumulated: bool) -> torch.Tensor:
@@ -218,15 +220,10 @@ def _composed(terms: Terms, dtype: torch.dtype) -> Terms:
     return terms._replace(scale=scale, index1=index1, index2=index2, gather_index=None)
 
 
-def _rows(source: torch.Tensor, index: torch.Tensor | None, piece: Piece) -> torch.Tensor:
-    span = slice(piece.first, piece.last)
-    return source[span] if index is None else source.index_select(0, index[span])
-
-
-def _rows_first(x: torch.Tensor, positions: int) -> torch.Tensor:
+def _rows_first(x: torch.Tensor, reads: int) -> torch.Tensor:
     """(M, n, dense...) from (n, M, dense...), side by side where rows are read often enough to pay for the copy."""
     x = x.transpose(0, 1)
-    return x.contiguous() if x.shape[1] > 1 and positions >= x.shape[0] else x
+    return x.contiguous() if x.shape[1] > 1 and reads >= x.shape[0] else x
 
 
 def _placed(out: torch.Tensor, terms: Terms) -> torch.Tensor:

@@ -40,15 +40,28 @@ class Strategy(NamedTuple):
 
 def choose(row: Product, x: torch.Tensor, y: torch.Tensor, terms: Terms, positions: int, accumulated: bool) -> Strategy:
     """The strategy of a product of x (N or 1, M1, dense...) and y (N or 1, M2, dense...)."""
-    if row.name == "outer" and terms.seg_out is not None and positions >= _TERMS * terms.num_segments:
-        return Strategy("outer", ("out",))
+    if row.name == "outer" and terms.seg_out is not None:
+        segments, batch = terms.num_segments, max(x.shape[0], y.shape[0])
+        if positions >= 4 * segments and positions * batch >= _TERMS * segments:
+            return Strategy("outer", ("out",))
     if row.name in ("vecmat", "mat_t_vec") and not accumulated:
         matrix, name, vector = (y, "y", x) if row.name == "vecmat" else (x, "x", y)
         count, a, b = matrix.shape[1:]
         rows = min(positions * vector.shape[0], _PIECE // max(1, a, b))
-        if matrix.shape[0] == 1 and rows * a * b >= _WORK * count and count < 2**15:
+        together = matrix.shape[0] == 1 or (vector.shape[0] == matrix.shape[0] and positions >= 4 * count)
+        if together and rows * a * b >= _WORK * count and count < 2**15:
             return Strategy("runs", (name,))
     return Strategy("terms")
+
+
+def rows_of(source: torch.Tensor, index: torch.Tensor | None, piece: Piece) -> torch.Tensor:
+    """The rows of source (M, n, dense...) that the terms of a piece read; matrices lie as they did, transposed or not."""
+    span = slice(piece.first, piece.last)
+    if index is None:
+        return source[span]
+    if source.dim() == 4 and source.stride(2) == 1:
+        return source.transpose(2, 3).index_select(0, index[span]).transpose(2, 3)
+    return source.index_select(0, index[span])
 
 
 def products_by_matrix(
@@ -56,9 +69,9 @@ def products_by_matrix(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The products (T', n, b) of a piece's terms sorted by matrix, and where each position's product lies (T',).
 
-    xs and ys are the vectors (M, n, a) and the matrices (J, 1, a, b), or the other way round for ``mat_t_vec``.
+    xs and ys are the vectors (M, n, a) and the matrices (J, 1 or n, a, b), or the other way round for ``mat_t_vec``.
     """
-    vectors, matrices = (xs, ys[:, 0]) if row.name == "vecmat" else (ys, xs[:, 0])
+    vectors, matrices = (xs, ys) if row.name == "vecmat" else (ys, xs)
     at_vector, at_matrix = (
         column if column is None else column[piece.first : piece.last]
         for column in ((terms.index1, terms.index2) if row.name == "vecmat" else (terms.index2, terms.index1))
@@ -74,14 +87,15 @@ def products_by_matrix(
     by_matrix = torch.from_numpy(order)
     picked = by_matrix + piece.first if at_vector is None else at_vector[by_matrix]
     gathered = vectors.index_select(0, picked)
-    product = gathered.new_empty((count, gathered.shape[1], matrices.shape[2]))
-    rows, results = gathered.flatten(0, 1), product.flatten(0, 1)
-    batch, start = gathered.shape[1], 0
-    for j, terms_of in enumerate(np.bincount(owner, minlength=1).tolist()):
-        if terms_of:
-            span = slice(start * batch, (start + terms_of) * batch)
-            torch.mm(rows[span], matrices[j], out=results[span])
-            start += terms_of
+    product = gathered.new_empty((*gathered.shape[:2], matrices.shape[3]))
+    ends = np.bincount(owner, minlength=1).cumsum().tolist()
+    for matrix, begin, end in zip(matrices, [0, *ends], ends):
+        if begin == end:
+            continue
+        if matrix.shape[0] == 1:
+            torch.mm(gathered[begin:end].flatten(0, 1), matrix[0], out=product[begin:end].flatten(0, 1))
+        else:
+            product[begin:end].transpose(0, 1).copy_(torch.bmm(gathered[begin:end].transpose(0, 1), matrix))
     return product, torch.from_numpy(place)
 
 
@@ -94,10 +108,7 @@ def outer_of_segments(
     """
     assert terms.seg_out is not None  # chosen for sums only
     span = slice(piece.first, piece.last)
-    x, y = (
-        source[span] if index is None else source.index_select(0, index[span])
-        for source, index in ((xs, terms.index1), (ys, terms.index2))
-    )
+    x, y = (rows_of(source, index, piece) for source, index in ((xs, terms.index1), (ys, terms.index2)))
     if terms.scale is not None:
         scale = terms.scale[span, None, None]
         x, y = (x * scale, y) if x.numel() <= y.numel() else (x, y * scale)
