@@ -55,7 +55,7 @@ def choose(row: Product, x: torch.Tensor, y: torch.Tensor, terms: Terms, positio
 
 
 def rows_of(source: torch.Tensor, index: torch.Tensor | None, piece: Piece) -> torch.Tensor:
-    """The rows of source (M, n, dense...) that the terms of a piece read; matrices lie as they did, transposed or not."""
+    """The rows of source (M, n, dense...) that the terms of a piece read; transposed matrices stay transposed."""
     span = slice(piece.first, piece.last)
     if index is None:
         return source[span]
