@@ -145,7 +145,10 @@ def cases() -> Iterator[Case]:
     points, voxels = 300_000, 53_686
     for width in (4, 16, 64):
         groups = rows(voxels, points)
-        yield scale_case(f"sum of points, C {width}", real(points, width), torch.arange(points), groups, None, voxels)
+        own = torch.arange(points)
+        yield scale_case(f"sum of points, C {width}", real(points, width), own, groups, None, voxels)
+        share = 1 / torch.bincount(groups, minlength=voxels)[groups]
+        yield scale_case(f"mean of points, C {width}", real(points, width), own, groups, share, voxels)
     groups = rows(voxels, points).sort().values
     yield scale_case("sum of sorted points, C 16", real(points, 16), torch.arange(points), groups, None, voxels)
     few = rows(20, 60), rows(12, 60), real(60)
