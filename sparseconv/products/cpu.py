@@ -45,7 +45,7 @@ def segment_scale(x: torch.Tensor, terms: Terms, dtype: torch.dtype) -> torch.Te
     _clear(out, pieces, False)
     for start in range(0, batch, step):
         source = x[start : start + step].to(dtype).transpose(0, 1)
-        flat = source.reshape(rows, source.shape[1] * channels)
+        flat = source.flatten(1).contiguous()
         for piece in pieces:
             span = slice(piece.first, piece.last)
             near, index = (flat[span], None) if terms.index1 is None else (flat, terms.index1[span])
@@ -204,8 +204,9 @@ def _sum_segments(rows: torch.Tensor, terms: Terms, piece: Piece, index: torch.T
         bounds = bounds.clamp(piece.first, piece.last)
     if index is None:
         index = torch.arange(piece.last - piece.first, dtype=bounds.dtype)
-    # the bag wants both in one dtype; it starts at 0 and ends with the last offset
+    # the bag wants both in one dtype; it starts at 0 and ends with the last offset; rows apart it sums in another order
     bounds = (bounds - piece.first).to(index.dtype)
+    rows = rows.contiguous()
     return F.embedding_bag(index, rows, bounds, mode="sum", per_sample_weights=scale, include_last_offset=True)
 
 
