@@ -11,7 +11,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, SubmanifoldConv
 from sparseconv.nn.features import Linear, ReLU
-from sparseconv.nn.fusion import run_fused
+from sparseconv.nn.fusion import conv_norm_act
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.nn.pooling import AvgPool, GlobalMaxPool
@@ -56,18 +56,6 @@ def convolution(
     if stride == 1:
         return SubmanifoldConv(c_in, c_out, kernel_size, bias=bias, rank=rank)
     return FloorConv(c_in, c_out, kernel_size, stride=stride, bias=bias, rank=rank)
-
-
-def conv_norm_act(
-    x: SparseTensor, conv: Any, norm: Any, activation: Any = None, residual: SparseTensor | None = None, **where: Any
-) -> SparseTensor:
-    """activation(norm(conv(x)) + residual), in inference as one call; ``where`` is what else the convolution takes."""
-    fused = run_fused(x, conv, norm, activation, residual, **where)
-    if fused is not None:
-        return fused
-    y = norm(conv(x, **where))
-    y = y if residual is None else y + residual
-    return y if activation is None else activation(y)
 
 
 class BasicBlock(SparseModule):
