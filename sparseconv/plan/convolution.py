@@ -260,7 +260,7 @@ class ConvolutionPlan:
         call = (self._number, self.kernel_map.num_out, self.groups, self.backend)
         if residual is None and epilogue is None:
             return convolution(x, taps, bias, *call)
-        return fused_convolution(x, taps, bias, residual, _as_epilogue(epilogue), *call)
+        return fused_convolution(x, taps, bias, residual, as_epilogue(epilogue), *call)
 
     def operands(
         self,
@@ -413,7 +413,8 @@ def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> Any:
     return x.to(dtype), *(None if t is None else t.to(dtype) for t in others)
 
 
-def _as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:
+def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:
+    """What `ConvolutionPlan.execute` was given as epilogue, its numbers bound; None for none."""
     if given is None or isinstance(given, Epilogue):
         return given
     if isinstance(given, PointwiseDynamicFunction):
