@@ -184,12 +184,12 @@ def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
         and type(x) in _PLAIN
         and on_kernels(x)
         and rows >= 2
-        and (norm.weight is None) == (norm.bias is None)
-        and all(_is_near(t, x) for t in (norm.weight, norm.bias) if t is not None)
-        and not (follows and not all(_is_near(t, x) for t in (norm.running_mean, norm.running_var)))
         and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
+        and (norm.weight is None) == (norm.bias is None)
+        and all(_is_near(t, x) for t in (norm.weight, norm.bias) if t is not None)
+        and not (follows and not all(_is_near(t, x) for t in (norm.running_mean, norm.running_var)))
     )
 
 

@@ -41,6 +41,15 @@ def _affine(weight_ptr, bias_ptr, channel, channels):
 
 
 @triton.jit
+def _joined(count, mean, spread, slot, rows):
+    """Mean and sum of squared deviations of all slots (S, C); distances from the first, so that nothing cancels."""
+    first = tl.sum(tl.where((slot == 0)[:, None], mean, 0.0), 0)
+    centre = first + tl.sum((mean - first[None, :]) * count[:, None], 0) / rows
+    apart = mean - centre[None, :]
+    return centre, tl.sum(spread + count[:, None] * apart * apart, 0)
+
+
+@triton.jit
 def statistics_kernel(
     x_ptr,  # (rows, C)
     parts_ptr,  # (2, parts, C) fp32: means, sums of squared deviations
@@ -68,9 +77,7 @@ def statistics_kernel(
         delta = tl.where(mask, x - mean, 0.0)
         mean += delta * (1.0 / seen)
         spread += delta * (x - mean)
-    centre = tl.sum(mean * count[:, None], 0) / tl.sum(count, 0)
-    apart = mean - centre[None, :]
-    total = tl.sum(spread + count[:, None] * apart * apart, 0)
+    centre, total = _joined(count, mean, spread, row, tl.sum(count, 0))
     at = parts_ptr + part * channels + channel
     tl.store(at, centre, inside)
     tl.store(at + parts * channels, total, inside)
@@ -99,9 +106,7 @@ def _merged(parts_ptr, parts, rows, channels, channel, inside, BLOCK_N: tl.const
         mean += delta * share[:, None]
         spread += tl.load(at + parts * channels, mask, other=0.0) + delta * delta * (count * share)[:, None]
         count = total
-    centre = tl.sum(mean * count[:, None], 0) / rows
-    apart = mean - centre[None, :]
-    return centre, tl.sum(spread + count[:, None] * apart * apart, 0)
+    return _joined(count, mean, spread, slot, rows)
 
 
 @triton.jit
