@@ -114,12 +114,10 @@ def _joins(grid: VoxelGrid, dtype: torch.dtype, norm: BatchNorm, residual: Spars
 
 def hooked(*modules: Any) -> bool:
     """Whether somebody wants to be called before or after one of these modules."""
-    if torch.nn.modules.module._has_any_global_hook():
-        return True
-    return any(
-        m is not None and (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
-        for m in modules
-    )
+    for m in modules:
+        if m is not None and (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks):
+            return True
+    return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def _in_training(

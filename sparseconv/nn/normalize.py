@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -31,27 +32,80 @@ class Norm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """How features (rows, C) are cut: constants of the kernels, and programs of each pass."""
+class Kernels:
+    """The four launches for features (rows, C) of one dtype on one device, and how they are cut into tiles.
 
+    The workspace of a norm is one array: mean and rstd (2, C), which its gradient needs, and from ``start`` on the sums
+    of the parts, those of the forward pass and later those of the backward pass.
+    """
+
+    statistics: Any
+    normalize: Any
+    reduce: Any
+    input_grad: Any
+    at: Callable[[torch.Tensor], Any]  # what a launch takes for a tensor
+    on: Callable[[torch.device], Any]
     units: int
     constants: tuple[int, int, int]  # UNIT, BLOCK_N, BLOCK_C
-    statistics: tuple[int, int]  # (parts, blocks of channels)
-    reduce: tuple[int, int]
-    write: tuple[int, int]
+    grids: tuple[tuple[int, int], ...]  # (parts, blocks of channels) of statistics, reduce, and of passes that write
+    start: int
+    size: int
 
-    @staticmethod
-    @lru_cache(256)
-    def of(rows: int, channels: int, processors: int) -> Tiles:
-        unit = 8 if channels % 8 == 0 else 1
-        block_c = 32 if channels > 16 else 16
-        block_n = TILE // block_c
-        tiles, columns = -(-rows // block_n), -(-channels // block_c)
-        grids = []
-        for crew in CREWS:
-            rounds = -(-tiles // max(1, crew * processors // columns))
-            grids.append((-(-tiles // rounds), columns))
-        return Tiles(channels // unit, (unit, block_n, block_c), *grids)
+    def beyond(self, kept: torch.Tensor) -> Any:
+        """What a launch takes for the sums of the parts."""
+        at = self.at(kept)
+        return at + 4 * self.start if isinstance(at, int) else kept[self.start :]
+
+
+@lru_cache(512)
+def kernels(
+    rows: int,
+    channels: int,
+    device: torch.device,
+    x: torch.dtype,
+    weight: torch.dtype | None,
+    running: torch.dtype | None,
+) -> Kernels:
+    """The launches for features (rows, channels) of dtype ``x`` with weight and running statistics of theirs."""
+    unit = 8 if channels % 8 == 0 else 1
+    block_c = 32 if channels > 16 else 16
+    block_n = TILE // block_c
+    tiles, columns, start = -(-rows // block_n), -(-channels // block_c), (2 * channels + 31) & -32
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    rounds = [-(-tiles // max(1, crew * processors // columns)) for crew in CREWS]
+    grids = tuple((-(-tiles // count), columns) for count in rounds)
+    size = start + 2 * grids[0][0] * channels
+    return Kernels(*_launchers(x, weight, running), channels // unit, (unit, block_n, block_c), grids, start, size)
+
+
+@cache
+def _launchers(
+    x: torch.dtype, weight: torch.dtype | None, running: torch.dtype | None
+) -> tuple[Any, Any, Any, Any, Any, Any]:
+    from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, on_device, pointer
+    from sparseconv.nn import triton_norm
+
+    w, r, sums, tracked = weight or x, running or x, torch.float32, x if running is None else torch.int64
+    number = 0.5  # any: they are fp32
+    normalize = (x, x, w, w, sums, sums, r, r, tracked, x, *(int,) * 6, number, number, number)
+    return (
+        Launcher(triton_norm.statistics_kernel, (x, sums, int, int), 8),
+        Launcher(triton_norm.normalize_kernel, normalize, 8),
+        Launcher(triton_norm.reduce_kernel, (x, x, x, w, w, sums, sums, x, *(int,) * 5, number), 8),
+        Launcher(triton_norm.input_grad_kernel, (x, x, w, w, sums, sums, w, w, x, *(int,) * 5, number), 8),
+        pointer if INTERPRETED else torch.Tensor.data_ptr,
+        on_device,
+    )
+
+
+def _kernels_of(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm) -> Kernels:
+    rows, channels = x.shape
+    running = norm.running
+    return kernels(
+        *(rows, channels, x.device, x.dtype),
+        None if weight is None else weight.dtype,
+        None if running is None else running[0].dtype,
+    )
 
 
 def forward(
@@ -64,20 +118,20 @@ def forward(
     """y = act((x - mean) / sqrt(var + eps) * weight + bias + residual), and what a gradient needs besides x.
 
     Args:
-        x: (N, C), N >= 2, contiguous and aligned (`ready`). weight, bias: (C,) or None, both or neither.
+        x: (N, C), N >= 2, contiguous, aligned to 16 bytes. weight, bias: (C,) or None, both or neither.
         residual: (N, C) like x, or None.
 
     Returns:
-        y (N, C), and mean and 1 / sqrt(var + eps) as (2, C) fp32. Running statistics follow as torch's do.
+        y (N, C), and the workspace fp32 that starts with mean and 1 / sqrt(var + eps) (2, C). Running statistics follow
+        as torch's do.
     """
-    tiles, run = Tiles.of(x.shape[0], x.shape[1], _processors(x.device)), _kernels(x.dtype, weight, norm)
-    parts = tiles.statistics[0]
+    run = _kernels_of(x, weight, norm)
+    device = x.device
     y = torch.empty_like(x)
-    kept = torch.empty((2, x.shape[1]), dtype=torch.float32, device=x.device)
-    sums = torch.empty((2, parts, x.shape[1]), dtype=torch.float32, device=x.device)
-    with run.on(x.device):
-        run.statistics(x.device, tiles.statistics, (run.at(x), run.at(sums), x.shape[0], tiles.units), tiles.constants)
-        _normalize(run, tiles, x, weight, bias, residual, norm, sums, parts, kept, y)
+    kept = torch.empty(run.size, dtype=torch.float32, device=device)
+    with run.on(device):
+        run.statistics(device, run.grids[0], (run.at(x), run.beyond(kept), x.shape[0], run.units), run.constants)
+        _normalize(run, x, weight, bias, residual, norm, run.grids[0][0], kept, y)
     if norm.running is not None:
         torch.autograd.graph.increment_version(norm.running)
     return y, kept
@@ -87,39 +141,38 @@ def again(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, kept: torch.Tensor, norm: Norm
 ) -> torch.Tensor:
     """The same bits of y (N, C) from x and what `forward` kept, where there was no residual."""
-    tiles, run = Tiles.of(x.shape[0], x.shape[1], _processors(x.device)), _kernels(x.dtype, weight, norm)
+    run = _kernels_of(x, weight, norm)
     y = torch.empty_like(x)
     with run.on(x.device):
-        _normalize(run, tiles, x, weight, bias, None, norm, kept, 0, kept, y)
+        _normalize(run, x, weight, bias, None, norm, 0, kept, y)
     return y
 
 
 def _normalize(
-    run: _Kernels,
-    tiles: Tiles,
+    run: Kernels,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     norm: Norm,
-    sums: torch.Tensor,
     parts: int,
     kept: torch.Tensor,
     y: torch.Tensor,
 ) -> None:
-    at, none = run.at, run.at(x)
+    at, running = run.at, norm.running
+    none = at(x)
     pointers = (
         none,
         none if residual is None else at(residual),
         *((none, none) if weight is None or bias is None else (at(weight), at(bias))),
-        at(sums),
+        run.beyond(kept),
         at(kept),
-        *((none, none, none) if norm.running is None else map(at, norm.running)),
+        *((none, none, none) if running is None else (at(running[0]), at(running[1]), at(running[2]))),
         at(y),
     )
-    flags = (residual is not None, weight is not None, parts > 0 and norm.running is not None)
-    numbers = (x.shape[0], tiles.units, parts, *map(int, flags), norm.eps, norm.momentum, norm.slope)
-    run.normalize(x.device, tiles.write, (*pointers, *numbers), tiles.constants)
+    flags = (int(residual is not None), int(weight is not None), int(parts > 0 and running is not None))
+    numbers = (x.shape[0], run.units, parts, *flags, norm.eps, norm.momentum, norm.slope)
+    run.normalize(x.device, run.grids[2], (*pointers, *numbers), run.constants)
 
 
 def backward(
@@ -137,89 +190,39 @@ def backward(
         grad: (N, C), rows may be apart. x, weight, bias: those of `forward`; kept: its second result.
         y: the result, where a residual was added before an activation; else None.
     """
-    rows, channels = x.shape
-    tiles, run = Tiles.of(rows, channels, _processors(x.device)), _kernels(x.dtype, weight, norm)
-    unit, parts = tiles.constants[0], tiles.reduce[0]
-    if grad.stride(1) != 1 or grad.stride(0) % unit or not ready(grad, grad.stride(0)):
-        grad = grad.clone(memory_format=torch.contiguous_format)
-    at, none = run.at, run.at(x)
+    run = _kernels_of(x, weight, norm)
+    at, device, rows, unit = run.at, x.device, x.shape[0], run.constants[0]
+    row, column = grad.stride()
+    if column != 1 or row % unit or grad.data_ptr() % 16:
+        grad, row = grad.clone(memory_format=torch.contiguous_format), x.shape[1]
+    none = at(x)
     dx = torch.empty_like(x)
-    dz = grad if y is None else torch.empty_like(x)
-    sums = torch.empty((2, parts, channels), dtype=torch.float32, device=x.device)
-    affine = (none, none) if weight is None or bias is None else (at(weight), at(bias))
     weight_grad = bias_grad = None
-    affine_grad = (none, none)
+    affine = affine_grad = (none, none)
     if weight is not None and bias is not None:
         weight_grad, bias_grad = torch.empty_like(weight), torch.empty_like(bias)
-        affine_grad = at(weight_grad), at(bias_grad)
-    shape, has_affine = (rows, tiles.units), int(weight is not None)
-    with run.on(x.device):
+        affine, affine_grad = (at(weight), at(bias)), (at(weight_grad), at(bias_grad))
+    has_affine, sums, statistics, grad_row = int(weight is not None), run.beyond(kept), at(kept), row // unit
+    if y is None:
+        dz, dz_row, slope, y_at = grad, grad_row, norm.slope, none
+    else:
+        dz, dz_row, slope, y_at = torch.empty_like(x), run.units, 1.0, at(y)
+    dz_at = at(dz)
+    with run.on(device):
         run.reduce(
-            x.device,
-            tiles.reduce,
+            *(device, run.grids[1]),
             (
-                *(at(grad), none, none if y is None else at(y), *affine, at(kept), at(sums), at(dz)),
-                *(*shape, grad.stride(0) // unit, int(y is not None), has_affine, norm.slope),
+                *(at(grad), none, y_at, *affine, statistics, sums, dz_at),
+                *(rows, run.units, grad_row, int(y is not None), has_affine, norm.slope),
             ),
-            tiles.constants,
+            run.constants,
         )
         run.input_grad(
-            x.device,
-            tiles.write,
+            *(device, run.grids[2]),
             (
-                *(at(dz), none, *affine, at(kept), at(sums), *affine_grad, at(dx)),
-                *(*shape, dz.stride(0) // unit, parts, has_affine, norm.slope if y is None else 1.0),
+                *(dz_at, none, *affine, statistics, sums, *affine_grad, at(dx)),
+                *(rows, run.units, dz_row, run.grids[1][0], has_affine, slope),
             ),
-            tiles.constants,
+            run.constants,
         )
     return dx, weight_grad, bias_grad, dz
-
-
-def ready(x: torch.Tensor, row: int) -> bool:
-    """Whether kernels can take rows (N, C) that lie ``row`` elements apart: aligned to 16 bytes."""
-    return x.stride(1) == 1 and x.stride(0) == row and x.data_ptr() % 16 == 0
-
-
-@dataclass(frozen=True)
-class _Kernels:
-    """Launchers for one set of dtypes, and how they take tensors."""
-
-    statistics: Any
-    normalize: Any
-    reduce: Any
-    input_grad: Any
-    at: Any
-    on: Any
-
-
-def _kernels(dtype: torch.dtype, weight: torch.Tensor | None, norm: Norm) -> _Kernels:
-    return _launchers(
-        dtype, None if weight is None else weight.dtype, None if norm.running is None else norm.running[0].dtype
-    )
-
-
-@cache
-def _launchers(x: torch.dtype, weight: torch.dtype | None, running: torch.dtype | None) -> _Kernels:
-    from sparseconv.geometry.triton_launch import Launcher, on_device, pointer
-    from sparseconv.nn import triton_norm
-
-    w, r, sums, tracked = weight or x, running or x, torch.float32, x if running is None else torch.int64
-    number = 0.5  # any: they are fp32
-    return _Kernels(
-        Launcher(triton_norm.statistics_kernel, (x, sums, int, int), 8),
-        Launcher(
-            triton_norm.normalize_kernel,
-            (x, x, w, w, sums, sums, r, r, tracked, x, *(int,) * 6, number, number, number),
-            8,
-        ),
-        Launcher(triton_norm.reduce_kernel, (x, x, x, w, w, sums, sums, x, *(int,) * 5, number), 8),
-        Launcher(triton_norm.input_grad_kernel, (x, x, w, w, sums, sums, w, w, x, *(int,) * 5, number), 8),
-        pointer,
-        on_device,
-    )
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors; one where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -8,7 +8,6 @@ since the sign of what the activation met cannot be told from z then.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -150,18 +149,40 @@ def trained(
         residual: (N, C) of x's dtype, added before the activation; or None.
     """
     plan, taps = (None, None) if convolved is None else convolved
-    running = None
-    if norm.training and norm.running_mean is not None:
-        running = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
-    how = Norm(norm.eps, 0.0 if norm.momentum is None else norm.momentum, slope, running)  # type: ignore[arg-type]
+    weight, bias, *running = tensors_of(norm)
+    follows = norm.training and running[0] is not None
+    how = Norm(norm.eps, norm.momentum or 0.0, slope, tuple(running) if follows else None)  # type: ignore[arg-type]
     if plan is None:
         x = _lined_up(x)
     if residual is not None:
         residual = _lined_up(residual)
-    call = None if plan is None else Call.of(plan)
-    with _again_from(x):
-        y: torch.Tensor = _Trained.apply(x, taps, norm.weight, norm.bias, residual, how, call)
-    return y
+    args = (x, taps, weight, bias, residual, how, None if plan is None else Call.of(plan))
+    source = _maker_of(x)
+    if source is None:
+        return _apply(*args)
+    address = x.data_ptr()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: source if tensor.data_ptr() == address else tensor, _unpacked
+    ):
+        return _apply(*args)
+
+
+#: Function.apply without its look for functional transforms, which `serves` has ruled out
+_apply: Any = super(torch.autograd.Function, _Trained).apply
+
+
+def tensors_of(norm: torch.nn.BatchNorm1d) -> tuple[Any, ...]:
+    """Weight, bias, running mean, running variance and count of a norm; some may be None.
+
+    Read past torch's ``__getattr__``, which costs as much as a launch; parametrised ones lie elsewhere.
+    """
+    parameters, buffers = norm._parameters, norm._buffers
+    if "weight" in parameters and "bias" in parameters and "running_mean" in buffers and "running_var" in buffers:
+        return (
+            *(parameters["weight"], parameters["bias"]),
+            *(buffers["running_mean"], buffers["running_var"], buffers.get("num_batches_tracked")),
+        )
+    return norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked
 
 
 def _lined_up(x: torch.Tensor) -> torch.Tensor:
@@ -177,32 +198,34 @@ def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
     On a GPU, in a half or single precision, with statistics of this batch whose weight is known beforehand, and where
     nobody looks between operations: no tracing, no functional transform, no tensor of another kind.
     """
-    follows = norm.training and norm.running_mean is not None
-    return (
-        (norm.training or norm.running_mean is None)
-        and not (follows and norm.momentum is None)
-        and type(x) in _PLAIN
-        and on_kernels(x)
-        and rows >= 2
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and (norm.weight is None) == (norm.bias is None)
-        and all(_is_near(t, x) for t in (norm.weight, norm.bias) if t is not None)
-        and not (follows and not all(_is_near(t, x) for t in (norm.running_mean, norm.running_var)))
-    )
+    training, momentum = norm.training, norm.momentum
+    weight, bias, mean, var, tracked = tensors_of(norm)
+    if (
+        rows < 2
+        or not (training or mean is None)
+        or type(x) not in _PLAIN
+        or not on_kernels(x)
+        or (weight is None) != (bias is None)
+        or (training and mean is not None and (momentum is None or var is None or tracked is None))
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return False
+    device = x.get_device()
+    return all(t is None or _is_near(t, device) for t in (weight, bias, mean, var))
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_near(parameter: Any, x: torch.Tensor) -> bool:
-    """Whether kernels on x's device can read (C,): torch raises its own error for what is elsewhere."""
+def _is_near(tensor: Any, device: int) -> bool:
+    """Whether kernels on a device can read (C,): torch raises its own error for what is elsewhere."""
     return (
-        type(parameter) in _PLAIN
-        and parameter.get_device() == x.get_device()
-        and parameter.data_ptr() % 16 == 0
-        and parameter.is_contiguous()
+        type(tensor) in _PLAIN
+        and tensor.get_device() == device
+        and not tensor.data_ptr() % 16
+        and tensor.is_contiguous()
     )
 
 
@@ -221,25 +244,23 @@ def _has_kernels(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _again_from(x: torch.Tensor) -> Any:
-    """A context in which a node does not keep x if x is large and came from a node that can make it again."""
+def _maker_of(x: torch.Tensor) -> Any:
+    """The node that can make x again and should, rather than that x is kept; None where x is small or not its own."""
     source: Any = x.grad_fn
-    made: Any = _Trained
     if (
-        type(source) is not made._backward_cls
+        type(source) is not _NODE
         or source.recipe is None
-        or x._version
         or x.numel() * x.itemsize < RECOMPUTED_BYTES
+        or x._version
         or not torch.is_grad_enabled()
         or _others_save()
     ):
-        return nullcontext()
-    address = x.data_ptr()
+        return None
+    return source
 
-    def pack(tensor: torch.Tensor) -> Any:
-        return source if tensor.data_ptr() == address else tensor
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, _unpacked)
+#: the class of the node's ``grad_fn``
+_NODE: Any = _Trained._backward_cls  # type: ignore[attr-defined]
 
 
 def _unpacked(kept: Any) -> torch.Tensor:
