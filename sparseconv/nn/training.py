@@ -161,9 +161,12 @@ def trained(
     if source is None:
         return _apply(*args)
     address = x.data_ptr()
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: source if tensor.data_ptr() == address else tensor, _unpacked
-    ):
+
+    def pack(tensor: torch.Tensor) -> Any:
+        # detached: a node that keeps its own result, as it is, would never go
+        return source if tensor.data_ptr() == address else tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
         return _apply(*args)
 
 

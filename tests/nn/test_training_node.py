@@ -6,6 +6,8 @@ Without a card the kernels run in Triton's interpreter, on networks whose convol
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -191,6 +193,29 @@ def test_twice_through_a_kept_graph(monkeypatch, limit):
     first = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
     second = torch.autograd.grad(loss, list(net.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 60], ids=["made again", "kept"])
+def test_a_graph_goes_with_its_result(monkeypatch, limit):
+    """Without waiting for the garbage collector, whose next visit may come after many scenes."""
+    monkeypatch.setattr(training, "RECOMPUTED_BYTES", limit)
+    net, x = network(), sparse().to(DEVICE)
+    gc.collect()
+    gc.disable()
+    try:
+        y = net(x).features
+        waiting, nodes = [y.grad_fn], set()
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                waiting += [before for before, _ in node.next_functions]
+        left = [weakref.ref(node.recipe.z) for node in nodes if getattr(node, "recipe", None)]
+        del y, node, nodes, waiting
+        assert len(left) == 6
+        assert [ref() for ref in left] == [None] * len(left)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 60], ids=["made again", "kept"])
