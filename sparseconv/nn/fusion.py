@@ -134,9 +134,11 @@ def _in_training(
         return None
     plan = conv.plan(x, **where)
     target = plan.target
-    if len(target) < 2 or not _joins(target, features.dtype, norm, residual):
+    if plan.kernel_map.num_out < 2 or not _joins(target, features.dtype, norm, residual):
         return None
-    features, taps, _, _ = plan.operands(features_of(x, conv, conv.in_channels), conv.weight)
+    features, taps = features_of(x, conv, conv.in_channels), conv.weight
+    if taps.dtype != features.dtype or taps.get_device() != features.get_device() or not taps.is_contiguous():
+        features, taps, _, _ = plan.operands(features, taps)  # which packs, or says what does not fit
     slope = _slope(activation)
     y = trained(features, norm, 1.0 if slope is None else slope, _features(residual), (plan, taps))
     return SparseTensor(target, y) if slope is not None else apply(activation, SparseTensor(target, y))
