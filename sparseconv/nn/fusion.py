@@ -13,7 +13,7 @@ from sparseconv.nn.convolution import ConvolutionModule
 from sparseconv.nn.features import ELU, GELU, LeakyReLU, ReLU, Sigmoid, SiLU, Tanh
 from sparseconv.nn.module import apply, features_of
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.nn.training import serves, trained
+from sparseconv.nn.training import Layer, serves, trained
 from sparseconv.pointwise import Epilogue
 from sparseconv.tensor import SparseTensor
 
@@ -40,21 +40,37 @@ def conv_norm_act(
     One kernel in inference, one graph node in training on a GPU; module after module elsewhere, and wherever somebody
     hooked in between. ``where`` is what else the convolution's call takes (target, onto).
     """
-    if (
-        isinstance(norm, BatchNorm)
-        and isinstance(conv, ConvolutionModule)
-        and isinstance(x, SparseTensor)
-        and norm.num_features == conv.out_channels
-        and not x.grid.is_shared
-        and not torch.compiler.is_compiling()
-        and not hooked(conv, norm, activation)
-    ):
+    if _can_join(x, conv, norm, activation):
         if not (norm.training or norm.running_mean is None or torch.is_grad_enabled()):
             return _in_inference(x, conv, norm, activation, residual, where)
-        fused = _in_training(x, conv, norm, activation, residual, where)
-        if fused is not None:
-            return fused
+        layer = _layer(x, x.channels, conv, norm, activation, where)
+        if layer is not None and _joins(_target(layer), x.dtype, norm, residual):
+            y = SparseTensor(_target(layer), trained(x.features, [layer], _features(residual)))
+            return y if _slope(activation) is not None else apply(activation, y)
     return norm_act(conv(x, **where), norm, activation, residual)
+
+
+def two_layers(
+    x: Any, first: tuple[Any, Any, Any], second: tuple[Any, Any, Any], residual: SparseTensor | None = None
+) -> SparseTensor:
+    """Two times `conv_norm_act`, the residual in the second: in training on a GPU one graph node, on one grid.
+
+    ``first`` and ``second`` are convolution, norm and activation.
+    """
+    norms = first[1], second[1]
+    if all(isinstance(n, BatchNorm) and n.training for n in norms) and _can_join(x, *first) and _can_join(x, *second):
+        slopes = _slope(first[2]), _slope(second[2])
+        one = None if None in slopes else _layer(x, x.channels, *first, {})
+        two = None if one is None or _target(one) is not x.grid else _layer(x, first[0].out_channels, *second, {})
+        if (
+            one is not None
+            and two is not None
+            and _target(two) is x.grid
+            and _joins(x.grid, x.dtype, first[1], None)
+            and _joins(x.grid, x.dtype, second[1], residual)
+        ):
+            return x.with_features(trained(x.features, [one, two], _features(residual)))
+    return conv_norm_act(conv_norm_act(x, *first), *second, residual)
 
 
 def norm_act(x: Any, norm: Any, activation: Any = None, residual: SparseTensor | None = None) -> Any:
@@ -68,7 +84,7 @@ def norm_act(x: Any, norm: Any, activation: Any = None, residual: SparseTensor |
         features = features_of(x, norm, norm.num_features)
         if not hooked(norm, activation) and serves(features, norm, features.shape[0]):
             slope = _slope(activation)
-            y = trained(features, norm, 1.0 if slope is None else slope, _features(residual))
+            y = trained(features, [Layer(norm, 1.0 if slope is None else slope)], _features(residual))
             return x.with_features(y) if slope is not None else apply(activation, x.with_features(y))
     y = apply(norm, x)
     y = y if residual is None else y + residual
@@ -120,28 +136,50 @@ def hooked(*modules: Any) -> bool:
     return bool(torch.nn.modules.module._has_any_global_hook())
 
 
-def _in_training(
-    x: SparseTensor, conv: Any, norm: BatchNorm, activation: Any, residual: SparseTensor | None, where: dict[str, Any]
-) -> SparseTensor | None:
-    """One graph node, or None."""
+def _can_join(x: Any, conv: Any, norm: Any, activation: Any) -> bool:
+    """Whether these are modules that can run as one on x, and nobody hooked in between."""
+    return (
+        isinstance(norm, BatchNorm)
+        and isinstance(conv, ConvolutionModule)
+        and isinstance(x, SparseTensor)
+        and norm.num_features == conv.out_channels
+        and not x.grid.is_shared
+        and not torch.compiler.is_compiling()
+        and not hooked(conv, norm, activation)
+    )
+
+
+def _layer(
+    x: SparseTensor, channels: int, conv: Any, norm: BatchNorm, activation: Any, where: dict[str, Any]
+) -> Layer | None:
+    """What a node needs to know of modules that can join, for ``channels`` on x's grid; None where they cannot."""
     features = x.features
     if (
-        conv.bias is not None
+        channels != conv.in_channels
+        or conv.bias is not None
         or not conv.weight.requires_grad
         or torch.is_autocast_enabled(features.device.type)
         or not serves(features, norm, 2)
     ):
         return None
     plan = conv.plan(x, **where)
-    target = plan.target
-    if plan.kernel_map.num_out < 2 or not _joins(target, features.dtype, norm, residual):
+    taps = conv.weight
+    if (
+        plan.kernel_map.num_out < 2
+        or taps.dtype != features.dtype
+        or taps.get_device() != features.get_device()
+        or taps.shape != (plan.num_taps, conv.in_channels // conv.groups, conv.out_channels)
+        or not taps.is_contiguous()
+    ):
         return None
-    features, taps = features_of(x, conv, conv.in_channels), conv.weight
-    if taps.dtype != features.dtype or taps.get_device() != features.get_device() or not taps.is_contiguous():
-        features, taps, _, _ = plan.operands(features, taps)  # which packs, or says what does not fit
     slope = _slope(activation)
-    y = trained(features, norm, 1.0 if slope is None else slope, _features(residual), (plan, taps))
-    return SparseTensor(target, y) if slope is not None else apply(activation, SparseTensor(target, y))
+    return Layer(norm, 1.0 if slope is None else slope, plan, taps)
+
+
+def _target(layer: Layer) -> VoxelGrid:
+    plan: Any = layer.plan
+    target: VoxelGrid = plan.target
+    return target
 
 
 def _in_inference(

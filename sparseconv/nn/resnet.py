@@ -11,7 +11,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, SubmanifoldConv
 from sparseconv.nn.features import Linear, ReLU
-from sparseconv.nn.fusion import conv_norm_act
+from sparseconv.nn.fusion import conv_norm_act, two_layers
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.nn.pooling import AvgPool, GlobalMaxPool
@@ -87,9 +87,9 @@ class BasicBlock(SparseModule):
         self.downsample = _skip(in_channels, out, stride, norm, rank)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        y = conv_norm_act(x, self.conv1, self.norm1, self.relu)
         skip = x if self.downsample is None else self.downsample(x)
-        return conv_norm_act(y, self.conv2, self.norm2, self.relu, skip)
+        first, second = (self.conv1, self.norm1, self.relu), (self.conv2, self.norm2, self.relu)
+        return two_layers(x, first, second, skip)
 
 
 class BottleneckBlock(SparseModule):

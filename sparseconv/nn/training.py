@@ -1,6 +1,9 @@
-"""A convolution, its batch norm, a residual and an activation as one graph node in training.
+"""Layers of convolution, batch norm and activation, with a residual, as one graph node in training.
 
     y = act(norm(conv(x)) + residual),    act(z) = z for z > 0 and slope * z elsewhere
+    y = act(norm(conv(act(norm(conv(x))))) + residual)
+
+Every node is a call from torch's engine into Python, which costs the host as much as two launches or more.
 
 Kept for the gradients: x, the convolution's result z, and two numbers a channel; y too where a residual was added,
 since the sign of what the activation met cannot be told from z then.
@@ -8,6 +11,7 @@ since the sign of what the activation met cannot be told from z then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -60,103 +64,142 @@ def _versions(*tensors: torch.Tensor | None) -> tuple[int, ...]:
     return tuple(t._version for t in tensors if t is not None)
 
 
+class Layer(NamedTuple):
+    """A norm, the slope below zero of its activation (0: relu, 1: none), and the convolution before it, if any."""
+
+    norm: torch.nn.BatchNorm1d
+    slope: float = 1.0
+    plan: ConvolutionPlan | None = None
+    taps: torch.Tensor | None = None  # (K, C_in/G, C_out)
+
+
+class Stage(NamedTuple):
+    """What of a `Layer` is no tensor with a gradient."""
+
+    norm: Norm
+    call: Call | None
+
+    def convolve(self, x: torch.Tensor, taps: torch.Tensor | None) -> torch.Tensor:
+        call = self.call
+        if call is None or taps is None:
+            return x
+        return convolution(x, taps, None, call.edges, call.kernel_map.num_out, call.groups, call.backend)
+
+
 class _Trained(torch.autograd.Function):
-    """The node; without ``call`` the norm alone, of x itself."""
+    """The node: layer after layer, each with the tensors (taps, weight, bias); the residual joins the last."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        taps: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        norm: Norm,
-        call: Call | None,
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor | None, stages: tuple[Stage, ...], *tensors: Any
     ) -> torch.Tensor:
-        if call is None or taps is None:
-            z = x
-        else:
-            z = convolution(x, taps, None, call.edges, call.kernel_map.num_out, call.groups, call.backend)
-        y, kept = normalize.forward(z, weight, bias, residual, norm)
-        joined = residual is not None and norm.slope != 1
-        ctx.save_for_backward(x, taps, None if z is x else z, weight, bias, kept, y if joined else None)
-        ctx.norm, ctx.call = norm, call
-        ctx.recipe = Recipe(z, weight, bias, kept, norm, _versions(weight, bias)) if residual is None else None
+        y, last = x, len(stages) - 1
+        middles: list[torch.Tensor | None] = []  # results of the convolutions, results of the layers but the last
+        results: list[torch.Tensor | None] = []
+        statistics: list[torch.Tensor] = []
+        for at, stage in enumerate(stages):
+            taps, weight, bias = tensors[3 * at : 3 * at + 3]
+            z = stage.convolve(y, taps)
+            y, kept = normalize.forward(z, weight, bias, residual if at == last else None, stage.norm)
+            middles.append(None if stage.call is None else z)
+            statistics.append(kept)
+            if at < last:
+                results.append(y if y.numel() * y.itemsize < RECOMPUTED_BYTES else None)
+        joined = residual is not None and stages[last].norm.slope != 1
+        ctx.save_for_backward(x, y if joined else None, *tensors, *middles, *statistics, *results)
+        ctx.stages = stages
+        ctx.recipe = None
+        if residual is None:
+            ctx.recipe = Recipe(z, weight, bias, kept, stages[last].norm, _versions(weight, bias))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        x, taps, z, weight, bias, kept, y = ctx.saved_tensors
-        norm, call, needs = ctx.norm, ctx.call, ctx.needs_input_grad
+        (x, y, *saved), stages, needs = ctx.saved_tensors, ctx.stages, ctx.needs_input_grad
+        count = len(stages)
+        tensors, middles = saved[: 3 * count], saved[3 * count : 4 * count]
+        statistics, results = saved[4 * count : 5 * count], saved[5 * count :]
         if torch.is_grad_enabled():
-            return _differentiable(grad, x, taps, weight, bias, y, norm, call, needs[4])
+            return _differentiable(grad, x, y, stages, tensors, needs[1])
         ctx.recipe = None  # whoever asked for it comes before
-        dz, grad_weight, grad_bias, grad_residual = normalize.backward(
-            grad, x if z is None else z, y, weight, bias, kept, norm
-        )
-        after = (grad_weight, grad_bias, grad_residual if needs[4] else None, None, None)
-        if call is None:
-            return dz, None, *after
-        del z, y
-        grad_x = grad_taps = None
-        if needs[1]:  # first: its partial sums then lie where the input gradient will be
-            grad_taps = weight_gradient(x, dz, call.edges, taps.shape[0], call.groups, call.backend)
-        if needs[0]:
-            grad_x = adjoint(dz, taps, call.edges, x.shape[0], call.groups, call.backend)
-        return grad_x, grad_taps, *after
+        grads: list[Any] = [None] * (3 * count)
+        grad_residual = None
+        for at in reversed(range(count)):
+            (norm, call), z = stages[at], middles[at]
+            taps, weight, bias = tensors[3 * at : 3 * at + 3]
+            dz, grads[3 * at + 1], grads[3 * at + 2], dres = normalize.backward(
+                grad, x if z is None else z, y, weight, bias, statistics[at], norm
+            )
+            if at == count - 1:
+                grad_residual, y = dres if needs[1] else None, None
+            grad = dz
+            if call is None:
+                break
+            if at == 0:
+                source = x
+            elif results[at - 1] is not None:
+                source = results[at - 1]
+            else:  # too large to have been kept
+                weight, bias = tensors[3 * at - 2 : 3 * at]
+                source = normalize.again(middles[at - 1], weight, bias, statistics[at - 1], stages[at - 1].norm)
+            edges, rows = (call.edges, call.groups, call.backend), source.shape[0]
+            if needs[3 + 3 * at]:  # first: its partial sums then lie where the input gradient will be
+                grads[3 * at] = weight_gradient(source, dz, edges[0], taps.shape[0], *edges[1:])
+            del source, z, dres
+            if at or needs[0]:
+                grad = adjoint(dz, taps, edges[0], rows, *edges[1:])
+        return grad if needs[0] else None, grad_residual, None, *grads
 
 
 def _differentiable(
     grad: torch.Tensor,
     x: torch.Tensor,
-    taps: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
     y: torch.Tensor | None,
-    norm: Norm,
-    call: Call | None,
+    stages: tuple[Stage, ...],
+    tensors: Sequence[torch.Tensor | None],
     residual: bool,
 ) -> tuple:
     """The gradients in operations that have a derivative: torch's own, and this library's convolution."""
-    z = x
-    if call is not None and taps is not None:
-        z = convolution(x, taps, None, call.edges, call.kernel_map.num_out, call.groups, call.backend)
-    middle = torch.nn.functional.batch_norm(z, None, None, weight, bias, True, 0.0, norm.eps)
-    dz = grad
-    if norm.slope != 1:
-        dz = torch.where((middle if y is None else y).detach() <= 0, grad * norm.slope, grad)
-    inputs = (x, taps, weight, bias)
+    flow = middle = x
+    for at, stage in enumerate(stages):
+        taps, weight, bias = tensors[3 * at : 3 * at + 3]
+        slope = stage.norm.slope
+        middle = torch.nn.functional.batch_norm(
+            stage.convolve(flow, taps), None, None, weight, bias, True, 0.0, stage.norm.eps
+        )
+        flow = middle if slope == 1 else torch.where(middle <= 0, middle * slope, middle)
+    dz, slope = grad, stages[-1].norm.slope
+    if slope != 1:
+        dz = torch.where((middle if y is None else y).detach() <= 0, grad * slope, grad)
+    inputs = (x, *tensors)
     wanted = [t for t in inputs if t is not None and t.requires_grad]
     found = iter(torch.autograd.grad(middle, wanted, dz, create_graph=True) if wanted else ())
-    grads = [next(found) if t is not None and t.requires_grad else None for t in inputs]
-    return *grads, dz if residual else None, None, None
+    grad_x, *grads = [next(found) if t is not None and t.requires_grad else None for t in inputs]
+    return grad_x, dz if residual else None, None, *grads
 
 
-def trained(
-    x: torch.Tensor,
-    norm: torch.nn.BatchNorm1d,
-    slope: float = 1.0,
-    residual: torch.Tensor | None = None,
-    convolved: tuple[ConvolutionPlan, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """act(norm(conv(x)) + residual) (N, C) with the statistics of this batch; running ones follow as torch's do.
+def trained(x: torch.Tensor, layers: Sequence[Layer], residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Layer after layer, the residual before the last activation: (N, C) with the statistics of this batch.
+
+    Running statistics follow as torch's do.
 
     Args:
-        x: (N, C) that `serves`; or (N_in, C_in) where ``convolved`` has a plan and its weight by tap.
-        norm: whose weight, bias, eps, momentum and running statistics are meant.
-        slope: of the activation below zero: 0 is relu, 1 is none.
-        residual: (N, C) of x's dtype, added before the activation; or None.
+        x: (N, C) that `serves`, for a first layer without a convolution; else (N_in, C_in) of its plan.
+        layers: what follows one another; all but the first have convolutions.
+        residual: (N, C) of x's dtype; or None.
     """
-    plan, taps = (None, None) if convolved is None else convolved
-    weight, bias, *running = tensors_of(norm)
-    follows = norm.training and running[0] is not None
-    how = Norm(norm.eps, norm.momentum or 0.0, slope, tuple(running) if follows else None)  # type: ignore[arg-type]
-    if plan is None:
+    if layers[0].plan is None:
         x = _lined_up(x)
     if residual is not None:
         residual = _lined_up(residual)
-    args = (x, taps, weight, bias, residual, how, None if plan is None else Call.of(plan))
+    stages, tensors = [], []
+    for norm, slope, plan, taps in layers:
+        weight, bias, *running = tensors_of(norm)
+        moved = tuple(running) if norm.training and running[0] is not None else None
+        how = Norm(norm.eps, norm.momentum or 0.0, slope, moved)  # type: ignore[arg-type]
+        stages.append(Stage(how, None if plan is None else Call.of(plan)))
+        tensors += [taps, weight, bias]
+    args = (x, residual, tuple(stages), *tensors)
     source = _maker_of(x)
     if source is None:
         return _apply(*args)
@@ -271,8 +314,10 @@ def _unpacked(kept: Any) -> torch.Tensor:
         return kept
     recipe: Recipe | None = kept.recipe
     if recipe is None:  # its node has run, and was told to keep the graph
-        x, _, z, weight, bias, stats, _ = kept.saved_tensors
-        recipe = Recipe(x if z is None else z, weight, bias, stats, kept.norm, _versions(weight, bias))
+        (x, _, *saved), count = kept.saved_tensors, len(kept.stages)
+        weight, bias = saved[3 * count - 2 : 3 * count]
+        z, stats = saved[4 * count - 1], saved[5 * count - 1]
+        recipe = Recipe(x if z is None else z, weight, bias, stats, kept.stages[-1].norm, _versions(weight, bias))
     return recipe.run()
 
 
