@@ -204,12 +204,14 @@ class Report:
         if self._values is None and slip is not None:
             if self._sent:
                 slip.event.synchronize()
-            self._values = slip.memory.tolist()[: self._length]
+            values = slip.memory.tolist()[: self._length]
+            if self._values is None:  # a thread that was faster may have given the memory away meanwhile
+                self._values = values
             self._give_back()
         return self._values or []
 
     def _give_back(self) -> None:
-        slip, self._slip = self._slip, None
+        slip = self.__dict__.pop("_slip", None)  # in one step: one thread alone gets it
         if slip is not None:
             self._stock.append(slip)
 
