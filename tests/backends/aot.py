@@ -112,7 +112,7 @@ def compile_all(arch: int, everything: bool) -> None:
                     TO_SLOTS=config.split > 1,
                 )
                 out = "fp32" if config.split > 1 else None
-                report("conv_kernel", work, config, constants, arch, out, transposed=transposed)
+                report(config.kernel, work, config, constants, arch, out, transposed=transposed)
         for weight in weight_grad_candidates(work):
             constants = dict(
                 channels(work),
@@ -128,7 +128,9 @@ def report(name: str, work: Work, config, constants: dict, arch: int, out: str |
     """Compile one kernel and print what it became."""
     module = kernels
     if config.gluon:
-        from sparseconv.backends.triton_implicit_gemm import gluon_kernels as module
+        from sparseconv.backends.triton_implicit_gemm import gluon_kernels, gluon_persistent
+
+        module = gluon_persistent if name.startswith("persistent") else gluon_kernels
     kernel = compile_kernel(getattr(module, name), work.dtype, constants, config, arch, out)
     ptx = kernel.asm["ptx"]
     sys.stdout.write(

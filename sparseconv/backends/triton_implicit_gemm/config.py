@@ -32,6 +32,17 @@ class ConvConfig:
     split: int = 1
     #: rows sorted inside runs of neighbouring rows, tiles launched in that order: more waste, fewer reads from memory
     chunked: bool = False
+    #: programs that stay, as many as multiprocessors: four warps copy, two times four multiply a half of the tile each
+    persistent: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel."""
+        return "persistent_conv_kernel" if self.persistent else "conv_kernel"
+
+    def grid(self, work_items: int, processors: int) -> int:
+        """Programs of a launch over so many tiles and blocks of channels."""
+        return min(work_items, processors) if self.persistent else work_items
 
 
 @dataclass(frozen=True)
@@ -156,9 +167,12 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
         return [*few, tile] if load <= 0.6 else [tile, *few]
     if not work.gluon:
         return [tile, narrow] if wide else [replace(tile, stages=2), tile, narrow]
+    stay = replace(tile, block_m=32768 // block_n, warps=4, stages=4, persistent=True)
+    even = block_n >= 128 and block_k == 64 and c_out % block_n == 0 and c_in % block_k == 0
+    stays = [stay] if even and programs(work, stay) >= 2 * work.processors else []
     if wide:
-        return [tile, replace(tile, block_n=128, warps=4)]
-    return [replace(tile, stages=2), tile, replace(narrow, stages=2)]
+        return [*stays, tile, replace(tile, block_n=128, warps=4)]
+    return [*stays, replace(tile, stages=2), tile, replace(narrow, stages=2)][:4]
 
 
 def programs(work: Work, config: ConvConfig) -> int:

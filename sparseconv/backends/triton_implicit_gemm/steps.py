@@ -51,8 +51,8 @@ class ConvStep:
         blocks_n = -(-work.pack * work.group_out // config.block_n)
         packs = -(-work.groups // work.pack)
         self._sums = Launch(
-            _kernel("conv_kernel", config.gluon),
-            schedule.num_tiles * packs * blocks_n,
+            _kernel(config.kernel, config.gluon),
+            config.grid(schedule.num_tiles * packs * blocks_n, work.processors),
             (
                 schedule.neighbors,
                 schedule.out_rows,
@@ -227,9 +227,9 @@ def precision_of(dtype: torch.dtype) -> str:
 @functools.cache
 def _kernel(name: str, gluon: bool) -> Any:
     if gluon:
-        from sparseconv.backends.triton_implicit_gemm import gluon_kernels
+        from sparseconv.backends.triton_implicit_gemm import gluon_kernels, gluon_persistent
 
-        return getattr(gluon_kernels, name)
+        return getattr(gluon_persistent if name.startswith("persistent") else gluon_kernels, name)
     from sparseconv.backends.triton_implicit_gemm import kernels
 
     return getattr(kernels, name)
