@@ -117,6 +117,7 @@ def consume(
     WIDE: gl.constexpr,
 ):  # fmt: skip
     """Multiply and write one half of the rows of this program's tiles."""
+    BLOCKS_K: gl.constexpr = GROUP_IN // BLOCK_K
     BLOCKS_N: gl.constexpr = GROUP_OUT // BLOCK_N
     PARTS: gl.constexpr = GROUPS * BLOCKS_N
     ROWS: gl.constexpr = BLOCK_M // 2
@@ -129,29 +130,29 @@ def consume(
     num_work = num_slots // BLOCK_M * PARTS
     tile = tile_of(tile_order_ptr, 0, num_work, PARTS)
     next_tile = tile_of(tile_order_ptr, 1, num_work, PARTS)
-    count = gl.maximum(gl.load(tile_counts_ptr + tile), 1)
     stage = 0
     phase = 0
     for turn in range((num_work + gl.num_programs(0) - 1) // gl.num_programs(0)):
         work = work_of(turn)
         far_tile = tile_of(tile_order_ptr, turn + 2, num_work, PARTS)
-        next_count = gl.load(tile_counts_ptr + next_tile)
+        # read here and not a turn ahead as in `produce`: Triton 3.6 takes a count carried here for the first one
+        steps = gl.maximum(gl.load(tile_counts_ptr + tile), 1) * BLOCKS_K
         slots = tile * BLOCK_M + lane_rows
         out_rows = gl.load(out_rows_ptr + slots)
         if work < num_work:
             acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=MMA)
-            for step in range(count * (GROUP_IN // BLOCK_K)):
+            for step in range(steps):
                 mbarrier.wait(full.index(stage), phase)
                 fence_async_shared()
                 b = b_shared.index(stage).permute((1, 0)) if TRANSPOSED else b_shared.index(stage)
                 acc = warpgroup_mma(a_shared.index(stage).slice(HALF * ROWS, ROWS), b, acc, is_async=True)
                 acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
                 gl.thread_barrier()  # all four warps have done the step before: its buffers are free
-                mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1, pred=step > 0)
+                mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=step > 0)
                 stage, phase = next_stage(stage, phase, STAGES)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
             gl.thread_barrier()
-            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
             write_tile(
                 acc, out_ptr, bias_ptr, residual_ptr, out_rows, slots, work % BLOCKS_N * BLOCK_N,
                 GROUPS * GROUP_OUT, GROUP_OUT, work // BLOCKS_N % GROUPS, LAYOUT,
@@ -159,7 +160,6 @@ def consume(
             )  # fmt: skip
         tile = next_tile
         next_tile = far_tile
-        count = gl.maximum(next_count, 1)
 
 
 @gluon.jit
