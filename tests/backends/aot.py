@@ -67,6 +67,13 @@ def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: 
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
+def carried(ttgir: str) -> list[int]:
+    """How many values each outermost loop carries round: a Triton has been seen to drop one that changes."""
+    loops = re.findall(r"^( *)%\S+ = scf\.for .*?iter_args\((.*?)\) ->", ttgir, re.MULTILINE)
+    outermost = min((len(indent) for indent, _ in loops), default=0)
+    return [values.count(" = ") for indent, values in loops if len(indent) == outermost]
+
+
 def channels(work: Work, wide: bool = False) -> dict:
     """The constants that both kernels share."""
     unit = 16 // work.dtype.itemsize if work.aligned else 1
@@ -149,6 +156,7 @@ def report(name: str, work: Work, config, constants: dict, arch: int, out: str |
                 "tcgen05": "tcgen05.mma" in ptx,
                 "mma": "mma.sync" in ptx,
                 "copies": ptx.count("cp.async.cg"),
+                "carried": carried(kernel.asm["ttgir"]),
                 **facts,
             }
         )

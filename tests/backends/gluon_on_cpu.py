@@ -111,7 +111,7 @@ def load(pointer: Pointer, mask=None, other=0):
     at = np.asarray(pointer.offset)
     if mask is None:
         _inside(at, pointer.array)
-        return tensor(pointer.array[at]) if at.ndim else pointer.array[int(at)]
+        return tensor(pointer.array[at])
     at, mask = np.broadcast_arrays(at, mask)
     _inside(at[mask], pointer.array)
     return tensor(np.where(mask, pointer.array[np.where(mask, at, 0)], np.asarray(other, pointer.array.dtype)))
@@ -226,9 +226,9 @@ class Program:
     def launch(self, name: str, grid: int, warps: int, *arguments, **constants) -> None:
         """Run every program of a grid, one after another; arrays are passed by their address."""
         self._grid[0] = grid
-        call = [Pointer(a.reshape(-1)) if isinstance(a, np.ndarray) else np.int64(a) for a in arguments]
         for program in range(grid):
             self._state.program, self._state.warps = program, warps
+            call = [Pointer(a.reshape(-1)) if isinstance(a, np.ndarray) else tensor(np.int64(a)) for a in arguments]
             self.space[name](*call, **constants)
 
 

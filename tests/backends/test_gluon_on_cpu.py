@@ -62,6 +62,6 @@ def test_conv_kernels(persistent, transposed, rows, density, groups, blocks, sta
         schedule.neighbors.shape[1], schedule.tile_rows.shape[1], groups * c // 8, c * groups * c // 8, groups * c // 8,
         UNIT=8, GROUP_IN=c, GROUP_OUT=c, PACK=1, GROUPS=groups, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
         STAGES=stages, TRANSPOSED=transposed, HAS_BIAS=True, HAS_RESIDUAL=True, ACTIVATION=lambda v: v * 2,
-        TO_SLOTS=False, WIDE=False, HIDDEN=True, PRECISION="tf32",
+        TO_SLOTS=False, WIDE=transposed, HIDDEN=True, PRECISION="tf32",
     )  # fmt: skip
     np.testing.assert_array_equal(got.astype(np.float32), 2 * want)

@@ -26,6 +26,9 @@ from sparseconv.backends.triton_implicit_gemm.gluon_kernels import (
     write_tile,
 )
 
+#: the barrier among the warps of a partition, by the name it has in this Triton
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
 
 @gluon.jit
 def work_of(turn):
@@ -147,11 +150,11 @@ def consume(
                 b = b_shared.index(stage).permute((1, 0)) if TRANSPOSED else b_shared.index(stage)
                 acc = warpgroup_mma(a_shared.index(stage).slice(HALF * ROWS, ROWS), b, acc, is_async=True)
                 acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
-                gl.thread_barrier()  # all four warps have done the step before: its buffers are free
+                thread_barrier()  # all four warps have done the step before: its buffers are free
                 mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), pred=step > 0)
                 stage, phase = next_stage(stage, phase, STAGES)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
             write_tile(
                 acc, out_ptr, bias_ptr, residual_ptr, out_rows, slots, work % BLOCKS_N * BLOCK_N,
@@ -189,8 +192,8 @@ def persistent_conv_kernel(
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=128)
         mbarrier.init(empty.index(s), count=2)
-    gl.thread_barrier()
-    # registers: 200 for a half, 112 for the copies, and what is left, 192, for the first half
+    thread_barrier()
+    # registers of a thread: 200 for the second half, 104 for the copies, which leaves 200 for the first half
     gl.warp_specialize(
         [
             (consume, (
