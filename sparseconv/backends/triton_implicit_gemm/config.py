@@ -169,16 +169,17 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
         return [*few, tile] if load <= 0.6 else [tile, *few]
     if not work.gluon:
         return [tile, narrow] if wide else [replace(tile, stages=2), tile, narrow]
-    staying = _staying(work, tile)
-    if wide:
-        return [*staying, tile, replace(tile, block_n=128, warps=4)]
-    return [*staying, replace(tile, stages=2), tile, replace(narrow, stages=2)]
+    found = [tile, replace(tile, block_n=128, warps=4)]
+    if not wide:
+        found = [replace(tile, stages=2), tile, replace(narrow, stages=2)]
+    at = 0 if work.transposed else 1  # ahead in an input gradient, about even in a forward
+    return [*found[:at], *_staying(work, tile), *found[at:]]
 
 
 def _staying(work: Work, tile: ConvConfig) -> list[ConvConfig]:
     """The persistent kernel where it applies: whole blocks of 64 and of 128 or 256 channels, two tiles a processor.
 
-    Products read the weight fastest along the contracted channels (3-5%): as it lies in an input gradient, through a
+    Its products read the weight fastest along the contracted channels: as it lies in an input gradient, through a
     transposed copy in a forward, where the copy is small.
     """
     if tile.block_n < 128 or work.group_out % tile.block_n or work.group_in % 64:
