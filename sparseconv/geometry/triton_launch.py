@@ -94,7 +94,10 @@ def _entry(run: Any) -> tuple[Callable[..., None], tuple[bool, bool]] | None:
     """The C function behind a launcher of Triton that only adds memory for kernels which ask for some, and what it
     is told of cooperation and of overlap; None for kernels that ask, and for launchers of another form."""
     form = tuple(inspect.signature(type(run).__call__).parameters)
-    if form != ("self", "gridX", "gridY", "gridZ", "stream", "function", "args"):
+    told = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    if form != ("self", "gridX", "gridY", "gridZ", "stream", "function", "args") or not all(
+        hasattr(run, name) for name in told
+    ):
         return None
     if run.global_scratch_size or run.profile_scratch_size:
         return None
