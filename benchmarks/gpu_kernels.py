@@ -250,7 +250,7 @@ def conv_sweep(c: int) -> list[ConvConfig]:
         found = [ConvConfig(128, c, bk, 4, s, gluon=True) for s in (2, 3)]
         found += [ConvConfig(128, c, bk, 8, 2, gluon=True), ConvConfig(64, c, bk, 4, 2, gluon=True)]
         return found
-    return [ConvConfig(128, 256, 64, 8, 3, gluon=True), ConvConfig(128, 256, 64, 4, 4, gluon=True, persistent=True)]
+    return [ConvConfig(128, 256, 64, 8, 3, gluon=True)]
 
 
 def conv(data: str, cases) -> None:
@@ -322,7 +322,7 @@ def weight32(data: str, cases) -> None:
 
 def short(config) -> str:
     if isinstance(config, ConvConfig):
-        tag = "R" if config.persistent else "G" if config.gluon else "P"
+        tag = "G" if config.gluon else "P"
         return f"{tag}{config.block_m}x{config.block_n}x{config.block_k}w{config.warps}s{config.stages}" + (
             "copy" if config.weight_copy else ""
         )

@@ -67,13 +67,6 @@ def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: 
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def carried(ttgir: str) -> list[int]:
-    """How many values each outermost loop carries round: a Triton has been seen to drop one that changes."""
-    loops = re.findall(r"^( *)%\S+ = scf\.for .*?iter_args\((.*?)\) ->", ttgir, re.MULTILINE)
-    outermost = min((len(indent) for indent, _ in loops), default=0)
-    return [values.count(" = ") for indent, values in loops if len(indent) == outermost]
-
-
 def channels(work: Work, wide: bool = False) -> dict:
     """The constants that both kernels share."""
     unit = 16 // work.dtype.itemsize if work.aligned else 1
@@ -119,7 +112,7 @@ def compile_all(arch: int, everything: bool) -> None:
                     TO_SLOTS=config.split > 1,
                 )
                 out = "fp32" if config.split > 1 else None
-                report(config.kernel, work, config, constants, arch, out, transposed=transposed)
+                report("conv_kernel", work, config, constants, arch, out, transposed=transposed)
         for weight in weight_grad_candidates(work):
             constants = dict(
                 channels(work),
@@ -135,9 +128,7 @@ def report(name: str, work: Work, config, constants: dict, arch: int, out: str |
     """Compile one kernel and print what it became."""
     module = kernels
     if config.gluon:
-        from sparseconv.backends.triton_implicit_gemm import gluon_kernels, gluon_persistent
-
-        module = gluon_persistent if name.startswith("persistent") else gluon_kernels
+        from sparseconv.backends.triton_implicit_gemm import gluon_kernels as module
     kernel = compile_kernel(getattr(module, name), work.dtype, constants, config, arch, out)
     ptx = kernel.asm["ptx"]
     sys.stdout.write(
@@ -156,7 +147,6 @@ def report(name: str, work: Work, config, constants: dict, arch: int, out: str |
                 "tcgen05": "tcgen05.mma" in ptx,
                 "mma": "mma.sync" in ptx,
                 "copies": ptx.count("cp.async.cg"),
-                "carried": carried(kernel.asm["ttgir"]),
                 **facts,
             }
         )

@@ -1,8 +1,7 @@
-"""Gluon kernels as plain Python over numpy: partitions of a warp-specialised kernel are threads, barriers have phases.
+"""Gluon kernels as plain Python over numpy.
 
 A module of kernels is executed again with stand-ins for Gluon's own modules, so that what runs is the shipped source.
-Copies and products happen at once; what is checked is the arithmetic, the addresses, and that the partitions neither
-wait for each other for ever nor touch a buffer that another one still owns.
+Copies and products happen at once; what is checked is the arithmetic and the addresses.
 """
 
 from __future__ import annotations
@@ -10,15 +9,11 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-
-#: seconds after which a wait counts as a deadlock
-PATIENCE = 20.0
 
 
 class Tensor(np.ndarray):
@@ -70,39 +65,6 @@ class Shared:
         return Shared(self.array.transpose(axes))
 
 
-class Barrier:
-    """An mbarrier: a count of arrivals still missing, and the phase that they complete."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.count = self.missing = self.phase = 0
-
-    def init(self, count: int) -> None:
-        self.count = self.missing = count
-
-    def arrive(self, number: int) -> None:
-        with self.changed:
-            self.missing -= number
-            assert self.missing >= 0, "more arrivals than the barrier was made for"
-            if self.missing == 0:
-                self.missing = self.count
-                self.phase += 1
-                self.changed.notify_all()
-
-    def wait(self, parity: int) -> None:
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.phase % 2 != int(parity), PATIENCE):
-                raise TimeoutError("a partition waits for ever")
-
-
-class Barriers:
-    def __init__(self, number: int) -> None:
-        self.all = [Barrier() for _ in range(number)]
-
-    def index(self, at):
-        return self.all[int(at)]
-
-
 def _inside(at: np.ndarray, array: np.ndarray) -> None:
     assert ((at >= 0) & (at < array.size)).all(), "an address outside the array"
 
@@ -137,28 +99,9 @@ class Kernel:
         return self.fn(*args, **kwargs)
 
 
-def modules(state: threading.local, grid: list[int]) -> dict[str, ModuleType]:
+def modules(state: SimpleNamespace) -> dict[str, ModuleType]:
     """Stand-ins for the modules that kernels import, by name."""
     int64, float32, float16 = np.dtype(np.int64), np.dtype(np.float32), np.dtype(np.float16)
-
-    def specialize(functions, warps, registers):
-        failures: list[BaseException] = []
-        program, count = state.program, [4, *warps]
-
-        def run(fn, args, number):
-            state.program, state.warps = program, number
-            try:
-                fn(*args)
-            except BaseException as error:
-                failures.append(error)
-
-        threads = [threading.Thread(target=run, args=(fn, args, n)) for (fn, args), n in zip(functions, count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
 
     def mma(a, b, acc, is_async=True):
         return tensor(acc + a.array.astype(np.float32) @ b.array.astype(np.float32))
@@ -170,27 +113,19 @@ def modules(state: threading.local, grid: list[int]) -> dict[str, ModuleType]:
         zeros=lambda shape, dtype, layout=None: tensor(np.zeros(shape, dtype)),
         load=load, store=store, minimum=min, maximum=max, static_range=range,
         where=lambda c, a, b: a if c else b,
-        program_id=lambda axis: state.program, num_programs=lambda axis: grid[0], num_warps=lambda: state.warps,
+        program_id=lambda axis: state.program, num_warps=lambda: state.warps,
         convert_layout=lambda value, layout: value, thread_barrier=lambda: None,
-        allocate_shared_memory=lambda dtype, shape, layout: Barriers(shape[0]) if layout == "barriers"
-        else Shared(np.full(shape, np.nan, np.float32)),
-        warp_specialize=specialize,
+        allocate_shared_memory=lambda dtype, shape, layout: Shared(np.full(shape, np.nan, np.float32)),
         BlockedLayout=lambda *a, **k: None, SliceLayout=lambda *a: None, NVMMASharedLayout=lambda **k: None,
         NVMMADistributedLayout=lambda **k: None, DistributedLinearLayout=lambda *a: None,
     )  # fmt: skip
-    barrier = ModuleType("mbarrier")
-    barrier.MBarrierLayout = lambda: "barriers"
-    barrier.init = lambda b, count: b.init(count)
-    barrier.wait = lambda b, phase: b.wait(phase)
-    barrier.arrive = lambda b, count=1, pred=True: b.arrive(count) if pred else None
     cp = ModuleType("async_copy")
     cp.async_copy_global_to_shared = copy
     cp.commit_group = lambda: None
     cp.wait_group = lambda n: None
-    cp.mbarrier_arrive = lambda b, increment_count=True: b.arrive(32 * state.warps)
     hopper = ModuleType("hopper")
     hopper.__dict__.update(
-        mbarrier=barrier, async_copy=cp, tma=None, fence_async_shared=lambda: None, warpgroup_mma=mma,
+        async_copy=cp, fence_async_shared=lambda: None, warpgroup_mma=mma,
         warpgroup_mma_wait=lambda num_outstanding, deps: deps[0],
     )  # fmt: skip
     ampere = ModuleType("ampere")
@@ -206,12 +141,11 @@ def modules(state: threading.local, grid: list[int]) -> dict[str, ModuleType]:
 
 
 class Program:
-    """The kernels of some modules, each of which may import those before it."""
+    """The kernels of some modules."""
 
     def __init__(self, *names: str) -> None:
-        self._state = threading.local()
-        self._grid = [1]
-        stand_ins = modules(self._state, self._grid)
+        self._state = SimpleNamespace(program=0, warps=4)
+        stand_ins = modules(self._state)
         stand_ins["triton.experimental"].gluon = stand_ins["triton.experimental.gluon"]
         self.space: dict = {}
         with _imports(stand_ins):
@@ -225,7 +159,6 @@ class Program:
 
     def launch(self, name: str, grid: int, warps: int, *arguments, **constants) -> None:
         """Run every program of a grid, one after another; arrays are passed by their address."""
-        self._grid[0] = grid
         for program in range(grid):
             self._state.program, self._state.warps = program, warps
             call = [Pointer(a.reshape(-1)) if isinstance(a, np.ndarray) else tensor(np.int64(a)) for a in arguments]

@@ -9,7 +9,7 @@ import torch
 
 from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of
-from sparseconv.backends.triton_implicit_gemm.config import ConvConfig, conv_candidates, weight_grad_candidates
+from sparseconv.backends.triton_implicit_gemm.config import conv_candidates, weight_grad_candidates
 from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
@@ -105,30 +105,6 @@ def test_every_configuration(dtype, c_in, c_out, groups, rows, taps):
             results.append(out)
         assert close(results[0], dw), config
         assert torch.equal(*results), config
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("c_in", "c_out", "groups", "block_n"), [(64, 128, 1, 128), (256, 512, 1, 256), (256, 512, 2, 256)]
-)
-@pytest.mark.parametrize(
-    ("rows", "split", "wide", "copy"), [(90, 1, False, True), (70_000, 1, True, False), (5000, 3, False, False)]
-)
-def test_programs_that_stay(dtype, c_in, c_out, groups, block_n, rows, split, wide, copy):
-    """Fewer tiles than multiprocessors, some turns each, tiles without a live tap, sums by groups of taps."""
-    kernel_map = scattered_map(rows, rows + 77, 27, 0.05)
-    x, w, g = operands(kernel_map, c_in, c_out, groups, dtype)
-    bias = torch.linspace(-1, 1, c_out, device="cuda").to(dtype)
-    want = reference(x, w, g, kernel_map, groups)[0] + bias.double() + g.double()
-    work = work_of(Request(kernel_map, x.device, dtype, c_in, c_out, groups), True)
-    config = ConvConfig(32768 // block_n, block_n, 64, 4, 4, True, copy, split, persistent=True)
-    results = []
-    for _ in range(2):
-        out = torch.full(g.shape, float("nan"), dtype=dtype, device="cuda")
-        ConvRecipe(config, work, x, w, False, bias, g, wide=wide).bind(kernel_map)(x, w, out, bias, g)
-        results.append(out)
-    assert close(results[0], want)
-    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("split", [1, 3])

@@ -12,8 +12,6 @@ HALF = (torch.float16, torch.bfloat16)
 PACK_CHANNELS = 64
 #: rows from which features no longer fit in the second-level cache together
 FAR_ROWS = 500_000
-#: numbers of a weight that a forward may copy to read them along the contracted channels: microseconds, a few MB
-COPIED_WEIGHT = 2**22
 #: bytes of shared memory that the blocks on one multiprocessor share
 SHARED_BYTES = 227 << 10
 
@@ -34,17 +32,6 @@ class ConvConfig:
     split: int = 1
     #: rows sorted inside runs of neighbouring rows, tiles launched in that order: more waste, fewer reads from memory
     chunked: bool = False
-    #: programs that stay, as many as multiprocessors: four warps copy, two times four multiply a half of the tile each
-    persistent: bool = False
-
-    @property
-    def kernel(self) -> str:
-        """The name of the kernel."""
-        return "persistent_conv_kernel" if self.persistent else "conv_kernel"
-
-    def grid(self, work_items: int, processors: int) -> int:
-        """Programs of a launch over so many tiles and blocks of channels."""
-        return min(work_items, processors) if self.persistent else work_items
 
 
 @dataclass(frozen=True)
@@ -169,26 +156,9 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
         return [*few, tile] if load <= 0.6 else [tile, *few]
     if not work.gluon:
         return [tile, narrow] if wide else [replace(tile, stages=2), tile, narrow]
-    found = [tile, replace(tile, block_n=128, warps=4)]
-    if not wide:
-        found = [replace(tile, stages=2), tile, replace(narrow, stages=2)]
-    at = 0 if work.transposed else 1  # ahead in an input gradient, about even in a forward
-    return [*found[:at], *_staying(work, tile), *found[at:]]
-
-
-def _staying(work: Work, tile: ConvConfig) -> list[ConvConfig]:
-    """The persistent kernel where it applies: whole blocks of 64 and of 128 or 256 channels, two tiles a processor.
-
-    Its products read the weight fastest along the contracted channels: as it lies in an input gradient, through a
-    transposed copy in a forward, where the copy is small.
-    """
-    if tile.block_n < 128 or work.group_out % tile.block_n or work.group_in % 64:
-        return []
-    copy = not work.transposed and work.num_taps * work.group_in * work.group_out * work.groups <= COPIED_WEIGHT
-    stay = replace(
-        tile, block_m=32768 // tile.block_n, block_k=64, warps=4, stages=4, persistent=True, weight_copy=copy
-    )
-    return [stay] if programs(work, stay) >= 2 * work.processors else []
+    if wide:
+        return [tile, replace(tile, block_n=128, warps=4)]
+    return [replace(tile, stages=2), tile, replace(narrow, stages=2)]
 
 
 def programs(work: Work, config: ConvConfig) -> int:

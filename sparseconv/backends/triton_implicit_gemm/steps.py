@@ -105,8 +105,7 @@ class ConvRecipe:
         written = (num_slots if to_slots else rows_out) * c_out
         farthest = max(rows_in * self._stride_x, written, schedule.neighbors.numel(), self._weight[0])
         program, strides = self._kept(self._program, to_slots, self._wide or farthest >= NARROW)
-        programs = config.grid(schedule.num_tiles * self._blocks, self._work.processors)
-        sums = Launch(program, programs, schedule.fixed, strides)
+        sums = Launch(program, schedule.num_tiles * self._blocks, schedule.fixed, strides)
         exchange = self._work.groups if config.weight_copy else 0
         if schedule.slots is None:
             return Step(sums, None, exchange=exchange) if exchange else sums
@@ -137,7 +136,7 @@ class ConvRecipe:
         }
         pointers = (work.dtype, work.dtype, torch.float32 if to_slots else work.dtype, *self._more, *(_I32,) * 6)
         types = (*pointers, 16, int, *map(_shown, strides))  # slots come in multiples of 256
-        return Program(_kernel(config.kernel, config.gluon), types, constants, config.warps, config.stages), strides
+        return Program(_kernel("conv_kernel", config.gluon), types, constants, config.warps, config.stages), strides
 
     def _combination(self, num_groups: int, block_m: int, block_n: int) -> Program:
         """The kernel that adds the sums of groups of taps."""
@@ -262,9 +261,9 @@ def precision_of(dtype: torch.dtype) -> str:
 @functools.cache
 def _kernel(name: str, gluon: bool) -> Any:
     if gluon:
-        from sparseconv.backends.triton_implicit_gemm import gluon_kernels, gluon_persistent
+        from sparseconv.backends.triton_implicit_gemm import gluon_kernels
 
-        return getattr(gluon_persistent if name.startswith("persistent") else gluon_kernels, name)
+        return getattr(gluon_kernels, name)
     from sparseconv.backends.triton_implicit_gemm import kernels
 
     return getattr(kernels, name)
