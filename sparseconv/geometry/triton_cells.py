@@ -61,9 +61,13 @@ def cells_of(coords_ptr, row, live, ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: t
 
 @triton.jit
 def first_slot(key, capacity, volume):
-    """The slot where a block's search begins: its key where every block has a slot of its own, else a hash of it."""
-    mixed = (key * -7046029254386353131).to(tl.uint64, bitcast=True) >> 32
-    hashed = ((mixed * capacity.to(tl.uint64)) >> 32).to(tl.int64)
+    """The slot where a block's search begins: its key where every block has a slot of its own, else a hash of it.
+
+    Eight keys that follow one another share a line of 128 bytes: neighbours along the last axis are read together.
+    """
+    mixed = ((key >> 3) * -7046029254386353131).to(tl.uint64, bitcast=True) >> 32
+    lines = (capacity >> 3).to(tl.uint64)
+    hashed = (((mixed * lines) >> 32).to(tl.int64) << 3) | (key & 7)
     return tl.where(volume <= capacity, key, hashed).to(tl.int32)
 
 
@@ -124,7 +128,25 @@ def popcount_low(word):
 
 
 @triton.jit
-def below(bit):
-    """The int64 word whose bits under ``bit`` are set."""
-    one = tl.full(bit.shape, 1, tl.int64)
-    return (one << bit.to(tl.int64)) - 1
+def pack_half(word, place):
+    """The bits of a half block, from the lower half of int64 words, and its first place in the rows as one word."""
+    return (word & 0xFFFFFFFF) | (place << 32)
+
+
+@triton.jit
+def rank_in_half(half, bit):
+    """The place of the cell ``bit`` (0 to 31) of a half block: its first place and the number of cells before it."""
+    return (half >> 32).to(tl.int32) + popcount_low(half.to(tl.int32) & ~(-1 << bit))
+
+
+@triton.jit
+def place_of(info_ptr, block, bit, live):
+    """Where the row of a cell of a block stands in the list of rows."""
+    half = tl.load(info_ptr + 2 * block + (bit >> 5), mask=live, other=0)
+    return rank_in_half(half, (bit & 31).to(tl.int32))
+
+
+@triton.jit
+def bits_of_few(word):
+    """Bits set in int32 words of four bits at most: cheaper than counting all 32."""
+    return word - (word >> 1) - (word >> 2) - (word >> 3)
