@@ -16,6 +16,7 @@ from sparseconv.geometry.triton_counts import (
     report_of,
     scan_counts,
 )
+from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_launch import (
     Arena,
     Launcher,
@@ -88,6 +89,8 @@ class WindowSearch:
             and 0 <= window.reach <= 2 ** min(table.shifts[1:])
             and coords.shape[0] > 0
         )
+        #: whether each row looks at the 27 cells around it, for which there are kernels of their own
+        self.is_cube = self.is_local and table is not None and (window.offsets, table.shifts) == CUBE
         self.table, self.window, self.given = table, window, given
         self.coords = coords if self.is_local else aligned(coords)
         self.chunk_rows = rows_per_chunk(coords.shape[0])

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparseconv.geometry.triton_cube import corners, look_along, look_at_plane, rank_in_warp
 from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
@@ -44,8 +45,11 @@ def pairs_of(search: WindowSearch) -> tuple[torch.Tensor, torch.Tensor, tuple[in
             n, search.capacity, search.chunks, window.num_taps,
         )  # fmt: skip
         with on_device(device):
-            grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
-            _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
+            if search.is_cube:
+                _CUBE_PAIRS(device, (search.chunks, 2), args, (search.chunk_rows,))
+            else:
+                grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
+                _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
     return in_rows, out_rows, offsets
 
 
@@ -193,6 +197,95 @@ def put(in_rows_ptr, out_rows_ptr, place, turn, found, row, MIRRORED: tl.constex
 
 
 @triton.jit
+def cube_pairs_kernel(
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
+    starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n, capacity, num_chunks, num_taps, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`pairs_kernel` for the 27 cells around rows: taps 0 to 8 in one program of a chunk, 9 to 13 in the other."""
+    if tl.program_id(1) == 0:
+        list_plane(
+            info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr,
+            n, num_chunks, 0, CHUNK,
+        )  # fmt: skip
+    else:
+        list_plane(
+            info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr,
+            n, num_chunks, 1, CHUNK,
+        )  # fmt: skip
+
+
+@triton.jit
+def list_plane(
+    info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n, num_chunks,
+    X: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The edges of the nine taps at X = 0, or of the four before the centre and the centre itself at X = 1."""
+    lane = tl.arange(0, 32)
+    tap = 9 * X
+    place0, turn0 = list_of(starts_ptr, offsets_ptr, num_chunks, tap)
+    place1, turn1 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 1)
+    place2, turn2 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 2)
+    place3, turn3 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 3)
+    place4, turn4 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 4)
+    if X == 0:
+        place5, turn5 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 5)
+        place6, turn6 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 6)
+        place7, turn7 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 7)
+        place8, turn8 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 8)
+    first = tl.program_id(0) * CHUNK
+    last = tl.minimum(first + CHUNK, n)
+    entry = tl.load(entries_ptr + first + lane, mask=first + lane < last, other=-1)
+    for start in range(first, last, 32):
+        row = start + lane
+        bit, a, b, c, d, e, f, g, h = corners(entry, row < last, info_ptr, around_ptr)
+        following = row + 32
+        entry = tl.load(entries_ptr + following, mask=following < last, other=-1)
+        if X == 0:
+            found0, found1, found2, found3, found4, found5, found6, found7, found8 = look_at_plane(
+                bit, a, b, c, d, e, f, g, h, rows_ptr, 0
+            )  # fmt: skip
+            place4 = append(in_rows_ptr, out_rows_ptr, place4, turn4, found4, row, True)
+            place5 = append(in_rows_ptr, out_rows_ptr, place5, turn5, found5, row, True)
+            place6 = append(in_rows_ptr, out_rows_ptr, place6, turn6, found6, row, True)
+            place7 = append(in_rows_ptr, out_rows_ptr, place7, turn7, found7, row, True)
+            place8 = append(in_rows_ptr, out_rows_ptr, place8, turn8, found8, row, True)
+        else:
+            seen, near, far, cell = look_along(bit, a, b, c, d, e, f, g, h, 1, 0)
+            found0, near, far = take(rows_ptr, seen, near, far, cell, 0, 4, True)
+            found1, near, far = take(rows_ptr, seen, near, far, cell, 1, 4, True)
+            found2, near, far = take(rows_ptr, seen, near, far, cell, 2, 4, True)
+            seen, near, far, cell = look_along(bit, a, b, c, d, e, f, g, h, 1, 1)
+            found3, near, far = take(rows_ptr, seen, near, far, cell, 0, 4, True)
+            found4 = tl.where(((seen >> 1) & 1) != 0, row, -1)  # the centre
+            place4 = append(in_rows_ptr, out_rows_ptr, place4, turn4, found4, row, False)
+        place0 = append(in_rows_ptr, out_rows_ptr, place0, turn0, found0, row, True)
+        place1 = append(in_rows_ptr, out_rows_ptr, place1, turn1, found1, row, True)
+        place2 = append(in_rows_ptr, out_rows_ptr, place2, turn2, found2, row, True)
+        place3 = append(in_rows_ptr, out_rows_ptr, place3, turn3, found3, row, True)
+
+
+@triton.jit
+def list_of(starts_ptr, offsets_ptr, num_chunks, tap):
+    """Where this chunk's edges of a tap begin, and how far behind them those of the mirrored tap do."""
+    here = tl.load(offsets_ptr + tap)
+    place = here + tl.load(starts_ptr + tap * num_chunks + tl.program_id(0))
+    return tl.zeros((32,), tl.int64) + place, tl.load(offsets_ptr + 26 - tap) - here
+
+
+@triton.jit
+def append(in_rows_ptr, out_rows_ptr, place, turn, found, row, MIRRORED: tl.constexpr):
+    """`put` for the 32 rows of one warp."""
+    rank, count = rank_in_warp((found >= 0).to(tl.int32))
+    at = place + rank
+    tl.store(in_rows_ptr + at, found, mask=found >= 0)
+    tl.store(out_rows_ptr + at, row, mask=found >= 0)
+    if MIRRORED:
+        tl.store(in_rows_ptr + at + turn, row, mask=found >= 0)
+        tl.store(out_rows_ptr + at + turn, found, mask=found >= 0)
+    return place + count
+
+
+@triton.jit
 def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
     """reversed[tap, neighbors[tap, row]] = row."""
     tap = tl.program_id(1).to(tl.int64)
@@ -203,6 +296,7 @@ def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
 
 _I32, _I64 = torch.int32, torch.int64
 _PAIRS = Launcher(pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, *(int,) * 4), num_warps=1)
+_CUBE_PAIRS = Launcher(cube_pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, *(int,) * 4), num_warps=1)
 _REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))
 
 
