@@ -11,7 +11,6 @@ import itertools
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_cells import popcount_low
 from sparseconv.geometry.triton_launch import IS_INTERPRETED
 from sparseconv.geometry.triton_window import look_into_halves, take
 

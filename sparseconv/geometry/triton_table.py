@@ -39,10 +39,11 @@ class CoordinateTable:
     """Occupied blocks of cells, found by open addressing; everything stays on the device.
 
     A block of 64 cells (4 x 4 x 4 in space) is one slot: its key + 1 (0: empty slot) and the 64-bit word of its
-    occupied cells. Occupied blocks are numbered; ``info`` has the bits of each one's two halves, each with its
-    first place in ``rows``, where the rows of its cells lie side by side in the order of their bits. So the 27 look-ups of a 3 x 3 x 3 window touch
-    3.4 blocks on average. Where the blocks of the bounding box are no more than the slots, a block's slot is its key:
-    a plain bitmap. With single cells (``shifts`` all 0), the second word of a slot is the row + 1.
+    occupied cells. Occupied blocks are numbered; ``info`` has the bits of each one's two halves, each with its first
+    place in ``rows``, where the rows of its cells lie side by side in the order of their bits. So the 27 look-ups of a
+    3 x 3 x 3 window touch 3.4 blocks on average. Where the blocks of the bounding box are no more than the slots, a
+    block's slot is its key: a plain bitmap. With single cells (``shifts`` all 0), the second word of a slot is the
+    row + 1.
 
     Which slot and number a block gets depends on a race between threads; which row is found does not.
     """

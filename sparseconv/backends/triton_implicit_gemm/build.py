@@ -53,7 +53,8 @@ def build_schedule(
         block_m: rows of a tile; a power of two that divides 256.
         significance: taps from the most to the least significant bit of a row's mask; default: `tap_order`.
         groups: taps cut into groups with a row order of their own each; default: all in one.
-        chunk_rows: sort only inside runs of this many rows, for locality; keys then lose their last bits.
+        chunk_rows: sort only inside runs of about this many neighbouring rows, for locality; keys then lose their last
+            bits, and the launch order is the order of the tiles.
 
     Returns:
         A `Schedule` whose slots are padded to a multiple of 256 in each group.
@@ -67,11 +68,16 @@ def build_schedule(
     plain = significance is None and groups is None and chunk_rows is None
     if plain and search.table is not None and taps <= KEY_BITS:
         return make_tiles(search, search.order, parts, block_m)
-    return make_tiles(search, sort_rows(row_keys(search, parts, significance, chunk_rows)), parts, block_m)
+    in_order = chunk_rows is not None
+    return make_tiles(search, sort_rows(row_keys(search, parts, significance, chunk_rows)), parts, block_m, in_order)
 
 
 def make_tiles(
-    search: WindowSearch, order: torch.Tensor | Pointer, parts: tuple[tuple[int, ...], ...], block_m: int
+    search: WindowSearch,
+    order: torch.Tensor | Pointer,
+    parts: tuple[tuple[int, ...], ...],
+    block_m: int,
+    in_order: bool = False,
 ) -> Schedule:
     """The schedule of rows in the ``order`` of each group: (G, N_out) integers, or the place of (N_out,) int32."""
     n, device, taps = search.coords.shape[0], search.coords.device, search.window.num_taps
@@ -107,9 +113,12 @@ def make_tiles(
             else:
                 constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
                 (_TILES_64 if wide else _TILES)(device, (tiles,), args, constants)
-            ranked = (pointer(counts), pointer(launch_order), tiles)
-            mine = 64 if tiles <= 4096 else 256  # many tiles are read by fewer programs
-            _RANK(device, (ceil_div(tiles, mine),), ranked, (power_of_2(lines + 2), mine, 1024))
+            if in_order:
+                torch.arange(tiles, dtype=torch.int32, device=device, out=launch_order)
+            else:
+                ranked = (pointer(counts), pointer(launch_order), tiles)
+                mine = 64 if tiles <= 4096 else 256  # many tiles are read by fewer programs
+                _RANK(device, (ceil_div(tiles, mine),), ranked, (power_of_2(lines + 2), mine, 1024))
     more: dict[str, Any] = {"slots": slots_of} if split else {}
     return Schedule(block_m, table, out_rows, counts, tile_rows, tile_taps, launch_order, **more)
 
