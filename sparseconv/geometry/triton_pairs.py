@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_cube import corners, look_along, look_at_plane, rank_in_warp
+from sparseconv.geometry.triton_cube import corners, look_along, rank_in_warp
 from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
@@ -20,6 +20,10 @@ from sparseconv.geometry.triton_window import Ints, encode_window, entry_of, loo
 if TYPE_CHECKING:
     from sparseconv.geometry.grid import VoxelGrid
     from sparseconv.geometry.ranges import IndexRange
+
+
+#: edges in a sector of 32 bytes, by which the card writes memory; from so many edges on they do not stay in its cache
+SECTOR, MANY_EDGES = 8, 4_000_000
 
 
 def pairs_of(search: WindowSearch) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
@@ -46,7 +50,13 @@ def pairs_of(search: WindowSearch) -> tuple[torch.Tensor, torch.Tensor, tuple[in
         )  # fmt: skip
         with on_device(device):
             if search.is_cube:
-                _CUBE_PAIRS(device, (search.chunks, 2), args, (search.chunk_rows,))
+                args = (
+                    *search.pointers, scratch[STARTS], pointer(pending.offsets), pointer(in_rows), pointer(out_rows),
+                    pointer(search.counts), n, search.chunks,
+                )  # fmt: skip
+                _CUBE_PAIRS(
+                    device, (search.chunks, 3), args, (search.chunk_rows, SECTOR if offsets[-1] > MANY_EDGES else 0)
+                )
             else:
                 grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
                 _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
@@ -199,39 +209,56 @@ def put(in_rows_ptr, out_rows_ptr, place, turn, found, row, MIRRORED: tl.constex
 @triton.jit
 def cube_pairs_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
-    starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n, capacity, num_chunks, num_taps, CHUNK: tl.constexpr,
+    starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, counts_ptr, n, num_chunks,
+    CHUNK: tl.constexpr, SECTOR: tl.constexpr,
 ):  # fmt: skip
-    """`pairs_kernel` for the 27 cells around rows: taps 0 to 8 in one program of a chunk, 9 to 13 in the other."""
-    if tl.program_id(1) == 0:
-        list_plane(
+    """`pairs_kernel` for the 27 cells around rows: taps 0 to 5, 6 to 8 and 9 to 13 of a chunk in a program each."""
+    part = tl.program_id(1)
+    if part == 0:
+        list_runs(
             info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr,
-            n, num_chunks, 0, CHUNK,
+            counts_ptr, n, num_chunks, 0, 6, CHUNK, SECTOR,
+        )  # fmt: skip
+    elif part == 1:
+        list_runs(
+            info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr,
+            counts_ptr, n, num_chunks, 6, 3, CHUNK, SECTOR,
         )  # fmt: skip
     else:
-        list_plane(
+        list_runs(
             info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr,
-            n, num_chunks, 1, CHUNK,
+            counts_ptr, n, num_chunks, 9, 5, CHUNK, SECTOR,
         )  # fmt: skip
 
 
 @triton.jit
-def list_plane(
-    info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n, num_chunks,
-    X: tl.constexpr, CHUNK: tl.constexpr,
+def list_runs(
+    info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, counts_ptr, n,
+    num_chunks, FIRST: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, SECTOR: tl.constexpr,
 ):  # fmt: skip
-    """The edges of the nine taps at X = 0, or of the four before the centre and the centre itself at X = 1."""
+    """The edges of one chunk of rows through TAPS taps from FIRST on, at most two runs; tap 13 is the centre."""
     lane = tl.arange(0, 32)
-    tap = 9 * X
-    place0, turn0 = list_of(starts_ptr, offsets_ptr, num_chunks, tap)
-    place1, turn1 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 1)
-    place2, turn2 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 2)
-    place3, turn3 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 3)
-    place4, turn4 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 4)
-    if X == 0:
-        place5, turn5 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 5)
-        place6, turn6 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 6)
-        place7, turn7 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 7)
-        place8, turn8 = list_of(starts_ptr, offsets_ptr, num_chunks, tap + 8)
+    own0, twin0, at0, shift0, end0 = open_list(
+        in_rows_ptr, out_rows_ptr, starts_ptr, offsets_ptr, counts_ptr, num_chunks, FIRST + 0, True, SECTOR
+    )  # fmt: skip
+    own1, twin1, at1, shift1, end1 = open_list(
+        in_rows_ptr, out_rows_ptr, starts_ptr, offsets_ptr, counts_ptr, num_chunks, FIRST + 1, True, SECTOR
+    )  # fmt: skip
+    own2, twin2, at2, shift2, end2 = open_list(
+        in_rows_ptr, out_rows_ptr, starts_ptr, offsets_ptr, counts_ptr, num_chunks, FIRST + 2, True, SECTOR
+    )  # fmt: skip
+    if TAPS > 3:
+        own3, twin3, at3, shift3, end3 = open_list(
+            in_rows_ptr, out_rows_ptr, starts_ptr, offsets_ptr, counts_ptr, num_chunks, FIRST + 3, True, SECTOR
+        )  # fmt: skip
+        own4, twin4, at4, shift4, end4 = open_list(
+            in_rows_ptr, out_rows_ptr, starts_ptr, offsets_ptr, counts_ptr, num_chunks, FIRST + 4,
+            FIRST + 4 < 13, SECTOR,
+        )  # fmt: skip
+    if TAPS > 5:
+        own5, twin5, at5, shift5, end5 = open_list(
+            in_rows_ptr, out_rows_ptr, starts_ptr, offsets_ptr, counts_ptr, num_chunks, FIRST + 5, True, SECTOR
+        )  # fmt: skip
     first = tl.program_id(0) * CHUNK
     last = tl.minimum(first + CHUNK, n)
     entry = tl.load(entries_ptr + first + lane, mask=first + lane < last, other=-1)
@@ -240,49 +267,94 @@ def list_plane(
         bit, a, b, c, d, e, f, g, h = corners(entry, row < last, info_ptr, around_ptr)
         following = row + 32
         entry = tl.load(entries_ptr + following, mask=following < last, other=-1)
-        if X == 0:
-            found0, found1, found2, found3, found4, found5, found6, found7, found8 = look_at_plane(
-                bit, a, b, c, d, e, f, g, h, rows_ptr, 0
-            )  # fmt: skip
-            place4 = append(in_rows_ptr, out_rows_ptr, place4, turn4, found4, row, True)
-            place5 = append(in_rows_ptr, out_rows_ptr, place5, turn5, found5, row, True)
-            place6 = append(in_rows_ptr, out_rows_ptr, place6, turn6, found6, row, True)
-            place7 = append(in_rows_ptr, out_rows_ptr, place7, turn7, found7, row, True)
-            place8 = append(in_rows_ptr, out_rows_ptr, place8, turn8, found8, row, True)
-        else:
-            seen, near, far, cell = look_along(bit, a, b, c, d, e, f, g, h, 1, 0)
-            found0, near, far = take(rows_ptr, seen, near, far, cell, 0, 4, True)
-            found1, near, far = take(rows_ptr, seen, near, far, cell, 1, 4, True)
-            found2, near, far = take(rows_ptr, seen, near, far, cell, 2, 4, True)
-            seen, near, far, cell = look_along(bit, a, b, c, d, e, f, g, h, 1, 1)
+        seen, near, far, cell = look_along(bit, a, b, c, d, e, f, g, h, FIRST // 9, FIRST // 3 % 3)
+        found0, near, far = take(rows_ptr, seen, near, far, cell, 0, 4, True)
+        found1, near, far = take(rows_ptr, seen, near, far, cell, 1, 4, True)
+        found2, near, far = take(rows_ptr, seen, near, far, cell, 2, 4, True)
+        if TAPS > 3:
+            seen, near, far, cell = look_along(bit, a, b, c, d, e, f, g, h, FIRST // 9, FIRST // 3 % 3 + 1)
             found3, near, far = take(rows_ptr, seen, near, far, cell, 0, 4, True)
-            found4 = tl.where(((seen >> 1) & 1) != 0, row, -1)  # the centre
-            place4 = append(in_rows_ptr, out_rows_ptr, place4, turn4, found4, row, False)
-        place0 = append(in_rows_ptr, out_rows_ptr, place0, turn0, found0, row, True)
-        place1 = append(in_rows_ptr, out_rows_ptr, place1, turn1, found1, row, True)
-        place2 = append(in_rows_ptr, out_rows_ptr, place2, turn2, found2, row, True)
-        place3 = append(in_rows_ptr, out_rows_ptr, place3, turn3, found3, row, True)
+            if FIRST + 4 == 13:
+                found4 = tl.where(((seen >> 1) & 1) != 0, row, -1)
+            else:
+                found4, near, far = take(rows_ptr, seen, near, far, cell, 1, 4, True)
+        if TAPS > 5:
+            found5, near, far = take(rows_ptr, seen, near, far, cell, 2, 4, True)
+        tl.debug_barrier()  # what was cleared is written again, by other lanes
+        at0 = append(
+            in_rows_ptr, out_rows_ptr, own0, twin0, at0, shift0, end0, found0, row, True, SECTOR
+        )  # fmt: skip
+        at1 = append(
+            in_rows_ptr, out_rows_ptr, own1, twin1, at1, shift1, end1, found1, row, True, SECTOR
+        )  # fmt: skip
+        at2 = append(
+            in_rows_ptr, out_rows_ptr, own2, twin2, at2, shift2, end2, found2, row, True, SECTOR
+        )  # fmt: skip
+        if TAPS > 3:
+            at3 = append(
+                in_rows_ptr, out_rows_ptr, own3, twin3, at3, shift3, end3, found3, row, True, SECTOR
+            )  # fmt: skip
+            at4 = append(
+                in_rows_ptr, out_rows_ptr, own4, twin4, at4, shift4, end4, found4, row, FIRST + 4 < 13, SECTOR
+            )  # fmt: skip
+        if TAPS > 5:
+            at5 = append(
+                in_rows_ptr, out_rows_ptr, own5, twin5, at5, shift5, end5, found5, row, True, SECTOR
+            )  # fmt: skip
 
 
 @triton.jit
-def list_of(starts_ptr, offsets_ptr, num_chunks, tap):
-    """Where this chunk's edges of a tap begin, and how far behind them those of the mirrored tap do."""
-    here = tl.load(offsets_ptr + tap)
-    place = here + tl.load(starts_ptr + tap * num_chunks + tl.program_id(0))
-    return tl.zeros((32,), tl.int64) + place, tl.load(offsets_ptr + 26 - tap) - here
+def open_list(
+    in_rows_ptr, out_rows_ptr, starts_ptr, offsets_ptr, counts_ptr, num_chunks, tap, MIRRORED: tl.constexpr,
+    SECTOR: tl.constexpr,
+):  # fmt: skip
+    """This chunk's part of the list of a tap, and of the mirrored tap.
 
-
-@triton.jit
-def append(in_rows_ptr, out_rows_ptr, place, turn, found, row, MIRRORED: tl.constexpr):
-    """`put` for the 32 rows of one warp."""
-    rank, count = rank_in_warp((found >= 0).to(tl.int32))
-    at = place + rank
-    tl.store(in_rows_ptr + at, found, mask=found >= 0)
-    tl.store(out_rows_ptr + at, row, mask=found >= 0)
+    Returns the first edge of the sector of 32 bytes in which either part begins; the part's first place in them, a lane
+    each; how many places farther the mirrored part begins in its own; and the place where the part ends.
+    """
+    place = tl.load(offsets_ptr + tap) + tl.load(starts_ptr + tap * num_chunks + tl.program_id(0))
+    count = tl.load(counts_ptr + tap * num_chunks + tl.program_id(0))
+    mirrored = place + tl.load(offsets_ptr + 26 - tap) - tl.load(offsets_ptr + tap)
+    own = place >> 5 << 5
+    twin = mirrored >> 5 << 5
+    begin = (place - own).to(tl.int32)
+    shift = (mirrored - twin).to(tl.int32) - begin
+    at = tl.zeros((32,), tl.int32) + begin
+    clear(in_rows_ptr + own, out_rows_ptr + own, at - 32, at, begin + count, SECTOR)
     if MIRRORED:
-        tl.store(in_rows_ptr + at + turn, row, mask=found >= 0)
-        tl.store(out_rows_ptr + at + turn, found, mask=found >= 0)
-    return place + count
+        clear(in_rows_ptr + twin, out_rows_ptr + twin, at - 32 + shift, at + shift, begin + count + shift, SECTOR)
+    return own, twin, at, shift, begin + count
+
+
+@triton.jit
+def clear(in_rows_ptr, out_rows_ptr, before, after, end, SECTOR: tl.constexpr):
+    """Write zeros to whole sectors of 32 bytes, 32 places ahead of a list that grew from ``before`` to ``after``.
+
+    The card reads a sector from memory first where its first write is a part of it: written whole, it does not.
+    """
+    if SECTOR > 0:
+        fresh = ((before + (SECTOR - 1)) & -SECTOR) + 32 + tl.arange(0, 32)
+        stop = tl.minimum(((after + (SECTOR - 1)) & -SECTOR) + 32, end & -SECTOR)
+        tl.store(in_rows_ptr + fresh, 0, mask=fresh < stop)
+        tl.store(out_rows_ptr + fresh, 0, mask=fresh < stop)
+
+
+@triton.jit
+def append(
+    in_rows_ptr, out_rows_ptr, own, twin, at, shift, end, found, row, MIRRORED: tl.constexpr, SECTOR: tl.constexpr
+):
+    """`put` for the 32 rows of one warp."""
+    there = found >= 0
+    rank, count = rank_in_warp(there.to(tl.int32))
+    tl.store(in_rows_ptr + own + (at + rank), found, mask=there)
+    tl.store(out_rows_ptr + own + (at + rank), row, mask=there)
+    clear(in_rows_ptr + own, out_rows_ptr + own, at, at + count, end, SECTOR)
+    if MIRRORED:
+        tl.store(in_rows_ptr + twin + (at + rank + shift), row, mask=there)
+        tl.store(out_rows_ptr + twin + (at + rank + shift), found, mask=there)
+        clear(in_rows_ptr + twin, out_rows_ptr + twin, at + shift, at + count + shift, end + shift, SECTOR)
+    return at + count
 
 
 @triton.jit
@@ -296,7 +368,7 @@ def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
 
 _I32, _I64 = torch.int32, torch.int64
 _PAIRS = Launcher(pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, *(int,) * 4), num_warps=1)
-_CUBE_PAIRS = Launcher(cube_pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, *(int,) * 4), num_warps=1)
+_CUBE_PAIRS = Launcher(cube_pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, _I32, int, int), num_warps=1)
 _REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))
 
 

@@ -241,7 +241,7 @@ def _launch_build(table: CoordinateTable) -> None:
     _INSERT(device, (ceil_div(n, 128),), insert, (columns, shifts, table.blocked, 128))
     if table.blocked:
         number = (arena[SLOTS], arena[IDS], arena[INFO], arena[KEYS], arena[STATUS], table.capacity)
-        _NUMBER(device, (ceil_div(table.capacity, 1024),), number, (1024,))
+        _NUMBER(device, (ceil_div(table.capacity, 512),), number, (512,))
         _ROWS(device, (ceil_div(n, 256),), (entries, arena[IDS], arena[INFO], arena[ROWS], n), (256,))
 
 

@@ -40,7 +40,7 @@ jobs = [
     (triton_reach._REACH, (3, 128)), (triton_reach._DECODE, (3, 256)),
     (triton_counts.SCAN, (2048,)), (triton_pairs._REVERSE, (1024,)),
     (triton_pairs._PAIRS, (*around, True, 512, 128)), (triton_pairs._PAIRS, (*by_key, False, 128, 128)),
-    (triton_pairs._CUBE_PAIRS, (512,)), (build._CUBE_TILES, (128, 32)), (build._CUBE_TILES_64, (64, 32)),
+    (triton_pairs._CUBE_PAIRS, (512, 8)), (build._CUBE_TILES, (128, 32)), (build._CUBE_TILES_64, (64, 32)),
     (build._TILES, (*around, 128, 32, False, True, True)), (build._TILES_64, (*by_key, 64, 256, True, False, False)),
     (build._RANK, (32, 64, 1024)),
 ]
