@@ -30,16 +30,16 @@ def chunk_keys(table: CoordinateTable, keys: Pointer, chunk_rows: int, room: int
     """
     coords, device = table.coords, table.coords.device
     n, columns = coords.shape
-    cells = torch.zeros(1 << CELL_BITS, dtype=torch.int32, device=device)
+    cells = torch.zeros((1 << CELL_BITS) + 2, dtype=torch.int32, device=device)
     found = torch.empty(1, n, dtype=torch.int32, device=device)
     shifts, ranges, info = pack_shifts(table.shifts), table.pointers[0], table.pointers[3]
     programs = min(ceil_div(n, 256), 1056)
     with on_device(device):
         counted = (ranges, table.arena[KEYS], info, table.arena[STATUS], pointer(cells), programs)
         _COUNT(device, (programs,), counted, (columns, shifts, CELL_BITS, LEAST_SHIFT, 256))
-        _NUMBER(device, (1,), (pointer(cells), chunk_rows), (1 << CELL_BITS, 4096))
+        _NUMBER(device, (1,), (ranges, pointer(cells), chunk_rows), (columns, CELL_BITS, LEAST_SHIFT, 4096))
         args = (pointer(coords), ranges, pointer(cells), keys, pointer(found), n, room, lost)
-        _KEYS(device, (ceil_div(n, 256),), args, (columns, CELL_BITS, LEAST_SHIFT, 256))
+        _KEYS(device, (ceil_div(n, 512),), args, (columns, CELL_BITS, 512))
     return found
 
 
@@ -102,42 +102,53 @@ def count_kernel(
 
 
 @triton.jit
-def number_kernel(cells_ptr, chunk_rows, CELLS: tl.constexpr, BLOCK: tl.constexpr):
-    """cells[cell] = rows in the cells before it // chunk_rows; one program."""
+def number_kernel(
+    ranges_ptr, cells_ptr, chunk_rows,
+    COLUMNS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """cells[cell] = rows in the cells before it // chunk_rows, and behind the cells their `cell_size`; one program."""
     total = tl.zeros((), tl.int32)
-    for first in range(0, CELLS, BLOCK):
+    for first in range(0, 1 << CELL_BITS, BLOCK):
         cell = first + tl.arange(0, BLOCK)
         rows = tl.load(cells_ptr + cell)
         tl.store(cells_ptr + cell, (total + tl.cumsum(rows, 0) - rows) // chunk_rows)
         total += tl.sum(rows, 0)
+    shift, above = cell_size(ranges_ptr, COLUMNS, CELL_BITS, LEAST)
+    tl.store(cells_ptr + (1 << CELL_BITS), shift)
+    tl.store(cells_ptr + (1 << CELL_BITS) + 1, above)
 
 
 @triton.jit
 def keys_kernel(
     coords_ptr, ranges_ptr, cells_ptr, keys_ptr, found_ptr, n, room, lost,
-    COLUMNS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, CELL_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """found[row] = the run of a row's cell above its Gray rank."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < n
-    shift, above = cell_size(ranges_ptr, COLUMNS, CELL_BITS, LEAST)
+    shift = tl.load(cells_ptr + (1 << CELL_BITS))
+    above = tl.load(cells_ptr + (1 << CELL_BITS) + 1)
     place = coords_ptr + row.to(tl.int64) * COLUMNS
-    low, _extent = axis_range(ranges_ptr, 0)
-    batch = tl.load(place, mask=live, other=0).to(tl.int64) - low
-    cell = (batch << above).to(tl.int32)
+    cell = offset_in(ranges_ptr, tl.load(place, mask=live, other=0), 0) << above
     for axis in tl.static_range(1, COLUMNS):
-        low, _extent = axis_range(ranges_ptr, axis)
-        q = tl.load(place + axis, mask=live, other=0).to(tl.int64) - low
-        cell = add_to_cell(cell, q, axis, shift, COLUMNS, CELL_BITS)
+        q = offset_in(ranges_ptr, tl.load(place + axis, mask=live, other=0), axis)
+        cell = add_to_cell(cell, q.to(tl.uint32, bitcast=True), axis, shift.to(tl.uint32), COLUMNS, CELL_BITS)
     chunk = tl.load(cells_ptr + tl.minimum(cell, (1 << CELL_BITS) - 1), mask=live, other=0)
     key = tl.load(keys_ptr + row, mask=live, other=0)
     last = (((1 << (room - 1)) - 1) << 1) | 1
     tl.store(found_ptr + row, tl.where(key == 0x7FFFFFFF, last, key >> lost) | (chunk << room), mask=live)
 
 
+@triton.jit
+def offset_in(ranges_ptr, value, axis):
+    """How far values lie above the lowest of their column, as 32 bits without a sign."""
+    bottom = tl.load(ranges_ptr + 2 * axis + 1)  # 2^31 - 1 - lowest
+    return value - (0x7FFFFFFF - bottom)
+
+
 _I32, _I64 = torch.int32, torch.int64
 _COUNT = Launcher(count_kernel, (_I32, _I64, _I64, _I64, _I32, int))
-_NUMBER = Launcher(number_kernel, (_I32, int), num_warps=8)
+_NUMBER = Launcher(number_kernel, (_I32, _I32, int), num_warps=8)
 _KEYS = Launcher(keys_kernel, (_I32, _I32, _I32, _I32, _I32, *(int,) * 3))
 
 

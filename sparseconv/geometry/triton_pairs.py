@@ -54,9 +54,8 @@ def pairs_of(search: WindowSearch) -> tuple[torch.Tensor, torch.Tensor, tuple[in
                     *search.pointers, scratch[STARTS], pointer(pending.offsets), pointer(in_rows), pointer(out_rows),
                     pointer(search.counts), n, search.chunks,
                 )  # fmt: skip
-                _CUBE_PAIRS(
-                    device, (search.chunks, 3), args, (search.chunk_rows, SECTOR if offsets[-1] > MANY_EDGES else 0)
-                )
+                sector = SECTOR if offsets[-1] > MANY_EDGES else 0
+                _CUBE_PAIRS(device, (search.chunks, 3 if sector else 2), args, (search.chunk_rows, sector))
             else:
                 grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
                 _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
@@ -212,22 +211,30 @@ def cube_pairs_kernel(
     starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, counts_ptr, n, num_chunks,
     CHUNK: tl.constexpr, SECTOR: tl.constexpr,
 ):  # fmt: skip
-    """`pairs_kernel` for the 27 cells around rows: taps 0 to 5, 6 to 8 and 9 to 13 of a chunk in a program each."""
+    """`pairs_kernel` for the 27 cells around rows: taps 0 to 8 and 9 to 13 of a chunk in a program each.
+
+    Where sectors are cleared, more is held of each list, and taps 6 to 8 have a program of their own.
+    """
     part = tl.program_id(1)
-    if part == 0:
+    if part == tl.num_programs(1) - 1:
+        list_runs(
+            info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr,
+            counts_ptr, n, num_chunks, 9, 5, CHUNK, SECTOR,
+        )  # fmt: skip
+    elif SECTOR == 0:
+        list_runs(
+            info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr,
+            counts_ptr, n, num_chunks, 0, 9, CHUNK, SECTOR,
+        )  # fmt: skip
+    elif part == 0:
         list_runs(
             info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr,
             counts_ptr, n, num_chunks, 0, 6, CHUNK, SECTOR,
         )  # fmt: skip
-    elif part == 1:
-        list_runs(
-            info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr,
-            counts_ptr, n, num_chunks, 6, 3, CHUNK, SECTOR,
-        )  # fmt: skip
     else:
         list_runs(
             info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr,
-            counts_ptr, n, num_chunks, 9, 5, CHUNK, SECTOR,
+            counts_ptr, n, num_chunks, 6, 3, CHUNK, SECTOR,
         )  # fmt: skip
 
 
@@ -236,7 +243,7 @@ def list_runs(
     info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, counts_ptr, n,
     num_chunks, FIRST: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, SECTOR: tl.constexpr,
 ):  # fmt: skip
-    """The edges of one chunk of rows through TAPS taps from FIRST on, at most two runs; tap 13 is the centre."""
+    """The edges of one chunk of rows through TAPS taps of a plane from FIRST on; tap 13 is the centre."""
     lane = tl.arange(0, 32)
     own0, twin0, at0, shift0, end0 = open_list(
         in_rows_ptr, out_rows_ptr, starts_ptr, offsets_ptr, counts_ptr, num_chunks, FIRST + 0, True, SECTOR
@@ -259,6 +266,16 @@ def list_runs(
         own5, twin5, at5, shift5, end5 = open_list(
             in_rows_ptr, out_rows_ptr, starts_ptr, offsets_ptr, counts_ptr, num_chunks, FIRST + 5, True, SECTOR
         )  # fmt: skip
+    if TAPS > 6:
+        own6, twin6, at6, shift6, end6 = open_list(
+            in_rows_ptr, out_rows_ptr, starts_ptr, offsets_ptr, counts_ptr, num_chunks, FIRST + 6, True, SECTOR
+        )  # fmt: skip
+        own7, twin7, at7, shift7, end7 = open_list(
+            in_rows_ptr, out_rows_ptr, starts_ptr, offsets_ptr, counts_ptr, num_chunks, FIRST + 7, True, SECTOR
+        )  # fmt: skip
+        own8, twin8, at8, shift8, end8 = open_list(
+            in_rows_ptr, out_rows_ptr, starts_ptr, offsets_ptr, counts_ptr, num_chunks, FIRST + 8, True, SECTOR
+        )  # fmt: skip
     first = tl.program_id(0) * CHUNK
     last = tl.minimum(first + CHUNK, n)
     entry = tl.load(entries_ptr + first + lane, mask=first + lane < last, other=-1)
@@ -280,6 +297,11 @@ def list_runs(
                 found4, near, far = take(rows_ptr, seen, near, far, cell, 1, 4, True)
         if TAPS > 5:
             found5, near, far = take(rows_ptr, seen, near, far, cell, 2, 4, True)
+        if TAPS > 6:
+            seen, near, far, cell = look_along(bit, a, b, c, d, e, f, g, h, FIRST // 9, 2)
+            found6, near, far = take(rows_ptr, seen, near, far, cell, 0, 4, True)
+            found7, near, far = take(rows_ptr, seen, near, far, cell, 1, 4, True)
+            found8, near, far = take(rows_ptr, seen, near, far, cell, 2, 4, True)
         tl.debug_barrier()  # what was cleared is written again, by other lanes
         at0 = append(
             in_rows_ptr, out_rows_ptr, own0, twin0, at0, shift0, end0, found0, row, True, SECTOR
@@ -300,6 +322,16 @@ def list_runs(
         if TAPS > 5:
             at5 = append(
                 in_rows_ptr, out_rows_ptr, own5, twin5, at5, shift5, end5, found5, row, True, SECTOR
+            )  # fmt: skip
+        if TAPS > 6:
+            at6 = append(
+                in_rows_ptr, out_rows_ptr, own6, twin6, at6, shift6, end6, found6, row, True, SECTOR
+            )  # fmt: skip
+            at7 = append(
+                in_rows_ptr, out_rows_ptr, own7, twin7, at7, shift7, end7, found7, row, True, SECTOR
+            )  # fmt: skip
+            at8 = append(
+                in_rows_ptr, out_rows_ptr, own8, twin8, at8, shift8, end8, found8, row, True, SECTOR
             )  # fmt: skip
 
 

@@ -161,8 +161,8 @@ def build_table(
 
 
 def rows_per_chunk(n: int) -> int:
-    """Rows whose edges are counted together: at most about sixteen thousand chunks."""
-    return max(128, power_of_2(max(1, n)) // 16384)
+    """Rows whose edges are counted together: at most about eight thousand chunks."""
+    return max(128, power_of_2(max(1, n)) // 8192)
 
 
 def lookup(table: CoordinateTable, coords: torch.Tensor) -> torch.Tensor:
@@ -258,15 +258,17 @@ def ranges_kernel(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDT
 def measure_rows(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """The ranges of every ``stride``-th run of BLOCK rows, this program's first."""
     column = tl.arange(0, WIDTH)
-    top = tl.zeros((WIDTH,), tl.uint32)
-    bottom = tl.zeros((WIDTH,), tl.uint32)
+    tops = tl.zeros((BLOCK, WIDTH), tl.uint32)
+    bottoms = tl.zeros((BLOCK, WIDTH), tl.uint32)
     for start in range(tl.program_id(0) * BLOCK, n, stride):
         row = start + tl.arange(0, BLOCK)
         live = (row < n)[:, None] & (column < COLUMNS)[None, :]
         value = tl.load(coords_ptr + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], mask=live, other=0)
         biased = value.to(tl.uint32, bitcast=True) ^ 0x80000000
-        top = tl.maximum(top, tl.max(tl.where(live, biased, 0), 0))
-        bottom = tl.maximum(bottom, tl.max(tl.where(live, ~biased, 0), 0))
+        tops = tl.maximum(tops, tl.where(live, biased, 0))
+        bottoms = tl.maximum(bottoms, tl.where(live, ~biased, 0))
+    top = tl.max(tops, 0)
+    bottom = tl.max(bottoms, 0)
     ranges_ptr = ranges_ptr.to(tl.pointer_type(tl.uint32))
     tl.atomic_max(ranges_ptr + 2 * column, top, mask=column < COLUMNS, sem="relaxed")
     tl.atomic_max(ranges_ptr + 2 * column + 1, bottom, mask=column < COLUMNS, sem="relaxed")
