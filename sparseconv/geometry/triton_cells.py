@@ -19,10 +19,6 @@ _STEP = (
     "mov.b32 $0, slot; }}"
 )
 FIND_ON = tl.constexpr(_STEP.format(read="ld.global.b64 seen, [at];"))
-CLAIM_FIRST = tl.constexpr(
-    "{ .reg .pred go; .reg .b64 at, seen; mov.b64 seen, $3; setp.ne.s32 go, $5, 0; mad.wide.s32 at, $4, 16, $1; "
-    "@go atom.global.relaxed.gpu.cas.b64 seen, [at], 0, $2; mov.b64 $0, seen; }"
-)
 CLAIM_ON = tl.constexpr(_STEP.format(read="atom.global.relaxed.gpu.cas.b64 seen, [at], 0, $3;"))
 
 
@@ -126,17 +122,10 @@ def find(table_ptr, key, wanted, capacity, volume):
 @triton.jit
 def claim(table_ptr, key, wanted, capacity, volume):
     """The slot of each wanted key, taken for it if it had none, and whether the key was there before."""
-    slot = tl.where(wanted, first_slot(key, capacity, volume), 0)
-    if IS_INTERPRETED:
-        old = tl.atomic_cas(table_ptr + 2 * slot, tl.where(wanted, 0, -1).to(tl.int64), key + 1)  # -1 is never stored
-    else:
-        # where rows are many, most find their block there: reading is cheaper than to compare and swap in vain
-        seen = tl.load(table_ptr + 2 * slot, mask=wanted & (capacity > MANY_SLOTS), other=0)
-        old = tl.inline_asm_elementwise(
-            CLAIM_FIRST, "=l,l,l,l,r,r",
-            [table_ptr.to(tl.int64), key + 1, seen, slot, (wanted & (seen == 0)).to(tl.int32)],
-            dtype=tl.int64, is_pure=False, pack=1,
-        )  # fmt: skip
+    # lanes without a wish compare too: spread over the table, not all at one slot
+    slot = first_slot(key, capacity, tl.where(wanted, volume, 0x4000000000000000))
+    expected = tl.where(wanted, 0, -1).to(tl.int64)  # -1 is never stored: those lanes only read
+    old = tl.atomic_cas(table_ptr + 2 * slot, expected, key + 1, sem="relaxed")
     known = wanted & (old == key + 1)
     going = wanted & (old != 0) & (old != key + 1)
     slot = tl.where(going, before_second_slot(key, capacity), slot)
@@ -144,7 +133,8 @@ def claim(table_ptr, key, wanted, capacity, volume):
         while tl.max(going.to(tl.int32)) > 0:
             slot = tl.where(going, slot + 1, slot)
             slot = tl.where(slot == capacity, 0, slot)
-            old = tl.atomic_cas(table_ptr + 2 * slot, tl.where(going, 0, -1).to(tl.int64), key + 1)
+            expected = tl.where(going, 0, -1).to(tl.int64)
+            old = tl.atomic_cas(table_ptr + 2 * slot, expected, key + 1, sem="relaxed")
             known = known | (going & (old == key + 1))
             going = going & (old != 0) & (old != key + 1)
         return slot, known

@@ -161,8 +161,8 @@ def build_table(
 
 
 def rows_per_chunk(n: int) -> int:
-    """Rows whose edges are counted together: at most about eight thousand chunks."""
-    return max(128, power_of_2(max(1, n)) // 8192)
+    """Rows whose edges are counted together: at most about sixteen thousand chunks."""
+    return max(128, power_of_2(max(1, n)) // 16384)
 
 
 def lookup(table: CoordinateTable, coords: torch.Tensor) -> torch.Tensor:
