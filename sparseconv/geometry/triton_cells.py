@@ -191,6 +191,13 @@ def place_of(info_ptr, block, bit, live):
 
 
 @triton.jit
+def below(bit):
+    """The int64 word whose bits under ``bit`` are set."""
+    one = tl.full(bit.shape, 1, tl.int64)
+    return (one << bit.to(tl.int64)) - 1
+
+
+@triton.jit
 def bits_of_few(word):
     """Bits set in int32 words of four bits at most: cheaper than counting all 32."""
     return word - (word >> 1) - (word >> 2) - (word >> 3)
