@@ -11,7 +11,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from sparseconv import VoxelGrid
-from sparseconv.geometry import triton_launch, triton_neighbors, triton_order, triton_pairs, triton_reach, triton_table
+from sparseconv.geometry import (
+    triton_cube_pairs,
+    triton_launch,
+    triton_neighbors,
+    triton_order,
+    triton_reach,
+    triton_table,
+)
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary, IndexRange
@@ -45,7 +52,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("case", EVERY_CASE)
 def test_edges_are_those_of_brute_force(case: Case, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = layout != "cells"
-    monkeypatch.setattr(triton_pairs, "MANY_EDGES", 0 if layout == "blocks" else 10**9)
+    monkeypatch.setattr(triton_cube_pairs, "MANY_EDGES", 0 if layout == "blocks" else 10**9)
     if layout == "blocks":  # a launch for each pass, as for many rows
         monkeypatch.setattr(triton_table, "FUSED_ROWS", 0)
         monkeypatch.setattr(triton_neighbors, "FUSED_ROWS", 0)
