@@ -111,28 +111,26 @@ def look_along(
 
 
 @triton.jit
-def look_at_plane(
-    bit, word000, word001, word010, word011, word100, word101, word110, word111, rows_ptr, X: tl.constexpr
-):
-    """The rows of the nine cells at x - 1 + X; -1 where a cell is empty."""
+def look_at_run(
+    bit, word000, word001, word010, word011, word100, word101, word110, word111, rows_ptr,
+    X: tl.constexpr, Y: tl.constexpr,
+):  # fmt: skip
+    """The rows of the three cells of `look_along`; -1 where a cell is empty."""
     seen, near, far, cell = look_along(
-        bit, word000, word001, word010, word011, word100, word101, word110, word111, X, 0
+        bit, word000, word001, word010, word011, word100, word101, word110, word111, X, Y
     )  # fmt: skip
     found0, near, far = take(rows_ptr, seen, near, far, cell, 0, 4, True)
     found1, near, far = take(rows_ptr, seen, near, far, cell, 1, 4, True)
     found2, near, far = take(rows_ptr, seen, near, far, cell, 2, 4, True)
-    seen, near, far, cell = look_along(
-        bit, word000, word001, word010, word011, word100, word101, word110, word111, X, 1
-    )  # fmt: skip
-    found3, near, far = take(rows_ptr, seen, near, far, cell, 0, 4, True)
-    found4, near, far = take(rows_ptr, seen, near, far, cell, 1, 4, True)
-    found5, near, far = take(rows_ptr, seen, near, far, cell, 2, 4, True)
-    seen, near, far, cell = look_along(
-        bit, word000, word001, word010, word011, word100, word101, word110, word111, X, 2
-    )  # fmt: skip
-    found6, near, far = take(rows_ptr, seen, near, far, cell, 0, 4, True)
-    found7, near, far = take(rows_ptr, seen, near, far, cell, 1, 4, True)
-    found8, near, far = take(rows_ptr, seen, near, far, cell, 2, 4, True)
+    return found0, found1, found2
+
+
+@triton.jit
+def look_at_plane(bit, a, b, c, d, e, f, g, h, rows_ptr, X: tl.constexpr):
+    """The rows of the nine cells at x - 1 + X, from `corners`; -1 where a cell is empty."""
+    found0, found1, found2 = look_at_run(bit, a, b, c, d, e, f, g, h, rows_ptr, X, 0)
+    found3, found4, found5 = look_at_run(bit, a, b, c, d, e, f, g, h, rows_ptr, X, 1)
+    found6, found7, found8 = look_at_run(bit, a, b, c, d, e, f, g, h, rows_ptr, X, 2)
     return found0, found1, found2, found3, found4, found5, found6, found7, found8
 
 

@@ -8,10 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_cube import corners, look_along, rank_in_warp
+from sparseconv.geometry.triton_cube import corners, look_at_run, rank_in_warp
 from sparseconv.geometry.triton_launch import Launcher, pointer
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
-from sparseconv.geometry.triton_window import take
 
 if TYPE_CHECKING:
     from sparseconv.geometry.triton_neighbors import WindowSearch
@@ -112,24 +111,11 @@ def list_runs(
         bit, a, b, c, d, e, f, g, h = corners(entry, row < last, info_ptr, around_ptr)
         following = row + 32
         entry = tl.load(entries_ptr + following, mask=following < last, other=-1)
-        seen, near, far, cell = look_along(bit, a, b, c, d, e, f, g, h, FIRST // 9, FIRST // 3 % 3)
-        found0, near, far = take(rows_ptr, seen, near, far, cell, 0, 4, True)
-        found1, near, far = take(rows_ptr, seen, near, far, cell, 1, 4, True)
-        found2, near, far = take(rows_ptr, seen, near, far, cell, 2, 4, True)
+        found0, found1, found2 = look_at_run(bit, a, b, c, d, e, f, g, h, rows_ptr, FIRST // 9, FIRST // 3 % 3)
         if TAPS > 3:
-            seen, near, far, cell = look_along(bit, a, b, c, d, e, f, g, h, FIRST // 9, FIRST // 3 % 3 + 1)
-            found3, near, far = take(rows_ptr, seen, near, far, cell, 0, 4, True)
-            if FIRST + 4 == 13:
-                found4 = tl.where(((seen >> 1) & 1) != 0, row, -1)
-            else:
-                found4, near, far = take(rows_ptr, seen, near, far, cell, 1, 4, True)
-        if TAPS > 5:
-            found5, near, far = take(rows_ptr, seen, near, far, cell, 2, 4, True)
+            found3, found4, found5 = look_at_run(bit, a, b, c, d, e, f, g, h, rows_ptr, FIRST // 9, FIRST // 3 % 3 + 1)
         if TAPS > 6:
-            seen, near, far, cell = look_along(bit, a, b, c, d, e, f, g, h, FIRST // 9, 2)
-            found6, near, far = take(rows_ptr, seen, near, far, cell, 0, 4, True)
-            found7, near, far = take(rows_ptr, seen, near, far, cell, 1, 4, True)
-            found8, near, far = take(rows_ptr, seen, near, far, cell, 2, 4, True)
+            found6, found7, found8 = look_at_run(bit, a, b, c, d, e, f, g, h, rows_ptr, FIRST // 9, 2)
         tl.debug_barrier()  # what was cleared is written again, by other lanes
         at0 = append(
             in_rows_ptr, out_rows_ptr, own0, twin0, at0, shift0, end0, found0, row, True, SECTOR
