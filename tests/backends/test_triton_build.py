@@ -57,7 +57,7 @@ def test_other_windows_and_given_tables(case: Case) -> None:
 
 
 def test_runs_of_neighbouring_rows() -> None:
-    case = Case("wide cube", 3, CUBE.offsets, rows=400, spread=30)
+    case = Case("wide cube", 3, CUBE.offsets, rows=250, spread=30)
     source = case.source(seed=4, device=DEVICE)
     table = build_table(source)
     search = search_window(table, table.coords, encode_window(CUBE.offsets, (1, 1, 1), None, source.device))
@@ -66,6 +66,6 @@ def test_runs_of_neighbouring_rows() -> None:
     assert torch.equal(order.sort().values, torch.arange(len(source)))
     chunks = chunks_torch(source.cpu(), 64)[order]
     assert (chunks.diff() >= 0).all()
-    assert chunks[-1] > 2
+    assert chunks[-1] > 1
     assert torch.equal(got.neighbors[:-1, : len(source)].cpu(), search.neighbors.cpu()[:, order])
     assert torch.equal(got.tile_order.cpu(), torch.arange(got.num_tiles, dtype=torch.int32))

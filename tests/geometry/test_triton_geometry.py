@@ -173,7 +173,7 @@ def test_keys_order_rows_by_gray_code() -> None:
 @pytest.mark.parametrize(("rank", "spread", "batches"), [(3, 40, 1), (3, 300, 3), (2, 60, 1), (4, 30, 2), (1, 900, 5)])
 def test_runs_of_neighbours(rank: int, spread: int, batches: int) -> None:
     generator = torch.Generator().manual_seed(spread)
-    coords = torch.randint(-spread, spread, (700, 1 + rank), generator=generator)
+    coords = torch.randint(-spread, spread, (300, 1 + rank), generator=generator)
     coords[:, 0] %= batches
     coords = torch.unique(coords, dim=0)
     coords = coords[torch.randperm(len(coords), generator=generator)].int().to(DEVICE)
@@ -182,7 +182,7 @@ def test_runs_of_neighbours(rank: int, spread: int, batches: int) -> None:
     search = search_window(table, table.coords, encode_window(offsets, (1,) * rank, None, coords.device))
     plain, taps = search.keys[0].cpu(), len(offsets)
     chunks = chunks_torch(coords.cpu(), 64)
-    assert chunks.max() > 2
+    assert chunks.max() > 1
     bits = (-(-len(coords) // 64) - 1).bit_length()
     room = 31 - bits
     lost = max(0, taps - room)
@@ -284,7 +284,7 @@ def test_what_a_window_reaches_in_other_ranks(rank: int) -> None:
     grid = VoxelGrid(coords, 4)
     for window in (
         Window.of(rank, 2, 2),
-        Window.of(rank, 3, 2),
+        Window.of(rank, (3,) + (1,) * (rank - 1), 2),
         Window.of(rank, None, 1, taps=[(0,) * rank, (3,) * rank]),
     ):
         where = grid.coords.to(DEVICE), grid.extent, 4, window.offsets, window.stride, None
