@@ -12,7 +12,8 @@ from rich.table import Table
 
 Row = dict[str, Any]
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
+#: the repository's folders, where this is a checkout
+RESULTS, PICTURES = (HERE.parents[1] / folder for folder in ("benchmarks/results", "docs/pictures"))
 #: written into every file, so that a reader of an older one knows what it reads
 VERSION = 1
 
@@ -53,7 +54,10 @@ def bound_ms(row: Row, ceilings: dict[str, float]) -> float:
     """The least a forward could take: its FLOPs at the ceiling of matrix products, or features, weight and neighbour
     indices once at the ceiling of a copy, whichever is longer."""
     size = {"fp16": 2, "bf16": 2, "fp64": 8}.get(row["dtype"], 4)
-    moved = size * (2 * row["voxels"] * row["channels"] + 27 * row["channels"] ** 2) + 4 * row["pairs"]
+    moved = (
+        size * (2 * row["voxels"] * row["channels"] + row.get("kernel", 3) ** 3 * row["channels"] ** 2)
+        + 4 * row["pairs"]
+    )
     peak = ceilings.get(row["dtype"]) or ceilings["fp32"]
     return 1e3 * max(flops(row) / (1e12 * peak), moved / (1e12 * ceilings["copy"]))
 
@@ -98,12 +102,14 @@ def layer_table(rows: Sequence[Row], title: str) -> Table:
         table.add_column(head, justify="right")
     for row in rows:
         order = "shuffled" if row.get("shuffled") else "given"
-        name = [row["implementation"], row["case"], str(row["channels"]), row["dtype"], order]
+        kernel = row.get("kernel", 3)
+        case = row["case"] if kernel == 3 else f"{row['case']}, kernel {kernel}"
+        name = [row["implementation"], case, str(row["channels"]), row["dtype"], order]
         if row["status"] != "measured":
             table.add_row(*name, f"[dim]{row['status']}[/]")
             continue
         aimed = row["implementation"].startswith("sparseconv") and row["dtype"] in ("fp16", "bf16")
-        aimed = aimed and row["device"] == "cuda"
+        aimed = aimed and row["device"] == "cuda" and kernel == 3
         target = {**cells.get((row["case"], row["channels"]), {}), "map": maps.get(row["case"])} if aimed else {}
         found = [judged(row.get(q, {}).get("median"), target.get(q)) for q in ("map", "forward")]
         found += [judged(row.get(q, {}).get("median"), None) for q in ("input_grad", "weight_grad")]
@@ -169,7 +175,7 @@ def _rounded(value: Any) -> Any:
 
 def joined(rows: Sequence[Row]) -> list[Row]:
     """Rows for reading: a case's map, timed in a row of its own, put on every row of that case and order."""
-    maps = {(r["implementation"], r["case"], r.get("shuffled"), r["device"]): r["map"] for r in rows if r.get("map")}
+    maps = {_of_case(row): row["map"] for row in rows if row.get("map")}
     found = []
     silent: set[tuple[str, str]] = set()
     for row in rows:
@@ -177,11 +183,14 @@ def joined(rows: Sequence[Row]) -> list[Row]:
             if (row["implementation"], row["reason"]) in silent:
                 continue
             silent.add((row["implementation"], row["reason"]))
-        if tuple(row["quantities"]) == ("map",) and row["status"] == "measured":
-            key = (row["implementation"], row["case"], row["dtype"], row["shuffled"])
-            others = [(r["implementation"], r["case"], r["dtype"], r["shuffled"]) for r in rows if r is not row]
-            if key in others:
-                continue
-        known = maps.get((row["implementation"], row["case"], row.get("shuffled"), row["device"]))
+        alone = tuple(row["quantities"]) == ("map",) and row["status"] == "measured"
+        same = (other for other in rows if other is not row and other["dtype"] == row["dtype"])
+        if alone and any(_of_case(other) == _of_case(row) for other in same):
+            continue
+        known = maps.get(_of_case(row))
         found.append(row | {"map": known} if known and row["status"] == "measured" else row)
     return found
+
+
+def _of_case(row: Row) -> tuple[Any, ...]:
+    return row["implementation"], row["case"], row.get("shuffled"), row["device"], row.get("kernel", 3)
