@@ -32,7 +32,7 @@ SCANS = (
 )
 #: volumes that a package on the index carries: name -> package
 VOLUMES = {"brain_mni152_2mm": "nilearn", "frog_tissues": "pyvista"}
-#: what they are called in tables and pictures
+#: what they are called, see `title`
 TITLES = {
     "lidar_ouster_os1_3sweeps_005": "LiDAR, three sweeps",
     "lidar_ouster_os2_010": "LiDAR, one sweep",
@@ -54,6 +54,19 @@ def folder() -> Path:
     """Where .npz cases lie: SPARSECONV_BENCH_DATA, else ``shared/data`` beside the checkout."""
     given = os.environ.get("SPARSECONV_BENCH_DATA")
     return Path(given) if given else Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+def title(name: str) -> str:
+    """What a case is called in tables and pictures.
+
+    >>> title("uniform_10_64"), title("rings_64_1024"), title("shell_256"), title("frog_tissues")
+    ('10 % of 64³', '64 rings of 1024', 'shell 256³', 'frog')
+    """
+    rule, *numbers = name.split("_")
+    if rule not in RULES or not all(n.isdecimal() for n in numbers):
+        return TITLES.get(name, name)
+    words = {"shell": "shell {0}³", "uniform": "{0} % of {1}³", "plane": "plane {0}²", "rings": "{0} rings of {1}"}
+    return words[rule].format(*numbers)
 
 
 def missing(name: str) -> str | None:

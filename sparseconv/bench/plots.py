@@ -38,7 +38,7 @@ def draw(files: Iterable[Path], folder: Path) -> list[Path]:
             figure = painter(layers, found)
             if figure is None:
                 continue
-            figure.text(0.995, 0.005, under, ha="right", va="bottom", fontsize=7, color="#666666")
+            figure.text(0.995, 0.995, under, ha="right", va="top", fontsize=7, color="#666666")
             path = folder / f"{file.stem}_{kind}.png"
             figure.savefig(path, dpi=130)
             written.append(path)
@@ -53,7 +53,7 @@ def value(row: Row, quantity: str) -> float | None:
 
 def label(row: Row) -> str:
     """Case and channels, short enough for an axis."""
-    return f"{cases.TITLES.get(row['case'], row['case'].replace('_', ' '))}, C {row['channels']}"
+    return f"{cases.title(row['case'])}, C {row['channels']}"
 
 
 def given(rows: Sequence[Row]) -> list[Row]:
@@ -111,7 +111,8 @@ def relative(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
             theirs = {(r["case"], r["channels"]): r for r in rows if r["implementation"] == name}
             seen: set[str] = set()
             for y, key in enumerate(keys):
-                if quantity == "map" and key[0] in seen:  # a map knows no channels: once a case
+                # a map knows no channels: once a case; a dense volume has none
+                if quantity == "map" and (key[0] in seen or name == "dense conv3d"):
                     continue
                 seen.add(key[0])
                 a, b = value(ours[key], quantity), value(theirs.get(key, {}), quantity)
@@ -201,9 +202,9 @@ def scaling(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
                     words = f"{name}, {QUANTITIES[quantity]}"
                     axes.plot(*zip(*points), style, color=_colour(name), markersize=4, linewidth=1.2, label=words)
         first = many[0]
-        shown = {"voxels": f"shells, C {usual}", "taps": label(first), "channels": first["case"].replace("_", " ")}
+        shown = {"voxels": f"shells, C {usual}", "taps": label(first), "channels": cases.title(first["case"])}
         edge = first["case"].split("_")[-1]
-        title = shown.get(axis) or f"cube of {edge}, filled at random, C {first['channels']}"
+        title = shown.get(axis) or f"{edge}³ cells filled at random, C {first['channels']}"
         axes.set(xscale="log", yscale="log", xlabel=axis)
         axes.set_title(title, fontsize=9)
         places = sorted({_position(axis, r) for r in many})
@@ -250,7 +251,7 @@ PAINTERS = {"relative": relative, "roofline": roofline, "scaling": scaling, "mem
 
 def _intensity(row: Row) -> float:
     """FLOP a byte, each byte moved once, as in `report.bound_ms`."""
-    return report.flops(row) / (1e12 * 1e-3 * report.bound_ms(row, {row["dtype"]: math.inf, "fp32": 1.0, "copy": 1.0}))
+    return report.flops(row) / report.moved(row)
 
 
 def _most(pairs: Iterable[tuple[Any, int]]) -> Any:

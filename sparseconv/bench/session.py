@@ -67,8 +67,10 @@ def measured(
             run(jobs, console, folder, keep, budget)
         except KeyboardInterrupt:
             console.print("[yellow]stopped[/]: what was done until here follows")
-    aims = ", (must / goal)" if device == "cuda" else ""
-    console.print(report.layer_table(report.joined(rows), f"{device}: milliseconds{aims}"))
+    name = machine.get("card", {}).get("name")
+    aims = name == report.targets()["card"]  # what was set for one card says nothing of another
+    title = f"{name or machine['cpu']}: milliseconds{', (must / goal)' * aims}"
+    console.print(report.layer_table(report.joined(rows), title, aims))
     for sentence in report.reasons(report.joined(rows)):
         console.print(f"[dim]{sentence}[/]", highlight=False)
     if out is not None:
