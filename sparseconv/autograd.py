@@ -255,6 +255,20 @@ def convolution(
     return _call(_Convolution, x, weight, bias, edges, rows, groups, False, backend)
 
 
+def adjoint(
+    grad: torch.Tensor, weight: torch.Tensor, edges: int, rows: int, groups: int = 1, backend: str = "auto"
+) -> torch.Tensor:
+    """dL/dx (rows, C_in) of a `convolution` from dL/dy; differentiable to any order in both tensors."""
+    return _call(_Convolution, grad, weight, None, edges, rows, groups, True, backend)
+
+
+def weight_gradient(
+    x: torch.Tensor, grad: torch.Tensor, edges: int, taps: int, groups: int = 1, backend: str = "auto"
+) -> torch.Tensor:
+    """dL/dw (K, C_in/G, C_out) of a `convolution` from dL/dy; differentiable to any order in both tensors."""
+    return _call(_WeightGradient, x, grad, edges, taps, groups, backend)
+
+
 class _Fused(torch.autograd.Function):
     """act(convolution + bias + residual) from one kernel, where the activation's gradient needs its result alone."""
 

@@ -256,16 +256,27 @@ class ConvolutionPlan:
         Raises:
             ValueError: shapes, channels or devices that do not fit. TypeError: dtypes that differ or are not floating.
         """
+        x, taps, bias, residual = self.operands(x, weight, bias, residual)
+        call = (self._number, self.kernel_map.num_out, self.groups, self.backend)
+        if residual is None and epilogue is None:
+            return convolution(x, taps, bias, *call)
+        return fused_convolution(x, taps, bias, residual, as_epilogue(epilogue), *call)
+
+    def operands(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
         for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("residual", residual)):
             if tensor is not None and tensor.device != self.device:
                 raise ValueError(f"the plan is on {self.device} but {name} is on {tensor.device}: move one of them")
         x, weight, bias, residual = _autocast(x, weight, bias, residual)
         taps = self._packed.pack(weight, by_tap(weight, self.kernel_size, self.num_taps))
         self._check(x, weight, taps, bias, residual)
-        call = (self._number, self.kernel_map.num_out, self.groups, self.backend)
-        if residual is None and epilogue is None:
-            return convolution(x, taps, bias, *call)
-        return fused_convolution(x, taps, bias, residual, _as_epilogue(epilogue), *call)
+        return x, taps, bias, residual
 
     def _check(
         self,
@@ -402,7 +413,8 @@ def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> Any:
     return x.to(dtype), *(None if t is None else t.to(dtype) for t in others)
 
 
-def _as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:
+def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:
+    """What `ConvolutionPlan.execute` was given as epilogue, its numbers bound; None for none."""
     if given is None or isinstance(given, Epilogue):
         return given
     if isinstance(given, PointwiseDynamicFunction):
