@@ -128,7 +128,9 @@ def measured(asked: dict[str, Any], caches: Path) -> tuple[float | None, str]:
         several = [measured({**asked, "implementation": k}, caches)[0] for k in peers if runner.absent(k) is None]
         values = [value for value in several if value is not None]
         return (min(values), "") if values else (None, "no peer is installed")
-    job = Job(name, asked["case"], asked["channels"], asked["dtype"], False, (quantity,), asked["device"])
+    # whatever else is claimed about this layer comes of the same process
+    wanted = (measure.MAP, measure.FORWARD, measure.STEP, measure.MEMORY)
+    job = Job(name, asked["case"], asked["channels"], asked["dtype"], False, wanted, asked["device"])
     if quantity in ("cold_s", "second_s"):
         row = _cold(job)
         return row.get(quantity), row.get("reason", "")
