@@ -60,7 +60,7 @@ with new_figure(9, 3.4) as figure:
         look = {"unit": "m", "s": 6, "cmap": "coolwarm", "vmin": -1.5, "vmax": 1.5}
         dots = scatter3d(axes, grid, values[:, 0], **look)
         axes.set_title(title)
-    figure.colorbar(dots, ax=figure.axes, label="value", shrink=0.6, extend="both")
+    figure.colorbar(dots, ax=figure.axes, label="value", shrink=0.6, pad=0.08, extend="both")
 error = [(values - wave).square().mean().sqrt().item() for values in (noisy, smooth)]
 print(f"error (root mean square): {error[0]:.2f} before, {error[1]:.2f} after")
 View(figure)
