@@ -108,7 +108,9 @@ def found(claim: Claim, caches: Path) -> tuple[str, float | None, str]:
     if claim.get("record") is None:
         return "measured", None, why
     value = stated.recorded(claim)
-    return "recorded", value, "" if value is not None else f"{why}; {claim['record']} has no such figure"
+    there = (report.RESULTS / claim["record"]).is_file()
+    why += f"; {claim['record']} has no such figure" if there else f"; {claim['record']} is in the repository"
+    return "recorded", value, why
 
 
 def measured(asked: dict[str, Any], caches: Path) -> tuple[float | None, str]:
