@@ -64,7 +64,7 @@ def gpu(
     kinds = dtype or (["fp16"] if quick else ["fp16", "bf16", "tf32", "fp32"])
     jobs = selection.layer_jobs(grid, names, kinds, device, seconds, shuffled, quantity or measure.QUANTITIES)
     if scaling:
-        jobs += [job for job in selection.scaling_jobs(names, kinds[0], device, seconds / 2) if job not in jobs]
+        jobs = selection.with_lines(jobs, names, kinds[0], device, seconds / 2)
     first = [Job(name, "shell_256", 64, kinds[0], False, (measure.COLD,), device, seconds) for name in names]
     out = out or _file("gpu", device, quick)
     rows = session.measured(
@@ -104,10 +104,9 @@ def cpu(
     seconds = min(seconds, 0.3) if quick else seconds
     jobs = selection.layer_jobs(grid, names, dtype or ["fp32"], "cpu", seconds, shuffled, wanted)
     if scaling:
-        lines = selection.scaling_jobs(names, (dtype or ["fp32"])[0], "cpu", seconds / 2)
-        jobs += [job for job in lines if job not in jobs]
+        jobs = selection.with_lines(jobs, names, (dtype or ["fp32"])[0], "cpu", seconds / 2)
     out = out or _file("cpu", "cpu", quick)
-    budget = selection.QUICK_BUDGET if quick else None
+    budget = selection.QUICK_BUDGET if quick and not scaling else None
     session.measured(jobs, console, out, budget=budget, pictures=_pictures(out) if plot else None)
 
 

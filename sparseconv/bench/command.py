@@ -75,8 +75,7 @@ def bench(
     kinds = dtype or ["fp32" if where == "cpu" else "fp16"]
     jobs = selection.layer_jobs(grid, names, kinds, where, seconds, shuffled, quantity or measure.QUANTITIES)
     if scaling:
-        lines = selection.scaling_jobs(names, kinds[0], where, seconds)
-        jobs += [job for job in lines if job not in jobs]
+        jobs = selection.with_lines(jobs, names, kinds[0], where, seconds)
     with tempfile.TemporaryDirectory() as folder:
         kept = out or (Path(folder) / "bench.json" if plot else None)
         session.measured(jobs, console, kept, processes=4 if where == "cuda" else 0, pictures=plot)

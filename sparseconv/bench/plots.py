@@ -141,8 +141,8 @@ def roofline(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     axes = figure.subplots()
     peak = ceilings.get(points[0]["dtype"]) or ceilings["fp32"]
     spans = [_intensity(r) for r in points]
-    low, high = min(spans) / 3, max(max(spans) * 3, 2 * peak / ceilings["copy"])
     corner = peak / ceilings["copy"]
+    low, high = min(min(spans) / 3, corner / 8), max(max(spans) * 3, 2 * corner)
     axes.plot([low, corner, high], [low * ceilings["copy"], peak, peak], color="black", linewidth=1)
     axes.text(high, peak, f"matrix product {peak:.3g} TFLOP/s ", ha="right", va="bottom", fontsize=8)
     turn = math.sqrt(low * corner)
@@ -165,6 +165,7 @@ def roofline(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
             side = (6, -3, "left") if n % 2 else (-6, -3, "right")
             axes.annotate(words, (x, y), side[:2], textcoords="offset points", fontsize=6, ha=side[2])
     axes.set(xscale="log", yscale="log", xlim=(low, high))
+    axes.set_ylim(top=1.6 * peak)
     axes.set_xlabel("FLOP on real pairs a byte of features, weight and indices, each once")
     axes.set_ylabel("forward (TFLOP/s on real pairs)")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
@@ -182,11 +183,13 @@ def scaling(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     usual = _usual(shells)
     widest = _most([(r["case"], r["channels"]) for r in shells])
     windows = _most([((r["case"], r["channels"]), r.get("kernel", 3)) for r in rows])
+    fills = [r for r in threes if r["case"].startswith("uniform_")]
+    edge = _most([(r["case"].split("_")[2], _position("occupied (%)", r)) for r in fills])
     lines = {
         "voxels": [r for r in shells if r["channels"] == usual],
         "channels": [r for r in shells if r["case"] == widest],
         "taps": [r for r in rows if (r["case"], r["channels"]) == windows],
-        "occupied (%)": [r for r in threes if r["case"].startswith("uniform_")],
+        "occupied (%)": [r for r in fills if r["case"].split("_")[2] == edge],
     }
     lines = {axis: many for axis, many in lines.items() if len({_position(axis, r) for r in many}) > 2}
     if not lines:
@@ -203,7 +206,6 @@ def scaling(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
                     axes.plot(*zip(*points), style, color=_colour(name), markersize=4, linewidth=1.2, label=words)
         first = many[0]
         shown = {"voxels": f"shells, C {usual}", "taps": label(first), "channels": cases.title(first["case"])}
-        edge = first["case"].split("_")[-1]
         title = shown.get(axis) or f"{edge}³ cells filled at random, C {first['channels']}"
         axes.set(xscale="log", yscale="log", xlabel=axis)
         axes.set_title(title, fontsize=9)
@@ -254,9 +256,9 @@ def _intensity(row: Row) -> float:
     return report.flops(row) / report.moved(row)
 
 
-def _most(pairs: Iterable[tuple[Any, int]]) -> Any:
+def _most(pairs: Iterable[tuple[Any, float]]) -> Any:
     """The first of a pair that was seen with the most different seconds."""
-    seen: dict[Any, set[int]] = {}
+    seen: dict[Any, set[float]] = {}
     for key, number in pairs:
         seen.setdefault(key, set()).add(number)
     return max(seen, key=lambda key: len(seen[key])) if seen else None

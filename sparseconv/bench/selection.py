@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sparseconv.bench import measure, report
 from sparseconv.bench.implementations import registry
@@ -77,6 +78,17 @@ def layer_jobs(
             if wanted:
                 jobs += [Job(name, case, c, dtype, False, wanted, device, seconds / 2) for case, cs in grid for c in cs]
     return jobs
+
+
+def with_lines(
+    jobs: Sequence[Job], implementations: Sequence[str], dtype: str, device: str, seconds: float
+) -> list[Job]:
+    """Jobs, and those of `scaling_jobs` whose forward and step are not among them."""
+    shapes = {
+        replace(job, quantities=(), seconds=0.0) for job in jobs if {measure.FORWARD, measure.STEP} <= {*job.quantities}
+    }
+    lines = scaling_jobs(implementations, dtype, device, seconds)
+    return [*jobs, *(job for job in lines if replace(job, quantities=(), seconds=0.0) not in shapes)]
 
 
 def scaling_jobs(implementations: Sequence[str], dtype: str, device: str, seconds: float) -> list[Job]:

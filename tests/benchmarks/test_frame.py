@@ -392,6 +392,9 @@ def test_the_lines_go_along_voxels_channels_taps_and_occupancy(device):
 
     jobs = selection.scaling_jobs(["sparseconv", "spconv"], "fp32", device, 0.1)
     assert len(set(jobs)) == len(jobs)
+    known = selection.layer_jobs((("shell_64", (64,)),), ["sparseconv"], ["fp32"], device, 0.1, False)
+    both = selection.with_lines(known, ["sparseconv", "spconv"], "fp32", device, 0.1)
+    assert len(both) == len(known) + len(jobs) - 1  # shell_64 at 64 channels is on a line, and measured already
     figures = {"status": "measured", "pairs": 10, "forward": {"median": 1.0}, "step": {"median": 3.0}}
     rows = [job.as_dict() | figures | {"voxels": n} for n, job in enumerate(jobs)]
     panels = plots.scaling(rows, {}).axes
