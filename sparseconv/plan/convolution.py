@@ -83,6 +83,8 @@ class ConvolutionPlan:
         else:
             raise ValueError(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
         self._join(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
+        if window.is_tiling and coarse is not target and edge.kind == "absent":
+            self.kernel_map.num_pairs = len(source)  # which then waits for no count of the device
 
     @classmethod
     def transposed(
@@ -175,8 +177,6 @@ class ConvolutionPlan:
         self.kernel_map, self.groups, self.backend, self.is_transposed = kernel_map, groups, backend, is_transposed
         #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
         self.kernel_size = window.projection.counts if box else None
-        #: rows of the largest buffer that a tap's edges need
-        self.max_pairs_per_tap = kernel_map.max_pairs_per_tap
         self._number = number_of(kernel_map)
         self._packed = PackedWeights()
 
@@ -200,6 +200,11 @@ class ConvolutionPlan:
     @property
     def num_taps(self) -> int:
         return self.kernel_map.num_taps
+
+    @property
+    def max_pairs_per_tap(self) -> int:
+        """Rows of the largest buffer that a tap's edges need."""
+        return self.kernel_map.max_pairs_per_tap
 
     @property
     def num_in(self) -> int:
@@ -340,6 +345,8 @@ class ConvolutionPlan:
 
         A scene's memory then goes when its grid goes, and not whenever Python looks for cycles.
         """
+        if self._source is not grid and self._target is not grid:
+            return self
         plan = object.__new__(ConvolutionPlan)
         plan.__dict__.update(self.__dict__)
         for side in ("_source", "_target"):
