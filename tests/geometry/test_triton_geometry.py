@@ -247,7 +247,7 @@ def test_what_a_window_reaches_in_other_ranks(rank: int) -> None:
     grid = VoxelGrid(coords, 4)
     for window in (
         Window.of(rank, 2, 2),
-        Window.of(rank, 3, 2),
+        Window.of(rank, (3,) + (1,) * (rank - 1), 2),
         Window.of(rank, None, 1, taps=[(0,) * rank, (3,) * rank]),
     ):
         where = grid.coords.to(DEVICE), grid.extent, 4, window.offsets, window.stride, None

@@ -20,6 +20,10 @@ from sparseconv.geometry.triton_pairs import FoundEdges
 from sparseconv.geometry.triton_search import SEARCH_TYPES
 from sparseconv.geometry.triton_window import KEY_BITS, entry_of, look, take
 
+#: rows up to which a search keeps its scratch memory, some 50 bytes a row: small maps are wanted in two orders of rows
+#: (taps split in groups or not), and to search again costs the host more than to build a schedule
+KEPT_ROWS = 65_536
+
 
 def schedule_on_gpu(
     kernel_map: KernelMap,
@@ -30,7 +34,8 @@ def schedule_on_gpu(
     """The schedule of a kernel map on a GPU: from the search that found its edges, else from its table."""
     if isinstance(kernel_map.source, FoundEdges):
         schedule = build_schedule(kernel_map.source.search, block_m, groups=groups, chunk_rows=chunk_rows)
-        kernel_map.source.wrote("schedule")
+        if kernel_map.num_out > KEPT_ROWS:
+            kernel_map.source.wrote("schedule")
         return schedule
     significance = tap_significance(kernel_map.num_taps)
     search = search_table(kernel_map.neighbors)
