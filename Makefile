@@ -21,7 +21,7 @@ wheel: $(VENV)/.build
 	$(BIN)/python -m build
 
 bench: $(VENV)/.bench
-	$(BIN)/python -m benchmarks cpu --quick
+	$(BIN)/python -m benchmarks cpu --quick --json build/bench/cpu.json
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -60,7 +60,7 @@ $(VENV)/.bench: $(VENV)/.base pyproject.toml
 
 # reads the sources and imports nothing of them, so that torch is not needed; ruff sets the signatures
 $(VENV)/.docs: $(VENV)/.base pyproject.toml
-	$(PIP) install -q $(CONSTRAINED) --group docs ruff
+	$(PIP) install -q $(CONSTRAINED) --group docs
 	touch $@
 
 $(VENV)/.notebooks: $(VENV)/.base pyproject.toml

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import cases
-from benchmarks.peers import load_spconv
-from benchmarks.timing import Clock, clock_of
+from sparseconv.bench import cases
+from sparseconv.bench.peers import load_spconv
+from sparseconv.bench.timing import Clock, clock_of
 
 CASES = ("lidar_ouster_os1_3sweeps_005", "tls_lonestar_005", "indoor_rooms_pcl_002", "lidar_ouster_os2_010")
 CHANNELS, IN, CLASSES = (32, 64, 128, 256), 4, 20

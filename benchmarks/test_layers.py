@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import sparseconv as sc
-from benchmarks import cases, check, measure
-from benchmarks.implementations import Convolution, registry
+from sparseconv.bench import cases, check, measure
+from sparseconv.bench.implementations import Convolution, registry
 
 pytest.importorskip("pytest_benchmark")
 NAMES = ("sparseconv", "spconv", "dense conv3d")

@@ -1,48 +1,23 @@
-"""A process of its own for one implementation's jobs: ``python -m benchmarks.worker JOBS.json ROWS.jsonl``.
-
-Each job leaves a line when it begins and one when it is done, so that whoever waits knows which job a crash befell.
-"""
+"""The worker of jobs that are whole networks: ``python -m benchmarks.worker JOBS.json ROWS.jsonl``."""
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
-from pathlib import Path
+from typing import Any
 
-from benchmarks import measure, network
-from benchmarks.measure import Job
+from benchmarks import network
+from sparseconv.bench import worker
+from sparseconv.bench.measure import Job
 
-#: jobs of this prefix are whole networks: ``unet:sparseconv``
-NETWORK = "unet:"
+#: how a network's jobs are named: ``unet:sparseconv``
+PREFIX = "unet:"
 
 
-def run(job: Job) -> dict[str, object]:
-    """A job's row, of a layer or of a whole network."""
-    if not job.implementation.startswith(NETWORK):
-        return measure.run(job)
-    name = job.implementation.removeprefix(NETWORK)
+def run(job: Job) -> dict[str, Any]:
+    """A network's row."""
+    name = job.implementation.removeprefix(PREFIX)
     return job.as_dict() | network.measure(name, job.case, job.device, job.seconds)
 
 
-def main(jobs_file: str, rows_file: str) -> None:
-    jobs = [Job.of(data) for data in json.loads(Path(jobs_file).read_text())]
-    with Path(rows_file).open("a") as out:
-
-        def say(line: dict[str, object]) -> None:
-            out.write(json.dumps(line) + "\n")
-            out.flush()
-
-        for job in jobs:
-            say({"begun": job.as_dict()})
-            try:
-                say({"row": run(job)})
-            except Exception as error:
-                traceback.print_exc()
-                words = str(error).strip().splitlines()
-                reason = f"{type(error).__name__}: {words[0] if words else ''}"[:300]
-                say({"row": job.as_dict() | {"status": "failed", "reason": reason}})
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    worker.main(sys.argv[1], sys.argv[2], run)

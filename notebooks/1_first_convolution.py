@@ -24,10 +24,11 @@ from sparseconv.viz import View, new_figure, scatter3d, show
 torch.manual_seed(0)
 u, v = 2 * math.pi * torch.rand(2, 20_000)
 radius = 1 + 0.4 * v.cos()
-points = torch.stack([radius * u.cos(), radius * u.sin(), 0.4 * v.sin()], 1)  # a torus, in metres
+points = torch.stack([radius * u.cos(), radius * u.sin(), 0.4 * v.sin()], 1)  # a torus, in m
 
 grid, point_rows = sc.voxelize(points, voxel_size=0.06)
-print(f"{len(points):,} points in {len(grid):,} voxels, {len(grid) / grid.extent.size:.0%} of their box")
+share = len(grid) / grid.extent.size
+print(f"{len(points):,} points in {len(grid):,} voxels, {share:.0%} of their box")
 show(grid, unit="m", title="a torus in voxels of 6 cm, coloured by height")
 
 # %% [markdown]
@@ -53,11 +54,13 @@ for _ in range(4):
     smooth = plan.execute(smooth, ones) / neighbours
 
 with new_figure(9, 3.4) as figure:
-    for n, (title, values) in enumerate({"noisy": noisy, "after four means": smooth, "true": wave}.items(), 1):
+    several = {"noisy": noisy, "after four means": smooth, "true": wave}
+    for n, (title, values) in enumerate(several.items(), 1):
         axes = figure.add_subplot(1, 3, n, projection="3d")
-        limit = 2.0 if title == "noisy" else 1.0
-        scatter3d(axes, grid, values[:, 0], unit="m", s=6, cmap="coolwarm", vmin=-limit, vmax=limit)
+        look = {"unit": "m", "s": 6, "cmap": "coolwarm", "vmin": -1.5, "vmax": 1.5}
+        dots = scatter3d(axes, grid, values[:, 0], **look)
         axes.set_title(title)
+    figure.colorbar(dots, ax=figure.axes, label="value", shrink=0.6, pad=0.08, extend="both")
 error = [(values - wave).square().mean().sqrt().item() for values in (noisy, smooth)]
 print(f"error (root mean square): {error[0]:.2f} before, {error[1]:.2f} after")
 View(figure)
@@ -72,7 +75,7 @@ w2 = (0.1 * torch.randn(27, 8, 1)).requires_grad_()
 optimizer = torch.optim.Adam([w1, w2], 0.01)
 losses = []
 for _ in range(150):
-    noisy = wave + torch.randn(len(grid), 1)  # new noise at each step: nothing to learn by heart
+    noisy = wave + torch.randn(len(grid), 1)  # new noise at each step
     guess = plan.execute(torch.tanh(plan.execute(noisy, w1)), w2)
     loss = (guess - wave).square().mean()
     optimizer.zero_grad()
@@ -84,7 +87,7 @@ with new_figure(5.5, 2.6) as figure:
     axes = figure.add_subplot()
     axes.plot(losses, color="#1f4e79")
     axes.axhline(error[0], color="#888888", linestyle=":")
-    axes.annotate("the noise itself", (150, error[0]), va="bottom", ha="right", color="#666666")
+    axes.annotate("the noise itself", (150, error[0]), va="bottom", ha="right")
     axes.set_xlabel("step")
     axes.set_ylabel("error (root mean square)")
     axes.set_ylim(0, 1.2)
@@ -98,4 +101,8 @@ View(figure)
 down = sc.ConvolutionPlan(grid, 2, stride=2)
 coarse = ops.avg_pool(smooth, down)  # a mean over the voxels that are there
 print(down)
-show(sc.SparseTensor(down.target, coarse), unit="m", title=f"{len(down.target):,} voxels of 12 cm")
+show(
+    sc.SparseTensor(down.target, coarse),
+    unit="m",
+    title=f"{len(down.target):,} voxels of 12 cm",
+)

@@ -33,7 +33,8 @@ grid = sc.VoxelGrid(torch.tensor([[0, x] for x in (0, 1, 2, 4, 5, 7)]))
 show(sc.ConvolutionPlan(grid, 3), title="kernel 3: outputs where inputs are (submanifold)")
 
 # %%
-show(sc.ConvolutionPlan(grid, 3, target="full"), title='kernel 3, target="full": every voxel that an input reaches')
+full = sc.ConvolutionPlan(grid, 3, target="full")
+show(full, title='kernel 3, target="full": every voxel that an input reaches')
 
 # %% [markdown]
 # ### Strides, and back
@@ -63,10 +64,12 @@ show(sc.ConvolutionPlan(grid, taps=[(0,), (-1,), (4,)]), title="taps 0, -1 and +
 # Outside is empty by default. A torus joins its ends; `forbid` keeps outputs whose whole window lies inside.
 
 # %%
-show(sc.ConvolutionPlan(grid, 3, boundary=sc.Boundary.periodic((8,))), title="periodic, extent 8: 7 and 0 meet")
+periodic = sc.ConvolutionPlan(grid, 3, boundary=sc.Boundary.periodic((8,)))
+show(periodic, title="periodic, extent 8: 7 and 0 meet")
 
 # %%
-show(sc.ConvolutionPlan(grid, 3, boundary=sc.Boundary.forbid((8,)), target="full"), title="forbid: only whole windows")
+forbid = sc.ConvolutionPlan(grid, 3, boundary=sc.Boundary.forbid((8,)), target="full")
+show(forbid, title="forbid: only whole windows")
 
 # %% [markdown]
 # ## In the plane
@@ -74,8 +77,8 @@ show(sc.ConvolutionPlan(grid, 3, boundary=sc.Boundary.forbid((8,)), target="full
 
 # %%
 angle = torch.linspace(0, 2 * torch.pi, 200)
-ring = torch.unique(torch.stack([0 * angle, 6 * angle.cos(), 6 * angle.sin()], 1).round().int(), dim=0)
-ring = sc.VoxelGrid(ring)
+circle = torch.stack([0 * angle, 6 * angle.cos(), 6 * angle.sin()], 1).round().int()
+ring = sc.VoxelGrid(torch.unique(circle, dim=0))
 strided = sc.ConvolutionPlan(ring, 3, stride=2)
 show(strided)
 
@@ -87,7 +90,8 @@ show(strided.transpose())
 # The inputs of one voxel on a sphere: a surface fills about a third of a 3 x 3 x 3 window.
 
 # %%
-ball = torch.nn.functional.normalize(torch.randn(6_000, 3, generator=torch.Generator().manual_seed(0)), dim=1)
+generator = torch.Generator().manual_seed(0)
+ball = torch.nn.functional.normalize(torch.randn(6_000, 3, generator=generator), dim=1)
 sphere, _ = sc.voxelize(ball, voxel_size=0.1)
 plan = sc.ConvolutionPlan(sphere, 3)
 show(plan, unit="m")

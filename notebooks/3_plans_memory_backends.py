@@ -38,7 +38,8 @@ with new_figure(6, 2.6) as figure:
     axes.bar(range(28), plan.coverage.tolist(), color="#2a7f62")
     axes.set_xlabel("inputs of an output voxel, itself included")
     axes.set_ylabel("voxels")
-    axes.set_title(f"{plan.kernel_map.num_pairs:,} pairs; dense in the same box: {27 * grid.extent.size:,}")
+    pairs, dense = plan.kernel_map.num_pairs, 27 * grid.extent.size
+    axes.set_title(f"{pairs:,} pairs; dense in the same box: {dense:,}")
 View(figure)
 
 # %% [markdown]
@@ -74,6 +75,7 @@ with new_figure(6, 2.8) as figure:
         axes.plot(widths, [bytes_of(c) / 2**20 for c in widths], "o-", markersize=3, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
+    axes.set_yticks([4, 16, 64, 256, 1024], ["4", "16", "64", "256", "1024"])
     axes.set_xticks(widths, [str(c) for c in widths])
     axes.set_xlabel("channels, in and out")
     axes.set_ylabel("MiB (fp32)")
@@ -116,7 +118,8 @@ View(figure)
 # loader's worker can build it.
 
 # %%
-print("one map for two layers:", shared_plan(grid, 3).kernel_map is shared_plan(grid, (3, 3, 3)).kernel_map)
+first, second = shared_plan(grid, 3), shared_plan(grid, (3, 3, 3))
+print("one map for two layers:", first.kernel_map is second.kernel_map)
 again = pickle.loads(pickle.dumps(plan))
 print("same bits after a pickle:", torch.equal(again.execute(x, w), plan.execute(x, w)))
 print("same bits in two runs:   ", torch.equal(plan.execute(x, w), plan.execute(x, w)))

@@ -43,10 +43,15 @@ plan = sc.ConvolutionPlan(grid, 2, stride=2)
 edges = plan.kernel_map
 degree = torch.bincount(edges.out_rows.long(), minlength=edges.num_out)
 mean = sparse_scale_infos(
-    edges.in_rows, edges.out_rows, 1 / degree[edges.out_rows.long()].float(), edges.num_out, edges.num_in
+    edges.in_rows,
+    edges.out_rows,
+    1 / degree[edges.out_rows.long()].float(),
+    edges.num_out,
+    edges.num_in,
 )
 pooled = sparse_scale(x, *mean)
-print("the library's pooling gives the same:", torch.allclose(pooled, ops.avg_pool(x, plan), atol=1e-6))
+same = torch.allclose(pooled, ops.avg_pool(x, plan), atol=1e-6)
+print("the library's pooling gives the same:", same)
 
 spread = sparse_scale(pooled, mean[1], mean[0])  # the two infos exchanged: the transpose
 with new_figure(8.6, 2.9) as figure:
@@ -72,7 +77,8 @@ View(figure)
 window = sc.ConvolutionPlan(grid, 3)
 features, w = torch.randn(len(grid), 4), torch.randn(9, 4, 8)
 product = sparse_vecmat(features, w, *window.kernel_map.product_infos())
-print("largest difference to execute:", f"{(product - window.execute(features, w)).abs().max():.1e}")
+difference = (product - window.execute(features, w)).abs().max()
+print(f"largest difference to execute: {difference:.1e}")
 
 # %% [markdown]
 # ## Products over neighbours: attention
@@ -109,12 +115,14 @@ View(figure)
 # component meets which, with a sign:
 
 # %%
-dot = sparse_product_infos([0, 1, 2], [0, 1, 2], [0, 0, 0], None, out_size=1, in1_size=3, in2_size=3)
+each = [0, 1, 2]
+dot = sparse_product_infos(each, each, [0, 0, 0], None, out_size=1, in1_size=3, in2_size=3)
 cross = sparse_product_infos(
     [1, 2, 2, 0, 0, 1], [2, 1, 0, 2, 1, 0], [0, 0, 1, 1, 2, 2], [1.0, -1, 1, -1, 1, -1], 3, 3, 3
 )
 a, b = torch.randn(2, 5, 3, 16)  # 5 items, 3 components, 16 channels
-print("cross product:", torch.allclose(sparse_mul(a, b, *cross), torch.linalg.cross(a, b, dim=1), atol=1e-6))
+same = torch.allclose(sparse_mul(a, b, *cross), torch.linalg.cross(a, b, dim=1), atol=1e-6)
+print("cross product:", same)
 
 turn = torch.linalg.qr(torch.randn(3, 3)).Q
 turn = turn * torch.linalg.det(turn)  # a rotation, not a reflection
@@ -127,7 +135,8 @@ def rotated(t):
 before = rotated(sparse_mul(a, b, *cross))
 after = sparse_mul(rotated(a), rotated(b), *cross)
 invariant = sparse_mul(rotated(a), rotated(b), *dot) - sparse_mul(a, b, *dot)
-print(f"rotate then multiply, or multiply then rotate: {(before - after).abs().max():.1e} apart")
+apart = (before - after).abs().max()
+print(f"rotate then multiply, or multiply then rotate: {apart:.1e} apart")
 print(f"the inner product does not turn: {invariant.abs().max():.1e}")
 
 # %% [markdown]

@@ -55,7 +55,9 @@ with new_figure(5.5, 2.8) as figure:
     axes = figure.add_subplot()
     axes.plot(x.detach(), y.detach(), label="bent(x)", color="#1f4e79")
     axes.plot(x.detach(), slope, label="its derivative", color="#e07b39")
-    axes.plot(x.detach(), pw.silu(x).detach(), label="silu(x), for comparison", color="#aaaaaa", linestyle=":")
+    axes.plot(
+        x.detach(), pw.silu(x).detach(), ":", label="silu(x), for comparison", color="#aaaaaa"
+    )
     axes.set_xlabel("x")
     axes.set_ylabel("value")
     axes.legend()
@@ -67,7 +69,8 @@ View(figure)
 # %%
 wide = torch.randn(4, 6, 5, dtype=torch.float64).permute(2, 0, 1)[:, ::2].requires_grad_()
 print("strides", wide.stride(), "->", tuple(bent(wide).shape))
-print("first and second derivatives:", torch.autograd.gradcheck(bent, wide), torch.autograd.gradgradcheck(bent, wide))
+print("first derivatives:", torch.autograd.gradcheck(bent, wide))
+print("second derivatives:", torch.autograd.gradgradcheck(bent, wide))
 print("half precision stays half:", bent(torch.ones(3).half()).dtype)
 
 # %% [markdown]
@@ -76,7 +79,8 @@ print("half precision stays half:", bent(torch.ones(3).half()).dtype)
 # registers; elsewhere they run after, with the same numbers and gradients.
 
 # %%
-grid, _ = sc.voxelize(torch.rand(4_000, 3, generator=torch.Generator().manual_seed(0)), voxel_size=0.05)
+generator = torch.Generator().manual_seed(0)
+grid, _ = sc.voxelize(torch.rand(4_000, 3, generator=generator), voxel_size=0.05)
 plan = sc.ConvolutionPlan(grid, 3)
 features, w, bias = torch.randn(len(grid), 16), 0.1 * torch.randn(27, 16, 16), torch.randn(16)
 

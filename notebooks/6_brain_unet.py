@@ -27,16 +27,30 @@ brain = load_brain(4.0)
 in_front, cut = brain.front()
 whole = scan(brain, NOISE, torch.Generator().manual_seed(1))
 back, front = (Scan(brain.part(mask), whole.brightness[mask]) for mask in (~in_front, in_front))
-print(f"{len(brain):,} voxels; cut at y = {cut:g} mm into {len(back.brain):,} and {len(front.brain):,}")
+halves = f"{len(back.brain):,} and {len(front.brain):,}"
+print(f"{len(brain):,} voxels; cut at y = {cut:g} mm into {halves}")
 show(SparseTensor(brain.grid, brain.intensity[:, None]), unit="mm", title="T1 brightness")
 
 # %%
 with new_figure(9, 3.3) as figure:
     left, middle, right = figure.subplots(1, 3)
     show_slice(left, brain.grid, brain.intensity, 2, 12.0, unit="mm", cmap="gray")
-    show_slice(middle, brain.grid, whole.brightness, 2, 12.0, unit="mm", cmap="gray", vmin=0, vmax=1)
-    shown = show_slice(right, brain.grid, brain.labels.float(), 2, 12.0, unit="mm", cmap="viridis", vmin=0, vmax=2)
-    for axes, title in zip((left, middle, right), ("brightness", "with 10% noise: the input", "labels: the target")):
+    show_slice(
+        middle, brain.grid, whole.brightness, 2, 12.0, unit="mm", cmap="gray", vmin=0, vmax=1
+    )
+    shown = show_slice(
+        right,
+        brain.grid,
+        brain.labels.float(),
+        2,
+        12.0,
+        unit="mm",
+        cmap="viridis",
+        vmin=0,
+        vmax=2,
+    )
+    titles = ("brightness", "with 10% noise: the input", "labels: the target")
+    for axes, title in zip((left, middle, right), titles):
         axes.set_title(title)
     bar = figure.colorbar(shown, ax=right, ticks=range(3), shrink=0.8)
     bar.ax.set_yticklabels(CLASSES)
@@ -66,7 +80,9 @@ STEPS = 64
 generator = torch.Generator().manual_seed(0)
 grids = turned_grids(back.brain.grid, 8, generator)
 optimizer = torch.optim.AdamW(net.parameters(), 0.02, weight_decay=0.05)
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=STEPS, pct_start=0.2)
+schedule = torch.optim.lr_scheduler.OneCycleLR(
+    optimizer, 0.02, total_steps=STEPS, pct_start=0.2
+)
 losses = []
 for step in range(STEPS):
     view = scan(back.brain, NOISE, generator)
@@ -100,10 +116,23 @@ results = {
 with new_figure(9, 3.3) as figure:
     left, middle, right = figure.subplots(1, 3)
     for axes, title, values in ((left, "target", labels), (middle, "prediction", predicted)):
-        show_slice(axes, front.brain.grid, values.float(), 2, 12.0, unit="mm", cmap="viridis", vmin=0, vmax=2)
+        show_slice(
+            axes,
+            front.brain.grid,
+            values.float(),
+            2,
+            12.0,
+            unit="mm",
+            cmap="viridis",
+            vmin=0,
+            vmax=2,
+        )
         axes.set_title(title)
     for n, (name, figures) in enumerate(results.items()):
-        bars = right.bar([c + 0.4 * n for c in range(3)], figures, 0.36, label=name, color=("#8a97a8", "#2a7f62")[n])
+        colour = ("#8a97a8", "#2a7f62")[n]
+        bars = right.bar(
+            [c + 0.4 * n for c in range(3)], figures, 0.36, label=name, color=colour
+        )
         right.bar_label(bars, fmt="%.2f", fontsize=7)
     right.set_xticks([c + 0.2 for c in range(3)], CLASSES)
     right.set_ylim(0, 1.25)
@@ -117,4 +146,10 @@ View(figure)
 
 # %%
 right = front.brain.grid.positions()[:, 0] > 0
-show(front.brain.grid.subset(right), predicted[right], unit="mm", names=CLASSES, title="prediction")
+show(
+    front.brain.grid.subset(right),
+    predicted[right],
+    unit="mm",
+    names=CLASSES,
+    title="prediction",
+)

@@ -42,7 +42,8 @@ features = torch.randn(len(grid), 3)
 
 x = spconv.SparseConvTensor(features, grid.coords, spatial_shape=[41, 41, 41], batch_size=1)
 y = theirs(x)
-print(type(y).__name__, tuple(y.features.shape), "on the same indices:", torch.equal(y.indices, x.indices))
+print(type(y).__name__, tuple(y.features.shape))
+print("on the same indices:", torch.equal(y.indices, x.indices))
 
 # %% [markdown]
 # ## 2. The weights
@@ -55,8 +56,10 @@ class Ours(nn.SparseModule):
 
     def __init__(self):
         super().__init__()
-        self.fine = nn.Sequential(nn.SubmanifoldConv(3, 16, 3, bias=False), nn.BatchNorm(16), nn.ReLU())
-        self.down = nn.Sequential(nn.Conv(16, 32, 3, stride=2, padding=1, bias=False), nn.BatchNorm(32), nn.ReLU())
+        fine = nn.SubmanifoldConv(3, 16, 3, bias=False)
+        self.fine = nn.Sequential(fine, nn.BatchNorm(16), nn.ReLU())
+        down = nn.Conv(16, 32, 3, stride=2, padding=1, bias=False)
+        self.down = nn.Sequential(down, nn.BatchNorm(32), nn.ReLU())
         self.up = nn.InverseConv(32, 16, 3, stride=2, padding=1, bias=False)
 
     def forward(self, x):
@@ -66,7 +69,8 @@ class Ours(nn.SparseModule):
 
 ours = Ours()
 places = {"0": "fine.0", "1": "fine.1", "3": "down.0", "4": "down.1", "6": "up"}
-report = load(ours, theirs.state_dict(), "spconv", rename=lambda key: places[key.split(".")[0]] + key[1:])
+rename = lambda key: places[key.split(".")[0]] + key[1:]  # noqa: E731
+report = load(ours, theirs.state_dict(), "spconv", rename=rename)
 print(report)
 
 # %% [markdown]
@@ -77,7 +81,8 @@ theirs.eval()
 ours.eval()
 expected = theirs(x).features
 got = ours(sc.SparseTensor(grid, features))
-print(f"largest difference: {(got.features - expected).abs().max():.1e} of {expected.abs().max():.1f}")
+difference = (got.features - expected).abs().max()
+print(f"largest difference: {difference:.1e} of {expected.abs().max():.1f}")
 show(got, unit="m", title="the result, on the voxels it came from")
 
 # %% [markdown]

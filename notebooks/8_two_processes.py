@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-import two_ranks
 
 import sparseconv as sc
+import two_ranks
 from sparseconv.viz import View, new_figure, show
 
 # %% [markdown]
@@ -57,7 +57,9 @@ print(f"convolution: {(together - alone).abs().max():.1e} apart")
 
 # %%
 owner = torch.empty(len(grid), dtype=torch.long)
-owner[rows] = torch.cat([torch.full((len(s["coords"]),), rank) for rank, s in enumerate(shards)])
+owner[rows] = torch.cat(
+    [torch.full((len(s["coords"]),), rank) for rank, s in enumerate(shards)]
+)
 show(grid, owner, names=("rank 0", "rank 1"), title="voxels by owner")
 
 # %% [markdown]

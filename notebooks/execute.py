@@ -25,7 +25,11 @@ LIMIT = 120  # seconds
 
 def texts(numbers: list[str]) -> list[Path]:
     """The notebooks' texts, all or those whose names begin so."""
-    return [p for p in sorted(HERE.glob("[0-9]*.py")) if not numbers or p.name.partition("_")[0] in numbers]
+    return [
+        p
+        for p in sorted(HERE.glob("[0-9]*.py"))
+        if not numbers or p.name.partition("_")[0] in numbers
+    ]
 
 
 def read(text: Path) -> Any:

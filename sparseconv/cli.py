@@ -1,7 +1,8 @@
-"""The commands: a demonstration, and what can run here."""
+"""The commands: a demonstration, a benchmark, other libraries' checkpoints, and what can run here."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from sparseconv.bench.command import bench
 from sparseconv.interop.command import convert
 
 app = typer.Typer(
@@ -23,6 +25,7 @@ app = typer.Typer(
 
 
 app.command()(convert)
+app.command()(bench)
 
 
 @contextmanager
@@ -59,6 +62,7 @@ def demo(
     with _one_sentence() as console:
         from sparseconv.viz.figures import checked_picture_path
 
+        _leave_a_core()
         where = _device(device)
         output = checked_picture_path(output)
         if voxel_size is not None and not 0 < voxel_size < float("inf"):
@@ -84,6 +88,13 @@ def info() -> None:
         console.print(installed_table())
         for where in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
             console.print(backends_table(torch.device(where)))
+
+
+def _leave_a_core() -> None:
+    """One core stays free, unless the user says how many: threads that spin while another process holds their partner's
+    core made a training on a busy machine of two cores ten times slower than one thread alone."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
 
 def _device(name: str) -> torch.device:

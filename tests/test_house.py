@@ -29,12 +29,13 @@ FLOORS = {
     "cli": 7,
     "viz": 7,
     "demo": 7,
+    "bench": 7,
     "__main__": 7,
     "__init__": 8,
 }
 #: arrows between rooms of one floor that are allowed, one way each
-SIDEWAYS = {("geometry", "products"), ("backends", "pointwise"), ("cli", "demo"), ("cli", "interop"), ("cli", "viz"),
-            ("demo", "viz"), ("__main__", "cli")}  # fmt: skip
+SIDEWAYS = {("geometry", "products"), ("backends", "pointwise"), ("cli", "bench"), ("cli", "demo"), ("cli", "interop"),
+            ("cli", "viz"), ("demo", "viz"), ("bench", "demo"), ("__main__", "cli")}  # fmt: skip
 FILES = sorted(ROOT.rglob("*.py"))
 
 

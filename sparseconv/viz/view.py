@@ -198,7 +198,8 @@ def _cloud(
 ) -> None:
     widest = max(grid.extent.shape, default=1)
     size = float(np.clip((0.6 * 72 * figure.get_figheight() / max(1, widest)) ** 2, 0.8, 60))  # points^2 of a voxel
-    shared: dict[str, Any] = {"unit": unit, "most": MOST_DOTS, "s": size, "zoom": 1.05}
+    zoom = 0.95 if 2 * max(grid.extent.shape[-1:], default=1) < widest else 0.82  # a tall box needs room for its labels
+    shared: dict[str, Any] = {"unit": unit, "most": MOST_DOTS, "s": size, "zoom": zoom}
     if colours is not None:
         from matplotlib.colors import ListedColormap
 

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
-from benchmarks import cases, check, measure, report, runner, selection, verify
-from benchmarks.implementations import registry
-from benchmarks.measure import Job
-from benchmarks.timing import Clock, Spread
+from sparseconv.bench import cases, check, measure, report, runner, selection, stated, verify
+from sparseconv.bench.implementations import registry
+from sparseconv.bench.measure import Job
+from sparseconv.bench.timing import Clock, Spread
 from tests import oracle
 
 TINY = {"device": "cpu", "dtype": "fp32", "seconds": 0.01}
@@ -205,6 +205,31 @@ def test_a_hang_costs_one_row(monkeypatch):
     assert "longer than 2 s" in rows[0]["reason"]
 
 
+def test_every_way_to_fail_costs_its_own_rows_and_no_other(monkeypatch):
+    """Each in a process: one calls abort, one cannot be imported, one is wrong, one raises; the rest is measured."""
+    from sparseconv.bench import peers
+    from tests.benchmarks import aborting
+
+    monkeypatch.setattr(peers, "PEERS", (*peers.PEERS, *aborting.PEERS))
+    names = ["aborts", "sparseconv", "broken", "wrong", "raises", "MinkowskiEngine"]
+    if runner.absent("MinkowskiEngine") is None:
+        names.remove("MinkowskiEngine")
+    jobs = [Job(name, "shell_16", 4, quantities=("forward",), **TINY) for name in names]
+    rows = runner.run_all(jobs, lambda row: None, None, None, "tests.benchmarks.aborting")
+    assert [(row["implementation"], row["case"]) for row in rows] == [(job.implementation, job.case) for job in jobs]
+    found = {(row["implementation"], row["status"]) for row in rows}
+    wanted = {("aborts", "crashed"), ("sparseconv", "measured"), ("broken", "skipped"), ("wrong", "wrong")}
+    assert found - {("MinkowskiEngine", "skipped")} == wanted | {("raises", "failed")}
+    said = {row["implementation"]: row.get("reason", "") for row in rows}
+    assert "ended with code -6" in said["aborts"]
+    assert "libcudart.so.11" in said["broken"]
+    assert "forward is wrong" in said["wrong"]
+    assert said["raises"] == "RuntimeError: no kernel image is available"
+    assert all(("forward" in row) == (row["status"] == "measured") for row in rows)
+    sentences = report.reasons(report.joined(rows))
+    assert [s for s in sentences if s.startswith("aborts")] != []
+
+
 def test_what_a_budget_does_not_reach_is_skipped():
     found, _ = falling("a", "hangs", "b", budget=2.5)
     assert found[0] == ("a", "measured")
@@ -304,11 +329,11 @@ def test_tables_print(capsys):
 
 def test_pictures_are_drawn_of_what_a_file_has(tmp_path):
     pytest.importorskip("matplotlib")
-    from benchmarks import plots
+    from sparseconv.bench import plots
 
     ceilings = {"fp16": 760.0, "fp32": 50.0, "copy": 4.0}
     rows = [fake(name, ms, memory={"peak_mib": 30.0}) for name, ms in (("sparseconv", 0.5), ("spconv", 1.9))]
-    rows += [fake("sparseconv", ms, case=f"uniform_{p}_64", channels=64) for p, ms in ((1, 0.1), (10, 0.2))]
+    rows += [fake("sparseconv", ms, case=f"uniform_{p}_64", channels=64) for p, ms in ((1, 0.1), (10, 0.2), (30, 0.3))]
     report.write(tmp_path / "card.json", {"card": {"name": "card"}}, rows, ceilings=ceilings)
     written = plots.draw([tmp_path / "card.json"], tmp_path / "pictures")
     assert [p.name for p in written] == [f"card_{kind}.png" for kind in plots.PAINTERS]
@@ -342,6 +367,83 @@ def test_a_small_network_is_measured():
     assert "card" in row["replay"]["reason"]
 
 
+# ---- other kernels
+
+
+@pytest.mark.parametrize("kernel", [1, 3, 5])
+@pytest.mark.parametrize("name", ["sparseconv", "spconv", "dense conv3d"])
+def test_other_kernels_are_judged_and_measured(name, kernel):
+    row = measure.measure(Job(name, "uniform_30_12", 8, quantities=("forward", "step"), kernel=kernel, **TINY))
+    if row["status"] == "skipped":
+        pytest.skip(row["reason"])
+    assert row["status"] == "measured", row.get("reason")
+    taps, coords = check.offsets(kernel), cases.coordinates("uniform_30_12")
+    there = {tuple(c) for c in coords[:, 1:].tolist()}
+    assert row["pairs"] == sum(tuple(a + b for a, b in zip(c, t)) in there for c in there for t in taps)
+
+
+def test_a_peer_that_knows_one_kernel_says_so():
+    assert "kernel 3 only" in registry()["WarpConvNet"].missing("cuda", "fp16", 5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_lines_go_along_voxels_channels_taps_and_occupancy(device):
+    from sparseconv.bench import plots
+
+    jobs = selection.scaling_jobs(["sparseconv", "spconv"], "fp32", device, 0.1)
+    assert len(set(jobs)) == len(jobs)
+    known = selection.layer_jobs((("shell_64", (64,)),), ["sparseconv"], ["fp32"], device, 0.1, False)
+    both = selection.with_lines(known, ["sparseconv", "spconv"], "fp32", device, 0.1)
+    assert len(both) == len(known) + len(jobs) - 1  # shell_64 at 64 channels is on a line, and measured already
+    figures = {"status": "measured", "pairs": 10, "forward": {"median": 1.0}, "step": {"median": 3.0}}
+    rows = [job.as_dict() | figures | {"voxels": n} for n, job in enumerate(jobs)]
+    panels = plots.scaling(rows, {}).axes
+    assert [axes.get_xlabel() for axes in panels] == ["voxels", "channels", "taps", "occupied (%)"]
+
+
+# ---- the command
+
+
+def bench(*arguments):
+    from typer.testing import CliRunner
+
+    from sparseconv.cli import app
+
+    result = CliRunner().invoke(app, ["bench", "--device", "cpu", *map(str, arguments)], env={"COLUMNS": "200"})
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_the_command_measures_writes_and_draws(tmp_path):
+    pytest.importorskip("matplotlib")
+    options = ["--case", "shell_16", "--channels", 8, "--seconds", 0.01, "--json", tmp_path / "a.json"]
+    code, said = bench(
+        *options, "--backend", "sparseconv", "--backend", "dense conv3d", "--plot", tmp_path / "pictures"
+    )
+    assert code == 0, said
+    for word in ("shell_16", "dense conv3d", "fp32", "ceilings", "a.json", "a_relative.png"):
+        assert word in said
+    rows = report.read(tmp_path / "a.json")["rows"]
+    assert {row["implementation"] for row in rows} == {"sparseconv", "dense conv3d"}
+    assert {"a_relative.png", "a_roofline.png"} <= {file.name for file in (tmp_path / "pictures").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "word"),
+    [("--backend", "cudnn", "spconv"), ("--dtype", "int8", "bf16"), ("--quantity", "joy", "forward")],
+)
+def test_the_command_names_what_there_is(option, value, word):
+    code, said = bench(option, value)
+    assert code == 2
+    assert value in said
+    assert word in said
+
+
+def test_a_case_that_is_not_there_is_a_row_with_its_reason():
+    code, said = bench("--case", "cube_7", "--channels", 8)
+    assert code == 0
+    assert "no case 'cube_7'" in said
+
+
 # ---- claims
 
 
@@ -350,13 +452,65 @@ def test_the_committed_claims_are_well_formed():
         assert claim["tolerance"] < 1
         asked = claim["measure"]
         assert set(asked) == {"implementation", "case", "channels", "dtype", "device", "quantity"}
-        assert cases.missing(asked["case"]) is None or asked["case"] in (*cases.SCANS, *cases.VOLUMES)
+        if asked["device"] == "cuda":
+            assert claim["card"]
+            assert (report.RESULTS / claim["record"]).exists() or claim["record"] == "targets.json"
 
 
-@pytest.mark.parametrize(("figure", "code", "word"), [(1e6, 0, "1 claims hold"), (1e-9, 1, "does not hold")])
-def test_a_claim_is_measured_anew(tmp_path, capsys, figure, code, word):
+@pytest.mark.parametrize("claim", verify.claims(), ids=lambda claim: claim["name"])
+def test_a_claim_about_a_card_is_what_its_record_says(claim):
+    if "record" not in claim:
+        pytest.skip("measured where it is checked")
+    assert verify.holds(claim, stated.recorded(claim), "recorded")
+
+
+def test_the_readme_states_its_claims_and_no_other_number():
+    kept = json.loads(verify.CLAIMS.read_text())
+    figures = {number for claim in kept["claims"] for number in stated.numbers(claim["stated"])}
+    said = set(stated.numbers((report.HERE.parents[1] / "README.md").read_text()))
+    assert said - figures - set(kept["settings"]) == set(), "in the README, and no claim"
+    assert figures - said == set(), "a claim, and not in the README"
+
+
+def test_the_readme_is_in_step_with_the_results(tmp_path):
+    from benchmarks import readme
+
+    for file, kept in ((tmp_path / "README.md", readme.README), (tmp_path / "claims.json", verify.CLAIMS)):
+        file.write_text(kept.read_text())
+    readme.write(tmp_path / "README.md", tmp_path / "claims.json")
+    assert (tmp_path / "README.md").read_text() == readme.README.read_text(), "run `python -m benchmarks readme`"
+    assert json.loads((tmp_path / "claims.json").read_text()) == json.loads(verify.CLAIMS.read_text())
+
+
+def test_a_readme_without_marks_is_refused():
+    from benchmarks import readme
+
+    with pytest.raises(ValueError, match="needs the lines"):
+        readme.written("# a readme\n", [])
+
+
+def test_claims_are_measured_anew_until_one_does_not_hold(tmp_path, capsys):
     asked = {"implementation": "sparseconv", "case": "shell_16", "channels": 4, "dtype": "fp32", "device": "cpu"}
-    claim = {"name": "a", "text": "a step", "measure": asked | {"quantity": "step"}, "figure": figure, "unit": "ms"}
-    (tmp_path / "claims.json").write_text(json.dumps({"claims": [claim | {"tolerance": 0.1}]}))
-    assert verify.verify([], "cpu", report.wide_console(), tmp_path / "claims.json") == code
-    assert word in capsys.readouterr().out
+    claim = {"text": "a step", "measure": asked | {"quantity": "step"}, "unit": "ms", "tolerance": 0.1}
+    figures = {"slow": 1e6, "fast": 1e-9, "unheard of": 1.0}
+    several = [claim | {"name": name, "figure": ms, "stated": f"{ms:g}"} for name, ms in figures.items()]
+    (tmp_path / "claims.json").write_text(json.dumps({"claims": several}))
+    assert verify.verify([], "cpu", report.wide_console(), tmp_path / "claims.json") == 1
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" a step")[0] for line in said] == ["holds", "does not hold"]
+
+
+@pytest.mark.parametrize(("words", "code"), [("1.45", 0), ("1.40", 1)])
+def test_without_the_card_a_claim_is_held_against_its_record(tmp_path, monkeypatch, words, code):
+    asked = {"implementation": "sparseconv", "case": "shell_64", "channels": 1024, "dtype": "fp16", "device": "cuda"}
+    claim = {"name": "a", "text": "forward", "measure": asked | {"quantity": "forward"}, "figure": 1.45, "unit": "ms"}
+    claim |= {"tolerance": 0.1, "stated": words, "record": "card.json", "card": "NVIDIA Abacus"}
+    (tmp_path / "claims.json").write_text(json.dumps({"claims": [claim]}))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    report.write(tmp_path / "card.json", {}, [fake("sparseconv", 1.4513)])
+    assert verify.verify([], None, report.wide_console(), tmp_path / "claims.json") == code
+
+
+def test_an_unknown_claim_is_named(capsys):
+    assert verify.verify(["a claim of nobody"], None, report.wide_console()) == 1
+    assert "a claim of nobody" in capsys.readouterr().out

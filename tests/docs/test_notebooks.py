@@ -21,6 +21,8 @@ def test_a_notebook_runs(path, monkeypatch):
     pytest.importorskip("k3d")
     run = pytest.importorskip("nbmake.nb_run")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # others run beside it
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # a reader has no interpreter
     result = run.NotebookRun(path, default_timeout=120, kernel="python3").execute()
     assert result.error is None, result.error
 
@@ -46,3 +48,4 @@ def test_no_cell_is_long(path):
     text = path.with_suffix(".py").read_text()
     ast.parse(text)
     assert max(cell.count("\n") for cell in text.split("# %%")) < 55
+    assert [line for line in text.splitlines() if len(line) > 96 and not line.startswith("# ")] == []  # a page's width

@@ -1,15 +1,10 @@
-"""Kernels run in Triton's interpreter where there is no GPU; it must be on before Triton is imported."""
+"""Generated files of these tests go to a folder of their own."""
 
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
-import torch
-
-if not torch.cuda.is_available() and "triton" not in sys.modules:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

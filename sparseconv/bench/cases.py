@@ -14,6 +14,7 @@ import os
 import re
 import xml.etree.ElementTree as ElementTree
 import zlib
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,6 +32,17 @@ SCANS = (
 )
 #: volumes that a package on the index carries: name -> package
 VOLUMES = {"brain_mni152_2mm": "nilearn", "frog_tissues": "pyvista"}
+#: what they are called, see `title`
+TITLES = {
+    "lidar_ouster_os1_3sweeps_005": "LiDAR, three sweeps",
+    "lidar_ouster_os2_010": "LiDAR, one sweep",
+    "tls_lonestar_005": "terrestrial scan",
+    "indoor_rooms_pcl_002": "indoor scan",
+    "als_ign_lidarhd_100": "aerial scan",
+    "shape_spot_256": "mesh surface",
+    "brain_mni152_2mm": "brain, 2 mm",
+    "frog_tissues": "frog",
+}
 #: the names of the rules, with an example of each
 RULES = {"shell": "shell_64", "uniform": "uniform_10_64", "plane": "plane_256", "rings": "rings_64_1024"}
 
@@ -41,14 +53,27 @@ RING_ANGLE, RING_WALL, RING_VOXEL = 0.3, 20.0, 0.05
 def folder() -> Path:
     """Where .npz cases lie: SPARSECONV_BENCH_DATA, else ``shared/data`` beside the checkout."""
     given = os.environ.get("SPARSECONV_BENCH_DATA")
-    return Path(given) if given else Path(__file__).resolve().parents[2] / "shared" / "data"
+    return Path(given) if given else Path(__file__).resolve().parents[3] / "shared" / "data"
+
+
+def title(name: str) -> str:
+    """What a case is called in tables and pictures.
+
+    >>> title("uniform_10_64"), title("rings_64_1024"), title("shell_256"), title("frog_tissues")
+    ('10 % of 64³', '64 rings of 1024', 'shell 256³', 'frog')
+    """
+    rule, *numbers = name.split("_")
+    if rule not in RULES or not all(n.isdecimal() for n in numbers):
+        return TITLES.get(name, name)
+    words = {"shell": "shell {0}³", "uniform": "{0} % of {1}³", "plane": "plane {0}²", "rings": "{0} rings of {1}"}
+    return words[rule].format(*numbers)
 
 
 def missing(name: str) -> str | None:
     """Why a case cannot be made here, or None.
 
     >>> missing("shell_32") is None, missing("cube_7")
-    (True, "no case 'cube_7': see benchmarks/cases.py for the names")
+    (True, "no case 'cube_7': see sparseconv/bench/cases.py for the names")
     """
     if name in SCANS or name in VOLUMES:
         if (folder() / f"{name}.npz").exists():
@@ -59,7 +84,7 @@ def missing(name: str) -> str | None:
         return None if find_spec(package) else f"{package}, which carries this volume, is not installed"
     rule, *numbers = name.split("_")
     fits = rule in RULES and len(numbers) == RULES[rule].count("_") and all(n.isdecimal() for n in numbers)
-    return None if fits else f"no case {name!r}: see benchmarks/cases.py for the names"
+    return None if fits else f"no case {name!r}: see sparseconv/bench/cases.py for the names"
 
 
 @functools.lru_cache(maxsize=2)
@@ -81,9 +106,9 @@ def coordinates(name: str, device: str = "cpu", shuffled: bool = False) -> torch
         points = torch.from_numpy(found.astype(np.int32)).to(device)
     else:
         rule, *numbers = name.split("_")
-        points = {"shell": shell, "uniform": uniform, "plane": plane, "rings": rings}[rule](
-            *(int(n) for n in numbers), device=device
-        )
+        rules: dict[str, Callable[..., torch.Tensor]]
+        rules = {"shell": shell, "uniform": uniform, "plane": plane, "rings": rings}
+        points = rules[rule](*(int(n) for n in numbers), device=device)
     return torch.nn.functional.pad(points.int(), (1, 0)).contiguous()
 
 

@@ -19,8 +19,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.implementations import registry
-from benchmarks.measure import COLD, COMPILE, Job, with_quantities
+from sparseconv.bench.implementations import registry
+from sparseconv.bench.measure import COLD, COMPILE, Job, with_quantities
 
 #: seconds that one job may take, compilation included
 PATIENCE = 240.0
@@ -35,7 +35,7 @@ def run_all(
     done: Callable[[Row], None],
     caches: Path | None = None,
     budget: float | None = None,
-    worker: str = "benchmarks.worker",
+    worker: str = "sparseconv.bench.worker",
 ) -> list[Row]:
     """Every job's row, one worker an implementation; ``done`` is called with each as it comes.
 
@@ -136,7 +136,9 @@ def compile_all(jobs: Iterable[Job], processes: int, caches: Path) -> list[Row]:
     """Compile what jobs need in ``processes`` at once, and forget what was tuned while they disturbed each other."""
     wanted: dict[tuple, Job] = {}
     for job in jobs:
-        wanted.setdefault((job.implementation, job.case, job.channels, job.dtype), with_quantities(job, COMPILE))
+        wanted.setdefault(
+            (job.implementation, job.case, job.channels, job.dtype, job.kernel), with_quantities(job, COMPILE)
+        )
     several = list(wanted.values())
     parts = [part for part in (several[i::processes] for i in range(processes)) if part]
     rows: list[Row] = []
@@ -167,7 +169,7 @@ def compiled_kernels(given: Path | None) -> Iterator[Path]:
 
 
 def _environment(caches: Path | None) -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     found = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     if caches is not None:

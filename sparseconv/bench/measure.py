@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import cases, check
-from benchmarks.implementations import Convolution, registry
-from benchmarks.timing import DTYPES, Clock, clock_of, precision
+from sparseconv.bench import cases, check
+from sparseconv.bench.implementations import Convolution, registry
+from sparseconv.bench.timing import DTYPES, Clock, clock_of, precision
 
 #: from coordinates to everything that a training step needs
 MAP = "map"
@@ -41,6 +41,7 @@ class Job:
     quantities: tuple[str, ...] = QUANTITIES
     device: str = "cuda"
     seconds: float = 0.6
+    kernel: int = 3
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> Job:
@@ -51,7 +52,8 @@ class Job:
 
     def __str__(self) -> str:
         order = ", shuffled" if self.shuffled else ""
-        return f"{self.implementation}: {self.case}, C {self.channels}, {self.dtype}{order}"
+        kernel = f", kernel {self.kernel}" if self.kernel != 3 else ""
+        return f"{self.implementation}: {self.case}, C {self.channels}, {self.dtype}{kernel}{order}"
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def measure(job: Job) -> dict[str, Any]:
     if reason is None and job.implementation not in known:
         reason = f"no implementation {job.implementation!r}; there are {', '.join(known)}"
     if reason is None:
-        reason = known[job.implementation].missing(job.device, job.dtype)
+        reason = known[job.implementation].missing(job.device, job.dtype, job.kernel)
     if reason is not None:
         return row | {"status": "skipped", "reason": reason}
     with precision(job.dtype):
@@ -72,8 +74,10 @@ def measure(job: Job) -> dict[str, Any]:
             return row | {"status": "skipped", "reason": f"out of memory: {str(error).splitlines()[0]}"}
 
 
-def operands(rows: int, channels: int, dtype: str, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x (N, C) and grad (N, C) of unit variance, weight (27, C, C) that keeps it so for 13 neighbours."""
+def operands(
+    rows: int, channels: int, dtype: str, device: str, taps: int = 27
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x (N, C) and grad (N, C) of unit variance, weight (K, C, C) that keeps it so for half of the taps."""
     generator = torch.Generator(device).manual_seed(0)
     kind = DTYPES[dtype]
 
@@ -82,21 +86,21 @@ def operands(rows: int, channels: int, dtype: str, device: str) -> tuple[torch.T
         return torch.randn(*shape, generator=generator, device=device, dtype=wide)
 
     x, grad = normal(rows, channels).to(kind), normal(rows, channels).to(kind)
-    return x, (normal(27, channels, channels) * (13 * channels) ** -0.5).to(kind), grad
+    return x, (normal(taps, channels, channels) * (max(1, taps // 2) * channels) ** -0.5).to(kind), grad
 
 
 @functools.lru_cache(maxsize=2)
-def _neighbours(case: str, device: str, shuffled: bool) -> tuple[check.Neighbours, int]:
-    found = check.Neighbours(cases.coordinates(case, device, shuffled))
+def _neighbours(case: str, device: str, shuffled: bool, kernel: int) -> tuple[check.Neighbours, int]:
+    found = check.Neighbours(cases.coordinates(case, device, shuffled), kernel)
     return found, found.count_pairs()
 
 
 def _measured(job: Job, kind: type[Convolution]) -> dict[str, Any]:
     clock = clock_of(job.device)
     coords = cases.coordinates(job.case, job.device, job.shuffled)
-    neighbours, pairs = _neighbours(job.case, job.device, job.shuffled)
-    x, weight, grad = operands(len(coords), job.channels, job.dtype, job.device)
-    convolution = kind(coords, job.channels, job.dtype)
+    neighbours, pairs = _neighbours(job.case, job.device, job.shuffled, job.kernel)
+    x, weight, grad = operands(len(coords), job.channels, job.dtype, job.device, job.kernel**3)
+    convolution = kind(coords, job.channels, job.dtype, job.kernel)
     convolution.set_weight(weight)
     x.requires_grad_()
     step = _step(convolution, x, grad)
@@ -206,15 +210,15 @@ def cold(job: Job) -> dict[str, Any]:
     """Seconds from before the implementation is imported to the first gradients, in a process that ran nothing else."""
     clock = clock_of(job.device)
     coords = cases.coordinates(job.case, job.device, job.shuffled)
-    x, weight, grad = operands(len(coords), job.channels, job.dtype, job.device)
+    x, weight, grad = operands(len(coords), job.channels, job.dtype, job.device, job.kernel**3)
     clock.wait()
 
     def run() -> dict[str, Any]:
         kind = registry()[job.implementation]
-        reason = kind.missing(job.device, job.dtype)
+        reason = kind.missing(job.device, job.dtype, job.kernel)
         if reason is not None:
             return {"status": "skipped", "reason": reason}
-        convolution = kind(coords, job.channels, job.dtype)
+        convolution = kind(coords, job.channels, job.dtype, job.kernel)
         convolution.set_weight(weight)
         convolution.prepare()
         x.requires_grad_()

@@ -1,6 +1,7 @@
 """Who is measured: each backend of this library, dense convolution, and the peers that can be imported.
 
-Every one is a `Convolution`: submanifold 3x3x3, C channels in and out, no bias, over given coordinates.
+Every one is a `Convolution`: submanifold, an odd cube of taps (3x3x3 for most), C channels in and out, no bias, over
+given coordinates.
 """
 
 from __future__ import annotations
@@ -11,29 +12,33 @@ from typing import Any, ClassVar
 
 import torch
 
-from benchmarks.timing import DTYPES
+from sparseconv.bench.timing import DTYPES
 
 TAPS = 27
 
 
 def boxed(weight: torch.Tensor) -> torch.Tensor:
-    """(27, C_in, C_out) -> torch's (C_out, C_in, 3, 3, 3)."""
-    return weight.view(3, 3, 3, *weight.shape[1:]).permute(4, 3, 0, 1, 2).contiguous()
+    """(K, C_in, C_out) -> torch's (C_out, C_in, k, k, k)."""
+    side = round(len(weight) ** (1 / 3))
+    return weight.view(side, side, side, *weight.shape[1:]).permute(4, 3, 0, 1, 2).contiguous()
 
 
 def unboxed(weight: torch.Tensor) -> torch.Tensor:
-    """torch's (C_out, C_in, 3, 3, 3) -> (27, C_in, C_out)."""
-    return weight.permute(2, 3, 4, 1, 0).reshape(TAPS, weight.shape[1], weight.shape[0])
+    """torch's (C_out, C_in, k, k, k) -> (K, C_in, C_out)."""
+    return weight.permute(2, 3, 4, 1, 0).reshape(-1, weight.shape[1], weight.shape[0])
 
 
 class Convolution(ABC):
-    """One implementation at work on one case: coords (N, 4) int32, channels, a dtype's name (`timing.DTYPES`)."""
+    """One implementation at work on one case: coords (N, 4) int32, channels, a dtype's name (`timing.DTYPES`), an odd
+    edge of the kernel."""
 
     name: ClassVar[str]
     #: modules without which it cannot run
     needs: ClassVar[tuple[str, ...]] = ()
     devices: ClassVar[tuple[str, ...]] = ("cuda",)
     dtypes: ClassVar[tuple[str, ...]] = ("fp16", "bf16", "tf32", "fp32")
+    #: edges of the kernels that its adapter knows; None: any
+    kernels: ClassVar[tuple[int, ...] | None] = (3,)
     #: whether some of the map is only made by the first step, so that `prepare` alone does not time it
     lazy: bool = False
     #: whether the two gradients can be asked for apart
@@ -44,16 +49,18 @@ class Convolution(ABC):
     slack: ClassVar[float] = 1.0
     weight: torch.Tensor
 
-    def __init__(self, coords: torch.Tensor, channels: int, dtype: str) -> None:
-        self.coords, self.channels, self.dtype = coords, channels, DTYPES[dtype]
+    def __init__(self, coords: torch.Tensor, channels: int, dtype: str, kernel: int = 3) -> None:
+        self.coords, self.channels, self.dtype, self.kernel = coords, channels, DTYPES[dtype], kernel
 
     @classmethod
-    def missing(cls, device: str, dtype: str) -> str | None:
-        """Why it cannot serve a device and dtype here, or None."""
+    def missing(cls, device: str, dtype: str, kernel: int = 3) -> str | None:
+        """Why it cannot serve a device, dtype and kernel here, or None."""
         if device not in cls.devices:
             return f"has no {device} kernels"
         if dtype not in cls.dtypes:
             return f"does not compute in {dtype}"
+        if cls.kernels is not None and kernel not in cls.kernels:
+            return f"is measured at kernel {', '.join(map(str, cls.kernels))} only"
         for module in cls.needs:
             try:
                 import_module(module)
@@ -75,11 +82,11 @@ class Convolution(ABC):
 
     @abstractmethod
     def set_weight(self, weight: torch.Tensor) -> None:
-        """Take over a weight (27, C_in, C_out), the last axis fastest."""
+        """Take over a weight (K, C_in, C_out), the last axis fastest."""
 
     @abstractmethod
     def weight_grad(self) -> torch.Tensor:
-        """The gradient of ``weight`` as (27, C_in, C_out)."""
+        """The gradient of ``weight`` as (K, C_in, C_out)."""
 
     def details(self) -> dict[str, Any]:
         """What it says about itself: backend, waste."""
@@ -91,15 +98,15 @@ class Sparseconv(Convolution):
 
     name = "sparseconv"
     devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
-    dtypes = ("fp16", "bf16", "tf32", "fp32", "fp64")
+    dtypes: ClassVar[tuple[str, ...]] = ("fp16", "bf16", "tf32", "fp32", "fp64")
+    kernels = None
     backend: ClassVar[str] = "auto"
-
     lazy = True
 
     def prepare(self) -> None:
         import sparseconv as sc
 
-        self.plan = sc.ConvolutionPlan(sc.VoxelGrid(self.coords), 3, backend=self.backend)
+        self.plan = sc.ConvolutionPlan(sc.VoxelGrid(self.coords), self.kernel, backend=self.backend)
         if self._used is not None:
             from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
 
@@ -175,6 +182,7 @@ class Dense(Convolution):
 
     name = "dense conv3d"
     devices = ("cuda", "cpu")
+    kernels = None
     #: bytes that one dense volume of features may take, by device
     most: ClassVar[dict[str, int]] = {"cuda": 8 << 30, "cpu": 1 << 29}
 
@@ -193,7 +201,7 @@ class Dense(Convolution):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dense = x.new_zeros(self.volume, self.channels).index_copy(0, self.site, x)
         dense = dense.view(1, *self.shape, self.channels).permute(0, 4, 1, 2, 3)
-        y = torch.nn.functional.conv3d(dense, self.weight, padding=1)
+        y = torch.nn.functional.conv3d(dense, self.weight, padding=self.kernel // 2)
         return y.permute(0, 2, 3, 4, 1).reshape(self.volume, self.channels)[self.site]
 
     def set_weight(self, weight: torch.Tensor) -> None:
@@ -206,7 +214,7 @@ class Dense(Convolution):
 
 def registry() -> dict[str, type[Convolution]]:
     """Every implementation by name, ours first."""
-    from benchmarks import peers
+    from sparseconv.bench import peers
 
     ours = (Sparseconv, ImplicitGemm, GatherScatter, NumpyGatherScatter, Dense)
     everyone: tuple[type[Convolution], ...] = (*ours, *peers.PEERS)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from benchmarks import measure, network, report
-from benchmarks.implementations import registry
-from benchmarks.measure import Job
+from sparseconv.bench import measure, report
+from sparseconv.bench.implementations import registry
+from sparseconv.bench.measure import Job
 
 Grid = tuple[tuple[str, Sequence[int]], ...]
 
@@ -16,11 +17,17 @@ CPU_CASES += (("shape_spot_256", (64,)), ("indoor_rooms_pcl_002", (64,)), ("brai
 CPU_QUICK = (("shell_64", (16, 64)), ("rings_64_1024", (32,)), ("uniform_10_64", (32,)), ("brain_mni152_2mm", (16,)))
 #: seconds of the quick table, shared by its implementations; under five minutes with what stands around them
 QUICK_BUDGET = 200.0
+#: on any card, from rules and the index alone
+GPU_HERE: Grid = (("shell_64", (64, 256)), ("shell_256", (64,)), ("rings_128_4096", (32,)), ("brain_mni152_2mm", (64,)))
 GPU_QUICK = (("shell_256", (256,)), ("shell_512", (32,)), ("lidar_ouster_os1_3sweeps_005", (64,)))
 #: how a figure grows with N, C and occupancy, each along one line
 SCALING: Grid = (("shell_64", (64,)), ("shell_128", (64,)), ("shell_256", (32, 64, 128, 256)), ("shell_512", (64,)))
 SCALING += tuple((f"uniform_{percent}_128", (64,)) for percent in (1, 3, 10, 30, 100))
 SCALING += (("plane_1024", (64,)), ("rings_128_4096", (64,)))
+#: the same lines on a CPU, and the case and the edges of the kernels along which either grows with K
+CPU_SCALING: Grid = (("shell_32", (32,)), ("shell_64", (16, 32, 64, 128)), ("shell_128", (32,)), ("shell_256", (32,)))
+CPU_SCALING += tuple((f"uniform_{percent}_48", (32,)) for percent in (1, 3, 10, 30, 100))
+KERNELS = (1, 3, 5, 7)
 #: channels at which a map is timed that only the first step completes: the step is short beside it
 MAP_CHANNELS = 32
 
@@ -73,14 +80,26 @@ def layer_jobs(
     return jobs
 
 
-def network_jobs(cases: Sequence[str], networks: Sequence[str], device: str, seconds: float) -> list[Job]:
-    """Whole networks on their cases."""
-    dtype = "fp16" if device == "cuda" else "fp32"
-    return [
-        Job(f"unet:{name}", case, network.CHANNELS[0], dtype, False, (measure.STEP,), device, seconds)
-        for name in networks
-        for case in cases or network.CASES
-    ]
+def with_lines(
+    jobs: Sequence[Job], implementations: Sequence[str], dtype: str, device: str, seconds: float
+) -> list[Job]:
+    """Jobs, and those of `scaling_jobs` whose forward and step are not among them."""
+    shapes = {
+        replace(job, quantities=(), seconds=0.0) for job in jobs if {measure.FORWARD, measure.STEP} <= {*job.quantities}
+    }
+    lines = scaling_jobs(implementations, dtype, device, seconds)
+    return [*jobs, *(job for job in lines if replace(job, quantities=(), seconds=0.0) not in shapes)]
+
+
+def scaling_jobs(implementations: Sequence[str], dtype: str, device: str, seconds: float) -> list[Job]:
+    """Forward and step along N, along C, along occupancy, and along K."""
+    grid, case, c = (SCALING, "shell_128", 64) if device == "cuda" else (CPU_SCALING, "shell_64", 32)
+    wanted = (measure.FORWARD, measure.STEP)
+    jobs = []
+    for name in implementations:
+        jobs += [Job(name, of, many, dtype, False, wanted, device, seconds) for of, cs in grid for many in cs]
+        jobs += [Job(name, case, c, dtype, False, wanted, device, seconds, kernel) for kernel in KERNELS]
+    return list(dict.fromkeys(jobs))
 
 
 def named(implementations: Sequence[str], compare: bool, device: str) -> list[str]:

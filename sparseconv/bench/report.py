@@ -11,8 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 Row = dict[str, Any]
+#: quantities and the heads of their columns
+HEADS = {"map": "map", "forward": "forward", "input_grad": "d input", "weight_grad": "d weight", "step": "step"}
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
+#: the repository's folders, where this is a checkout
+RESULTS, PICTURES = (HERE.parents[1] / folder for folder in ("benchmarks/results", "docs/pictures"))
 #: written into every file, so that a reader of an older one knows what it reads
 VERSION = 1
 
@@ -49,13 +52,18 @@ def flops(row: Row) -> float:
     return 2.0 * row["pairs"] * row["channels"] ** 2
 
 
-def bound_ms(row: Row, ceilings: dict[str, float]) -> float:
-    """The least a forward could take: its FLOPs at the ceiling of matrix products, or features, weight and neighbour
-    indices once at the ceiling of a copy, whichever is longer."""
+def moved(row: Row) -> float:
+    """The fewest bytes of a forward: features, weight and neighbour indices once."""
     size = {"fp16": 2, "bf16": 2, "fp64": 8}.get(row["dtype"], 4)
-    moved = size * (2 * row["voxels"] * row["channels"] + 27 * row["channels"] ** 2) + 4 * row["pairs"]
+    taps = row.get("kernel", 3) ** 3
+    return size * (2 * row["voxels"] * row["channels"] + taps * row["channels"] ** 2) + 4 * row["pairs"]
+
+
+def bound_ms(row: Row, ceilings: dict[str, float]) -> float:
+    """The least a forward could take: its FLOPs at the ceiling of matrix products, or its fewest bytes at that of a
+    copy, whichever is longer."""
     peak = ceilings.get(row["dtype"]) or ceilings["fp32"]
-    return 1e3 * max(flops(row) / (1e12 * peak), moved / (1e12 * ceilings["copy"]))
+    return 1e3 * max(flops(row) / (1e12 * peak), moved(row) / (1e12 * ceilings["copy"]))
 
 
 def with_rates(row: Row, ceilings: dict[str, float] | None) -> Row:
@@ -87,34 +95,40 @@ def judged(ms: float | None, target: dict[str, float] | None, whole: bool = Fals
     return f"[{colour}]{text}[/] ({target['must']:g}{goal})"
 
 
-def layer_table(rows: Sequence[Row], title: str) -> Table:
-    """A line a row: every quantity, against must and goal where the first table of the targets has that cell."""
+def layer_table(rows: Sequence[Row], title: str, aims: bool = False) -> Table:
+    """A line a row and a column a quantity that was measured; with ``aims``, against must and goal where the first
+    table of the targets has that cell."""
     cells = {(c["case"], c["channels"]): c for c in targets()["layers"]}
     maps = {c["case"]: c["map"] for c in targets()["layers"] if "map" in c}
-    table = Table(title=title, title_justify="left")
-    for head in ("implementation", "case", "C", "dtype", "rows", "map", "forward", "d input", "d weight", "step"):
-        table.add_column(head, justify="left" if head in ("implementation", "case") else "right", no_wrap=head == "C")
-    for head in ("MiB", "TFLOP/s", "of bound", "waste"):
-        table.add_column(head, justify="right")
+    lines: list[dict[str, str]] = []
     for row in rows:
-        order = "shuffled" if row.get("shuffled") else "given"
-        name = [row["implementation"], row["case"], str(row["channels"]), row["dtype"], order]
+        kernel = row.get("kernel", 3)
+        line = {"implementation": row["implementation"], "case": row["case"], "C": str(row["channels"])}
+        line |= {"kernel": str(kernel), "dtype": row["dtype"], "rows": "shuffled" if row.get("shuffled") else "given"}
+        lines.append(line)
         if row["status"] != "measured":
-            table.add_row(*name, f"[dim]{row['status']}[/]")
+            line["map"] = f"[dim]{row['status']}[/]"
             continue
-        aimed = row["implementation"].startswith("sparseconv") and row["dtype"] in ("fp16", "bf16")
-        aimed = aimed and row["device"] == "cuda"
-        target = {**cells.get((row["case"], row["channels"]), {}), "map": maps.get(row["case"])} if aimed else {}
-        found = [judged(row.get(q, {}).get("median"), target.get(q)) for q in ("map", "forward")]
-        found += [judged(row.get(q, {}).get("median"), None) for q in ("input_grad", "weight_grad")]
-        found += [judged(row.get("step", {}).get("median"), target.get("step"))]
+        mine = row["implementation"].startswith("sparseconv") and row["dtype"] in ("fp16", "bf16") and kernel == 3
+        target = cells.get((row["case"], row["channels"]), {}) | {"map": maps.get(row["case"])} if aims and mine else {}
+        for quantity, head in HEADS.items():
+            ms = row.get(quantity, {}).get("median")
+            line[head] = "" if ms is None else judged(ms, target.get(quantity))
         peak = row.get("memory", {}).get("peak_mib")
-        found += ["-" if peak is None else judged(peak, target.get("memory"), whole=True)]
+        line["MiB"] = "" if peak is None else judged(peak, target.get("memory"), whole=True)
         rates = row.get("rates", {}).get("forward", {})
-        found += [f"{rates['tflops']:.3g}" if rates else "-"]
-        found += [f"{100 * rates['of_bound']:.0f} %" if "of_bound" in rates else "-"]
+        line["TFLOP/s"] = f"{rates['tflops']:.3g}" if rates else ""
+        line["of bound"] = f"{100 * rates['of_bound']:.0f} %" if "of_bound" in rates else ""
         waste = row.get("details", {}).get("waste")
-        table.add_row(*name, *found, "-" if waste is None else f"{waste:.2f}")
+        line["waste"] = "" if waste is None else f"{waste:.2f}"
+    one_kernel = {line["kernel"] for line in lines} <= {"3"}
+    table = Table(title=title, title_justify="left")
+    heads = ["implementation", "case", "C", *([] if one_kernel else ["kernel"]), "dtype", "rows", *HEADS.values()]
+    heads = [h for h in (*heads, "MiB", "TFLOP/s", "of bound", "waste") if any(line.get(h) for line in lines)]
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("implementation", "case") else "right", no_wrap=head == "C")
+    for line in lines:
+        table.add_row(*(line.get(head, "") for head in heads))
     return table
 
 
@@ -169,7 +183,7 @@ def _rounded(value: Any) -> Any:
 
 def joined(rows: Sequence[Row]) -> list[Row]:
     """Rows for reading: a case's map, timed in a row of its own, put on every row of that case and order."""
-    maps = {(r["implementation"], r["case"], r.get("shuffled"), r["device"]): r["map"] for r in rows if r.get("map")}
+    maps = {_of_case(row): row["map"] for row in rows if row.get("map")}
     found = []
     silent: set[tuple[str, str]] = set()
     for row in rows:
@@ -177,11 +191,14 @@ def joined(rows: Sequence[Row]) -> list[Row]:
             if (row["implementation"], row["reason"]) in silent:
                 continue
             silent.add((row["implementation"], row["reason"]))
-        if tuple(row["quantities"]) == ("map",) and row["status"] == "measured":
-            key = (row["implementation"], row["case"], row["dtype"], row["shuffled"])
-            others = [(r["implementation"], r["case"], r["dtype"], r["shuffled"]) for r in rows if r is not row]
-            if key in others:
-                continue
-        known = maps.get((row["implementation"], row["case"], row.get("shuffled"), row["device"]))
+        alone = tuple(row["quantities"]) == ("map",) and row["status"] == "measured"
+        same = (other for other in rows if other is not row and other["dtype"] == row["dtype"])
+        if alone and any(_of_case(other) == _of_case(row) for other in same):
+            continue
+        known = maps.get(_of_case(row))
         found.append(row | {"map": known} if known and row["status"] == "measured" else row)
     return found
+
+
+def _of_case(row: Row) -> tuple[Any, ...]:
+    return row["implementation"], row["case"], row.get("shuffled"), row["device"], row.get("kernel", 3)

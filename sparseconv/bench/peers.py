@@ -11,17 +11,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from benchmarks.implementations import TAPS, Convolution, boxed, unboxed
+from sparseconv.bench.implementations import TAPS, Convolution, boxed, unboxed
 
 
 def by_tap(weight: torch.Tensor) -> torch.Tensor:
-    """(C_out, 3, 3, 3, C_in) -> (27, C_in, C_out)."""
-    return weight.reshape(weight.shape[0], TAPS, weight.shape[-1]).permute(1, 2, 0)
+    """(C_out, k, k, k, C_in) -> (K, C_in, C_out)."""
+    return weight.reshape(weight.shape[0], -1, weight.shape[-1]).permute(1, 2, 0)
 
 
 def by_channel(weight: torch.Tensor) -> torch.Tensor:
-    """(27, C_in, C_out) -> (C_out, 3, 3, 3, C_in)."""
-    return weight.permute(2, 0, 1).reshape(weight.shape[2], 3, 3, 3, weight.shape[1]).contiguous()
+    """(K, C_in, C_out) -> (C_out, k, k, k, C_in)."""
+    side = round(len(weight) ** (1 / 3))
+    return weight.permute(2, 0, 1).reshape(weight.shape[2], side, side, side, weight.shape[1]).contiguous()
 
 
 def load_spconv() -> Any:
@@ -42,15 +43,16 @@ class Spconv(Convolution):
     needs = ("spconv.pytorch",)
     devices: ClassVar[tuple[str, ...]] = ("cuda", "cpu")
     dtypes = ("fp16", "tf32", "fp32")
+    kernels = (3, 5, 7)  # a layer of one tap is another one there
     apart = False  # its backward finds both gradients in any case
     unsteady = True
     slack = 4.0
 
-    def __init__(self, coords: torch.Tensor, channels: int, dtype: str) -> None:
-        super().__init__(coords, channels, dtype)
+    def __init__(self, coords: torch.Tensor, channels: int, dtype: str, kernel: int = 3) -> None:
+        super().__init__(coords, channels, dtype, kernel)
         self.library = self._load()
         self._switch_tf32(dtype == "tf32")
-        self.layer = self.library.SubMConv3d(channels, channels, 3, bias=False, indice_key="map", fp32_accum=True)
+        self.layer = self.library.SubMConv3d(channels, channels, kernel, bias=False, indice_key="map", fp32_accum=True)
         self.layer = self.layer.to(device=coords.device, dtype=self.dtype)
         self.shape = [int(n) for n in coords[:, 1:].amax(0) + 1]
         self.known: dict[str, Any] = {}
@@ -200,8 +202,8 @@ class MinkowskiEngine(Convolution):
     dtypes = ("fp32",)
     lazy = True
 
-    def __init__(self, coords: torch.Tensor, channels: int, dtype: str) -> None:
-        super().__init__(coords, channels, dtype)
+    def __init__(self, coords: torch.Tensor, channels: int, dtype: str, kernel: int = 3) -> None:
+        super().__init__(coords, channels, dtype, kernel)
         self.library = import_module("MinkowskiEngine")
         self.layer = self.library.MinkowskiConvolution(channels, channels, 3, dimension=3).to(coords.device)
 
@@ -234,8 +236,8 @@ class TorchSparse(Convolution):
     dtypes = ("fp16", "fp32")
     lazy = True
 
-    def __init__(self, coords: torch.Tensor, channels: int, dtype: str) -> None:
-        super().__init__(coords, channels, dtype)
+    def __init__(self, coords: torch.Tensor, channels: int, dtype: str, kernel: int = 3) -> None:
+        super().__init__(coords, channels, dtype, kernel)
         self.library = import_module("torchsparse")
         self.layer = import_module("torchsparse.nn").Conv3d(channels, channels, 3).to(coords.device, self.dtype)
 
@@ -271,8 +273,8 @@ class WarpConvNet(Convolution):
     dtypes = ("fp16", "bf16", "fp32")
     lazy = True
 
-    def __init__(self, coords: torch.Tensor, channels: int, dtype: str) -> None:
-        super().__init__(coords, channels, dtype)
+    def __init__(self, coords: torch.Tensor, channels: int, dtype: str, kernel: int = 3) -> None:
+        super().__init__(coords, channels, dtype, kernel)
         self.voxels = import_module(self.needs[0]).Voxels
         self.layer = import_module(self.needs[1]).SparseConv3d(channels, channels, kernel_size=3, bias=False)
         self.layer = self.layer.to(coords.device, self.dtype)

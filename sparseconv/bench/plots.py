@@ -11,10 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from benchmarks import report
+from sparseconv.bench import cases, report
 
 Row = dict[str, Any]
-PICTURES = report.HERE.parent / "docs" / "pictures"
 OURS = "sparseconv"
 #: the fastest peer of targets.json, where a file has no row of that peer
 PUBLISHED = "best other (Nov 2026)"
@@ -39,7 +38,7 @@ def draw(files: Iterable[Path], folder: Path) -> list[Path]:
             figure = painter(layers, found)
             if figure is None:
                 continue
-            figure.text(0.995, 0.005, under, ha="right", va="bottom", fontsize=7, color="#666666")
+            figure.text(0.995, 0.995, under, ha="right", va="top", fontsize=7, color="#666666")
             path = folder / f"{file.stem}_{kind}.png"
             figure.savefig(path, dpi=130)
             written.append(path)
@@ -54,10 +53,7 @@ def value(row: Row, quantity: str) -> float | None:
 
 def label(row: Row) -> str:
     """Case and channels, short enough for an axis."""
-    case = row["case"].replace("lidar_ouster_", "lidar ").replace("_", " ")
-    for word in (" 3sweeps 005", " lonestar 005", " rooms pcl 002", " mni152 2mm", " 010", " spot 256"):
-        case = case.replace(word, "")
-    return f"{case}, C {row['channels']}"
+    return f"{cases.title(row['case'])}, C {row['channels']}"
 
 
 def given(rows: Sequence[Row]) -> list[Row]:
@@ -66,26 +62,38 @@ def given(rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if not r.get("shuffled") and r["dtype"] == first and ":" not in r["implementation"]]
 
 
+def cubes(rows: Sequence[Row]) -> list[Row]:
+    """`given` rows of a 3x3x3 kernel; on a card those of the first table of the targets, if there are any."""
+    rows = [r for r in given(rows) if r.get("kernel", 3) == 3]
+    cells = {(c["case"], c["channels"]) for c in report.targets()["layers"]}
+    if rows and rows[0]["device"] == "cuda":  # what else a card's file has is drawn as lines, in `scaling`
+        return [r for r in rows if (r["case"], r["channels"]) in cells] or rows
+    scenes = {r["case"] for r in rows if value(r, "map") or value(r, "memory")}  # lines have neither
+    return [r for r in rows if r["case"] in scenes] or rows
+
+
 def with_published(rows: Sequence[Row], device: str) -> list[Row]:
     """The rows and, for a card, the published best of the others as rows of their own."""
-    cells = {(c["case"], c["channels"]): c for c in report.targets()["layers"]} if device == "cuda" else {}
+    layers = report.targets()["layers"] if device == "cuda" else []
+    cells = {(c["case"], c["channels"]): c for c in layers}
+    maps = {c["case"]: c["map"]["best_other"] for c in layers if "map" in c}
     more = []
     for row in rows:
         cell = cells.get((row["case"], row["channels"]))
         if row["implementation"] == OURS and cell and row["dtype"] == "fp16":
-            best = {q: {"median": cell[q]["best_other"]} for q in ("forward", "step", "map") if q in cell}
+            best = {q: {"median": cell[q]["best_other"]} for q in ("forward", "step") if q in cell}
+            if case_map := maps.get(row["case"]):
+                best["map"] = {"median": case_map}
             if "memory" in cell:
                 best["memory"] = {"peak_mib": cell["memory"]["best_other"]}
-            more.append({**row, "implementation": PUBLISHED, **{q: {} for q in ("forward", "step", "map")}, **best})
+            nothing: Row = {quantity: {} for quantity in ("forward", "step", "map", "memory")}
+            more.append({**row, "implementation": PUBLISHED, **nothing, **best})
     return [*rows, *more]
 
 
 def relative(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     """How many times faster we are than each other one, by case; one panel a quantity."""
-    rows = given(rows)
-    cells = {(c["case"], c["channels"]) for c in report.targets()["layers"]}
-    if rows and rows[0]["device"] == "cuda":  # what else a card's file has is drawn as lines, in `scaling`
-        rows = [r for r in rows if (r["case"], r["channels"]) in cells] or rows
+    rows = cubes(rows)
     if not rows:
         return None
     rows = with_published(rows, rows[0]["device"])
@@ -101,15 +109,20 @@ def relative(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     for axes, (quantity, words) in zip(panels, QUANTITIES.items()):
         for i, name in enumerate(others):
             theirs = {(r["case"], r["channels"]): r for r in rows if r["implementation"] == name}
+            seen: set[str] = set()
             for y, key in enumerate(keys):
+                # a map knows no channels: once a case; a dense volume has none
+                if quantity == "map" and (key[0] in seen or name == "dense conv3d"):
+                    continue
+                seen.add(key[0])
                 a, b = value(ours[key], quantity), value(theirs.get(key, {}), quantity)
                 if not a or not b:
                     continue
                 at = y + (i - (len(others) - 1) / 2) * thick
-                axes.barh(at, b / a, thick * 0.9, color=_colour(name), label=name if y == 0 else None)
-                axes.text(b / a, at, f" {b / a:.1f}", va="center", fontsize=7)
+                axes.barh(at, b / a, thick * 0.9, color=_colour(name), label=name)
+                axes.text(b / a, at, f" {b / a:.2g}", va="center", fontsize=7)
         axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set_xlabel(f"{words}: times as fast")
+        axes.set_xlabel(f"{words}: their time over ours")
         axes.margins(x=0.15)
         _plain(axes)
     panels[0].set_yticks(range(len(keys)), [label(ours[key]) for key in keys], fontsize=8)
@@ -120,52 +133,65 @@ def relative(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
 
 def roofline(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     """TFLOP/s of a forward over its arithmetic intensity, under the measured ceilings."""
-    rows, ceilings = given(rows), found.get("ceilings")
+    rows, ceilings = cubes(rows), found.get("ceilings")
     points = [r for r in rows if value(r, "forward")]
     if not points or not ceilings:
         return None
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     peak = ceilings.get(points[0]["dtype"]) or ceilings["fp32"]
-    named: set[str] = set()
-    written: list[tuple[float, float]] = []  # where a name stands already, in decades: the next would cover it
     spans = [_intensity(r) for r in points]
-    low, high = min(spans) / 3, max(max(spans) * 3, 2 * peak / ceilings["copy"])
     corner = peak / ceilings["copy"]
+    low, high = min(min(spans) / 3, corner / 8), max(max(spans) * 3, 2 * corner)
     axes.plot([low, corner, high], [low * ceilings["copy"], peak, peak], color="black", linewidth=1)
     axes.text(high, peak, f"matrix product {peak:.3g} TFLOP/s ", ha="right", va="bottom", fontsize=8)
     turn = math.sqrt(low * corner)
     axes.text(turn, turn * ceilings["copy"], f"copy {ceilings['copy']:.3g} TB/s ", ha="right", va="bottom", fontsize=8)
-    for row in points:
-        name = row["implementation"]
+    for name in dict.fromkeys(r["implementation"] for r in points):
+        mine = sorted((_intensity(r), 1e-9 * report.flops(r) / (value(r, "forward") or 1), label(r)) for r in points
+                      if r["implementation"] == name)  # fmt: skip
         ours = name == OURS
-        speed = 1e-9 * report.flops(row) / (value(row, "forward") or 1)
-        mark = "o" if ours else "x"
-        place = (math.log10(_intensity(row)), math.log10(speed))
-        words = name if name not in named else None
-        size, above = (40, 3) if ours else (25, 2)
-        axes.scatter(_intensity(row), speed, s=size, c=_colour(name), marker=mark, label=words, zorder=above)
-        named.add(name)
-        if ours and all(math.dist(place, other) > 0.12 for other in written):
-            written.append(place)
-            axes.annotate(label(row), (_intensity(row), speed), (4, -8), textcoords="offset points", fontsize=6)
+        mark, size, above = ("o", 40, 3) if ours else ("x", 25, 2)
+        axes.scatter(
+            [x for x, _, _ in mine],
+            [y for _, y, _ in mine],
+            s=size,
+            c=_colour(name),
+            marker=mark,
+            label=name,
+            zorder=above,
+        )
+        for n, (x, y, words) in enumerate(mine if ours else ()):  # neighbours in x write on either side
+            side = (6, -3, "left") if n % 2 else (-6, -3, "right")
+            axes.annotate(words, (x, y), side[:2], textcoords="offset points", fontsize=6, ha=side[2])
     axes.set(xscale="log", yscale="log", xlim=(low, high))
+    axes.set_ylim(top=1.6 * peak)
     axes.set_xlabel("FLOP on real pairs a byte of features, weight and indices, each once")
     axes.set_ylabel("forward (TFLOP/s on real pairs)")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    _decades(axes)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     _plain(axes)
     return figure
 
 
 def scaling(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
-    """Milliseconds over N at one C, over C on one case, over occupancy in one cube."""
+    """Milliseconds over N at one C, over C on one case, over K on one case, over occupancy in one cube."""
     rows = given(rows)
+    threes = [r for r in rows if r.get("kernel", 3) == 3]
+    shells = [r for r in threes if r["case"].startswith("shell_")]
+    usual = _usual(shells)
+    widest = _most([(r["case"], r["channels"]) for r in shells])
+    windows = _most([((r["case"], r["channels"]), r.get("kernel", 3)) for r in rows])
+    fills = [r for r in threes if r["case"].startswith("uniform_")]
+    edge = _most([(r["case"].split("_")[2], _position("occupied (%)", r)) for r in fills])
     lines = {
-        "voxels": [r for r in rows if r["case"].startswith("shell_") and r["channels"] == 64],
-        "channels": [r for r in rows if r["case"] == _widest(rows)],
-        "occupied (%)": [r for r in rows if r["case"].startswith("uniform_")],
+        "voxels": [r for r in shells if r["channels"] == usual],
+        "channels": [r for r in shells if r["case"] == widest],
+        "taps": [r for r in rows if (r["case"], r["channels"]) == windows],
+        "occupied (%)": [r for r in fills if r["case"].split("_")[2] == edge],
     }
-    lines = {axis: many for axis, many in lines.items() if len({_position(axis, r) for r in many}) > 1}
+    lines = {axis: many for axis, many in lines.items() if len({_position(axis, r) for r in many}) > 2}
     if not lines:
         return None
     figure = Figure(figsize=(4 * len(lines) + 0.5, 3.8), layout="constrained")
@@ -178,13 +204,17 @@ def scaling(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
                 if points:
                     words = f"{name}, {QUANTITIES[quantity]}"
                     axes.plot(*zip(*points), style, color=_colour(name), markersize=4, linewidth=1.2, label=words)
-        held = {"voxels": "shells, C 64", "channels": _widest(rows).replace("_", " "), "occupied (%)": "cube, random"}
-        axes.set(xscale="log", yscale="log", xlabel=axis, title=held[axis])
+        first = many[0]
+        shown = {"voxels": f"shells, C {usual}", "taps": label(first), "channels": cases.title(first["case"])}
+        title = shown.get(axis) or f"{edge}³ cells filled at random, C {first['channels']}"
+        axes.set(xscale="log", yscale="log", xlabel=axis)
+        axes.set_title(title, fontsize=9)
         places = sorted({_position(axis, r) for r in many})
         if axis != "voxels":
             axes.set_xticks(places)
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+        axes.xaxis.set_major_formatter(FuncFormatter(_short))
+        _decades(axes)
         _plain(axes)
     panels[0].set_ylabel("milliseconds")
     figure.legend(*_legend(panels), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
@@ -193,7 +223,7 @@ def scaling(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
 
 def memory(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     """Peak extra memory of a training step, by case."""
-    rows = given(rows)
+    rows = cubes(rows)
     if not rows:
         return None
     rows = [r for r in with_published(rows, rows[0]["device"]) if value(r, "memory")]
@@ -205,7 +235,7 @@ def memory(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     axes = figure.subplots()
     thick = 0.8 / len(names)
     for i, name in enumerate(names):
-        mine = {(r["case"], r["channels"]): value(r, "memory") for r in rows if r["implementation"] == name}
+        mine = {(r["case"], r["channels"]): value(r, "memory") or 0.0 for r in rows if r["implementation"] == name}
         at = [y + (i - (len(names) - 1) / 2) * thick for y, key in enumerate(keys) if key in mine]
         sizes = [mine[key] for key in keys if key in mine]
         axes.barh(at, sizes, thick * 0.9, color=_colour(name), label=name)
@@ -223,25 +253,50 @@ PAINTERS = {"relative": relative, "roofline": roofline, "scaling": scaling, "mem
 
 def _intensity(row: Row) -> float:
     """FLOP a byte, each byte moved once, as in `report.bound_ms`."""
-    return report.flops(row) / (1e12 * 1e-3 * report.bound_ms(row, {row["dtype"]: math.inf, "fp32": 1.0, "copy": 1.0}))
+    return report.flops(row) / report.moved(row)
 
 
-def _widest(rows: Sequence[Row]) -> str:
-    """The case that was measured at most channels."""
-    seen: dict[str, set[int]] = {}
-    for row in rows:
-        seen.setdefault(row["case"], set()).add(row["channels"])
-    return max(seen, key=lambda case: len(seen[case])) if seen else ""
+def _most(pairs: Iterable[tuple[Any, float]]) -> Any:
+    """The first of a pair that was seen with the most different seconds."""
+    seen: dict[Any, set[float]] = {}
+    for key, number in pairs:
+        seen.setdefault(key, set()).add(number)
+    return max(seen, key=lambda key: len(seen[key])) if seen else None
+
+
+def _usual(rows: Sequence[Row]) -> int | None:
+    """The channels at which most cases were measured."""
+    return _most([(r["channels"], r["voxels"]) for r in rows])
+
+
+def _short(number: float, _: Any = None) -> str:
+    """A tick of an axis: 10 k, 1 M.
+
+    >>> _short(20_000), _short(1_500_000), _short(64)
+    ('20 k', '1.5 M', '64')
+    """
+    for size, letter in ((1e6, " M"), (1e3, " k")):
+        if number >= size:
+            return f"{number / size:g}{letter}"
+    return f"{number:g}"
 
 
 def _position(axis: str, row: Row) -> float:
     if axis == "voxels":
         return row["voxels"]
+    if axis == "taps":
+        return row.get("kernel", 3) ** 3
     return row["channels"] if axis == "channels" else int(row["case"].split("_")[1])
 
 
 def _colour(name: str) -> str:
     return COLOURS.get(name, "#AA4499")
+
+
+def _decades(axes: Axes) -> None:
+    """Plain numbers on a logarithmic y axis: 1, 2, 5, 10."""
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda v, _: f"{v:g}" if f"{v:.0e}"[0] in "25" else ""))
 
 
 def _plain(axes: Axes) -> None:

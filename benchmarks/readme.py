@@ -1,0 +1,186 @@
+"""The README's figures of a card, written from the committed results, and the claims that go with them.
+
+Between the two marks of the README stands what `section` makes of ``h200_gpu.json``, ``h200_network.json`` and
+``targets.json``; the claims about it, in ``sparseconv/bench/claims.json``, are made in the same pass. Claims without a
+card are written by hand and stay.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.worker import PREFIX
+from sparseconv.bench import cases, report, stated, verify
+
+README = report.HERE.parents[1] / "README.md"
+BEGIN, END = "<!-- written by `python -m benchmarks readme` -->\n", "<!-- until here -->\n"
+LAYERS, NETWORKS, TARGETS = "h200_gpu.json", "h200_network.json", "targets.json"
+#: the share by which a figure may be worse when it is measured again
+TOLERANCE = 0.15
+UNITS = {"memory": "MiB", "cold_s": "s", "second_s": "s", "voxels": "", "parameters": ""}
+
+Claim = dict[str, Any]
+
+
+class Section:
+    """Lines of the README and the claims that they make."""
+
+    def __init__(self, layers: dict[str, Any], networks: dict[str, Any]) -> None:
+        self.claims: list[Claim] = []
+        self.card = layers["machine"]["card"]["name"]
+        self.layers = stated.rows_of(LAYERS)
+        self.networks = [row for row in networks["rows"] if row["status"] == "measured"]
+        packages = layers["machine"]["packages"]
+        self.lines = [
+            f"One {self.card}, torch {packages['torch']}, triton {packages['triton']}, fp16 with fp32 sums, "
+            "submanifold 3x3x3, rows as given, through autograd as a user calls it. **Milliseconds, ours / the best "
+            "other's**: the fastest of spconv, spconv-triton, FlexGEMM and WarpConvNet on another such card in "
+            "November 2026. *Map* is from coordinates to all that a training step needs, *step* is forward and both "
+            "gradients.",
+            "",
+            "![Their time over ours, case by case: forward, training step, map](docs/pictures/h200_gpu_relative.png)",
+            "",
+        ]
+
+    def claim(self, row: dict[str, Any], quantity: str, words: str, whose: str = "", text: str = "") -> str:
+        """A figure as the README shows it, kept as a claim."""
+        name = whose or row["implementation"]
+        keys = {key: row[key] for key in ("case", "channels", "dtype", "device")}
+        asked = {"implementation": name, **keys, "quantity": quantity}
+        record = LAYERS if not name.startswith(PREFIX) else NETWORKS
+        claim: Claim = {
+            "name": f"{name}, {row['case']}, {row['channels']}, {quantity}",
+            "text": f"{words}: {quantity}" + (f" of the {whose}" if whose else ""),
+            "unit": UNITS.get(quantity, "ms"),
+            "measure": asked,
+            "tolerance": TOLERANCE,
+            "record": TARGETS if whose else record,
+            "card": self.card,
+        }
+        if quantity in verify.EXACT:  # counted anywhere
+            claim |= {"tolerance": 0.0, "measure": asked | {"device": "cpu", "dtype": "fp32"}}
+            if quantity == "parameters":  # of any scene: the smallest
+                claim["measure"] |= {"case": "shell_16"}
+            del claim["record"], claim["card"]
+            figure = row[quantity]
+        else:
+            found = stated.recorded(claim)
+            if found is None:
+                return ""
+            figure = found
+        claim["stated"] = text or stated.shown(figure)
+        claim["figure"] = figure
+        self.claims.append(claim)
+        return claim["stated"]
+
+    def quotient(self, quantity: str, which: str) -> str:
+        """The least or the most of theirs over ours, as a claim that follows from the table."""
+        figure = stated.quotient(self.layers, quantity, which) or float("nan")
+        asked = {"implementation": "best other over ours", "case": "", "channels": 0, "dtype": "fp16", "device": "cuda"}
+        claim: Claim = {"name": f"{quantity}, {which}", "text": f"{which} advantage in {quantity}", "unit": "times"}
+        claim |= {"measure": asked | {"quantity": quantity}, "tolerance": TOLERANCE, "derived": which}
+        claim |= {"record": LAYERS, "card": self.card, "stated": f"{figure:.2g}", "figure": figure}
+        self.claims.append(claim)
+        return claim["stated"]
+
+    def table(self) -> None:
+        """A line a cell of the first table of the targets."""
+        self.lines += ["| voxels | C | map | forward | step | step's memory, MiB |", "|---|---|---|---|---|---|"]
+        before = ""
+        for cell in report.targets()["layers"]:
+            key = (cell["case"], cell["channels"], "fp16")
+            found = [r for r in self.layers if (r["case"], r["channels"], r["dtype"]) == key]
+            row = next((r for r in found if not r.get("shuffled") and r.get("kernel", 3) == 3), None)
+            if row is None:
+                continue
+            title = _title(cell["case"])
+            voxels = stated.count(row["voxels"])
+            first, before = cell["case"] != before, cell["case"]
+            if first:
+                self.claim(row, "voxels", title, text=voxels)
+            cells = []
+            for quantity in ("map", "forward", "step", "memory"):
+                if quantity == "map" and not first:  # a map knows no channels
+                    cells.append("")
+                    continue
+                words = f"{title}, {voxels}, C {row['channels']}"
+                both = (self.claim(row, quantity, words), self.claim(row, quantity, words, "best other"))
+                cells.append(" / ".join(part for part in both if part))
+            self.lines.append(f"| {title}, {voxels} | {row['channels']} | {' | '.join(cells)} |")
+        self.lines.append("")
+
+    def sentences(self) -> None:
+        """What the table comes to, and the first gradients of a process."""
+        spans = [f"{name} {self.quotient(q, 'least')} to {self.quotient(q, 'most')}" for q, name in
+                 (("forward", "forward"), ("step", "step"), ("map", "map"))]  # fmt: skip
+        said = f"The best other's time over ours: {', '.join(spans)}."
+        cold = next((row for row in self.layers if "cold_s" in row and row["implementation"] == "sparseconv"), None)
+        if cold is not None:
+            words = f"first gradient, {_title(cold['case'])}"
+            cold_s, second_s = (self.claim(cold, quantity, words) for quantity in ("cold_s", "second_s"))
+            said += f" The first gradient of a process with empty caches comes after {cold_s} s, "
+            said += f"of a second process after {second_s} s."
+        self.lines += [said, ""]
+
+    def networks_table(self) -> None:
+        """A line a scan: our network and spconv's."""
+        ours = [row for row in self.networks if row["implementation"] == f"{PREFIX}sparseconv"]
+        theirs = {row["case"]: row for row in self.networks if row["implementation"] == f"{PREFIX}spconv"}
+        if not ours:
+            return
+        parameters = self.claim(ours[0], "parameters", "U-Net", text=f"{ours[0]['parameters'] / 1e6:.2f} M")
+        self.lines += [
+            f"A U-Net of {parameters} parameters, milliseconds, ours / spconv's on the same card. A *new scan* builds "
+            "all its maps; a *known geometry* has them, and ours is replayed as a CUDA graph.",
+            "",
+            "| scan | step, new scan | inference, new scan | inference, known geometry | step's memory, MiB |",
+            "|---|---|---|---|---|",
+        ]
+        for row in ours:
+            words = f"U-Net, {_title(row['case'])}"
+            cells = []
+            for quantity, other in (("step", "step"), ("inference", "inference"), ("replay", "fixed"), ("memory",) * 2):
+                found = theirs.get(row["case"])
+                both = [self.claim(row, quantity, words) if stated.value(row, quantity) else "-"]
+                both += [self.claim(found, other, f"{words}, spconv")] if found else []
+                cells.append(" / ".join(both))
+            self.lines.append(f"| {_title(row['case'])}, {stated.count(row['voxels'])} | {' | '.join(cells)} |")
+            if not any(claim["name"].startswith(f"sparseconv, {row['case']},") for claim in self.claims):
+                self.claim(row, "voxels", _title(row["case"]), text=stated.count(row["voxels"]))
+        self.lines.append("")
+
+
+def _title(case: str) -> str:
+    return cases.TITLES.get(case) or case.partition("_")[0].replace("shell", "sphere's shell")
+
+
+def section() -> Section:
+    """The section of the committed results."""
+    found = Section(report.read(report.RESULTS / LAYERS), report.read(report.RESULTS / NETWORKS))
+    found.table()
+    found.sentences()
+    found.networks_table()
+    return found
+
+
+def written(text: str, lines: list[str]) -> str:
+    """A README's text with what stands between its marks replaced. Raises ValueError where it has no marks."""
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the README needs the lines {BEGIN.strip()} and {END.strip()} around its figures")
+    return head + begin + "\n".join(lines) + "\n" + end + tail
+
+
+def write(readme: Path = README, file: Path = verify.CLAIMS) -> None:
+    """Bring the README and the claims into step with the results."""
+    found = section()
+    readme.write_text(written(readme.read_text(), found.lines))
+    kept = json.loads(file.read_text())
+    mine = [claim for claim in kept["claims"] if not claim.get("generated")]
+    made = [claim | {"generated": True} for claim in found.claims]
+    head = {key: value for key, value in kept.items() if key != "claims"}
+    text = json.dumps(head, indent=1)[:-2] + ',\n "claims": [\n'
+    file.write_text(text + ",\n".join("  " + json.dumps(claim) for claim in [*mine, *made]) + "\n ]\n}\n")

@@ -1,0 +1,1 @@
+"""What sparseconv and its peers take, in time and memory: ``sparseconv bench``."""

@@ -1,0 +1,107 @@
+"""Jobs measured in front of a reader: a bar while they run, a table of them, their file, their pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sparseconv.bench import report, runner
+from sparseconv.bench.facts import facts
+from sparseconv.bench.measure import Job
+from sparseconv.bench.timing import ceilings, clock_of
+
+Row = dict[str, Any]
+
+
+def measured(
+    jobs: Sequence[Job],
+    console: Console,
+    out: Path | None = None,
+    *,
+    first: Sequence[Job] = (),
+    processes: int = 0,
+    caches: Path | None = None,
+    budget: float | None = None,
+    pictures: Path | None = None,
+) -> list[Row]:
+    """Cold starts, then everything compiled side by side, then the figures; printed, written, drawn.
+
+    Args:
+        jobs: what to measure, all on one device.
+        console: where to write.
+        out: results file; written anew with every row, so that what is done survives a time limit.
+        first: jobs whose first gradients are timed in fresh processes with empty caches.
+        processes: how many compile at once, before anything is timed.
+        caches: folder of compiled kernels; default: one that goes.
+        budget: seconds for all jobs together; those not reached are skipped.
+        pictures: folder of pictures of ``out``; default: none.
+    """
+    device = jobs[0].device
+    machine = facts(device)
+    starts = [runner.cold_starts(job) for job in first]
+    for row in starts:
+        said = row.get("reason") or f"{row.get('cold_s', 0):.1f} s, a second process {row.get('second_s') or 0:.1f} s"
+        console.print(f"first gradients of {row['implementation']}, empty caches: {said}", highlight=False)
+    with runner.compiled_kernels(caches) as folder:
+        if processes > 1:
+            mine = [job for job in jobs if job.implementation.startswith("sparseconv")]
+            with console.status(f"compiling in {processes} processes"):
+                compiled = runner.compile_all(mine, processes, folder)
+            longest = max((row.get("first_s", 0) for row in compiled), default=0)
+            console.print(f"compiled {len(compiled)} shapes, the longest in {longest:.1f} s", highlight=False)
+        peak = ceilings(clock_of(device))
+        shown = ", ".join(f"{k} {v:.3g} {'TB/s' if k == 'copy' else 'TFLOP/s'}" for k, v in peak.items())
+        console.print(f"ceilings: {shown}", highlight=False)
+        rows: list[Row] = []
+
+        def keep(row: Row) -> None:
+            rows.append(report.with_rates(row, peak))
+            if out is not None:
+                report.write(out, machine, [*rows, *starts], ceilings=peak)
+
+        try:
+            run(jobs, console, folder, keep, budget)
+        except KeyboardInterrupt:
+            console.print("[yellow]stopped[/]: what was done until here follows")
+    name = machine.get("card", {}).get("name")
+    aims = name == report.targets()["card"]  # what was set for one card says nothing of another
+    title = f"{name or machine['cpu']}: milliseconds{', (must / goal)' * aims}"
+    console.print(report.layer_table(report.joined(rows), title, aims))
+    for sentence in report.reasons(report.joined(rows)):
+        console.print(f"[dim]{sentence}[/]", highlight=False)
+    if out is not None:
+        console.print(f"wrote {out}", highlight=False)
+        if pictures is not None:
+            from sparseconv.bench import plots
+
+            for picture in plots.draw([out], pictures):
+                console.print(f"wrote {picture}", highlight=False)
+    return rows
+
+
+def run(
+    jobs: Sequence[Job],
+    console: Console,
+    caches: Path,
+    keep: Callable[[Row], None] | None = None,
+    budget: float | None = None,
+    worker: str = "sparseconv.bench.worker",
+) -> list[Row]:
+    """Every job in its worker, under a bar; what fails is said at once."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(jobs))
+
+        def done(row: Row) -> None:
+            name = f"{row['implementation']}: {row['case']}, C {row['channels']}, {row['dtype']}"
+            progress.update(task, advance=1, description=name)
+            if row["status"] in ("failed", "crashed", "wrong"):
+                progress.console.print(f"[red]{row['status']}[/] {name}: {row['reason']}", highlight=False)
+            if keep is not None:
+                keep(row)
+
+        return runner.run_all(jobs, done, caches, budget, worker)

@@ -1,0 +1,114 @@
+"""Figures as a reader meets them: rounded and written, and found again in the committed results."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sparseconv.bench import report
+
+SIZES = {"k": 1e3, "M": 1e6}
+
+
+def shown(value: float) -> str:
+    """Three digits.
+
+    >>> shown(1.0038), shown(0.031072), shown(14.057), shown(502.08)
+    ('1.00', '0.0311', '14.1', '502')
+    """
+    return f"{value:#.3g}".rstrip(".") if value < 1000 else f"{value:,.0f}"
+
+
+def count(value: int) -> str:
+    """A number of voxels.
+
+    >>> count(4113056), count(252392)
+    ('4.1 M', '252 k')
+    """
+    return f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value / 1e3:.0f} k"
+
+
+def rounds_to(value: float, text: str) -> bool:
+    """Whether a value, rounded to the digits of a text, is what the text says.
+
+    >>> rounds_to(1.4513, "1.45"), rounds_to(1.4563, "1.45"), rounds_to(4113056, "4.1 M"), rounds_to(74744, "74,744")
+    (True, False, True, True)
+    """
+    number, _, letter = text.replace(",", "").partition(" ")
+    digits = len(number.partition(".")[2])
+    scaled = value / SIZES.get(letter, 1.0)
+    return abs(scaled - float(number)) <= 0.5000001 * 10.0**-digits
+
+
+def value(row: dict[str, Any], quantity: str) -> float | None:
+    """A row's figure: the median of a time, MiB of memory, or the number itself."""
+    found = row.get(quantity)
+    return found.get("peak_mib", found.get("median")) if isinstance(found, dict) else found
+
+
+def rows_of(record: str) -> list[dict[str, Any]]:
+    """The measured rows of a committed file; none where there is no such file."""
+    file = report.RESULTS / record
+    if not file.is_file():
+        return []
+    return [row for row in report.joined(report.read(file)["rows"]) if row["status"] == "measured"]
+
+
+def recorded(claim: dict[str, Any]) -> float | None:
+    """A claim's figure in the file that it was taken from, or None."""
+    asked = claim["measure"]
+    if claim.get("derived"):
+        return quotient(rows_of(claim["record"]), asked["quantity"], claim["derived"])
+    if asked["implementation"] == "best other":
+        return published(asked["case"], asked["channels"], asked["quantity"])
+    for row in rows_of(claim["record"]):
+        same = all(row[key] == asked[key] for key in ("implementation", "case", "channels", "dtype"))
+        usual = not row.get("shuffled") and row.get("kernel", 3) == 3
+        found = value(row, asked["quantity"]) if same and usual else None
+        if found is not None:
+            return found
+    return None
+
+
+def published(case: str, channels: int, quantity: str) -> float | None:
+    """The best other's figure of targets.json; a map's stands at one of its case's channels."""
+    cells = [cell for cell in report.targets()["layers"] if cell["case"] == case and quantity in cell]
+    mine = [cell for cell in cells if cell["channels"] == channels or quantity == "map"]
+    return mine[0][quantity]["best_other"] if mine else None
+
+
+def quotient(rows: list[dict[str, Any]], quantity: str, which: str) -> float | None:
+    """The ``least`` or the ``most`` over all cells of targets.json: the best other's figure over ours."""
+    found = []
+    for row in rows:
+        theirs, ours = published(row["case"], row["channels"], quantity), value(row, quantity)
+        mine = row["implementation"] == "sparseconv" and row["dtype"] == "fp16" and not row.get("shuffled")
+        if mine and theirs and ours and row.get("kernel", 3) == 3:
+            found.append(theirs / ours)
+    return {"least": min, "most": max}[which](found) if found else None
+
+
+def of_demo(log: str) -> dict[str, float]:
+    """The figures that ``sparseconv demo`` printed."""
+
+    def number(pattern: str) -> float:
+        match = re.search(pattern, log)
+        if match is None:
+            raise ValueError(f"the demonstration printed nothing like {pattern!r}:\n{log}")
+        return float(match[1].replace(",", ""))
+
+    rows = {"dice": "sparse U-Net", "dice of brightness": "brightness alone", "dice of a class": "majority class"}
+    scores = {name: number(rf"{words}.*?([0-9.]+)\D*\n") for name, words in rows.items()}
+    return {"voxels": number(r"([0-9,]+) voxels"), "parameters": number(r"([0-9,]+) parameters"), **scores}
+
+
+def numbers(text: str) -> list[str]:
+    """The numbers of a text in Markdown, without code, addresses and the digits of names.
+
+    >>> numbers("In 12 ms `a[3]` of 3x3x3, U-Net v2: [0.5](x/y2.md), 7,000 and 11 to 14.")
+    ['12', '0.5', '7,000', '11', '14']
+    """
+    text = re.sub(r"```.*?```|`[^`]*`|<!--.*?-->", " ", text, flags=re.DOTALL)
+    text = re.sub(r"^(?:    .*|\d+\. )", " ", text, flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)]*\)", "] ", text)
+    return re.findall(r"(?<![\w.,-])(\d+(?:,\d{3})*(?:\.\d+)?)(?![\w]|[.,]\d)", text)
