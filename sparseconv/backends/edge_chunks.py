@@ -42,16 +42,16 @@ class EdgeChunks:
     max_edges: int
 
     @classmethod
-    def of(cls, kernel_map: KernelMap, edges: int, tile: int) -> EdgeChunks:
-        """Chunks of about ``edges`` edges, kept with the map: asked for again, they are there."""
-        key = (cls, edges, tile)
+    def of(cls, kernel_map: KernelMap, edges: int, tile: int, threads: int = 1) -> EdgeChunks:
+        """Chunks of at most about ``edges`` edges, as many for each thread, kept with the map for the next call."""
+        key = (cls, edges, tile, threads)
         kept = kernel_map.prepared.get(key)
         if kept is None:
-            kept = kernel_map.prepared[key] = _cut(kernel_map, edges, tile)
+            kept = kernel_map.prepared[key] = _cut(kernel_map, edges, tile, threads)
         return kept
 
 
-def _cut(kernel_map: KernelMap, edges: int, tile: int) -> EdgeChunks:
+def _cut(kernel_map: KernelMap, edges: int, tile: int, threads: int) -> EdgeChunks:
     rows, num_taps = kernel_map.num_out, kernel_map.num_taps
     in_rows, out_rows, counts = _by_tap_and_row(kernel_map)
     by_row = torch.sort(out_rows, stable=True).indices.numpy()  # a row's edges in order of taps: its sum has one order
@@ -60,7 +60,7 @@ def _cut(kernel_map: KernelMap, edges: int, tile: int) -> EdgeChunks:
     np.cumsum(degree, out=offsets[1:])
     cost = offsets[1:] + np.arange(1, rows + 1)  # an output row costs about what an edge does
     total = int(cost[-1]) if rows else 0
-    count = max(1, -(-total // edges))
+    count = -(-max(1, -(-total // edges)) // threads) * threads
     inner = np.searchsorted(cost, np.arange(1, count) * total // count) // tile * tile
     cuts = [0, *inner.tolist(), rows]
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
 from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.cpu_products import accumulate_gram, buffer, fresh, multiply
+from sparseconv.backends.cpu_threads import share
 from sparseconv.backends.edge_chunks import Chunk, EdgeChunks
 from sparseconv.geometry.kernel_map import KernelMap
 
 TILE = 64  # edges that share a weight; every product has a multiple of it as rows, so that oneDNN meets few shapes
 BLOCK = 1 << 20  # bytes that one gathered block of a tap takes: an L2 cache
-BUFFER = 1 << 23  # bytes that the products of a chunk take: a share of an L3 cache
+GRAM_ROWS = 4096  # rows that a product for a weight's gradient has at least, where there are as many
+BUFFER = 1 << 24  # bytes that the products of a chunk take: a share of an L3 cache
 
 
 class NumpyGatherScatter(Backend):
@@ -63,24 +66,32 @@ class NumpyGatherScatter(Backend):
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
         c_in, c_out = x.shape[1], grad_out.shape[1]
-        result = torch.zeros(kernel_map.num_taps, c_in // groups, c_out, dtype=wide)
-        if result.numel() == 0:
-            return result.to(dtype)
+        pieces = _pieces(kernel_map)
+        partial = torch.zeros(len(pieces), c_in // groups, c_out, dtype=wide)
+        if partial.numel() == 0:
+            return torch.zeros(kernel_map.num_taps, c_in // groups, c_out, dtype=dtype)
         x, grad_out = x.to(wide).contiguous(), grad_out.to(wide).contiguous()
         step = _gram_rows(c_in, c_out, wide)
-        rows = min(step, kernel_map.max_pairs_per_tap)
-        xs, gs = buffer("inputs", rows, c_in, wide), buffer("products", rows, c_out, wide)
-        end = 0
-        for tap, count in enumerate(kernel_map.tap_counts):
-            start, end = end, end + count
+        begins = [0, *accumulate(kernel_map.tap_counts)]
+
+        def add_up(part: int) -> None:
+            tap, start, end = pieces[part]
+            rows = min(step, end - start)
+            xs, gs = buffer("inputs", rows, c_in, wide), buffer("products", rows, c_out, wide)
             for first in range(start, end, step):
                 last = min(first + step, end)
                 if tap == kernel_map.identity_tap:
-                    a, b = x[first - start : last - start], grad_out[first - start : last - start]
+                    own = slice(first - begins[tap], last - begins[tap])
+                    a, b = x[own], grad_out[own]
                 else:
                     a = torch.index_select(x, 0, kernel_map.in_rows[first:last], out=xs[: last - first])
                     b = torch.index_select(grad_out, 0, kernel_map.out_rows[first:last], out=gs[: last - first])
-                _accumulate(a, b, result[tap], groups)
+                _accumulate(a, b, partial[part], groups)
+
+        share(add_up, range(len(pieces)), torch.get_num_threads())
+        result = torch.zeros(kernel_map.num_taps, c_in // groups, c_out, dtype=wide)
+        for (tap, _, _), part in zip(pieces, partial):
+            result[tap] += part
         return result.to(dtype)
 
     def workspace_bytes(self, request: Request) -> int:
@@ -114,49 +125,68 @@ def _convolve(
     x, weight = x.to(wide).contiguous(), weight.to(wide)
     if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()):
         weight = weight.contiguous()
+    weight = weight[list(taps)] if list(taps) != list(range(len(taps))) else weight
     bias = None if bias is None else bias.to(wide)
     depthwise = groups == c_in == c_out
     tiled = depthwise or (groups == 1 and min(c_in, c_out) < 24 and c_in * c_out <= 1024)
-    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide), TILE)
-    products = buffer("products", cut.max_edges, c_out, wide)
+    threads = 1 if tiled else torch.get_num_threads()
+    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide), TILE, threads)
     step = max(512, BLOCK // (wide.itemsize * max(c_in, c_out)) // TILE * TILE)
-    inputs = buffer("inputs", cut.max_edges if tiled else min(step, cut.max_edges), c_in, wide)
-    ordered = weight[list(taps)] if tiled else weight
-    for chunk in cut.chunks:
-        made = products[: len(chunk.in_rows)]
+    weights = weight.unbind()
+
+    def convolve(chunk: Chunk) -> None:
+        products = buffer("products", len(chunk.in_rows), c_out, wide)
         if tiled and chunk.taps:
-            made = _multiply_tiles(x, ordered, chunk, inputs, made, depthwise)
+            inputs = buffer("inputs", len(chunk.in_rows), c_in, wide)
+            products = _multiply_tiles(x, weight, chunk, inputs, products, depthwise)
         else:
+            inputs = buffer("inputs", min(step, len(chunk.in_rows)), c_in, wide)
             for tap, first, last in chunk.taps:
                 for a in range(first, last, step):
                     b = min(a + step, last)
                     rows = torch.index_select(x, 0, chunk.in_rows[a:b], out=inputs[: b - a])
-                    _multiply(rows, weight[taps[tap]], made[a:b], groups)
-        sums = _sum_by_row(made, chunk)
+                    _multiply(rows, weights[tap], products[a:b], groups)
+        sums = _sum_by_row(products, chunk)
         if bias is not None:
             sums += bias
         rows_out = y[chunk.start : chunk.stop]
         if kernel_map.identity_tap is None:
             rows_out.copy_(sums)
-            continue
-        own = weight[taps[kernel_map.identity_tap]]
+            return
         for a in range(0, chunk.stop - chunk.start, step):
             b = min(a + step, chunk.stop - chunk.start)
             target = rows_out[a:b] if dtype == wide else sums[a:b]
-            _multiply(x[chunk.start + a : chunk.start + b], own, target, groups, sums[a:b])
+            own = x[chunk.start + a : chunk.start + b]
+            _multiply(own, weights[kernel_map.identity_tap], target, groups, sums[a:b])
         if dtype != wide:
             rows_out.copy_(sums)
+
+    share(convolve, cut.chunks, min(threads, len(cut.chunks)))
     return y
 
 
 def _chunk_edges(c_in: int, c_out: int, wide: torch.dtype) -> int:
-    """Edges of a chunk: a power of 4, so that the layers of a network share few sets of chunks."""
+    """Edges of a chunk: a power of 2, so that the layers of a network share few sets of chunks."""
     fitting = max(1, BUFFER // (wide.itemsize * max(c_in, c_out, 1)))
-    return max(4096, min(4 ** round(fitting.bit_length() / 2), 1 << 16))
+    return max(4096, 1 << (fitting.bit_length() - 1))
+
+
+def _pieces(kernel_map: KernelMap) -> list[tuple[int, int, int]]:
+    """The edges as runs (tap, first, last + 1) of one tap, none of them more than about a 32nd of all.
+
+    Their number follows from the map alone, so that a sum over them is the same with any number of threads.
+    """
+    most = max(GRAM_ROWS, kernel_map.num_pairs // 32)
+    pieces, end = [], 0
+    for tap, count in enumerate(kernel_map.tap_counts):
+        start, end = end, end + count
+        cuts = range(start, end, -(-count // -(-count // most))) if count else ()
+        pieces += [(tap, first, last) for first, last in pairwise([*cuts, end])]
+    return pieces
 
 
 def _gram_rows(c_in: int, c_out: int, wide: torch.dtype) -> int:
-    return max(4096, BUFFER // (2 * wide.itemsize * max(c_in, c_out, 1)))
+    return max(GRAM_ROWS, 2 * BLOCK // (wide.itemsize * max(c_in, c_out, 1)))
 
 
 def _sum_by_row(products: torch.Tensor, chunk: Chunk) -> torch.Tensor:
