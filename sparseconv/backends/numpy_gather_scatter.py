@@ -16,6 +16,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 TILE = 64  # edges that share a weight; every product has a multiple of it as rows, so that oneDNN meets few shapes
 BLOCK = 1 << 20  # bytes that one gathered block of a tap takes: an L2 cache
 GRAM_ROWS = 4096  # rows that a product for a weight's gradient has at least, where there are as many
+SHARED = 1 << 22  # multiplications from which a call is worth sharing among threads
 BUFFER = 1 << 24  # bytes that the products of a chunk take: a share of an L3 cache
 
 
@@ -71,6 +72,7 @@ class NumpyGatherScatter(Backend):
         if partial.numel() == 0:
             return torch.zeros(kernel_map.num_taps, c_in // groups, c_out, dtype=dtype)
         x, grad_out = x.to(wide).contiguous(), grad_out.to(wide).contiguous()
+        result = torch.zeros(kernel_map.num_taps, c_in // groups, c_out, dtype=wide)
         step = _gram_rows(c_in, c_out, wide)
         begins = [0, *accumulate(kernel_map.tap_counts)]
 
@@ -88,22 +90,25 @@ class NumpyGatherScatter(Backend):
                     b = torch.index_select(grad_out, 0, kernel_map.out_rows[first:last], out=gs[: last - first])
                 _accumulate(a, b, partial[part], groups)
 
-        share(add_up, range(len(pieces)), torch.get_num_threads())
-        result = torch.zeros(kernel_map.num_taps, c_in // groups, c_out, dtype=wide)
+        share(add_up, range(len(pieces)), _threads(kernel_map.num_pairs * result.shape[1] * c_out))
         for (tap, _, _), part in zip(pieces, partial):
             result[tap] += part
         return result.to(dtype)
 
     def workspace_bytes(self, request: Request) -> int:
         wide = torch.promote_types(request.dtype, torch.float32)
-        size, kernel_map = wide.itemsize, request.kernel_map
-        rows = max(kernel_map.num_in, kernel_map.num_out)
-        edges = min(_chunk_edges(request.c_in, request.c_out, wide), kernel_map.num_pairs) + kernel_map.num_taps * TILE
-        sums = 2 * edges * request.c_out * size  # the products of a chunk and its sums
-        blocks = max(edges * request.c_in * size, 2 * BLOCK)
-        grams = min(_gram_rows(request.c_in, request.c_out, wide), kernel_map.max_pairs_per_tap)
-        widened = 0 if request.dtype == wide else rows * (request.c_in + request.c_out) * size
-        return max(sums + blocks, grams * (request.c_in + request.c_out) * size) + widened
+        size, kernel_map, c_in, c_out = wide.itemsize, request.kernel_map, request.c_in, request.c_out
+        threads = _threads(request.flops // 2)
+        fitting = threads * _chunk_edges(c_in, c_out, wide, request.groups)
+        edges = min(fitting, kernel_map.num_pairs + kernel_map.num_out) + threads * kernel_map.num_taps * TILE
+        sums = edges * c_out * size  # the products of the chunks at work and their sums
+        tiled = _tiled(c_in, c_out, request.groups)
+        blocks = edges * c_in * size if tiled else 2 * threads * max(BLOCK, 512 * max(c_in, c_out) * size)
+        pieces = _pieces(kernel_map)
+        rows = min(_gram_rows(c_in, c_out, wide), max((b - a for _, a, b in pieces), default=0))
+        grams = threads * rows * (c_in + c_out) * size + len(pieces) * c_in * c_out // request.groups * size
+        widened = 0 if request.dtype == wide else max(kernel_map.num_in, kernel_map.num_out) * (c_in + c_out) * size
+        return max(sums + blocks, grams) + widened
 
 
 def _convolve(
@@ -127,10 +132,9 @@ def _convolve(
         weight = weight.contiguous()
     weight = weight[list(taps)] if list(taps) != list(range(len(taps))) else weight
     bias = None if bias is None else bias.to(wide)
-    depthwise = groups == c_in == c_out
-    tiled = depthwise or (groups == 1 and min(c_in, c_out) < 24 and c_in * c_out <= 1024)
-    threads = 1 if tiled else torch.get_num_threads()
-    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide), TILE, threads)
+    tiled = _tiled(c_in, c_out, groups)
+    threads = _threads(kernel_map.num_pairs * c_in * c_out // groups)
+    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide, groups), TILE, threads)
     step = max(512, BLOCK // (wide.itemsize * max(c_in, c_out)) // TILE * TILE)
     weights = weight.unbind()
 
@@ -138,7 +142,7 @@ def _convolve(
         products = buffer("products", len(chunk.in_rows), c_out, wide)
         if tiled and chunk.taps:
             inputs = buffer("inputs", len(chunk.in_rows), c_in, wide)
-            products = _multiply_tiles(x, weight, chunk, inputs, products, depthwise)
+            products = _multiply_tiles(x, weight, chunk, inputs, products, groups)
         else:
             inputs = buffer("inputs", min(step, len(chunk.in_rows)), c_in, wide)
             for tap, first, last in chunk.taps:
@@ -161,13 +165,27 @@ def _convolve(
         if dtype != wide:
             rows_out.copy_(sums)
 
-    share(convolve, cut.chunks, min(threads, len(cut.chunks)))
+    share(convolve, cut.chunks, threads)
     return y
 
 
-def _chunk_edges(c_in: int, c_out: int, wide: torch.dtype) -> int:
-    """Edges of a chunk: a power of 2, so that the layers of a network share few sets of chunks."""
-    fitting = max(1, BUFFER // (wide.itemsize * max(c_in, c_out, 1)))
+def _tiled(c_in: int, c_out: int, groups: int) -> bool:
+    """Whether the products of a chunk go as one batch of tiles."""
+    return groups == c_in == c_out or (groups == 1 and min(c_in, c_out) < 24 and c_in * c_out <= 1024)
+
+
+def _threads(multiplications: int) -> int:
+    """Threads that share the parts of a call; a small one is over before they have met."""
+    return torch.get_num_threads() if multiplications > SHARED else 1
+
+
+def _chunk_edges(c_in: int, c_out: int, wide: torch.dtype, groups: int) -> int:
+    """Edges of a chunk: a power of 2, so that the layers of a network share few sets of chunks.
+
+    A product for each tap of a chunk costs some 20 us to ask for, and pays with large chunks; tiles go as one batch.
+    """
+    size = BUFFER // 8 if _tiled(c_in, c_out, groups) else BUFFER
+    fitting = max(1, size // (wide.itemsize * max(c_in, c_out, 1)))
     return max(4096, 1 << (fitting.bit_length() - 1))
 
 
@@ -203,12 +221,12 @@ def _multiply_tiles(
     chunk: Chunk,
     inputs: torch.Tensor,
     out: torch.Tensor,
-    depthwise: bool,
+    groups: int,
 ) -> torch.Tensor:
     count = len(chunk.tile_taps)
     rows = torch.index_select(x, 0, chunk.in_rows, out=inputs[: len(chunk.in_rows)]).view(count, TILE, x.shape[1])
     weights = torch.index_select(weight, 0, chunk.tile_taps)
-    if depthwise:
+    if groups > 1:  # as many as channels
         return rows.mul_(weights).view(out.shape)
     torch.bmm(rows, weights, out=out.view(count, TILE, out.shape[1]))
     return out
