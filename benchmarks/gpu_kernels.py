@@ -13,10 +13,11 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     weight_grad_candidates,
 )
 from sparseconv.backends.triton_implicit_gemm.schedule import build_schedule
-from sparseconv.backends.triton_implicit_gemm.steps import ConvStep, WeightGradStep
+from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe
 from sparseconv.geometry.kernel_map import KernelMap
 
 #: (case, channels) of the comparison with other libraries
@@ -159,24 +160,23 @@ def operands(kernel_map, c_in, c_out, dtype, groups=1):
     return x, w, g
 
 
-def compile_all(jobs: list[tuple[Callable[..., object], tuple]]) -> None:
-    """Compile steps for their tensors on all cores; a step that fails to compile fails again when it is run."""
+def compile_all(steps: Sequence[Any]) -> None:
+    """Compile steps on all cores; a step that fails to compile fails again when it is run."""
 
-    def one(job):
-        step, tensors = job
+    def one(step):
         try:
-            step.compile(*tensors)
+            step.compile()
         except Exception:
             return
 
     with ThreadPoolExecutor(14) as pool:
-        list(pool.map(one, jobs))
+        list(pool.map(one, steps))
 
 
 def conv_step(config, kernel_map, x, w, transposed, out):
     c_in, c_out = (out.shape[1], x.shape[1]) if transposed else (x.shape[1], out.shape[1])
     work = implicit_gemm.work_of(Request(kernel_map, x.device, x.dtype, c_in, c_out), True, transposed)
-    return ConvStep(config, work, x, w, kernel_map, out, False, transposed)
+    return ConvRecipe(config, work, x, w, transposed).bind(kernel_map)
 
 
 def check(data: str) -> None:
@@ -215,16 +215,16 @@ def check(data: str) -> None:
                     for config in many:
                         out = torch.full(wanted.shape, float("nan"), dtype=dtype, device="cuda")
                         if verb == "weight_grad":
-                            step = WeightGradStep(config, work, kernel_map, x, g, out)
+                            step = WeightGradRecipe(config, work, x, g, kernel_map.num_taps).bind(kernel_map)
                             arguments = (x, g, out)
                         else:
                             source = g if transposed else x
-                            step = ConvStep(config, work, source, w, kernel_map, out, False, transposed)
+                            step = ConvRecipe(config, work, source, w, transposed).bind(kernel_map)
                             arguments = (source, w, out, source, source)
                         label = dict(check=name, dtype=str(dtype), shape=(c_in, c_out, groups), verb=verb)
                         runs.append((step, arguments, out, wanted, limits[dtype], {**label, "config": short(config)}))
     begin = time.perf_counter()
-    compile_all([(step, arguments) for step, arguments, *_ in runs])
+    compile_all([step for step, *_ in runs])
     note(compiled=len(runs), seconds=time.perf_counter() - begin)
     worst = 0.0
     for step, arguments, out, wanted, limit, label in runs:
@@ -275,7 +275,7 @@ def conv(data: str, cases) -> None:
             for transposed in (False, True):
                 configs = [replace(k, chunked=bool(options)) for k in conv_sweep(c)]
                 configs = configs[:1] if transposed else configs
-                compile_all([(conv_step(k, kernel_map, x, w, transposed, out), (x, w, out, x, x)) for k in configs])
+                compile_all([conv_step(k, kernel_map, x, w, transposed, out) for k in configs])
                 for config in configs:
                     try:
                         step = conv_step(config, kernel_map, x, w, transposed, out)
@@ -312,9 +312,9 @@ def weight32(data: str, cases) -> None:
             torch.backends.cuda.matmul.allow_tf32 = tf32
             work = implicit_gemm.work_of(Request(kernel_map, x.device, x.dtype, c, c), True)
             configs = [WeightGradConfig(*tile, 8 * n) for tile in tiles]
-            compile_all([(WeightGradStep(k, work, kernel_map, x, g, out), (x, g, out)) for k in configs])
+            compile_all([WeightGradRecipe(k, work, x, g, 27).bind(kernel_map) for k in configs])
             for config in configs:
-                step = WeightGradStep(config, work, kernel_map, x, g, out)
+                step = WeightGradRecipe(config, work, x, g, kernel_map.num_taps).bind(kernel_map)
                 ms = timed(functools.partial(step, x, g, out))
                 note(case=case, c=c, tf32=tf32, wgrad32=short(config), ms=ms)
         torch.backends.cuda.matmul.allow_tf32 = False
@@ -348,19 +348,19 @@ def weight(data: str, cases) -> None:
         out = torch.empty_like(w)
         want = None
         work = implicit_gemm.work_of(Request(kernel_map, x.device, x.dtype, c, c), True)
-        steps = [WeightGradStep(k, work, kernel_map, x, g, out) for k in weight_sweep(c)]
-        compile_all([(step, (x, g, out)) for step in steps])
+        steps = [WeightGradRecipe(k, work, x, g, 27).bind(kernel_map) for k in weight_sweep(c)]
+        compile_all(steps)
         del steps
         for config in weight_sweep(c):
             try:
-                step = WeightGradStep(config, work, kernel_map, x, g, out)
+                step = WeightGradRecipe(config, work, x, g, kernel_map.num_taps).bind(kernel_map)
                 out.fill_(float("nan"))
                 run = functools.partial(step, x, g, out)
                 run()
                 want = out.clone() if want is None else want
                 e = error(out, want)
                 ms = timed(run) if e < 2e-3 else float("nan")
-                note(case=case, c=c, wgrad=short(config), ms=ms, jobs=step._partial_shape[0], err=e)
+                note(case=case, c=c, wgrad=short(config), ms=ms, err=e)
             except Exception as problem:
                 note(case=case, c=c, wgrad=short(config), failed=repr(problem)[:200])
 
@@ -383,7 +383,7 @@ def host(data: str) -> None:
     t3 = time.perf_counter()
     note(first_call_s=t3 - begin, forward_s=t1 - begin, input_grad_s=t2 - t1, weight_grad_s=t3 - t2)
     for key, timings in backend._tuner.timings.items():
-        note(tuned=key[0], timings=[(short(config), round(ms, 4)) for config, ms in timings])
+        note(tuned=key[0][0], timings=[(short(config), round(ms, 4)) for config, ms in timings])
     torch.cuda.set_sync_debug_mode("error")
     for name, run in {
         "forward": lambda: backend.forward(x, w, kernel_map, 1),
@@ -456,7 +456,7 @@ def few(data: str, cases) -> None:
         configs = [ConvConfig(128, n, 64, 8 if n == 256 else 4, 3, gluon=True)]
         configs += [ConvConfig(64, k, 64, 4, 3, gluon=True) for k in (64, 128)]
         configs += [replace(config, split=3) for config in configs] + [replace(configs[1], split=9)]
-        compile_all([(conv_step(k, kernel_map, x, w, False, out), (x, w, out, x, x)) for k in configs])
+        compile_all([conv_step(k, kernel_map, x, w, False, out) for k in configs])
         want = None
         for config in configs:
             run = functools.partial(conv_step(config, kernel_map, x, w, False, out), x, w, out, x, x)

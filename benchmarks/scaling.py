@@ -17,6 +17,7 @@ import platform
 import socket
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,32 @@ def resolution_for(voxels: int) -> int:
     return round((voxels / (1.25 * 3.1416)) ** 0.5)
 
 
+def timed(step: Callable[[], None], repeats: int, world: int, wait: Callable[[], None]) -> list[float]:
+    """Milliseconds of each of this rank's steps; the ranks begin each one together."""
+    for _ in range(3):
+        step()
+    times = []
+    for _ in range(repeats):
+        if world > 1:
+            dist.barrier()
+        wait()
+        start = time.perf_counter()
+        step()
+        wait()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def by_rank(value: float, world: int, device: torch.device) -> list[float]:
+    """A figure of every rank."""
+    if world == 1:
+        return [value]
+    mine = torch.tensor([value], dtype=torch.float64, device=device)
+    parts = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(parts, mine)
+    return [float(part) for part in parts]
+
+
 def measure(args: argparse.Namespace, rank: int, world: int, voxels: int) -> dict[str, Any]:
     """One scene on this rank's part: plan, check, time."""
     on_gpu = torch.cuda.is_available()
@@ -66,39 +93,34 @@ def measure(args: argparse.Namespace, rank: int, world: int, voxels: int) -> dic
     w = (torch.randn(27, args.channels, args.channels, device=device) * 0.05).to(dtype).requires_grad_()
     g = torch.randn(len(grid), args.channels, device=device, dtype=dtype)
 
-    def step() -> None:
-        y = plan.execute(x, w)
-        torch.autograd.grad(y, (x, w), g)
+    def step_of(plan: Any) -> Callable[[], None]:
+        def step() -> None:
+            torch.autograd.grad(plan.execute(x, w), (x, w), g)
 
-    for _ in range(3):
-        step()
+        return step
+
+    step = step_of(plan)
+    step()
     wait()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    times = []
-    for _ in range(args.repeats):
-        if world > 1:
-            dist.barrier()
-        wait()
-        start = time.perf_counter()
-        step()
-        wait()
-        times.append(1e3 * (time.perf_counter() - start))
-    sums = torch.tensor([len(grid)], device=device)
-    slowest = torch.tensor([statistics.median(times), float(len(grid))], device=device)
-    if world > 1:
-        dist.all_reduce(sums)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    times = timed(step, args.repeats, world, wait)
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+    sizes = by_rank(len(grid), world, device)
+    medians = by_rank(statistics.median(times), world, device)
     result = {
-        "voxels": int(sums),
-        "step_ms": float(slowest[0]),
+        "voxels": int(sum(sizes)),
+        "step_ms": max(medians),
+        "rank_ms": medians,
         "spread_ms": [min(times), max(times)],
-        "largest_shard": int(slowest[1]),
+        "largest_shard": int(max(sizes)),
         "shard_s": sharded_s,
         "plan_s": planned_s,
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "peak_bytes": peak,
     }
     if isinstance(plan, ShardedConvolutionPlan):
+        alone = step_of(sc.ConvolutionPlan(sc.VoxelGrid(grid.coords), 3))
+        result["alone_ms"] = by_rank(statistics.median(timed(alone, args.repeats, world, wait)), world, device)
         result |= {
             "halo_rows": plan.halo_rows,
             "halo_bytes": plan.halo_bytes(args.channels, dtype),
@@ -135,18 +157,18 @@ def main() -> None:
     """Run the scaling table and write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--voxels", type=int, default=20_500_000, help="of the strong-scaling scene")
+    parser.add_argument("--voxels", type=int, default=20_500_000, help="of the strong-scaling scene; 0: none")
     parser.add_argument("--weak", type=int, default=10_000_000, help="voxels a GPU of the weak-scaling scenes; 0: none")
     parser.add_argument("--large", type=int, default=0, help="voxels of a scene too large for one GPU; 0: none")
     parser.add_argument("--channels", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--by", default="kd")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="JSON; rows of an earlier run that this one does not measure stay")
     args = parser.parse_args()
     with torch.multiprocessing.get_context("spawn").Manager() as manager:
         results = manager.dict()
         for world in args.worlds:
-            jobs = [("strong", args.voxels)]
+            jobs = [("strong", args.voxels)] if args.voxels else []
             jobs += [("weak", args.weak * world)] if args.weak else []
             jobs += [("large", args.large)] if args.large and world in (1, max(args.worlds)) else []
             with socket.socket() as s:
@@ -169,8 +191,12 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "arguments": {k: str(v) for k, v in vars(args).items() if k != "out"},
+        "arguments": [{k: str(v) for k, v in vars(args).items() if k != "out"}],
     }
+    if args.out and args.out.exists():  # scenes that were left out before are added to those that are there
+        before = json.loads(args.out.read_text())
+        facts["arguments"] = before["facts"]["arguments"] + facts["arguments"]
+        table = before["results"] | table
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps({"facts": facts, "results": table}, indent=1))

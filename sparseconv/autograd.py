@@ -103,39 +103,44 @@ def _weight_gradient(
     return serving.weight_grad(x, grad, kernel_map, groups)
 
 
-def _direct(x: torch.Tensor, weight: torch.Tensor) -> bool:
+#: types of tensors to which nobody listens, and of absent ones
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+
+
+def _direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether nobody listens between a call and its kernel, so that it may skip torch's dispatcher.
 
     Two passes through Python kernels of the dispatcher cost as much as launching a small layer. They are needed where
     someone traces, fakes, counts or casts.
     """
-    plain = (torch.Tensor, torch.nn.Parameter)
     return (
-        type(x) in plain
-        and type(weight) in plain
+        type(x) in _PLAIN
+        and _PLAIN.issuperset(map(type, others))
         and not torch._C._len_torch_dispatch_stack()
         and not torch.is_autocast_enabled(x.device.type)
     )
 
 
-def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
+def _call(function: type[_Linear], x: torch.Tensor, other: torch.Tensor, *rest: Any) -> torch.Tensor:
     if torch._C._are_functorch_transforms_active():  # which see through autograd functions only
-        return function.apply(*args)
-    if not _direct(args[0], args[1]):
-        return getattr(torch.ops.sparseconv, function.name)(*args)
-    if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args[:3]):
-        return _at_once(function).apply(*args)
-    return function.kernel(*args)
+        return function.apply(x, other, *rest)
+    if not _direct(x, other):
+        return getattr(torch.ops.sparseconv, function.name)(x, other, *rest)
+    if torch.is_grad_enabled():
+        bias = rest[0]  # or a number
+        if x.requires_grad or other.requires_grad or (isinstance(bias, torch.Tensor) and bias.requires_grad):
+            return _at_once(function, function.kernel).apply(x, other, *rest)
+    return function.kernel(x, other, *rest)
 
 
 @cache
-def _at_once(function: type[_Linear]) -> type[torch.autograd.Function]:
+def _at_once(function: type[_Linear], run: Callable[..., torch.Tensor]) -> type[torch.autograd.Function]:
     """The same derivative with the older signature of ``forward``, whose call costs some 12 us less than the one that
     torch.func needs: torch binds the arguments of the latter through ``inspect`` each time."""
 
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
         function.setup_context(ctx, args, None)
-        return function.run(*args)
+        return run(*args)
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
     return type(f"{function.__name__}AtOnce", (torch.autograd.Function,), body)
@@ -223,7 +228,7 @@ def _without_autocast(kind: str, name: str) -> Any:
 
 
 for _function in (_Convolution, _WeightGradient):
-    _library.impl(_function.name, _at_once(_function).apply, "Autograd")
+    _library.impl(_function.name, _at_once(_function, _function.run).apply, "Autograd")
     for _kind in ("CPU", "CUDA"):
         _library.impl(_function.name, _function.kernel, _kind)
         _library.impl(_function.name, _without_autocast(_kind.lower(), _function.name), f"Autocast{_kind}")
@@ -253,6 +258,20 @@ def convolution(
     if torch.compiler.is_compiling():
         return torch.ops.sparseconv.convolution(x, weight, bias, edges, rows, groups, False, backend)
     return _call(_Convolution, x, weight, bias, edges, rows, groups, False, backend)
+
+
+def adjoint(
+    grad: torch.Tensor, weight: torch.Tensor, edges: int, rows: int, groups: int = 1, backend: str = "auto"
+) -> torch.Tensor:
+    """dL/dx (rows, C_in) of a `convolution` from dL/dy; differentiable to any order in both tensors."""
+    return _call(_Convolution, grad, weight, None, edges, rows, groups, True, backend)
+
+
+def weight_gradient(
+    x: torch.Tensor, grad: torch.Tensor, edges: int, taps: int, groups: int = 1, backend: str = "auto"
+) -> torch.Tensor:
+    """dL/dw (K, C_in/G, C_out) of a `convolution` from dL/dy; differentiable to any order in both tensors."""
+    return _call(_WeightGradient, x, grad, edges, taps, groups, backend)
 
 
 class _Fused(torch.autograd.Function):
@@ -313,13 +332,13 @@ def fused_convolution(
     nothing but y; for others the sum before it is kept, which is leaner than computing it again, and they run after.
     """
     call = (edges, rows, groups, backend)
-    tensors = [t for t in (x, weight, bias, residual) if t is not None]
+    tensors = (x, weight, bias, residual)
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if traced or not all(_direct(t, t) for t in tensors):
+    if traced or not _direct(*tensors):
         z = convolution(x, weight, bias, *call)
         z = z if residual is None else z + residual
         return z if epilogue is None else epilogue.apply(z)
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
         return _forward_fused(x, weight, bias, residual, epilogue, *call)
     if epilogue is None or epilogue.saves_output:
         return _Fused.apply(x, weight, bias, residual, epilogue, call)

@@ -120,7 +120,7 @@ def operands(plan: sc.ConvolutionPlan, case: Case, dtype=torch.float64, integers
 def error(got: torch.Tensor, want) -> float:
     """Largest deviation over max(rms, 1e-3) of the reference; infinite for NaN or another shape."""
     want = torch.as_tensor(want, dtype=torch.float64)
-    got, want = got.detach().double().cpu(), want.detach()
+    got, want = got.detach().double().cpu(), want.detach().cpu()
     if got.shape != want.shape or bool(got.isnan().any()):
         return float("inf")
     if want.numel() == 0:

@@ -30,68 +30,60 @@ class Exchange:
     def num_received(self) -> int:
         return sum(self.receive_counts)
 
-    def start(self, x: torch.Tensor) -> Arrival:
-        """Send the rows of x (num_rows, C) on their way; `Arrival.wait` gives what came, differentiably."""
-        return Arrival(self, x)
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The received rows (num_received, C) of the ranks' x."""
-        return self.start(x).wait()
+        """The received rows (num_received, C) of the ranks' x, differentiably."""
+        return _Received.apply(x, self)
 
-    def _forward(self, x: torch.Tensor) -> tuple[torch.Tensor, _Holding]:
-        sent = x.detach().index_select(0, self.send_rows)
-        received = x.new_empty((self.num_received, *x.shape[1:]))
+    def forth(self, x: torch.Tensor, received: torch.Tensor) -> UnderWay:
+        """Send the rows of x (num_rows, C) on their way into ``received`` (num_received, C)."""
+        sent = x.index_select(0, self.send_rows)
         work = dist.all_to_all_single(
             received, sent, list(self.receive_counts), list(self.send_counts), self.group, async_op=True
         )
-        return received, _Holding(work, sent)
+        return UnderWay(work, received, sent)
+
+    def back(self, grad: torch.Tensor) -> UnderWay:
+        """Send gradients (num_received, C) of received rows back to where they came from, grouped as ``send_rows``."""
+        leaving = grad.contiguous()
+        came = grad.new_empty((len(self.send_rows), *grad.shape[1:]))
+        work = dist.all_to_all_single(
+            came, leaving, list(self.send_counts), list(self.receive_counts), self.group, async_op=True
+        )
+        return UnderWay(work, came, leaving)
 
     def _adjoint(self, grad: torch.Tensor) -> torch.Tensor:
-        returned = grad.new_empty((len(self.send_rows), *grad.shape[1:]))
-        dist.all_to_all_single(
-            returned, grad.contiguous(), list(self.send_counts), list(self.receive_counts), self.group
-        )
+        came = self.back(grad).wait()
         total = grad.new_zeros((self.num_rows, *grad.shape[1:]), dtype=torch.promote_types(grad.dtype, torch.float32))
-        for rows, part in zip(self.send_rows.split(self.send_counts), returned.split(self.send_counts)):
+        for rows, part in zip(self.send_rows.split(self.send_counts), came.split(self.send_counts)):
             total.index_add_(0, rows, part.to(total.dtype))  # a rank asks for a row once: no two adds meet
         return total.to(grad.dtype)
 
 
 @dataclass(frozen=True)
-class _Holding:
-    """An operation under way and the buffer that it reads."""
+class UnderWay:
+    """Rows that travel while something else is computed, and the buffer that they are read from."""
 
     work: dist.Work
-    buffer: torch.Tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-
-
-class Arrival:
-    """Rows under way. Between `Exchange.start` and `wait` the caller computes what does not need them."""
-
-    def __init__(self, exchange: Exchange, x: torch.Tensor) -> None:
-        self.exchange, self.x = exchange, x
-        self._received, self._work = exchange._forward(x)
+    received: torch.Tensor
+    sent: torch.Tensor
 
     def wait(self) -> torch.Tensor:
-        """What came, (num_received, C); gradients travel back the same ways."""
-        self._work.wait()
-        return _Received.apply(self.x, self._received, self.exchange)
+        """What came; the work that follows on this stream sees it complete."""
+        self.work.wait()
+        return self.received
 
 
 class _Received(torch.autograd.Function):
     """The rows that came, as a function of the rows that were sent."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, received: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
         ctx.exchange = exchange
-        return received
+        return exchange.forth(x, x.new_empty((exchange.num_received, *x.shape[1:]))).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return _Returned.apply(grad, ctx.exchange), None, None
+        return _Returned.apply(grad, ctx.exchange), None
 
 
 class _Returned(torch.autograd.Function):
@@ -145,6 +137,11 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         return _Summed.apply(grad, ctx.group), None
+
+
+def returned(grad: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """Gradients of received rows (num_received, C) summed where the rows came from, (num_rows, C); any order."""
+    return _Returned.apply(grad, exchange)
 
 
 def summed(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -35,9 +35,9 @@ class ShardedGrid(VoxelGrid):
         self.partition, self.group = partition, group
         box = common_box(self.coords, batch_size, group)
         self.global_extent = IndexRange(box.start[1:], box.end[1:])
-        counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=self.device)
-        dist.all_gather_into_tensor(counts, torch.tensor([len(self)], device=self.device), group=group)
-        self.counts = tuple(counts.tolist())
+        counts = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(counts, torch.tensor([len(self)], device=self.device), group=group)
+        self.counts = tuple(torch.cat(counts).tolist())
         #: how features travel from where `shard` was called with them to the owners of their voxels
         self.arrivals: Arrivals | None = None
 

@@ -1,140 +1,131 @@
-"""The halo of one convolution on its way, forth and back, while the interior is computed."""
+"""One convolution over shards: the interior is computed while the halo is on its way, forth and back."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from sparseconv.distributed.exchange import Exchange, _Returned
-
-
-class Border:
-    """What the outputs at a shard's border see: some of the rank's own rows, then the rows that it receives.
-
-    ``own_rows`` (B,) int64 ascending. Where gradients come home, each touched row is read, summed in fp32 in a fixed
-    order (its own part, the border's, then rank after rank) and written once; the other rows are left alone.
-    """
-
-    def __init__(self, exchange: Exchange, own_rows: torch.Tensor) -> None:
-        self.exchange, self.own_rows = exchange, own_rows
-        self.touched, places = torch.unique(torch.cat([own_rows, exchange.send_rows]), return_inverse=True)
-        self.places = places.split([len(own_rows), *exchange.send_counts])
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that the border's outputs see."""
-        return len(self.own_rows) + self.exchange.num_received
+from sparseconv.autograd import adjoint, convolution, number_of, weight_gradient
+from sparseconv.distributed.exchange import Exchange, returned
+from sparseconv.plan.convolution import ConvolutionPlan
 
 
 class Passage:
-    """One call's exchange over a border: depart, compute, arrive."""
+    """A shard's convolution in two parts: its interior, and the outputs at its border, which see other ranks' rows.
 
-    def __init__(self, border: Border) -> None:
-        self.border = border
-        self._under_way: tuple[dist.Work, torch.Tensor] | None = None
-        self._coming_back: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
+    ``inner`` goes from the rank's own rows to all its outputs. ``outer`` goes from the border's inputs (``own_rows`` of
+    the rank, then the halo) to the border's outputs, ``rows`` of all outputs; ``beyond`` is its part from the halo.
 
-    def depart(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x (N, C) for the interior, and the border's rows (num_rows, C), complete only after `arrive`."""
-        return _Depart.apply(x, self)
+        y = inner(x);  y[rows] = outer(x[own_rows], halo)            (= y[rows] + beyond(halo), rounded once)
 
-    def arrive(self, rows: torch.Tensor) -> torch.Tensor:
-        """The border's rows, complete."""
-        return _Arrive.apply(rows, self)
-
-    def _send(self, x: torch.Tensor) -> torch.Tensor:
-        border, exchange = self.border, self.border.exchange
-        rows = x.new_empty((border.num_rows, x.shape[1]))
-        own = len(border.own_rows)
-        torch.index_select(x, 0, border.own_rows, out=rows[:own])
-        sent = x.index_select(0, exchange.send_rows)
-        work = dist.all_to_all_single(
-            rows[own:], sent, list(exchange.receive_counts), list(exchange.send_counts), exchange.group, async_op=True
-        )
-        self._under_way = (work, sent)
-        return rows
-
-    def _send_back(self, grad: torch.Tensor) -> None:
-        exchange = self.border.exchange
-        leaving = grad[len(self.border.own_rows) :].contiguous()
-        back = grad.new_empty((len(exchange.send_rows), grad.shape[1]))
-        work = dist.all_to_all_single(
-            back, leaving, list(exchange.send_counts), list(exchange.receive_counts), exchange.group, async_op=True
-        )
-        self._coming_back = (work, back, leaving)
-
-    def _land(self, grad_x: torch.Tensor, grad_rows: torch.Tensor) -> torch.Tensor:
-        """Add what came home to the interior's gradient, which is this call's own tensor."""
-        border = self.border
-        work, back, _ = self._coming_back or self._must_have_left()
-        work.wait()
-        wide = torch.promote_types(grad_x.dtype, torch.float32)
-        total = grad_x.index_select(0, border.touched).to(wide)
-        parts = (grad_rows[: len(border.own_rows)], *back.split(border.exchange.send_counts))
-        for places, part in zip(border.places, parts):
-            total.index_add_(0, places, part.to(wide))  # no row twice in one part: no two adds meet
-        self._coming_back = None
-        return grad_x.index_copy_(0, border.touched, total.to(grad_x.dtype))
-
-    def _must_have_left(self) -> Any:
-        raise RuntimeError("a halo's gradient was asked for that never left: the graph of this call was cut in two")
-
-
-class _Depart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, passage: Passage) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.passage = passage
-        return x.view_as(x), passage._send(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad_x: torch.Tensor, grad_rows: torch.Tensor) -> tuple:  # type: ignore[override]
-        passage = ctx.passage
-        if not torch.is_grad_enabled():
-            return passage._land(grad_x, grad_rows), None
-        border = passage.border  # for a second derivative: the same sum, in operations that have one
-        own, halo = grad_rows.split([len(border.own_rows), border.exchange.num_received])
-        return grad_x.index_add(0, border.own_rows, own) + _Returned.apply(halo, border.exchange), None
-
-
-class _Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, passage: Passage) -> torch.Tensor:
-        ctx.passage = passage
-        if passage._under_way is not None:
-            passage._under_way[0].wait()
-            passage._under_way = None
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        if not torch.is_grad_enabled():
-            ctx.passage._send_back(grad)
-        return grad, None
-
-
-class _Written(torch.autograd.Function):
-    """The border's outputs written over the interior's, whose part in them they already hold.
-
-        y[rows] = outside = inside[rows] + beyond        (exactly; in halves the right side would be rounded twice)
-
-    So the interior's gradient is the whole of dL/dy, without a mask or a copy, and the halo's is that of its rows.
+    Where gradients come home, each touched row is read, summed in fp32 in a fixed order (its own part, then rank after
+    rank) and written once; the other rows are left alone.
     """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        inner: ConvolutionPlan,
+        outer: ConvolutionPlan,
+        beyond: ConvolutionPlan,
+        own_rows: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
+        self.exchange, self.inner, self.outer, self.beyond = exchange, inner, outer, beyond
+        self.own_rows, self.rows = own_rows, rows
+        self.touched, places = torch.unique(exchange.send_rows, return_inverse=True)
+        self.places = places.split(exchange.send_counts)
+
+    def with_groups(self, groups: int) -> Passage:
+        """The same ways for another number of channel groups."""
+        inner, outer, beyond = (plan.with_groups(groups) for plan in (self.inner, self.outer, self.beyond))
+        return Passage(self.exchange, inner, outer, beyond, self.own_rows, self.rows)
+
+    def convolve(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """y (N_out, C_out) of this rank's x (N, C_in) with weight (K, C_in/G, C_out); differentiable to any order.
+
+        Operands are taken as checked by `ConvolutionPlan.operands` of ``inner``.
+        """
+        return _Sharded.apply(x, weight, bias, self)
+
+    def _forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """y and the halo that it was made with."""
+        seen = x.new_empty((len(self.own_rows) + self.exchange.num_received, x.shape[1]))
+        own, halo = seen.split([len(self.own_rows), self.exchange.num_received])
+        torch.index_select(x, 0, self.own_rows, out=own)
+        under_way = self.exchange.forth(x, halo)
+        y = convolution(x, weight, bias, *_edges(self.inner, self.inner.kernel_map.num_out))
+        under_way.wait()
+        outside = convolution(seen, weight, bias, *_edges(self.outer, self.outer.kernel_map.num_out))
+        return y.index_copy_(0, self.rows, outside), halo
+
+    def _backward(
+        self, grad: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, halo: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """dL/dx and dL/dw. The longest launch comes first, so that the device is busy while the rest is prepared; the
+        halo's gradient travels while the interior's is computed."""
+        outside = grad.index_select(0, self.rows)
+        grad_x = grad_weight = None
+        if x is not None and halo is not None:
+            taps = self.inner.num_taps
+            grad_weight = weight_gradient(x, grad, *_edges(self.inner, taps))
+            grad_weight += weight_gradient(halo, outside, *_edges(self.beyond, taps))
+        if weight is not None:
+            leaving = adjoint(outside, weight, *_edges(self.beyond, self.beyond.kernel_map.num_in))
+            under_way = self.exchange.back(leaving)
+            grad_x = adjoint(grad, weight, *_edges(self.inner, self.inner.kernel_map.num_in))
+            self._land(grad_x, under_way.wait())
+        return grad_x, grad_weight
+
+    def _land(self, grad_x: torch.Tensor, came: torch.Tensor) -> None:
+        """Add what came home to the interior's gradient, which is this call's own tensor."""
+        wide = torch.promote_types(grad_x.dtype, torch.float32)
+        total = grad_x.index_select(0, self.touched).to(wide)
+        for places, part in zip(self.places, came.split(self.exchange.send_counts)):
+            total.index_add_(0, places, part.to(wide))  # no row twice in one part: no two adds meet
+        grad_x.index_copy_(0, self.touched, total.to(grad_x.dtype))
+
+
+def _edges(plan: ConvolutionPlan, size: int) -> tuple[int, int, int, str]:
+    return number_of(plan.kernel_map), size, plan.groups, plan.backend
+
+
+class _Sharded(torch.autograd.Function):
+    """One node for both parts, so that the order of launches is ours; a second derivative goes through theirs."""
 
     @staticmethod
     def forward(
-        ctx: Any, inside: torch.Tensor, beyond: torch.Tensor, outside: torch.Tensor, rows: torch.Tensor
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, passage: Passage
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        ctx.mark_dirty(inside)
-        return inside.index_copy_(0, rows, outside)
+        y, halo = passage._forward(x, weight, bias)
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None, halo if of_weight else None)
+        ctx.passage = passage
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return grad, grad.index_select(0, ctx.saved_tensors[0]), None, None
+        x, weight, halo = ctx.saved_tensors
+        derivative = _differentiable if torch.is_grad_enabled() else Passage._backward
+        grad_x, grad_weight = derivative(ctx.passage, grad, x, weight, halo)
+        return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
-def written(inside: torch.Tensor, beyond: torch.Tensor, outside: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """inside (N, C) with outside (B, C) written over ``rows`` (B,), in place; outside is inside[rows] + beyond."""
-    return _Written.apply(inside, beyond, outside, rows)
+def _differentiable(
+    passage: Passage, grad: torch.Tensor, x: torch.Tensor | None, weight: torch.Tensor | None, _: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`Passage._backward` in operations that have a derivative: the halo is asked for anew, as a function of x."""
+    inner, beyond, exchange = passage.inner, passage.beyond, passage.exchange
+    outside = grad.index_select(0, passage.rows)
+    grad_x = grad_weight = None
+    if x is not None:
+        taps = inner.num_taps
+        mine = weight_gradient(x, grad, *_edges(inner, taps))
+        grad_weight = mine + weight_gradient(exchange(x), outside, *_edges(beyond, taps))
+    if weight is not None:
+        leaving = adjoint(outside, weight, *_edges(beyond, beyond.kernel_map.num_in))
+        grad_x = adjoint(grad, weight, *_edges(inner, inner.kernel_map.num_in)) + returned(leaving, exchange)
+    return grad_x, grad_weight

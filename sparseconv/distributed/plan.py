@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from sparseconv.distributed.exchange import Exchange, agree, joined, replicated, send_to
 from sparseconv.distributed.grid import ShardedGrid
-from sparseconv.distributed.passage import Border, Passage, written
+from sparseconv.distributed.passage import Passage
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, fits, torus_of, wrap
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.ranges import Boundary
-from sparseconv.plan.convolution import ConvolutionPlan, checked_window
+from sparseconv.plan.convolution import ConvolutionPlan, as_epilogue, checked_window
+from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 Axes = int | Sequence[int]
 
@@ -123,14 +124,17 @@ class ShardedConvolutionPlan:
         all three plans, be they empty, so that all meet their collectives in one order.
         """
         batch, own = self.source.batch_size, self.source.coords
-        self._inner = self._between(self.source, self.target)
-        rows = self._between(VoxelGrid(self.halo, batch), self.target).kernel_map.out_rows
-        self.border_rows = torch.unique(rows.long())
-        border = VoxelGrid(self.target.coords[self.border_rows], self.target.batch_size)
+        inner = self._between(self.source, self.target)
+        rows = torch.unique(self._between(VoxelGrid(self.halo, batch), self.target).kernel_map.out_rows.long())
+        border = VoxelGrid(self.target.coords[rows], self.target.batch_size)
         needed = torch.unique(self._between(self.source, border).kernel_map.in_rows.long())
-        self._outer = self._between(VoxelGrid(torch.cat([own[needed], self.halo]), batch), border)
-        self._beyond = self._between(VoxelGrid(self.halo, batch), border)
-        self._border = Border(self.exchange, needed)
+        outer = self._between(VoxelGrid(torch.cat([own[needed], self.halo]), batch), border)
+        beyond = self._between(VoxelGrid(self.halo, batch), border)
+        self._passage = Passage(self.exchange, inner, outer, beyond, needed, rows)
+
+    @property
+    def _inner(self) -> ConvolutionPlan:
+        return self._passage.inner
 
     @cached_property
     def local(self) -> ConvolutionPlan:
@@ -142,10 +146,19 @@ class ShardedConvolutionPlan:
 
     # ---- executing
 
-    def execute(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def execute(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        residual: torch.Tensor | None = None,
+        epilogue: Epilogue | PointwiseDynamicFunction | None = None,
+    ) -> torch.Tensor:
         """This rank's outputs (N_out, C_out) from this rank's inputs (N_in, C_in); see `ConvolutionPlan.execute`.
 
         Differentiable to any order. Every rank must call it, with operands of one dtype and one number of channels.
+        ``residual`` is this rank's (N_out, C_out); it and the epilogue run after the convolution.
         """
         if x.ndim != 2 or x.shape[0] != len(self.source):
             raise ValueError(f"x must be ({len(self.source)}, C_in), this rank's rows; got {tuple(x.shape)}")
@@ -153,17 +166,13 @@ class ShardedConvolutionPlan:
         if call not in self._agreed:
             agree({"the operands of execute": call}, self.source.group)
             self._agreed.add(call)
-        passage = Passage(self._border)
-        group = self.source.group
-        weight = replicated(weight, group)
-        bias = None if bias is None else replicated(bias, group)
-        x, rows = passage.depart(x)
-        inside = self._inner.execute(x, weight, bias)
-        rows = passage.arrive(rows)
-        with torch.no_grad():
-            outside = self._outer.execute(rows, weight, bias)
-        beyond = self._beyond.execute(rows[len(self._border.own_rows) :], weight)
-        return written(inside, beyond, outside, self.border_rows)
+        group, activation = self.source.group, as_epilogue(epilogue)
+        x, taps, bias, residual = self._inner.operands(
+            x, replicated(weight, group), None if bias is None else replicated(bias, group), residual
+        )
+        y = self._passage.convolve(x, taps, bias)
+        y = y if residual is None else y + residual
+        return y if activation is None else activation.apply(y)
 
     def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
         """This rank's rows with their halo, and the local plan over them: what any operation over edges needs."""
@@ -200,7 +209,7 @@ class ShardedConvolutionPlan:
     @property
     def overlapped(self) -> float:
         """The share of the work that is done while the halo is on its way: the interior's pairs over all pairs."""
-        inner, outer = self._inner.kernel_map.num_pairs, self._outer.kernel_map.num_pairs
+        inner, outer = self._inner.kernel_map.num_pairs, self._passage.outer.kernel_map.num_pairs
         return inner / max(1, inner + outer)
 
     # ---- other plans
@@ -234,8 +243,7 @@ class ShardedConvolutionPlan:
         plan.__dict__.update(self.__dict__)
         plan.groups, plan._transposed = groups, None
         plan.__dict__.pop("local", None)
-        for name in ("_inner", "_outer", "_beyond"):
-            setattr(plan, name, getattr(self, name).with_groups(groups))
+        plan._passage = self._passage.with_groups(groups)
         return plan
 
     def kept_with(self, grid: VoxelGrid) -> ShardedConvolutionPlan:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
@@ -41,6 +43,8 @@ class Window:
             raise ValueError(
                 "give either kernel_size (a box of taps) or taps (an explicit list), not both, not neither"
             )
+        if taps is None and all(map(_is_plain, (kernel_size, stride, dilation, padding))):
+            return _box_window(rank, kernel_size, stride, dilation, padding)
         listed = taps.tolist() if isinstance(taps, torch.Tensor) else taps
         return _window(
             rank,
@@ -55,6 +59,44 @@ class Window:
         """What coords (M, 1+D) int64 of coarse voxels see through a tap, (M, 1+D) int64."""
         return coarse * _row((1, *self.stride), coarse) + _row((0, *self.offsets[tap]), coarse)
 
+    @cached_property
+    def symmetry(self) -> tuple[int | None, tuple[int, ...] | None]:
+        """The identity tap and the mirrored tap of each, where both sides are one grid on no torus."""
+        return _symmetry(self, None)
+
+    @cached_property
+    def _spans(self) -> tuple[tuple[int, int, int], ...]:
+        """(smallest offset, largest offset, stride) of each axis."""
+        return tuple((min(column), max(column), s) for column, s in zip(zip(*self.offsets), self.stride))
+
+    @cached_property
+    def _sees_all(self) -> bool:
+        """Whether every fine voxel has a coarse one that sees it, and the first and last of them move with it."""
+        if all(s == 1 for s in self.stride):
+            return True
+        box = math.prod(last - first + 1 for first, last, _ in self._spans)
+        return len(self.offsets) == box and all(last - first + 1 >= s for first, last, s in self._spans)
+
+    @cached_property
+    def is_tiling(self) -> bool:
+        """Whether the windows of the coarse voxels lie side by side, so that one of them sees each fine voxel, once."""
+        box = math.prod(self.stride)
+        return len(self.offsets) == box and all(last - first + 1 == s for first, last, s in self._spans)
+
+    def coarse_extent(self, extent: IndexRange) -> IndexRange | None:
+        """The bounding box of all coarse voxels that see fine ones with this one; None where that takes a look."""
+        if not self._sees_all:
+            return None
+        edges = list(zip(self._spans, extent.start, extent.end))
+        start = tuple(-((last - lo) // s) for (_, last, s), lo, _ in edges)
+        return IndexRange(start, tuple((hi - 1 - first) // s + 1 for (first, _, s), _, hi in edges))
+
+    def fine_extent(self, extent: IndexRange) -> IndexRange:
+        """The bounding box of all fine voxels that coarse ones with this one see."""
+        edges = list(zip(self._spans, extent.start, extent.end))
+        start = tuple(s * lo + first for (first, _, s), lo, _ in edges)
+        return IndexRange(start, tuple(s * (hi - 1) + last + 1 for (_, last, s), _, hi in edges))
+
     def coarse_torus(self, torus: IndexRange | None) -> IndexRange | None:
         """The torus of the coarse voxels, where the fine ones live on one."""
         if torus is None:
@@ -67,6 +109,24 @@ class Window:
         stride = _row((1, *self.stride), fine)
         moved = fine - _row((0, *self.offsets[tap]), fine)
         return torch.div(moved[(moved % stride == 0).all(1)], stride, rounding_mode="floor")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether equal arguments mean the same: an integer, a tuple of them, or None, and no bool or float among them."""
+    return type(value) is int or value is None or (type(value) is tuple and all(type(v) is int for v in value))
+
+
+@lru_cache(maxsize=1024)
+def _box_window(rank: int, kernel_size: Any, stride: Any, dilation: Any, padding: Any) -> Window:
+    """`_window` of a box, by its arguments as they were given."""
+    return _window(
+        rank,
+        per_axis(kernel_size, rank, "kernel_size", 1),
+        per_axis(stride, rank, "stride", 1),
+        per_axis(dilation, rank, "dilation", 1),
+        None if padding is None else per_axis(padding, rank, "padding"),
+        None,
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -100,9 +160,12 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     Equal coordinates on two grids are not enough for an identity tap: it is known where both are one grid object and
     a tap's offset is zero.
     """
-    check_pair(fine, coarse)
+    if coarse is not fine:
+        check_pair(fine, coarse)
     torus = torus_of(fine, window, boundary)
-    identity, mirror = (None, None) if coarse is not fine else _symmetry(window, torus)
+    identity, mirror = None, None
+    if coarse is fine:
+        identity, mirror = window.symmetry if torus is None else _symmetry(window, torus)
     if fine.device.type == "cuda":
         from sparseconv.geometry.triton_pairs import find_edges_on_gpu  # Triton is loaded where it is used
 
@@ -128,7 +191,9 @@ def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGri
     scale = tuple(float(s) for s in window.stride)
     found = _reach_on_gpu(fine, window, window.coarse_torus(torus), to_fine=False)
     if found is not None:
-        return fits(fine._like(found, scale), fine, window, boundary)
+        extent = window.coarse_extent(fine.extent) if torus is None and not fine.is_shared else None
+        grid = fine._like(found, scale) if extent is None else fine._reached(found, extent, scale)
+        return fits(grid, fine, window, boundary)
     coords = fine.coords.long()
     seen = torch.cat([window.coarse(wrap(coords, torus), tap) for tap in range(len(window.offsets))])
     seen = wrap(seen, window.coarse_torus(torus))
@@ -142,7 +207,10 @@ def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGri
         raise ValueError("a generative transposed plan under 'forbid' needs Boundary.forbid(extent)")
     found = _reach_on_gpu(coarse, window, torus, boundary.extent if boundary.kind == "forbid" else None, to_fine=True)
     if found is not None:
-        return coarse._like(found, tuple(1 / s for s in window.stride))
+        scale = tuple(1 / s for s in window.stride)
+        if torus is not None or boundary.kind == "forbid" or coarse.is_shared:
+            return coarse._like(found, scale)
+        return coarse._reached(found, window.fine_extent(coarse.extent), scale)
     coords = coarse.coords.long()
     seen = torch.cat([wrap(window.fine(coords, tap), torus) for tap in range(len(window.offsets))])
     if boundary.kind == "forbid" and boundary.extent is not None:
@@ -162,7 +230,8 @@ def _reach_on_gpu(
     from sparseconv.geometry.triton_reach import reach  # Triton is loaded where it is used
 
     size = grid.batch_size, window.offsets, window.stride, torus
-    return reach(grid.coords, grid.extent, *size, to_fine=to_fine, within=within)
+    with torch._C._DisableFuncTorch():  # voxels do not depend on what torch.func differentiates
+        return reach(grid.coords, grid.extent, *size, to_fine=to_fine, within=within)
 
 
 def fits(coarse: VoxelGrid, fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:

@@ -71,8 +71,8 @@ class VoxelGrid:
         self.extent = (
             IndexRange(low[1:], tuple(h + 1 for h in high[1:])) if low else IndexRange((0,) * rank, (0,) * rank)
         )
-        self._space = KeySpace.covering(IndexRange((0, *self.extent.start), (batch_size, *self.extent.end)))
         self.coords = coords
+        self._space  # noqa: B018 (raises where keys are too short)
         #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
         self.derived: dict[Any, Any] = {}
         if table is not None:
@@ -90,6 +90,20 @@ class VoxelGrid:
             self.coords = coords[self._table.rows[first].sort().values]
             del self.__dict__["_table"]
             self.derived.clear()
+
+    @cached_property
+    def _space(self) -> KeySpace:
+        return KeySpace.covering(IndexRange((0, *self.extent.start), (self.batch_size, *self.extent.end)))
+
+    @property
+    def cells(self) -> CoordinateTable:
+        """The table of the rows that a grid on a GPU keeps."""
+        table = self.derived.get("cells")
+        if table is None:
+            from sparseconv.geometry.triton_table import build_table  # Triton is loaded where it is used
+
+            table = self.derived["cells"] = build_table(self.coords, reported=True)
+        return table
 
     @cached_property
     def _table(self) -> SortedTable:
@@ -151,10 +165,10 @@ class VoxelGrid:
             raise TypeError(f"coords must be integers; got {coords.dtype}")
         if coords.device != self.device:
             raise ValueError(f"coords are on {coords.device}, the grid is on {self.device}: move one of them")
-        if "cells" in self.derived and coords.dtype == torch.int32:
+        if self.device.type == "cuda" and len(self) and coords.dtype == torch.int32:
             from sparseconv.geometry.triton_table import lookup  # Triton is loaded where it is used
 
-            return lookup(self.derived["cells"], coords).long()
+            return lookup(self.cells, coords).long()
         inside = self._space.contains(coords)
         return torch.where(inside, self._table.find(self._space.keys(coords.long())), -1)
 
@@ -164,6 +178,19 @@ class VoxelGrid:
         """A grid of other voxels in the same scene; ``scale`` multiplies the voxel size."""
         size = self.voxel_size if scale is None else tuple(v * s for v, s in zip(self.voxel_size, scale))
         return VoxelGrid(coords, self.batch_size, size, self.origin)
+
+    def _reached(self, coords: torch.Tensor, extent: IndexRange, scale: Floats) -> VoxelGrid:
+        """`_like` for contiguous int32 coords that are known to be distinct and to fill their extent: nothing to check.
+
+        On a GPU their table is on its way when this returns.
+        """
+        grid = object.__new__(VoxelGrid)
+        grid.batch_size, grid.origin, grid.extent, grid.coords = self.batch_size, self.origin, extent, coords
+        grid.voxel_size = tuple(v * s for v, s in zip(self.voxel_size, scale))
+        grid.derived = {}
+        if coords.device.type == "cuda":
+            grid.cells  # noqa: B018 (kept)
+        return grid
 
     def subset(self, mask: torch.Tensor) -> VoxelGrid:
         """The voxels where mask (N,) bool is true, in the same order."""
@@ -324,7 +351,7 @@ def _measure(coords: torch.Tensor) -> tuple[Ints, Ints, CoordinateTable | None]:
         return *_bounds(coords), None
     from sparseconv.geometry.triton_table import build_table, read_table  # Triton is loaded where it is used
 
-    table = build_table(coords)
+    table = build_table(coords, reported=True)
     return *read_table(table), table
 
 

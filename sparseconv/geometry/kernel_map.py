@@ -22,8 +22,14 @@ class EdgeSource(Protocol):
     def neighbors(self) -> torch.Tensor:
         """(K, N_out) int32, -1 where there is none."""
 
-    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
-        """in_rows, out_rows, tap_offsets, and the edges of each tap on the host."""
+    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """in_rows, out_rows and tap_offsets."""
+
+    def counts(self) -> tuple[int, ...]:
+        """The edges of each tap, on the host; writes none down."""
+
+    def reversed(self) -> EdgeSource:
+        """The same edges with input and output exchanged."""
 
 
 class KernelMap:
@@ -88,11 +94,12 @@ class KernelMap:
     @cached_property
     def neighbors(self) -> torch.Tensor:
         """(K, N_out) int32: the input row of each output row through each tap, -1 where there is none."""
-        if self.source is not None:
-            return self.source.neighbors
         twin = self._twin()
         if twin is not None and self.mirror is not None and "neighbors" in twin.__dict__:
             return twin.neighbors[list(self.mirror)]
+        if self.source is not None:
+            with torch._C._DisableFuncTorch():  # edges do not depend on what torch.func differentiates
+                return self.source.neighbors
         in_rows, out_rows, _ = self._pairs
         table = torch.full((self.num_taps, self.num_out), -1, dtype=torch.int32, device=in_rows.device)
         table.view(-1)[self.pair_taps.long() * self.num_out + out_rows] = in_rows
@@ -101,8 +108,14 @@ class KernelMap:
     @cached_property
     def _pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self.source is not None:
-            in_rows, out_rows, offsets, counts = self.source.pairs()
-            self.__dict__["tap_counts"] = counts
+            twin = self._twin()
+            if twin is not None and "_pairs" in twin.__dict__:
+                out_rows, in_rows, offsets = twin._pairs
+                return in_rows, out_rows, offsets
+            with torch._C._DisableFuncTorch():
+                in_rows, out_rows, offsets = self.source.pairs()
+            if twin is not None:  # both directions read the same arrays
+                twin.__dict__["_pairs"] = (out_rows, in_rows, offsets)
             return in_rows, out_rows, offsets
         table = self.neighbors
         live = table >= 0
@@ -174,12 +187,12 @@ class KernelMap:
     @cached_property
     def tap_counts(self) -> tuple[int, ...]:
         """Edges of each tap, on the host (the first reading waits for the device)."""
-        return tuple(self.tap_offsets.diff().tolist())
+        return tuple(self.tap_offsets.diff().tolist()) if self.source is None else self.source.counts()
 
-    @property
+    @cached_property
     def num_pairs(self) -> int:
         """P, the number of edges."""
-        return len(self.in_rows)
+        return len(self.in_rows) if self.source is None else sum(self.tap_counts)
 
     @cached_property
     def max_pairs_per_tap(self) -> int:
@@ -196,15 +209,15 @@ class KernelMap:
         """The same edges with input and output exchanged, in O(1); ``reverse().reverse()`` is this map."""
         twin = self._twin()
         if twin is None:
-            in_rows, out_rows, offsets = self._pairs
-            twin = KernelMap(
-                self.num_out,
-                self.num_in,
-                self.num_taps,
-                pairs=(out_rows, in_rows, offsets),
-                identity_tap=self.identity_tap,
-                mirror=self.mirror,
-            )
+            sizes = self.num_out, self.num_in, self.num_taps
+            symmetry = {"identity_tap": self.identity_tap, "mirror": self.mirror}
+            if self.source is not None and "_pairs" not in self.__dict__:
+                twin = KernelMap(*sizes, source=self.source.reversed(), **symmetry)  # type: ignore[arg-type]
+            else:
+                in_rows, out_rows, offsets = self._pairs
+                twin = KernelMap(*sizes, pairs=(out_rows, in_rows, offsets), **symmetry)  # type: ignore[arg-type]
+            if "num_pairs" in self.__dict__:
+                twin.num_pairs = self.num_pairs
             twin._reverse = weakref.ref(self)
             self._reverse = twin
         return twin

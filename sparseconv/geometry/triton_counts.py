@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, Pointer, pointer
-from sparseconv.geometry.triton_table import STATUS, CoordinateTable, raise_for_status
+from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, Pointer, Report, pointer
+from sparseconv.geometry.triton_table import COUNTS, STATUS, CoordinateTable, raise_for_status
 
 
-@dataclass(frozen=True)
 class PendingCounts:
-    """Edge counts on their way to the host: queue more work before `read`, and nobody waits."""
+    """Edge counts on their way to the host: queue more work before `read`, and nobody waits.
 
-    offsets: torch.Tensor  # (K+1,) int64 on the device: tap k owns the edges [offsets[k], offsets[k+1])
-    report: torch.Tensor  # (K+3,) int64 in pinned memory: offsets, distinct rows, overflow
-    arrived: torch.cuda.Event | None
-    table: CoordinateTable | None
+    Args:
+        taps: of the window.
+        table: the one that was searched; its status is read along.
+    """
+
+    def __init__(self, taps: int, table: CoordinateTable) -> None:
+        device = table.coords.device
+        #: (K+1,) int64 on the device: tap k owns the edges [offsets[k], offsets[k+1])
+        self.offsets = torch.empty(taps + 1, dtype=torch.int64, device=device)
+        #: offsets, distinct rows, overflow
+        self.report = Report(taps + 3, device)
+        self._table: CoordinateTable | None = table
+        self._values: tuple[int, ...] = ()
 
     def read(self) -> tuple[int, ...]:
         """The offsets on the host; raises ValueError for duplicate rows or an extent too large for keys."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        values = self.report.tolist()
-        if self.table is not None and self.table.coords.shape[0]:
-            raise_for_status(self.table, values[-2] & 0xFFFFFFFF, values[-1])
-        return tuple(values[:-2])
+        if self._table is not None:
+            values = self.report.read()
+            if self._table.coords.shape[0]:
+                raise_for_status(self._table, values[-2] & 0xFFFFFFFF, values[-1])
+            self._values, self._table = tuple(values[:-2]), None
+        return self._values
 
 
 class Counters:
@@ -37,46 +45,38 @@ class Counters:
     def __init__(self, table: CoordinateTable, taps: int, chunks: int) -> None:
         self.shape = taps, chunks
         self._first = (2 * taps + 3) & -4
-        self.memory = table.zeros(self._first + taps * chunks)
+        length = self._first + taps * chunks
+        self._start, self._arena = table.spare_zeros(length), table.arena
+        self._own: torch.Tensor | None = None
+        if self._start is None:
+            self._own = torch.zeros(length, dtype=torch.int32, device=table.coords.device)
+
+    @property
+    def _memory(self) -> torch.Tensor:
+        return self._arena.tensor(COUNTS)[self._start :] if self._own is None else self._own
 
     @property
     def counts(self) -> torch.Tensor:
         """(K, C) int32."""
         taps, chunks = self.shape
-        return self.memory[self._first : self._first + taps * chunks].view(taps, chunks)
+        return self._memory[self._first : self._first + taps * chunks].view(taps, chunks)
 
-    @property
+    @cached_property
     def pointers(self) -> tuple[Pointer, Pointer]:
         """Totals and counts, for the kernels."""
         if INTERPRETED:
-            return self.memory[: 2 * self.shape[0]].view(torch.int64), self.counts
-        base = self.memory.data_ptr()
+            return self._memory[: 2 * self.shape[0]].view(torch.int64), self.counts
+        base = self._arena[COUNTS] + 4 * (self._start or 0) if self._own is None else self._own.data_ptr()
         return base, base + 4 * self._first
 
 
-def report_of(taps: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the offsets of the taps go, uninitialised: (K+1,) int64 on the device, (K+3,) in pinned memory."""
-    offsets = torch.empty(taps + 1, dtype=torch.int64, device=device)
-    return offsets, torch.empty(taps + 3, dtype=torch.int64, pin_memory=device.type == "cuda")
-
-
-def arrival() -> torch.cuda.Event | None:
-    """An event after what was launched so far; None in the interpreter."""
-    if INTERPRETED:
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
-def scan_counts(
-    counters: Counters, starts: Pointer, offsets: torch.Tensor, report: torch.Tensor, table: CoordinateTable
-) -> None:
+def scan_counts(counters: Counters, starts: Pointer, pending: PendingCounts, table: CoordinateTable) -> None:
     """Launch `scan_kernel`."""
     taps, chunks = counters.shape
     totals, counts = counters.pointers
-    args = (counts, totals, starts, pointer(offsets), pointer(report), table.arena[STATUS], taps, chunks)
-    SCAN(offsets.device, (max(taps, 1),), args, (SCAN_BLOCK,))
+    offsets, report = pointer(pending.offsets), pending.report.pointer
+    args = (counts, totals, starts, offsets, report, table.arena[STATUS], taps, chunks)
+    SCAN(pending.offsets.device, (max(taps, 1),), args, (SCAN_BLOCK,))
 
 
 #: chunks that are summed at once

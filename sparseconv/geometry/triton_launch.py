@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -34,7 +35,7 @@ class Launcher:
     Triton's own call works out the type, alignment and value class of every argument at each launch, which costs
     several times the driver's launch. Here the types are declared: ``types`` has the torch dtype of each pointer and
     ``int`` for each 32-bit integer; constants follow them in the function's signature. Pointers must be aligned to 16
-    bytes; integers are never specialised.
+    bytes; integers are not specialised, but for those declared by an example (16: a multiple of 16).
 
     Example::
 
@@ -42,36 +43,62 @@ class Launcher:
         fill(device, (blocks,), (pointer(out), out.numel()), (256,))
     """
 
-    def __init__(self, function: Any, types: Sequence[Any], num_warps: int = 4, cooperative: bool = False) -> None:
+    def __init__(
+        self, function: Any, types: Sequence[Any], num_warps: int = 4, cooperative: bool = False, **options: Any
+    ) -> None:
         self.function, self.types, self.num_warps = function, tuple(types), num_warps
         #: options of the compiler; programs of a cooperative launch all run at once, so that they may wait for another
-        self.options = {"launch_cooperative_grid": True, "maxnreg": MOST_REGISTERS} if cooperative else {}
-        self._ready: dict[tuple, Callable[..., None]] = {}
+        self.options = {"launch_cooperative_grid": True, "maxnreg": MOST_REGISTERS} if cooperative else options
+        self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
 
     def __call__(self, device: torch.device, grid: tuple[int, ...], args: tuple, constants: tuple = ()) -> None:
         if INTERPRETED:
             self.function[grid](*args, *constants)
             return
-        ready = self._ready.get((device.index, constants))
+        self.on(device.index, constants)(grid[0], grid[1] if len(grid) > 1 else 1, args)
+
+    def on(self, device_index: int, constants: tuple) -> Callable[[int, int, tuple], None]:
+        """What launches on a device with these constants: called with both sides of the grid and the arguments."""
+        ready = self._ready.get((device_index, constants))
         if ready is None:
-            ready = self._ready[device.index, constants] = self._prepare(constants, device.index)
-        ready(grid[0], grid[1] if len(grid) > 1 else 1, args)
+            ready = self._ready[device_index, constants] = self._prepare(constants, device_index)
+        return ready
 
     def compile(self, constants: tuple) -> Any:
         """Triton's compiled kernel for these constants on the current device."""
         shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
         return self.function.warmup(*shown, *constants, grid=(1,), num_warps=self.num_warps, **self.options)
 
-    def _prepare(self, constants: tuple, device_index: int) -> Callable[..., None]:
+    def _prepare(self, constants: tuple, device_index: int) -> Callable[[int, int, tuple], None]:
         kernel = self.compile(constants)
         run = kernel.run  # loads the binary
         function, metadata = kernel.function, kernel.packed_metadata
         stream_of = driver.active.get_current_stream
+        at_once = _entry(run)
+        if at_once is not None:
+            start, how = at_once
 
-        def launch(x: int, y: int, args: tuple) -> None:
-            run(x, y, 1, stream_of(device_index), function, metadata, None, None, None, *args, *constants)
+            def launch(x: int, y: int, args: tuple) -> None:
+                stream = stream_of(device_index)
+                start(x, y, 1, stream, function, *how, None, None, metadata, None, None, None, *args, *constants)
+
+        else:
+
+            def launch(x: int, y: int, args: tuple) -> None:
+                run(x, y, 1, stream_of(device_index), function, metadata, None, None, None, *args, *constants)
 
         return launch
+
+
+def _entry(run: Any) -> tuple[Callable[..., None], tuple[bool, bool]] | None:
+    """The C function behind a launcher of Triton that only adds memory for kernels which ask for some, and what it
+    is told of cooperation and of overlap; None for kernels that ask, and for launchers of another form."""
+    form = tuple(inspect.signature(type(run).__call__).parameters)
+    if form != ("self", "gridX", "gridY", "gridZ", "stream", "function", "args"):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    return run.launch, (run.launch_cooperative_grid, run.launch_pdl)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -135,6 +162,86 @@ class Arena:
         return self.memory.narrow(0, self._starts[index], length * dtype.itemsize).view(dtype)
 
 
+class Report:
+    """Integers (L,) int64 that a kernel leaves in pinned memory; queue more work before `read`, and nobody waits.
+
+    It is made, and its kernel launched, on one stream. The memory goes back to a stock of that stream: whoever takes it
+    next launches a later kernel, so that a report which nobody reads need not be waited for.
+    """
+
+    _slip: _Slip | None = None
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self._length = length
+        self._values: list[int] | None = None
+        self._sent = False
+        room = max(64, power_of_2(length))
+        if INTERPRETED:
+            self._stock: list[_Slip] = []
+        else:
+            self._stock = _stock(device.index, driver.active.get_current_stream(device.index), room)
+        try:
+            self._slip = self._stock.pop()
+        except IndexError:
+            self._slip = _Slip(room, device)
+        self.pointer = self._slip.pointer
+
+    def sent(self) -> None:
+        """Note that the kernel which writes it was launched."""
+        if self._slip is not None and self._slip.event is not None:
+            self._slip.event.record(self._slip.stream)
+            self._sent = True
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `read` would wait for nothing."""
+        slip = self._slip
+        return slip is None or not self._sent or bool(slip.event.query())
+
+    def read(self) -> list[int]:
+        """The integers; waits for the kernel."""
+        slip = self._slip
+        if self._values is None and slip is not None:
+            if self._sent:
+                slip.event.synchronize()
+            self._values = slip.memory.tolist()[: self._length]
+            self._give_back()
+        return self._values or []
+
+    def _give_back(self) -> None:
+        slip, self._slip = self._slip, None
+        if slip is not None:
+            self._stock.append(slip)
+
+    def __del__(self) -> None:
+        self._give_back()
+
+
+class _Slip:
+    """Pinned memory for one report, and the moment from which it can be read."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.memory = torch.empty(length, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.pointer = pointer(self.memory)
+        self.event: Any = None if INTERPRETED else torch.cuda.Event()
+        self.stream: Any = None if INTERPRETED else stream_of(device)
+
+
+@cache
+def _stock(index: int, stream: int, length: int) -> list[_Slip]:
+    return []
+
+
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The current stream of a device, at a fraction of what torch.cuda.current_stream costs the host."""
+    return _stream(device.index, driver.active.get_current_stream(device.index))
+
+
+@cache
+def _stream(index: int, address: int) -> torch.cuda.Stream:
+    return torch.cuda.current_stream(index)  # the one at that address
+
+
 def crew_of(device: torch.device, most: int) -> int:
     """How many programs of a cooperative launch of four warps a device holds at once, ``most`` at most.
 
@@ -180,9 +287,13 @@ def leave(gates_ptr, programs, NUM_GATES: tl.constexpr):
 
 def on_device(device: torch.device) -> Any:
     """A context in which kernels go to ``device``; free of charge where it is the current one."""
-    if INTERPRETED or device.index == torch.cuda.current_device():
+    if INTERPRETED or device.index == _current_device():
         return _NOTHING
     return torch.cuda.device(device)
+
+
+#: torch.cuda.current_device without its look at whether CUDA is set up, which a tensor on a card says
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 class _Nothing:

@@ -12,8 +12,6 @@ import triton.language as tl
 from sparseconv.geometry.triton_counts import (
     Counters,
     PendingCounts,
-    arrival,
-    report_of,
     scan_counts,
 )
 from sparseconv.geometry.triton_launch import (
@@ -105,17 +103,18 @@ class WindowSearch:
         narrow = taps <= KEY_BITS
         if table is None:
             raise ValueError("a search without a table of rows has no scratch memory: its edges were given")
-        blocks = table.read.get("blocks", n) if self.is_local else 0
+        blocks = table.most_blocks if self.is_local else 0
         i32 = torch.int32
         arrays = [(i32, taps * self.chunks), (i32, n if narrow else 0), (i32, blocks * 3 ** (columns - 1))]
         merged = n if narrow and n <= MERGED_ROWS else 0
         arrays += [(torch.int64, 2 * merged), (i32, merged)]
         scratch = self._scratch = Arena(device, arrays)
         counters = self._counters = Counters(table, taps, self.chunks)
-        offsets, report = report_of(taps, device)
+        #: the counts of the edges, on their way to the host
+        self.pending = PendingCounts(taps, table)
         with on_device(device):
             if narrow and 0 < n <= FUSED_ROWS and taps:
-                launch_search(self, scratch, counters, offsets, report)
+                launch_search(self, scratch, counters, self.pending)
             else:
                 if self.is_local:
                     launch_around(table, scratch[AROUND], blocks)
@@ -125,9 +124,8 @@ class WindowSearch:
                     totals, counts = counters.pointers
                     args = (pointer(self.neighbors), counts, totals, n, self.chunks)
                     _COUNT(device, (self.chunks, taps), args, (self.chunk_rows, 128))
-                scan_counts(counters, scratch[STARTS], offsets, report, table)
-            #: the counts of the edges, on their way to the host
-            self.pending = PendingCounts(offsets, report, arrival(), table)
+                scan_counts(counters, scratch[STARTS], self.pending, table)
+        self.pending.report.sent()
         return scratch
 
     def release(self) -> None:
@@ -199,8 +197,13 @@ class WindowSearch:
     @cached_property
     def neighbors(self) -> torch.Tensor:
         """(K, N_out) int32: the source row of each target row through each tap; -1 absent."""
-        if self.given is not None:
-            return self.given
+        return self.look_up()
+
+    def look_up(self) -> torch.Tensor:
+        """`neighbors`, made anew where they were not kept."""
+        kept = self.given if self.given is not None else self.__dict__.get("neighbors")
+        if kept is not None:
+            return kept
         n, taps = self.coords.shape[0], self.window.num_taps
         planes = torch.empty(taps, n, dtype=torch.int32, device=self.coords.device)
         if n and taps:

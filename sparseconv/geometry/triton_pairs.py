@@ -13,7 +13,6 @@ import triton.language as tl
 from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
-from sparseconv.geometry.triton_table import build_table
 from sparseconv.geometry.triton_window import Ints, encode_window, entry_of, look, take
 
 if TYPE_CHECKING:
@@ -54,6 +53,7 @@ class FoundEdges:
     """The edges of one window on a GPU, counted but not written down: an `EdgeSource` of a kernel map."""
 
     search: WindowSearch
+    num_in: int
     written: set[str] = field(default_factory=set)  # the forms that were made
 
     @property
@@ -65,12 +65,19 @@ class FoundEdges:
         """(K, N_out) int32, -1 where there is none."""
         return self.search.neighbors
 
-    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]]:
-        """in_rows, out_rows, tap_offsets, and the edges of each tap on the host; waits for the counts alone."""
-        in_rows, out_rows, offsets = pairs_of(self.search)
-        counts = tuple(b - a for a, b in itertools.pairwise(offsets))
+    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """in_rows, out_rows and tap_offsets; waits for the counts alone."""
+        in_rows, out_rows, _ = pairs_of(self.search)
         self.wrote("pairs")
-        return in_rows, out_rows, self.search.pending.offsets, counts
+        return in_rows, out_rows, self.search.pending.offsets
+
+    def counts(self) -> tuple[int, ...]:
+        """The edges of each tap, on the host; waits for them."""
+        return tuple(b - a for a, b in itertools.pairwise(self.search.pending.read()))
+
+    def reversed(self) -> ReversedEdges:
+        """The same edges with input and output exchanged."""
+        return ReversedEdges(self)
 
     def wrote(self, form: str) -> None:
         """Note that a form was made; with pairs and a schedule a step has all, and scratch memory goes back."""
@@ -79,19 +86,47 @@ class FoundEdges:
             self.search.release()
 
 
+@dataclass(frozen=True, eq=False)
+class ReversedEdges:
+    """Found edges with input and output exchanged: an `EdgeSource` too."""
+
+    found: FoundEdges
+
+    @property
+    def device(self) -> torch.device:
+        return self.found.device
+
+    @property
+    def neighbors(self) -> torch.Tensor:
+        """(K, N_in) int32, -1 where there is none; the table of the found edges is not kept."""
+        search = self.found.search
+        return reverse_neighbors(search.look_up(), self.found.num_in)
+
+    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The output rows of the found edges, their input rows, and the tap_offsets."""
+        in_rows, out_rows, offsets = self.found.pairs()
+        return out_rows, in_rows, offsets
+
+    def counts(self) -> tuple[int, ...]:
+        """The edges of each tap, on the host."""
+        return self.found.counts()
+
+    def reversed(self) -> FoundEdges:
+        """The found edges."""
+        return self.found
+
+
 def find_edges_on_gpu(
     fine: VoxelGrid, coords: torch.Tensor, offsets: tuple[Ints, ...], stride: Ints, torus: IndexRange | None
 ) -> FoundEdges:
     """The edges that a window joins: fine = stride * coords + offsets[k], folded into the torus if there is one.
 
-    The table of the fine rows is kept with their grid.
+    The table of the fine rows is the one that their grid keeps.
     """
-    table = fine.derived.get("cells")
-    if table is None:
-        table = fine.derived["cells"] = build_table(fine.coords)
+    table = fine.cells
     folded = None if torus is None else (torus.start, torus.shape)
     window = encode_window(offsets, stride, folded, coords.device)
-    return FoundEdges(search_window(table, table.coords if coords is fine.coords else coords, window))
+    return FoundEdges(search_window(table, table.coords if coords is fine.coords else coords, window), len(fine))
 
 
 def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:

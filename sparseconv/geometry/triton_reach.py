@@ -1,25 +1,43 @@
-"""The voxels that a window reaches from the rows of a grid, on the GPU: a hash table finds each once."""
+"""The voxels that a window reaches from the rows of a grid, on the GPU: each once, in lexicographic order."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_cells import claim
-from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer
+from sparseconv.geometry.triton_cells import below, claim, popcount
+from sparseconv.geometry.triton_launch import (
+    NUM_GATES,
+    Arena,
+    Launcher,
+    Report,
+    ceil_div,
+    crew_of,
+    gates_of,
+    leave,
+    on_device,
+    pointer,
+    wait_for_all,
+)
 
 if TYPE_CHECKING:
     from sparseconv.geometry.ranges import IndexRange
 
 Ints = tuple[int, ...]
-INT32 = torch.iinfo(torch.int32)
-#: from here on a number of cells is too large for the keys
-TOO_MANY = 2**62
+#: from here on a number of cells is too large for the keys, and a place for sums of 32 bits
+TOO_MANY, FARTHEST = 2**62, 2**30
+#: up to this many cells a bit for each 64 of them (here 16 MB, and half of that for ranks) costs less than a sort
+MOST_MARKED = 2**33
+#: programs of a launch at most, whose sums one program adds up
+MOST_PROGRAMS = 1024
 
 
 def reach(
@@ -47,55 +65,119 @@ def reach(
     Returns:
         (M, 1+D) int32; None where the box of possible results is too large for 64-bit keys or 32-bit coordinates.
     """
-    axes = range(len(stride))
-    low, high = [], []
-    for axis in axes:
-        first, last = min(o[axis] for o in offsets), max(o[axis] for o in offsets)
-        start, end, step = extent.start[axis], extent.end[axis] - 1, stride[axis]
-        if torus is not None:
-            low.append(torus.start[axis])
-            high.append(torus.end[axis] - 1)
-        elif to_fine:
-            low.append(step * start + first)
-            high.append(step * end + last)
+    moves = _moves(offsets, stride, torus, within, to_fine, coords.device)
+    seen, low, high = moves.bounds(extent)
+    sizes = tuple(b - a + 1 for a, b in zip(low, high))
+    cells = batch_size * math.prod(sizes)
+    if cells >= TOO_MANY or min(*low, *seen) <= -FARTHEST or max(*high, *seen) >= FARTHEST:
+        return None
+    most = min(coords.shape[0] * moves.each, cells)
+    if most >= 2**29:
+        return None
+    rest = 4 - len(low)
+    box = (*(0,) * rest, *low, *(1,) * rest, *sizes)
+    with on_device(coords.device):
+        return (_marked if cells <= MOST_MARKED else _claimed)(coords, moves, cells, most, box)
+
+
+@dataclass(frozen=True, eq=False)
+class _Moves:
+    """What of a window does not depend on the rows: as the kernels read it, and how it moves a box.
+
+        data = [factor, divisor, start of the torus, its size (0: none), box (2), first offset, last] of each axis,
+               [a number for each axis] of each step
+
+    A step is a tap, and its numbers what it adds before the division, which must leave no rest. Of a box of taps
+    without gaps (``is_box``) it is one of the few coarse voxels whose windows a voxel lies in, counted back from the
+    last.
+    """
+
+    data: torch.Tensor  # int32 on the device
+    steps: int
+    each: int  # results of one row at most
+    is_box: bool
+    spans: tuple[tuple[int, int, int], ...]  # (smallest offset, largest, stride) of each axis
+    torus: IndexRange | None
+    to_fine: bool
+
+    def bounds(self, extent: IndexRange) -> tuple[list[int], list[int], list[int]]:
+        """Bounds of what is divided, and the lowest and the highest place on each axis that may be reached."""
+        places = list(zip(self.spans, extent.start, extent.end))
+        if self.to_fine:
+            low = [s * start + first for (first, _, s), start, _ in places]
+            high = [s * (end - 1) + last for (_, last, s), _, end in places]
+            seen = low + high
         else:
-            low.append((start - last) // step)
-            high.append((end - first) // step)
-    sizes = [b - a + 1 for a, b in zip(low, high)]
-    volume = batch_size * math.prod(sizes)
-    if volume >= TOO_MANY or min(low) < INT32.min or max(high) >= INT32.max:
-        return None
-    boxes = within or torus
-    data = [volume]
-    for axis in axes:
-        fold = (0, 0) if torus is None else (torus.start[axis], torus.shape[axis])
-        box = (low[axis], high[axis] + 1) if boxes is None else (boxes.start[axis], boxes.end[axis])
-        scale = (stride[axis], 1) if to_fine else (1, stride[axis])
-        data += [low[axis], sizes[axis], *scale, *fold, *box]
-    sign = 1 if to_fine else -1
-    data += [sign * v for offset in offsets for v in offset]
+            seen = [v for (first, last, _), start, end in places for v in (start - last, end - first)]
+            low = [(start - last) // s for (_, last, s), start, _ in places]
+            high = [(end - 1 - first) // s for (first, _, s), _, end in places]
+        if self.torus is not None:
+            low, high = list(self.torus.start), [end - 1 for end in self.torus.end]
+        return seen, low, high
+
+
+@lru_cache(maxsize=512)
+def _moves(
+    offsets: tuple[Ints, ...],
+    stride: Ints,
+    torus: IndexRange | None,
+    within: IndexRange | None,
+    to_fine: bool,
+    device: torch.device,
+) -> _Moves:
+    spans = tuple((min(column), max(column), s) for column, s in zip(zip(*offsets), stride))
+    is_box = not to_fine and len(set(offsets)) == math.prod(last - first + 1 for first, last, _ in spans)
     classes = Counter(tuple(o % s for o, s in zip(offset, stride)) for offset in offsets)
-    each = len(offsets) if to_fine else max(classes.values())  # results of one row at most
-    n, device = coords.shape[0], coords.device
-    most = min(n * each, volume)
+    if is_box:
+        steps = list(itertools.product(*(range(-((first - last - 1) // s)) for first, last, s in spans)))
+    else:
+        steps = [tuple(v if to_fine else -v for v in offset) for offset in offsets]
+    box, data = within or torus, []
+    for axis, (first, last, s) in enumerate(spans):
+        fold = (0, 0) if torus is None else (torus.start[axis], torus.shape[axis])
+        inside = (-FARTHEST, FARTHEST) if box is None else (box.start[axis], box.end[axis])
+        data += [*((s, 1) if to_fine else (1, s)), *fold, *inside, first, last]
+    data += [v for step in steps for v in step]
+    each = len(offsets) if to_fine else max(classes.values())
+    return _Moves(torch.tensor(data, dtype=torch.int32).to(device), len(steps), each, is_box, spans, torus, to_fine)
+
+
+def _marked(coords: torch.Tensor, moves: _Moves, cells: int, most: int, box: Ints) -> torch.Tensor:
+    """One bit for each 64 cells, then a word for each of those that are not empty: ranks in order, without a sort."""
+    (n, columns), device = coords.shape, coords.device
+    lines, words = ceil_div(cells, 4096), min(most, ceil_div(cells, 64))
+    programs = min(crew_of(device, max(ceil_div(n, 128), ceil_div(lines, 512))), MOST_PROGRAMS)
+    i32, i64 = torch.int32, torch.int64
+    arrays = [(i64, lines), (i32, lines), (i32, 2 * MOST_PROGRAMS), (i64, words), (i32, words), (i32, words)]
+    arena, report = Arena(device, arrays), Report(2, device)
+    bits, ranks, sums, found, places, starts = (arena[i] for i in range(6))
+    args = (
+        pointer(coords), pointer(moves.data), bits, ranks, sums, found, places, starts, gates_of(device),
+        report.pointer, n, moves.steps, lines, programs, *box,
+    )  # fmt: skip
+    _MARK(device, (programs,), args, (columns - 1, moves.is_box, 128, 512, MOST_PROGRAMS, NUM_GATES))
+    report.sent()
+    count, words = report.read()
+    reached = torch.empty(count, columns, dtype=torch.int32, device=device)
+    if count:
+        emitted = (found, places, starts, pointer(reached), words, *box)
+        _EMIT(device, (ceil_div(words, 32),), emitted, (columns - 1, 32))
+    return reached
+
+
+def _claimed(coords: torch.Tensor, moves: _Moves, cells: int, most: int, box: Ints) -> torch.Tensor:
+    """A hash table that finds each key once, and a sort: for boxes too large for bits."""
+    (n, columns), device = coords.shape, coords.device
     capacity = most + most // 2 + 64
-    if capacity >= 2**30:
-        return None
-    host = torch.tensor(data, dtype=torch.int64)
-    window = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
     table = torch.zeros(2 * capacity + 2, dtype=torch.int64, device=device)
     keys = torch.empty(most, dtype=torch.int64, device=device)
-    rank = len(stride)
-    with on_device(device):
-        grid = (ceil_div(n, 128), len(offsets))
-        args = (pointer(coords), pointer(window), pointer(table), pointer(keys), n, capacity)
-        _REACH(device, grid, args, (rank, 128))
-        count = int(table[-2])
-        keys = torch.sort(keys[:count]).values
-        reached = torch.empty(count, 1 + rank, dtype=torch.int32, device=device)
-        if count:
-            decoded = (pointer(keys), pointer(window), pointer(reached), count)
-            _DECODE(device, (ceil_div(count, 256),), decoded, (rank, 256))
+    args = (pointer(coords), pointer(moves.data), pointer(table), pointer(keys), n, capacity, *box)
+    _CLAIM(device, (ceil_div(n, 128), moves.steps), args, (columns - 1, moves.is_box, 128))
+    count = int(table[-2])
+    keys = torch.sort(keys[:count]).values
+    reached = torch.empty(count, columns, dtype=torch.int32, device=device)
+    if count:
+        _DECODE(device, (ceil_div(count, 256),), (pointer(keys), pointer(reached), count, *box), (columns - 1, 256))
     return reached
 
 
@@ -103,29 +185,193 @@ def reach(
 
 
 @triton.jit
-def reach_kernel(coords_ptr, window_ptr, table_ptr, keys_ptr, n, capacity, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    """Claim the keys of what BLOCK rows see through one tap, and append those that were not there before."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def one_of(axis: tl.constexpr, first, second, third, fourth):
+    """A number of one axis."""
+    return first if axis == 0 else second if axis == 1 else third if axis == 2 else fourth
+
+
+@triton.jit
+def keys_of(
+    row, step, coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, IS_BOX: tl.constexpr,
+):  # fmt: skip
+    """Keys of what rows see in one step, and which of them are real."""
     live = row < n
     place = coords_ptr + row.to(tl.int64) * (RANK + 1)
     key = tl.load(place, mask=live, other=0).to(tl.int64)
-    volume = tl.load(window_ptr)
-    offset_ptr = window_ptr + 1 + 8 * RANK + tl.program_id(1) * RANK
+    step_ptr = window_ptr + 8 * RANK + step * RANK
     for axis in tl.static_range(RANK):
-        axis_ptr = window_ptr + 1 + 8 * axis
-        value = tl.load(place + 1 + axis, mask=live, other=0).to(tl.int64) * tl.load(axis_ptr + 2)
-        value = value + tl.load(offset_ptr + axis)
-        divisor = tl.load(axis_ptr + 3)
-        whole = value // divisor
-        live = live & (whole * divisor == value)
-        size = tl.load(axis_ptr + 5)
-        start = tl.load(axis_ptr + 4)
-        turned = (whole - start) % tl.maximum(size, 1)
-        turned = start + tl.where(turned < 0, turned + size, turned)
-        value = tl.where(size > 0, turned, whole)
-        live = live & (value >= tl.load(axis_ptr + 6)) & (value < tl.load(axis_ptr + 7))
-        key = key * tl.load(axis_ptr + 1) + (value - tl.load(axis_ptr))
-    _slot, known = claim(table_ptr, key, live, capacity, volume)
+        axis_ptr = window_ptr + 8 * axis
+        given = tl.load(place + 1 + axis, mask=live, other=0)
+        number = tl.load(step_ptr + axis)
+        divisor = tl.load(axis_ptr + 1)
+        if IS_BOX:
+            value = given - tl.load(axis_ptr + 6)
+            whole = value // divisor
+            whole = tl.where(value - whole * divisor < 0, whole - 1, whole) - number
+            live = live & (whole * divisor + tl.load(axis_ptr + 7) >= given)
+        else:
+            value = given * tl.load(axis_ptr) + number
+            whole = value // divisor
+            live = live & (whole * divisor == value)
+        start = tl.load(axis_ptr + 2)
+        size = tl.load(axis_ptr + 3)
+        if size > 0:
+            turned = (whole - start) % size
+            whole = start + tl.where(turned < 0, turned + size, turned)
+        live = live & (whole >= tl.load(axis_ptr + 4)) & (whole < tl.load(axis_ptr + 5))
+        low = one_of(4 - RANK + axis, low0, low1, low2, low3)
+        key = key * one_of(4 - RANK + axis, size0, size1, size2, size3) + (whole - low)
+    return key, live
+
+
+@triton.jit
+def place_of(key, size0, size1, size2, size3):
+    """The batch item of keys, and where they lie on each of four axes from the box's corner on."""
+    rest = key // size3
+    d = (key - rest * size3).to(tl.int32)
+    key = rest // size2
+    c = (rest - key * size2).to(tl.int32)
+    rest = key // size1
+    b = (key - rest * size1).to(tl.int32)
+    key = rest // size0
+    return key.to(tl.int32), (rest - key * size0).to(tl.int32), b, c, d
+
+
+@triton.jit
+def store_place(coords_ptr, row, live, batch, a, b, c, d, low0, low1, low2, low3, RANK: tl.constexpr):
+    """Write places from the box's corner on into rows of coordinates."""
+    place = coords_ptr + row.to(tl.int64) * (RANK + 1)
+    tl.store(place, batch, mask=live)
+    if RANK > 3:
+        tl.store(place + RANK - 3, a + low0, mask=live)
+    if RANK > 2:
+        tl.store(place + RANK - 2, b + low1, mask=live)
+    if RANK > 1:
+        tl.store(place + RANK - 1, c + low2, mask=live)
+    tl.store(place + RANK, d + low3, mask=live)
+
+
+@triton.jit
+def mark_kernel(
+    coords_ptr, window_ptr, bits_ptr, ranks_ptr, sums_ptr, words_ptr, places_ptr, starts_ptr, gates_ptr, report_ptr,
+    n, num_steps, num_lines, programs, low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, IS_BOX: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr,
+    NUM_GATES: tl.constexpr,
+):  # fmt: skip
+    """Which cells are reached, 64 a word, and how many before each word; all programs wait for each other in between.
+
+    A line of 64 bits says which of 4096 cells' words are not empty; ranks count those before a line. The words that are
+    not empty lie side by side: words their cells, places which they are, starts how many cells lie before. The report
+    has the numbers of cells and of words.
+    """
+    program = tl.program_id(0)
+    for first in range(program * SPAN, num_lines, programs * SPAN):
+        line = first + tl.arange(0, SPAN)
+        tl.store(bits_ptr + line, tl.zeros((SPAN,), tl.int64), mask=line < num_lines)
+    wait_for_all(gates_ptr, programs)
+    one = tl.full((BLOCK,), 1, tl.int64)
+    for first in range(program * BLOCK, n, programs * BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        for step in range(num_steps):
+            key, live = keys_of(
+                row, step, coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3, RANK, IS_BOX
+            )
+            word = key >> 6
+            tl.atomic_or(bits_ptr + (word >> 6), one << (word & 63), mask=live, sem="relaxed")
+    wait_for_all(gates_ptr + 1, programs)
+    num_words = add_up(bits_ptr, ranks_ptr, sums_ptr, gates_ptr + 2, num_lines, programs, SPAN, SUMS)
+    for first in range(program * SPAN, num_words, programs * SPAN):
+        slot = first + tl.arange(0, SPAN)
+        tl.store(words_ptr + slot, tl.zeros((SPAN,), tl.int64), mask=slot < num_words)
+    wait_for_all(gates_ptr + 3, programs)
+    for first in range(program * BLOCK, n, programs * BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        for step in range(num_steps):
+            key, live = keys_of(
+                row, step, coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3, RANK, IS_BOX
+            )
+            word = key >> 6
+            line = tl.load(bits_ptr + (word >> 6), mask=live, other=0)
+            slot = tl.load(ranks_ptr + (word >> 6), mask=live, other=0) + popcount(line & below(word & 63))
+            tl.atomic_or(words_ptr + slot, one << (key & 63), mask=live, sem="relaxed")
+            tl.store(places_ptr + slot, word.to(tl.int32), mask=live)
+    wait_for_all(gates_ptr + 4, programs)
+    count = add_up(words_ptr, starts_ptr, sums_ptr + SUMS, gates_ptr + 5, num_words, programs, SPAN, SUMS)
+    if program == 0:
+        tl.store(report_ptr, count.to(tl.int64))
+        tl.store(report_ptr + 1, num_words.to(tl.int64))
+    leave(gates_ptr, programs, NUM_GATES)
+
+
+@triton.jit
+def add_up(words_ptr, before_ptr, sums_ptr, gate_ptr, length, programs, SPAN: tl.constexpr, SUMS: tl.constexpr):
+    """before[i] = bits set in the words before the i-th; returns those of all words. Every program sums a run."""
+    each = (length + programs - 1) // programs
+    begin = tl.program_id(0) * each
+    end = tl.minimum(begin + each, length)
+    total = tl.zeros((), tl.int32)
+    for start in range(begin, end, SPAN):
+        at = start + tl.arange(0, SPAN)
+        total += tl.sum(popcount(tl.load(words_ptr + at, mask=at < end, other=0)), 0)
+    tl.store(sums_ptr + tl.program_id(0), total)
+    wait_for_all(gate_ptr, programs)
+    lane = tl.arange(0, SUMS)
+    sums = tl.load(sums_ptr + lane, mask=lane < programs, other=0)
+    base = tl.sum(tl.where(lane < tl.program_id(0), sums, 0), 0)
+    for start in range(begin, end, SPAN):
+        at = start + tl.arange(0, SPAN)
+        count = popcount(tl.load(words_ptr + at, mask=at < end, other=0))
+        tl.store(before_ptr + at, base + tl.cumsum(count, 0) - count, mask=at < end)
+        base += tl.sum(count, 0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def emit_kernel(
+    words_ptr, places_ptr, starts_ptr, coords_ptr, num_words, low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The coordinates of the cells of BLOCK words, one cell of each at a time."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = slot < num_words
+    word = tl.load(words_ptr + slot, mask=real, other=0)
+    row = tl.load(starts_ptr + slot, mask=real, other=0)
+    first = tl.load(places_ptr + slot, mask=real, other=0).to(tl.int64) << 6
+    batch, a, b, c, d = place_of(first, size0, size1, size2, size3)
+    while tl.max((word != 0).to(tl.int32), 0) > 0:
+        # onwards by the bit along the last axis, and what is too much is carried to the axes before: 32 bits are enough
+        on_d = d + popcount((word & -word) - 1)
+        over = on_d // size3
+        on_c = c + over
+        on_d -= over * size3
+        over = on_c // size2
+        on_b = b + over
+        on_c -= over * size2
+        over = on_b // size1
+        on_a = a + over
+        on_b -= over * size1
+        over = on_a // size0
+        store_place(
+            coords_ptr, row, word != 0, batch + over, on_a - over * size0, on_b, on_c, on_d,
+            low0, low1, low2, low3, RANK,
+        )  # fmt: skip
+        row += 1
+        word = word & (word - 1)
+
+
+@triton.jit
+def claim_kernel(
+    coords_ptr, window_ptr, table_ptr, keys_ptr, n, capacity, low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, IS_BOX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Claim the keys of what BLOCK rows see in one step, and append those that were not there before."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key, live = keys_of(
+        row, tl.program_id(1), coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3,
+        RANK, IS_BOX,
+    )  # fmt: skip
+    _slot, known = claim(table_ptr, key, live, capacity, tl.full((), 0x4000000000000000, tl.int64))
     fresh = (live & ~known).to(tl.int64)
     total = tl.sum(fresh, 0)
     if total > 0:
@@ -135,20 +381,21 @@ def reach_kernel(coords_ptr, window_ptr, table_ptr, keys_ptr, n, capacity, RANK:
 
 
 @triton.jit
-def decode_kernel(keys_ptr, window_ptr, coords_ptr, n, RANK: tl.constexpr, BLOCK: tl.constexpr):
+def decode_kernel(
+    keys_ptr, coords_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Keys back to coordinates."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = row < n
-    key = tl.load(keys_ptr + row, mask=live, other=0)
-    place = coords_ptr + row.to(tl.int64) * (RANK + 1)
-    for back in tl.static_range(RANK):
-        axis_ptr = window_ptr + 1 + 8 * (RANK - 1 - back)
-        size = tl.load(axis_ptr + 1)
-        tl.store(place + RANK - back, (key % size + tl.load(axis_ptr)).to(tl.int32), mask=live)
-        key = key // size
-    tl.store(place, key.to(tl.int32), mask=live)
+    key = tl.load(keys_ptr + row, mask=row < n, other=0)
+    batch, a, b, c, d = place_of(key, size0, size1, size2, size3)
+    store_place(coords_ptr, row, row < n, batch, a, b, c, d, low0, low1, low2, low3, RANK)
 
 
 _I32, _I64 = torch.int32, torch.int64
-_REACH = Launcher(reach_kernel, (_I32, _I64, _I64, _I64, int, int), num_warps=1)
-_DECODE = Launcher(decode_kernel, (_I64, _I64, _I32, int))
+_MARK = Launcher(
+    mark_kernel, (_I32, _I32, _I64, _I32, _I32, _I64, _I32, _I32, _I32, _I64, *(int,) * 12), cooperative=True
+)
+_EMIT = Launcher(emit_kernel, (_I64, _I32, _I32, _I32, *(int,) * 9), num_warps=1)
+_CLAIM = Launcher(claim_kernel, (_I32, _I32, _I64, _I64, *(int,) * 10), num_warps=1)
+_DECODE = Launcher(decode_kernel, (_I64, _I32, *(int,) * 9))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_cells import axis_blocks, axis_range, count_blocks, find
-from sparseconv.geometry.triton_counts import SCAN_BLOCK, Counters, scan_tap
+from sparseconv.geometry.triton_counts import SCAN_BLOCK, Counters, PendingCounts, scan_tap
 from sparseconv.geometry.triton_launch import (
     NUM_GATES,
     Arena,
@@ -69,21 +69,19 @@ def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
     _AROUND(table.coords.device, (programs,), args, constants)
 
 
-def launch_search(
-    search: WindowSearch, scratch: Arena, counters: Counters, offsets: torch.Tensor, report: torch.Tensor
-) -> None:
+def launch_search(search: WindowSearch, scratch: Arena, counters: Counters, pending: PendingCounts) -> None:
     """Surroundings, masks and sums of counts in one launch."""
     table, window, n = search.table, search.window, search.coords.shape[0]
     if table is None:
         return
-    taps, device = window.num_taps, offsets.device
+    taps, device = window.num_taps, pending.offsets.device
     programs = crew_of(device, max(taps, ceil_div(n, 128)))
     totals, counts = counters.pointers
     lanes = power_of_2(3 ** (search.coords.shape[1] - 1))
     args = (
         *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals, gates_of(device),
         table.arena[KEYS] if table.blocked else scratch[SORT_KEYS], table.arena[STATUS],
-        scratch[STARTS], pointer(offsets), pointer(report),
+        scratch[STARTS], pointer(pending.offsets), pending.report.pointer,
         n, window.num_runs, taps, search.capacity, search.chunks, programs,
     )  # fmt: skip
     each = max(1, (256 if n <= 32 * programs else 1024) // lanes)  # more look-ups in flight where there are many

@@ -15,6 +15,7 @@ from sparseconv.geometry.triton_launch import (
     Arena,
     Launcher,
     Pointer,
+    Report,
     ceil_div,
     crew_of,
     gates_of,
@@ -53,7 +54,8 @@ class CoordinateTable:
     capacity: int  # slots
     shifts: tuple[int, ...]  # log2 of a block's edge along each axis, the batch (0) first
     pointers: tuple[Pointer, ...]  # ranges, slots, block numbers, infos and rows as the kernels take them
-    spare: list[int]  # length of the zeros kept for the counts of the first window that is searched
+    spare: list[tuple[int, int]]  # (start, length) of the zeros kept for the counts of the windows searched first
+    report: Report | None  # status and ranges on their way to the host, where they were asked for
 
     read: dict[str, int] = field(default_factory=dict)  # "distinct", "overflow" and "blocks", once they were read
 
@@ -73,11 +75,23 @@ class CoordinateTable:
             return self.given_ranges
         return self.arena.tensor(RANGES).view(-1, 2)
 
-    def zeros(self, length: int) -> torch.Tensor:
-        """At least so many zeros, int32; the spare ones if they are still there and enough."""
-        if self.spare and self.spare.pop() >= length:
-            return self.arena.tensor(COUNTS)
-        return torch.zeros(length, dtype=torch.int32, device=self.coords.device)
+    @property
+    def most_blocks(self) -> int:
+        """The number of occupied blocks where the host knows it, and of rows elsewhere; waits for nothing."""
+        if "blocks" not in self.read and self.report is not None and self.report.has_arrived:
+            read_table(self)
+        return self.read.get("blocks", self.coords.shape[0])
+
+    def spare_zeros(self, length: int) -> int | None:
+        """Where in the arena's COUNTS so many zeros begin that nobody else gets; None if none are left."""
+        for piece in tuple(self.spare):
+            if piece[1] >= length:
+                try:
+                    self.spare.remove(piece)
+                except ValueError:  # another thread was faster
+                    continue
+                return piece[0]
+        return None
 
 
 #: the arrays of a table's arena; those up to COUNTS start as zeros
@@ -103,27 +117,40 @@ def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]
     """(low, high) of each column, inclusive, on the host, and the table's status, in one wait for the device."""
     if table.given_ranges is not None:
         raise ValueError("the ranges of this table were given: they are not in its arena")
-    status, spread = table.arena.read(STATUS, RANGES)
-    found, overflow = status.tolist()
+    if table.report is not None:
+        found, overflow, *encoded = table.report.read()
+        ranges = _decode(list(zip(encoded[::2], encoded[1::2])))
+    else:
+        status, spread = table.arena.read(STATUS, RANGES)
+        found, overflow = status.tolist()
+        ranges = decode_ranges(spread.view(-1, 2))
     table.read.update(distinct=found & 0xFFFFFFFF, overflow=overflow)
     if table.blocked:
         table.read["blocks"] = found >> 32
-    return decode_ranges(spread.view(-1, 2))
+    return ranges
 
 
 def decode_ranges(ranges: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(low, high) of each column, inclusive, on the host; waits for the device. No row: low > high."""
-    encoded = [[v & 0xFFFFFFFF for v in pair] for pair in ranges.tolist()]
+    return _decode([(hi & 0xFFFFFFFF, lo & 0xFFFFFFFF) for hi, lo in ranges.tolist()])
+
+
+def _decode(encoded: list[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(2**31 - 1 - lo for _, lo in encoded), tuple(hi - 2**31 for hi, _ in encoded)
 
 
 def build_table(
-    coords: torch.Tensor, ranges: torch.Tensor | None = None, *, blocked: bool | None = None
+    coords: torch.Tensor,
+    ranges: torch.Tensor | None = None,
+    *,
+    blocked: bool | None = None,
+    reported: bool = False,
 ) -> CoordinateTable:
     """A table of the rows of coords (N, 1+D) int32, N < 2^29, in any order; nothing is read back.
 
     ``ranges`` are those of ``measure_ranges`` where they are known; ``blocked=False`` makes a table of single cells.
     Duplicate rows and key overflow are found on the device: `raise_for_status` reports them at the next reading.
+    ``reported`` sends status and ranges to the host, for a `read_table` that follows.
     """
     n, columns = coords.shape
     if n >= MAX_ROWS:
@@ -135,9 +162,10 @@ def build_table(
     shifts = (0, *BLOCK_SHIFTS[columns - 1]) if blocked else (0,) * columns
     capacity = max(64, n + n // 2) if blocked else max(64, 2 * n)
     chunks = -(-n // rows_per_chunk(n))
-    spare = 32 * chunks + 2 * 32 + 8
+    # two windows on the rows themselves or on coarser ones, 16 taps and 32: their totals before their counts
+    spare = [(0, 16 * chunks + 96), (16 * chunks + 96, 32 * chunks + 96)]
     i32, i64, some = torch.int32, torch.int64, max(1, n)
-    arrays = [(i64, 2 * capacity), (i64, 2), (i32, 2 * columns), (i32, spare)]
+    arrays = [(i64, 2 * capacity), (i64, 2), (i32, 2 * columns), (i32, sum(spare[1]))]
     if blocked:
         arrays += [(i32, capacity), (i64, 2 * some), (i64, some), (i32, some), (i64, some)]
     fused = blocked and 0 < n <= FUSED_ROWS
@@ -147,7 +175,9 @@ def build_table(
         pointers = (spread, arena[SLOTS], arena[IDS], arena[INFO], arena[ROWS])
     else:
         pointers = (spread, arena[SLOTS], arena[COUNTS], arena[SLOTS], arena[COUNTS])
-    table = CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, [spare])
+    reported = reported and fused and ranges is None
+    report = Report(2 + 2 * columns, device) if reported else None
+    table = CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare, report)
     if n:
         with on_device(device):
             if fused:
@@ -225,10 +255,14 @@ def _launch_table(table: CoordinateTable) -> None:
     programs = crew_of(coords.device, ceil_div(n, 128))
     arrays = [arena[array] for array in (SLOTS, STATUS, IDS, INFO, KEYS, ROWS, ENTRIES)]
     zeros = arena.length_before(IDS) // 4
-    args = (pointer(coords), table.pointers[0], *arrays, gates_of(coords.device), n, table.capacity, zeros, programs)
-    measured = table.given_ranges is not None
-    constants = (columns, _width(columns), pack_shifts(table.shifts), measured, 128, 512, NUM_GATES)
+    report = arena[STATUS] if table.report is None else table.report.pointer
+    sizes = (n, table.capacity, zeros, programs)
+    args = (pointer(coords), table.pointers[0], *arrays, gates_of(coords.device), report, *sizes)
+    measured, reported = table.given_ranges is not None, table.report is not None
+    constants = (columns, _width(columns), pack_shifts(table.shifts), measured, reported, 128, 512, NUM_GATES)
     _TABLE(coords.device, (programs,), args, constants)
+    if table.report is not None:
+        table.report.sent()
 
 
 def _launch_build(table: CoordinateTable) -> None:
@@ -356,13 +390,14 @@ def place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.con
 @triton.jit
 def table_kernel(
     coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, gates_ptr,
-    n, capacity, zeros, programs,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHIFTS: tl.constexpr, MEASURED: tl.constexpr, BLOCK: tl.constexpr,
-    SLOTS_EACH: tl.constexpr, NUM_GATES: tl.constexpr,
+    report_ptr, n, capacity, zeros, programs,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHIFTS: tl.constexpr, MEASURED: tl.constexpr, REPORTED: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS_EACH: tl.constexpr, NUM_GATES: tl.constexpr,
 ):  # fmt: skip
     """Zeros, ranges, blocks, their numbers and their rows in one launch; all programs wait for each other in between.
 
-    The slots come first in memory; ``zeros`` words from there on start as zeros.
+    The slots come first in memory; ``zeros`` words from there on start as zeros. REPORTED: status and ranges, as
+    unsigned numbers, go to ``report_ptr`` too.
     """
     program = tl.program_id(0)
     words_ptr = table_ptr.to(tl.pointer_type(tl.int32))
@@ -383,6 +418,12 @@ def table_kernel(
     for first in range(program * SLOTS_EACH, capacity, programs * SLOTS_EACH):
         number_blocks(first, table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, SLOTS_EACH)
     wait_for_all(gates_ptr + 3, programs)
+    if REPORTED and program == 0:
+        tl.store(report_ptr, tl.load(status_ptr))
+        tl.store(report_ptr + 1, tl.load(status_ptr + 1))
+        side = tl.arange(0, 2 * WIDTH)
+        spread = tl.load(ranges_ptr + side, mask=side < 2 * COLUMNS, other=0).to(tl.uint32, bitcast=True)
+        tl.store(report_ptr + 2 + side, spread.to(tl.int64), mask=side < 2 * COLUMNS)
     for first in range(program * BLOCK, n, programs * BLOCK):
         place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
     leave(gates_ptr, programs, NUM_GATES)
@@ -416,7 +457,7 @@ _INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I64, _I64, int, int), num_
 _NUMBER = Launcher(number_kernel, (_I64, _I32, _I64, _I64, _I64, int))
 _ROWS = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, int))
 _TABLE = Launcher(
-    table_kernel, (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, *(int,) * 4), cooperative=True
+    table_kernel, (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, *(int,) * 4), cooperative=True
 )
 _LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I32, int, int), num_warps=1)
 

@@ -41,6 +41,7 @@ class TapWindow:
     """
 
     data: torch.Tensor  # int32 on the device
+    stride: Ints
     offsets: tuple[Ints, ...]
     run_lengths: Ints
     periodic: bool
@@ -62,6 +63,12 @@ class TapWindow:
             all(a == -b for a, b in zip(one, other)) for one, other in zip(self.offsets, reversed(self.offsets))
         )
         return mirrored and self.reach >= 0
+
+    @cached_property
+    def meets_once(self) -> bool:
+        """Whether a fine row meets one tap at most: no two offsets are a multiple of the stride apart."""
+        places = {tuple(o % s for o, s in zip(offset, self.stride)) for offset in self.offsets}
+        return len(places) == self.num_taps
 
     @cached_property
     def runs_of_half(self) -> int:
@@ -110,6 +117,7 @@ def encode_window(
     plain = torus is None and all(s == 1 for s in stride)
     return TapWindow(
         torch.tensor(data, dtype=torch.int32).to(device),
+        stride,
         offsets,
         tuple(run[1] for run in runs),
         torus is not None,

@@ -10,7 +10,7 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, Ints, per_axis
 from sparseconv.plan.convolution import ConvolutionPlan
-from sparseconv.plan.shared import shared_plan
+from sparseconv.plan.shared import plan_under, shared_key, shared_plan
 from sparseconv.tensor import SparseTensor
 
 Axes = int | Sequence[int]
@@ -63,6 +63,7 @@ class LayerGeometry:
         }
         self._options.update({name: value for name, (value, default) in given.items() if value != default})
         self._key = (*sorted(self._options.items()), ("groups", groups))
+        self._shared_key = shared_key(rank, False, self._options)
 
     @property
     def num_taps(self) -> int:
@@ -81,8 +82,11 @@ class LayerGeometry:
         key = ("layer", self._key, target)
         plan = grid.derived.get(key)
         if plan is None:
-            options = self._options if target is None else {**self._options, "target": target}
-            plan = shared_plan(grid, groups=self.groups, **options).kept_with(grid)
+            if target is None:
+                plan = plan_under(self._shared_key, grid, self._options, self.groups)
+            else:
+                plan = shared_plan(grid, groups=self.groups, **self._options, target=target)
+            plan = plan.kept_with(grid)
             grid.derived[key] = plan
         return plan
 

@@ -83,6 +83,8 @@ class ConvolutionPlan:
         else:
             raise ValueError(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
         self._join(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
+        if window.is_tiling and coarse is not target and edge.kind == "absent":
+            self.kernel_map.num_pairs = len(source)  # which then waits for no count of the device
 
     @classmethod
     def transposed(
@@ -175,8 +177,6 @@ class ConvolutionPlan:
         self.kernel_map, self.groups, self.backend, self.is_transposed = kernel_map, groups, backend, is_transposed
         #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
         self.kernel_size = window.projection.counts if box else None
-        #: rows of the largest buffer that a tap's edges need
-        self.max_pairs_per_tap = kernel_map.max_pairs_per_tap
         self._number = number_of(kernel_map)
         self._packed = PackedWeights()
 
@@ -200,6 +200,11 @@ class ConvolutionPlan:
     @property
     def num_taps(self) -> int:
         return self.kernel_map.num_taps
+
+    @property
+    def max_pairs_per_tap(self) -> int:
+        """Rows of the largest buffer that a tap's edges need."""
+        return self.kernel_map.max_pairs_per_tap
 
     @property
     def num_in(self) -> int:
@@ -256,16 +261,27 @@ class ConvolutionPlan:
         Raises:
             ValueError: shapes, channels or devices that do not fit. TypeError: dtypes that differ or are not floating.
         """
+        x, taps, bias, residual = self.operands(x, weight, bias, residual)
+        call = (self._number, self.kernel_map.num_out, self.groups, self.backend)
+        if residual is None and epilogue is None:
+            return convolution(x, taps, bias, *call)
+        return fused_convolution(x, taps, bias, residual, as_epilogue(epilogue), *call)
+
+    def operands(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
         for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("residual", residual)):
             if tensor is not None and tensor.device != self.device:
                 raise ValueError(f"the plan is on {self.device} but {name} is on {tensor.device}: move one of them")
         x, weight, bias, residual = _autocast(x, weight, bias, residual)
         taps = self._packed.pack(weight, by_tap(weight, self.kernel_size, self.num_taps))
         self._check(x, weight, taps, bias, residual)
-        call = (self._number, self.kernel_map.num_out, self.groups, self.backend)
-        if residual is None and epilogue is None:
-            return convolution(x, taps, bias, *call)
-        return fused_convolution(x, taps, bias, residual, _as_epilogue(epilogue), *call)
+        return x, taps, bias, residual
 
     def _check(
         self,
@@ -329,6 +345,8 @@ class ConvolutionPlan:
 
         A scene's memory then goes when its grid goes, and not whenever Python looks for cycles.
         """
+        if self._source is not grid and self._target is not grid:
+            return self
         plan = object.__new__(ConvolutionPlan)
         plan.__dict__.update(self.__dict__)
         for side in ("_source", "_target"):
@@ -402,7 +420,8 @@ def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> Any:
     return x.to(dtype), *(None if t is None else t.to(dtype) for t in others)
 
 
-def _as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:
+def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:
+    """What `ConvolutionPlan.execute` was given as epilogue, its numbers bound; None for none."""
     if given is None or isinstance(given, Epilogue):
         return given
     if isinstance(given, PointwiseDynamicFunction):

@@ -23,13 +23,21 @@ def shared_plan(
     >>> shared_plan(grid, 2, stride=2).target is shared_plan(grid, (2, 2), stride=2).target
     True
     """
-    rank = source.rank
     options = {"kernel_size": kernel_size, **options}
-    key = (generative, tuple(sorted((name, _hashable(name, value, rank)) for name, value in options.items())))
+    return plan_under(shared_key(source.rank, generative, options), source, options, groups)
+
+
+def shared_key(rank: int, generative: bool, options: dict[str, Any]) -> tuple:
+    """What `shared_plan` keeps a plan under."""
+    return generative, tuple(sorted((name, _hashable(name, value, rank)) for name, value in options.items()))
+
+
+def plan_under(key: tuple, source: VoxelGrid, options: dict[str, Any], groups: int) -> ConvolutionPlan:
+    """`shared_plan` for a `shared_key` that was made before."""
     plan = source.derived.get(key)
     if plan is None:
         kind = source.plan_type or ConvolutionPlan
-        plan = (kind.transposed if generative else kind)(source, **options)  # type: ignore[attr-defined]
+        plan = (kind.transposed if key[0] else kind)(source, **options)  # type: ignore[attr-defined]
         plan = source.derived.setdefault(key, plan.kept_with(source))
     return plan.with_groups(groups)
 

@@ -43,7 +43,8 @@ class PackedWeights:
     """
 
     def __init__(self) -> None:
-        self._copies = WeakTensorKeyDictionary()  # weight -> ((version, address), packed)
+        #: weight -> ((version, address), packed); made with the first copy, which most plans never need
+        self._copies: WeakTensorKeyDictionary | None = None
 
     def pack(self, weight: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
         """``view`` of ``weight``, contiguous."""
@@ -51,6 +52,8 @@ class PackedWeights:
             return view
         if weight.is_inference() or (torch.is_grad_enabled() and weight.requires_grad):
             return view.contiguous()
+        if self._copies is None:
+            self._copies = WeakTensorKeyDictionary()
         state = (weight._version, weight.data_ptr())
         kept = self._copies.get(weight)
         if kept is None or kept[0] != state or kept[1].dtype != view.dtype or kept[1].device != view.device:
@@ -62,4 +65,4 @@ class PackedWeights:
         return {}
 
     def __setstate__(self, state: dict) -> None:
-        self._copies = WeakTensorKeyDictionary()
+        self._copies = None

@@ -10,7 +10,7 @@ import torch
 from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of
 from sparseconv.backends.triton_implicit_gemm.config import conv_candidates, weight_grad_candidates
-from sparseconv.backends.triton_implicit_gemm.steps import ConvStep, WeightGradStep
+from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.pointwise import relu
 from sparseconv.pointwise.epilogue import Epilogue
@@ -88,7 +88,8 @@ def test_every_configuration(dtype, c_in, c_out, groups, rows, taps):
             results = []
             for _ in range(2):
                 out = torch.full(want.shape, float("nan"), dtype=dtype, device="cuda")
-                step = ConvStep(config, work, source, w, kernel_map, out, not transposed, transposed)
+                recipe = ConvRecipe(config, work, source, w, transposed, None if transposed else bias)
+                step = recipe.bind(kernel_map)
                 step(source, w, out, bias, source)
                 results.append(out)
             assert close(results[0], want), config
@@ -98,7 +99,7 @@ def test_every_configuration(dtype, c_in, c_out, groups, rows, taps):
         results = []
         for _ in range(2):
             out = torch.full(w.shape, float("nan"), dtype=dtype, device="cuda")
-            WeightGradStep(config, work, kernel_map, x, g, out)(x, g, out)
+            WeightGradRecipe(config, work, x, g, taps).bind(kernel_map)(x, g, out)
             results.append(out)
         assert close(results[0], dw), config
         assert torch.equal(*results), config
@@ -114,7 +115,7 @@ def test_wide_addresses_change_nothing(split):
         results = []
         for wide in (False, True):
             out = torch.full(g.shape, float("nan"), dtype=x.dtype, device="cuda")
-            step = ConvStep(config, work, x, w, kernel_map, out, False, False, wide)
+            step = ConvRecipe(config, work, x, w, False, wide=wide).bind(kernel_map)
             step(x, w, out, x, x)
             results.append(out)
         assert torch.equal(*results)

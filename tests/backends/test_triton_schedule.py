@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseconv.backends.triton_implicit_gemm.jobs import cut_jobs
+from sparseconv.backends.triton_implicit_gemm.jobs import cut_jobs, most_jobs
 from sparseconv.backends.triton_implicit_gemm.schedule import (
     LOOKAHEAD,
     Schedule,
@@ -118,7 +118,9 @@ def test_far_taps_are_most_significant():
 @settings(max_examples=50, deadline=None)
 @given(counts=st.lists(st.integers(0, 3000), min_size=1, max_size=30), max_jobs=st.integers(1, 200))
 def test_jobs_cover_every_pair_once(counts, max_jobs):
-    jobs = cut_jobs(counts, max_jobs, 128, torch.device("cpu"))
+    most = most_jobs(len(counts), sum(counts), max_jobs, 128)
+    jobs = cut_jobs(counts, most, 128)
+    assert jobs.count == most
     start = 0
     for tap, count in enumerate(counts):
         mine = range(int(jobs.tap_jobs[tap]), int(jobs.tap_jobs[tap + 1]))
@@ -130,6 +132,8 @@ def test_jobs_cover_every_pair_once(counts, max_jobs):
             at = int(jobs.end[job])
         start += count
         assert at == start
+    rest = slice(int(jobs.tap_jobs[-1]), None)
+    assert torch.equal(jobs.begin[rest], jobs.end[rest])
     assert sorted(jobs.order.tolist()) == list(range(jobs.count))
     assert jobs.count <= max(max_jobs, len(counts))
     assert jobs.one_each == (jobs.count == len(counts))

@@ -18,7 +18,7 @@ from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
     conv_candidates,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.steps import ConvStep, WeightGradStep, interpreted  # noqa: E402
+from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe, interpreted  # noqa: E402
 from sparseconv.pointwise import relu  # noqa: E402
 from sparseconv.pointwise.epilogue import Epilogue  # noqa: E402
 from tests import oracle  # noqa: E402
@@ -32,6 +32,12 @@ SMALL = ConvConfig(16, 16, 16, 4, 2)
 @triton.jit
 def halved_relu(x):
     return tl.maximum(x, 0.0) * 0.5
+
+
+class HalvedRelu:
+    """As much of an epilogue as a kernel needs."""
+
+    scalar = halved_relu
 
 
 @needs_interpreter
@@ -57,9 +63,8 @@ def test_variants_agree_with_the_oracle(case, options, monkeypatch):
     )
     for transposed, source, want in ((False, x, wants[0]), (True, g, wants[1])):
         out = torch.full(want.shape, float("nan"))
-        step = ConvStep(
-            config, work_of(request, False, transposed), source, w, kernel_map, out, False, transposed, wide
-        )
+        recipe = ConvRecipe(config, work_of(request, False, transposed), source, w, transposed, wide=wide)
+        step = recipe.bind(kernel_map)
         step(source, w, out, source, source)
         assert error(out, want) < TOLERANCE[torch.float32]
 
@@ -76,18 +81,8 @@ def test_bias_residual_and_activation_in_the_store(split):
     request = Request(plan.kernel_map, x.device, x.dtype, case.c_in, case.c_out)
     config = ConvConfig(**{**SMALL.__dict__, "split": split})
     out = torch.full(want.shape, float("nan"))
-    step = ConvStep(
-        config,
-        work_of(request, False),
-        x,
-        w,
-        plan.kernel_map,
-        out,
-        True,
-        False,
-        has_residual=True,
-        activation=halved_relu,
-    )
+    recipe = ConvRecipe(config, work_of(request, False), x, w, False, bias, residual, HalvedRelu())
+    step = recipe.bind(plan.kernel_map)
     step(x, w, out, bias, residual)
     assert error(out, want) < TOLERANCE[torch.float32]
     got = TritonImplicitGemm().forward_fused(x, w, plan.kernel_map, 1, bias, residual, Epilogue(relu))
@@ -106,9 +101,8 @@ def test_several_jobs_a_tap_are_added(case, monkeypatch):
     results = []
     for programs in (27, 90):
         out = torch.full(w.shape, float("nan"))
-        WeightGradStep(
-            WeightGradConfig(16, 16, 16, 4, 2, programs), work_of(request, False), plan.kernel_map, x, g, out
-        )(x, g, out)
+        config = WeightGradConfig(16, 16, 16, 4, 2, programs)
+        WeightGradRecipe(config, work_of(request, False), x, g, plan.num_taps).bind(plan.kernel_map)(x, g, out)
         results.append(out)
     want = oracle.weight_grad(x, g, edges_of(plan), plan.num_taps, case.groups)
     assert all(error(out, want) < TOLERANCE[torch.float32] for out in results)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -79,8 +81,8 @@ def small_net() -> torch.nn.Module:
     )
 
 
-def beside_data_parallelism() -> list[str]:
-    """Two scenes, each over two ranks; DistributedDataParallel over the other dimension of the mesh."""
+def beside_data_parallelism(kind: str) -> list[str]:
+    """Two scenes, each over two ranks; data parallelism over the other dimension of the mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "space"))
     data, space = mesh["data"].get_local_rank(), mesh["space"].get_local_rank()
     grid = scene()
@@ -88,20 +90,26 @@ def beside_data_parallelism() -> list[str]:
     part = torch.arange(len(grid)) % 2 == space
     shards = shard(grid.subset(part), mesh["space"], by="slab")
     rows = grid.lookup(shards.coords)
-    net = DistributedDataParallel(Sharded(small_net(), mesh["space"]), process_group=mesh["data"].get_group())
+    net: torch.nn.Module = Sharded(small_net(), mesh["space"])
+    if kind == "fully_shard":
+        fully_shard(net, mesh=mesh["data"])
+    else:
+        net = DistributedDataParallel(net, process_group=mesh["data"].get_group())
     y = net(sc.SparseTensor(shards, x[data][rows]))
     y.features.square().sum().backward()
     whole = small_net()
     loss = sum(whole(sc.SparseTensor(grid, x[i])).features.square().sum() for i in range(2)) / 2
     wrong = []
-    for (name, p), want in zip(net.module.module.named_parameters(), torch.autograd.grad(loss, whole.parameters())):
-        if not torch.allclose(p.grad, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
-            wrong.append(f"{name}: {float((p.grad - want).abs().max()):.2g}")
+    for (name, p), want in zip(net.named_parameters(), torch.autograd.grad(loss, whole.parameters())):
+        grad = p.grad.full_tensor() if kind == "fully_shard" else p.grad
+        if not torch.allclose(grad, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
+            wrong.append(f"{name}: {float((grad - want).abs().max()):.2g}")
     return wrong
 
 
-def test_beside_data_parallelism_on_a_mesh():
-    assert not [line for lines in on_ranks(4, beside_data_parallelism) for line in lines]
+@pytest.mark.parametrize("kind", ["DistributedDataParallel", "fully_shard"])
+def test_beside_data_parallelism_on_a_mesh(kind):
+    assert not [line for lines in on_ranks(4, beside_data_parallelism, kind) for line in lines]
 
 
 def autocast_and_checkpoints() -> list[float]:

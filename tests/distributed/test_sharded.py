@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 import sparseconv as sc
 from sparseconv.distributed import ShardedConvolutionPlan, shard
-from tests.cases import CASES, Case, build, random_grid
+from sparseconv.pointwise import relu
+from tests.cases import CASES, Case, build, named, random_grid
 from tests.distributed.ranks import on_ranks
 
 ORDERS = ["morton", "slab", "kd"]
@@ -90,6 +91,31 @@ HOWS = ["one rank", "each its own", "twice"]
 def test_sharded_equals_unsharded_to_the_bit(world, order, how):
     """Integer features: every kind of plan, each order of space, scenes born on one rank, on all, and held twice."""
     assert not [line for lines in on_ranks(world, every_case, [(order, HOWS[how])]) for line in lines]
+
+
+def with_residual_and_epilogue() -> list[str]:
+    """Residual and activation after a sharded convolution, against those of the whole scene."""
+    (case,) = named("submanifold")
+    grid, plan = random_grid(case), build(case)
+    shards = shard(sc.VoxelGrid(grid.coords[held(grid, "twice")], grid.batch_size), by="kd")
+    sharded = sharded_plan(case, shards)
+    rows = grid.lookup(shards.coords)
+    torch.manual_seed(3)
+    operands = [
+        torch.randint(-2, 3, (n, c)).double().requires_grad_()
+        for n, c in [(len(grid), case.c_in), (len(grid), case.c_out)]
+    ]
+    w = torch.randint(-2, 3, (plan.num_taps, case.c_in, case.c_out)).double()
+    want = plan.execute(operands[0], w, residual=operands[1], epilogue=relu)
+    parts = [t.detach()[rows].requires_grad_() for t in operands]
+    got = sharded.execute(parts[0], w, residual=parts[1], epilogue=relu)
+    wrong = [] if torch.equal(got, want[rows]) else ["y"]
+    pairs = zip(torch.autograd.grad(got.square().sum(), parts), torch.autograd.grad(want.square().sum(), operands))
+    return wrong + [f"gradient {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b[rows])]
+
+
+def test_residual_and_epilogue():
+    assert not [line for lines in on_ranks(2, with_residual_and_epilogue) for line in lines]
 
 
 @pytest.mark.slow

@@ -11,12 +11,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from sparseconv import VoxelGrid
-from sparseconv.geometry import triton_launch, triton_neighbors, triton_order, triton_table
+from sparseconv.geometry import triton_launch, triton_neighbors, triton_order, triton_reach, triton_table
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
+from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.geometry.triton_neighbors import find_neighbors_torch, row_keys, search_window
 from sparseconv.geometry.triton_order import sort_rows
-from sparseconv.geometry.triton_pairs import pairs_of, pairs_torch, reverse_neighbors
+from sparseconv.geometry.triton_pairs import FoundEdges, pairs_of, pairs_torch, reverse_neighbors
 from sparseconv.geometry.triton_reach import reach
 from sparseconv.geometry.triton_table import (
     build_table,
@@ -173,6 +174,34 @@ def test_sorting_rows(rows: int, values: int, run: int, monkeypatch: pytest.Monk
     assert torch.equal(sort_rows(keys).long(), torch.sort(keys, stable=True).indices)
 
 
+@pytest.mark.parametrize("first", ["counts", "pairs", "reversed table"])
+def test_a_map_writes_its_edges_when_they_are_asked_for(first: str) -> None:
+    case = CASES[4]
+    source = case.source(device=DEVICE)
+    target = case.target(source)
+    search = search_window(build_table(source), target, encode_window(case.offsets, (2, 2, 2), None, source.device))
+    found = FoundEdges(search, len(source))
+    sizes = len(source), len(target), len(case.offsets)
+    lazy, want = KernelMap(*sizes, source=found), KernelMap(*sizes, neighbors=search.look_up())
+    if first == "pairs":
+        assert lazy.in_rows is lazy.reverse().out_rows
+    if first == "reversed table":
+        assert torch.equal(lazy.reverse().neighbors, want.reverse().neighbors)
+    assert lazy.num_pairs == lazy.reverse().num_pairs == want.num_pairs
+    assert lazy.tap_counts == lazy.reverse().tap_counts == want.tap_counts
+    assert ("pairs" in found.written) is (first == "pairs")
+    assert lazy.reverse().reverse() is lazy
+    assert lazy.reverse().out_rows is lazy.in_rows
+    assert lazy.reverse().in_rows is lazy.out_rows
+    for here, there in ((lazy, want), (lazy.reverse(), want.reverse())):
+        assert torch.equal(here.neighbors, there.neighbors)
+        for one, other in zip(here._pairs, there._pairs):
+            assert torch.equal(one, other)
+    kept = lazy.reverse()
+    del lazy
+    assert torch.equal(kept.reverse().in_rows, want.in_rows)  # a map that outlives the one it reverses
+
+
 def test_scratch_memory_goes_and_comes_back() -> None:
     case = CASES[3]
     source = case.source(seed=5, device=DEVICE)
@@ -186,11 +215,19 @@ def test_scratch_memory_goes_and_comes_back() -> None:
     assert torch.equal(search.counts, counts)
 
 
+@pytest.mark.parametrize("way", ["bits", "keys"])
+@pytest.mark.parametrize(("kernel", "dilation"), [((3, 2, 1), 1), ((2, 2, 2), 1), ((3, 1, 2), 2)])
 @pytest.mark.parametrize("stride", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["absent", "periodic", "forbid"])
-def test_what_a_window_reaches(kind: str, stride: int) -> None:
-    coords = Case("any", 3, (), rows=40, spread=6).source(seed=stride)
-    grid, window = VoxelGrid(coords, 4), Window.of(3, (3, 2, 1), stride, padding=(1, 0, 2))
+def test_what_a_window_reaches(
+    kind: str, stride: int, kernel: tuple[int, ...], dilation: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "keys" and kernel[0] == 2:
+        pytest.skip("one box is enough")
+    if way == "keys":  # a hash table and a sort, as for far larger boxes
+        monkeypatch.setattr(triton_reach, "MOST_MARKED", 0)
+    coords = Case("any", 3, (), rows=20, spread=6).source(seed=stride)
+    grid, window = VoxelGrid(coords, 4), Window.of(3, kernel, stride, dilation, (1, 0, 2))
     torus = IndexRange((-6, -6, -6), (6, 6, 6)) if kind == "periodic" else None
     edge = Boundary.periodic(torus) if torus is not None else Boundary("absent")
     where = grid.coords.to(DEVICE), grid.extent, 4, window.offsets, window.stride
@@ -202,6 +239,32 @@ def test_what_a_window_reaches(kind: str, stride: int) -> None:
         edge = Boundary.forbid(within)
     found = reach(*where, torus, to_fine=True, within=within)
     assert torch.equal(found.cpu(), fine_grid(grid, window, edge).coords)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_what_a_window_reaches_in_other_ranks(rank: int) -> None:
+    coords = Case("any", rank, (), rows=20, spread=5).source(seed=rank)
+    grid = VoxelGrid(coords, 4)
+    for window in (
+        Window.of(rank, 2, 2),
+        Window.of(rank, 3, 2),
+        Window.of(rank, None, 1, taps=[(0,) * rank, (3,) * rank]),
+    ):
+        where = grid.coords.to(DEVICE), grid.extent, 4, window.offsets, window.stride, None
+        for to_fine, found in ((False, coarse_grid), (True, fine_grid)):
+            want = found(grid, window, Boundary("absent")).coords
+            assert torch.equal(reach(*where, to_fine=to_fine).cpu(), want)
+
+
+def test_what_a_window_reaches_in_long_lines() -> None:
+    """Many words and lines of them, and runs of cells that cross both."""
+    line = torch.cat([torch.arange(500), torch.arange(4000, 4200), torch.tensor([70_000, 262_143])])
+    coords = torch.stack([line * 0, line * 0, line], 1).int().to(DEVICE)
+    extent = IndexRange((0, 0), (1, 262_144))
+    for factor in (1, 2):
+        found = reach(coords, extent, 1, ((0, 0),), (1, factor), None, to_fine=False)
+        want = line if factor == 1 else line[line % 2 == 0] // 2
+        assert torch.equal(found[:, 2].cpu().long(), want)
 
 
 def test_what_keys_cannot_number_is_left_to_others() -> None:

@@ -61,3 +61,36 @@ def test_two_builds_give_the_same_bits_and_wait_for_nothing() -> None:
     first, second = ((*pairs_of(search)[:2], *vars(schedule).values()) for search, schedule in builds)
     for a, b in zip(first, second):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_counts_that_nobody_reads_leave_the_next_ones_right() -> None:
+    coords = scattered(20_000, 25)
+    cpu, gpu = VoxelGrid(coords), VoxelGrid(coords.cuda())
+    kept = []
+    for turn in range(12):
+        kernel = 1 + turn % 4
+        ConvolutionPlan(gpu, kernel)  # dropped before its counts have arrived
+        kept.append((kernel, ConvolutionPlan(gpu, kernel, stride=1 + turn % 2)))
+    for kernel, plan in kept:
+        want = ConvolutionPlan(cpu, kernel, stride=plan.window.stride)
+        assert plan.target.extent == want.target.extent
+        assert plan.kernel_map.tap_counts == want.kernel_map.tap_counts
+        assert plan.kernel_map.num_pairs == want.kernel_map.num_pairs == len(plan.kernel_map.in_rows)
+        assert torch.equal(plan.kernel_map.reverse().neighbors.cpu(), want.kernel_map.reverse().neighbors)
+
+
+@pytest.mark.parametrize("spread", [30, 3000, 400_000])  # bits for every cell, for few of them, and a sort of keys
+@pytest.mark.parametrize(("kernel", "stride"), [(2, 2), (3, 2), (1, 2), (2, 3), (3, 1)])
+def test_reached_grids_are_those_of_the_cpu(kernel: int, stride: int, spread: int) -> None:
+    from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
+    from sparseconv.geometry.ranges import Boundary
+
+    coords, window = scattered(30_000, spread), Window.of(3, kernel, stride)
+    for reached in (coarse_grid, fine_grid):
+        want = reached(VoxelGrid(coords), window, Boundary.absent())
+        got = reached(VoxelGrid(coords.cuda()), window, Boundary.absent())
+        assert torch.equal(got.coords.cpu(), want.coords)
+        assert got.extent == want.extent
+        assert (got.batch_size, got.voxel_size, got.origin) == (want.batch_size, want.voxel_size, want.origin)
+        some = want.coords[:: max(1, len(want) // 100)]
+        assert torch.equal(got.lookup(some.cuda()).cpu(), want.lookup(some))

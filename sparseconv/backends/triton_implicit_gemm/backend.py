@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,18 +19,20 @@ from sparseconv.backends.triton_implicit_gemm.config import (
 from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
 from sparseconv.backends.triton_implicit_gemm.steps import (
     PARTIAL_BYTES,
-    ConvStep,
-    WeightGradStep,
+    ConvRecipe,
+    WeightGradRecipe,
     interpreted,
     precision_of,
 )
-from sparseconv.backends.triton_implicit_gemm.tuning import Tuner
+from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, tuning_enabled
 from sparseconv.geometry.kernel_map import KernelMap
 
 if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: maps whose rows are so many parts of a power of two apart are of one size: a choice made for one holds for all
+SIZES_AN_OCTAVE = 4
 
 
 class TritonImplicitGemm(Backend):
@@ -41,6 +46,10 @@ class TritonImplicitGemm(Backend):
 
     def __init__(self) -> None:
         self._tuner = Tuner()
+        #: what runs for (form of operands, taps, size of the map, device, whether choices are timed, share of pairs)
+        self._recipes: dict[tuple[object, ...], ConvRecipe | WeightGradRecipe] = {}
+        #: the last of those that differ in the number of pairs alone
+        self._latest: dict[tuple[object, ...], ConvRecipe | WeightGradRecipe] = {}
 
     def unsupported(self, request: Request) -> str | None:
         """None on a CUDA device for half, bfloat16 and single precision; else why not."""
@@ -48,7 +57,7 @@ class TritonImplicitGemm(Backend):
             return f"computes in float16, bfloat16 and float32, not in {request.dtype}; cast, or use another backend"
         if request.device.type != "cuda" and not interpreted():
             return f"runs on CUDA devices, not on {request.device}; TRITON_INTERPRET=1 runs it slowly on the CPU"
-        if request.device.type == "cuda" and torch.cuda.get_device_capability(request.device) < (8, 0):
+        if request.device.type == "cuda" and _card(request.device)[1] < (8, 0):
             return f"needs compute capability 8.0 or newer, {torch.cuda.get_device_name(request.device)} is older"
         return None
 
@@ -85,28 +94,33 @@ class TritonImplicitGemm(Backend):
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         """dL/dw (K, C_in/G, C_out): runs of each tap's pairs, summed in fp32 and added in a fixed order."""
         x, grad_out = _rows(x), _rows(grad_out)
-        group_in, c_out = x.shape[1] // groups, grad_out.shape[1]
-        out = torch.empty(kernel_map.num_taps, group_in, c_out, dtype=x.dtype, device=x.device)
-        if out.numel() == 0 or kernel_map.num_pairs == 0:
-            return out.zero_()
-        aligned = _aligned(x, x.stride(0)) and _aligned(grad_out, grad_out.stride(0))
+        taps, group_in, c_out = kernel_map.num_taps, x.shape[1] // groups, grad_out.shape[1]
+        out = x.new_empty((taps, group_in, c_out))
         key = (
             "weight_grad",
             x.dtype,
-            x.shape[1],
+            group_in,
             c_out,
             groups,
             x.stride(0),
             grad_out.stride(0),
-            aligned,
+            (x.data_ptr() | grad_out.data_ptr()) % 16 == 0,
             precision_of(x.dtype),
         )
         step = kernel_map.prepared.get(key)
         if step is None:
-            step = self._prepare_weight_grad(x, grad_out, kernel_map, groups, out, aligned)
-            kernel_map.prepared[key] = step
-        with _on(x):
-            step(x, grad_out, out)
+            if out.numel() == 0 or kernel_map.num_pairs == 0:
+                return out.zero_()
+            step = self._bind(
+                key,
+                (x, grad_out, out),
+                kernel_map,
+                (x.shape[1], c_out, groups),
+                (_aligned(x, x.stride(0)) and _aligned(grad_out, grad_out.stride(0)), False),
+                weight_grad_candidates,
+                lambda config, work: WeightGradRecipe(config, work, x, grad_out, taps),
+            )
+        _run(step, x, grad_out, out)
         return out
 
     def workspace_bytes(self, request: Request) -> int:
@@ -145,83 +159,122 @@ class TritonImplicitGemm(Backend):
         epilogue: Epilogue | None = None,
     ) -> torch.Tensor:
         x = _rows(x)
-        weight = weight if weight.is_contiguous() else weight.contiguous()
-        residual = residual if residual is None or residual.is_contiguous() else residual.contiguous()
+        if not weight.is_contiguous():
+            weight = weight.contiguous()
+        if residual is not None and not residual.is_contiguous():
+            residual = residual.contiguous()
         num_out = kernel_map.num_in if transposed else kernel_map.num_out
         c_out = weight.shape[1] * groups if transposed else weight.shape[2]
-        out = torch.empty(num_out, c_out, dtype=x.dtype, device=x.device)
-        if out.numel() == 0:
+        out = x.new_empty((num_out, c_out))
+        if not num_out or not c_out:
             return out
-        aligned = _aligned(x, x.stride(0)) and _aligned(weight, weight.shape[2])
-        dtypes = (x.dtype, None if bias is None else bias.dtype, None if residual is None else residual.dtype)
         key = (
-            "conv",
             transposed,
-            dtypes,
+            x.dtype,
+            None if bias is None else bias.dtype,
+            None if residual is None else residual.dtype,
             weight.shape,
             groups,
             x.stride(0),
-            aligned,
+            (x.data_ptr() | weight.data_ptr()) % 16 == 0,
             epilogue,
             precision_of(x.dtype),
         )
         step = kernel_map.prepared.get(key)
         tensors = (x, weight, out, x if bias is None else bias, x if residual is None else residual)
-        with _on(x):
-            if step is None:
-                channels = (c_out, x.shape[1]) if transposed else (x.shape[1], c_out)
-                work = work_of(Request(kernel_map, x.device, x.dtype, *channels, groups), aligned, transposed)
-                activation = None if epilogue is None else epilogue.scalar
-                extras = (bias is not None, transposed, False, residual is not None, activation)
-                step = kernel_map.prepared[key] = self._tuner.choose(
-                    ("conv", *work.key()),
-                    conv_candidates(work),
-                    lambda config: ConvStep(config, work, x, weight, kernel_map, out, *extras),
-                    tensors,
-                )
-            step(*tensors)
+        if step is None:
+            channels = (c_out, x.shape[1]) if transposed else (x.shape[1], c_out)
+            step = self._bind(
+                key,
+                tensors,
+                kernel_map,
+                (*channels, groups),
+                (_aligned(x, x.stride(0)) and _aligned(weight, weight.shape[2]), transposed),
+                conv_candidates,
+                lambda config, work: ConvRecipe(config, work, x, weight, transposed, bias, residual, epilogue),
+            )
+        _run(step, *tensors)
         return out
 
-    def _prepare_weight_grad(
+    def _bind(
         self,
-        x: torch.Tensor,
-        grad_out: torch.Tensor,
+        key: tuple[object, ...],
+        tensors: tuple[torch.Tensor, ...],
         kernel_map: KernelMap,
-        groups: int,
-        out: torch.Tensor,
-        aligned: bool,
-    ) -> WeightGradStep:
-        work = work_of(Request(kernel_map, x.device, x.dtype, x.shape[1], grad_out.shape[1], groups), aligned)
-        with _on(x):
-            return self._tuner.choose(
-                ("weight_grad", *work.key()),
-                weight_grad_candidates(work),
-                lambda config: WeightGradStep(config, work, kernel_map, x, grad_out, out),
-                (x, grad_out, out),
-            )
+        channels: tuple[int, int, int],
+        kind: tuple[bool, bool],
+        candidates_of: Callable[[Work], Sequence[Any]],
+        recipe_of: Callable[[Any, Work], ConvRecipe | WeightGradRecipe],
+    ) -> Callable[..., None]:
+        """The step for operands of this form (``key``) over a map, where it is kept under ``key``.
+
+        ``kind`` says whether the operands are aligned, and whether it is an input gradient.
+        """
+        device = tensors[0].device
+        form = (key, kernel_map.num_taps, _octave(kernel_map, kind[1]), device, tuning_enabled())
+        guess = self._latest.get(form)
+        if guess is not None:
+            guess.prepare(kernel_map)  # what it launches runs while the number of pairs is on its way to the host
+        place = (*form, _density(kernel_map, kind[1]))
+        recipe = self._recipes.get(place)
+        if recipe is None:
+            work = work_of(Request(kernel_map, device, tensors[0].dtype, *channels), *kind)
+            candidates = candidates_of(work)
+            name = ("weight_grad" if key[0] == "weight_grad" else "conv", *work.key())
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                config, settled = self._tuner.choose(
+                    name, candidates, lambda config: recipe_of(config, work).bind(kernel_map), tensors
+                )
+            recipe = recipe_of(config, work)
+            if settled:
+                self._recipes[place] = recipe
+        self._latest[form] = recipe
+        step = kernel_map.prepared[key] = recipe.bind(kernel_map)
+        return step
 
 
 def work_of(request: Request, aligned: bool, transposed: bool = False) -> Work:
-    """The estimate's view of a request: of its forward and weight gradient, or, transposed, of its input gradient."""
+    """The estimate's view of a request: of its forward and weight gradient, or, transposed, of its input gradient.
+
+    Maps of one size are one to it, so that what is chosen and compiled for a map serves those like it.
+    """
     kernel_map, groups = request.kernel_map, request.groups
     channels = (request.c_in // groups, request.c_out // groups)
     channels = channels[::-1] if transposed else channels
-    work = Work(
+    num_rows = round(2 ** (_octave(kernel_map, transposed) / SIZES_AN_OCTAVE))
+    num_pairs = round(num_rows * kernel_map.num_taps * _density(kernel_map, transposed) / 8)
+    processors, capability = _card(request.device) if request.device.type == "cuda" else (132, (0, 0))
+    return Work(
         request.dtype,
-        kernel_map.num_in if transposed else kernel_map.num_out,
-        kernel_map.num_pairs,
+        num_rows,
+        num_pairs,
         kernel_map.num_taps,
         *channels,
         groups,
         aligned,
-        transposed=transposed,
-        precision=precision_of(request.dtype),
+        processors,
+        capability,
+        transposed,
+        precision_of(request.dtype),
     )
-    if request.device.type != "cuda":
-        return replace(work, capability=(0, 0))
-    properties = torch.cuda.get_device_properties(request.device)
-    capability = (properties.major, properties.minor)
-    return replace(work, processors=properties.multi_processor_count, capability=capability)
+
+
+def _octave(kernel_map: KernelMap, transposed: bool) -> int:
+    """The order of magnitude of the output rows, in parts of a power of two."""
+    return round(SIZES_AN_OCTAVE * math.log2(max(1, kernel_map.num_in if transposed else kernel_map.num_out)))
+
+
+def _density(kernel_map: KernelMap, transposed: bool) -> int:
+    """Eighths of the pairs that there can be."""
+    rows = kernel_map.num_in if transposed else kernel_map.num_out
+    return round(8 * kernel_map.num_pairs / max(1, rows * kernel_map.num_taps))
+
+
+@cache
+def _card(device: torch.device) -> tuple[int, tuple[int, int]]:
+    """Multiprocessors and compute capability."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, (properties.major, properties.minor)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -235,18 +288,16 @@ def _aligned(x: torch.Tensor, stride: int) -> bool:
     return x.data_ptr() % 16 == 0 and stride * x.element_size() % 16 == 0
 
 
-class _on:
-    """The device of a tensor as the current one; nothing at all where it is already, or on the CPU."""
+def _elsewhere(x: torch.Tensor) -> bool:
+    """Whether a tensor lies on a GPU that is not the current one."""
+    index = x.get_device()
+    return index >= 0 and index != torch.cuda.current_device()
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self._index = x.get_device()
-        self._guard: torch.cuda.device | None = None
 
-    def __enter__(self) -> None:
-        if self._index >= 0 and torch.cuda.current_device() != self._index:
-            self._guard = torch.cuda.device(self._index)
-            self._guard.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._guard is not None:
-            self._guard.__exit__(*error)
+def _run(step: Callable[..., None], *tensors: torch.Tensor) -> None:
+    """Run a step on the device of its tensors."""
+    if _elsewhere(tensors[0]):
+        with torch.cuda.device(tensors[0].device):
+            step(*tensors)
+    else:
+        step(*tensors)

@@ -103,11 +103,17 @@ def make_tiles(
             plain = parts == (tuple(range(taps)),)
             constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
             (_TILES_64 if wide else _TILES)(device, (tiles,), args, constants)
-            ranked = (pointer(counts), pointer(launch_order), tiles)
-            mine = 64 if tiles <= 4096 else 256  # many tiles are read by fewer programs
-            _RANK(device, (ceil_div(tiles, mine),), ranked, (power_of_2(lines + 2), mine, 1024))
+            rank_tiles(counts, launch_order, lines)
     more: dict[str, Any] = {"slots": slots_of} if split else {}
     return Schedule(block_m, table, out_rows, counts, tile_rows, tile_taps, launch_order, **more)
+
+
+def rank_tiles(counts: torch.Tensor, order: torch.Tensor, lines: int) -> None:
+    """Write the order of launch (T,) int32 of tiles with ``counts`` (T,) int32 live taps each, ``lines`` at most."""
+    tiles = counts.shape[0]
+    mine = 64 if tiles <= 4096 else 256  # many tiles are read by fewer programs
+    constants = (power_of_2(lines + 2), mine, 1024)
+    _RANK(counts.device, (ceil_div(tiles, mine),), (pointer(counts), pointer(order), tiles), constants)
 
 
 @lru_cache(maxsize=512)

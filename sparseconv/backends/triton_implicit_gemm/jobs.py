@@ -16,13 +16,20 @@ JOB_QUANTUM = 128
 
 @dataclass(frozen=True)
 class Jobs:
-    """J runs of pairs; job j sums pairs [begin[j], end[j]) of one tap; jobs of a tap are neighbours in number."""
+    """J runs of pairs; job j sums pairs [begin[j], end[j]) of one tap; jobs of a tap are neighbours in number.
+
+    J is known without reading the counts of the taps: jobs from ``tap_jobs[K]`` on are empty and belong to no tap.
+    """
 
     begin: torch.Tensor  # (J,) int64
     end: torch.Tensor  # (J,) int64
     order: torch.Tensor  # (J,) int32: the order of launch; jobs over the same rows of different taps run together
     tap_jobs: torch.Tensor  # (K + 1,) int32: tap k owns the jobs [tap_jobs[k], tap_jobs[k + 1])
-    count: int
+
+    @property
+    def count(self) -> int:
+        """J."""
+        return self.begin.shape[0]
 
     @property
     def one_each(self) -> bool:
@@ -30,49 +37,54 @@ class Jobs:
         return self.count == self.tap_jobs.shape[0] - 1
 
 
-def cut_jobs(tap_counts: Sequence[int], max_jobs: int, quantum: int, device: torch.device) -> Jobs:
-    """Cut pairs ordered by tap into ``max_jobs`` jobs at most, the longest of them as short as that allows.
+def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
+    """The map's jobs, ``max_jobs`` at most or one a tap, cut on first use and kept with the map."""
+    count = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, max_jobs, JOB_QUANTUM)
+    key = ("jobs", count)
+    jobs = kernel_map.prepared.get(key)
+    if jobs is None:
+        from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_jobs_on_device
+
+        jobs = kernel_map.prepared[key] = cut_jobs_on_device(kernel_map.tap_offsets, count, JOB_QUANTUM)
+    return jobs
+
+
+def most_jobs(num_taps: int, num_pairs: int, max_jobs: int, quantum: int) -> int:
+    """J: no more than asked for, than there are runs of a quantum of pairs, and than there are taps."""
+    return max(num_taps, min(max_jobs, num_taps + num_pairs // quantum))
+
+
+# ---- readable twin
+
+
+def cut_jobs(tap_counts: Sequence[int], count: int, quantum: int) -> Jobs:
+    """Cut pairs ordered by tap into ``count`` jobs, the longest of them as short as that allows.
 
     Every tap has at least one job, empty if the tap is (its gradient is then written as zero), so there are at least
-    as many jobs as taps. Lengths are multiples of ``quantum``: all programs of a launch finish together.
+    as many jobs as taps. Lengths are multiples of ``quantum``: all programs of a launch finish together. Jobs run in
+    the order of how far into their tap they begin.
     """
     counts = np.asarray(tap_counts, dtype=np.int64)
     starts = np.concatenate([[0], np.cumsum(counts)])
     low, high = 1, max(1, -(-int(counts.max(initial=0)) // quantum))  # in quanta: too short or just right, long enough
     while low < high:
         middle = (low + high) // 2
-        if np.maximum(1, -(-counts // (middle * quantum))).sum() <= max_jobs:
+        if np.maximum(1, -(-counts // (middle * quantum))).sum() <= count:
             high = middle
         else:
             low = middle + 1
-    length = high * quantum
-    parts = np.maximum(1, -(-counts // length))
+    parts = np.maximum(1, -(-counts // (high * quantum)))
     tap_jobs = np.concatenate([[0], np.cumsum(parts)])
     tap = np.repeat(np.arange(len(counts)), parts)
     index = np.arange(tap_jobs[-1]) - tap_jobs[tap]
     share = -(-counts // (parts * quantum)) * quantum  # a tap's pairs spread evenly over its jobs
     begin = np.minimum(starts[tap] + index * share[tap], starts[tap + 1])
     end = np.minimum(begin + share[tap], starts[tap + 1])
-    order = np.lexsort((begin - end, index / parts[tap]))
-
-    def put(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
-
+    order = np.lexsort((tap, index / parts[tap]))
+    empty = count - len(tap)
     return Jobs(
-        put(begin, torch.int64),
-        put(end, torch.int64),
-        put(order, torch.int32),
-        put(tap_jobs, torch.int32),
-        int(tap_jobs[-1]),
+        torch.from_numpy(np.pad(begin, (0, empty))),
+        torch.from_numpy(np.pad(end, (0, empty))),
+        torch.from_numpy(np.concatenate([order, np.arange(len(tap), count)])).int(),
+        torch.from_numpy(tap_jobs).int(),
     )
-
-
-def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
-    """The map's jobs, cut on first use and kept with the map."""
-    key = ("jobs", max_jobs)
-    jobs = kernel_map.prepared.get(key)
-    if jobs is None:
-        jobs = cut_jobs(kernel_map.tap_counts, max_jobs, JOB_QUANTUM, kernel_map.in_rows.device)
-        kernel_map.prepared[key] = jobs
-    return jobs

@@ -1,62 +1,110 @@
-"""A kernel with everything but its tensors bound: launched at the cost of one C call once it is compiled."""
+"""From a kernel and its constants to a launch over one map, at the cost of one C call."""
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
+_address = torch.Tensor.data_ptr
 
-class Launch:
-    """One compiled kernel, its grid and its fixed arguments.
 
-    Triton's own launch looks at every argument to find the compiled kernel again; here the arguments that change are
-    pointers alone, so a look at their alignment is enough. Anything else (unaligned views, launch hooks of a profiler,
-    the interpreter) takes Triton's way.
+class Program:
+    """A kernel with its constants: compiled once for all maps, launched without a look at its arguments.
+
+    ``types`` are those of the arguments before the constants, as a `Launcher` takes them.
     """
 
-    def __init__(
-        self, kernel: Any, grid: int, fixed: tuple[Any, ...], constants: dict[str, Any], warps: int, stages: int
-    ) -> None:
-        self.kernel = kernel
-        self.grid = (grid, 1, 1)
-        self.fixed = fixed
-        self.options = {**constants, "num_warps": warps, "num_stages": stages}
-        self._rest: tuple[Any, ...] = tuple(f.data_ptr() if isinstance(f, torch.Tensor) else f for f in fixed) + tuple(
-            constants.values()
-        )
-        self._compiled: Any = None
+    def __init__(self, kernel: Any, types: Sequence[Any], constants: dict[str, Any], warps: int, stages: int) -> None:
+        self.kernel, self.constants = kernel, constants
+        self.types, self.warps, self.stages = types, warps, stages
+        self._starts: dict[int, Callable[[int, int, tuple], None]] = {}
 
-    def compile(self, *tensors: torch.Tensor) -> None:
-        """Compile for tensors like these without running."""
-        self.kernel.warmup(*tensors, *self.fixed, grid=self.grid, **self.options)
+    @cached_property
+    def _launcher(self) -> Any:
+        from sparseconv.geometry.triton_launch import Launcher  # Triton is loaded where it is used
+
+        return Launcher(self.kernel, self.types, self.warps, num_stages=self.stages)
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether Triton interprets the kernel: it then takes tensors, not addresses."""
+        from sparseconv.geometry.triton_launch import INTERPRETED
+
+        return INTERPRETED
+
+    @cached_property
+    def hooks(self) -> Any:
+        """Where a profiler leaves what Triton is to call at each launch."""
+        from triton import knobs
+
+        return knobs.runtime
+
+    def compile(self) -> None:
+        """Compile for the current device without running."""
+        self._launcher.compile(tuple(self.constants.values()))
+
+    def start(self, device_index: int) -> Callable[[int, int, tuple], None]:
+        """What launches it on a device: called with both sides of the grid and the arguments before the constants."""
+        start = self._starts.get(device_index)
+        if start is None:
+            start = self._starts[device_index] = self._launcher.on(device_index, tuple(self.constants.values()))
+        return start
+
+    def through_triton(self, grid: int, arguments: tuple[Any, ...]) -> None:
+        """Launch as Triton does, which looks at every argument: the way of the interpreter and of unaligned views."""
+        self.kernel[grid, 1, 1](*arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
+
+
+class Fixed:
+    """What a map gives the launches over it: arrays, then numbers; their addresses are read once for all of them."""
+
+    __slots__ = ("addresses", "arguments", "bits")
+
+    def __init__(self, arrays: tuple[torch.Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
+        self.arguments = (*arrays, *numbers)
+        addresses = tuple(map(_address, arrays))
+        #: the addresses together: a multiple of 16 where all are
+        self.bits = functools.reduce(operator.or_, addresses, 0)
+        self.addresses = (*addresses, *numbers)
+
+
+class Launch:
+    """A program over one map: ``fixed`` and ``numbers`` come from the map, the call brings the tensors that change."""
+
+    __slots__ = ("_fixed", "_grid", "_numbers", "_program", "_rest", "_start")
+
+    def __init__(self, program: Program, grid: int, fixed: Fixed, numbers: tuple[int, ...] = ()) -> None:
+        self._program, self._grid, self._fixed, self._numbers = program, grid, fixed, numbers
+        self._rest = fixed.addresses + numbers
+        self._start: Callable[[int, int, tuple], None] | None = None
+
+    def compile(self) -> None:
+        """Compile without running."""
+        self._program.compile()
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Launch on the current stream of the current device."""
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        bits = 0
+        start = self._start
+        if start is None:
+            index = tensors[0].get_device()
+            if index < 0 or self._program.interpreted:
+                self._through_triton(tensors)
+                return
+            start = self._start = self._program.start(index)
+        pointers = tuple(map(_address, tensors))
+        bits = self._fixed.bits
         for pointer in pointers:
             bits |= pointer
-        if self._compiled is None or bits & 15 or _hooks():
-            compiled = self.kernel[self.grid](*tensors, *self.fixed, **self.options)
-            if not bits & 15 and hasattr(compiled, "packed_metadata"):
-                self._compiled = compiled
-            return
-        compiled = self._compiled
-        stream = _current_stream(tensors[0].get_device())
-        compiled.run(
-            *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *self._rest
-        )
+        hook = self._program.hooks.launch_enter_hook
+        if bits & 15 or (hook is not None and getattr(hook, "calls", hook)):
+            self._through_triton(tensors)
+        else:
+            start(self._grid, 1, pointers + self._rest)
 
-
-def _hooks() -> bool:
-    from triton import knobs
-
-    hook = knobs.runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
-
-
-def _current_stream(device: int) -> int:
-    from triton.runtime import driver
-
-    return driver.active.get_current_stream(device)
+    def _through_triton(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._program.through_triton(self._grid, (*tensors, *self._fixed.arguments, *self._numbers))

@@ -6,9 +6,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import torch
 
+from sparseconv.backends.triton_implicit_gemm.launch import Fixed
 from sparseconv.geometry.kernel_map import KernelMap
 
 #: slots are padded to a multiple of this, so that schedules of every block size share one table
@@ -44,6 +46,12 @@ class Schedule:
     @property
     def num_tiles(self) -> int:
         return self.tile_counts.shape[0]
+
+    @cached_property
+    def fixed(self) -> Fixed:
+        """What a launch over the tiles takes."""
+        lists = (self.tile_counts, self.tile_rows, self.tile_taps, self.tile_order)
+        return Fixed((self.neighbors, self.out_rows, *lists), (self.out_rows.shape[0], self.tile_rows.shape[1]))
 
 
 def tap_significance(num_taps: int) -> tuple[int, ...]:
@@ -211,16 +219,19 @@ def build_schedule(
     return Schedule(block_m, table, out_rows, *lists, slots=slots)
 
 
-def retile(schedule: Schedule, block_m: int, row_taps: torch.Tensor | None = None) -> Schedule:
+def retile(schedule: Schedule, block_m: int) -> Schedule:
     """The same rows in the same order in tiles of another size; the table is shared, only the lists are new."""
     if block_m == schedule.block_m:
         return schedule
-    if row_taps is None:
-        if schedule.slots is not None:
-            raise ValueError("a schedule of several groups of taps needs its row_taps (G, R) to be cut anew")
-        num_rows = schedule.neighbors.shape[0] - 1
-        row_taps = torch.arange(num_rows, dtype=torch.int32, device=schedule.neighbors.device)[None]
-    counts, tile_rows, tile_taps, order = tile_lists(schedule.neighbors, block_m, row_taps)
+    if schedule.slots is not None:
+        raise ValueError("a schedule of several groups of taps cannot be cut anew: build it for its tile size")
+    table = schedule.neighbors
+    if table.is_cuda:
+        from sparseconv.backends.triton_implicit_gemm.tiles import retile_on_gpu  # Triton is loaded where it is used
+
+        return retile_on_gpu(schedule, block_m)
+    row_taps = torch.arange(table.shape[0] - 1, dtype=torch.int32, device=table.device)[None]
+    counts, tile_rows, tile_taps, order = tile_lists(table, block_m, row_taps)
     return replace(
         schedule, block_m=block_m, tile_counts=counts, tile_rows=tile_rows, tile_taps=tile_taps, tile_order=order
     )
@@ -234,32 +245,60 @@ def schedule_of(
     A map with a mirror symmetry is its own reverse with the taps exchanged, so its one table serves both directions.
     ``split``: taps in so many groups with a row order each. ``chunked``: rows sorted inside runs of neighbouring rows,
     which are those of ``kernel_map.prepared["row_order"]`` where the geometry left one, and tiles launched in order.
+    Where every output row has one edge, no tile has two taps and neither makes a difference.
     """
     if transposed and kernel_map.mirror is None:
         return schedule_of(kernel_map.reverse(), block_m, False, split, chunked)
     key = ("schedule", block_m, transposed, split, chunked)
     schedule = kernel_map.prepared.get(key)
     if schedule is None:
-        if transposed:
-            straight = schedule_of(kernel_map, block_m, False, split, chunked)
-            mirror = torch.tensor(kernel_map.mirror, dtype=torch.int32)
-            if straight.tile_taps.is_cuda:
-                mirror = mirror.pin_memory()
-            mirror = mirror.to(straight.tile_taps.device, non_blocking=True)
-            schedule = replace(straight, tile_taps=mirror[straight.tile_taps.long()])
-        elif split > 1:
-            schedule = _build(kernel_map, block_m, plane_groups(kernel_map.num_taps, split))
-        else:
-            name = "chunked schedule" if chunked else "schedule"
-            base = kernel_map.prepared.get(name)
-            if base is None:
-                base = kernel_map.prepared[name] = _build(kernel_map, block_m, None, CHUNK_ROWS if chunked else None)
-            schedule = retile(base, block_m)
-            if chunked:
-                order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
-                schedule = replace(schedule, tile_order=order)
-        kernel_map.prepared[key] = schedule
+        schedule = kernel_map.prepared[key] = _schedule(kernel_map, *key[1:])
     return schedule
+
+
+def _schedule(kernel_map: KernelMap, block_m: int, transposed: bool, split: int, chunked: bool) -> Schedule:
+    if transposed:
+        straight = schedule_of(kernel_map, block_m, False, split, chunked)
+        return replace(straight, tile_taps=_mirrored(straight.tile_taps, kernel_map.mirror or ()))
+    if _meets_once(kernel_map):
+        from sparseconv.backends.triton_implicit_gemm.tiles import one_tap_schedule
+
+        if split > 1 or chunked:
+            return schedule_of(kernel_map, block_m)
+        return one_tap_schedule(kernel_map, block_m)
+    if split > 1:
+        return _build(kernel_map, block_m, plane_groups(kernel_map.num_taps, split))
+    name = "chunked schedule" if chunked else "schedule"
+    base = kernel_map.prepared.get(name)
+    if base is None:
+        base = kernel_map.prepared[name] = _build(kernel_map, block_m, None, CHUNK_ROWS if chunked else None)
+    schedule = retile(base, block_m)
+    if not chunked:
+        return schedule
+    order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
+    return replace(schedule, tile_order=order)
+
+
+def _mirrored(tile_taps: torch.Tensor, mirror: tuple[int, ...]) -> torch.Tensor:
+    """The mirrored tap of each."""
+    last = len(mirror) - 1
+    if all(tap == last - place for place, tap in enumerate(mirror)):
+        return last - tile_taps
+    return _on_device(mirror, tile_taps.device)[tile_taps.long()]
+
+
+@lru_cache(maxsize=64)
+def _on_device(mirror: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    taps = torch.tensor(mirror, dtype=torch.int32)
+    return (taps.pin_memory() if device.type == "cuda" else taps).to(device, non_blocking=True)
+
+
+def _meets_once(kernel_map: KernelMap) -> bool:
+    if kernel_map.device.type != "cuda" or "row_order" in kernel_map.prepared:
+        return False
+    from sparseconv.backends.triton_implicit_gemm.tiles import meets_once  # Triton is loaded where it is used
+
+    return meets_once(kernel_map)
 
 
 def _build(

@@ -1,26 +1,69 @@
-"""What runs for one configuration: launches in order, and the partial sums that travel between them."""
+"""What runs for one configuration: a recipe knows all but the map; a step is a recipe over one map.
+
+A recipe holds compiled kernels and is kept for every map of about its size; a step adds addresses and sizes, so that
+the first use of a layer on a new map costs little more than any other.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparseconv.backends.triton_implicit_gemm.config import ConvConfig, WeightGradConfig, Work, power_of_two
 from sparseconv.backends.triton_implicit_gemm.jobs import jobs_of
-from sparseconv.backends.triton_implicit_gemm.launch import Launch
-from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+from sparseconv.backends.triton_implicit_gemm.launch import Fixed, Launch, Program
+from sparseconv.backends.triton_implicit_gemm.schedule import Schedule, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
+
+if TYPE_CHECKING:
+    from sparseconv.pointwise import Epilogue
 
 #: offsets from a pointer that a kernel may compute in 32 bits
 NARROW = 2**31
 #: bytes of fp32 partial sums of a weight gradient: fewer jobs where they would take more
 PARTIAL_BYTES = 48 << 20
+_I32, _I64 = torch.int32, torch.int64
 
 
-class ConvStep:
-    """The forward or input gradient of one configuration: called with (x, weight, out, bias, residual)."""
+class Step:
+    """Launches over one map: ``sums`` writes the result, or fp32 partial sums that ``last`` then adds.
+
+    The first two tensors of a call are operands of the sums, the third is the result, and the others (bias and
+    residual; any tensor for none) are for whichever launch writes it. ``exchange``: groups of a weight to copy first.
+    """
+
+    __slots__ = ("_exchange", "_last", "_partial_shape", "_sums")
+
+    def __init__(
+        self, sums: Launch, last: Launch | None, partial_shape: tuple[int, int] = (0, 0), exchange: int = 0
+    ) -> None:
+        self._sums, self._last = sums, last
+        self._partial_shape, self._exchange = partial_shape, exchange
+
+    def compile(self) -> None:
+        """Compile what this step launches without running it."""
+        self._sums.compile()
+        if self._last is not None:
+            self._last.compile()
+
+    def __call__(self, x: torch.Tensor, other: torch.Tensor, out: torch.Tensor, *more: torch.Tensor) -> None:
+        if self._exchange:
+            other = _exchanged(other, self._exchange)
+        if self._last is None:
+            self._sums(x, other, out, *more)
+            return
+        partial = torch.empty(self._partial_shape, dtype=torch.float32, device=x.device)
+        self._sums(x, other, partial, *more)
+        self._last(partial, out, *more)
+
+
+class ConvRecipe:
+    """The forward or input gradient of one configuration, for operands like these: dtypes and strides are taken.
+
+    ``bias`` and ``residual`` are None where there is none; ``wide`` asks for 64-bit addresses on every map.
+    """
 
     def __init__(
         self,
@@ -28,103 +71,173 @@ class ConvStep:
         work: Work,
         x: torch.Tensor,
         weight: torch.Tensor,
-        kernel_map: KernelMap,
-        out: torch.Tensor,
-        has_bias: bool,
         transposed: bool,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        epilogue: Epilogue | None = None,
         wide: bool = False,
-        has_residual: bool = False,
-        activation: Any = None,
     ) -> None:
-        schedule = schedule_of(kernel_map, config.block_m, transposed, config.split, config.chunked)
-        self._groups = work.groups
-        self._copy = config.weight_copy
+        self._config, self._work, self._transposed = config, work, transposed
+        self._wide, self._activation = wide, None if epilogue is None else epilogue.scalar
+        self._stride_x = x.stride(0)
+        self._weight = (weight.numel(), weight.shape[1] * weight.shape[2])
         # a copy has the axes exchanged: the input gradient reads it as a forward does, a forward reads it transposed
-        read_transposed = transposed != config.weight_copy
-        weight_c = weight.shape[1] * work.groups if self._copy else weight.shape[2]
-        weight_k = weight.shape[1] * weight.shape[2]
+        self._weight_c = weight.shape[1] * work.groups if config.weight_copy else weight.shape[2]
+        self._bias, self._residual = bias is not None, residual is not None
+        self._more = tuple(x.dtype if t is None else t.dtype for t in (bias, residual))
+        self._blocks = -(-work.pack * work.group_out // config.block_n) * -(-work.groups // work.pack)
+        self._kept = _Kept()
+
+    def prepare(self, kernel_map: KernelMap) -> Schedule:
+        """The schedule that `bind` needs, kept with the map."""
+        config = self._config
+        return schedule_of(kernel_map, config.block_m, self._transposed, config.split, config.chunked)
+
+    def bind(self, kernel_map: KernelMap) -> Step | Launch:
+        """What runs over this map: called with (x, weight, out, bias, residual), any tensor in the place of none."""
+        config, c_out = self._config, self._work.group_out * self._work.groups
+        schedule = self.prepare(kernel_map)
+        rows_in, rows_out = kernel_map.num_in, kernel_map.num_out
+        if self._transposed:
+            rows_in, rows_out = rows_out, rows_in
         num_slots = schedule.out_rows.shape[0]
-        self._partial_shape = (num_slots, out.shape[1]) if schedule.slots is not None else None
-        written = out.numel() if self._partial_shape is None else num_slots * out.shape[1]
-        farthest = max(x.shape[0] * x.stride(0), written, schedule.neighbors.numel(), weight.numel())
-        unit = _unit(work, x.stride(0), weight_k, weight_c)
-        blocks_n = -(-work.pack * work.group_out // config.block_n)
-        packs = -(-work.groups // work.pack)
-        self._sums = Launch(
-            _kernel("conv_kernel", config.gluon),
-            schedule.num_tiles * packs * blocks_n,
-            (
-                schedule.neighbors,
-                schedule.out_rows,
-                schedule.tile_counts,
-                schedule.tile_rows,
-                schedule.tile_taps,
-                schedule.tile_order,
-                num_slots,
-                schedule.tile_rows.shape[1],
-                x.stride(0) // unit,
-                weight_k // unit,
-                weight_c // unit,
-            ),
-            {
-                "UNIT": unit,
-                "GROUP_IN": work.group_in,
-                "GROUP_OUT": work.group_out,
-                "PACK": work.pack,
-                "GROUPS": work.groups,
-                "BLOCK_M": config.block_m,
-                "BLOCK_N": config.block_n,
-                "BLOCK_K": config.block_k,
-                "STAGES": config.stages,
-                "TRANSPOSED": read_transposed,
-                "HAS_BIAS": has_bias and self._partial_shape is None,
-                "HAS_RESIDUAL": has_residual and self._partial_shape is None,
-                "ACTIVATION": activation if self._partial_shape is None else None,
-                "TO_SLOTS": self._partial_shape is not None,
-                "WIDE": wide or farthest >= NARROW,
-                "HIDDEN": not interpreted(),
-                "PRECISION": precision_of(work.dtype),
-            },
-            config.warps,
-            config.stages,
+        to_slots = schedule.slots is not None
+        written = (num_slots if to_slots else rows_out) * c_out
+        farthest = max(rows_in * self._stride_x, written, schedule.neighbors.numel(), self._weight[0])
+        program, strides = self._kept(self._program, to_slots, self._wide or farthest >= NARROW)
+        sums = Launch(program, schedule.num_tiles * self._blocks, schedule.fixed, strides)
+        exchange = self._work.groups if config.weight_copy else 0
+        if schedule.slots is None:
+            return Step(sums, None, exchange=exchange) if exchange else sums
+        block_m, block_n = 16, min(128, power_of_two(c_out))
+        programs = -(-rows_out // block_m) * -(-c_out // block_n)
+        combine = self._kept(self._combination, schedule.slots.shape[0], block_m, block_n)
+        return Step(
+            sums, Launch(combine, programs, Fixed((schedule.slots,), (rows_out,))), (num_slots, c_out), exchange
         )
-        if schedule.slots is not None:
-            block_m, block_n = 16, min(128, power_of_two(out.shape[1]))
-            self._combine = Launch(
-                _kernel("combine_kernel", False),
-                -(-out.shape[0] // block_m) * -(-out.shape[1] // block_n),
-                (schedule.slots, out.shape[0]),
-                {
-                    "NUM_GROUPS": schedule.slots.shape[0],
-                    "C_OUT": out.shape[1],
-                    "HAS_BIAS": has_bias,
-                    "HAS_RESIDUAL": has_residual,
-                    "ACTIVATION": activation,
-                    "BLOCK_M": block_m,
-                    "BLOCK_N": block_n,
-                },
-                4,
-                3,
-            )
 
-    def compile(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *more: torch.Tensor) -> None:
-        """Compile what this step launches without running it; ``more`` are bias and residual, any tensor for none."""
-        if self._partial_shape is None:
-            self._sums.compile(x, weight, out, *more)
-            return
-        partial = torch.empty(0, dtype=torch.float32, device=x.device)
-        self._sums.compile(x, weight, partial, *more)
-        self._combine.compile(partial, out, *more)
+    def _program(self, to_slots: bool, wide: bool) -> tuple[Program, tuple[int, ...]]:
+        """The kernel of the sums, and the strides that it takes."""
+        config, work = self._config, self._work
+        weight_k, weight_c = self._weight[1], self._weight_c
+        unit = _unit(work, self._stride_x, weight_k, weight_c)
+        strides = (self._stride_x // unit, weight_k // unit, weight_c // unit)
+        constants = {
+            "UNIT": unit,
+            "GROUP_IN": work.group_in,
+            "GROUP_OUT": work.group_out,
+            "PACK": work.pack,
+            "GROUPS": work.groups,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "STAGES": config.stages,
+            "TRANSPOSED": self._transposed != config.weight_copy,
+            "HAS_BIAS": self._bias and not to_slots,
+            "HAS_RESIDUAL": self._residual and not to_slots,
+            "ACTIVATION": None if to_slots else self._activation,
+            "TO_SLOTS": to_slots,
+            "WIDE": wide,
+            "HIDDEN": not interpreted(),
+            "PRECISION": work.precision,
+        }
+        pointers = (work.dtype, work.dtype, torch.float32 if to_slots else work.dtype, *self._more, *(_I32,) * 6)
+        types = (*pointers, 16, int, *map(_shown, strides))  # slots come in multiples of 256
+        return Program(_kernel("conv_kernel", config.gluon), types, constants, config.warps, config.stages), strides
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *more: torch.Tensor) -> None:
-        if self._copy:
-            weight = _exchanged(weight, self._groups)
-        if self._partial_shape is None:
-            self._sums(x, weight, out, *more)
-            return
-        partial = torch.empty(self._partial_shape, dtype=torch.float32, device=x.device)
-        self._sums(x, weight, partial, *more)
-        self._combine(partial, out, *more)
+    def _combination(self, num_groups: int, block_m: int, block_n: int) -> Program:
+        """The kernel that adds the sums of groups of taps."""
+        work = self._work
+        constants = {
+            "NUM_GROUPS": num_groups,
+            "C_OUT": work.group_out * work.groups,
+            "HAS_BIAS": self._bias,
+            "HAS_RESIDUAL": self._residual,
+            "ACTIVATION": self._activation,
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+        }
+        types = (torch.float32, work.dtype, *self._more, _I32, int)
+        return Program(_kernel("combine_kernel", False), types, constants, 4, 3)
+
+
+class WeightGradRecipe:
+    """The weight gradient of one configuration, for operands like these: the jobs' sums, then their reduction."""
+
+    def __init__(
+        self, config: WeightGradConfig, work: Work, x: torch.Tensor, grad_out: torch.Tensor, num_taps: int
+    ) -> None:
+        self._config, self._work, self._num_taps = config, work, num_taps
+        self._strides = (x.stride(0), grad_out.stride(0))
+        self._size = work.group_in * work.group_out * work.groups
+        packs = -(-work.groups // work.pack)
+        blocks_i = -(-work.pack * work.group_in // config.block_i)
+        self._tiles = packs * blocks_i * -(-work.pack * work.group_out // config.block_o)
+        self._max_jobs = min(PARTIAL_BYTES // (4 * self._size), config.programs // self._tiles)
+        self._kept = _Kept()
+
+    def prepare(self, kernel_map: KernelMap) -> None:
+        """Nothing: jobs are cut by the number of pairs."""
+
+    def bind(self, kernel_map: KernelMap) -> Step | Launch:
+        """What runs over this map: called with (x, grad_out, out)."""
+        jobs = jobs_of(kernel_map, self._max_jobs)
+        stride_x, stride_grad = self._strides
+        wide = max(kernel_map.num_in * stride_x, kernel_map.num_out * stride_grad) >= NARROW
+        program, strides = self._kept(self._program, jobs.one_each, wide)
+        fixed = Fixed((kernel_map.in_rows, kernel_map.out_rows, jobs.begin, jobs.end, jobs.order))
+        sums = Launch(program, jobs.count * self._tiles, fixed, strides)
+        if jobs.one_each:
+            return sums
+        block = 256
+        reduce = Launch(
+            self._kept(self._reduction, block), -(-self._size // block) * self._num_taps, Fixed((jobs.tap_jobs,))
+        )
+        return Step(sums, reduce, (jobs.count, self._size))
+
+    def _program(self, direct: bool, wide: bool) -> tuple[Program, tuple[int, ...]]:
+        """The kernel of the sums, and the strides that it takes."""
+        config, work = self._config, self._work
+        unit = _unit(work, *self._strides)
+        strides = tuple(stride // unit for stride in self._strides)
+        constants = {
+            "UNIT": unit,
+            "GROUP_IN": work.group_in,
+            "GROUP_OUT": work.group_out,
+            "PACK": work.pack,
+            "GROUPS": work.groups,
+            "BLOCK_I": config.block_i,
+            "BLOCK_O": config.block_o,
+            "BLOCK_P": config.block_p,
+            "STAGES": config.stages,
+            "WIDE": wide,
+            "HIDDEN": not interpreted(),
+            "PRECISION": work.precision,
+        }
+        types = (work.dtype, work.dtype, work.dtype if direct else torch.float32, _I32, _I32, _I64, _I64, _I32)
+        kernel = _kernel("weight_grad_kernel", config.gluon)
+        return Program(kernel, (*types, *map(_shown, strides)), constants, config.warps, config.stages), strides
+
+    def _reduction(self, block: int) -> Program:
+        """The kernel that adds the sums of a tap's jobs."""
+        types = (torch.float32, self._work.dtype, _I32)
+        return Program(_kernel("reduce_jobs_kernel", False), types, {"SIZE": self._size, "BLOCK": block}, 4, 3)
+
+
+class _Kept(dict[tuple[Any, ...], Any]):
+    """What a recipe has made of its arguments: the kernels for maps of different kinds."""
+
+    def __call__(self, make: Any, *args: Any) -> Any:
+        key = (make.__name__, *args)
+        found = self.get(key)
+        if found is None:
+            found = self[key] = make(*args)
+        return found
+
+
+def _shown(stride: int) -> Any:
+    """A stride as a kernel is compiled for it: the compiler knows whether it is a multiple of 16."""
+    return 16 if stride % 16 == 0 else int
 
 
 def _exchanged(weight: torch.Tensor, groups: int) -> torch.Tensor:
@@ -132,85 +245,6 @@ def _exchanged(weight: torch.Tensor, groups: int) -> torch.Tensor:
     taps, group_in, c_out = weight.shape
     blocks = weight.view(taps, group_in, groups, c_out // groups).permute(0, 3, 2, 1)
     return blocks.reshape(taps, c_out // groups, groups * group_in).contiguous()
-
-
-class WeightGradStep:
-    """The weight gradient of one configuration: the jobs' sums, then their reduction where a tap has several."""
-
-    def __init__(
-        self,
-        config: WeightGradConfig,
-        work: Work,
-        kernel_map: KernelMap,
-        x: torch.Tensor,
-        grad_out: torch.Tensor,
-        out: torch.Tensor,
-    ) -> None:
-        size = work.group_in * work.group_out * work.groups
-        packs = -(-work.groups // work.pack)
-        tiles = (
-            packs * -(-work.pack * work.group_in // config.block_i) * -(-work.pack * work.group_out // config.block_o)
-        )
-        jobs = jobs_of(kernel_map, min(PARTIAL_BYTES // (4 * size), config.programs // tiles))
-        wide = max(x.shape[0] * x.stride(0), grad_out.shape[0] * grad_out.stride(0)) >= NARROW
-        unit = _unit(work, x.stride(0), grad_out.stride(0))
-        self._direct = jobs.one_each
-        self._partial_shape = (jobs.count, size)
-        self._sums = Launch(
-            _kernel("weight_grad_kernel", config.gluon),
-            jobs.count * tiles,
-            (
-                kernel_map.in_rows,
-                kernel_map.out_rows,
-                jobs.begin,
-                jobs.end,
-                jobs.order,
-                x.stride(0) // unit,
-                grad_out.stride(0) // unit,
-            ),
-            {
-                "UNIT": unit,
-                "GROUP_IN": work.group_in,
-                "GROUP_OUT": work.group_out,
-                "PACK": work.pack,
-                "GROUPS": work.groups,
-                "BLOCK_I": config.block_i,
-                "BLOCK_O": config.block_o,
-                "BLOCK_P": config.block_p,
-                "STAGES": config.stages,
-                "WIDE": wide,
-                "HIDDEN": not interpreted(),
-                "PRECISION": precision_of(work.dtype),
-            },
-            config.warps,
-            config.stages,
-        )
-        block = 256
-        self._reduce = Launch(
-            _kernel("reduce_jobs_kernel", False),
-            -(-size // block) * out.shape[0],
-            (jobs.tap_jobs,),
-            {"SIZE": size, "BLOCK": block},
-            4,
-            3,
-        )
-
-    def compile(self, x: torch.Tensor, grad_out: torch.Tensor, out: torch.Tensor) -> None:
-        """Compile both kernels without running them."""
-        if self._direct:
-            self._sums.compile(x, grad_out, out)
-            return
-        partial = torch.empty(0, dtype=torch.float32, device=x.device)
-        self._sums.compile(x, grad_out, partial)
-        self._reduce.compile(partial, out)
-
-    def __call__(self, x: torch.Tensor, grad_out: torch.Tensor, out: torch.Tensor) -> None:
-        if self._direct:
-            self._sums(x, grad_out, out)
-            return
-        partial = torch.empty(self._partial_shape, dtype=torch.float32, device=x.device)
-        self._sums(x, grad_out, partial)
-        self._reduce(partial, out)
 
 
 def _unit(work: Work, *strides: int) -> int:

@@ -26,7 +26,6 @@ SAMPLE_MS = 0.3
 HEAD_START_CYCLES = 100_000
 
 Config = TypeVar("Config")
-StepT = TypeVar("StepT")
 
 
 def tuning_enabled() -> bool:
@@ -40,42 +39,46 @@ class Tuner:
     def __init__(self) -> None:
         self._chosen: dict[tuple[object, ...], Any] = {}
         self._lock = threading.Lock()
-        #: what was measured, for explanations: key -> [(configuration, milliseconds)]
+        #: what was measured, for explanations: (key, candidates) -> [(configuration, milliseconds)]
         self.timings: dict[tuple[object, ...], list[tuple[Any, float]]] = {}
 
     def explain(self, key: tuple[object, ...], candidates: Sequence[Any]) -> dict[str, Any]:
         """The configuration in use for a key and the milliseconds measured; the first candidate if none was timed."""
-        return {"config": self._chosen.get(key, candidates[0]), "timings": self.timings.get(key, [])}
+        asked = (key, *candidates)
+        return {"config": self._chosen.get(asked, candidates[0]), "timings": self.timings.get(asked, [])}
 
     def choose(
         self,
         key: tuple[object, ...],
         candidates: Sequence[Config],
-        step_of: Callable[[Config], StepT],
+        step_of: Callable[[Config], Any],
         tensors: tuple[torch.Tensor, ...],
-    ) -> StepT:
-        """The step of the fastest candidate; of the first where timing is off or impossible (a graph is captured)."""
+    ) -> tuple[Config, bool]:
+        """The fastest candidate, and whether that is settled for later calls with this key and these candidates.
+
+        The first candidate where timing is off or impossible; while a graph is captured that is not the last word.
+        """
         device = tensors[0].device
         if len(candidates) == 1 or not tuning_enabled() or device.type != "cuda":
-            return step_of(candidates[0])
-        found = self._chosen.get(key)
-        if found is not None and found in candidates:
-            return step_of(found)
+            return candidates[0], True
+        asked = (key, *candidates)
+        found = self._chosen.get(asked)
+        if found is not None:
+            return found, True
         if torch.cuda.is_current_stream_capturing():
-            return step_of(candidates[0])
+            return candidates[0], False
         with self._lock:
             name = _cache_name(key, candidates, device)
             index = _read(name)
             if index is None or not 0 <= index < len(candidates):
-                steps = [step_of(config) for config in candidates]
-                good = _compile_all(list(zip(candidates, steps)), tensors, key)
+                good = _compile_all([(config, step_of(config)) for config in candidates], tensors, key)
                 timings = _time_all(good, tensors)
-                self.timings[key] = timings
+                self.timings[asked] = timings
                 best = min(timings, key=lambda pair: pair[1])[0]
                 index = list(candidates).index(best)
                 _write(name, index, timings)
-            self._chosen[key] = candidates[index]
-            return step_of(candidates[index])
+            self._chosen[asked] = candidates[index]
+            return candidates[index], True
 
 
 def _compile_all(
@@ -87,7 +90,7 @@ def _compile_all(
 
     def build(step: Any) -> None:
         with torch.cuda.device(tensors[0].device):
-            step.compile(*tensors)
+            step.compile()
 
     with ThreadPoolExecutor(len(steps)) as pool:
         futures = [pool.submit(build, step) for _, step in steps]

@@ -1,0 +1,87 @@
+"""The work list of the weight gradient, cut where the counts of the taps are: on the device, so that nobody waits."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sparseconv.backends.triton_implicit_gemm.jobs import Jobs
+from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer, power_of_2
+
+#: pairs of a job and a tap that one program compares
+CELLS = 4096
+
+
+def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> Jobs:
+    """Cut the pairs of K taps into ``count`` jobs as `jobs.cut_jobs` does, without waiting for the device.
+
+    Args:
+        tap_offsets: (K+1,) int64: tap k owns the pairs [tap_offsets[k], tap_offsets[k+1]).
+        count: J, the number of jobs; no fewer than taps.
+        quantum: lengths of jobs are multiples of it.
+
+    Returns:
+        The jobs, on the device of the offsets.
+    """
+    taps, device = tap_offsets.shape[0] - 1, tap_offsets.device
+    room = (count + 3) & -4  # every array begins at a multiple of 16 bytes
+    memory = torch.empty(2 * room + room // 2 + taps // 2 + 1, dtype=torch.int64, device=device)
+    narrow = memory.view(torch.int32)
+    begin, end = memory[:count], memory[room : room + count]
+    order, tap_jobs = narrow[4 * room : 4 * room + count], narrow[5 * room : 5 * room + taps + 1]
+    lanes = power_of_2(max(taps, 1))
+    block = max(1, min(128, CELLS // lanes))
+    args = (*map(pointer, (tap_offsets, begin, end, order, tap_jobs)), taps, count, quantum)
+    with on_device(device):
+        _JOBS(device, (ceil_div(count, block),), args, (lanes, block))
+    return Jobs(begin, end, order, tap_jobs)
+
+
+@triton.jit
+def jobs_kernel(
+    offsets_ptr, begin_ptr, end_ptr, order_ptr, tap_jobs_ptr, num_taps, count, quantum,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program finds the length of the jobs anew, then writes BLOCK of them."""
+    tap = tl.arange(0, TAPS)
+    start = tl.load(offsets_ptr + tap, mask=tap < num_taps, other=0)
+    stop = tl.load(offsets_ptr + tap + 1, mask=tap < num_taps, other=0)
+    quanta = ((stop - start + quantum - 1) // quantum).to(tl.int32)
+    least = (tap < num_taps).to(tl.int32)  # jobs of a tap: one at least
+    low = tl.full((), 1, tl.int32)
+    high = tl.maximum(tl.max(quanta, 0), 1)
+    while low < high:
+        middle = (low + high) // 2
+        fits = tl.sum(tl.maximum((quanta + middle - 1) // middle, least), 0) <= count
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, middle + 1)
+    parts = tl.maximum((quanta + high - 1) // high, least)
+    last = tl.cumsum(parts, 0)
+    first = last - parts
+    share = (quanta + tl.maximum(parts, 1) - 1) // tl.maximum(parts, 1) * quantum
+    if tl.program_id(0) == 0:
+        tl.store(tap_jobs_ptr, 0)
+        tl.store(tap_jobs_ptr + tap + 1, last, mask=tap < num_taps)
+    job = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine = (job[:, None] >= first[None, :]) & (job[:, None] < last[None, :])
+    owned = tl.sum(mine.to(tl.int32), 1)  # 0 for jobs beyond the last
+    my_tap = tl.sum(tl.where(mine, tap[None, :], 0), 1)
+    my_parts = tl.maximum(tl.sum(tl.where(mine, parts[None, :], 0), 1), 1)
+    my_share = tl.sum(tl.where(mine, share[None, :], 0), 1)
+    my_start = tl.sum(tl.where(mine, start[None, :], 0), 1)
+    my_stop = tl.sum(tl.where(mine, stop[None, :], 0), 1)
+    index = tl.where(owned > 0, job - tl.sum(tl.where(mine, first[None, :], 0), 1), 0)
+    begin = tl.minimum(my_start + index.to(tl.int64) * my_share, my_stop)
+    tl.store(begin_ptr + job, begin, mask=job < count)
+    tl.store(end_ptr + job, tl.minimum(begin + my_share, my_stop), mask=job < count)
+    # jobs of each tap that begin less far into it than this one does into its own; equals in the order of taps
+    whole = index[:, None] * parts[None, :] // my_parts[:, None]
+    rest = index[:, None] * parts[None, :] - whole * my_parts[:, None]
+    earlier = tl.where(tap[None, :] < my_tap[:, None], whole + 1, whole + (rest > 0).to(tl.int32))
+    rank = tl.where(owned > 0, tl.sum(tl.where(mine, index[:, None], earlier), 1), job)
+    tl.store(order_ptr + rank, job, mask=job < count)
+
+
+_I32, _I64 = torch.int32, torch.int64
+_JOBS = Launcher(jobs_kernel, (_I64, _I64, _I64, _I32, _I32, int, int, int))

@@ -1,0 +1,68 @@
+"""What a window says about the grids at its two ends before anybody looks at their voxels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparseconv import ConvolutionPlan, VoxelGrid
+from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
+from sparseconv.geometry.ranges import Boundary, IndexRange
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> tuple[VoxelGrid, Window]:
+    rank = draw(st.integers(1, 3))
+    point = st.tuples(st.just(0), *[st.integers(-6, 6)] * rank)
+    coords = torch.tensor(sorted(draw(st.sets(point, min_size=1, max_size=6))))
+
+    def axes(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw(st.integers(low, high)) for _ in range(rank))
+
+    if draw(st.booleans()):
+        window = Window.of(rank, axes(1, 4), axes(1, 3), axes(1, 2), axes(-1, 3))
+    else:
+        taps = draw(st.sets(st.tuples(*[st.integers(-3, 3)] * rank), min_size=1, max_size=5))
+        window = Window.of(rank, None, axes(1, 3), taps=sorted(taps))
+    return VoxelGrid(coords), window
+
+
+def box_of(coords: torch.Tensor) -> IndexRange:
+    return IndexRange(tuple(coords[:, 1:].amin(0).tolist()), tuple((coords[:, 1:].amax(0) + 1).tolist()))
+
+
+@given(scenes())
+def test_extents_are_known_before_the_voxels(scene: tuple[VoxelGrid, Window]) -> None:
+    grid, window = scene
+    absent = Boundary.absent()
+    assert window.fine_extent(grid.extent) == box_of(fine_grid(grid, window, absent).coords)
+    known = window.coarse_extent(grid.extent)
+    if known is not None:
+        assert known == box_of(coarse_grid(grid, window, absent).coords)
+
+
+def test_common_windows_need_no_look() -> None:
+    extent = IndexRange((-3, 0, 1), (7, 9, 2))
+    for kernel, stride in ((2, 2), (3, 2), (3, 1), (4, 3), ((2, 3, 1), (2, 2, 1))):
+        assert Window.of(3, kernel, stride).coarse_extent(extent) is not None
+    assert Window.of(3, 1, 2).coarse_extent(extent) is None  # a voxel between the windows is seen by none
+
+
+@given(scenes())
+def test_windows_side_by_side_see_every_voxel_once(scene: tuple[VoxelGrid, Window]) -> None:
+    grid, window = scene
+    coarse = coarse_grid(grid, window, Boundary.absent())
+    plan = ConvolutionPlan.between(grid, coarse, window, Boundary.absent())
+    if window.is_tiling:
+        assert plan.kernel_map.num_pairs == len(grid)
+        assert torch.equal(plan.kernel_map.in_rows.sort().values, torch.arange(len(grid), dtype=torch.int32))
+
+
+def test_equal_arguments_share_a_window_and_others_do_not() -> None:
+    assert Window.of(3, 3) is Window.of(3, (3, 3, 3), (1, 1, 1))
+    assert Window.of(2, [3, 2]) is Window.of(2, (3, 2))
+    for bad in ((3.0, 3), 3.0):  # equal to integers, but none
+        with pytest.raises(TypeError, match="kernel_size must be one integer or 2 of them"):
+            Window.of(2, bad)  # type: ignore[arg-type]
