@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import torch
 
 from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.cpu_products import accumulate_gram, buffer, fresh, multiply
 from sparseconv.backends.cpu_threads import share
-from sparseconv.backends.edge_chunks import Chunk, EdgeChunks
+from sparseconv.backends.edge_chunks import Chunk, EdgeChunks, EdgeRuns
 from sparseconv.geometry.kernel_map import KernelMap
 
 TILE = 64  # edges that share a weight; every product has a multiple of it as rows, so that oneDNN meets few shapes
 BLOCK = 1 << 20  # bytes that one gathered block of a tap takes: an L2 cache
 GRAM_ROWS = 4096  # rows that a product for a weight's gradient has at least, where there are as many
+SPAN = 1 << 14  # output rows that stay in a cache while the weight's gradient goes over them tap by tap
 SHARED = 1 << 22  # multiplications from which a call is worth sharing among threads
 BUFFER = 1 << 24  # bytes that the products of a chunk take: a share of an L3 cache
 
@@ -67,33 +67,32 @@ class NumpyGatherScatter(Backend):
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
         c_in, c_out = x.shape[1], grad_out.shape[1]
-        pieces = _pieces(kernel_map)
-        partial = torch.zeros(len(pieces), c_in // groups, c_out, dtype=wide)
-        if partial.numel() == 0:
-            return torch.zeros(kernel_map.num_taps, c_in // groups, c_out, dtype=dtype)
+        shape = (kernel_map.num_taps, c_in // groups, c_out)
+        if 0 in shape or kernel_map.num_pairs == 0:
+            return torch.zeros(shape, dtype=dtype)
         x, grad_out = x.to(wide).contiguous(), grad_out.to(wide).contiguous()
-        result = torch.zeros(kernel_map.num_taps, c_in // groups, c_out, dtype=wide)
+        threads = _threads(kernel_map.num_pairs * shape[1] * c_out)
+        edges = EdgeRuns.of(kernel_map, SPAN, threads)
+        partial = torch.zeros(threads, *shape, dtype=wide)
         step = _gram_rows(c_in, c_out, wide)
-        begins = [0, *accumulate(kernel_map.tap_counts)]
+        identity = kernel_map.identity_tap
+        begin = sum(kernel_map.tap_counts[:identity])
 
         def add_up(part: int) -> None:
-            tap, start, end = pieces[part]
-            rows = min(step, end - start)
+            rows = min(step, max((b - a for _, a, b in edges.parts[part]), default=0))
             xs, gs = buffer("inputs", rows, c_in, wide), buffer("products", rows, c_out, wide)
-            for first in range(start, end, step):
-                last = min(first + step, end)
-                if tap == kernel_map.identity_tap:
-                    own = slice(first - begins[tap], last - begins[tap])
-                    a, b = x[own], grad_out[own]
-                else:
-                    a = torch.index_select(x, 0, kernel_map.in_rows[first:last], out=xs[: last - first])
-                    b = torch.index_select(grad_out, 0, kernel_map.out_rows[first:last], out=gs[: last - first])
-                _accumulate(a, b, partial[part], groups)
+            for tap, start, end in edges.parts[part]:
+                for first in range(start, end, step):
+                    last = min(first + step, end)
+                    if tap == identity:
+                        a, b = x[first - begin : last - begin], grad_out[first - begin : last - begin]
+                    else:
+                        a = torch.index_select(x, 0, edges.in_rows[first:last], out=xs[: last - first])
+                        b = torch.index_select(grad_out, 0, edges.out_rows[first:last], out=gs[: last - first])
+                    _accumulate(a, b, partial[part, tap], groups)
 
-        share(add_up, range(len(pieces)), _threads(kernel_map.num_pairs * result.shape[1] * c_out))
-        for (tap, _, _), part in zip(pieces, partial):
-            result[tap] += part
-        return result.to(dtype)
+        share(add_up, range(threads), threads)
+        return (partial[0] if threads == 1 else partial.sum(0)).to(dtype)
 
     def workspace_bytes(self, request: Request) -> int:
         wide = torch.promote_types(request.dtype, torch.float32)
@@ -104,9 +103,9 @@ class NumpyGatherScatter(Backend):
         sums = edges * c_out * size  # the products of the chunks at work and their sums
         tiled = _tiled(c_in, c_out, request.groups)
         blocks = edges * c_in * size if tiled else 2 * threads * max(BLOCK, 512 * max(c_in, c_out) * size)
-        pieces = _pieces(kernel_map)
-        rows = min(_gram_rows(c_in, c_out, wide), max((b - a for _, a, b in pieces), default=0))
-        grams = threads * rows * (c_in + c_out) * size + len(pieces) * c_in * c_out // request.groups * size
+        rows = min(_gram_rows(c_in, c_out, wide), kernel_map.max_pairs_per_tap)
+        own = kernel_map.num_taps * c_in * c_out // request.groups  # a weight's gradient
+        grams = threads * (rows * (c_in + c_out) + own) * size
         widened = 0 if request.dtype == wide else max(kernel_map.num_in, kernel_map.num_out) * (c_in + c_out) * size
         return max(sums + blocks, grams) + widened
 
@@ -187,20 +186,6 @@ def _chunk_edges(c_in: int, c_out: int, wide: torch.dtype, groups: int) -> int:
     size = BUFFER // 8 if _tiled(c_in, c_out, groups) else BUFFER
     fitting = max(1, size // (wide.itemsize * max(c_in, c_out, 1)))
     return max(4096, 1 << (fitting.bit_length() - 1))
-
-
-def _pieces(kernel_map: KernelMap) -> list[tuple[int, int, int]]:
-    """The edges as runs (tap, first, last + 1) of one tap, none of them more than about a 32nd of all.
-
-    Their number follows from the map alone, so that a sum over them is the same with any number of threads.
-    """
-    most = max(GRAM_ROWS, kernel_map.num_pairs // 32)
-    pieces, end = [], 0
-    for tap, count in enumerate(kernel_map.tap_counts):
-        start, end = end, end + count
-        cuts = range(start, end, -(-count // -(-count // most))) if count else ()
-        pieces += [(tap, first, last) for first, last in pairwise([*cuts, end])]
-    return pieces
 
 
 def _gram_rows(c_in: int, c_out: int, wide: torch.dtype) -> int:

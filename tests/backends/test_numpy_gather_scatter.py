@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sparseconv.backends import cpu_products, cpu_threads
 from sparseconv.backends import numpy_gather_scatter as engine
 from sparseconv.backends.base import Request
-from sparseconv.backends.edge_chunks import EdgeChunks
+from sparseconv.backends.edge_chunks import EdgeChunks, EdgeRuns
 from sparseconv.backends.numpy_gather_scatter import NumpyGatherScatter
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -73,6 +73,30 @@ def test_chunks_hold_every_edge_once(seed, rows, taps, edges, tile, own):
     assert next_row == rows
     edges_of = zip(*(t.tolist() for t in (kernel_map.pair_taps, kernel_map.in_rows, kernel_map.out_rows)))
     assert sorted(found) == sorted(e for e in edges_of if e[0] != identity)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 99),
+    rows=st.integers(1, 60),
+    taps=st.integers(1, 9),
+    span=st.integers(1, 80),
+    threads=st.integers(1, 4),
+    own=st.booleans(),
+)
+def test_runs_hold_every_edge_once(seed, rows, taps, span, threads, own):
+    kernel_map = random_map(seed, rows, rows, taps, taps - 1 if own else None)
+    cut = EdgeRuns.of(kernel_map, span, threads)
+    assert EdgeRuns.of(kernel_map, span, threads) is cut
+    assert len(cut.parts) == threads
+    found = [
+        (tap, int(cut.in_rows[e]), int(cut.out_rows[e]))
+        for part in cut.parts
+        for tap, first, last in part
+        for e in range(first, last)
+    ]
+    edges = zip(*(t.tolist() for t in (kernel_map.pair_taps, kernel_map.in_rows, kernel_map.out_rows)))
+    assert sorted(found) == sorted(edges)
 
 
 @pytest.fixture
