@@ -15,7 +15,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 TILE = 64  # edges that share a weight; every product has a multiple of it as rows, so that oneDNN meets few shapes
 BLOCK = 1 << 20  # bytes that one gathered block of a tap takes: an L2 cache
 GRAM_ROWS = 4096  # rows that a product for a weight's gradient has at least, where there are as many
-SPAN = 1 << 14  # output rows that stay in a cache while the weight's gradient goes over them tap by tap
+SPAN = 1 << 15  # output rows that stay in a cache while the weight's gradient goes over them tap by tap
 SHARED = 1 << 22  # multiplications from which a call is worth sharing among threads
 BUFFER = 1 << 24  # bytes that the products of a chunk take: a share of an L3 cache
 
