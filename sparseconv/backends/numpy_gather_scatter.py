@@ -130,6 +130,8 @@ def _convolve(
     if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()):
         weight = weight.contiguous()
     weight = weight[list(taps)] if list(taps) != list(range(len(taps))) else weight
+    if _tiled(c_in, c_out, groups):
+        weight = weight.contiguous()  # its tiles are picked by the thousand
     bias = None if bias is None else bias.to(wide)
     tiled = _tiled(c_in, c_out, groups)
     threads = _threads(kernel_map.num_pairs * c_in * c_out // groups)
