@@ -1,4 +1,4 @@
-"""Threads that each compute alone: independent parts of a convolution, one core for each."""
+"""Threads that each compute alone: independent parts of a convolution, each with its share of the cores."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from threading import Barrier
 from typing import TypeVar
 
 import torch
@@ -14,7 +15,7 @@ Part = TypeVar("Part")
 
 
 def share(work: Callable[[Part], None], parts: Iterable[Part], threads: int) -> None:
-    """Call ``work`` once for every part, on as many threads, each of which computes with one core.
+    """Call ``work`` once for every part, on as many threads, which divide torch's number of threads among them.
 
     torch's own threads meet at the end of every operation, and wait there for the slowest; these meet once, at the end
     of the last part. Which thread takes which part is not fixed, so parts must not touch each other's results.
@@ -36,19 +37,23 @@ def share(work: Callable[[Part], None], parts: Iterable[Part], threads: int) -> 
         for part in waiting:  # an iterator over a list hands each item to one thread only
             work(part)
 
-    for done in [_pool(threads, os.getpid()).submit(take) for _ in range(threads)]:
+    pool = _pool(threads, max(1, torch.get_num_threads() // threads), os.getpid())
+    for done in [pool.submit(take) for _ in range(threads)]:
         done.result()
 
 
 @cache
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads with one core each; a forked process, which inherits no threads, makes its own."""
-    kept = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads, "sparseconv", lambda: torch.set_num_threads(1))
-    try:
-        # torch's setting is a thread's own, and also what threads begin with that ask for the first time
-        for ready in [pool.submit(torch.get_num_threads) for _ in range(threads)]:
-            ready.result()
-    finally:
-        torch.set_num_threads(kept)
+def _pool(threads: int, cores: int, process: int) -> ThreadPoolExecutor:
+    """Threads with so many cores each; a forked process, which inherits no threads, makes its own."""
+    kept, ready = torch.get_num_threads(), Barrier(threads + 1)
+
+    def begin() -> None:
+        torch.set_num_threads(cores)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(threads, "sparseconv", begin)
+    for _ in range(threads):
+        pool.submit(int)  # each of which starts a thread, since none is idle yet
+    ready.wait()
+    torch.set_num_threads(kept)  # a thread's own setting, but also the one that threads to come begin with
     return pool

@@ -176,8 +176,8 @@ def _tiled(c_in: int, c_out: int, groups: int) -> bool:
 
 
 def _threads(multiplications: int) -> int:
-    """Threads that share the parts of a call; a small one is over before they have met."""
-    return torch.get_num_threads() if multiplications > SHARED else 1
+    """Threads that share the parts of a call: a small one is over before they have met; Python keeps few more busy."""
+    return min(torch.get_num_threads(), 16) if multiplications > SHARED else 1
 
 
 def _chunk_edges(c_in: int, c_out: int, wide: torch.dtype, groups: int) -> int:

@@ -226,7 +226,8 @@ def test_a_fault_in_one_thread_is_raised_by_the_call():
         cpu_threads.share(work, range(5), 2)
 
 
-def test_parts_run_once_each_and_alone():
+def test_parts_run_once_each_and_alone(threads):
+    threads(2)
     seen: list[tuple[int, int, bool]] = []
     cpu_threads.share(lambda part: seen.append((part, torch.get_num_threads(), torch.is_grad_enabled())), range(20), 2)
     assert sorted(seen) == [(part, 1, False) for part in range(20)]
