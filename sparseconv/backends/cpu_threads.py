@@ -49,11 +49,12 @@ def _pool(threads: int, cores: int, process: int) -> ThreadPoolExecutor:
 
     def begin() -> None:
         torch.set_num_threads(cores)
+        torch.get_num_threads()  # a thread's first question takes the setting that was made last, by whichever thread
         ready.wait()
 
     pool = ThreadPoolExecutor(threads, "sparseconv", begin)
     for _ in range(threads):
         pool.submit(int)  # each of which starts a thread, since none is idle yet
     ready.wait()
-    torch.set_num_threads(kept)  # a thread's own setting, but also the one that threads to come begin with
+    torch.set_num_threads(kept)
     return pool
