@@ -71,7 +71,7 @@ class NumpyGatherScatter(Backend):
         if 0 in shape or kernel_map.num_pairs == 0:
             return torch.zeros(shape, dtype=dtype)
         x, grad_out = x.to(wide).contiguous(), grad_out.to(wide).contiguous()
-        threads = _threads(kernel_map.num_pairs * shape[1] * c_out)
+        threads = _threads(kernel_map.num_pairs * shape[1] * c_out, _tiled(c_in, c_out, groups))
         edges = EdgeRuns.of(kernel_map, SPAN, threads)
         partial = torch.zeros(threads, *shape, dtype=wide)
         step = _gram_rows(c_in, c_out, wide)
@@ -97,11 +97,11 @@ class NumpyGatherScatter(Backend):
     def workspace_bytes(self, request: Request) -> int:
         wide = torch.promote_types(request.dtype, torch.float32)
         size, kernel_map, c_in, c_out = wide.itemsize, request.kernel_map, request.c_in, request.c_out
-        threads = _threads(request.flops // 2)
+        tiled = _tiled(c_in, c_out, request.groups)
+        threads = _threads(request.flops // 2, tiled)
         fitting = threads * _chunk_edges(c_in, c_out, wide, request.groups)
         edges = min(fitting, kernel_map.num_pairs + kernel_map.num_out) + threads * kernel_map.num_taps * TILE
         sums = edges * c_out * size  # the products of the chunks at work and their sums
-        tiled = _tiled(c_in, c_out, request.groups)
         blocks = edges * c_in * size if tiled else 2 * threads * max(BLOCK, 512 * max(c_in, c_out) * size)
         rows = min(_gram_rows(c_in, c_out, wide), kernel_map.max_pairs_per_tap)
         own = kernel_map.num_taps * c_in * c_out // request.groups  # a weight's gradient
@@ -134,7 +134,7 @@ def _convolve(
         weight = weight.contiguous()  # its tiles are picked by the thousand
     bias = None if bias is None else bias.to(wide)
     tiled = _tiled(c_in, c_out, groups)
-    threads = _threads(kernel_map.num_pairs * c_in * c_out // groups)
+    threads = _threads(kernel_map.num_pairs * c_in * c_out // groups, tiled)
     cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide, groups), TILE, threads)
     step = max(512, BLOCK // (wide.itemsize * max(c_in, c_out)) // TILE * TILE)
     weights = weight.unbind()
@@ -175,9 +175,13 @@ def _tiled(c_in: int, c_out: int, groups: int) -> bool:
     return groups == c_in == c_out or (groups == 1 and min(c_in, c_out) < 24 and c_in * c_out <= 1024)
 
 
-def _threads(multiplications: int) -> int:
-    """Threads that share the parts of a call: a small one is over before they have met; Python keeps few more busy."""
-    return min(torch.get_num_threads(), 16) if multiplications > SHARED else 1
+def _threads(multiplications: int, tiled: bool) -> int:
+    """Threads that share the parts of a call; 1 leaves each operation to torch's own.
+
+    A small call is over before they have met, and one in tiles has few and long operations. Python keeps no more than
+    some 16 busy.
+    """
+    return min(torch.get_num_threads(), 16) if multiplications > SHARED and not tiled else 1
 
 
 def _chunk_edges(c_in: int, c_out: int, wide: torch.dtype, groups: int) -> int:
@@ -185,7 +189,7 @@ def _chunk_edges(c_in: int, c_out: int, wide: torch.dtype, groups: int) -> int:
 
     A product for each tap of a chunk costs some 20 us to ask for, and pays with large chunks; tiles go as one batch.
     """
-    size = BUFFER // 8 if _tiled(c_in, c_out, groups) else BUFFER
+    size = BUFFER // 4 if _tiled(c_in, c_out, groups) else BUFFER
     fitting = max(1, size // (wide.itemsize * max(c_in, c_out, 1)))
     return max(4096, 1 << (fitting.bit_length() - 1))
 
