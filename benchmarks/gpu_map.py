@@ -36,7 +36,7 @@ TARGETS = {
     "tls_lonestar_005": (0.22, 0.14),
     "indoor_rooms_pcl_002": (0.13, 0.09),
     "shape_spot_256": (0.15, 0.10),
-    "brain_2mm": (0.19, 0.11),
+    "brain_mni152_2mm": (0.19, 0.11),
 }
 
 

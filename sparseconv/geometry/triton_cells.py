@@ -7,6 +7,20 @@ import triton.language as tl
 
 from sparseconv.geometry.triton_launch import IS_INTERPRETED
 
+#: slots of a table that does not fit in the second-level cache
+MANY_SLOTS = tl.constexpr(1 << 21)
+# A search that goes on does so thread by thread: a loop over whole tensors would wait for the longest of all at each
+# step. In: table, key + 1, slot, whether to go on, capacity. Out: slot, and whether the key was found there.
+_STEP = (
+    "{{ .reg .pred go, end; .reg .b64 at, seen; .reg .b32 slot; mov.b32 slot, $4; mov.b64 seen, 0; "
+    "setp.ne.s32 go, $5, 0; @!go bra DONE; NEXT: add.s32 slot, slot, 1; setp.ge.s32 end, slot, $6; "
+    "@end mov.b32 slot, 0; mad.wide.s32 at, slot, 16, $2; {read} setp.eq.s64 end, seen, 0; @end bra DONE; "
+    "setp.ne.s64 go, seen, $3; @go bra NEXT; DONE: setp.eq.s64 end, seen, $3; selp.b32 $1, 1, 0, end; "
+    "mov.b32 $0, slot; }}"
+)
+FIND_ON = tl.constexpr(_STEP.format(read="ld.global.b64 seen, [at];"))
+CLAIM_ON = tl.constexpr(_STEP.format(read="atom.global.relaxed.gpu.cas.b64 seen, [at], 0, $3;"))
+
 
 @triton.jit
 def axis_range(ranges_ptr, axis):
@@ -61,10 +75,26 @@ def cells_of(coords_ptr, row, live, ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: t
 
 @triton.jit
 def first_slot(key, capacity, volume):
-    """The slot where a block's search begins: its key where every block has a slot of its own, else a hash of it."""
-    mixed = (key * -7046029254386353131).to(tl.uint64, bitcast=True) >> 32
-    hashed = ((mixed * capacity.to(tl.uint64)) >> 32).to(tl.int64)
+    """The slot where a block's search begins: its key where every block has a slot of its own, else a hash of it.
+
+    In a table too large for the cache, eight keys that follow one another share a line of 128 bytes: neighbours along
+    the last axis are read together.
+    """
+    shift = tl.where(capacity > MANY_SLOTS, 3, 0)
+    mixed = ((key >> shift) * -7046029254386353131).to(tl.uint64, bitcast=True) >> 32
+    groups = (capacity >> shift).to(tl.uint64)
+    hashed = (((mixed * groups) >> 32).to(tl.int64) << shift) | (key & ((1 << shift) - 1))
     return tl.where(volume <= capacity, key, hashed).to(tl.int32)
+
+
+@triton.jit
+def before_second_slot(key, capacity):
+    """The slot before the one where a search goes on whose first slot is another's; from there slot by slot.
+
+    Another hash: rows of taken slots, which make a search long, are not walked along from their middle.
+    """
+    mixed = (key * -2960836687071854707).to(tl.uint64, bitcast=True) >> 32
+    return ((mixed * capacity.to(tl.uint64)) >> 32).to(tl.int32) - 1
 
 
 @triton.jit
@@ -73,12 +103,20 @@ def find(table_ptr, key, wanted, capacity, volume):
     slot = tl.where(wanted, first_slot(key, capacity, volume), 0)
     seen = tl.load(table_ptr + 2 * slot, mask=wanted, other=0)
     going = wanted & (seen != 0) & (seen != key + 1)
-    while tl.max(going.to(tl.int32)) > 0:
-        slot = tl.where(going, slot + 1, slot)
-        slot = tl.where(slot == capacity, 0, slot)
-        seen = tl.where(going, tl.load(table_ptr + 2 * slot, mask=going, other=0), seen)
-        going = going & (seen != 0) & (seen != key + 1)
-    return slot, wanted & (seen == key + 1)
+    slot = tl.where(going, before_second_slot(key, capacity), slot)
+    if IS_INTERPRETED:
+        while tl.max(going.to(tl.int32)) > 0:
+            slot = tl.where(going, slot + 1, slot)
+            slot = tl.where(slot == capacity, 0, slot)
+            seen = tl.where(going, tl.load(table_ptr + 2 * slot, mask=going, other=0), seen)
+            going = going & (seen != 0) & (seen != key + 1)
+        return slot, wanted & (seen == key + 1)
+    else:
+        slot, later = tl.inline_asm_elementwise(
+            FIND_ON, "=r,=r,l,l,r,r,r", [table_ptr.to(tl.int64), key + 1, slot, going.to(tl.int32), capacity],
+            dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+        return slot, wanted & ((seen == key + 1) | (later != 0))
 
 
 @triton.jit
@@ -86,16 +124,26 @@ def claim(table_ptr, key, wanted, capacity, volume):
     """The slot of each wanted key, taken for it if it had none, and whether the key was there before."""
     # lanes without a wish compare too: spread over the table, not all at one slot
     slot = first_slot(key, capacity, tl.where(wanted, volume, 0x4000000000000000))
-    going = wanted
-    known = going & False
-    while tl.max(going.to(tl.int32)) > 0:
-        expected = tl.where(going, 0, -1).to(tl.int64)  # -1 is never stored: those lanes only read
-        old = tl.atomic_cas(table_ptr + 2 * slot, expected, key + 1, sem="relaxed")
-        known = known | (going & (old == key + 1))
-        going = going & (old != 0) & (old != key + 1)
-        slot = tl.where(going, slot + 1, slot)
-        slot = tl.where(slot == capacity, 0, slot)
-    return slot, known
+    expected = tl.where(wanted, 0, -1).to(tl.int64)  # -1 is never stored: those lanes only read
+    old = tl.atomic_cas(table_ptr + 2 * slot, expected, key + 1, sem="relaxed")
+    known = wanted & (old == key + 1)
+    going = wanted & (old != 0) & (old != key + 1)
+    slot = tl.where(going, before_second_slot(key, capacity), slot)
+    if IS_INTERPRETED:
+        while tl.max(going.to(tl.int32)) > 0:
+            slot = tl.where(going, slot + 1, slot)
+            slot = tl.where(slot == capacity, 0, slot)
+            expected = tl.where(going, 0, -1).to(tl.int64)
+            old = tl.atomic_cas(table_ptr + 2 * slot, expected, key + 1, sem="relaxed")
+            known = known | (going & (old == key + 1))
+            going = going & (old != 0) & (old != key + 1)
+        return slot, known
+    else:
+        slot, later = tl.inline_asm_elementwise(
+            CLAIM_ON, "=r,=r,l,l,r,r,r", [table_ptr.to(tl.int64), key + 1, slot, going.to(tl.int32), capacity],
+            dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+        return slot, known | (later != 0)
 
 
 @triton.jit
@@ -124,7 +172,32 @@ def popcount_low(word):
 
 
 @triton.jit
+def pack_half(word, place):
+    """The bits of a half block, from the lower half of int64 words, and its first place in the rows as one word."""
+    return (word & 0xFFFFFFFF) | (place << 32)
+
+
+@triton.jit
+def rank_in_half(half, bit):
+    """The place of the cell ``bit`` (0 to 31) of a half block: its first place and the number of cells before it."""
+    return (half >> 32).to(tl.int32) + popcount_low(half.to(tl.int32) & ~(-1 << bit))
+
+
+@triton.jit
+def place_of(info_ptr, block, bit, live):
+    """Where the row of a cell of a block stands in the list of rows."""
+    half = tl.load(info_ptr + 2 * block + (bit >> 5), mask=live, other=0)
+    return rank_in_half(half, (bit & 31).to(tl.int32))
+
+
+@triton.jit
 def below(bit):
     """The int64 word whose bits under ``bit`` are set."""
     one = tl.full(bit.shape, 1, tl.int64)
     return (one << bit.to(tl.int64)) - 1
+
+
+@triton.jit
+def bits_of_few(word):
+    """Bits set in int32 words of four bits at most: cheaper than counting all 32."""
+    return word - (word >> 1) - (word >> 2) - (word >> 3)

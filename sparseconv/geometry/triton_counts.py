@@ -31,10 +31,11 @@ class PendingCounts:
 
     def read(self) -> tuple[int, ...]:
         """The offsets on the host; raises ValueError for duplicate rows or an extent too large for keys."""
-        if self._table is not None:
+        table = self._table
+        if table is not None:
             values = self.report.read()
-            if self._table.coords.shape[0]:
-                raise_for_status(self._table, values[-2] & 0xFFFFFFFF, values[-1])
+            if table.coords.shape[0]:
+                raise_for_status(table, values[-2] & 0xFFFFFFFF, values[-1])
             self._values, self._table = tuple(values[:-2]), None
         return self._values
 

@@ -94,7 +94,10 @@ def _entry(run: Any) -> tuple[Callable[..., None], tuple[bool, bool]] | None:
     """The C function behind a launcher of Triton that only adds memory for kernels which ask for some, and what it
     is told of cooperation and of overlap; None for kernels that ask, and for launchers of another form."""
     form = tuple(inspect.signature(type(run).__call__).parameters)
-    if form != ("self", "gridX", "gridY", "gridZ", "stream", "function", "args"):
+    told = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    if form != ("self", "gridX", "gridY", "gridZ", "stream", "function", "args") or not all(
+        hasattr(run, name) for name in told
+    ):
         return None
     if run.global_scratch_size or run.profile_scratch_size:
         return None
@@ -204,12 +207,14 @@ class Report:
         if self._values is None and slip is not None:
             if self._sent:
                 slip.event.synchronize()
-            self._values = slip.memory.tolist()[: self._length]
+            values = slip.memory.tolist()[: self._length]
+            if self._values is None:  # a thread that was faster may have given the memory away meanwhile
+                self._values = values
             self._give_back()
         return self._values or []
 
     def _give_back(self) -> None:
-        slip, self._slip = self._slip, None
+        slip = self.__dict__.pop("_slip", None)  # in one step: one thread alone gets it
         if slip is not None:
             self._stock.append(slip)
 

@@ -9,11 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
+from sparseconv.geometry.triton_chunks import chunk_keys
 from sparseconv.geometry.triton_counts import (
     Counters,
     PendingCounts,
     scan_counts,
 )
+from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_launch import (
     Arena,
     Launcher,
@@ -86,6 +88,8 @@ class WindowSearch:
             and 0 <= window.reach <= 2 ** min(table.shifts[1:])
             and coords.shape[0] > 0
         )
+        #: whether each row looks at the 27 cells around it, for which there are kernels of their own
+        self.is_cube = self.is_local and table is not None and (window.offsets, table.shifts) == CUBE
         self.table, self.window, self.given = table, window, given
         self.coords = coords if self.is_local else aligned(coords)
         self.chunk_rows = rows_per_chunk(coords.shape[0])
@@ -235,18 +239,22 @@ def row_keys(
     """(G, N_out) sort keys, not negative: the Gray rank of each row's mask of the taps of a group.
 
     Rows sorted by them change taps one at a time; rows without a tap come last. ``chunk_rows`` puts the number of the
-    row's run of so many rows above the rank, which then loses its last bits. int64 for groups of more than 31 taps.
+    row's run of about so many rows above the rank, which then loses its last bits: runs of neighbours in space, see
+    `chunk_keys`; of rows as they come where the target rows are not the table's. int64 for groups of more than 31 taps.
     """
     n, taps = search.coords.shape[0], search.window.num_taps
     device = search.coords.device
     wide = max(map(len, parts), default=0) > KEY_BITS
-    ranked = tap_order(search.window.offsets) if significance is None else tuple(significance)
-    keys = torch.empty(len(parts), n, dtype=torch.int64 if wide else torch.int32, device=device)
     chunk_bits, chunk = 0, max(n, 1)
     if chunk_rows is not None and n > chunk_rows:
         chunk, chunk_bits = chunk_rows, (-(-n // chunk_rows) - 1).bit_length()
     room = (WIDE_KEY_BITS if wide else KEY_BITS) - chunk_bits
     lost = max(0, min(max(map(len, parts), default=0), WIDE_KEY_BITS) - room)
+    plain = significance is None and parts == (tuple(range(taps)),)
+    if chunk_bits and plain and not wide and search.is_local and search.table is not None:
+        return chunk_keys(search.table, search.scratch[SORT_KEYS], chunk, room, lost)
+    ranked = tap_order(search.window.offsets) if significance is None else tuple(significance)
+    keys = torch.empty(len(parts), n, dtype=torch.int64 if wide else torch.int32, device=device)
     if n and taps and taps <= KEY_BITS and search.given is None:
         with on_device(device):
             launch_masks(search, key_words(ranked, parts, device), pointer(keys), None, chunk, room, lost, len(parts))

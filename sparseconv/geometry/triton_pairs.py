@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparseconv.geometry.triton_cube_pairs import list_cube
 from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
@@ -43,8 +44,11 @@ def pairs_of(search: WindowSearch) -> tuple[torch.Tensor, torch.Tensor, tuple[in
             n, search.capacity, search.chunks, window.num_taps,
         )  # fmt: skip
         with on_device(device):
-            grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
-            _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
+            if search.is_cube:
+                list_cube(search, in_rows, out_rows, offsets[-1])
+            else:
+                grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
+                _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
     return in_rows, out_rows, offsets
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from sparseconv.geometry.triton_cells import axis_blocks, axis_range, count_blocks, find
 from sparseconv.geometry.triton_counts import SCAN_BLOCK, Counters, PendingCounts, scan_tap
+from sparseconv.geometry.triton_cube import count_in_warps, mask_of_cube
 from sparseconv.geometry.triton_launch import (
     NUM_GATES,
     Arena,
@@ -52,8 +53,8 @@ def launch_masks(
         n, window.num_runs, window.num_taps, search.capacity, search.chunks, chunk, room, lost, programs,
     )  # fmt: skip
     taps = power_of_2(window.num_taps)
-    constants = (*search.constants, groups, counters is not None, taps, search.chunk_rows, 128)
-    _MASKS(words.device, (programs,), args, constants)
+    constants = (*search.constants, groups, counters is not None, taps, search.chunk_rows, 128, search.is_cube)
+    (_CUBE_MASKS if search.is_cube else _MASKS)(words.device, (programs,), args, constants)
 
 
 def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
@@ -87,6 +88,7 @@ def launch_search(search: WindowSearch, scratch: Arena, counters: Counters, pend
     each = max(1, (256 if n <= 32 * programs else 1024) // lanes)  # more look-ups in flight where there are many
     scan = min(SCAN_BLOCK, max(128, power_of_2(search.chunks)))
     constants = (*search.constants, power_of_2(taps), search.chunk_rows, 128, lanes, each, scan, NUM_GATES)
+    constants = (*constants, search.is_cube)
     _SEARCH(device, (programs,), args, constants)
 
 
@@ -139,14 +141,14 @@ def masks_kernel(
     n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CUBE: tl.constexpr,
 ):  # fmt: skip
     """Masks of the taps of rows -> their sort keys in each group of taps, and counts of edges."""
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
         words_ptr, keys_ptr, counts_ptr, totals_ptr,
         n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
-        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, GROUPS, COUNTED, TAPS, CHUNK, BLOCK,
+        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, GROUPS, COUNTED, TAPS, CHUNK, BLOCK, CUBE,
     )  # fmt: skip
 
 
@@ -157,7 +159,7 @@ def read_masks(
     n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, CUBE: tl.constexpr,
 ):  # fmt: skip
     """`masks_kernel` for every ``programs``-th run of BLOCK rows."""
     lane = tl.arange(0, TAPS)
@@ -166,15 +168,18 @@ def read_masks(
         row = first + tl.arange(0, BLOCK)
         live = row < n
         entry = entry_of(row, live, entries_ptr, SIDES)
-        mask = tl.zeros((BLOCK,), tl.int32)
-        for run in range(0, num_runs, 3):  # the loads of three runs are on their way together
-            for part in tl.static_range(3):
-                run_ptr = window_ptr + 3 * RANK + tl.minimum(run + part, num_runs - 1) * (2 + RANK)
-                seen, _near, _far, _cell = look(
-                    row, entry, live, run_ptr, tl.load(run_ptr + 1), coords_ptr, ranges_ptr, table_ptr, ids_ptr,
-                    info_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
-                )  # fmt: skip
-                mask |= seen << tl.load(run_ptr)  # a last run met twice says the same twice
+        if CUBE:
+            mask = mask_of_cube(entry, live, info_ptr, around_ptr)
+        else:
+            mask = tl.zeros((BLOCK,), tl.int32)
+            for run in range(0, num_runs, 3):  # the loads of three runs are on their way together
+                for part in tl.static_range(3):
+                    run_ptr = window_ptr + 3 * RANK + tl.minimum(run + part, num_runs - 1) * (2 + RANK)
+                    seen, _near, _far, _cell = look(
+                        row, entry, live, run_ptr, tl.load(run_ptr + 1), coords_ptr, ranges_ptr, table_ptr, ids_ptr,
+                        info_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
+                    )  # fmt: skip
+                    mask |= seen << tl.load(run_ptr)  # a last run met twice says the same twice
         above = (row // key_chunk) << room
         for group in tl.static_range(GROUPS):
             word_ptr = words_ptr + 1025 * group
@@ -184,7 +189,10 @@ def read_masks(
             key = tl.where(ours == 0, (((1 << (room - 1)) - 1) << 1) | 1, key >> lost) | above
             tl.store(keys_ptr + group * n.to(tl.int64) + row, key, mask=live)
         if COUNTED:
-            edges = tl.sum((mask[None, :] >> lane[:, None]) & 1, 1)
+            if CUBE:
+                edges = count_in_warps(mask, BLOCK // 32)
+            else:
+                edges = tl.sum((mask[None, :] >> lane[:, None]) & 1, 1)
             tl.atomic_add(counts_ptr + lane * num_chunks + first // CHUNK, edges, mask=lane < num_taps, sem="relaxed")
             total += edges
     if COUNTED:
@@ -199,7 +207,7 @@ def search_kernel(
     n, num_runs, num_taps, capacity, num_chunks, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    LANES: tl.constexpr, BLOCKS_EACH: tl.constexpr, SCAN: tl.constexpr, NUM_GATES: tl.constexpr,
+    LANES: tl.constexpr, BLOCKS_EACH: tl.constexpr, SCAN: tl.constexpr, NUM_GATES: tl.constexpr, CUBE: tl.constexpr,
 ):  # fmt: skip
     """Surroundings, masks and sums of counts in one launch, whose programs wait for each other in between."""
     if SIDES > 0:
@@ -212,7 +220,7 @@ def search_kernel(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
         words_ptr, keys_ptr, counts_ptr, totals_ptr,
         n, num_runs, num_taps, capacity, num_chunks, n, 31, 0, programs,
-        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK,
+        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK, CUBE,
     )  # fmt: skip
     wait_for_all(gates_ptr + 1, programs)
     for tap in range(tl.program_id(0), num_taps, programs):
@@ -225,7 +233,9 @@ def search_kernel(
 _I32, _I64 = torch.int32, torch.int64
 SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
 _AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int))
-_MASKS = Launcher(masks_kernel, (*SEARCH_TYPES, _I32, _I32, _I32, _I64, *(int,) * 9), num_warps=1)
+_MASK_TYPES = (*SEARCH_TYPES, _I32, _I32, _I32, _I64, *(int,) * 9)
+_MASKS = Launcher(masks_kernel, _MASK_TYPES, num_warps=1)
+_CUBE_MASKS = Launcher(masks_kernel, _MASK_TYPES)  # a row a thread, see `count_in_warps`
 _SEARCH = Launcher(
     search_kernel,
     (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, *(int,) * 6),

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_cells import below, cells_of, claim, count_blocks, find, popcount
+from sparseconv.geometry.triton_cells import cells_of, claim, count_blocks, find, pack_half, place_of, popcount
 from sparseconv.geometry.triton_launch import (
     NUM_GATES,
     Arena,
@@ -40,10 +40,11 @@ class CoordinateTable:
     """Occupied blocks of cells, found by open addressing; everything stays on the device.
 
     A block of 64 cells (4 x 4 x 4 in space) is one slot: its key + 1 (0: empty slot) and the 64-bit word of its
-    occupied cells. Occupied blocks are numbered; ``info`` has each one's word and its first place in ``rows``, where
-    the rows of its cells lie side by side in the order of their bits. So the 27 look-ups of a 3 x 3 x 3 window touch
-    3.4 blocks on average. Where the blocks of the bounding box are no more than the slots, a block's slot is its key:
-    a plain bitmap. With single cells (``shifts`` all 0), the second word of a slot is the row + 1.
+    occupied cells. Occupied blocks are numbered; ``info`` has the bits of each one's two halves, each with its first
+    place in ``rows``, where the rows of its cells lie side by side in the order of their bits. So the 27 look-ups of a
+    3 x 3 x 3 window touch 3.4 blocks on average. Where the blocks of the bounding box are no more than the slots, a
+    block's slot is its key: a plain bitmap. With single cells (``shifts`` all 0), the second word of a slot is the
+    row + 1.
 
     Which slot and number a block gets depends on a race between threads; which row is found does not.
     """
@@ -190,8 +191,8 @@ def build_table(
 
 
 def rows_per_chunk(n: int) -> int:
-    """Rows whose edges are counted together: at most about two thousand chunks."""
-    return max(128, power_of_2(max(1, n)) // 2048)
+    """Rows whose edges are counted together: at most about sixteen thousand chunks."""
+    return max(128, power_of_2(max(1, n)) // 16384)
 
 
 def lookup(table: CoordinateTable, coords: torch.Tensor) -> torch.Tensor:
@@ -274,7 +275,7 @@ def _launch_build(table: CoordinateTable) -> None:
     _INSERT(device, (ceil_div(n, 128),), insert, (columns, shifts, table.blocked, 128))
     if table.blocked:
         number = (arena[SLOTS], arena[IDS], arena[INFO], arena[KEYS], arena[STATUS], table.capacity)
-        _NUMBER(device, (ceil_div(table.capacity, 1024),), number, (1024,))
+        _NUMBER(device, (ceil_div(table.capacity, 512),), number, (512,))
         _ROWS(device, (ceil_div(n, 256),), (entries, arena[IDS], arena[INFO], arena[ROWS], n), (256,))
 
 
@@ -291,15 +292,17 @@ def ranges_kernel(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDT
 def measure_rows(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """The ranges of every ``stride``-th run of BLOCK rows, this program's first."""
     column = tl.arange(0, WIDTH)
-    top = tl.zeros((WIDTH,), tl.uint32)
-    bottom = tl.zeros((WIDTH,), tl.uint32)
+    tops = tl.zeros((BLOCK, WIDTH), tl.uint32)
+    bottoms = tl.zeros((BLOCK, WIDTH), tl.uint32)
     for start in range(tl.program_id(0) * BLOCK, n, stride):
         row = start + tl.arange(0, BLOCK)
         live = (row < n)[:, None] & (column < COLUMNS)[None, :]
         value = tl.load(coords_ptr + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], mask=live, other=0)
         biased = value.to(tl.uint32, bitcast=True) ^ 0x80000000
-        top = tl.maximum(top, tl.max(tl.where(live, biased, 0), 0))
-        bottom = tl.maximum(bottom, tl.max(tl.where(live, ~biased, 0), 0))
+        tops = tl.maximum(tops, tl.where(live, biased, 0))
+        bottoms = tl.maximum(bottoms, tl.where(live, ~biased, 0))
+    top = tl.max(tops, 0)
+    bottom = tl.max(bottoms, 0)
     ranges_ptr = ranges_ptr.to(tl.pointer_type(tl.uint32))
     tl.atomic_max(ranges_ptr + 2 * column, top, mask=column < COLUMNS, sem="relaxed")
     tl.atomic_max(ranges_ptr + 2 * column + 1, bottom, mask=column < COLUMNS, sem="relaxed")
@@ -362,8 +365,10 @@ def number_blocks(first, table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, cap
         first_place = tl.atomic_add(status_ptr, total, sem="relaxed") + tl.cumsum(both, 0) - both
         block = first_place >> 32
         tl.store(ids_ptr + slot, block.to(tl.int32), mask=cells > 0)
-        tl.store(info_ptr + 2 * block, word, mask=cells > 0)
-        tl.store(info_ptr + 2 * block + 1, first_place & 0xFFFFFFFF, mask=cells > 0)
+        place = first_place & 0xFFFFFFFF
+        tl.store(info_ptr + 2 * block, pack_half(word, place), mask=cells > 0)
+        upper = pack_half(word >> 32, place + popcount(word & 0xFFFFFFFF))
+        tl.store(info_ptr + 2 * block + 1, upper, mask=cells > 0)
         tl.store(keys_ptr + block, tl.load(table_ptr + 2 * slot, mask=cells > 0, other=1) - 1, mask=cells > 0)
 
 
@@ -381,9 +386,7 @@ def place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.con
     live = entry >= 0
     block = tl.load(ids_ptr + (entry >> 6), mask=live, other=0).to(tl.int64)
     bit = entry & 63
-    word = tl.load(info_ptr + 2 * block, mask=live, other=0)
-    place = tl.load(info_ptr + 2 * block + 1, mask=live, other=0) + popcount(word & below(bit))
-    tl.store(rows_ptr + place, row, mask=live)
+    tl.store(rows_ptr + place_of(info_ptr, block, bit, live), row, mask=live)
     tl.store(entries_ptr + row, block * 64 + bit, mask=live)
 
 
@@ -444,8 +447,7 @@ def lookup_kernel(
     if BLOCKED:
         hit = hit & (((word >> bit.to(tl.int64)) & 1) != 0)
         block = tl.load(ids_ptr + slot, mask=hit, other=0)
-        place = tl.load(info_ptr + 2 * block + 1, mask=hit, other=0) + popcount(word & below(bit))
-        found = tl.load(rows_ptr + place, mask=hit, other=-1)
+        found = tl.load(rows_ptr + place_of(info_ptr, block.to(tl.int64), bit, hit), mask=hit, other=-1)
     else:
         found = tl.where(hit, word.to(tl.int32) - 1, -1)
     tl.store(found_ptr + row, found, mask=live)

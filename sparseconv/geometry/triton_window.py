@@ -13,11 +13,10 @@ from sparseconv.geometry.triton_cells import (
     add_axis,
     axis_blocks,
     axis_range,
-    below,
+    bits_of_few,
     count_blocks,
     find,
-    popcount,
-    popcount_low,
+    rank_in_half,
 )
 
 Ints = tuple[int, ...]
@@ -199,16 +198,19 @@ def look_around(
 @triton.jit
 def look_into(block, following, line, cell, length, info_ptr, EDGE: tl.constexpr):
     """The cells of a run in a block and in the one that follows it along the last axis; -1 is no block."""
-    hit = block >= 0
-    next_hit = following >= 0
-    word = tl.load(info_ptr + 2 * block, mask=hit, other=0)
-    next_word = tl.load(info_ptr + 2 * following, mask=next_hit, other=0)
-    near = tl.load(info_ptr + 2 * block + 1, mask=hit, other=0).to(tl.int32) + popcount(word & below(line + cell))
-    far = tl.load(info_ptr + 2 * following + 1, mask=next_hit, other=0).to(tl.int32) + popcount(next_word & below(line))
-    cells = (word >> line.to(tl.int64)).to(tl.int32) & ((1 << EDGE) - 1)
-    next_cells = (next_word >> line.to(tl.int64)).to(tl.int32) & ((1 << EDGE) - 1)
+    near_half = tl.load(info_ptr + 2 * block + (line >> 5), mask=block >= 0, other=0)
+    far_half = tl.load(info_ptr + 2 * following + (line >> 5), mask=following >= 0, other=0)
+    return look_into_halves(near_half, far_half, line & 31, cell, length, EDGE)
+
+
+@triton.jit
+def look_into_halves(near_half, far_half, line, cell, length, EDGE: tl.constexpr):
+    """`look_into` for the packed halves of the two blocks; ``line`` is the first bit of the run's line in a half."""
+    cells = (near_half.to(tl.int32) >> line) & ((1 << EDGE) - 1)
+    next_cells = (far_half.to(tl.int32) >> line) & ((1 << EDGE) - 1)
     seen = ((cells | (next_cells << EDGE)) >> cell) & ((1 << length) - 1)
-    return seen, near, far - popcount_low(seen & ((1 << (EDGE - cell)) - 1)), cell
+    far = rank_in_half(far_half, line) - bits_of_few(seen & ~(-1 << (EDGE - cell)))
+    return seen, rank_in_half(near_half, line + cell), far, cell
 
 
 @triton.jit

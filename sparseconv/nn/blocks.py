@@ -9,7 +9,7 @@ import torch
 from sparseconv.nn.containers import Sequential, run
 from sparseconv.nn.convolution import SubmanifoldConv
 from sparseconv.nn.features import Linear, ReLU
-from sparseconv.nn.fusion import run_fused
+from sparseconv.nn.fusion import conv_norm_act, hooked, is_activation, two_layers
 from sparseconv.nn.geometry import Axes
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
@@ -56,11 +56,11 @@ class _SkipBlock(SparseModule):
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         skip = x if self.skip is None else self.skip(x)
-        if not self.training and len(self.activation) == 1:
+        if len(self.activation) == 1 and not hooked(self.body, self.activation):
             *before, conv, norm = self.body
-            fused = run_fused(run(tuple(before), x), conv, norm, self.activation[0], skip)
-            if fused is not None:
-                return fused
+            if len(before) == 3 and is_activation(before[2]):
+                return two_layers(x, (before[0], before[1], before[2]), (conv, norm, self.activation[0]), skip)
+            return conv_norm_act(run(tuple(before), x), conv, norm, self.activation[0], skip)
         return self.activation(self.body(x) + skip)
 
 

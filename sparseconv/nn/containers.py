@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.nn.fusion import run_fused
-from sparseconv.nn.module import SparseModule
+from sparseconv.nn.convolution import ConvolutionModule
+from sparseconv.nn.fusion import conv_norm_act, is_activation, norm_act
+from sparseconv.nn.module import SparseModule, apply
+from sparseconv.nn.normalization import BatchNorm
 from sparseconv.tensor import SparseTensor
 
 
@@ -28,25 +30,19 @@ class Sequential(SparseModule, torch.nn.Sequential):
 
 
 def run(modules: tuple[torch.nn.Module, ...], x: Any) -> Any:
-    """One module after another; in inference a convolution, its batch norm and its activation run as one."""
+    """One module after another; a batch norm runs together with the convolution before it and the activation after."""
     at = 0
     while at < len(modules):
-        for taken in (3, 2):  # with its activation, or without
-            part: tuple[Any, ...] = modules[at : at + taken]
-            fused = run_fused(x, *part) if len(part) == taken else None
-            if fused is not None:
-                break
-        else:
-            taken, fused = 1, apply(modules[at], x)
-        x, at = fused, at + taken
+        conv = modules[at] if isinstance(modules[at], ConvolutionModule) else None
+        norm = modules[at + (conv is not None) : at + (conv is not None) + 1]
+        if not norm or not isinstance(norm[0], BatchNorm):
+            x, at = apply(modules[at], x), at + 1
+            continue
+        at += 1 + (conv is not None)
+        activation = modules[at] if at < len(modules) and is_activation(modules[at]) else None
+        at += activation is not None
+        x = norm_act(x, norm[0], activation) if conv is None else conv_norm_act(x, conv, norm[0], activation)
     return x
-
-
-def apply(module: torch.nn.Module, x: Any) -> Any:
-    """A module on a sparse tensor, or on its features if it is a plain one."""
-    if isinstance(x, SparseTensor) and not isinstance(module, SparseModule):
-        return x.with_features(module(x.features))
-    return module(x)
 
 
 class Cat(SparseModule):

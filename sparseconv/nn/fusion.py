@@ -1,4 +1,4 @@
-"""Inference in fewer passes: a convolution, its batch norm and its activation as one call."""
+"""A convolution, its batch norm and its activation as one call, in inference and in training."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 import torch
 
 from sparseconv import pointwise
+from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.convolution import ConvolutionModule
-from sparseconv.nn.module import features_of
+from sparseconv.nn.features import ELU, GELU, LeakyReLU, ReLU, Sigmoid, SiLU, Tanh
+from sparseconv.nn.module import apply, features_of
 from sparseconv.nn.normalization import BatchNorm
+from sparseconv.nn.training import Layer, serves, trained
 from sparseconv.pointwise import Epilogue
 from sparseconv.tensor import SparseTensor
 
-#: torch's activations (ours derive from them) as epilogues
+#: torch's activations as epilogues, and ours, which derive from them; a user's own class may do something else
 ACTIVATIONS: dict[type[torch.nn.Module], Callable[[Any], Epilogue]] = {
     torch.nn.ReLU: lambda m: Epilogue(pointwise.relu),
     torch.nn.LeakyReLU: lambda m: Epilogue(pointwise.leaky_relu, (m.negative_slope,)),
@@ -26,40 +29,171 @@ ACTIVATIONS: dict[type[torch.nn.Module], Callable[[Any], Epilogue]] = {
     torch.nn.Hardswish: lambda m: Epilogue(pointwise.hardswish),
     torch.nn.Mish: lambda m: Epilogue(pointwise.mish),
 }
+ACTIVATIONS |= {ours: ACTIVATIONS[ours.__mro__[3]] for ours in (ReLU, LeakyReLU, ELU, GELU, SiLU, Sigmoid, Tanh)}
 
 
-def run_fused(
+def conv_norm_act(
     x: Any, conv: Any, norm: Any, activation: Any = None, residual: SparseTensor | None = None, **where: Any
-) -> SparseTensor | None:
-    """activation(norm(conv(x)) + residual) as one call, or None where it cannot be one.
+) -> SparseTensor:
+    """activation(norm(conv(x)) + residual), as few calls and passes over memory as the moment allows.
 
-    It can in inference, with the norm's statistics known, and where nobody hooked in between. ``where`` is what else
-    the convolution's call takes (target, onto).
+    One kernel in inference, one graph node in training on a GPU; module after module elsewhere, and wherever somebody
+    hooked in between. ``where`` is what else the convolution's call takes (target, onto).
     """
+    if _can_join(x, conv, norm, activation):
+        if not (norm.training or norm.running_mean is None or torch.is_grad_enabled()):
+            return _in_inference(x, conv, norm, activation, residual, where)
+        layer = _layer(x, x.channels, conv, norm, activation, where)
+        if layer is not None and _joins(_target(layer), x.dtype, norm, residual):
+            y = SparseTensor(_target(layer), trained(x.features, [layer], _features(residual)))
+            return y if _slope(activation) is not None else apply(activation, y)
+    return norm_act(conv(x, **where), norm, activation, residual)
+
+
+def two_layers(
+    x: Any, first: tuple[Any, Any, Any], second: tuple[Any, Any, Any], residual: SparseTensor | None = None
+) -> SparseTensor:
+    """Two times `conv_norm_act`, the residual in the second: in training on a GPU one graph node, on one grid.
+
+    ``first`` and ``second`` are convolution, norm and activation.
+    """
+    norms = first[1], second[1]
+    if all(isinstance(n, BatchNorm) and n.training for n in norms) and _can_join(x, *first) and _can_join(x, *second):
+        slopes = _slope(first[2]), _slope(second[2])
+        one = None if None in slopes else _layer(x, x.channels, *first, {})
+        two = None if one is None or _target(one) is not x.grid else _layer(x, first[0].out_channels, *second, {})
+        if (
+            one is not None
+            and two is not None
+            and _target(two) is x.grid
+            and _joins(x.grid, x.dtype, first[1], None)
+            and _joins(x.grid, x.dtype, second[1], residual)
+        ):
+            return x.with_features(trained(x.features, [one, two], _features(residual)))
+    return conv_norm_act(conv_norm_act(x, *first), *second, residual)
+
+
+def norm_act(x: Any, norm: Any, activation: Any = None, residual: SparseTensor | None = None) -> Any:
+    """activation(norm(x) + residual): in training on a GPU one graph node, module after module elsewhere."""
     if (
-        torch.is_grad_enabled()
-        or not isinstance(conv, ConvolutionModule)
-        or not isinstance(norm, BatchNorm)
-        or not isinstance(x, SparseTensor)
-        or norm.training
-        or norm.running_mean is None
-        or norm.num_features != conv.out_channels
-        or torch.compiler.is_compiling()
-        or any(m._forward_hooks or m._forward_pre_hooks for m in (conv, norm))
-        or x.grid.is_shared
+        isinstance(norm, BatchNorm)
+        and isinstance(x, SparseTensor)
+        and not torch.compiler.is_compiling()
+        and _joins(x.grid, x.dtype, norm, residual)
+    ):
+        features = features_of(x, norm, norm.num_features)
+        if not hooked(norm, activation) and serves(features, norm, features.shape[0]):
+            slope = _slope(activation)
+            y = trained(features, [Layer(norm, 1.0 if slope is None else slope)], _features(residual))
+            return x.with_features(y) if slope is not None else apply(activation, x.with_features(y))
+    y = apply(norm, x)
+    y = y if residual is None else y + residual
+    return y if activation is None else apply(activation, y)
+
+
+def is_activation(module: Any) -> bool:
+    """Whether a module is an activation that can be joined to what comes before it."""
+    return type(module) in ACTIVATIONS
+
+
+def _slope(activation: Any) -> float | None:
+    """Of an activation with two straight halves, the slope of the lower one; 1 for none, None for a curved one."""
+    if activation is None:
+        return 1.0
+    if type(activation) in (ReLU, torch.nn.ReLU):
+        return 0.0
+    if type(activation) in (LeakyReLU, torch.nn.LeakyReLU) and activation.negative_slope >= 0:
+        return float(activation.negative_slope)
+    return None
+
+
+def _features(x: SparseTensor | None) -> torch.Tensor | None:
+    return None if x is None else x.features
+
+
+def _joins(grid: VoxelGrid, dtype: torch.dtype, norm: BatchNorm, residual: SparseTensor | None) -> bool:
+    """Whether a norm does what `BatchNorm` does and nothing else, and the residual is what a kernel can add."""
+    return (
+        type(norm).forward is BatchNorm.forward
+        and not grid.is_shared
+        and (
+            residual is None
+            or (
+                residual.grid is grid
+                and residual.dtype == dtype
+                and residual.channels == norm.num_features
+                and type(residual.features) is torch.Tensor
+            )
+        )
+    )
+
+
+def hooked(*modules: Any) -> bool:
+    """Whether somebody wants to be called before or after one of these modules."""
+    for m in modules:
+        if m is not None and (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks):
+            return True
+    return bool(torch.nn.modules.module._has_any_global_hook())
+
+
+def _can_join(x: Any, conv: Any, norm: Any, activation: Any) -> bool:
+    """Whether these are modules that can run as one on x, and nobody hooked in between."""
+    return (
+        isinstance(norm, BatchNorm)
+        and isinstance(conv, ConvolutionModule)
+        and isinstance(x, SparseTensor)
+        and norm.num_features == conv.out_channels
+        and not x.grid.is_shared
+        and not torch.compiler.is_compiling()
+        and not hooked(conv, norm, activation)
+    )
+
+
+def _layer(
+    x: SparseTensor, channels: int, conv: Any, norm: BatchNorm, activation: Any, where: dict[str, Any]
+) -> Layer | None:
+    """What a node needs to know of modules that can join, for ``channels`` on x's grid; None where they cannot."""
+    features = x.features
+    if (
+        channels != conv.in_channels
+        or conv.bias is not None
+        or not conv.weight.requires_grad
+        or torch.is_autocast_enabled(features.device.type)
+        or not serves(features, norm, 2)
     ):
         return None
-    epilogue = None
-    if activation is not None:
-        make = next((make for kind, make in ACTIVATIONS.items() if isinstance(activation, kind)), None)
-        if make is None or activation._forward_hooks or activation._forward_pre_hooks:
-            return None
-        epilogue = make(activation)
+    plan = conv.plan(x, **where)
+    taps = conv.weight
+    if (
+        plan.kernel_map.num_out < 2
+        or taps.dtype != features.dtype
+        or taps.get_device() != features.get_device()
+        or taps.shape != (plan.num_taps, conv.in_channels // conv.groups, conv.out_channels)
+        or not taps.is_contiguous()
+    ):
+        return None
+    slope = _slope(activation)
+    return Layer(norm, 1.0 if slope is None else slope, plan, taps)
+
+
+def _target(layer: Layer) -> VoxelGrid:
+    plan: Any = layer.plan
+    target: VoxelGrid = plan.target
+    return target
+
+
+def _in_inference(
+    x: SparseTensor, conv: Any, norm: BatchNorm, activation: Any, residual: SparseTensor | None, where: dict[str, Any]
+) -> SparseTensor:
+    """One kernel, the norm's statistics being known."""
+    make = ACTIVATIONS.get(type(activation))
+    epilogue = None if make is None else make(activation)
     plan = conv.plan(x, **where)
     features = features_of(x, conv, conv.in_channels)
     weight, bias = _folded(conv, norm)
-    added = None if residual is None else residual.features
-    return SparseTensor(plan.target, plan.execute(features, weight, bias, residual=added, epilogue=epilogue))
+    y = plan.execute(features, weight, bias, residual=_features(residual), epilogue=epilogue)
+    done = SparseTensor(plan.target, y)
+    return done if activation is None or make is not None else apply(activation, done)
 
 
 def _folded(conv: Any, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:

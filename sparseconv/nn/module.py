@@ -61,3 +61,10 @@ def with_features(x: Any, features: torch.Tensor) -> Any:
 def placed(x: Any, plan: ConvolutionPlan, features: torch.Tensor) -> Any:
     """Features made from those of x over a plan: in a `SparseTensor` on its target if x is one, else as they are."""
     return SparseTensor(plan.target, features) if isinstance(x, SparseTensor) else features
+
+
+def apply(module: torch.nn.Module, x: Any) -> Any:
+    """A module on a sparse tensor, or on its features if it is a plain one."""
+    if isinstance(x, SparseTensor) and not isinstance(module, SparseModule):
+        return x.with_features(module(x.features))
+    return module(x)

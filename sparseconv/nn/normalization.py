@@ -9,6 +9,7 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.module import FeatureModule, Features, SparseModule, features_of, with_features
+from sparseconv.nn.training import Layer, serves, trained
 from sparseconv.ops.items import join_items, split_items
 from sparseconv.tensor import SparseTensor
 
@@ -27,6 +28,8 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
         features = features_of(x, self, self.num_features)
         if isinstance(x, SparseTensor) and x.grid.is_shared and (self.training or self.running_mean is None):
             y = self._over_shards(features, x.grid)
+        elif serves(features, self, features.shape[0]):
+            y = trained(features, [Layer(self)])
         elif features.shape[0] < 2 and (self.training or self.running_mean is None):
             y = features - features
             if self.weight is not None:

@@ -11,7 +11,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, SubmanifoldConv
 from sparseconv.nn.features import Linear, ReLU
-from sparseconv.nn.fusion import run_fused
+from sparseconv.nn.fusion import conv_norm_act, two_layers
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.nn.pooling import AvgPool, GlobalMaxPool
@@ -58,18 +58,6 @@ def convolution(
     return FloorConv(c_in, c_out, kernel_size, stride=stride, bias=bias, rank=rank)
 
 
-def conv_norm_act(
-    x: SparseTensor, conv: Any, norm: Any, activation: Any = None, residual: SparseTensor | None = None, **where: Any
-) -> SparseTensor:
-    """activation(norm(conv(x)) + residual), in inference as one call; ``where`` is what else the convolution takes."""
-    fused = run_fused(x, conv, norm, activation, residual, **where)
-    if fused is not None:
-        return fused
-    y = norm(conv(x, **where))
-    y = y if residual is None else y + residual
-    return y if activation is None else activation(y)
-
-
 class BasicBlock(SparseModule):
     """Two 3^D convolutions around a skip: y = relu(norm2(conv2(relu(norm1(conv1(x))))) + downsample(x)).
 
@@ -99,9 +87,9 @@ class BasicBlock(SparseModule):
         self.downsample = _skip(in_channels, out, stride, norm, rank)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
-        y = conv_norm_act(x, self.conv1, self.norm1, self.relu)
         skip = x if self.downsample is None else self.downsample(x)
-        return conv_norm_act(y, self.conv2, self.norm2, self.relu, skip)
+        first, second = (self.conv1, self.norm1, self.relu), (self.conv2, self.norm2, self.relu)
+        return two_layers(x, first, second, skip)
 
 
 class BottleneckBlock(SparseModule):

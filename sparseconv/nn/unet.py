@@ -12,7 +12,7 @@ from sparseconv.nn.blocks import Activation, Bottleneck, ConvBlock, Norm, Residu
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, InverseConv
 from sparseconv.nn.features import Linear, ReLU
-from sparseconv.nn.fusion import run_fused
+from sparseconv.nn.fusion import conv_norm_act, hooked
 from sparseconv.nn.geometry import Axes
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
@@ -108,10 +108,11 @@ class UNet(SparseModule):
         return self.head(x)
 
     def _raise(self, level: int, x: SparseTensor, onto: SparseTensor) -> SparseTensor:
-        """Up one level, norm, activation: in inference as one."""
-        up: Any = self.up[level]
+        """Up one level, norm, activation."""
         after: Any = self.up_norm[level]
-        return run_fused(x, up, *after, onto=onto) or after(up(x, onto=onto))
+        if len(after) == 2 and not hooked(after):
+            return conv_norm_act(x, self.up[level], *after, onto=onto)
+        return after(self.up[level](x, onto=onto))
 
 
 def _per_level(counts: int | Sequence[int], levels: int, name: str, least: int) -> tuple[int, ...]:

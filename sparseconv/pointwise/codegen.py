@@ -83,7 +83,7 @@ def _parameters(schema: Schema, rank: int, tile_axes: int) -> list[str]:
     lines += [f"{name}_stride{k}" for name in [*results, *tensors] for k in axes]
     lines += [f"in{i}_gather_stride" for i, _ in schema.gather]
     lines += [f"index_stride{k}" for k in axes] if schema.index else []
-    constants = ["ADDRESS", "PARTS", *(f"TILE{k}" for k in range(max(0, rank - tile_axes), rank))]
+    constants = ["ADDRESS", "PARTS", "FULL", *(f"TILE{k}" for k in range(max(0, rank - tile_axes), rank))]
     constants += [f"IN{i}" for i in schema.tensors]
     constants += [f"IN{i}_VARIES{k}" for i in schema.tensors for k in range(max(0, rank - tile_axes), rank)]
     constants += [f"VAL{i}" for i in schema.scalars]
@@ -135,7 +135,7 @@ def _load(rank: int, tiled: list[int], position: int, source_position: int | Non
 
 
 def _unless_whole(mask: str) -> str:
-    return f"None if part + 1 < PARTS else {mask}"
+    return f"None if (part + 1 < PARTS) | FULL else {mask}"
 
 
 def _address(pointer: str, name: str, axes: range, coordinate: Callable[[int], str]) -> str:

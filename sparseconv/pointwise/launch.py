@@ -159,7 +159,12 @@ class Overload:
         integers = [*space.sizes, *(s for line in space.strides[:operands] for s in line)]
         integers += [inputs[i].stride()[0] for i, _ in schema.gather]
         integers += space.strides[-1] if schema.index else ()
-        constants: list[Any] = [_triton_dtype(torch.int64 if space.wide else torch.int32), space.parts, *space.tile]
+        constants: list[Any] = [
+            _triton_dtype(torch.int64 if space.wide else torch.int32),
+            space.parts,
+            space.full,
+            *space.tile,
+        ]
         constants += [_triton_dtype(dtypes.compute[i]) for i in schema.tensors]
         for line in space.strides[len(outputs) : operands]:
             constants += [s != 0 for s in line[len(line) - tiled :]]

@@ -105,8 +105,15 @@ class Iteration:
     @property
     def parts(self) -> int:
         """2 if full tiles are to go without a mask, since masks whose end is no multiple of 16 make accesses narrow."""
+        if self.full:
+            return 1
         ends = list(zip(self.sizes[::-1], self.tile[::-1]))[: 2 if self.across else 1]
         return 2 if any(size % 16 and size >= tile for size, tile in ends) else 1
+
+    @property
+    def full(self) -> bool:
+        """Whether every tile is full, so that nothing needs a mask."""
+        return all(size % tile == 0 for size, tile in zip(self.sizes[::-1], self.tile[::-1]))
 
     @property
     def programs(self) -> int:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from sparseconv.products import cpu_matrices
 from sparseconv.products.table import Product
 from sparseconv.products.terms import Terms
 
@@ -12,19 +19,42 @@ from sparseconv.products.terms import Terms
 _PIECE = 1 << 18
 
 
+class Piece(NamedTuple):
+    """Positions ``first`` .. ``last`` - 1 of the terms, all of them in segments ``low`` .. ``high`` - 1.
+
+    ``whole`` where the piece has every term of these segments, so that its sums are final.
+    """
+
+    first: int
+    last: int
+    low: int
+    high: int
+    whole: bool
+
+
 @torch.autocast("cpu", enabled=False)  # the caller has cast the inputs; what is made of them here stays as it is
 def segment_scale(x: torch.Tensor, terms: Terms, dtype: torch.dtype) -> torch.Tensor:
     """(N, out_size, C) in ``dtype`` from x (N, M_in, C)."""
     batch, rows, channels = x.shape
     positions = terms.num_positions(rows, rows)
-    scale = None if terms.scale is None else terms.scale.to(dtype)
-    out = x.new_empty((batch, terms.num_segments, channels), dtype=dtype)
+    terms = terms._replace(scale=None if terms.scale is None else terms.scale.to(dtype))
+    out = fresh((batch, terms.num_segments, channels), dtype)
     # rows first, so that the items of one piece of the batch lie side by side and share one walk over the terms
-    step = max(1, min(batch, _PIECE // max(1, rows * channels)))
+    step = max(1, min(batch, _PIECE // max(1, max(rows, terms.num_segments) * channels)))
+    pieces = _pieces(terms.seg_out, positions, _PIECE // max(1, step * channels))
+    _clear(out, pieces, False)
     for start in range(0, batch, step):
-        piece = _rows_first(x[start : start + step], dtype)
-        summed = _sum_segments(piece, scale, terms.index1, terms.seg_out, positions)
-        out[start : start + step] = summed.view(terms.num_segments, min(step, batch - start), channels).transpose(0, 1)
+        source = x[start : start + step].to(dtype).transpose(0, 1)
+        flat = source.flatten(1).contiguous()
+        for piece in pieces:
+            span = slice(piece.first, piece.last)
+            near, index = (flat[span], None) if terms.index1 is None else (flat, terms.index1[span])
+            if index is not None and terms.seg_out is None and step == 1:
+                torch.index_select(flat, 0, index, out=out[start, span])  # straight to its place
+                if terms.scale is not None:
+                    out[start, span] *= terms.scale[span, None]
+                continue
+            _store(_sum_segments(near, terms, piece, index), out[start : start + step], piece, False)
     return _placed(out, terms)
 
 
@@ -41,45 +71,100 @@ def segment_product(
     terms = _composed(terms, dtype)
     dense = dict(zip(row.axes1 + row.axes2, [*x.shape[2:], *y.shape[2:]]))
     shape = [dense[axis] for axis in row.axes_out]
-    out = x.new_zeros((1 if accumulated else batch, terms.num_segments, *shape), dtype=dtype)
-    widths = [_volume(x.shape[2:]), _volume(y.shape[2:]), _volume(shape)]
-    width = max(1, *widths)
+    segments = terms.num_segments
+    strategy = cpu_matrices.choose(row, x, y, terms, positions, accumulated)
+    # a term's elements in the largest temporary: matrices that are never gathered or written for a term do not count
+    sizes = {"x": math.prod(x.shape[2:]), "y": math.prod(y.shape[2:]), "out": math.prod(shape)}
+    width = max(1, *(size for name, size in sizes.items() if name not in strategy.spares))
     step = max(1, min(batch, _PIECE // (width * max(1, min(positions, 256)))))
+    pieces = _pieces(terms.seg_out, positions, strategy.piece // (width * step))
+    adds = accumulated and step < batch
+    out = fresh((1 if accumulated else batch, segments, *shape), dtype)
+    _clear(out, pieces, adds or batch == 0)
     for start in range(0, batch, step):
-        pieces = [t if t.shape[0] == 1 != batch else t[start : start + step] for t in (x, y)]
-        xs, ys = (piece.to(dtype).transpose(0, 1) for piece in pieces)
+        parts = [t if t.shape[0] == 1 != batch else t[start : start + step] for t in (x, y)]
+        # what spares its memory is read once, and needs no copy
+        copied = [positions if name not in strategy.spares else 0 for name in ("x", "y")]
+        xs, ys = (_rows_first(part.to(dtype), reads) for part, reads in zip(parts, copied))
         target = out[:1] if accumulated else out[start : start + step]
-        for first in range(0, positions, max(1, _PIECE // (width * step))):
-            last = min(positions, first + max(1, _PIECE // (width * step)))
-            _add_piece(row, xs, ys, terms, (first, last), target, accumulated)
+        for piece in pieces:
+            if strategy.name == "outer":
+                summed = cpu_matrices.outer_of_segments(xs, ys, terms, piece, accumulated)
+            else:
+                product, at = _multiply(strategy, row, xs, ys, terms, piece, accumulated)
+                summed = _sum_segments(product.flatten(1), terms, piece, at)
+            _store(summed, target, piece, adds)
     return _placed(out, terms)
 
 
-def _add_piece(
+def fresh(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor from numpy, which asks the system for huge pages: first writes cost a fifth."""
+    return torch.from_numpy(np.empty(tuple(shape), np.float64 if dtype == torch.float64 else np.float32))
+
+
+def _pieces(seg_out: torch.Tensor | None, positions: int, length: int) -> list[Piece]:
+    """All segments in pieces of about ``length`` terms and segments together; only longer segments are cut."""
+    length = max(1, length)
+    if seg_out is None:
+        ends = [*range(0, positions, length), positions]
+        return [Piece(first, last, first, last, True) for first, last in itertools.pairwise(ends)]
+    segments = seg_out.shape[0] - 1
+    if segments == 0:
+        return []
+    weight = seg_out.long() + torch.arange(segments + 1)
+    targets = torch.arange(int(weight[0]), int(weight[-1]), length)
+    cuts = torch.unique_consecutive(torch.searchsorted(weight, targets, right=True) - 1)
+    cuts = torch.cat([cuts, torch.tensor([segments])])
+    found = []
+    for low, high, begin, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), *_spans(seg_out[cuts])):
+        if end - begin <= 2 * length:
+            found.append(Piece(begin, end, low, high, True))
+            continue
+        for first in range(begin, end, length):
+            last = min(first + length, end)
+            edges = torch.searchsorted(seg_out, torch.tensor([first, last], dtype=seg_out.dtype), right=True)
+            found.append(Piece(first, last, max(int(edges[0]) - 1, low), min(int(edges[1]), high), False))
+    return found
+
+
+def _spans(bounds: torch.Tensor) -> tuple[list[int], list[int]]:
+    values = bounds.tolist()
+    return values[:-1], values[1:]
+
+
+def _clear(out: torch.Tensor, pieces: list[Piece], everything: bool) -> None:
+    """Zeros where sums are added."""
+    if everything:
+        out.zero_()
+    for piece in pieces:
+        if not (everything or piece.whole):
+            out[:, piece.low : piece.high] = 0
+
+
+def _store(summed: torch.Tensor, target: torch.Tensor, piece: Piece, adds: bool) -> None:
+    """Sums (S', n * dense...) of a piece to their rows of target (n, S, dense...)."""
+    rows = target[:, piece.low : piece.high]
+    summed = summed.view(rows.shape[1], rows.shape[0], *rows.shape[2:]).transpose(0, 1)
+    if adds or not piece.whole:
+        rows += summed
+    else:
+        rows.copy_(summed)
+
+
+def _multiply(
+    strategy: cpu_matrices.Strategy,
     row: Product,
     xs: torch.Tensor,
     ys: torch.Tensor,
     terms: Terms,
-    span: tuple[int, int],
-    target: torch.Tensor,
+    piece: Piece,
     accumulated: bool,
-) -> None:
-    """Adds the terms at positions ``span`` to target (n, S, dense...); xs and ys are (M, n or 1, dense...)."""
-    first, last = span
-    gathered_x, gathered_y = _rows(xs, terms.index1, span), _rows(ys, terms.index2, span)
-    product = _dense_product(row, gathered_x, gathered_y, accumulated)  # (span, n, dense...)
-    scale = None if terms.scale is None else terms.scale[first:last]
-    if terms.seg_out is None:
-        low, high, bounds = first, last, None
-    else:
-        # the segments that this piece of the terms touches; the first may have begun in the piece before
-        edges = torch.searchsorted(terms.seg_out, torch.tensor(span, dtype=terms.seg_out.dtype), right=True).tolist()
-        low, high = max(edges[0] - 1, 0), min(edges[1], terms.num_segments)
-        bounds = (terms.seg_out[low : high + 1] - first).clamp(0, last - first)
-    if low >= high:
-        return
-    summed = _sum_segments(product.flatten(1), scale, None, bounds, last - first)
-    target[:, low:high] += summed.unflatten(1, product.shape[1:]).transpose(0, 1)
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The products (T', n, dense...) of a piece's terms, and the row of each position where they are not in order."""
+    if strategy.name == "runs":
+        return cpu_matrices.products_by_matrix(row, xs, ys, terms, piece)
+    x, y = cpu_matrices.rows_of(xs, terms.index1, piece), cpu_matrices.rows_of(ys, terms.index2, piece)
+    return _dense_product(row, x, y, accumulated), None
 
 
 def _dense_product(row: Product, x: torch.Tensor, y: torch.Tensor, accumulated: bool) -> torch.Tensor:
@@ -102,30 +187,27 @@ def _dense_product(row: Product, x: torch.Tensor, y: torch.Tensor, accumulated: 
     return torch.matmul(vector[..., None, :], matrix)[..., 0, :]
 
 
-def _sum_segments(
-    rows: torch.Tensor,
-    scale: torch.Tensor | None,
-    index: torch.Tensor | None,
-    seg_out: torch.Tensor | None,
-    positions: int,
-) -> torch.Tensor:
-    """(S, W) sums of scale[k] * rows[index[k]] over k in each segment; rows (M, W) with its rows side by side."""
-    if seg_out is None:
-        picked = rows[:positions] if index is None else rows.index_select(0, index)
+def _sum_segments(rows: torch.Tensor, terms: Terms, piece: Piece, index: torch.Tensor | None) -> torch.Tensor:
+    """(S', W) sums of scale[k] * rows[index[k]] over the positions k of each segment of a piece.
+
+    rows (M, W) with its rows side by side; index (T',), or None where position k's row is row k of the piece.
+    """
+    scale = None if terms.scale is None else terms.scale[piece.first : piece.last]
+    if terms.seg_out is None:
+        picked = rows if index is None else rows.index_select(0, index)
         return picked if scale is None else picked * scale[:, None]
-    segments = seg_out.shape[0] - 1
-    if segments == 0 or rows.shape[0] == 0 or rows.shape[1] == 0 or positions == 0:
+    segments = piece.high - piece.low
+    if piece.first == piece.last or rows.numel() == 0:
         return rows.new_zeros((segments, rows.shape[1]))
+    bounds = terms.seg_out[piece.low : piece.high + 1]
+    if not piece.whole:
+        bounds = bounds.clamp(piece.first, piece.last)
     if index is None:
-        index = torch.arange(positions, dtype=seg_out.dtype)
-    # the bag wants both in one dtype; it starts at 0 and ends with the last offset
-    start, end = int(seg_out[0]), int(seg_out[-1])
-    if (start, end) != (0, positions):
-        index, seg_out = index[start:end], seg_out - start
-        scale = None if scale is None else scale[start:end]
-    return F.embedding_bag(
-        index, rows, seg_out.to(index.dtype), mode="sum", per_sample_weights=scale, include_last_offset=True
-    )
+        index = torch.arange(piece.last - piece.first, dtype=bounds.dtype)
+    # the bag wants both in one dtype; it starts at 0 and ends with the last offset; rows apart it sums in another order
+    bounds = (bounds - piece.first).to(index.dtype)
+    rows = rows.contiguous()
+    return F.embedding_bag(index, rows, bounds, mode="sum", per_sample_weights=scale, include_last_offset=True)
 
 
 def _composed(terms: Terms, dtype: torch.dtype) -> Terms:
@@ -139,13 +221,10 @@ def _composed(terms: Terms, dtype: torch.dtype) -> Terms:
     return terms._replace(scale=scale, index1=index1, index2=index2, gather_index=None)
 
 
-def _rows(source: torch.Tensor, index: torch.Tensor | None, span: tuple[int, int]) -> torch.Tensor:
-    return source[span[0] : span[1]] if index is None else source.index_select(0, index[span[0] : span[1]])
-
-
-def _rows_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(M, n * C) from (n, M, C)."""
-    return x.to(dtype).transpose(0, 1).flatten(1).contiguous()
+def _rows_first(x: torch.Tensor, reads: int) -> torch.Tensor:
+    """(M, n, dense...) from (n, M, dense...), side by side where rows are read often enough to pay for the copy."""
+    x = x.transpose(0, 1)
+    return x.contiguous() if x.shape[1] > 1 and reads >= x.shape[0] else x
 
 
 def _placed(out: torch.Tensor, terms: Terms) -> torch.Tensor:
@@ -155,10 +234,3 @@ def _placed(out: torch.Tensor, terms: Terms) -> torch.Tensor:
     placed = out.new_zeros((out.shape[0], terms.out_size, *out.shape[2:]))
     placed[:, terms.index_out.long()] = out
     return placed
-
-
-def _volume(shape: torch.Size | list[int]) -> int:
-    volume = 1
-    for size in shape:
-        volume *= size
-    return volume

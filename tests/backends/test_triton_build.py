@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 from sparseconv.backends.triton_implicit_gemm import build
 from sparseconv.backends.triton_implicit_gemm import schedule as twin
 from sparseconv.geometry import triton_launch
+from sparseconv.geometry.triton_chunks import chunks_torch
 from sparseconv.geometry.triton_neighbors import search_table, search_window
 from sparseconv.geometry.triton_table import build_table
 from sparseconv.geometry.triton_window import encode_window, tap_order
@@ -55,11 +56,16 @@ def test_other_windows_and_given_tables(case: Case) -> None:
     same(build.build_schedule(search_table(search.neighbors), 64, significance=ranked), want)
 
 
-def test_runs_of_rows() -> None:
-    source = CUBE.source(seed=4, device=DEVICE)
+def test_runs_of_neighbouring_rows() -> None:
+    case = Case("wide cube", 3, CUBE.offsets, rows=250, spread=30)
+    source = case.source(seed=4, device=DEVICE)
     table = build_table(source)
     search = search_window(table, table.coords, encode_window(CUBE.offsets, (1, 1, 1), None, source.device))
     got = build.build_schedule(search, 64, chunk_rows=64)
-    want = twin.build_schedule(search.neighbors, 27, 64, chunk_rows=64)
-    assert torch.equal(got.out_rows // 64, want.out_rows // 64)
-    assert torch.equal(got.out_rows[: len(source)].sort().values.cpu(), torch.arange(len(source), dtype=torch.int32))
+    order = got.out_rows[: len(source)].long().cpu()
+    assert torch.equal(order.sort().values, torch.arange(len(source)))
+    chunks = chunks_torch(source.cpu(), 64)[order]
+    assert (chunks.diff() >= 0).all()
+    assert chunks[-1] > 1
+    assert torch.equal(got.neighbors[:-1, : len(source)].cpu(), search.neighbors.cpu()[:, order])
+    assert torch.equal(got.tile_order.cpu(), torch.arange(got.num_tiles, dtype=torch.int32))

@@ -11,7 +11,9 @@ from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of
 from sparseconv.backends.triton_implicit_gemm.config import conv_candidates, weight_grad_candidates
 from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe
+from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.pointwise import relu
 from sparseconv.pointwise.epilogue import Epilogue
 
@@ -158,6 +160,37 @@ def test_nothing_waits_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert bool(torch.isfinite(y).all())
+
+
+def test_the_first_use_of_a_new_map_waits_for_nothing_either():
+    """With the numbers of pairs read, schedules, jobs and steps are made without a look at the device."""
+    backend = TritonImplicitGemm()
+    gen = torch.Generator("cuda").manual_seed(0)
+    for turn in range(3):
+        cells = torch.randint(0, 40, (20_000, 3), generator=gen, device="cuda", dtype=torch.int32)
+        coords = torch.nn.functional.pad(torch.unique(cells, dim=0), (1, 0))
+        grid = VoxelGrid(coords)
+        around, down = ConvolutionPlan(grid, 3), ConvolutionPlan(grid, 2, stride=2)
+        calls = []
+        for kernel_map in (around.kernel_map, down.kernel_map, down.kernel_map.reverse()):
+            assert kernel_map.num_pairs == len(kernel_map.in_rows)
+            calls.append((kernel_map, operands(kernel_map, 32, 32, 1, torch.float16)))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if turn else "default")
+        try:
+            results = [
+                (
+                    backend.forward(x, w, kernel_map, 1),
+                    backend.input_grad(g, w, kernel_map, 1),
+                    backend.weight_grad(x, g, kernel_map, 1),
+                )
+                for kernel_map, (x, w, g) in calls
+            ]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for (kernel_map, (x, w, g)), got in zip(calls, results):
+            for a, b in zip(got, reference(x, w, g, kernel_map, 1)):
+                assert close(a, b)
 
 
 def test_estimate_alone_and_explanation(monkeypatch):

@@ -19,6 +19,7 @@ from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
     weight_grad_candidates,
 )
 from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe, interpreted  # noqa: E402
+from sparseconv.geometry.kernel_map import KernelMap  # noqa: E402
 from sparseconv.pointwise import relu  # noqa: E402
 from sparseconv.pointwise.epilogue import Epilogue  # noqa: E402
 from tests import oracle  # noqa: E402
@@ -129,3 +130,39 @@ def test_the_key_knows_no_exact_number_of_rows():
     assert work.key() == Work(torch.float16, 101_000, 706_000, 27, 64, 64, 1, True).key()
     assert work.key() != Work(torch.float16, 400_000, 2_800_000, 27, 64, 64, 1, True).key()
     assert work.key() != Work(torch.bfloat16, 100_000, 700_000, 27, 64, 64, 1, True).key()
+
+
+@needs_interpreter
+def test_a_recipe_serves_every_map_of_a_size():
+    """A second scene finds what the first one made ready; one of another size makes its own, with the same numbers."""
+    backend = TritonImplicitGemm()
+    recipes = []
+    for voxels in (100, 103, 30):
+        case = Case("cube", voxels=voxels)
+        plan = build(case)
+        x, w, g = operands(plan, case, torch.float32)
+        edges, kernel_map = edges_of(plan), plan.kernel_map
+        got = (
+            backend.forward(x, w, kernel_map, 1),
+            backend.input_grad(g, w, kernel_map, 1),
+            backend.weight_grad(x, g, kernel_map, 1),
+        )
+        want = (
+            oracle.convolve(x, w, edges, kernel_map.num_out, 1),
+            oracle.input_grad(g, w, edges, kernel_map.num_in, 1),
+            oracle.weight_grad(x, g, edges, plan.num_taps, 1),
+        )
+        assert all(error(a, b) < TOLERANCE[torch.float32] for a, b in zip(got, want))
+        recipes.append(len(backend._recipes))
+    assert recipes == [3, 3, 6]
+
+
+def test_a_choice_depends_on_the_size_of_a_map_and_not_on_its_rows():
+    def request(rows: int, pairs: int) -> Request:
+        ends = torch.arange(pairs, dtype=torch.int32)
+        kernel_map = KernelMap(rows, rows, 1, pairs=(ends, ends, torch.tensor([0, pairs])))
+        return Request(kernel_map, torch.device("cpu"), torch.float16, 64, 64)
+
+    assert work_of(request(1000, 500), True) == work_of(request(1010, 505), True)
+    assert work_of(request(1000, 500), True) != work_of(request(1400, 700), True)
+    assert work_of(request(1000, 500), True) != work_of(request(1000, 900), True)

@@ -13,8 +13,9 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparseconv.backends.triton_implicit_gemm import build
+from sparseconv.backends.triton_implicit_gemm import build, job_kernel, tiles
 from sparseconv.geometry import triton_counts, triton_neighbors, triton_order, triton_pairs, triton_reach
+from sparseconv.geometry import triton_chunks, triton_cube_pairs
 from sparseconv.geometry import triton_search, triton_table, triton_window
 
 NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
@@ -27,19 +28,28 @@ jobs = [
     (triton_table._RANGES, (4, 4, 512)), (triton_table._INSERT, (4, shifts, True, 128)),
     (triton_table._INSERT, (4, 0, False, 128)), (triton_table._NUMBER, (1024,)), (triton_table._ROWS, (256,)),
     (triton_table._LOOKUP, (4, shifts, True, 128)), (triton_search._AROUND, (4, shifts, 27, 32, 8)),
-    (triton_search._MASKS, (*around, 1, True, 32, 512, 128)),
-    (triton_search._MASKS, (*by_key, 2, False, 8, 128, 32)),
+    (triton_search._MASKS, (*around, 1, True, 32, 512, 128, False)),
+    (triton_search._MASKS, (*by_key, 2, False, 8, 128, 32, False)),
+    (triton_search._CUBE_MASKS, (*around, 1, True, 32, 512, 128, True)),
+    (triton_chunks._COUNT, (4, shifts, 15, 4, 256)), (triton_chunks._NUMBER, (4, 15, 4, 4096)),
+    (triton_chunks._KEYS, (4, 15, 512)),
     (triton_neighbors._PLANES, (*single, 128)), (triton_neighbors._COUNT, (128, 128)),
     (triton_neighbors._PLANE_KEYS, (False, 128)), (triton_neighbors._PLANE_KEYS_WIDE, (True, 128)),
     (triton_table._TABLE, (4, 4, shifts, False, True, 128, 512, 7)), (triton_order._ORDER, (1024, 8, 128, 7)),
-    (triton_search._SEARCH, (*around, 32, 128, 128, 32, 32, 2048, 7)),
-    (triton_search._SEARCH, (*by_key, 8, 128, 128, 32, 32, 2048, 7)),
+    (triton_search._SEARCH, (*around, 32, 128, 128, 32, 32, 2048, 7, True)),
+    (triton_search._SEARCH, (*by_key, 8, 128, 128, 32, 32, 2048, 7, False)),
     (triton_reach._MARK, (3, True, 128, 512, 1024, 7)), (triton_reach._MARK, (3, False, 128, 512, 1024, 7)),
     (triton_reach._EMIT, (3, 32)), (triton_reach._CLAIM, (4, True, 128)), (triton_reach._DECODE, (3, 256)),
     (triton_counts.SCAN, (2048,)), (triton_pairs._REVERSE, (1024,)),
     (triton_pairs._PAIRS, (*around, True, 512, 128)), (triton_pairs._PAIRS, (*by_key, False, 128, 128)),
+    (triton_cube_pairs._CUBE_PAIRS, (512, 8)), (triton_cube_pairs._CUBE_PAIRS, (128, 0)),
+    (build._CUBE_TILES, (128, 32)), (build._CUBE_TILES_64, (64, 32)),
     (build._TILES, (*around, 128, 32, False, True, True)), (build._TILES_64, (*by_key, 64, 256, True, False, False)),
     (build._RANK, (32, 64, 1024)),
+]
+jobs += [
+    (job_kernel._JOBS, (32, 128)), (tiles._ONE_TAP, (8, 256, 128, 2, 5, 8)), (tiles._ONE_TAP, (32, 256, 256, 1, 5, 8)),
+    (tiles._LISTS, (64, 16, 32)),
 ]
 for launcher, constants in jobs:
     names = launcher.function.arg_names
@@ -62,7 +72,7 @@ def compile_for(archs: list[int]) -> None:
     command = [sys.executable, "-c", f"ARCHS = {archs}\n{SCRIPT}"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert int(run.stdout) >= 26
+    assert int(run.stdout) >= 37
 
 
 def test_kernels_compile_for_hopper() -> None:

@@ -11,10 +11,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from sparseconv import VoxelGrid
-from sparseconv.geometry import triton_launch, triton_neighbors, triton_order, triton_reach, triton_table
+from sparseconv.geometry import (
+    triton_cube_pairs,
+    triton_launch,
+    triton_neighbors,
+    triton_order,
+    triton_reach,
+    triton_table,
+)
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.geometry.triton_chunks import chunks_torch
 from sparseconv.geometry.triton_neighbors import find_neighbors_torch, row_keys, search_window
 from sparseconv.geometry.triton_order import sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges, pairs_of, pairs_torch, reverse_neighbors
@@ -28,7 +36,7 @@ from sparseconv.geometry.triton_table import (
     read_table,
 )
 from sparseconv.geometry.triton_window import encode_window, tap_order
-from tests.geometry.triton_cases import CASES, SLOW_CASES, Case
+from tests.geometry.triton_cases import CASES, SLOW_CASES, Case, box
 
 SORTED_LONG = pytest.param(66_000, 2**31, 1024, marks=pytest.mark.slow)
 DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
@@ -44,6 +52,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("case", EVERY_CASE)
 def test_edges_are_those_of_brute_force(case: Case, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = layout != "cells"
+    monkeypatch.setattr(triton_cube_pairs, "MANY_EDGES", 0 if layout == "blocks" else 10**9)
     if layout == "blocks":  # a launch for each pass, as for many rows
         monkeypatch.setattr(triton_table, "FUSED_ROWS", 0)
         monkeypatch.setattr(triton_neighbors, "FUSED_ROWS", 0)
@@ -159,6 +168,34 @@ def test_keys_order_rows_by_gray_code() -> None:
     code = sum(live[tap] << (26 - place) for place, tap in enumerate(ranked))
     assert torch.equal(search.keys[0].long().cpu() ^ (search.keys[0].long().cpu() >> 1), code)  # rank -> code
     assert torch.equal(row_keys(search, (tuple(range(27)),)), search.keys)
+
+
+@pytest.mark.parametrize(("rank", "spread", "batches"), [(3, 40, 1), (3, 300, 3), (2, 60, 1), (4, 30, 2), (1, 900, 5)])
+def test_runs_of_neighbours(rank: int, spread: int, batches: int) -> None:
+    generator = torch.Generator().manual_seed(spread)
+    coords = torch.randint(-spread, spread, (300, 1 + rank), generator=generator)
+    coords[:, 0] %= batches
+    coords = torch.unique(coords, dim=0)
+    coords = coords[torch.randperm(len(coords), generator=generator)].int().to(DEVICE)
+    table = build_table(coords)
+    offsets = box(-1, 2, rank) if rank < 4 else box(0, 2, rank)
+    search = search_window(table, table.coords, encode_window(offsets, (1,) * rank, None, coords.device))
+    plain, taps = search.keys[0].cpu(), len(offsets)
+    chunks = chunks_torch(coords.cpu(), 64)
+    assert chunks.max() > 1
+    bits = (-(-len(coords) // 64) - 1).bit_length()
+    room = 31 - bits
+    lost = max(0, taps - room)
+    want = torch.where(plain == 2**31 - 1, 2**room - 1, plain >> lost) | (chunks.int() << room)
+    assert torch.equal(row_keys(search, (tuple(range(taps)),), chunk_rows=64)[0].cpu(), want)
+
+
+def test_runs_of_rows_where_rows_are_not_the_table_s() -> None:
+    case = CASES[3]
+    source = case.source(seed=2, device=DEVICE)
+    search = search_window(
+        build_table(source), source.clone(), encode_window(case.offsets, (1,) * 3, None, source.device)
+    )
     chunked = row_keys(search, (tuple(range(27)),), chunk_rows=64)
     assert torch.equal(chunked[0].cpu() >> 29, torch.arange(len(source), dtype=torch.int32) // 64)
 
@@ -247,7 +284,7 @@ def test_what_a_window_reaches_in_other_ranks(rank: int) -> None:
     grid = VoxelGrid(coords, 4)
     for window in (
         Window.of(rank, 2, 2),
-        Window.of(rank, 3, 2),
+        Window.of(rank, (3,) + (1,) * (rank - 1), 2),
         Window.of(rank, None, 1, taps=[(0,) * rank, (3,) * rank]),
     ):
         where = grid.coords.to(DEVICE), grid.extent, 4, window.offsets, window.stride, None

@@ -79,7 +79,7 @@ def test_counts_that_nobody_reads_leave_the_next_ones_right() -> None:
         assert torch.equal(plan.kernel_map.reverse().neighbors.cpu(), want.kernel_map.reverse().neighbors)
 
 
-@pytest.mark.parametrize("spread", [30, 3000, 400_000])  # bits for every cell, for few of them, and a sort of keys
+@pytest.mark.parametrize("spread", [30, 3000, 150_000])  # bits for every cell, for few of them, and a sort of keys
 @pytest.mark.parametrize(("kernel", "stride"), [(2, 2), (3, 2), (1, 2), (2, 3), (3, 1)])
 def test_reached_grids_are_those_of_the_cpu(kernel: int, stride: int, spread: int) -> None:
     from sparseconv.geometry.edges import Window, coarse_grid, fine_grid

@@ -38,8 +38,8 @@ def compile_kernel(function: PointwiseDynamicFunction, rank: int, element: str, 
         if name.startswith("val"):
             signature[name] = numbers[types[int(name[3:])]][0]
             continue
-        if name in ("ADDRESS", "PARTS"):
-            known = {"ADDRESS": tl.int32, "PARTS": 2}[name]
+        if name in ("ADDRESS", "PARTS", "FULL"):
+            known = {"ADDRESS": tl.int32, "PARTS": 2, "FULL": False}[name]
         elif name.startswith("TILE"):
             known = 1024 if rank == 1 else 32
         elif "VARIES" in name:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import sparseconv.products as sp
+from sparseconv.products import autograd
 from sparseconv.products.execute import accumulator
+from sparseconv.products.table import PRODUCTS
 from sparseconv.products.terms import pack
 from tests.products.cases import CASES, PRODUCT_NAMES, inputs
 
@@ -119,8 +121,25 @@ def test_the_classes_apply_as_the_functions_do(name):
     assert torch.equal(getattr(sp, name).apply(x, y, *CASE.infos(), True), function(product)(x, y, *CASE.infos(), True))
 
 
-def test_only_the_gradients_asked_for_are_computed():
-    forward, backward1, _ = CASE.infos()
-    x, y = inputs("mul", CASE, False, False)
-    out = sp.sparse_mul(x.requires_grad_(), y, forward, backward1)  # no info for y, and none needed
-    torch.autograd.grad(out.sum(), x)
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "shared"])
+@pytest.mark.parametrize("name", PRODUCT_NAMES)
+def test_only_the_gradients_asked_for_are_computed(name, batched, monkeypatch):
+    infos = CASE.infos()
+    x, y = inputs(name, CASE, not batched, not batched)
+    ran = []
+    execute = autograd.execute_product
+    monkeypatch.setattr(autograd, "execute_product", lambda row, *rest: ran.append(row.name) or execute(row, *rest))
+    row = PRODUCTS[name]
+    both = torch.autograd.grad(function(name)(x.requires_grad_(), y.requires_grad_(), *infos).sum(), (x, y))
+    assert sorted(ran) == sorted([name, row.grad1.product, row.grad2.product])
+    # the other's info is neither given nor needed, and nothing but the one gradient runs
+    alone = ((x, y.detach(), row.grad1, infos[1], None), (x.detach(), y, row.grad2, None, infos[2]))
+    for (first, second, rule, *backward), leaf, wanted in zip(alone, (x, y), both):
+        ran.clear()
+        out = function(name)(first, second, infos[0], *backward)
+        (got,) = torch.autograd.grad(out.sum(), leaf)
+        assert ran == [name, rule.product]
+        assert torch.equal(got, wanted)
+    ran.clear()
+    assert not function(name)(x.detach(), y.detach(), infos[0]).requires_grad
+    assert ran == [name]

@@ -227,3 +227,38 @@ def test_any_terms_in_any_order(data):
     x, y = inputs(name, case, *flags[:2], axes=axes, integers=True)
     out = function(name)(x, y, *case.infos(), flags[2])
     assert torch.equal(out, oracle.product(name, x, y, case.triples, case.out_size, flags[2]))
+
+
+@pytest.mark.parametrize("batched", [(), (1,), (2,), (1, 2)], ids=["shared", "first", "second", "both"])
+@pytest.mark.parametrize("name", ["vecmat", "mat_t_vec", "outer"])
+@pytest.mark.parametrize("form", ["sorted", "gathered", "identity"])
+def test_terms_that_share_a_matrix_or_a_segment(form, name, batched):
+    """Many terms a matrix, many a segment: matrix products of many rows take the place of one for each term."""
+    case = random_case("few matrices", 3000, 9, 3000 if form == "identity" else 40, 5, seed=6)
+    index1, index2, index_out, scale = case.columns()
+    if form == "identity":
+        index1 = list(range(3000))
+    rows1, rows2 = (case.in2_size, case.in1_size) if name == "mat_t_vec" else (case.in1_size, case.in2_size)
+    ways = (index2, index1) if name == "mat_t_vec" else (index1, index2)
+    case = Case("few matrices", list(zip(*ways, index_out, scale)), 9, rows1, rows2)
+    infos = case.infos(torch.float32)
+    infos = [gathered(info) for info in infos] if form == "gathered" else infos
+    given = inputs(name, case, 1 not in batched, 2 not in batched, dtype=torch.float32, integers=True)
+    x, y = (t.requires_grad_() for t in given)
+    index1, index2, index_out, scale = (torch.tensor(column) for column in case.columns())
+    pairs = []
+    for flag in (False, True):
+        out = function(name)(x, y, *infos, flag)
+        parts = zip((x, y), oracle.RANKS[name], (index1, index2))
+        rows = [t.index_select(t.dim() - rank - 1, index) for t, rank, index in parts]
+        dense = oracle.DENSE[name](*rows)
+        axis = 1 if batched else 0
+        dense = dense * scale.reshape(-1, *[1] * (dense.dim() - 1 - axis))
+        want = dense.new_zeros(*dense.shape[:axis], 9, *dense.shape[axis + 1 :]).index_add(axis, index_out, dense)
+        want = want.sum(0) if flag and batched else want
+        pairs.append((out, want))
+    for out, want in pairs:
+        assert torch.equal(out, want)
+        grad = torch.randint(-2, 3, out.shape, generator=torch.Generator().manual_seed(2)).float()
+        for g, w in zip(torch.autograd.grad(out, (x, y), grad), torch.autograd.grad(want, (x, y), grad)):
+            assert torch.equal(g, w)

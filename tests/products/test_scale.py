@@ -89,3 +89,16 @@ def test_more_than_65535_segments():
     out = sp.sparse_scale(x, *infos)
     assert torch.equal(out, x.flip(0))
     assert torch.equal(torch.autograd.grad(out, x, x.detach())[0], x.detach().flip(0))
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["shared", "batched"])
+def test_the_same_bits_from_any_strides(batched):
+    case = CASES[-1]
+    shape = (3, case.in1_size, 6) if batched else (case.in1_size, 6)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    apart = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    forward, backward = (replace(info, scale=torch.rand(len(case.triples))) for info in infos(case, torch.float32))
+    assert torch.equal(sp.sparse_scale(x, forward), sp.sparse_scale(apart, forward))
+    grad = torch.randn(*shape[:-2], case.out_size, 6)
+    apart = grad.transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert torch.equal(sp.sparse_scale(grad, backward), sp.sparse_scale(apart, backward))

@@ -13,12 +13,17 @@ import triton.language as tl
 
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.triton_cube import corners, look_at_plane
 from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, on_device, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
 from sparseconv.geometry.triton_order import sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges
 from sparseconv.geometry.triton_search import SEARCH_TYPES
 from sparseconv.geometry.triton_window import KEY_BITS, entry_of, look, take
+
+#: rows up to which a search keeps its scratch memory, some 50 bytes a row: small maps are wanted in two orders of rows
+#: (taps split in groups or not), and to search again costs the host more than to build a schedule
+KEPT_ROWS = 65_536
 
 
 def schedule_on_gpu(
@@ -30,7 +35,8 @@ def schedule_on_gpu(
     """The schedule of a kernel map on a GPU: from the search that found its edges, else from its table."""
     if isinstance(kernel_map.source, FoundEdges):
         schedule = build_schedule(kernel_map.source.search, block_m, groups=groups, chunk_rows=chunk_rows)
-        kernel_map.source.wrote("schedule")
+        if kernel_map.num_out > KEPT_ROWS:
+            kernel_map.source.wrote("schedule")
         return schedule
     significance = tap_significance(kernel_map.num_taps)
     search = search_table(kernel_map.neighbors)
@@ -52,7 +58,8 @@ def build_schedule(
         block_m: rows of a tile; a power of two that divides 256.
         significance: taps from the most to the least significant bit of a row's mask; default: `tap_order`.
         groups: taps cut into groups with a row order of their own each; default: all in one.
-        chunk_rows: sort only inside runs of this many rows, for locality; keys then lose their last bits.
+        chunk_rows: sort only inside runs of about this many neighbouring rows, for locality; keys then lose their last
+            bits, and the launch order is the order of the tiles.
 
     Returns:
         A `Schedule` whose slots are padded to a multiple of 256 in each group.
@@ -66,11 +73,16 @@ def build_schedule(
     plain = significance is None and groups is None and chunk_rows is None
     if plain and search.table is not None and taps <= KEY_BITS:
         return make_tiles(search, search.order, parts, block_m)
-    return make_tiles(search, sort_rows(row_keys(search, parts, significance, chunk_rows)), parts, block_m)
+    in_order = chunk_rows is not None
+    return make_tiles(search, sort_rows(row_keys(search, parts, significance, chunk_rows)), parts, block_m, in_order)
 
 
 def make_tiles(
-    search: WindowSearch, order: torch.Tensor | Pointer, parts: tuple[tuple[int, ...], ...], block_m: int
+    search: WindowSearch,
+    order: torch.Tensor | Pointer,
+    parts: tuple[tuple[int, ...], ...],
+    block_m: int,
+    in_order: bool = False,
 ) -> Schedule:
     """The schedule of rows in the ``order`` of each group: (G, N_out) integers, or the place of (N_out,) int32."""
     n, device, taps = search.coords.shape[0], search.coords.device, search.window.num_taps
@@ -101,9 +113,15 @@ def make_tiles(
         )  # fmt: skip
         with on_device(device):
             plain = parts == (tuple(range(taps)),)
-            constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
-            (_TILES_64 if wide else _TILES)(device, (tiles,), args, constants)
-            rank_tiles(counts, launch_order, lines)
+            if search.is_cube and plain:
+                (_CUBE_TILES_64 if wide else _CUBE_TILES)(device, (tiles,), args, (block_m, power_of_2(room)))
+            else:
+                constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
+                (_TILES_64 if wide else _TILES)(device, (tiles,), args, constants)
+            if in_order:
+                torch.arange(tiles, dtype=torch.int32, device=device, out=launch_order)
+            else:
+                rank_tiles(counts, launch_order, lines)
     more: dict[str, Any] = {"slots": slots_of} if split else {}
     return Schedule(block_m, table, out_rows, counts, tile_rows, tile_taps, launch_order, **more)
 
@@ -195,17 +213,9 @@ def tiles_kernel(
                     tl.store(tile_rows_ptr + lists + count, line, mask=live > 0)
                     tl.store(tile_taps_ptr + lists + count, tap + step, mask=live > 0)
                     count += live
-    if MASKED:  # one reduction for all taps
-        taps = tl.arange(0, 32)
-        here = (tl.reduce(alive, 0, either) >> taps) & 1
-        line = tl.load(line_of_ptr + taps, mask=here > 0, other=-1)
-        at = tl.cumsum(here, 0) - here
-        tl.store(tile_rows_ptr + lists + at, line, mask=here > 0)
-        tl.store(tile_taps_ptr + lists + at, taps, mask=here > 0)
-        count = tl.sum(here, 0)
-    rest = tl.arange(0, ROOM)
-    tl.store(tile_rows_ptr + lists + rest, num_lines, mask=(rest >= count) & (rest < room))
-    tl.store(tile_taps_ptr + lists + rest, 0, mask=(rest >= count) & (rest < room))
+    if MASKED:
+        count = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
+    end_lists(count, tile_rows_ptr + lists, tile_taps_ptr + lists, num_lines, room, ROOM)
     tl.store(out_ptr + num_lines.to(tl.int64) * num_slots + slot, -1)
     tl.store(counts_ptr + tile, count)
     if SPLIT:
@@ -249,6 +259,88 @@ def look_and_take(
 
 
 @triton.jit
+def list_live(alive, line_of_ptr, rows_ptr, taps_ptr):
+    """Write the live taps of a tile and their table rows, from the masks of its rows; returns their number."""
+    taps = tl.arange(0, 32)
+    here = (tl.reduce(alive, 0, either) >> taps) & 1
+    line = tl.load(line_of_ptr + taps, mask=here > 0, other=-1)
+    at = tl.cumsum(here, 0) - here
+    tl.store(rows_ptr + at, line, mask=here > 0)
+    tl.store(taps_ptr + at, taps, mask=here > 0)
+    return tl.sum(here, 0)
+
+
+@triton.jit
+def end_lists(count, rows_ptr, taps_ptr, num_lines, room, ROOM: tl.constexpr):
+    """Fill what lies behind a tile's live taps: the table's empty row, and tap 0."""
+    rest = tl.arange(0, ROOM)
+    tl.store(rows_ptr + rest, num_lines, mask=(rest >= count) & (rest < room))
+    tl.store(taps_ptr + rest, 0, mask=(rest >= count) & (rest < room))
+
+
+@triton.jit
+def cube_tiles_kernel(
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
+    order_ptr, line_of_ptr, weight_taps_ptr, out_ptr, out_rows_ptr, slots_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr,
+    n, num_runs, num_taps, capacity, num_slots, tiles_per_group, num_lines, room,
+    BLOCK_M: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """`tiles_kernel` for the 27 cells around rows, in one group of taps."""
+    tile = tl.program_id(0)
+    slot = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    real = slot < n
+    row = tl.load(order_ptr + slot, mask=real, other=0).to(tl.int32)
+    entry = tl.load(entries_ptr + row, mask=real, other=-1)
+    bit, a, b, c, d, e, f, g, h = corners(entry, real, info_ptr, around_ptr)
+    # all rows are read before any is stored: they are on their way together
+    found0, found1, found2, found3, found4, found5, found6, found7, found8 = look_at_plane(
+        bit, a, b, c, d, e, f, g, h, rows_ptr, 0
+    )  # fmt: skip
+    found9, found10, found11, found12, found13, found14, found15, found16, found17 = look_at_plane(
+        bit, a, b, c, d, e, f, g, h, rows_ptr, 1
+    )  # fmt: skip
+    found18, found19, found20, found21, found22, found23, found24, found25, found26 = look_at_plane(
+        bit, a, b, c, d, e, f, g, h, rows_ptr, 2
+    )  # fmt: skip
+    alive = store_plane(
+        out_ptr, slot, num_slots, found0, found1, found2, found3, found4, found5, found6, found7, found8, 0
+    )  # fmt: skip
+    alive |= store_plane(
+        out_ptr, slot, num_slots, found9, found10, found11, found12, found13, found14, found15, found16, found17, 9
+    )  # fmt: skip
+    alive |= store_plane(
+        out_ptr, slot, num_slots, found18, found19, found20, found21, found22, found23, found24, found25, found26, 18
+    )  # fmt: skip
+    lists = tile.to(tl.int64) * room
+    count = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
+    end_lists(count, tile_rows_ptr + lists, tile_taps_ptr + lists, num_lines, room, ROOM)
+    tl.store(out_ptr + num_lines.to(tl.int64) * num_slots + slot, -1)
+    tl.store(counts_ptr + tile, count)
+    tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
+
+
+@triton.jit
+def store_plane(
+    out_ptr, slot, num_slots, found0, found1, found2, found3, found4, found5, found6, found7, found8,
+    TAP: tl.constexpr,
+):  # fmt: skip
+    """Write nine rows of the table from TAP on; returns a bit for each of them that is not -1."""
+    out_ptr += TAP * num_slots.to(tl.int64)
+    alive = tl.zeros(slot.shape, tl.int32)
+    for tap in tl.static_range(9):
+        if tap < 3:
+            found = found0 if tap == 0 else found1 if tap == 1 else found2
+        elif tap < 6:
+            found = found3 if tap == 3 else found4 if tap == 4 else found5
+        else:
+            found = found6 if tap == 6 else found7 if tap == 7 else found8
+        tl.store(out_ptr + slot, found)
+        out_ptr += num_slots
+        alive |= (found >= 0).to(tl.int32) << (TAP + tap)
+    return alive
+
+
+@triton.jit
 def either(a, b):
     """Bitwise or."""
     return a | b
@@ -278,4 +370,6 @@ def rank_kernel(counts_ptr, order_ptr, num_tiles, BINS: tl.constexpr, MINE: tl.c
 _I32, _I64 = torch.int32, torch.int64
 _TILES = Launcher(tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 9, *(int,) * 8))
 _TILES_64 = Launcher(tiles_kernel, (*SEARCH_TYPES, _I64, *(_I32,) * 8, *(int,) * 8))
+_CUBE_TILES = Launcher(cube_tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 9, *(int,) * 8))
+_CUBE_TILES_64 = Launcher(cube_tiles_kernel, (*SEARCH_TYPES, _I64, *(_I32,) * 8, *(int,) * 8))
 _RANK = Launcher(rank_kernel, (_I32, _I32, int))

@@ -2,7 +2,8 @@
 
 The pipeline is written out, which plain Triton cannot say: while the products of one step run, the rows of a later step
 are being copied to shared memory, and the row numbers of the step after that are being read. Half types only; channels
-in multiples of 8, so that every copy is 16 bytes. Arguments are those of the plain kernels.
+in multiples of 8, so that every copy is 16 bytes. Arguments are those of the plain kernels; the weight is packed, so
+its strides are constants here.
 """
 
 from __future__ import annotations
@@ -17,10 +18,28 @@ copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 
 
 @gluon.constexpr_function
-def row_layout(columns, warps):
-    """Rows of ``columns`` half numbers in pieces of 16 bytes, neighbouring lanes along the row."""
+def row_layout(columns, warps, run=1):
+    """Rows of ``columns`` half numbers in pieces of 16 bytes, neighbouring lanes along the row, ``run`` rows a lane."""
     lanes = min(columns // 8, 32)
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+    return gl.BlockedLayout([run, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def gather_layout(rows, columns, warps):
+    """As ``row_layout``, with up to 4 rows a lane next to each other: their numbers are read at once."""
+    return row_layout(columns, warps, max(1, min(4, rows * min(columns // 8, 32) // (32 * warps))))
+
+
+@gluon.constexpr_function
+def out_layout(rows, columns, warps):
+    """Pieces of 8 columns in the rows that the product leaves in each warp: reached without a word to other warps."""
+    lanes = min(4, columns // 8)
+    lane = [[0, 8 << i] for i in range(lanes.bit_length() - 1)] + [[1, 0], [2, 0], [4, 0], [8, 0]]
+    register = [[0, 1], [0, 2], [0, 4], *lane[5:]]
+    register += [[0, 8 * lanes << i] for i in range((columns // (8 * lanes)).bit_length() - 1)]
+    register += [[16 * warps << i, 0] for i in range((rows // (16 * warps)).bit_length() - 1)]
+    warp = [[16 << i, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(register, lane[:5], warp, [], [rows, columns])
 
 
 @gluon.constexpr_function
@@ -30,11 +49,38 @@ def shared_layout(columns):
 
 
 @gluon.jit
-def copy_rows(ptr, shared, idx, stride, columns, limit, valid, EVEN: gl.constexpr, WIDE: gl.constexpr):
+def copy_rows(ptr, shared, idx, stride, columns, limit, EVEN: gl.constexpr, WIDE: gl.constexpr):
     """Start copying rows ``idx`` at ``columns`` to shared memory; zeros for absent rows and columns past the end."""
     start = idx.to(gl.int64) * stride if WIDE else idx * stride
-    mask = ((idx >= 0) & valid)[:, None] & ((columns >= 0) if EVEN else (columns < limit))[None, :]
+    mask = (idx >= 0)[:, None] & ((columns >= 0) if EVEN else (columns < limit))[None, :]
     copy_async(shared, ptr + (start[:, None] + columns[None, :]), mask=mask)
+
+
+@gluon.jit
+def copy_weight(
+    ptr, shared, tap, kb, n0, valid, GROUP_IN: gl.constexpr, GROUP_OUT: gl.constexpr, GROUPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, TRANSPOSED: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Start copying a tap's tile: (BLOCK_K, BLOCK_N) as it lies, or transposed (BLOCK_N, BLOCK_K)."""
+    ROWS: gl.constexpr = GROUP_OUT if TRANSPOSED else GROUP_IN
+    COLUMNS: gl.constexpr = GROUP_IN if TRANSPOSED else GROUP_OUT
+    BLOCK_ROWS: gl.constexpr = BLOCK_N if TRANSPOSED else BLOCK_K
+    BLOCK_COLUMNS: gl.constexpr = BLOCK_K if TRANSPOSED else BLOCK_N
+    LAYOUT: gl.constexpr = row_layout(BLOCK_COLUMNS, gl.num_warps())
+    STRIDE: gl.constexpr = GROUPS * COLUMNS
+    row0 = n0 if TRANSPOSED else kb * BLOCK_K
+    column0 = kb * BLOCK_K if TRANSPOSED else n0
+    rows = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, BLOCK_COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
+    row_ok = (rows >= 0) if ROWS % BLOCK_ROWS == 0 else (rows < ROWS - row0)
+    column_ok = (columns >= 0) if COLUMNS % BLOCK_COLUMNS == 0 else (columns < COLUMNS - column0)
+    tap = tap.to(gl.int64) if WIDE else tap
+    start = tap * (ROWS * STRIDE) + (row0 * STRIDE + column0)
+    copy_async(
+        shared,
+        ptr + (start + ((rows * STRIDE)[:, None] + columns[None, :])),
+        mask=(row_ok & valid)[:, None] & column_ok[None, :],
+    )
 
 
 @gluon.jit
@@ -44,36 +90,36 @@ def read_step(
 ):  # fmt: skip
     """Row numbers and tap of ``step`` from the table row read before, and the table row of the step after it."""
     wide = row.to(gl.int64) if WIDE else row
-    idx = gl.load(neighbors_ptr + (wide * num_slots + slots))
+    idx = gl.load(neighbors_ptr + wide * num_slots + slots)
     tap = gl.load(taps_ptr + list_start + gl.minimum(step // BLOCKS_K, count))
     row = gl.load(rows_ptr + list_start + gl.minimum((step + 1) // BLOCKS_K, count))
     return idx, tap, row
 
 
 @gluon.jit
-def copy_step(
-    feats_ptr, weight_ptr, a_shared, b_shared, idx, tap, kb, valid, stride_feats_n, stride_weight_k, stride_weight_c,
-    a_columns, b_rows, b_columns, C_IN: gl.constexpr, C_OUT: gl.constexpr, BLOCK_K: gl.constexpr, EVEN_K: gl.constexpr,
-    EVEN_N: gl.constexpr, TRANSPOSED: gl.constexpr, WIDE: gl.constexpr,
+def write_tile(
+    acc, out_ptr, bias_ptr, residual_ptr, out_rows, slots, n0, ROW: gl.constexpr, GROUP_OUT: gl.constexpr, group,
+    LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr,
+    TO_SLOTS: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Start copying one step's rows and weight tile."""
-    k0 = kb * BLOCK_K
-    copy_rows(feats_ptr, a_shared, idx, stride_feats_n, k0 + a_columns, C_IN, valid, EVEN_K, WIDE)
-    start = tap.to(gl.int64) * stride_weight_k if WIDE else tap * stride_weight_k
-    if TRANSPOSED:  # (BLOCK_N, BLOCK_K)
-        rows = b_rows
-        columns = k0 + b_columns
-        row_ok = (rows >= 0) if EVEN_N else (rows < C_OUT)
-        column_ok = (columns >= 0) if EVEN_K else (columns < C_IN)
-    else:  # (BLOCK_K, BLOCK_N)
-        rows = k0 + b_rows
-        columns = b_columns
-        row_ok = (rows >= 0) if EVEN_K else (rows < C_IN)
-        column_ok = (columns >= 0) if EVEN_N else (columns < C_OUT)
-    address = (rows * stride_weight_c)[:, None] + columns[None, :]
-    mask = (row_ok & valid)[:, None] & column_ok[None, :]
-    copy_async(b_shared, weight_ptr + (start + address), mask=mask)
-    async_copy.commit_group()
+    """out[rows] = act(acc + bias + residual), stored in pieces of 16 bytes; a row of ``out`` has ROW numbers."""
+    MMA: gl.constexpr = acc.type.layout
+    BLOCK_N: gl.constexpr = acc.shape[1]
+    if HAS_BIAS:
+        acc_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
+        bias = gl.load(bias_ptr + group * GROUP_OUT + acc_n, mask=acc_n < GROUP_OUT, other=0.0)
+        acc += bias.to(gl.float32)[None, :]
+    n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+    rows = slots if TO_SLOTS else out_rows
+    rows = rows.to(gl.int64) if WIDE else rows
+    address = (rows * ROW)[:, None] + (group * GROUP_OUT + n)[None, :]
+    mask = (out_rows >= 0)[:, None] & ((n >= 0) if GROUP_OUT % BLOCK_N == 0 else (n < GROUP_OUT))[None, :]
+    if HAS_RESIDUAL:
+        residual = gl.load(residual_ptr + address, mask=mask, other=0.0)
+        acc += gl.convert_layout(residual, MMA).to(gl.float32)
+    if ACTIVATION is not None:
+        acc = ACTIVATION(acc)
+    gl.store(out_ptr + address, gl.convert_layout(acc.to(out_ptr.dtype.element_ty), LAYOUT), mask=mask)
 
 
 @gluon.jit
@@ -88,18 +134,13 @@ def conv_kernel(
 ):  # fmt: skip
     """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile."""
     stride_feats_n *= UNIT  # a factor that the compiler sees: it proves that pieces of 16 bytes are aligned
-    stride_weight_k *= UNIT
-    stride_weight_c *= UNIT
-    ALL_OUT: gl.constexpr = GROUPS * GROUP_OUT
     BLOCKS_K: gl.constexpr = (GROUP_IN + BLOCK_K - 1) // BLOCK_K
     BLOCKS_N: gl.constexpr = (GROUP_OUT + BLOCK_N - 1) // BLOCK_N
     EVEN_K: gl.constexpr = GROUP_IN % BLOCK_K == 0
-    EVEN_N: gl.constexpr = GROUP_OUT % BLOCK_N == 0
     WARPS: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = feats_ptr.dtype.element_ty
-    A_LAYOUT: gl.constexpr = row_layout(BLOCK_K, WARPS)
+    A_LAYOUT: gl.constexpr = gather_layout(BLOCK_M, BLOCK_K, WARPS)
     N_LAYOUT: gl.constexpr = row_layout(BLOCK_N, WARPS)
-    B_LAYOUT: gl.constexpr = A_LAYOUT if TRANSPOSED else N_LAYOUT
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 16]
     )
@@ -111,30 +152,27 @@ def conv_kernel(
     list_start = tile * list_stride
     count = gl.load(tile_counts_ptr + tile)
     steps = count * BLOCKS_K
-    a_columns = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, A_LAYOUT))
+    columns = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, A_LAYOUT))
     feats_ptr += group * GROUP_IN
+    weight_ptr += group * (GROUP_IN if TRANSPOSED else GROUP_OUT)
+    a_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], shared_layout(BLOCK_K))
     if TRANSPOSED:
-        weight_ptr += group * GROUP_IN
-        b_rows = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, B_LAYOUT))
-        b_columns = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, B_LAYOUT))
         b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], shared_layout(BLOCK_K))
     else:
-        weight_ptr += group * GROUP_OUT
-        b_rows = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(1, B_LAYOUT))
-        b_columns = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, B_LAYOUT))
         b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, BLOCK_N], shared_layout(BLOCK_N))
-    a_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], shared_layout(BLOCK_K))
     acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA)
     row = gl.load(tile_rows_ptr + list_start)
     idx, tap, row = read_step(
         tile_rows_ptr, tile_taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, 0, count, BLOCKS_K, WIDE
     )
     for s in gl.static_range(STAGES - 1):
-        copy_step(
-            feats_ptr, weight_ptr, a_shared.index(s), b_shared.index(s), idx, tap, s % BLOCKS_K, s < steps,
-            stride_feats_n, stride_weight_k, stride_weight_c, a_columns, b_rows, b_columns,
-            GROUP_IN, GROUP_OUT, BLOCK_K, EVEN_K, EVEN_N, TRANSPOSED, WIDE,
+        k0 = s % BLOCKS_K * BLOCK_K  # rows beyond the last step are absent: nothing of them is read
+        copy_rows(feats_ptr + k0, a_shared.index(s), idx, stride_feats_n, columns, GROUP_IN - k0, EVEN_K, WIDE)
+        copy_weight(
+            weight_ptr, b_shared.index(s), tap, s % BLOCKS_K, n0, s < steps,
+            GROUP_IN, GROUP_OUT, GROUPS, BLOCK_N, BLOCK_K, TRANSPOSED, WIDE,
         )  # fmt: skip
+        async_copy.commit_group()
         idx, tap, row = read_step(
             tile_rows_ptr, tile_taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, s + 1, count, BLOCKS_K, WIDE
         )
@@ -147,11 +185,13 @@ def conv_kernel(
         acc = warpgroup_mma(a_shared.index(use), b, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])  # the step before is done: its buffers are free
         ahead = step + STAGES - 1
-        copy_step(
-            feats_ptr, weight_ptr, a_shared.index(fill), b_shared.index(fill), idx, tap, ahead % BLOCKS_K,
-            ahead < steps, stride_feats_n, stride_weight_k, stride_weight_c, a_columns, b_rows, b_columns,
-            GROUP_IN, GROUP_OUT, BLOCK_K, EVEN_K, EVEN_N, TRANSPOSED, WIDE,
+        k0 = ahead % BLOCKS_K * BLOCK_K
+        copy_rows(feats_ptr + k0, a_shared.index(fill), idx, stride_feats_n, columns, GROUP_IN - k0, EVEN_K, WIDE)
+        copy_weight(
+            weight_ptr, b_shared.index(fill), tap, ahead % BLOCKS_K, n0, ahead < steps,
+            GROUP_IN, GROUP_OUT, GROUPS, BLOCK_N, BLOCK_K, TRANSPOSED, WIDE,
         )  # fmt: skip
+        async_copy.commit_group()
         idx, tap, row = read_step(
             tile_rows_ptr, tile_taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, ahead + 1, count, BLOCKS_K,
             WIDE,
@@ -160,23 +200,11 @@ def conv_kernel(
         fill = gl.where(fill == STAGES - 1, 0, fill + 1)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
     async_copy.wait_group(0)
-    if HAS_BIAS:
-        acc_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
-        bias = gl.load(bias_ptr + group * GROUP_OUT + acc_n, mask=acc_n < GROUP_OUT, other=0.0)
-        acc += bias.to(gl.float32)[None, :]
     out_slots = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, N_LAYOUT))
-    n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, N_LAYOUT))
-    out_rows = gl.load(out_rows_ptr + out_slots)
-    rows = out_slots if TO_SLOTS else out_rows
-    rows = rows.to(gl.int64) if WIDE else rows
-    address = (rows * ALL_OUT)[:, None] + (group * GROUP_OUT + n)[None, :]
-    mask = (out_rows >= 0)[:, None] & ((n >= 0) if EVEN_N else (n < GROUP_OUT))[None, :]
-    if HAS_RESIDUAL:
-        residual = gl.load(residual_ptr + address, mask=mask, other=0.0)
-        acc += gl.convert_layout(residual, MMA).to(gl.float32)
-    if ACTIVATION is not None:
-        acc = ACTIVATION(acc)
-    gl.store(out_ptr + address, gl.convert_layout(acc.to(out_ptr.dtype.element_ty), N_LAYOUT), mask=mask)
+    write_tile(
+        acc, out_ptr, bias_ptr, residual_ptr, gl.load(out_rows_ptr + out_slots), out_slots, n0,
+        GROUPS * GROUP_OUT, GROUP_OUT, group, N_LAYOUT, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, TO_SLOTS, WIDE,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -234,8 +262,8 @@ def weight_grad_kernel(
     acc = gl.zeros([BLOCK_I, BLOCK_O], gl.float32, layout=MMA)
     ii, oo = read_pairs(in_rows_ptr, out_rows_ptr, at_in, at_out, last)
     for s in gl.static_range(STAGES - 1):
-        copy_rows(feats_ptr, a_shared.index(s), ii, stride_feats_n, i, GROUP_IN, True, EVEN_I, WIDE)
-        copy_rows(grad_ptr, b_shared.index(s), oo, stride_grad_n, o, GROUP_OUT, True, EVEN_O, WIDE)
+        copy_rows(feats_ptr, a_shared.index(s), ii, stride_feats_n, i, GROUP_IN, EVEN_I, WIDE)
+        copy_rows(grad_ptr, b_shared.index(s), oo, stride_grad_n, o, GROUP_OUT, EVEN_O, WIDE)
         async_copy.commit_group()
         at_in += BLOCK_P
         at_out += BLOCK_P
@@ -247,8 +275,8 @@ def weight_grad_kernel(
         fence_async_shared()
         acc = warpgroup_mma(a_shared.index(use).permute((1, 0)), b_shared.index(use), acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
-        copy_rows(feats_ptr, a_shared.index(fill), ii, stride_feats_n, i, GROUP_IN, True, EVEN_I, WIDE)
-        copy_rows(grad_ptr, b_shared.index(fill), oo, stride_grad_n, o, GROUP_OUT, True, EVEN_O, WIDE)
+        copy_rows(feats_ptr, a_shared.index(fill), ii, stride_feats_n, i, GROUP_IN, EVEN_I, WIDE)
+        copy_rows(grad_ptr, b_shared.index(fill), oo, stride_grad_n, o, GROUP_OUT, EVEN_O, WIDE)
         async_copy.commit_group()
         at_in += BLOCK_P
         at_out += BLOCK_P

@@ -31,6 +31,11 @@ class Program:
         return Launcher(self.kernel, self.types, self.warps, num_stages=self.stages)
 
     @property
+    def _values(self) -> tuple[Any, ...]:
+        """The constants in the order of the kernel's signature."""
+        return tuple(self.constants[name] for name in self.kernel.arg_names if name in self.constants)
+
+    @property
     def interpreted(self) -> bool:
         """Whether Triton interprets the kernel: it then takes tensors, not addresses."""
         from sparseconv.geometry.triton_launch import INTERPRETED
@@ -46,13 +51,13 @@ class Program:
 
     def compile(self) -> None:
         """Compile for the current device without running."""
-        self._launcher.compile(tuple(self.constants.values()))
+        self._launcher.compile(self._values)
 
     def start(self, device_index: int) -> Callable[[int, int, tuple], None]:
         """What launches it on a device: called with both sides of the grid and the arguments before the constants."""
         start = self._starts.get(device_index)
         if start is None:
-            start = self._starts[device_index] = self._launcher.on(device_index, tuple(self.constants.values()))
+            start = self._starts[device_index] = self._launcher.on(device_index, self._values)
         return start
 
     def through_triton(self, grid: int, arguments: tuple[Any, ...]) -> None:

@@ -123,11 +123,7 @@ class ConvRecipe:
         unit = _unit(work, self._stride_x, weight_k, weight_c)
         strides = (self._stride_x // unit, weight_k // unit, weight_c // unit)
         constants = {
-            "UNIT": unit,
-            "GROUP_IN": work.group_in,
-            "GROUP_OUT": work.group_out,
-            "PACK": work.pack,
-            "GROUPS": work.groups,
+            **_operands(work, unit, wide),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
@@ -137,9 +133,6 @@ class ConvRecipe:
             "HAS_RESIDUAL": self._residual and not to_slots,
             "ACTIVATION": None if to_slots else self._activation,
             "TO_SLOTS": to_slots,
-            "WIDE": wide,
-            "HIDDEN": not interpreted(),
-            "PRECISION": work.precision,
         }
         pointers = (work.dtype, work.dtype, torch.float32 if to_slots else work.dtype, *self._more, *(_I32,) * 6)
         types = (*pointers, 16, int, *map(_shown, strides))  # slots come in multiples of 256
@@ -201,18 +194,11 @@ class WeightGradRecipe:
         unit = _unit(work, *self._strides)
         strides = tuple(stride // unit for stride in self._strides)
         constants = {
-            "UNIT": unit,
-            "GROUP_IN": work.group_in,
-            "GROUP_OUT": work.group_out,
-            "PACK": work.pack,
-            "GROUPS": work.groups,
+            **_operands(work, unit, wide),
             "BLOCK_I": config.block_i,
             "BLOCK_O": config.block_o,
             "BLOCK_P": config.block_p,
             "STAGES": config.stages,
-            "WIDE": wide,
-            "HIDDEN": not interpreted(),
-            "PRECISION": work.precision,
         }
         types = (work.dtype, work.dtype, work.dtype if direct else torch.float32, _I32, _I32, _I64, _I64, _I32)
         kernel = _kernel("weight_grad_kernel", config.gluon)
@@ -238,6 +224,20 @@ class _Kept(dict[tuple[Any, ...], Any]):
 def _shown(stride: int) -> Any:
     """A stride as a kernel is compiled for it: the compiler knows whether it is a multiple of 16."""
     return 16 if stride % 16 == 0 else int
+
+
+def _operands(work: Work, unit: int, wide: bool) -> dict[str, Any]:
+    """What kernels are compiled for, whatever their tiles."""
+    return {
+        "UNIT": unit,
+        "GROUP_IN": work.group_in,
+        "GROUP_OUT": work.group_out,
+        "PACK": work.pack,
+        "GROUPS": work.groups,
+        "WIDE": wide,
+        "HIDDEN": not interpreted(),
+        "PRECISION": work.precision,
+    }
 
 
 def _exchanged(weight: torch.Tensor, groups: int) -> torch.Tensor:

@@ -46,7 +46,22 @@ def softplus(x):
 @triton.jit
 def normal_cdf(x):
     """The standard normal distribution function."""
-    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    if x.dtype == tl.float32:
+        # 2**p(|x|) is the tail beyond |x|: within 2e-7 of it, and within 5e-5 of its size up to |x| = 5
+        z = tl.abs(x)
+        p = -4.507063522396493e-07
+        p = p * z + 7.899532647570595e-06
+        p = p * z - 2.2056825400795788e-05
+        p = p * z - 0.0005656766006723046
+        p = p * z + 0.007652986794710159
+        p = p * z - 0.05290822684764862
+        p = p * z - 0.45907923579216003
+        p = p * z - 1.1511180400848389
+        tail = tl.exp2(p * z - 1.0)
+        cdf = tl.where(x < 0, tail, 1.0 - tail)
+    else:
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    return cdf
 
 
 @triton.jit

@@ -1,0 +1,228 @@
+"""act(norm(z) + residual) over the rows of a batch in training, on a GPU, in two launches each way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+#: dtypes of features that the kernels serve; sums are fp32
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: programs on each multiprocessor, as many as its registers hold: of the statistics, of a gradient's sums, of a pass
+#: that writes
+CREWS = (4, 2, 2)
+#: elements of a tile
+TILE = 4096
+
+
+class Norm(NamedTuple):
+    """What of a batch norm is no tensor with a gradient: its numbers and its running statistics.
+
+    ``slope`` is the activation's below zero: 0 for relu, 1 for none. ``running`` are mean, variance and the count of
+    batches, moved in place, or None.
+    """
+
+    eps: float
+    momentum: float
+    slope: float
+    running: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The four launches for features (rows, C) of one dtype on one device, and how they are cut into tiles.
+
+    The workspace of a norm is one array: mean and rstd (2, C), which its gradient needs, and from ``start`` on the sums
+    of the parts, those of the forward pass and later those of the backward pass.
+    """
+
+    statistics: Any
+    normalize: Any
+    reduce: Any
+    input_grad: Any
+    at: Callable[[torch.Tensor], Any]  # what a launch takes for a tensor
+    on: Callable[[torch.device], Any]
+    units: int
+    constants: tuple[int, int, int]  # UNIT, BLOCK_N, BLOCK_C
+    grids: tuple[tuple[int, int], ...]  # (parts, blocks of channels) of statistics, reduce, and of passes that write
+    start: int
+    size: int
+
+    def beyond(self, kept: torch.Tensor) -> Any:
+        """What a launch takes for the sums of the parts."""
+        at = self.at(kept)
+        return at + 4 * self.start if isinstance(at, int) else kept[self.start :]
+
+
+@lru_cache(512)
+def kernels(
+    rows: int,
+    channels: int,
+    device: torch.device,
+    x: torch.dtype,
+    weight: torch.dtype | None,
+    running: torch.dtype | None,
+) -> Kernels:
+    """The launches for features (rows, channels) of dtype ``x`` with weight and running statistics of theirs."""
+    unit = 8 if channels % 8 == 0 else 1
+    block_c = 32 if channels > 16 else 16
+    block_n = TILE // block_c
+    tiles, columns, start = -(-rows // block_n), -(-channels // block_c), (2 * channels + 31) & -32
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    rounds = [-(-tiles // max(1, crew * processors // columns)) for crew in CREWS]
+    grids = tuple((-(-tiles // count), columns) for count in rounds)
+    size = start + 2 * grids[0][0] * channels
+    return Kernels(*_launchers(x, weight, running), channels // unit, (unit, block_n, block_c), grids, start, size)
+
+
+@cache
+def _launchers(
+    x: torch.dtype, weight: torch.dtype | None, running: torch.dtype | None
+) -> tuple[Any, Any, Any, Any, Any, Any]:
+    from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, on_device, pointer
+    from sparseconv.nn import triton_norm
+
+    w, r, sums, tracked = weight or x, running or x, torch.float32, x if running is None else torch.int64
+    number = 0.5  # any: they are fp32
+    normalize = (x, x, w, w, sums, sums, r, r, tracked, x, *(int,) * 6, number, number, number)
+    return (
+        Launcher(triton_norm.statistics_kernel, (x, sums, int, int), 8),
+        Launcher(triton_norm.normalize_kernel, normalize, 8),
+        Launcher(triton_norm.reduce_kernel, (x, x, x, w, w, sums, sums, x, *(int,) * 5, number), 8),
+        Launcher(triton_norm.input_grad_kernel, (x, x, w, w, sums, sums, w, w, x, *(int,) * 5, number), 8),
+        pointer if INTERPRETED else torch.Tensor.data_ptr,
+        on_device,
+    )
+
+
+def _kernels_of(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm) -> Kernels:
+    rows, channels = x.shape
+    running = norm.running
+    return kernels(
+        *(rows, channels, x.device, x.dtype),
+        None if weight is None else weight.dtype,
+        None if running is None else running[0].dtype,
+    )
+
+
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm: Norm,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y = act((x - mean) / sqrt(var + eps) * weight + bias + residual), and what a gradient needs besides x.
+
+    Args:
+        x: (N, C), N >= 2, contiguous, aligned to 16 bytes. weight, bias: (C,) or None, both or neither.
+        residual: (N, C) like x, or None.
+
+    Returns:
+        y (N, C), and the workspace fp32 that starts with mean and 1 / sqrt(var + eps) (2, C). Running statistics follow
+        as torch's do.
+    """
+    run = _kernels_of(x, weight, norm)
+    device = x.device
+    y = torch.empty_like(x)
+    kept = torch.empty(run.size, dtype=torch.float32, device=device)
+    with run.on(device):
+        run.statistics(device, run.grids[0], (run.at(x), run.beyond(kept), x.shape[0], run.units), run.constants)
+        _normalize(run, x, weight, bias, residual, norm, run.grids[0][0], kept, y)
+    if norm.running is not None:
+        torch.autograd.graph.increment_version(norm.running)
+    return y, kept
+
+
+def again(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, kept: torch.Tensor, norm: Norm
+) -> torch.Tensor:
+    """The same bits of y (N, C) from x and what `forward` kept, where there was no residual."""
+    run = _kernels_of(x, weight, norm)
+    y = torch.empty_like(x)
+    with run.on(x.device):
+        _normalize(run, x, weight, bias, None, norm, 0, kept, y)
+    return y
+
+
+def _normalize(
+    run: Kernels,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm: Norm,
+    parts: int,
+    kept: torch.Tensor,
+    y: torch.Tensor,
+) -> None:
+    at, running = run.at, norm.running
+    none = at(x)
+    pointers = (
+        none,
+        none if residual is None else at(residual),
+        *((none, none) if weight is None or bias is None else (at(weight), at(bias))),
+        run.beyond(kept),
+        at(kept),
+        *((none, none, none) if running is None else (at(running[0]), at(running[1]), at(running[2]))),
+        at(y),
+    )
+    flags = (int(residual is not None), int(weight is not None), int(parts > 0 and running is not None))
+    numbers = (x.shape[0], run.units, parts, *flags, norm.eps, norm.momentum, norm.slope)
+    run.normalize(x.device, run.grids[2], (*pointers, *numbers), run.constants)
+
+
+def backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kept: torch.Tensor,
+    norm: Norm,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Gradients of x, weight, bias and residual from that of y.
+
+    Args:
+        grad: (N, C), rows may be apart. x, weight, bias: those of `forward`; kept: its second result.
+        y: the result, where a residual was added before an activation; else None.
+    """
+    run = _kernels_of(x, weight, norm)
+    at, device, rows, unit = run.at, x.device, x.shape[0], run.constants[0]
+    row, column = grad.stride()
+    if column != 1 or row % unit or grad.data_ptr() % 16:
+        grad, row = grad.clone(memory_format=torch.contiguous_format), x.shape[1]
+    none = at(x)
+    dx = torch.empty_like(x)
+    weight_grad = bias_grad = None
+    affine = affine_grad = (none, none)
+    if weight is not None and bias is not None:
+        weight_grad, bias_grad = torch.empty_like(weight), torch.empty_like(bias)
+        affine, affine_grad = (at(weight), at(bias)), (at(weight_grad), at(bias_grad))
+    has_affine, sums, statistics, grad_row = int(weight is not None), run.beyond(kept), at(kept), row // unit
+    if y is None:
+        dz, dz_row, slope, y_at = grad, grad_row, norm.slope, none
+    else:
+        dz, dz_row, slope, y_at = torch.empty_like(x), run.units, 1.0, at(y)
+    dz_at = at(dz)
+    with run.on(device):
+        run.reduce(
+            *(device, run.grids[1]),
+            (
+                *(at(grad), none, y_at, *affine, statistics, sums, dz_at),
+                *(rows, run.units, grad_row, int(y is not None), has_affine, norm.slope),
+            ),
+            run.constants,
+        )
+        run.input_grad(
+            *(device, run.grids[2]),
+            (
+                *(dz_at, none, *affine, statistics, sums, *affine_grad, at(dx)),
+                *(rows, run.units, dz_row, run.grids[1][0], has_affine, slope),
+            ),
+            run.constants,
+        )
+    return dx, weight_grad, bias_grad, dz

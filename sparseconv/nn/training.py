@@ -1,0 +1,327 @@
+"""Layers of convolution, batch norm and activation, with a residual, as one graph node in training.
+
+    y = act(norm(conv(x)) + residual),    act(z) = z for z > 0 and slope * z elsewhere
+    y = act(norm(conv(act(norm(conv(x))))) + residual)
+
+Every node is a call from torch's engine into Python, which costs the host as much as two launches or more.
+
+Kept for the gradients: x, the convolution's result z, and two numbers a channel; y too where a residual was added,
+since the sign of what the activation met cannot be told from z then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from sparseconv.autograd import adjoint, convolution, number_of, weight_gradient
+from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.nn import normalize
+from sparseconv.nn.normalize import Norm
+from sparseconv.plan.convolution import ConvolutionPlan
+
+#: bytes from which the next convolution's input is computed again in the backward pass rather than kept: one more pass
+#: over memory, on scenes large enough that the device and not the host sets the pace
+RECOMPUTED_BYTES = 8 << 20
+
+
+class Call(NamedTuple):
+    """What of a plan the convolution in a node needs; it keeps the map alive and not the plan's grids."""
+
+    kernel_map: KernelMap
+    edges: int
+    groups: int
+    backend: str
+
+    @staticmethod
+    def of(plan: ConvolutionPlan) -> Call:
+        return Call(plan.kernel_map, number_of(plan.kernel_map), plan.groups, plan.backend)
+
+
+class Recipe(NamedTuple):
+    """How the result of a node is made again, as long as the norm's weight and bias are what they were."""
+
+    z: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    kept: torch.Tensor
+    norm: Norm
+    versions: tuple[int, ...]
+
+    def run(self) -> torch.Tensor:
+        if self.versions != _versions(self.weight, self.bias):
+            raise RuntimeError(
+                "the weight or bias of a batch norm was changed in place between the forward and the backward pass, "
+                "which needs them as they were: run backward before the optimiser's step"
+            )
+        return normalize.again(self.z, self.weight, self.bias, self.kept, self.norm)
+
+
+def _versions(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    return tuple(t._version for t in tensors if t is not None)
+
+
+class Layer(NamedTuple):
+    """A norm, the slope below zero of its activation (0: relu, 1: none), and the convolution before it, if any."""
+
+    norm: torch.nn.BatchNorm1d
+    slope: float = 1.0
+    plan: ConvolutionPlan | None = None
+    taps: torch.Tensor | None = None  # (K, C_in/G, C_out)
+
+
+class Stage(NamedTuple):
+    """What of a `Layer` is no tensor with a gradient."""
+
+    norm: Norm
+    call: Call | None
+
+    def convolve(self, x: torch.Tensor, taps: torch.Tensor | None) -> torch.Tensor:
+        call = self.call
+        if call is None or taps is None:
+            return x
+        return convolution(x, taps, None, call.edges, call.kernel_map.num_out, call.groups, call.backend)
+
+
+class _Trained(torch.autograd.Function):
+    """The node: layer after layer, each with the tensors (taps, weight, bias); the residual joins the last."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, residual: torch.Tensor | None, stages: tuple[Stage, ...], *tensors: Any
+    ) -> torch.Tensor:
+        y, last = x, len(stages) - 1
+        middles: list[torch.Tensor | None] = []  # results of the convolutions, results of the layers but the last
+        results: list[torch.Tensor | None] = []
+        statistics: list[torch.Tensor] = []
+        for at, stage in enumerate(stages):
+            taps, weight, bias = tensors[3 * at : 3 * at + 3]
+            z = stage.convolve(y, taps)
+            y, kept = normalize.forward(z, weight, bias, residual if at == last else None, stage.norm)
+            middles.append(None if stage.call is None else z)
+            statistics.append(kept)
+            if at < last:
+                results.append(y if y.numel() * y.itemsize < RECOMPUTED_BYTES else None)
+        joined = residual is not None and stages[last].norm.slope != 1
+        ctx.save_for_backward(x, y if joined else None, *tensors, *middles, *statistics, *results)
+        ctx.stages = stages
+        ctx.recipe = None
+        if residual is None:
+            ctx.recipe = Recipe(z, weight, bias, kept, stages[last].norm, _versions(weight, bias))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        (x, y, *saved), stages, needs = ctx.saved_tensors, ctx.stages, ctx.needs_input_grad
+        count = len(stages)
+        tensors, middles = saved[: 3 * count], saved[3 * count : 4 * count]
+        statistics, results = saved[4 * count : 5 * count], saved[5 * count :]
+        if torch.is_grad_enabled():
+            return _differentiable(grad, x, y, stages, tensors, needs[1])
+        ctx.recipe = None  # whoever asked for it comes before
+        grads: list[Any] = [None] * (3 * count)
+        grad_residual = None
+        for at in reversed(range(count)):
+            (norm, call), z = stages[at], middles[at]
+            taps, weight, bias = tensors[3 * at : 3 * at + 3]
+            dz, grads[3 * at + 1], grads[3 * at + 2], dres = normalize.backward(
+                grad, x if z is None else z, y, weight, bias, statistics[at], norm
+            )
+            if at == count - 1:
+                grad_residual, y = dres if needs[1] else None, None
+            grad = dz
+            if call is None:
+                break
+            if at == 0:
+                source = x
+            elif results[at - 1] is not None:
+                source = results[at - 1]
+            else:  # too large to have been kept
+                weight, bias = tensors[3 * at - 2 : 3 * at]
+                source = normalize.again(middles[at - 1], weight, bias, statistics[at - 1], stages[at - 1].norm)
+            edges, rows = (call.edges, call.groups, call.backend), source.shape[0]
+            if needs[3 + 3 * at]:  # first: its partial sums then lie where the input gradient will be
+                grads[3 * at] = weight_gradient(source, dz, edges[0], taps.shape[0], *edges[1:])
+            del source, z, dres
+            if at or needs[0]:
+                grad = adjoint(dz, taps, edges[0], rows, *edges[1:])
+        return grad if needs[0] else None, grad_residual, None, *grads
+
+
+def _differentiable(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    stages: tuple[Stage, ...],
+    tensors: Sequence[torch.Tensor | None],
+    residual: bool,
+) -> tuple:
+    """The gradients in operations that have a derivative: torch's own, and this library's convolution."""
+    flow = middle = x
+    for at, stage in enumerate(stages):
+        taps, weight, bias = tensors[3 * at : 3 * at + 3]
+        slope = stage.norm.slope
+        middle = torch.nn.functional.batch_norm(
+            stage.convolve(flow, taps), None, None, weight, bias, True, 0.0, stage.norm.eps
+        )
+        flow = middle if slope == 1 else torch.where(middle <= 0, middle * slope, middle)
+    dz, slope = grad, stages[-1].norm.slope
+    if slope != 1:
+        dz = torch.where((middle if y is None else y).detach() <= 0, grad * slope, grad)
+    inputs = (x, *tensors)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(middle, wanted, dz, create_graph=True) if wanted else ())
+    grad_x, *grads = [next(found) if t is not None and t.requires_grad else None for t in inputs]
+    return grad_x, dz if residual else None, None, *grads
+
+
+def trained(x: torch.Tensor, layers: Sequence[Layer], residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Layer after layer, the residual before the last activation: (N, C) with the statistics of this batch.
+
+    Running statistics follow as torch's do.
+
+    Args:
+        x: (N, C) that `serves`, for a first layer without a convolution; else (N_in, C_in) of its plan.
+        layers: what follows one another; all but the first have convolutions.
+        residual: (N, C) of x's dtype; or None.
+    """
+    if layers[0].plan is None:
+        x = _lined_up(x)
+    if residual is not None:
+        residual = _lined_up(residual)
+    stages, tensors = [], []
+    for norm, slope, plan, taps in layers:
+        weight, bias, *running = tensors_of(norm)
+        moved = tuple(running) if norm.training and running[0] is not None else None
+        how = Norm(norm.eps, norm.momentum or 0.0, slope, moved)  # type: ignore[arg-type]
+        stages.append(Stage(how, None if plan is None else Call.of(plan)))
+        tensors += [taps, weight, bias]
+    args = (x, residual, tuple(stages), *tensors)
+    source = _maker_of(x)
+    if source is None:
+        return _apply(*args)
+    address = x.data_ptr()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        # detached: a node that keeps its own result, as it is, would never go
+        return source if tensor.data_ptr() == address else tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
+        return _apply(*args)
+
+
+#: Function.apply without its look for functional transforms, which `serves` has ruled out
+_apply: Any = super(torch.autograd.Function, _Trained).apply
+
+
+def tensors_of(norm: torch.nn.BatchNorm1d) -> tuple[Any, ...]:
+    """Weight, bias, running mean, running variance and count of a norm; some may be None.
+
+    Read past torch's ``__getattr__``, which costs as much as a launch; parametrised ones lie elsewhere.
+    """
+    parameters, buffers = norm._parameters, norm._buffers
+    if "weight" in parameters and "bias" in parameters and "running_mean" in buffers and "running_var" in buffers:
+        return (
+            *(parameters["weight"], parameters["bias"]),
+            *(buffers["running_mean"], buffers["running_var"], buffers.get("num_batches_tracked")),
+        )
+    return norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked
+
+
+def _lined_up(x: torch.Tensor) -> torch.Tensor:
+    """x as kernels can read it: rows one after another, aligned."""
+    if x.is_contiguous() and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
+    """Whether `trained` can stand for this norm of (``rows``, C) made from the features x.
+
+    On a GPU, in a half or single precision, with statistics of this batch whose weight is known beforehand, and where
+    nobody looks between operations: no tracing, no functional transform, no tensor of another kind.
+    """
+    training, momentum = norm.training, norm.momentum
+    weight, bias, mean, var, tracked = tensors_of(norm)
+    if (
+        rows < 2
+        or not (training or mean is None)
+        or type(x) not in _PLAIN
+        or not on_kernels(x)
+        or (weight is None) != (bias is None)
+        or (training and mean is not None and (momentum is None or var is None or tracked is None))
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return False
+    device = x.get_device()
+    return all(t is None or _is_near(t, device) for t in (weight, bias, mean, var))
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_near(tensor: Any, device: int) -> bool:
+    """Whether kernels on a device can read (C,): torch raises its own error for what is elsewhere."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.get_device() == device
+        and not tensor.data_ptr() % 16
+        and tensor.is_contiguous()
+    )
+
+
+def on_kernels(x: torch.Tensor) -> bool:
+    """Whether the kernels serve features of this kind where they are."""
+    return x.is_cuda and x.dtype in normalize.DTYPES and _has_kernels(x.device)
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    """Whether Triton is there and serves this card."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _maker_of(x: torch.Tensor) -> Any:
+    """The node that can make x again and should, rather than that x is kept; None where x is small or not its own."""
+    source: Any = x.grad_fn
+    if (
+        type(source) is not _NODE
+        or source.recipe is None
+        or x.numel() * x.itemsize < RECOMPUTED_BYTES
+        or x._version
+        or not torch.is_grad_enabled()
+        or _others_save()
+    ):
+        return None
+    return source
+
+
+#: the class of the node's ``grad_fn``
+_NODE: Any = _Trained._backward_cls  # type: ignore[attr-defined]
+
+
+def _unpacked(kept: Any) -> torch.Tensor:
+    if isinstance(kept, torch.Tensor):
+        return kept
+    recipe: Recipe | None = kept.recipe
+    if recipe is None:  # its node has run, and was told to keep the graph
+        (x, _, *saved), count = kept.saved_tensors, len(kept.stages)
+        weight, bias = saved[3 * count - 2 : 3 * count]
+        z, stats = saved[4 * count - 1], saved[5 * count - 1]
+        recipe = Recipe(x if z is None else z, weight, bias, stats, kept.stages[-1].norm, _versions(weight, bias))
+    return recipe.run()
+
+
+def _others_save() -> bool:
+    """Whether somebody else decides what graphs keep, such as activation checkpointing, or nobody may."""
+    state: Any = torch._C._autograd
+    return not state._saved_tensors_hooks_is_enabled() or state._top_saved_tensors_default_hooks(False) is not None

@@ -1,0 +1,281 @@
+"""Kernels of a norm over rows with its residual and activation: two launches forward, two backward, no atomics.
+
+    forward:   statistics_kernel  mean and squared deviations of each part of the rows (Welford)
+               normalize_kernel   parts merged (Chan), y = act((x - mean) * rstd * weight + bias + residual)
+    backward:  reduce_kernel      of each part: sum dz and sum dz * (x - mean); dz = grad * act'
+               input_grad_kernel  parts added, dx = weight * rstd * (dz - mean(dz) - xhat * mean(dz * xhat))
+
+A part is every ``parts``-th tile of rows. Parts are merged by every program that needs them, in one order: the same
+bits in every run, and nothing to reset between launches. act(z) = z for z > 0, slope * z elsewhere.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _offsets(tile, stride, row, channel, BLOCK_N: tl.constexpr):
+    """Where a tile's elements lie: row tile * BLOCK_N + row, rows ``stride`` elements apart."""
+    return tl.cast(tile, tl.int64) * BLOCK_N * stride + (row[:, None] * stride + channel[None, :])
+
+
+@triton.jit
+def _activated(z, slope):
+    """A NaN stays one, an infinity below zero becomes zero: as torch's relu."""
+    return tl.where(z <= 0, tl.where(slope == 0, 0.0, z * slope), z)
+
+
+@triton.jit
+def _gated(grad, z, slope):
+    return tl.where(z <= 0, tl.where(slope == 0, 0.0, grad * slope), grad)
+
+
+@triton.jit
+def _affine(weight_ptr, bias_ptr, channel, channels):
+    """Weight and bias; 1 and 0 where there are none, which ``channels`` = 0 says."""
+    weight = tl.load(weight_ptr + channel, channel < channels, other=1.0).to(tl.float32)
+    bias = tl.load(bias_ptr + channel, channel < channels, other=0.0).to(tl.float32)
+    return weight, bias
+
+
+@triton.jit
+def _joined(count, mean, spread, slot, rows):
+    """Mean and sum of squared deviations of all slots (S, C); distances from the first, so that nothing cancels."""
+    first = tl.sum(tl.where((slot == 0)[:, None], mean, 0.0), 0)
+    centre = first + tl.sum((mean - first[None, :]) * count[:, None], 0) / rows
+    apart = mean - centre[None, :]
+    return centre, tl.sum(spread + count[:, None] * apart * apart, 0)
+
+
+@triton.jit
+def statistics_kernel(
+    x_ptr,  # (rows, C)
+    parts_ptr,  # (2, parts, C) fp32: means, sums of squared deviations
+    rows,
+    units,  # C = units * UNIT
+    UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    channels = units * UNIT
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = channel < channels
+    row = tl.arange(0, BLOCK_N)
+    count = tl.zeros((BLOCK_N,), tl.float32)
+    mean = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
+    spread = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
+    seen = 0.0
+    for tile in range(part, tl.cdiv(rows, BLOCK_N), parts):
+        there = row < rows - tile * BLOCK_N
+        mask = there[:, None] & inside[None, :]
+        x = tl.load(x_ptr + _offsets(tile, channels, row, channel, BLOCK_N), mask, other=0.0).to(tl.float32)
+        seen += 1.0
+        count += there.to(tl.float32)
+        delta = tl.where(mask, x - mean, 0.0)
+        mean += delta * (1.0 / seen)
+        spread += delta * (x - mean)
+    centre, total = _joined(count, mean, spread, row, tl.sum(count, 0))
+    at = parts_ptr + part * channels + channel
+    tl.store(at, centre, inside)
+    tl.store(at + parts * channels, total, inside)
+
+
+@triton.jit
+def _merged(parts_ptr, parts, rows, channels, channel, inside, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Mean and sum of squared deviations of all rows from those of the parts."""
+    MANY: tl.constexpr = 4096 // BLOCK_C
+    slot = tl.arange(0, MANY)
+    count = tl.zeros((MANY,), tl.float32)
+    mean = tl.zeros((MANY, BLOCK_C), tl.float32)
+    spread = tl.zeros((MANY, BLOCK_C), tl.float32)
+    tiles = tl.cdiv(rows, BLOCK_N)
+    for first in range(0, parts, MANY):
+        part = first + slot
+        # the last tile may be short
+        size = tl.cdiv(tiles - part, parts) * BLOCK_N
+        size -= tl.where(part == (tiles - 1) % parts, tiles * BLOCK_N - rows, 0)
+        size = tl.where(part < parts, size, 0).to(tl.float32)
+        mask = (part < parts)[:, None] & inside[None, :]
+        at = parts_ptr + part[:, None] * channels + channel[None, :]
+        delta = tl.load(at, mask, other=0.0) - mean
+        total = count + size
+        share = size / tl.maximum(total, 1.0)
+        mean += delta * share[:, None]
+        spread += tl.load(at + parts * channels, mask, other=0.0) + delta * delta * (count * share)[:, None]
+        count = total
+    return _joined(count, mean, spread, slot, rows)
+
+
+@triton.jit
+def normalize_kernel(
+    x_ptr,  # (rows, C)
+    residual_ptr,  # (rows, C), read where ``adds``
+    weight_ptr,
+    bias_ptr,  # (C,), read where ``affine``
+    parts_ptr,  # (2, parts, C); not read where parts is 0
+    kept_ptr,  # (2, C) fp32: mean, rstd; written, or read where parts is 0
+    running_mean_ptr,
+    running_var_ptr,  # (C,), moved where ``follows``
+    tracked_ptr,  # int64, one more where ``follows``
+    y_ptr,
+    rows,
+    units,
+    parts,
+    adds,
+    affine,
+    follows,
+    eps,
+    momentum,
+    slope,
+    UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    first = tl.program_id(0)
+    channels = units * UNIT
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = channel < channels
+    if parts > 0:
+        mean, spread = _merged(parts_ptr, parts, rows, channels, channel, inside, BLOCK_N, BLOCK_C)
+        rstd = tl.rsqrt(spread / rows + eps)
+        if first == 0:
+            tl.store(kept_ptr + channel, mean, inside)
+            tl.store(kept_ptr + channels + channel, rstd, inside)
+            if follows != 0:
+                old = tl.load(running_mean_ptr + channel, inside, other=0.0).to(tl.float32)
+                new = old * (1 - momentum) + mean * momentum
+                tl.store(running_mean_ptr + channel, new.to(running_mean_ptr.dtype.element_ty), inside)
+                old = tl.load(running_var_ptr + channel, inside, other=0.0).to(tl.float32)
+                new = old * (1 - momentum) + spread / (rows - 1) * momentum
+                tl.store(running_var_ptr + channel, new.to(running_var_ptr.dtype.element_ty), inside)
+                if tl.program_id(1) == 0:
+                    tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
+    else:
+        mean = tl.load(kept_ptr + channel, inside, other=0.0)
+        rstd = tl.load(kept_ptr + channels + channel, inside, other=0.0)
+    weight, bias = _affine(weight_ptr, bias_ptr, channel, channels * affine)
+    scale = weight * rstd
+    row = tl.arange(0, BLOCK_N)
+    for tile in range(first, tl.cdiv(rows, BLOCK_N), tl.num_programs(0)):
+        left = rows - tile * BLOCK_N
+        mask = (row < left)[:, None] & inside[None, :]
+        at = _offsets(tile, channels, row, channel, BLOCK_N)
+        x = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32)
+        added = (row < left * adds)[:, None] & inside[None, :]
+        residual = tl.load(residual_ptr + at, added, other=0.0).to(tl.float32)
+        z = tl.fma(x - mean[None, :], scale[None, :], bias[None, :]) + residual
+        tl.store(y_ptr + at, _activated(z, slope).to(y_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def reduce_kernel(
+    grad_ptr,  # (rows, C), its rows grad_units * UNIT apart
+    x_ptr,
+    y_ptr,  # the result, read where ``joined``
+    weight_ptr,
+    bias_ptr,
+    kept_ptr,
+    parts_ptr,  # (2, parts, C) fp32: sums of dz and of dz * (x - mean)
+    dz_ptr,  # (rows, C), written where ``joined``: the residual's gradient
+    rows,
+    units,
+    grad_units,
+    joined,
+    affine,
+    slope,
+    UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    channels = units * UNIT
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = channel < channels
+    mean = tl.load(kept_ptr + channel, inside, other=0.0)
+    weight, bias = _affine(weight_ptr, bias_ptr, channel, channels * affine)
+    scale = weight * tl.load(kept_ptr + channels + channel, inside, other=0.0)
+    row = tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
+    product = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
+    for tile in range(part, tl.cdiv(rows, BLOCK_N), parts):
+        left = rows - tile * BLOCK_N
+        mask = (row < left)[:, None] & inside[None, :]
+        mask_joined = (row < left * joined)[:, None] & inside[None, :]
+        at = _offsets(tile, channels, row, channel, BLOCK_N)
+        grad_at = _offsets(tile, grad_units * UNIT, row, channel, BLOCK_N)
+        grad = tl.load(grad_ptr + grad_at, mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32) - mean[None, :]
+        y = tl.load(y_ptr + at, mask_joined, other=0.0)
+        # the sign as the forward pass stored it
+        z = tl.fma(x, scale[None, :], bias[None, :]).to(y_ptr.dtype.element_ty)
+        dz = _gated(grad, tl.where(joined != 0, y, z).to(tl.float32), slope)
+        tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask_joined)
+        total += dz
+        product += dz * x
+    at = parts_ptr + part * channels + channel
+    tl.store(at, tl.sum(total, 0), inside)
+    tl.store(at + parts * channels, tl.sum(product, 0), inside)
+
+
+@triton.jit
+def _added(parts_ptr, parts, channels, channel, inside, BLOCK_C: tl.constexpr):
+    MANY: tl.constexpr = 4096 // BLOCK_C
+    slot = tl.arange(0, MANY)
+    total = tl.zeros((MANY, BLOCK_C), tl.float32)
+    for first in range(0, parts, MANY):
+        part = first + slot
+        mask = (part < parts)[:, None] & inside[None, :]
+        total += tl.load(parts_ptr + part[:, None] * channels + channel[None, :], mask, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def input_grad_kernel(
+    grad_ptr,  # (rows, C), its rows grad_units * UNIT apart
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    kept_ptr,
+    parts_ptr,
+    weight_grad_ptr,
+    bias_grad_ptr,  # (C,), written where ``affine``
+    dx_ptr,
+    rows,
+    units,
+    grad_units,
+    parts,
+    affine,
+    slope,
+    UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    first = tl.program_id(0)
+    channels = units * UNIT
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = channel < channels
+    mean = tl.load(kept_ptr + channel, inside, other=0.0)
+    rstd = tl.load(kept_ptr + channels + channel, inside, other=0.0)
+    weight, bias = _affine(weight_ptr, bias_ptr, channel, channels * affine)
+    total = _added(parts_ptr, parts, channels, channel, inside, BLOCK_C)
+    product = _added(parts_ptr + parts * channels, parts, channels, channel, inside, BLOCK_C) * rstd
+    if (first == 0) & (affine != 0):
+        tl.store(weight_grad_ptr + channel, product.to(weight_grad_ptr.dtype.element_ty), inside)
+        tl.store(bias_grad_ptr + channel, total.to(bias_grad_ptr.dtype.element_ty), inside)
+    scale = weight * rstd
+    shift = total / rows
+    slant = product * rstd / rows
+    row = tl.arange(0, BLOCK_N)
+    for tile in range(first, tl.cdiv(rows, BLOCK_N), tl.num_programs(0)):
+        mask = (row < rows - tile * BLOCK_N)[:, None] & inside[None, :]
+        at = _offsets(tile, channels, row, channel, BLOCK_N)
+        grad_at = _offsets(tile, grad_units * UNIT, row, channel, BLOCK_N)
+        grad = tl.load(grad_ptr + grad_at, mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32) - mean[None, :]
+        z = tl.fma(x, scale[None, :], bias[None, :]).to(dx_ptr.dtype.element_ty)
+        dz = _gated(grad, z.to(tl.float32), slope)
+        dx = scale[None, :] * (dz - shift[None, :] - x * slant[None, :])
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask)

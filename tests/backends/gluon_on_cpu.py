@@ -1,0 +1,179 @@
+"""Gluon kernels as plain Python over numpy.
+
+A module of kernels is executed again with stand-ins for Gluon's own modules, so that what runs is the shipped source.
+Copies and products happen at once; what is checked is the arithmetic and the addresses.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+
+
+class Tensor(np.ndarray):
+    """A numpy array with the few members of a Gluon tensor."""
+
+    type = SimpleNamespace(layout=None)
+
+    def to(self, dtype):
+        return self.astype(dtype)
+
+
+def tensor(value) -> Tensor:
+    return np.asarray(value).view(Tensor)
+
+
+class Pointer:
+    """An address in a flat array: the array and one offset or many."""
+
+    def __init__(self, array: np.ndarray, offset=0) -> None:
+        self.array, self.offset = array, offset
+
+    @property
+    def dtype(self):
+        return SimpleNamespace(element_ty=self.array.dtype)
+
+    def __add__(self, more):
+        return Pointer(self.array, self.offset + np.asarray(more, dtype=np.int64))
+
+    __radd__ = __add__
+
+    def __getitem__(self, at):
+        return Pointer(self.array, np.asarray(self.offset)[at])
+
+
+class Shared:
+    """A block of shared memory; ``index`` and ``slice`` are views of it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def index(self, at):
+        return Shared(self.array[int(at)])
+
+    def slice(self, start, length, dim=0):
+        assert dim == 0
+        return Shared(self.array[int(start) : int(start) + int(length)])
+
+    def permute(self, axes):
+        return Shared(self.array.transpose(axes))
+
+
+def _inside(at: np.ndarray, array: np.ndarray) -> None:
+    assert ((at >= 0) & (at < array.size)).all(), "an address outside the array"
+
+
+def load(pointer: Pointer, mask=None, other=0):
+    at = np.asarray(pointer.offset)
+    if mask is None:
+        _inside(at, pointer.array)
+        return tensor(pointer.array[at])
+    at, mask = np.broadcast_arrays(at, mask)
+    _inside(at[mask], pointer.array)
+    return tensor(np.where(mask, pointer.array[np.where(mask, at, 0)], np.asarray(other, pointer.array.dtype)))
+
+
+def store(pointer: Pointer, value, mask) -> None:
+    at, mask, value = np.broadcast_arrays(np.asarray(pointer.offset), mask, np.asarray(value))
+    pointer.array[at[mask]] = value[mask]
+
+
+def copy(shared: Shared, pointer: Pointer, mask=None) -> None:
+    shared.array[...] = load(pointer, True if mask is None else mask)
+
+
+class Kernel:
+    """A jitted function called directly; its launches run one program after another."""
+
+    def __init__(self, fn) -> None:
+        self.fn = fn
+        self.names = list(inspect.signature(fn).parameters)
+
+    def __call__(self, *args, **kwargs):
+        return self.fn(*args, **kwargs)
+
+
+def modules(state: SimpleNamespace) -> dict[str, ModuleType]:
+    """Stand-ins for the modules that kernels import, by name."""
+    int64, float32, float16 = np.dtype(np.int64), np.dtype(np.float32), np.dtype(np.float16)
+
+    def mma(a, b, acc, is_async=True):
+        return tensor(acc + a.array.astype(np.float32) @ b.array.astype(np.float32))
+
+    language = ModuleType("language")
+    language.__dict__.update(
+        constexpr=object, int64=int64, int32=np.dtype(np.int32), float32=float32, float16=float16,
+        arange=lambda a, b, layout=None: tensor(np.arange(a, b, dtype=np.int32)),
+        zeros=lambda shape, dtype, layout=None: tensor(np.zeros(shape, dtype)),
+        load=load, store=store, minimum=min, maximum=max, static_range=range,
+        where=lambda c, a, b: a if c else b,
+        program_id=lambda axis: state.program, num_warps=lambda: state.warps,
+        convert_layout=lambda value, layout: value, thread_barrier=lambda: None,
+        allocate_shared_memory=lambda dtype, shape, layout: Shared(np.full(shape, np.nan, np.float32)),
+        BlockedLayout=lambda *a, **k: None, SliceLayout=lambda *a: None, NVMMASharedLayout=lambda **k: None,
+        NVMMADistributedLayout=lambda **k: None, DistributedLinearLayout=lambda *a: None,
+    )  # fmt: skip
+    cp = ModuleType("async_copy")
+    cp.async_copy_global_to_shared = copy
+    cp.commit_group = lambda: None
+    cp.wait_group = lambda n: None
+    hopper = ModuleType("hopper")
+    hopper.__dict__.update(
+        async_copy=cp, fence_async_shared=lambda: None, warpgroup_mma=mma,
+        warpgroup_mma_wait=lambda num_outstanding, deps: deps[0],
+    )  # fmt: skip
+    ampere = ModuleType("ampere")
+    ampere.async_copy = cp
+    gluon = ModuleType("gluon")
+    gluon.jit, gluon.constexpr_function, gluon.language = Kernel, lambda fn: fn, language
+    root = "triton.experimental"
+    nvidia = f"{root}.gluon.language.nvidia"
+    return {
+        root: ModuleType(root), f"{root}.gluon": gluon, f"{root}.gluon.language": language, nvidia: ModuleType(nvidia),
+        f"{nvidia}.ampere": ampere, f"{nvidia}.hopper": hopper,
+    }  # fmt: skip
+
+
+class Program:
+    """The kernels of some modules."""
+
+    def __init__(self, *names: str) -> None:
+        self._state = SimpleNamespace(program=0, warps=4)
+        stand_ins = modules(self._state)
+        stand_ins["triton.experimental"].gluon = stand_ins["triton.experimental.gluon"]
+        self.space: dict = {}
+        with _imports(stand_ins):
+            for name in names:
+                path = Path(importlib.util.find_spec(name).origin)
+                module = sys.modules[name] = ModuleType(name)
+                exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+                self.space.update(module.__dict__)
+            for name in names:
+                del sys.modules[name]
+
+    def launch(self, name: str, grid: int, warps: int, *arguments, **constants) -> None:
+        """Run every program of a grid, one after another; arrays are passed by their address."""
+        for program in range(grid):
+            self._state.program, self._state.warps = program, warps
+            call = [Pointer(a.reshape(-1)) if isinstance(a, np.ndarray) else tensor(np.int64(a)) for a in arguments]
+            self.space[name](*call, **constants)
+
+
+@contextmanager
+def _imports(stand_ins: dict[str, ModuleType]):
+    before = {name: sys.modules.get(name) for name in stand_ins}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module

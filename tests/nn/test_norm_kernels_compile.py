@@ -1,0 +1,48 @@
+"""The norm's kernels compile for the cards they may meet, without one; in a process apart from the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sparseconv.nn.normalize import kernels
+
+NAMES = {torch.float16: "*fp16", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", int: "i32"}
+cpu, done = torch.device("cpu"), 0
+single, half, wide = torch.float32, torch.float16, torch.bfloat16
+for dtype, weight, running in ((half, half, half), (wide, single, single), (single, None, None)):
+    run = kernels(1000, 32, cpu, dtype, weight, running)
+    for launcher in (run.statistics, run.normalize, run.reduce, run.input_grad):
+        names, types = launcher.function.arg_names, launcher.types
+        signature = {n: "fp32" if isinstance(t, float) else NAMES[t] for n, t in zip(names, types)}
+        signature.update({n: "constexpr" for n in names[len(types):]})
+        given = {(len(types) + i,): value for i, value in enumerate(run.constants)}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if isinstance(t, torch.dtype)}
+        source = ASTSource(launcher.function, signature, given, aligned)
+        for arch in ARCHS:
+            options = {"num_warps": launcher.num_warps}
+            kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+            text = kernel.asm["ptx"]
+            if kernel.metadata.shared > 48 * 1024 or ".local" in text or ".v4" not in text:
+                raise SystemExit(f"{launcher.function.__name__} on sm_{arch} spills, or reads less than 16 bytes")
+            done += 1
+print(done)
+"""
+
+
+@pytest.mark.parametrize("archs", [(90,), pytest.param((80, 100), marks=pytest.mark.slow)], ids=str)
+def test_kernels_compile_whole_and_read_16_bytes_at_once(archs):
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = f"ARCHS = {archs}\n{SCRIPT}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == str(12 * len(archs))
