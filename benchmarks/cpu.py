@@ -1,6 +1,6 @@
 """The CPU engine against spconv's CPU wheel, side by side in one run.
 
-    python benchmarks/cpu.py [--data FOLDER] [--channels 16 32 64 128] [--rounds 9] [--out FILE]
+    python benchmarks/cpu.py [--data FOLDER] [--channels 16 32 64 128] [--rounds 9] [--out FILE] [--add]
 
 Submanifold kernel 3 in fp32. Before a case is timed, the values of both are compared with one thread (spconv's CPU
 results change from run to run with more). Then the two take turns, so that a disturbance of the machine meets both;
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import platform
@@ -30,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import sparseconv as sc
-from sparseconv.backends import cpu_products
+from sparseconv.backends import cpu_products, cpu_threads
 
 CASES = ("lidar_ouster_os1_3sweeps_005", "lidar_ouster_os2_010", "indoor_rooms_pcl_002", "shape_spot_256")
 
@@ -93,6 +94,9 @@ def peak(call: Callable[[], object]) -> int | None:
     if platform.system() != "Linux":
         return None
     vars(cpu_products._buffers).clear()
+    cpu_threads._pool.cache_clear()  # its threads end, and give their buffers back
+    gc.collect()
+    time.sleep(0.1)
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
@@ -249,11 +253,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu.json")
+    parser.add_argument("--add", action="store_true", help="keep the rows in --out that this run does not measure")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    spconv, console, rows = load_spconv(), Console(width=140), []
+    spconv, console = load_spconv(), Console(width=140)
+    rows = [Row(**row) for row in json.loads(args.out.read_text())["rows"]] if args.add and args.out.is_file() else []
     for case, coords in coordinates(args.data, args.cases).items():
         for channels in args.channels:
+            rows = [row for row in rows if (row.case, row.channels) != (case, channels)]
             rows.append(measure(spconv, case, coords, channels, args.rounds, args.threads))
             console.print(f"{case} C {channels}: done", style="dim")
             record = {"machine": machine(args.threads), "rows": [asdict(row) for row in rows]}

@@ -63,9 +63,10 @@ def accumulate_gram(x: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None
     """out (a, b) += x (M, a)^T @ g (M, b).
 
     The weight gradient of a 1x1 convolution over 16 images is the same sum, and goes to oneDNN. It generates code for
-    every shape it meets and keeps a bounded number of them, so it gets whole thousands of rows, and BLAS the rest.
+    every shape it meets and keeps a bounded number of them, so it gets whole quarter thousands of rows, and BLAS the
+    rest.
     """
-    rows = x.shape[0] // 1024 * 1024
+    rows = x.shape[0] // 256 * 256
     if _linear() is None or x.dtype != torch.float32 or rows * out.numel() < 4_000_000:
         rows = 0
     if rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import torch
@@ -42,16 +42,52 @@ class EdgeChunks:
     max_edges: int
 
     @classmethod
-    def of(cls, kernel_map: KernelMap, edges: int, tile: int) -> EdgeChunks:
-        """Chunks of about ``edges`` edges, kept with the map: asked for again, they are there."""
-        key = (cls, edges, tile)
+    def of(cls, kernel_map: KernelMap, edges: int, tile: int, threads: int = 1) -> EdgeChunks:
+        """Chunks of at most about ``edges`` edges, as many for each thread, kept with the map for the next call."""
+        key = (cls, edges, tile, threads)
         kept = kernel_map.prepared.get(key)
         if kept is None:
-            kept = kernel_map.prepared[key] = _cut(kernel_map, edges, tile)
+            kept = kernel_map.prepared[key] = _cut(kernel_map, edges, tile, threads)
         return kept
 
 
-def _cut(kernel_map: KernelMap, edges: int, tile: int) -> EdgeChunks:
+@dataclass(frozen=True)
+class EdgeRuns:
+    """The edges of a map by tap and output row, and runs of them whose output rows lie near each other.
+
+    A part is a span of output rows, for one thread; its runs (tap, first edge, last edge + 1) go span by smaller span,
+    whose rows stay in a cache while tap after tap reads them.
+    """
+
+    in_rows: torch.Tensor  # (P,) int32
+    out_rows: torch.Tensor  # (P,) int32
+    parts: tuple[tuple[tuple[int, int, int], ...], ...]
+
+    @classmethod
+    def of(cls, kernel_map: KernelMap, rows: int, threads: int) -> EdgeRuns:
+        """As many parts as threads, with about as many edges each, in spans of about ``rows`` output rows."""
+        key = (cls, rows, threads)
+        kept = kernel_map.prepared.get(key)
+        if kept is None:
+            kept = kernel_map.prepared[key] = cls(*_sorted(kernel_map), ())._cut(kernel_map, rows, threads)
+        return kept
+
+    def _cut(self, kernel_map: KernelMap, rows: int, threads: int) -> EdgeRuns:
+        grid = np.minimum(np.arange(0, kernel_map.num_out + rows, max(1, rows // 4)), kernel_map.num_out)
+        starts = np.cumsum([0, *kernel_map.tap_counts]).tolist()
+        outs = self.out_rows.numpy()
+        places = np.stack([a + np.searchsorted(outs[a:b], grid) for a, b in pairwise(starts)])  # (K, grid)
+        before = places.sum(0) - places[:, 0].sum()  # edges that end before each row of the grid
+        spans = -(-max(1, -(-kernel_map.num_out // rows)) // threads) * threads
+        cuts = np.searchsorted(before, np.arange(1, spans) * before[-1] // spans)
+        bounds = places[:, [0, *cuts, -1]].T.tolist()
+        runs = [[(tap, a, b) for tap, (a, b) in enumerate(zip(*span)) if a < b] for span in pairwise(bounds)]
+        each = spans // threads
+        parts = tuple(tuple(chain.from_iterable(runs[i : i + each])) for i in range(0, spans, each))
+        return EdgeRuns(self.in_rows, self.out_rows, parts)
+
+
+def _cut(kernel_map: KernelMap, edges: int, tile: int, threads: int) -> EdgeChunks:
     rows, num_taps = kernel_map.num_out, kernel_map.num_taps
     in_rows, out_rows, counts = _by_tap_and_row(kernel_map)
     by_row = torch.sort(out_rows, stable=True).indices.numpy()  # a row's edges in order of taps: its sum has one order
@@ -60,7 +96,7 @@ def _cut(kernel_map: KernelMap, edges: int, tile: int) -> EdgeChunks:
     np.cumsum(degree, out=offsets[1:])
     cost = offsets[1:] + np.arange(1, rows + 1)  # an output row costs about what an edge does
     total = int(cost[-1]) if rows else 0
-    count = max(1, -(-total // edges))
+    count = -(-max(1, -(-total // edges)) // threads) * threads
     inner = np.searchsorted(cost, np.arange(1, count) * total // count) // tile * tile
     cuts = [0, *inner.tolist(), rows]
 
@@ -96,16 +132,22 @@ def _cut(kernel_map: KernelMap, edges: int, tile: int) -> EdgeChunks:
 
 def _by_tap_and_row(kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Input and output rows of every edge but the identity tap's, by tap and then by output row; edges of each tap."""
-    in_rows, out_rows, counts = kernel_map.in_rows, kernel_map.out_rows, list(kernel_map.tap_counts)
+    (in_rows, out_rows), counts = _sorted(kernel_map), list(kernel_map.tap_counts)
     if kernel_map.identity_tap is not None:
         before = sum(counts[: kernel_map.identity_tap])
         after = before + counts[kernel_map.identity_tap]
         in_rows, out_rows = (torch.cat([t[:before], t[after:]]) for t in (in_rows, out_rows))
         counts[kernel_map.identity_tap] = 0
-    descents = np.flatnonzero(np.diff(out_rows.numpy()) < 0) + 1
-    if not np.isin(descents, np.cumsum(counts)).all():
-        taps = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
-        order = torch.sort(out_rows, stable=True).indices
-        order = order[torch.sort(taps[order], stable=True).indices]
-        in_rows, out_rows = in_rows[order], out_rows[order]
     return in_rows, out_rows, counts
+
+
+def _sorted(kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input and output rows of every edge by tap and then by output row: the map's own, where they lie so."""
+    in_rows, out_rows, counts = kernel_map.in_rows, kernel_map.out_rows, kernel_map.tap_counts
+    descents = np.flatnonzero(np.diff(out_rows.numpy()) < 0) + 1
+    if np.isin(descents, np.cumsum(counts)).all():
+        return in_rows, out_rows
+    taps = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+    order = torch.sort(out_rows, stable=True).indices
+    order = order[torch.sort(taps[order], stable=True).indices]
+    return in_rows[order], out_rows[order]

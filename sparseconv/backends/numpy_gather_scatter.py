@@ -8,12 +8,16 @@ import torch
 
 from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.cpu_products import accumulate_gram, buffer, fresh, multiply
-from sparseconv.backends.edge_chunks import Chunk, EdgeChunks
+from sparseconv.backends.cpu_threads import share
+from sparseconv.backends.edge_chunks import Chunk, EdgeChunks, EdgeRuns
 from sparseconv.geometry.kernel_map import KernelMap
 
 TILE = 64  # edges that share a weight; every product has a multiple of it as rows, so that oneDNN meets few shapes
 BLOCK = 1 << 20  # bytes that one gathered block of a tap takes: an L2 cache
-BUFFER = 1 << 23  # bytes that the products of a chunk take: a share of an L3 cache
+GRAM_ROWS = 4096  # rows that a product for a weight's gradient has at least, where there are as many
+SPAN = 1 << 15  # output rows that stay in a cache while the weight's gradient goes over them tap by tap
+SHARED = 1 << 31  # multiplications from which a call is worth sharing among threads
+BUFFER = 1 << 24  # bytes that the products of a chunk take: a share of an L3 cache
 
 
 class NumpyGatherScatter(Backend):
@@ -63,36 +67,47 @@ class NumpyGatherScatter(Backend):
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
         c_in, c_out = x.shape[1], grad_out.shape[1]
-        result = torch.zeros(kernel_map.num_taps, c_in // groups, c_out, dtype=wide)
-        if result.numel() == 0:
-            return result.to(dtype)
+        shape = (kernel_map.num_taps, c_in // groups, c_out)
+        if 0 in shape or kernel_map.num_pairs == 0:
+            return torch.zeros(shape, dtype=dtype)
         x, grad_out = x.to(wide).contiguous(), grad_out.to(wide).contiguous()
+        threads = _threads(kernel_map.num_pairs * shape[1] * c_out, _tiled(c_in, c_out, groups))
+        edges = EdgeRuns.of(kernel_map, SPAN, threads)
+        partial = torch.zeros(threads, *shape, dtype=wide)
         step = _gram_rows(c_in, c_out, wide)
-        rows = min(step, kernel_map.max_pairs_per_tap)
-        xs, gs = buffer("inputs", rows, c_in, wide), buffer("products", rows, c_out, wide)
-        end = 0
-        for tap, count in enumerate(kernel_map.tap_counts):
-            start, end = end, end + count
-            for first in range(start, end, step):
-                last = min(first + step, end)
-                if tap == kernel_map.identity_tap:
-                    a, b = x[first - start : last - start], grad_out[first - start : last - start]
-                else:
-                    a = torch.index_select(x, 0, kernel_map.in_rows[first:last], out=xs[: last - first])
-                    b = torch.index_select(grad_out, 0, kernel_map.out_rows[first:last], out=gs[: last - first])
-                _accumulate(a, b, result[tap], groups)
-        return result.to(dtype)
+        identity = kernel_map.identity_tap
+        begin = sum(kernel_map.tap_counts[:identity])
+
+        def add_up(part: int) -> None:
+            rows = min(step, max((b - a for _, a, b in edges.parts[part]), default=0))
+            xs, gs = buffer("inputs", rows, c_in, wide), buffer("products", rows, c_out, wide)
+            for tap, start, end in edges.parts[part]:
+                for first in range(start, end, step):
+                    last = min(first + step, end)
+                    if tap == identity:
+                        a, b = x[first - begin : last - begin], grad_out[first - begin : last - begin]
+                    else:
+                        a = torch.index_select(x, 0, edges.in_rows[first:last], out=xs[: last - first])
+                        b = torch.index_select(grad_out, 0, edges.out_rows[first:last], out=gs[: last - first])
+                    _accumulate(a, b, partial[part, tap], groups)
+
+        share(add_up, range(threads), threads)
+        return (partial[0] if threads == 1 else partial.sum(0)).to(dtype)
 
     def workspace_bytes(self, request: Request) -> int:
         wide = torch.promote_types(request.dtype, torch.float32)
-        size, kernel_map = wide.itemsize, request.kernel_map
-        rows = max(kernel_map.num_in, kernel_map.num_out)
-        edges = min(_chunk_edges(request.c_in, request.c_out, wide), kernel_map.num_pairs) + kernel_map.num_taps * TILE
-        sums = 2 * edges * request.c_out * size  # the products of a chunk and its sums
-        blocks = max(edges * request.c_in * size, 2 * BLOCK)
-        grams = min(_gram_rows(request.c_in, request.c_out, wide), kernel_map.max_pairs_per_tap)
-        widened = 0 if request.dtype == wide else rows * (request.c_in + request.c_out) * size
-        return max(sums + blocks, grams * (request.c_in + request.c_out) * size) + widened
+        size, kernel_map, c_in, c_out = wide.itemsize, request.kernel_map, request.c_in, request.c_out
+        tiled = _tiled(c_in, c_out, request.groups)
+        threads = _threads(request.flops // 2, tiled)
+        fitting = threads * _chunk_edges(c_in, c_out, wide, request.groups)
+        edges = min(fitting, kernel_map.num_pairs + kernel_map.num_out) + threads * kernel_map.num_taps * TILE
+        sums = edges * c_out * size  # the products of the chunks at work and their sums
+        blocks = edges * c_in * size if tiled else 2 * threads * max(BLOCK, 512 * max(c_in, c_out) * size)
+        rows = min(_gram_rows(c_in, c_out, wide), kernel_map.max_pairs_per_tap)
+        own = kernel_map.num_taps * c_in * c_out // request.groups  # a weight's gradient
+        grams = threads * (rows * (c_in + c_out) + own) * size
+        widened = 0 if request.dtype == wide else max(kernel_map.num_in, kernel_map.num_out) * (c_in + c_out) * size
+        return max(sums + blocks, grams) + widened
 
 
 def _convolve(
@@ -114,49 +129,73 @@ def _convolve(
     x, weight = x.to(wide).contiguous(), weight.to(wide)
     if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()):
         weight = weight.contiguous()
+    weight = weight[list(taps)] if list(taps) != list(range(len(taps))) else weight
+    if _tiled(c_in, c_out, groups):
+        weight = weight.contiguous()  # its tiles are picked by the thousand
     bias = None if bias is None else bias.to(wide)
-    depthwise = groups == c_in == c_out
-    tiled = depthwise or (groups == 1 and min(c_in, c_out) < 24 and c_in * c_out <= 1024)
-    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide), TILE)
-    products = buffer("products", cut.max_edges, c_out, wide)
+    tiled = _tiled(c_in, c_out, groups)
+    threads = _threads(kernel_map.num_pairs * c_in * c_out // groups, tiled)
+    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide, groups), TILE, threads)
     step = max(512, BLOCK // (wide.itemsize * max(c_in, c_out)) // TILE * TILE)
-    inputs = buffer("inputs", cut.max_edges if tiled else min(step, cut.max_edges), c_in, wide)
-    ordered = weight[list(taps)] if tiled else weight
-    for chunk in cut.chunks:
-        made = products[: len(chunk.in_rows)]
+    weights = weight.unbind()
+
+    def convolve(chunk: Chunk) -> None:
+        products = buffer("products", len(chunk.in_rows), c_out, wide)
         if tiled and chunk.taps:
-            made = _multiply_tiles(x, ordered, chunk, inputs, made, depthwise)
+            inputs = buffer("inputs", len(chunk.in_rows), c_in, wide)
+            products = _multiply_tiles(x, weight, chunk, inputs, products, groups)
         else:
+            inputs = buffer("inputs", min(step, len(chunk.in_rows)), c_in, wide)
             for tap, first, last in chunk.taps:
                 for a in range(first, last, step):
                     b = min(a + step, last)
                     rows = torch.index_select(x, 0, chunk.in_rows[a:b], out=inputs[: b - a])
-                    _multiply(rows, weight[taps[tap]], made[a:b], groups)
-        sums = _sum_by_row(made, chunk)
+                    _multiply(rows, weights[tap], products[a:b], groups)
+        sums = _sum_by_row(products, chunk)
         if bias is not None:
             sums += bias
         rows_out = y[chunk.start : chunk.stop]
         if kernel_map.identity_tap is None:
             rows_out.copy_(sums)
-            continue
-        own = weight[taps[kernel_map.identity_tap]]
+            return
         for a in range(0, chunk.stop - chunk.start, step):
             b = min(a + step, chunk.stop - chunk.start)
             target = rows_out[a:b] if dtype == wide else sums[a:b]
-            _multiply(x[chunk.start + a : chunk.start + b], own, target, groups, sums[a:b])
+            own = x[chunk.start + a : chunk.start + b]
+            _multiply(own, weights[kernel_map.identity_tap], target, groups, sums[a:b])
         if dtype != wide:
             rows_out.copy_(sums)
+
+    share(convolve, cut.chunks, threads)
     return y
 
 
-def _chunk_edges(c_in: int, c_out: int, wide: torch.dtype) -> int:
-    """Edges of a chunk: a power of 4, so that the layers of a network share few sets of chunks."""
-    fitting = max(1, BUFFER // (wide.itemsize * max(c_in, c_out, 1)))
-    return max(4096, min(4 ** round(fitting.bit_length() / 2), 1 << 16))
+def _tiled(c_in: int, c_out: int, groups: int) -> bool:
+    """Whether the products of a chunk go as one batch of tiles."""
+    return groups == c_in == c_out or (groups == 1 and min(c_in, c_out) < 24 and c_in * c_out <= 1024)
+
+
+def _threads(multiplications: int, tiled: bool) -> int:
+    """Threads that share the parts of a call; 1 leaves each operation to torch's own.
+
+    A small call is over before they have met, and one in tiles has few and long operations. Python keeps no more than
+    some 16 busy.
+    """
+    return min(torch.get_num_threads(), 16) if multiplications > SHARED and not tiled else 1
+
+
+def _chunk_edges(c_in: int, c_out: int, wide: torch.dtype, groups: int) -> int:
+    """Edges of a chunk: a power of 2, so that the layers of a network share few sets of chunks.
+
+    A product for each tap of a chunk costs some 20 us to ask for, and pays with large chunks; tiles go as one batch.
+    """
+    size = BUFFER // 4 if _tiled(c_in, c_out, groups) else BUFFER
+    fitting = max(1, size // (wide.itemsize * max(c_in, c_out, 1)))
+    return max(4096, 1 << (fitting.bit_length() - 1))
 
 
 def _gram_rows(c_in: int, c_out: int, wide: torch.dtype) -> int:
-    return max(4096, BUFFER // (2 * wide.itemsize * max(c_in, c_out, 1)))
+    return max(GRAM_ROWS, 2 * BLOCK // (wide.itemsize * max(c_in, c_out, 1)))
 
 
 def _sum_by_row(products: torch.Tensor, chunk: Chunk) -> torch.Tensor:
@@ -173,12 +212,12 @@ def _multiply_tiles(
     chunk: Chunk,
     inputs: torch.Tensor,
     out: torch.Tensor,
-    depthwise: bool,
+    groups: int,
 ) -> torch.Tensor:
     count = len(chunk.tile_taps)
     rows = torch.index_select(x, 0, chunk.in_rows, out=inputs[: len(chunk.in_rows)]).view(count, TILE, x.shape[1])
     weights = torch.index_select(weight, 0, chunk.tile_taps)
-    if depthwise:
+    if groups > 1:  # as many as channels
         return rows.mul_(weights).view(out.shape)
     torch.bmm(rows, weights, out=out.view(count, TILE, out.shape[1]))
     return out

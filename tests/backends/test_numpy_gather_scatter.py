@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseconv.backends import cpu_products
+from sparseconv.backends import cpu_products, cpu_threads
 from sparseconv.backends import numpy_gather_scatter as engine
 from sparseconv.backends.base import Request
-from sparseconv.backends.edge_chunks import EdgeChunks
+from sparseconv.backends.edge_chunks import EdgeChunks, EdgeRuns
 from sparseconv.backends.numpy_gather_scatter import NumpyGatherScatter
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -70,6 +73,30 @@ def test_chunks_hold_every_edge_once(seed, rows, taps, edges, tile, own):
     assert next_row == rows
     edges_of = zip(*(t.tolist() for t in (kernel_map.pair_taps, kernel_map.in_rows, kernel_map.out_rows)))
     assert sorted(found) == sorted(e for e in edges_of if e[0] != identity)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 99),
+    rows=st.integers(1, 60),
+    taps=st.integers(1, 9),
+    span=st.integers(1, 80),
+    threads=st.integers(1, 4),
+    own=st.booleans(),
+)
+def test_runs_hold_every_edge_once(seed, rows, taps, span, threads, own):
+    kernel_map = random_map(seed, rows, rows, taps, taps - 1 if own else None)
+    cut = EdgeRuns.of(kernel_map, span, threads)
+    assert EdgeRuns.of(kernel_map, span, threads) is cut
+    assert len(cut.parts) == threads
+    found = [
+        (tap, int(cut.in_rows[e]), int(cut.out_rows[e]))
+        for part in cut.parts
+        for tap, first, last in part
+        for e in range(first, last)
+    ]
+    edges = zip(*(t.tolist() for t in (kernel_map.pair_taps, kernel_map.in_rows, kernel_map.out_rows)))
+    assert sorted(found) == sorted(edges)
 
 
 @pytest.fixture
@@ -156,6 +183,66 @@ def test_the_same_bits_whatever_ran_before(channels):
     BACKEND.forward(torch.randn(5000, 96), torch.randn(3, 96, 7), other, 1)
     vars(cpu_products._buffers).clear()
     assert all(torch.equal(a, b) for a, b in zip(first, verbs()))
+
+
+@pytest.fixture
+def threads():
+    """Every call is worth sharing; torch's number of threads is put back."""
+    kept, shared = torch.get_num_threads(), engine.SHARED
+    engine.SHARED = 0
+    yield torch.set_num_threads
+    engine.SHARED = shared
+    torch.set_num_threads(kept)
+
+
+@pytest.mark.parametrize("channels", [8, 32])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_integers_to_the_bit_with_any_number_of_threads(threads, channels, groups):
+    kernel_map = random_map(11, 900, 900, 9, 4)
+    x, g = torch.randint(-2, 3, (900, channels)).float(), torch.randint(-2, 3, (900, channels)).float()
+    w = torch.randint(-2, 3, (9, channels // groups, channels)).float()
+
+    def verbs() -> list[torch.Tensor]:
+        return [
+            BACKEND.forward(x, w, kernel_map, groups),
+            BACKEND.input_grad(g, w, kernel_map, groups),
+            BACKEND.weight_grad(x, g, kernel_map, groups),
+        ]
+
+    threads(1)
+    alone = verbs()
+    for number in (2, 3):
+        threads(number)
+        assert all(torch.equal(a, b) for a, b in zip(alone, verbs()))
+        assert torch.get_num_threads() == number
+
+
+def test_a_fault_in_one_thread_is_raised_by_the_call():
+    def work(part: int) -> None:
+        if part == 2:
+            raise ValueError("part 2")
+
+    with pytest.raises(ValueError, match="part 2"):
+        cpu_threads.share(work, range(5), 2)
+
+
+def test_parts_run_once_each_and_alone(threads):
+    threads(2)
+    seen: list[tuple[int, int, bool]] = []
+    cpu_threads.share(lambda part: seen.append((part, torch.get_num_threads(), torch.is_grad_enabled())), range(20), 2)
+    assert sorted(seen) == [(part, 1, False) for part in range(20)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_forked_process_makes_its_own_threads():
+    def once() -> None:
+        cpu_threads.share(lambda part: None, range(4), 2)
+
+    once()
+    child = multiprocessing.get_context("fork").Process(target=once)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
 
 
 def test_results_own_their_memory():
