@@ -252,11 +252,14 @@ def main() -> None:
     parser.add_argument("--channels", nargs="+", type=int, default=[16, 32, 64, 128])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu.json")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/cpu-N-threads.json")
     parser.add_argument("--add", action="store_true", help="keep the rows in --out that this run does not measure")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     spconv, console = load_spconv(), Console(width=140)
+    if args.out is None:
+        plural = "" if args.threads == 1 else "s"
+        args.out = Path(__file__).parent / "results" / f"cpu-{args.threads}-thread{plural}.json"
     rows = [Row(**row) for row in json.loads(args.out.read_text())["rows"]] if args.add and args.out.is_file() else []
     for case, coords in coordinates(args.data, args.cases).items():
         for channels in args.channels:
