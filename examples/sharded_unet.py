@@ -61,6 +61,7 @@ def draw(grid: ShardedGrid, losses: list[float], path: Path) -> None:
     left.set(title=f"{len(whole):,} voxels by owner", xlabel="x [voxels]", ylabel="y [voxels]", aspect="equal")
     right.plot(losses)
     right.set(title="loss of the whole scene", xlabel="step", ylabel="mean squared error", yscale="log")
+    right.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=110)
 
 

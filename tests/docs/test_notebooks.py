@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
-QUICK = ("1_", "2_", "3_", "4_", "5_", "7_")
 PAIRS = sorted(FOLDER.glob("[0-9]*.ipynb"))
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, marks=[] if p.name.startswith(QUICK) else pytest.mark.slow, id=p.stem) for p in PAIRS]
-)
+@pytest.mark.parametrize("path", PAIRS, ids=[path.stem for path in PAIRS])
 def test_a_notebook_runs(path, monkeypatch):
     pytest.importorskip("ipykernel")
     pytest.importorskip("k3d")
