@@ -14,7 +14,7 @@ from sparseconv.distributed.grid import ShardedGrid
 from sparseconv.distributed.passage import Passage
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, fits, torus_of, wrap
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
-from sparseconv.geometry.ranges import Boundary
+from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.plan.convolution import ConvolutionPlan, as_epilogue, checked_window
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
@@ -309,7 +309,8 @@ def _find_halo(
 ) -> tuple[Exchange, torch.Tensor]:
     """The exchange of the rows that outputs see across shards, and the coords of those that this rank receives."""
     torus = torus_of(None, window, boundary)
-    coords = target.coords.long()
+    coords = target.coords if torus is not None else target.coords[_near_others(source, target, window, is_transposed)]
+    coords = coords.long()
     me = source.process_rank
     remote = []
     for tap in range(len(window.offsets)):
@@ -333,3 +334,21 @@ def _find_halo(
         len(source),
     )
     return exchange, asked[order][there].int()
+
+
+def _near_others(source: ShardedGrid, target: ShardedGrid, window: Window, is_transposed: bool) -> torch.Tensor:
+    """(N_out,) bool: this rank's outputs whose region meets the box of another rank's inputs; no other has a halo."""
+    mine = torch.tensor([*source.extent.start, *source.extent.end], device=source.device)
+    boxes = [torch.empty_like(mine) for _ in range(dist.get_world_size(source.group))]
+    dist.all_gather(boxes, mine, group=source.group)
+    coords = target.coords[:, 1:]
+    near = torch.zeros(len(coords), dtype=torch.bool, device=coords.device)
+    for rank, (start, end) in enumerate((box[: source.rank].tolist(), box[source.rank :].tolist()) for box in boxes):
+        box = IndexRange(tuple(start), tuple(end))
+        if rank == source.process_rank or box.size == 0:
+            continue
+        seeing = window.projection.region(box) if is_transposed else window.projection.preimage(box)
+        if seeing.intersect(target.extent).size:
+            low, high = (torch.tensor(edge, device=coords.device) for edge in (seeing.start, seeing.end))
+            near |= ((coords >= low) & (coords < high)).all(1)
+    return near
