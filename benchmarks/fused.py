@@ -20,8 +20,8 @@ import torch
 
 import sparseconv as sc
 import sparseconv.pointwise as pw
-from benchmarks import cases
 from benchmarks.pointwise import facts, in_turns
+from sparseconv.bench import cases
 
 SCENES = {
     "shell_512": (16, 32, 64, 128),

@@ -275,23 +275,36 @@ def weight_gradient(
 
 
 class _Fused(torch.autograd.Function):
-    """act(convolution + bias + residual) from one kernel, where the activation's gradient needs its result alone."""
+    """act(convolution + bias + residual) as one node, and from one kernel where the gradient needs only the result.
+
+    Where it needs the sum before the activation, that sum is the node's second result: what is kept of it then has a
+    derivative too.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, epilogue: Any, call: tuple) -> torch.Tensor:
-        y = _forward_fused(x, weight, bias, residual, epilogue, *call)
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, epilogue: Any, call: tuple) -> Any:
+        apart = epilogue is not None and not epilogue.saves_output
+        kept = y = _forward_fused(x, weight, bias, residual, None if apart else epilogue, *call)
+        if apart:
+            y = epilogue.apply(kept)
         needs = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None, None if epilogue is None else y)
+        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None, None if epilogue is None else kept)
+        ctx.set_materialize_grads(False)
         ctx.epilogue, ctx.call, ctx.sizes = epilogue, call, (x.shape[0], weight.shape[0])
         ctx.kernel_map = _alive(call[0])
-        return y
+        return (y, kept) if apart else y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        x, weight, y = ctx.saved_tensors
+    def backward(ctx: Any, grad: Any, grad_sum: torch.Tensor | None = None) -> tuple:  # type: ignore[override]
+        x, weight, kept = ctx.saved_tensors
         (edges, _, groups, backend), (rows, taps), needs = ctx.call, ctx.sizes, ctx.needs_input_grad
-        grad = grad if ctx.epilogue is None else ctx.epilogue.input_grad(grad, y=y)
+        if grad is not None and ctx.epilogue is not None:
+            grad = ctx.epilogue.input_grad(grad, **{"y" if ctx.epilogue.saves_output else "x": kept})
+        if grad_sum is not None:
+            grad = grad_sum if grad is None else grad + grad_sum
         grad_x = grad_weight = None
+        if grad is None:
+            return (None,) * 6
         if needs[1]:
             grad_weight = _call(_WeightGradient, x, grad, edges, taps, groups, backend)
         if needs[0]:
@@ -329,7 +342,7 @@ def fused_convolution(
     """epilogue(convolution + residual (rows, C_out)): one kernel where the backend has one, the same numbers elsewhere.
 
     With a gradient, an activation whose derivative needs only its result (relu, sigmoid, tanh) is fused too and keeps
-    nothing but y; for others the sum before it is kept, which is leaner than computing it again, and they run after.
+    nothing but y; for others the sum before it is kept, which is leaner than computing it again, and they run after it.
     """
     call = (edges, rows, groups, backend)
     tensors = (x, weight, bias, residual)
@@ -340,6 +353,5 @@ def fused_convolution(
         return z if epilogue is None else epilogue.apply(z)
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
         return _forward_fused(x, weight, bias, residual, epilogue, *call)
-    if epilogue is None or epilogue.saves_output:
-        return _Fused.apply(x, weight, bias, residual, epilogue, call)
-    return epilogue.apply(_Fused.apply(x, weight, bias, residual, None, call))
+    result = _Fused.apply(x, weight, bias, residual, epilogue, call)
+    return result[0] if isinstance(result, tuple) else result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -514,3 +515,10 @@ def test_without_the_card_a_claim_is_held_against_its_record(tmp_path, monkeypat
 def test_an_unknown_claim_is_named(capsys):
     assert verify.verify(["a claim of nobody"], None, report.wide_console()) == 1
     assert "a claim of nobody" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", sorted(file.stem for file in (Path(__file__).parents[2] / "benchmarks").glob("[a-z]*.py"))
+)
+def test_every_benchmark_can_be_imported_without_a_card(name):
+    __import__(f"benchmarks.{name}")

@@ -127,3 +127,12 @@ def test_networks_fold_their_norms_in_inference(block, monkeypatch):
         changed = net(x).features
     assert torch.allclose(changed, net(x).features, atol=1e-5)
     assert not torch.allclose(changed, want, atol=1e-2)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_the_whole_call_is_one_node(activation):
+    plan, tensors = setting(SOME[0], "numpy_gather_scatter", torch.float64)
+    x, w, bias, residual = (t.requires_grad_() for t in tensors)
+    y = plan.execute(x, w, bias, residual=residual, epilogue=ACTIVATIONS[activation][0])
+    leaves = {node.variable for node, _ in y.grad_fn.next_functions if node is not None}
+    assert leaves == {x, w, bias, residual}
