@@ -211,12 +211,14 @@ def check(data: str) -> None:
                     aligned = c_in * x.element_size() % 16 == 0 and c_out * x.element_size() % 16 == 0
                     request = Request(kernel_map, x.device, dtype, c_in, c_out, groups)
                     work = implicit_gemm.work_of(request, aligned, transposed)
-                    many = weight_grad_candidates(work) if verb == "weight_grad" else conv_candidates(work)
+                    many: Sequence[Any] = (
+                        weight_grad_candidates(work) if verb == "weight_grad" else conv_candidates(work)
+                    )
                     for config in many:
                         out = torch.full(wanted.shape, float("nan"), dtype=dtype, device="cuda")
                         if verb == "weight_grad":
                             step = WeightGradRecipe(config, work, x, g, kernel_map.num_taps).bind(kernel_map)
-                            arguments = (x, g, out)
+                            arguments: tuple[torch.Tensor, ...] = (x, g, out)
                         else:
                             source = g if transposed else x
                             step = ConvRecipe(config, work, source, w, transposed).bind(kernel_map)
@@ -258,7 +260,7 @@ def conv(data: str, cases) -> None:
         coords, kernel_map = load(case, data)
         x, w, g = operands(kernel_map, c, c, torch.float16)
         out = torch.empty_like(g)
-        orders = {"gray": {}}
+        orders: dict[str, dict[str, Any]] = {"gray": {}}
         if kernel_map.num_out >= 500_000 and c <= 128:
             near = morton(coords)
             orders["rows32k"] = {"chunk_rows": 32768}
@@ -271,7 +273,7 @@ def conv(data: str, cases) -> None:
             kernel_map.prepared[name] = tiles = build_schedule(kernel_map.neighbors, 27, 128, **options)
             waste = float(tiles.tile_counts.sum()) * 128 / kernel_map.num_pairs
             note(case=case, c=c, order=order, waste=waste)
-            expected = {}
+            expected: dict[bool, Any] = {}
             for transposed in (False, True):
                 configs = [replace(k, chunked=bool(options)) for k in conv_sweep(c)]
                 configs = configs[:1] if transposed else configs
@@ -382,6 +384,7 @@ def host(data: str) -> None:
     torch.cuda.synchronize()
     t3 = time.perf_counter()
     note(first_call_s=t3 - begin, forward_s=t1 - begin, input_grad_s=t2 - t1, weight_grad_s=t3 - t2)
+    key: Any
     for key, timings in backend._tuner.timings.items():
         note(tuned=key[0][0], timings=[(short(config), round(ms, 4)) for config, ms in timings])
     torch.cuda.set_sync_debug_mode("error")

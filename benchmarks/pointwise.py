@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,10 @@ def chain(a: torch.Tensor, b: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.gelu(a * b + r) + b
 
 
+def exact_sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.double() + b.double()
+
+
 def cases(size: int) -> list[Case]:
     found = []
     for power, dtype, must in (
@@ -73,9 +78,9 @@ def cases(size: int) -> list[Case]:
         found.append(
             Case(
                 name,
-                lambda x=x, y=y: pw.add(x, y),
-                lambda x=x, y=y: add(x, y),
-                lambda x=x, y=y: x.double() + y.double(),
+                partial(pw.add, x, y),
+                partial(add, x, y),
+                partial(exact_sum, x, y),
                 volume,
                 must,
             )
@@ -92,9 +97,9 @@ def cases(size: int) -> list[Case]:
         found.append(
             Case(
                 name,
-                lambda other=other: pw.add(a, other),
-                lambda other=other: add(a, other),
-                lambda other=other: a.double() + other.double(),
+                partial(pw.add, a, other),
+                partial(add, a, other),
+                partial(exact_sum, a, other),
                 volume,
                 must,
                 goal,
@@ -254,7 +259,7 @@ def sweep(size: int, seconds: float) -> dict[str, Any]:
         "a + column": (a, b[:, :1]),
         "a + b.flip(0)": (a, reversed_view(b, [0])),
     }
-    tiles = {"contiguous": [(e, None) for e in (512, 1024, 2048, 4096, 8192)]}
+    tiles: dict[str, list[tuple[int, int | None]]] = {"contiguous": [(e, None) for e in (512, 1024, 2048, 4096, 8192)]}
     tiles["a + b.T"] = [(2048, 32), (4096, 32), (4096, 64), (4096, 128), (8192, 64), (8192, 128), (16384, 128)]
     for name in ("a + row", "a + column", "a + b.flip(0)"):
         tiles[name] = [(e, c) for e in (1024, 2048, 4096) for c in (128, 256, 512, 1024) if c <= e]
@@ -271,7 +276,7 @@ def sweep(size: int, seconds: float) -> dict[str, Any]:
                     config=pw.Config(elements=elements, columns=columns, num_warps=warps),
                     name="add_sweep",
                 )
-                line[f"{elements}/{columns}/{warps}"] = device_ms(lambda f=f, pair=pair: f(*pair), seconds)
+                line[f"{elements}/{columns}/{warps}"] = device_ms(partial(f, *pair), seconds)
         best = sorted(line.items(), key=lambda item: item[1])
         print(
             f"{name:20}",

@@ -142,7 +142,8 @@ def e3nn_product(channels: int, x: torch.Tensor, y: torch.Tensor) -> dict[str, f
 
     first = o3.Irreps(f"{channels}x0e + {channels}x1o + {channels}x2e")
     second = o3.Irreps("0e + 1o + 2e")
-    paths, outputs = [], []
+    paths: list[Any] = []
+    outputs: list[Any] = []
     for i, (_, ir1) in enumerate(first):
         for j, (_, ir2) in enumerate(second):
             for ir in ir1 * ir2:

@@ -80,7 +80,7 @@ def measure(args: argparse.Namespace, rank: int, world: int, voxels: int) -> dic
     coords = shell_slab(resolution, rank * resolution // world, (rank + 1) * resolution // world, device)
     wait()
     start = time.perf_counter()
-    grid = shard(coords, by=args.by) if world > 1 else sc.VoxelGrid(coords)
+    grid: Any = shard(coords, by=args.by) if world > 1 else sc.VoxelGrid(coords)
     wait()
     sharded_s, start = time.perf_counter() - start, time.perf_counter()
     del coords

@@ -54,6 +54,7 @@ def test_step(benchmark, name, case):
         convolution.forward(x).backward(grad)
 
     benchmark(step)
+    assert x.grad is not None
     assert x.grad.shape == x.shape
 
 
