@@ -9,7 +9,7 @@ import torch
 
 from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of
-from sparseconv.backends.triton_implicit_gemm.config import conv_candidates, weight_grad_candidates
+from sparseconv.backends.triton_implicit_gemm.config import ConvConfig, conv_candidates, weight_grad_candidates
 from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
@@ -105,6 +105,31 @@ def test_every_configuration(dtype, c_in, c_out, groups, rows, taps):
             results.append(out)
         assert close(results[0], dw), config
         assert torch.equal(*results), config
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="a copy engine as Hopper's"
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_the_copy_engine_brings_the_same_weights(dtype, stages):
+    kernel_map = scattered_map(700, 777, 27, 0.1)
+    x, w, g = operands(kernel_map, 256, 512, 1, dtype)
+    kernel_map.neighbors[:, 300:] = -1  # rows, and whole tiles, without a tap
+    plain = ConvConfig(128, 256, 64, 8, stages, gluon=True)
+    for transposed, source, rows in ((False, x, g), (True, g, x)):
+        channels = (512, 256) if transposed else (256, 512)
+        work = work_of(Request(kernel_map, x.device, dtype, *channels), True)
+        for weight in (w, w + 1):  # one step for weights at several addresses
+            results = []
+            for config in (plain, replace(plain, bulk=True), replace(plain, bulk=True, in_order=True)):
+                out = torch.full(rows.shape, float("nan"), dtype=dtype, device="cuda")
+                step = ConvRecipe(config, work, source, weight, transposed).bind(kernel_map)
+                step(source, weight, out, source, source)
+                step(source, weight, out.fill_(float("nan")), source, source)
+                results.append(out)
+            assert not results[0].isnan().any()
+            assert all(torch.equal(results[0], out) for out in results)
 
 
 @pytest.mark.parametrize("split", [1, 3])

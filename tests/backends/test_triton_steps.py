@@ -45,7 +45,14 @@ class HalvedRelu:
 @pytest.mark.parametrize("case", [Case("cube", c_in=20, c_out=24), Case("grouped", c_in=6, c_out=4, groups=2)], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{"split": 3}, {"chunked": True}, {"weight_copy": True}, {"wide": True}, {"split": 2, "wide": True}],
+    [
+        {"split": 3},
+        {"chunked": True},
+        {"in_order": True},
+        {"weight_copy": True},
+        {"wide": True},
+        {"split": 2, "wide": True},
+    ],
     ids=str,
 )
 def test_variants_agree_with_the_oracle(case, options, monkeypatch):

@@ -238,32 +238,40 @@ def retile(schedule: Schedule, block_m: int) -> Schedule:
 
 
 def schedule_of(
-    kernel_map: KernelMap, block_m: int, transposed: bool = False, split: int = 1, chunked: bool = False
+    kernel_map: KernelMap,
+    block_m: int,
+    transposed: bool = False,
+    split: int = 1,
+    chunked: bool = False,
+    in_order: bool = False,
 ) -> Schedule:
     """The map's schedule at a tile size, built on first use and kept with the map; transposed: of the reversed edges.
 
     A map with a mirror symmetry is its own reverse with the taps exchanged, so its one table serves both directions.
     ``split``: taps in so many groups with a row order each. ``chunked``: rows sorted inside runs of neighbouring rows,
     which are those of ``kernel_map.prepared["row_order"]`` where the geometry left one, and tiles launched in order.
+    ``in_order``: tiles launched in order, rows sorted as a whole.
     Where every output row has one edge, no tile has two taps and neither makes a difference.
     """
     if transposed and kernel_map.mirror is None:
-        return schedule_of(kernel_map.reverse(), block_m, False, split, chunked)
-    key = ("schedule", block_m, transposed, split, chunked)
+        return schedule_of(kernel_map.reverse(), block_m, False, split, chunked, in_order)
+    key = ("schedule", block_m, transposed, split, chunked, in_order)
     schedule = kernel_map.prepared.get(key)
     if schedule is None:
         schedule = kernel_map.prepared[key] = _schedule(kernel_map, *key[1:])
     return schedule
 
 
-def _schedule(kernel_map: KernelMap, block_m: int, transposed: bool, split: int, chunked: bool) -> Schedule:
+def _schedule(
+    kernel_map: KernelMap, block_m: int, transposed: bool, split: int, chunked: bool, in_order: bool
+) -> Schedule:
     if transposed:
-        straight = schedule_of(kernel_map, block_m, False, split, chunked)
+        straight = schedule_of(kernel_map, block_m, False, split, chunked, in_order)
         return replace(straight, tile_taps=_mirrored(straight.tile_taps, kernel_map.mirror or ()))
     if _meets_once(kernel_map):
         from sparseconv.backends.triton_implicit_gemm.tiles import one_tap_schedule
 
-        if split > 1 or chunked:
+        if split > 1 or chunked or in_order:
             return schedule_of(kernel_map, block_m)
         return one_tap_schedule(kernel_map, block_m)
     if split > 1:
@@ -273,7 +281,7 @@ def _schedule(kernel_map: KernelMap, block_m: int, transposed: bool, split: int,
     if base is None:
         base = kernel_map.prepared[name] = _build(kernel_map, block_m, None, CHUNK_ROWS if chunked else None)
     schedule = retile(base, block_m)
-    if not chunked:
+    if not chunked and not in_order:
         return schedule
     order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
     return replace(schedule, tile_order=order)

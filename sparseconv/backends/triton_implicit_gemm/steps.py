@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.backends.triton_implicit_gemm.bulk import BulkProgram
 from sparseconv.backends.triton_implicit_gemm.config import ConvConfig, WeightGradConfig, Work, power_of_two
 from sparseconv.backends.triton_implicit_gemm.jobs import jobs_of
 from sparseconv.backends.triton_implicit_gemm.launch import Fixed, Launch, Program
@@ -91,7 +92,7 @@ class ConvRecipe:
     def prepare(self, kernel_map: KernelMap) -> Schedule:
         """The schedule that `bind` needs, kept with the map."""
         config = self._config
-        return schedule_of(kernel_map, config.block_m, self._transposed, config.split, config.chunked)
+        return schedule_of(kernel_map, config.block_m, self._transposed, config.split, config.chunked, config.in_order)
 
     def bind(self, kernel_map: KernelMap) -> Step | Launch:
         """What runs over this map: called with (x, weight, out, bias, residual), any tensor in the place of none."""
@@ -136,7 +137,14 @@ class ConvRecipe:
         }
         pointers = (work.dtype, work.dtype, torch.float32 if to_slots else work.dtype, *self._more, *(_I32,) * 6)
         types = (*pointers, 16, int, *map(_shown, strides))  # slots come in multiples of 256
-        return Program(_kernel("conv_kernel", config.gluon), types, constants, config.warps, config.stages), strides
+        kernel, sizes = _kernel("conv_kernel", config.gluon), (config.warps, config.stages)
+        if config.gluon:
+            constants["BULK"] = config.bulk
+        if not config.bulk:
+            return Program(kernel, types, constants, *sizes), strides
+        matrix = (self._weight[0] // weight_c, weight_c)
+        block = (config.block_n, config.block_k) if constants["TRANSPOSED"] else (config.block_k, config.block_n)
+        return BulkProgram(kernel, types, constants, *sizes, matrix, block), strides
 
     def _combination(self, num_groups: int, block_m: int, block_n: int) -> Program:
         """The kernel that adds the sums of groups of taps."""
