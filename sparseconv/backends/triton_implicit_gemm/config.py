@@ -35,7 +35,7 @@ class ConvConfig:
     split: int = 1
     #: rows sorted inside runs of neighbouring rows, tiles launched in that order: more waste, fewer reads from memory
     chunked: bool = False
-    #: tiles launched in the order of their rows, not most taps first: neighbours read the same rows while cached
+    #: tiles launched in the order of their rows, those with few taps last: neighbours read the same rows while cached
     in_order: bool = False
     #: weight tiles brought by the copy engine (Gluon only; channels in whole tiles, one group)
     bulk: bool = False

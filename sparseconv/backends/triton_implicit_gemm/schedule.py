@@ -250,7 +250,7 @@ def schedule_of(
     A map with a mirror symmetry is its own reverse with the taps exchanged, so its one table serves both directions.
     ``split``: taps in so many groups with a row order each. ``chunked``: rows sorted inside runs of neighbouring rows,
     which are those of ``kernel_map.prepared["row_order"]`` where the geometry left one, and tiles launched in order.
-    ``in_order``: tiles launched in order, rows sorted as a whole.
+    ``in_order``: rows sorted as a whole; tiles launched in order, but for those with few taps, which come last.
     Where every output row has one edge, no tile has two taps and neither makes a difference.
     """
     if transposed and kernel_map.mirror is None:
@@ -281,10 +281,30 @@ def _schedule(
     if base is None:
         base = kernel_map.prepared[name] = _build(kernel_map, block_m, None, CHUNK_ROWS if chunked else None)
     schedule = retile(base, block_m)
-    if not chunked and not in_order:
+    if in_order:
+        return replace(schedule, tile_order=_in_order(schedule))
+    if not chunked:
         return schedule
     order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
     return replace(schedule, tile_order=order)
+
+
+def _in_order(schedule: Schedule) -> torch.Tensor:
+    """The order of launch of tiles as they lie; those with less than two fifths of the taps last, most taps first.
+
+    Tiles next to each other have like taps, thus on a surface the same direction, and read the same rows.
+    """
+    taps = schedule.neighbors.shape[0] - 1
+    counts = schedule.tile_counts.clamp(max=(2 * taps + 3) // 5)
+    if not counts.is_cuda:
+        return torch.sort(counts, descending=True, stable=True).indices.to(torch.int32)
+    from sparseconv.backends.triton_implicit_gemm.build import rank_tiles  # Triton is loaded where it is used
+    from sparseconv.geometry.triton_launch import on_device
+
+    order = torch.empty_like(counts)
+    with on_device(counts.device):
+        rank_tiles(counts, order, taps)
+    return order
 
 
 def _mirrored(tile_taps: torch.Tensor, mirror: tuple[int, ...]) -> torch.Tensor:
