@@ -130,6 +130,11 @@ def test_the_copy_engine_brings_the_same_weights(dtype, stages):
                 results.append(out)
             assert not results[0].isnan().any()
             assert all(torch.equal(results[0], out) for out in results)
+            if not transposed:
+                out, bias = torch.full_like(rows, float("nan")), torch.linspace(-1, 1, 512, device="cuda").to(dtype)
+                config = replace(plain, bulk=True, split=3, turns=2)
+                ConvRecipe(config, work, x, weight, False, bias, g).bind(kernel_map)(x, weight, out, bias, g)
+                assert close(out, results[0].double() + bias.double() + g.double())
 
 
 @pytest.mark.parametrize("split", [1, 3])

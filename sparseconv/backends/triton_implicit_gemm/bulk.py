@@ -12,10 +12,10 @@ from sparseconv.backends.triton_implicit_gemm.launch import Program
 
 
 class BulkProgram(Program):
-    """A `Program` of a Gluon kernel whose second argument describes a packed matrix.
+    """A `Program` of a Gluon kernel whose second argument describes a matrix.
 
-    It is called as any program is, with the matrix or its address. ``shape`` is the matrix's (rows, columns), ``block``
-    the tile that one copy brings.
+    It is called as any program is, with the matrix or its address. ``shape`` is the matrix's (rows, columns),
+    ``stride`` the numbers from one row to the next, ``block`` the tile that one copy brings.
     """
 
     def __init__(
@@ -26,6 +26,7 @@ class BulkProgram(Program):
         warps: int,
         stages: int,
         shape: tuple[int, int],
+        stride: int,
         block: tuple[int, int],
     ) -> None:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # Triton is loaded where it is used
@@ -36,7 +37,7 @@ class BulkProgram(Program):
 
         @lru_cache(maxsize=64)  # an optimizer leaves a weight where it is
         def describe(address: int) -> Any:
-            return TensorDescriptor(_Place(address, types[1]), list(shape), [shape[1], 1], list(block), layout)
+            return TensorDescriptor(_Place(address, types[1]), list(shape), [stride, 1], list(block), layout)
 
         self._describe = describe
         super().__init__(kernel, (types[0], describe(0), *types[2:]), constants, warps, stages)
