@@ -105,6 +105,8 @@ def _measured(job: Job, kind: type[Convolution]) -> dict[str, Any]:
     x.requires_grad_()
     step = _step(convolution, x, grad)
     first = clock.once(lambda: (convolution.prepare(), step()))
+    convolution.prepare()
+    step()  # on a map of its own: the first step's has what was tried beside what was chosen
     convolution.learn()
     row: dict[str, Any] = {"status": "measured", "voxels": len(coords), "pairs": pairs, "first_s": first / 1e3}
     if job.quantities == (COMPILE,):

@@ -349,8 +349,10 @@ def _measure(coords: torch.Tensor) -> tuple[Ints, Ints, CoordinateTable | None]:
     """Smallest and largest value of each column, read at once; on a GPU together with a table of the rows."""
     if coords.device.type != "cuda" or coords.shape[0] == 0:
         return *_bounds(coords), None
-    from sparseconv.geometry.triton_table import build_table, read_table  # Triton is loaded where it is used
+    from sparseconv.geometry.triton_ahead import expect_plans  # Triton is loaded where it is used
+    from sparseconv.geometry.triton_table import build_table, read_table
 
+    expect_plans(coords)
     table = build_table(coords, reported=True)
     return *read_table(table), table
 

@@ -23,6 +23,7 @@ from sparseconv.geometry.triton_launch import (
 RUN, FAN = 1024, 8
 #: up to this many rows the merges (N log N) are faster than torch's radix sort on the card and the host
 MERGED_ROWS = 65_536
+ORDER_CONSTANTS = (RUN, FAN, 128, NUM_GATES)
 
 
 def sort_rows(keys: torch.Tensor) -> torch.Tensor:
@@ -48,7 +49,7 @@ def merge_rows(keys: Pointer, lines: Pointer, order: Pointer, n: int, device: to
     programs = crew_of(device, ceil_div(n, 128) if levels else 1)
     with on_device(device):
         args = (keys, lines, order, gates_of(device), n, levels, programs)
-        _ORDER(device, (programs,), args, (RUN, FAN, 128, NUM_GATES))
+        ORDER_ROWS(device, (programs,), args, ORDER_CONSTANTS)
 
 
 # ---- kernels
@@ -105,4 +106,4 @@ def order_kernel(
 
 
 _I32, _I64 = torch.int32, torch.int64
-_ORDER = Launcher(order_kernel, (_I32, _I64, _I32, _I32, int, int, int), cooperative=True)
+ORDER_ROWS = Launcher(order_kernel, (_I32, _I64, _I32, _I32, int, int, int), cooperative=True)

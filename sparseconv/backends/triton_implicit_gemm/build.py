@@ -16,7 +16,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.triton_cube import corners, look_at_plane
 from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, on_device, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
-from sparseconv.geometry.triton_order import sort_rows
+from sparseconv.geometry.triton_order import MERGED_ROWS, sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges
 from sparseconv.geometry.triton_search import SEARCH_TYPES
 from sparseconv.geometry.triton_window import KEY_BITS, entry_of, look, take
@@ -41,6 +41,17 @@ def schedule_on_gpu(
     significance = tap_significance(kernel_map.num_taps)
     search = search_table(kernel_map.neighbors)
     return build_schedule(search, block_m, significance=significance, groups=groups, chunk_rows=chunk_rows)
+
+
+def schedule_ahead(kernel_map: KernelMap, block_m: int) -> None:
+    """Start to compile what the schedule of a 3 x 3 x 3 map takes."""
+    source = kernel_map.source
+    if not isinstance(source, FoundEdges) or not source.search.is_cube:
+        return
+    n, lines = kernel_map.num_out, kernel_map.num_taps
+    tiles = _CUBE_TILES if n <= MERGED_ROWS else _CUBE_TILES_64
+    tiles.ahead(source.device, (block_m, power_of_2(lines + LOOKAHEAD)))
+    _RANK.ahead(source.device, _rank_constants(lines, ceil_div(n, block_m)))
 
 
 def build_schedule(
@@ -129,9 +140,12 @@ def make_tiles(
 def rank_tiles(counts: torch.Tensor, order: torch.Tensor, lines: int) -> None:
     """Write the order of launch (T,) int32 of tiles with ``counts`` (T,) int32 live taps each, ``lines`` at most."""
     tiles = counts.shape[0]
-    mine = 64 if tiles <= 4096 else 256  # many tiles are read by fewer programs
-    constants = (power_of_2(lines + 2), mine, 1024)
-    _RANK(counts.device, (ceil_div(tiles, mine),), (pointer(counts), pointer(order), tiles), constants)
+    constants = _rank_constants(lines, tiles)
+    _RANK(counts.device, (ceil_div(tiles, constants[1]),), (pointer(counts), pointer(order), tiles), constants)
+
+
+def _rank_constants(lines: int, tiles: int) -> tuple[int, int, int]:
+    return power_of_2(lines + 2), 64 if tiles <= 4096 else 256, 1024  # many tiles are read by fewer programs
 
 
 @lru_cache(maxsize=512)

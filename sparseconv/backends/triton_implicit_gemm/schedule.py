@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
+from sparseconv.backends.triton_implicit_gemm.config import ConvConfig
 from sparseconv.backends.triton_implicit_gemm.launch import Fixed
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -254,6 +255,14 @@ def schedule_of(
     if schedule is None:
         schedule = kernel_map.prepared[key] = _schedule(kernel_map, *key[1:])
     return schedule
+
+
+def schedule_ahead(kernel_map: KernelMap, config: ConvConfig) -> None:
+    """Start to compile what `schedule_of` launches for the first of a map's configurations."""
+    if config.split == 1 and not config.chunked and kernel_map.device.type == "cuda":
+        from sparseconv.backends.triton_implicit_gemm.build import schedule_ahead  # Triton is loaded where it is used
+
+        schedule_ahead(kernel_map, config.block_m)
 
 
 def _schedule(kernel_map: KernelMap, block_m: int, transposed: bool, split: int, chunked: bool) -> Schedule:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv.backends.triton_implicit_gemm.config import ConvConfig, WeightGradConfig, Work, power_of_two
-from sparseconv.backends.triton_implicit_gemm.jobs import jobs_of
-from sparseconv.backends.triton_implicit_gemm.launch import Fixed, Launch, Program
+from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM, jobs_of, most_jobs
+from sparseconv.backends.triton_implicit_gemm.launch import Fixed, Launch, Program, program_of
 from sparseconv.backends.triton_implicit_gemm.schedule import Schedule, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 NARROW = 2**31
 #: bytes of fp32 partial sums of a weight gradient: fewer jobs where they would take more
 PARTIAL_BYTES = 48 << 20
+#: numbers of a weight gradient that a program of its reduction adds
+REDUCED = 256
 _I32, _I64 = torch.int32, torch.int64
 
 
@@ -88,6 +90,10 @@ class ConvRecipe:
         self._blocks = -(-work.pack * work.group_out // config.block_n) * -(-work.groups // work.pack)
         self._kept = _Kept()
 
+    def ahead(self, kernel_map: KernelMap, device: torch.device) -> None:
+        """Start to compile what `bind` will launch over a map like this one."""
+        self._kept(self._program, self._config.split > 1, self._wide)[0].ahead(device)
+
     def prepare(self, kernel_map: KernelMap) -> Schedule:
         """The schedule that `bind` needs, kept with the map."""
         config = self._config
@@ -136,7 +142,7 @@ class ConvRecipe:
         }
         pointers = (work.dtype, work.dtype, torch.float32 if to_slots else work.dtype, *self._more, *(_I32,) * 6)
         types = (*pointers, 16, int, *map(_shown, strides))  # slots come in multiples of 256
-        return Program(_kernel("conv_kernel", config.gluon), types, constants, config.warps, config.stages), strides
+        return _program(_kernel("conv_kernel", config.gluon), types, constants, config.warps, config.stages), strides
 
     def _combination(self, num_groups: int, block_m: int, block_n: int) -> Program:
         """The kernel that adds the sums of groups of taps."""
@@ -151,7 +157,7 @@ class ConvRecipe:
             "BLOCK_N": block_n,
         }
         types = (torch.float32, work.dtype, *self._more, _I32, int)
-        return Program(_kernel("combine_kernel", False), types, constants, 4, 3)
+        return _program(_kernel("combine_kernel", False), types, constants, 4, 3)
 
 
 class WeightGradRecipe:
@@ -169,6 +175,17 @@ class WeightGradRecipe:
         self._max_jobs = min(PARTIAL_BYTES // (4 * self._size), config.programs // self._tiles)
         self._kept = _Kept()
 
+    def ahead(self, kernel_map: KernelMap, device: torch.device) -> None:
+        """Start to compile what `bind` will launch over a map like this one."""
+        from sparseconv.backends.triton_implicit_gemm.job_kernel import jobs_ahead  # Triton is loaded where it is used
+
+        taps = kernel_map.num_taps
+        direct = most_jobs(taps, kernel_map.num_pairs, self._max_jobs, JOB_QUANTUM) == taps
+        self._kept(self._program, direct, False)[0].ahead(device)
+        jobs_ahead(taps, device)
+        if not direct:
+            self._kept(self._reduction).ahead(device)
+
     def prepare(self, kernel_map: KernelMap) -> None:
         """Nothing: jobs are cut by the number of pairs."""
 
@@ -182,9 +199,8 @@ class WeightGradRecipe:
         sums = Launch(program, jobs.count * self._tiles, fixed, strides)
         if jobs.one_each:
             return sums
-        block = 256
         reduce = Launch(
-            self._kept(self._reduction, block), -(-self._size // block) * self._num_taps, Fixed((jobs.tap_jobs,))
+            self._kept(self._reduction), -(-self._size // REDUCED) * self._num_taps, Fixed((jobs.tap_jobs,))
         )
         return Step(sums, reduce, (jobs.count, self._size))
 
@@ -202,12 +218,16 @@ class WeightGradRecipe:
         }
         types = (work.dtype, work.dtype, work.dtype if direct else torch.float32, _I32, _I32, _I64, _I64, _I32)
         kernel = _kernel("weight_grad_kernel", config.gluon)
-        return Program(kernel, (*types, *map(_shown, strides)), constants, config.warps, config.stages), strides
+        return _program(kernel, (*types, *map(_shown, strides)), constants, config.warps, config.stages), strides
 
-    def _reduction(self, block: int) -> Program:
+    def _reduction(self) -> Program:
         """The kernel that adds the sums of a tap's jobs."""
         types = (torch.float32, self._work.dtype, _I32)
-        return Program(_kernel("reduce_jobs_kernel", False), types, {"SIZE": self._size, "BLOCK": block}, 4, 3)
+        return _program(_kernel("reduce_jobs_kernel", False), types, {"SIZE": self._size, "BLOCK": REDUCED}, 4, 3)
+
+
+def _program(kernel: Any, types: tuple[Any, ...], constants: dict[str, Any], warps: int, stages: int) -> Program:
+    return program_of(kernel, types, tuple(constants.items()), warps, stages)
 
 
 class _Kept(dict[tuple[Any, ...], Any]):
