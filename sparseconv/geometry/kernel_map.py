@@ -28,6 +28,9 @@ class EdgeSource(Protocol):
     def counts(self) -> tuple[int, ...]:
         """The edges of each tap, on the host; writes none down."""
 
+    def total(self) -> int:
+        """The number of edges."""
+
     def reversed(self) -> EdgeSource:
         """The same edges with input and output exchanged."""
 
@@ -192,7 +195,7 @@ class KernelMap:
     @cached_property
     def num_pairs(self) -> int:
         """P, the number of edges."""
-        return len(self.in_rows) if self.source is None else sum(self.tap_counts)
+        return len(self.in_rows) if self.source is None else self.source.total()
 
     @cached_property
     def max_pairs_per_tap(self) -> int:

@@ -24,7 +24,7 @@ def list_cube(search: WindowSearch, in_rows: torch.Tensor, out_rows: torch.Tenso
     sector = SECTOR if num_edges > MANY_EDGES else 0
     args = (
         *search.pointers, search.scratch[STARTS], pointer(search.pending.offsets), pointer(in_rows), pointer(out_rows),
-        pointer(search.counts), search.coords.shape[0], search.chunks,
+        search.count_pointer, search.coords.shape[0], search.chunks,
     )  # fmt: skip
     CUBE_PAIRS(in_rows.device, (search.chunks, 3 if sector else 2), args, (search.chunk_rows, sector))
 

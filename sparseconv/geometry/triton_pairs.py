@@ -79,6 +79,10 @@ class FoundEdges:
         """The edges of each tap, on the host; waits for them."""
         return tuple(b - a for a, b in itertools.pairwise(self.search.pending.read()))
 
+    def total(self) -> int:
+        """The number of edges; waits for the counts."""
+        return self.search.pending.read()[-1]
+
     def reversed(self) -> ReversedEdges:
         """The same edges with input and output exchanged."""
         return ReversedEdges(self)
@@ -114,6 +118,10 @@ class ReversedEdges:
     def counts(self) -> tuple[int, ...]:
         """The edges of each tap, on the host."""
         return self.found.counts()
+
+    def total(self) -> int:
+        """The number of edges."""
+        return self.found.total()
 
     def reversed(self) -> FoundEdges:
         """The found edges."""

@@ -101,8 +101,18 @@ def make_tiles(
     padded = -(-n // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
     slots, room = len(parts) * padded, lines + LOOKAHEAD
     tiles = slots // block_m
-    split = len(parts) > 1
-    sizes = [(lines + 1) * slots, slots, tiles, tiles * room, tiles * room, tiles, len(parts) * n if split else 0]
+    split, plain = len(parts) > 1, parts == (tuple(range(taps)),)
+    cube = search.is_cube and plain
+    lists = tiles * room
+    sizes = [
+        (lines + 1) * slots,
+        slots,
+        tiles,
+        lists,
+        2 * lists if cube else lists,
+        tiles,
+        len(parts) * n if split else 0,
+    ]
     starts = [0, *itertools.accumulate((size + 31) & -32 for size in sizes)]
     memory = torch.empty(starts.pop(), dtype=torch.int32, device=device)  # one allocation: each costs the host its time
     table = memory.as_strided((lines + 1, slots), (slots, 1))
@@ -123,8 +133,7 @@ def make_tiles(
             slots, padded // block_m, lines, room,
         )  # fmt: skip
         with on_device(device):
-            plain = parts == (tuple(range(taps)),)
-            if search.is_cube and plain:
+            if cube:
                 (_CUBE_TILES_64 if wide else _CUBE_TILES)(device, (tiles,), args, (block_m, power_of_2(room)))
             else:
                 constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
@@ -134,6 +143,8 @@ def make_tiles(
             else:
                 rank_tiles(counts, launch_order, lines)
     more: dict[str, Any] = {"slots": slots_of} if split else {}
+    if cube:  # tap 26 - k is the mirror image of tap k
+        more["turned_taps"] = memory.as_strided((tiles, room), (room, 1), starts[4] + lists)
     return Schedule(block_m, table, out_rows, counts, tile_rows, tile_taps, launch_order, **more)
 
 
@@ -328,6 +339,12 @@ def cube_tiles_kernel(
     lists = tile.to(tl.int64) * room
     count = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
     end_lists(count, tile_rows_ptr + lists, tile_taps_ptr + lists, num_lines, room, ROOM)
+    turned_ptr = tile_taps_ptr + tl.num_programs(0).to(tl.int64) * room + lists
+    taps = tl.arange(0, 32)
+    here = (tl.reduce(alive, 0, either) >> taps) & 1
+    tl.store(turned_ptr + (tl.cumsum(here, 0) - here), 26 - taps, mask=here > 0)
+    rest = tl.arange(0, ROOM)
+    tl.store(turned_ptr + rest, 26, mask=(rest >= count) & (rest < room))
     tl.store(out_ptr + num_lines.to(tl.int64) * num_slots + slot, -1)
     tl.store(counts_ptr + tile, count)
     tl.store(out_rows_ptr + slot, tl.where(real, row, -1))

@@ -43,6 +43,9 @@ class Schedule:
     tile_taps: torch.Tensor  # (T, S) int32: the weight tap of each of them; 0 beyond tile_counts
     tile_order: torch.Tensor  # (T,) int32: the order of launch, most taps first
     slots: torch.Tensor | None = None  # (G, N_out) int32: a row's slot in each group of taps, -1 none; None: one group
+    turned_taps: torch.Tensor | None = (
+        None  # (T, S) int32: tile_taps of the reversed edges, where they were written too
+    )
 
     @property
     def num_tiles(self) -> int:
@@ -233,9 +236,7 @@ def retile(schedule: Schedule, block_m: int) -> Schedule:
         return retile_on_gpu(schedule, block_m)
     row_taps = torch.arange(table.shape[0] - 1, dtype=torch.int32, device=table.device)[None]
     counts, tile_rows, tile_taps, order = tile_lists(table, block_m, row_taps)
-    return replace(
-        schedule, block_m=block_m, tile_counts=counts, tile_rows=tile_rows, tile_taps=tile_taps, tile_order=order
-    )
+    return Schedule(block_m, table, schedule.out_rows, counts, tile_rows, tile_taps, order)
 
 
 def schedule_of(
@@ -268,7 +269,10 @@ def schedule_ahead(kernel_map: KernelMap, config: ConvConfig) -> None:
 def _schedule(kernel_map: KernelMap, block_m: int, transposed: bool, split: int, chunked: bool) -> Schedule:
     if transposed:
         straight = schedule_of(kernel_map, block_m, False, split, chunked)
-        return replace(straight, tile_taps=_mirrored(straight.tile_taps, kernel_map.mirror or ()))
+        taps = straight.turned_taps
+        if taps is None:
+            taps = _mirrored(straight.tile_taps, kernel_map.mirror or ())
+        return replace(straight, tile_taps=taps, turned_taps=straight.tile_taps)
     if _meets_once(kernel_map):
         from sparseconv.backends.triton_implicit_gemm.tiles import one_tap_schedule
 
@@ -282,8 +286,11 @@ def _schedule(kernel_map: KernelMap, block_m: int, transposed: bool, split: int,
     if base is None:
         base = kernel_map.prepared[name] = _build(kernel_map, block_m, None, CHUNK_ROWS if chunked else None)
     schedule = retile(base, block_m)
-    if not chunked:
-        return schedule
+    return _in_order(schedule) if chunked and schedule is not base else schedule
+
+
+def _in_order(schedule: Schedule) -> Schedule:
+    """The same tiles, launched in the order of their rows."""
     order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
     return replace(schedule, tile_order=order)
 
@@ -318,6 +325,7 @@ def _build(
         from sparseconv.backends.triton_implicit_gemm.build import schedule_on_gpu  # Triton is loaded where it is used
 
         return schedule_on_gpu(kernel_map, block_m, groups, chunk_rows)
-    return build_schedule(
+    schedule = build_schedule(
         kernel_map.neighbors, kernel_map.num_taps, block_m, base_order=rows, chunk_rows=chunk_rows, groups=groups
     )
+    return schedule if chunk_rows is None else _in_order(schedule)
