@@ -24,7 +24,7 @@ FORWARD, INPUT_GRAD, WEIGHT_GRAD, STEP = "forward", "input_grad", "weight_grad",
 MEMORY = "memory"
 #: compile, and leave the compiled kernels in the caches
 COMPILE = "compile"
-#: seconds from before the library is imported to the first gradients of a fresh process
+#: seconds from before the library is imported to the first gradients of a fresh process, in which torch is ready
 COLD = "cold"
 QUANTITIES = (MAP, FORWARD, INPUT_GRAD, WEIGHT_GRAD, STEP, MEMORY)
 
@@ -209,10 +209,15 @@ def _map(clock: Clock, job: Job, convolution: Convolution, step: Callable[[], No
 
 
 def cold(job: Job) -> dict[str, Any]:
-    """Seconds from before the implementation is imported to the first gradients, in a process that ran nothing else."""
+    """Seconds from before the implementation is imported to the first gradients, in a process that ran nothing else.
+
+    Torch is ready: imported, its context made, a gradient of its own taken (it imports sympy for the first backward pass
+    that starts from a given gradient, whoever's graph that is).
+    """
     clock = clock_of(job.device)
     coords = cases.coordinates(job.case, job.device, job.shuffled)
     x, weight, grad = operands(len(coords), job.channels, job.dtype, job.device, job.kernel**3)
+    torch.zeros_like(x[:1], requires_grad=True).abs().backward(grad[:1])
     clock.wait()
 
     def run() -> dict[str, Any]:

@@ -252,7 +252,7 @@ class Report:
     def __init__(self, length: int, device: torch.device) -> None:
         self._length = length
         self._values: list[int] | None = None
-        self._sent = False
+        self._sent, self._noted = False, False
         room = max(64, power_of_2(length))
         if INTERPRETED:
             self._stock: list[_Slip] = []
@@ -264,24 +264,25 @@ class Report:
             self._slip = _Slip(room, device)
         self.pointer = self._slip.pointer
 
-    def sent(self) -> None:
-        """Note that the kernel which writes it was launched."""
+    def sent(self, noted: bool = True) -> None:
+        """Note that the kernel which writes it was launched; not ``noted``: a read follows, before any other launch."""
         if self._slip is not None and self._slip.event is not None:
-            self._slip.event.record(self._slip.stream)
-            self._sent = True
+            if noted:
+                self._slip.event.record(self._slip.stream)
+            self._sent, self._noted = True, noted
 
     @property
     def has_arrived(self) -> bool:
         """Whether `read` would wait for nothing."""
         slip = self._slip
-        return slip is None or not self._sent or bool(slip.event.query())
+        return slip is None or not self._sent or bool((slip.event if self._noted else slip.stream).query())
 
     def read(self) -> list[int]:
         """The integers; waits for the kernel."""
         slip = self._slip
         if self._values is None and slip is not None:
             if self._sent:
-                slip.event.synchronize()
+                (slip.event if self._noted else slip.stream).synchronize()
             values = slip.memory.tolist()[: self._length]
             if self._values is None:  # a thread that was faster may have given the memory away meanwhile
                 self._values = values

@@ -89,7 +89,7 @@ class WindowSearch:
             and coords.shape[0] > 0
         )
         #: whether each row looks at the 27 cells around it, for which there are kernels of their own
-        self.is_cube = self.is_local and table is not None and (window.offsets, table.shifts) == CUBE
+        self.is_cube = self.is_local and table is not None and window.is_cube and table.shifts == CUBE[1]
         self.table, self.window, self.given = table, window, given
         self.coords = coords if self.is_local else aligned(coords)
         self.chunk_rows = rows_per_chunk(coords.shape[0])

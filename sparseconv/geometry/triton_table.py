@@ -146,12 +146,13 @@ def build_table(
     *,
     blocked: bool | None = None,
     reported: bool = False,
+    awaited: bool = False,
 ) -> CoordinateTable:
     """A table of the rows of coords (N, 1+D) int32, N < 2^29, in any order; nothing is read back.
 
     ``ranges`` are those of ``measure_ranges`` where they are known; ``blocked=False`` makes a table of single cells.
     Duplicate rows and key overflow are found on the device: `raise_for_status` reports them at the next reading.
-    ``reported`` sends status and ranges to the host, for a `read_table` that follows.
+    ``reported`` sends status and ranges to the host, for a `read_table` that follows; ``awaited``: at once.
     """
     n, columns = coords.shape
     if n >= MAX_ROWS:
@@ -183,6 +184,8 @@ def build_table(
         with on_device(device):
             if fused:
                 _launch_table(table)
+                if report is not None:
+                    report.sent(noted=not awaited)
                 return table
             if ranges is None:
                 _launch_ranges(coords, spread)
@@ -262,8 +265,6 @@ def _launch_table(table: CoordinateTable) -> None:
     measured, reported = table.given_ranges is not None, table.report is not None
     constants = (columns, _width(columns), pack_shifts(table.shifts), measured, reported, 128, 512, NUM_GATES)
     _TABLE(coords.device, (programs,), args, constants)
-    if table.report is not None:
-        table.report.sent()
 
 
 def _launch_build(table: CoordinateTable) -> None:

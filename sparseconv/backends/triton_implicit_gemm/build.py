@@ -78,7 +78,7 @@ def build_schedule(
     if block_m < 1 or SLOT_ALIGNMENT % block_m:
         raise ValueError(f"block_m must divide {SLOT_ALIGNMENT}; got {block_m}")
     taps = search.window.num_taps
-    parts = (tuple(range(taps)),) if groups is None else tuple(tuple(group) for group in groups)
+    parts = search.window.all_taps if groups is None else tuple(tuple(group) for group in groups)
     if groups is not None and sorted(tap for part in parts for tap in part) != list(range(taps)):
         raise ValueError(f"groups must hold each of the {taps} taps exactly once; got {parts}")
     plain = significance is None and groups is None and chunk_rows is None
@@ -101,7 +101,7 @@ def make_tiles(
     padded = -(-n // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
     slots, room = len(parts) * padded, lines + LOOKAHEAD
     tiles = slots // block_m
-    split, plain = len(parts) > 1, parts == (tuple(range(taps)),)
+    split, plain = len(parts) > 1, parts == search.window.all_taps
     cube = search.is_cube and plain
     lists = tiles * room
     sizes = [

@@ -272,7 +272,17 @@ def _schedule(kernel_map: KernelMap, block_m: int, transposed: bool, split: int,
         taps = straight.turned_taps
         if taps is None:
             taps = _mirrored(straight.tile_taps, kernel_map.mirror or ())
-        return replace(straight, tile_taps=taps, turned_taps=straight.tile_taps)
+        return Schedule(
+            block_m,
+            straight.neighbors,
+            straight.out_rows,
+            straight.tile_counts,
+            straight.tile_rows,
+            taps,
+            straight.tile_order,
+            straight.slots,
+            straight.tile_taps,
+        )
     if _meets_once(kernel_map):
         from sparseconv.backends.triton_implicit_gemm.tiles import one_tap_schedule
 
