@@ -104,7 +104,8 @@ class Launcher:
     def _prepare(self, constants: tuple, device_index: int) -> Callable[[int, int, tuple], None]:
         kernel = self.compile(constants)
         rest: tuple = constants
-        if _builds_launchers() and not any(isinstance(t, float) for t in self.types):
+        fits = len(self.types) + 2 <= SHARED_ARGUMENTS and not any(isinstance(t, float) for t in self.types)
+        if fits and _builds_launchers():
             kernel, rest = _with_shared_launcher(kernel), (0,) * (SHARED_ARGUMENTS - len(self.types))
         run = kernel.run  # loads the binary
         at_once, stream_of = _entry(run), driver.active.get_current_stream

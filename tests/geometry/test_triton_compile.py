@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from sparseconv.backends.triton_implicit_gemm import build, job_kernel, tiles
 from sparseconv.geometry import triton_counts, triton_neighbors, triton_order, triton_pairs, triton_reach
 from sparseconv.geometry import triton_chunks, triton_cube_pairs
-from sparseconv.geometry import triton_search, triton_table, triton_window
+from sparseconv.geometry import triton_launch, triton_search, triton_table, triton_window
 
 NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
 shifts = triton_table.pack_shifts((0, 2, 2, 2))
@@ -52,6 +52,8 @@ jobs += [
     (tiles._LISTS, (64, 16, 32)),
 ]
 for launcher, constants in jobs:
+    if len(launcher.types) + 2 > triton_launch.SHARED_ARGUMENTS:
+        raise SystemExit(f"{launcher.function.__name__} has too many arguments for the launcher that kernels share")
     names = launcher.function.arg_names
     signature = {n: NAMES[t] for n, t in zip(names, launcher.types)}
     signature.update({n: "constexpr" for n in names[len(launcher.types) :]})
