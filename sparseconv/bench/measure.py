@@ -211,8 +211,8 @@ def _map(clock: Clock, job: Job, convolution: Convolution, step: Callable[[], No
 def cold(job: Job) -> dict[str, Any]:
     """Seconds from before the implementation is imported to the first gradients, in a process that ran nothing else.
 
-    Torch is ready: imported, its context made, a gradient of its own taken (for the first backward pass that starts from
-    a given gradient it imports sympy, whoever's graph that is).
+    Torch is ready: imported, its context made, a gradient of its own taken. For the first backward pass that begins at
+    a given gradient it imports sympy, whoever's graph that is.
     """
     clock = clock_of(job.device)
     coords = cases.coordinates(job.case, job.device, job.shuffled)

@@ -23,13 +23,11 @@ def expect_plans(coords: torch.Tensor) -> None:
     Nearly every grid gets that map. Where the kernels lie in Triton's cache, this costs some milliseconds once.
     """
     device, (n, columns) = coords.device, coords.shape
-    if device.index in _seen:
+    offsets, shifts = CUBE
+    if device.index in _seen or columns != len(shifts) or not 0 < n <= FUSED_ROWS:
         return
     _seen.add(device.index)
     read_triton()
-    offsets, shifts = CUBE
-    if columns != len(shifts) or not 0 < n <= FUSED_ROWS:
-        return
     looks = (columns - 1, pack_shifts(shifts), bit_places(shifts), True, False, 27, 3)
     SEARCH.ahead(device, search_constants(looks, len(offsets), n, search_programs(device, len(offsets), n), True))
     CUBE_PAIRS.ahead(device, (rows_per_chunk(n), SECTOR if USUAL_DEGREE * n > MANY_EDGES else 0))

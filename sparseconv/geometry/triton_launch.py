@@ -78,7 +78,7 @@ class Launcher:
         return ready
 
     def ahead(self, device: torch.device, constants: tuple) -> None:
-        """Compile on a thread of its own what a device will soon be asked to launch; failures wait for that launch."""
+        """Compile on a thread of its own what a device will soon be asked to launch; that launch says what fails."""
         if not INTERPRETED and (device.index, constants) not in self._compiled:
             threading.Thread(target=self._compile_for, args=(device, constants), name="sparseconv compiler").start()
 
@@ -89,7 +89,8 @@ class Launcher:
     def compile(self, constants: tuple) -> Any:
         """Triton's compiled kernel for these constants on the current device; once, whichever threads ask."""
         mine: Future = Future()
-        found = self._compiled.setdefault((torch.cuda.current_device(), constants), mine)
+        key = torch.cuda.current_device(), constants
+        found = self._compiled.setdefault(key, mine)
         if found is not mine:
             return found.result()
         try:
@@ -98,6 +99,7 @@ class Launcher:
             options = {"num_warps": self.num_warps, **self.options}
             mine.set_result(self.function.warmup(*shown, *constants, grid=(1,), **options))
         except BaseException as error:
+            del self._compiled[key]  # who asks again tries again
             mine.set_exception(error)
         return mine.result()
 
