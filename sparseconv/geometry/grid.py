@@ -111,6 +111,9 @@ class VoxelGrid:
 
     #: True where other processes hold the rest of the scene
     is_shared = False
+    #: of a `FixedGrid` alone: how many of its rows are real, and what did not fit, each (1,) int32 on the device
+    count: torch.Tensor | None = None
+    fault: torch.Tensor | None = None
     #: the class of this kind of grid's plans, where floors above give it one of its own
     plan_type: type | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -222,6 +223,34 @@ class Report:
         self._give_back()
 
 
+class KeptReport:
+    """A report that stays on the device, where a kernel leaves it: for maps that are built without the host."""
+
+    has_arrived = False
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self._values = torch.empty(length, dtype=torch.int64, device=device)
+        self.pointer = pointer(self._values)
+
+    def sent(self) -> None:
+        """Nothing is on its way."""
+
+    def read(self) -> list[int]:
+        """Raises RuntimeError."""
+        raise RuntimeError(
+            "the edges of a grid of fixed size are counted on the device alone: ask a plan of an ordinary grid"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Unseen:
+    """What belongs to rows whose number the host does not know: those past ``count`` have a negative batch item."""
+
+    count: torch.Tensor  # (1,) int32
+    fault: torch.Tensor  # (1,) int32: the bits of what did not fit; set by kernels, never taken back
+    gates: torch.Tensor  # for cooperative launches: not those of the stream, for a graph may be replayed on another one
+
+
 class _Slip:
     """Pinned memory for one report, and the moment from which it can be read."""
 
@@ -260,8 +289,10 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def gates_of(device: torch.device) -> Pointer:
+def gates_of(device: torch.device, unseen: Unseen | None = None) -> Pointer:
     """Counters at which the programs of a cooperative launch meet, all zero between the launches of a stream."""
+    if unseen is not None:
+        return pointer(unseen.gates)
     if INTERPRETED:
         return torch.zeros(NUM_GATES + 1, dtype=torch.int32)
     return _gates(device.index, driver.active.get_current_stream(device.index)).data_ptr()

@@ -10,6 +10,7 @@ from sparseconv.geometry.triton_launch import (
     NUM_GATES,
     Launcher,
     Pointer,
+    Unseen,
     ceil_div,
     crew_of,
     gates_of,
@@ -25,7 +26,7 @@ RUN, FAN = 1024, 8
 MERGED_ROWS = 65_536
 
 
-def sort_rows(keys: torch.Tensor) -> torch.Tensor:
+def sort_rows(keys: torch.Tensor, unseen: Unseen | None = None) -> torch.Tensor:
     """The rows in a stable order of ``keys`` (G, N) int32 or int64, not negative, in each group: (G, N).
 
     int32 or int64, whichever costs less. Runs of 1024 rows are sorted, then eight neighbouring runs are merged at once
@@ -36,18 +37,20 @@ def sort_rows(keys: torch.Tensor) -> torch.Tensor:
         return torch.sort(keys, dim=-1, stable=True).indices
     order = torch.empty(1, n, dtype=torch.int32, device=keys.device)
     lines = torch.empty(2 * n, dtype=torch.int64, device=keys.device)
-    merge_rows(pointer(keys), pointer(lines), pointer(order), n, keys.device)
+    merge_rows(pointer(keys), pointer(lines), pointer(order), n, keys.device, unseen)
     return order
 
 
-def merge_rows(keys: Pointer, lines: Pointer, order: Pointer, n: int, device: torch.device) -> None:
+def merge_rows(
+    keys: Pointer, lines: Pointer, order: Pointer, n: int, device: torch.device, unseen: Unseen | None = None
+) -> None:
     """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``lines`` (2N,) int64 is scratch."""
     levels, runs = 0, ceil_div(n, RUN)
     while runs > 1:
         runs, levels = ceil_div(runs, FAN), levels + 1
     programs = crew_of(device, ceil_div(n, 128) if levels else 1)
     with on_device(device):
-        args = (keys, lines, order, gates_of(device), n, levels, programs)
+        args = (keys, lines, order, gates_of(device, unseen), n, levels, programs)
         _ORDER(device, (programs,), args, (RUN, FAN, 128, NUM_GATES))
 
 

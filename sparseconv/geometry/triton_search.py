@@ -80,7 +80,8 @@ def launch_search(search: WindowSearch, scratch: Arena, counters: Counters, pend
     totals, counts = counters.pointers
     lanes = power_of_2(3 ** (search.coords.shape[1] - 1))
     args = (
-        *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals, gates_of(device),
+        *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals,
+        gates_of(device, table.unseen),
         table.arena[KEYS] if table.blocked else scratch[SORT_KEYS], table.arena[STATUS],
         scratch[STARTS], pointer(pending.offsets), pending.report.pointer,
         n, window.num_runs, taps, search.capacity, search.chunks, programs,

@@ -17,7 +17,7 @@ from sparseconv.geometry.triton_cube import corners, look_at_plane
 from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, on_device, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
 from sparseconv.geometry.triton_order import sort_rows
-from sparseconv.geometry.triton_pairs import FoundEdges
+from sparseconv.geometry.triton_pairs import FoundEdges, ReversedEdges
 from sparseconv.geometry.triton_search import SEARCH_TYPES
 from sparseconv.geometry.triton_window import KEY_BITS, entry_of, look, take
 
@@ -39,7 +39,11 @@ def schedule_on_gpu(
             kernel_map.source.wrote("schedule")
         return schedule
     significance = tap_significance(kernel_map.num_taps)
-    search = search_table(kernel_map.neighbors)
+    turned = kernel_map.source.found.search if isinstance(kernel_map.source, ReversedEdges) else None
+    search = search_table(kernel_map.neighbors, None if turned is None else turned.unseen)
+    if turned is not None:
+        turned.kept.append(search.window.data)
+        search.kept = turned.kept
     return build_schedule(search, block_m, significance=significance, groups=groups, chunk_rows=chunk_rows)
 
 
@@ -74,7 +78,8 @@ def build_schedule(
     if plain and search.table is not None and taps <= KEY_BITS:
         return make_tiles(search, search.order, parts, block_m)
     in_order = chunk_rows is not None
-    return make_tiles(search, sort_rows(row_keys(search, parts, significance, chunk_rows)), parts, block_m, in_order)
+    order = sort_rows(row_keys(search, parts, significance, chunk_rows), search.unseen)
+    return make_tiles(search, order, parts, block_m, in_order)
 
 
 def make_tiles(
@@ -103,6 +108,7 @@ def make_tiles(
     slots_of = memory.as_strided((len(parts), n), (n, 1), starts[6]) if split else out_rows
     if tiles:
         line_of, weight_taps = _encode_parts(parts, device)
+        search.kept += (line_of, weight_taps)
         wide = isinstance(order, torch.Tensor) and order.dtype == torch.int64
         place = pointer(order) if isinstance(order, torch.Tensor) else order
         args = (
