@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, find_edges, torus_of, wrap
+from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, torus_of, wrap
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.lookup import KeySpace, SortedTable
 from sparseconv.geometry.ranges import Boundary, IndexRange

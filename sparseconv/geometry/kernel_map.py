@@ -233,7 +233,7 @@ class KernelMap:
         if twin is None:
             sizes = self.num_out, self.num_in, self.num_taps
             symmetry = {"identity_tap": self.identity_tap, "mirror": self.mirror}
-            if self.source is not None and "_pairs" not in self.__dict__:
+            if self.source is not None and (self.padded or "_pairs" not in self.__dict__):
                 twin = KernelMap(*sizes, source=self.source.reversed(), **symmetry)  # type: ignore[arg-type]
             else:
                 in_rows, out_rows, offsets = self._pairs

@@ -502,7 +502,8 @@ def emit_words(
 
 @triton.jit
 def claim_kernel(
-    coords_ptr, window_ptr, table_ptr, keys_ptr, n, batches, capacity, low0, low1, low2, low3, size0, size1, size2, size3,
+    coords_ptr, window_ptr, table_ptr, keys_ptr, n, batches, capacity,
+    low0, low1, low2, low3, size0, size1, size2, size3,
     RANK: tl.constexpr, IS_BOX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Claim the keys of what BLOCK rows see in one step, and append those that were not there before."""

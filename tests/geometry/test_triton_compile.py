@@ -39,7 +39,8 @@ jobs = [
     (triton_search._SEARCH, (*around, 32, 128, 128, 32, 32, 2048, 7, True)),
     (triton_search._SEARCH, (*by_key, 8, 128, 128, 32, 32, 2048, 7, False)),
     (triton_reach._MARK, (3, True, 128, 512, 1024, 7)), (triton_reach._MARK, (3, False, 128, 512, 1024, 7)),
-    (triton_reach._EMIT, (3, 32)), (triton_reach._CLAIM, (4, True, 128)), (triton_reach._DECODE, (3, 256)),
+    (triton_reach._EMIT, (3, 32)), (triton_reach._EMIT_UNSEEN, (3, 32)), (triton_table._CHECK, ()),
+    (triton_reach._CLAIM, (4, True, 128)), (triton_reach._DECODE, (3, 256)),
     (triton_counts.SCAN, (2048,)), (triton_pairs._REVERSE, (1024,)),
     (triton_pairs._PAIRS, (*around, True, 512, 128)), (triton_pairs._PAIRS, (*by_key, False, 128, 128)),
     (triton_cube_pairs._CUBE_PAIRS, (512, 8)), (triton_cube_pairs._CUBE_PAIRS, (128, 0)),
@@ -48,7 +49,8 @@ jobs = [
     (build._RANK, (32, 64, 1024)),
 ]
 jobs += [
-    (job_kernel._JOBS, (32, 128)), (tiles._ONE_TAP, (8, 256, 128, 2, 5, 8)), (tiles._ONE_TAP, (32, 256, 256, 1, 5, 8)),
+    (job_kernel._JOBS, (32, 128)), (tiles._ONE_TAP, (8, 256, 128, 2, 5, 8, False)),
+    (tiles._ONE_TAP, (16, 256, 256, 1, 5, 8, True)),
     (tiles._LISTS, (64, 16, 32)),
 ]
 for launcher, constants in jobs:

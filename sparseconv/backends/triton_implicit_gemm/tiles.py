@@ -125,22 +125,19 @@ def one_tap_kernel(
     end = tl.sum(tl.where(mine, stop, 0), 0)
     lane = tl.arange(0, RUN)
     slot = run.to(tl.int64) * RUN + lane
-    here = begin + lane < end
+    met = end
     if DEAD:
-        live = here & (my_tap < num_taps)
-    else:
-        live = here
+        met = tl.where(my_tap < num_taps, end, 0)
+    live = begin + lane < met
     out_row = tl.load(out_rows_ptr + begin + lane, mask=live, other=-1)
     if DEAD:
-        out_row = tl.where(here & ~live, (begin + lane).to(tl.int32), out_row)
+        out_row = tl.where(live, out_row, tl.where(begin + lane < end, (begin + lane).to(tl.int32), -1))
     tl.store(table_ptr + slot, tl.load(in_rows_ptr + begin + lane, mask=live, other=-1))
     tl.store(table_ptr + num_slots + slot, tl.full((RUN,), -1, tl.int32))
     tl.store(slot_rows_ptr + slot, out_row)
     each = tl.arange(0, EACH)
     tile = run * EACH + each
-    count = (begin + each * BLOCK_M < end).to(tl.int32)
-    if DEAD:
-        count = tl.where(my_tap < num_taps, count, 0)
+    count = (begin + each * BLOCK_M < met).to(tl.int32)
     tl.store(counts_ptr + tile, count)
     column = tl.arange(0, WIDTH)
     listed = column[None, :] < count[:, None]
