@@ -103,7 +103,8 @@ class FixedGrid(VoxelGrid):
 
             check_rows(self.cells)
         else:
-            self.fault |= (self._table.keys.unique().numel() != count) | ~self._real.long().diff().le(0).all()
+            live = torch.arange(len(coords), device=coords.device) < count
+            self.fault |= (self._table.keys.unique().numel() != count) | ((coords[:, 0] >= 0) != live).any()
 
     def _set(
         self,

@@ -171,9 +171,8 @@ class WindowSearch:
 
     @property
     def most_edges(self) -> int:
-        """A number that the edges cannot exceed, known without a look at the device."""
-        sources = 0 if self.table is None else self.table.coords.shape[0]
-        return min(self.coords.shape[0] * self.window.num_taps, sources * self.window.most_met)
+        """A number that the edges cannot exceed, whatever rows occur twice; known without a look at the device."""
+        return self.coords.shape[0] * self.window.num_taps
 
     @property
     def around(self) -> torch.Tensor | None:

@@ -213,11 +213,12 @@ def block_volume(low: Sequence[int], high: Sequence[int]) -> int:
 
 
 def check_rows(table: CoordinateTable) -> None:
-    """Raise the fault flag, on the device, unless the first ``count`` rows of a table are its distinct cells."""
-    if table.unseen is not None:
+    """Raise the fault flag, on the device, unless the first ``count`` rows of a table alone are real, and its cells."""
+    unseen, (n, columns) = table.unseen, table.coords.shape
+    if unseen is not None:
+        args = (pointer(table.coords), table.arena[STATUS], pointer(unseen.count), pointer(unseen.fault), n)
         with on_device(table.coords.device):
-            unseen = table.unseen
-            _CHECK(table.coords.device, (1,), (table.arena[STATUS], pointer(unseen.count), pointer(unseen.fault)))
+            _CHECK(table.coords.device, (ceil_div(n, 1024),), args, (columns, 1024))
 
 
 def lookup(table: CoordinateTable, coords: torch.Tensor) -> torch.Tensor:
@@ -458,10 +459,13 @@ def table_kernel(
 
 
 @triton.jit
-def check_kernel(status_ptr, count_ptr, fault_ptr):
-    """Bit 0 of the fault: fewer or more cells are in the table than rows are real, or none are for lack of keys."""
-    distinct = tl.load(status_ptr) & 0xFFFFFFFF
-    if (distinct != tl.load(count_ptr)) | (tl.load(status_ptr + 1) != 0):
+def check_kernel(coords_ptr, status_ptr, count_ptr, fault_ptr, n, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Bit 0 of the fault: not just the first ``count`` rows have a batch item, or the table has not as many cells."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(count_ptr)
+    item = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS, mask=row < n, other=-1)
+    wrong = tl.sum(((item >= 0) != (row < count)).to(tl.int32), 0)
+    if (wrong != 0) | ((tl.load(status_ptr) & 0xFFFFFFFF) != count) | (tl.load(status_ptr + 1) != 0):
         tl.atomic_or(fault_ptr, 1, sem="relaxed")
 
 
@@ -494,7 +498,7 @@ _ROWS = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, int))
 _TABLE = Launcher(
     table_kernel, (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, *(int,) * 4), cooperative=True
 )
-_CHECK = Launcher(check_kernel, (_I64, _I32, _I32), num_warps=1)
+_CHECK = Launcher(check_kernel, (_I32, _I64, _I32, _I32, int))
 _LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I32, int, int), num_warps=1)
 
 

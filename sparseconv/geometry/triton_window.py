@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 
@@ -67,13 +66,8 @@ class TapWindow:
     @cached_property
     def meets_once(self) -> bool:
         """Whether a fine row meets one tap at most: no two offsets are a multiple of the stride apart."""
-        return self.most_met <= 1
-
-    @cached_property
-    def most_met(self) -> int:
-        """The most taps that a fine row meets: those whose offsets are multiples of the stride apart."""
-        places = Counter(tuple(o % s for o, s in zip(offset, self.stride)) for offset in self.offsets)
-        return max(places.values(), default=0)
+        places = {tuple(o % s for o, s in zip(offset, self.stride)) for offset in self.offsets}
+        return len(places) == self.num_taps
 
     @cached_property
     def runs_of_half(self) -> int:

@@ -39,7 +39,7 @@ jobs = [
     (triton_search._SEARCH, (*around, 32, 128, 128, 32, 32, 2048, 7, True)),
     (triton_search._SEARCH, (*by_key, 8, 128, 128, 32, 32, 2048, 7, False)),
     (triton_reach._MARK, (3, True, 128, 512, 1024, 7)), (triton_reach._MARK, (3, False, 128, 512, 1024, 7)),
-    (triton_reach._EMIT, (3, 32)), (triton_reach._EMIT_UNSEEN, (3, 32)), (triton_table._CHECK, ()),
+    (triton_reach._EMIT, (3, 32)), (triton_reach._EMIT_UNSEEN, (3, 32)), (triton_table._CHECK, (4, 1024)),
     (triton_reach._CLAIM, (4, True, 128)), (triton_reach._DECODE, (3, 256)),
     (triton_counts.SCAN, (2048,)), (triton_pairs._REVERSE, (1024,)),
     (triton_pairs._PAIRS, (*around, True, 512, 128)), (triton_pairs._PAIRS, (*by_key, False, 128, 128)),

@@ -111,13 +111,17 @@ def one_tap_kernel(
     start = tl.load(offsets_ptr + tap, mask=tap < num_taps, other=0)
     stop = tl.load(offsets_ptr + tap + 1, mask=tap < num_taps, other=0)
     if DEAD:
-        real = tl.load(count_ptr)
+        real = tl.minimum(tl.maximum(tl.load(count_ptr), 0), num_rows)
         start = tl.where(tap == num_taps, real, start)
-        stop = tl.where(tap == num_taps, tl.maximum(num_rows, real), stop)
+        stop = tl.where(tap == num_taps, num_rows, stop)
     runs = ((stop - start + RUN - 1) // RUN).to(tl.int32)
     last = tl.cumsum(runs, 0)
     mine = (run >= last - runs) & (run < last)
     owned = tl.sum(mine.to(tl.int32), 0) > 0
+    if DEAD:  # a count that is no such thing: a fault was raised, and every tile still is in the order once
+        ordered = owned & (tl.sum(runs, 0) <= tl.num_programs(0))
+    else:
+        ordered = owned
     my_tap = tl.sum(tl.where(mine, tap, 0), 0)
     my_runs = tl.maximum(tl.sum(tl.where(mine, runs, 0), 0), 1)
     index = tl.where(owned, run - tl.sum(tl.where(mine, last - runs, 0), 0), 0)
@@ -148,7 +152,7 @@ def one_tap_kernel(
     whole = index * runs // my_runs
     rest = index * runs - whole * my_runs
     earlier = tl.where(tap < my_tap, whole + (runs > 0).to(tl.int32), whole + (rest > 0).to(tl.int32))
-    rank = tl.where(owned, tl.sum(tl.where(mine, index, earlier), 0), run)
+    rank = tl.where(ordered, tl.sum(tl.where(mine, index, earlier), 0), run)
     tl.store(order_ptr + rank * EACH + each, tile)
 
 
