@@ -37,7 +37,8 @@ class FixedGrid(VoxelGrid):
 
     What the host must decide (rows of coarser grids, numbers of pairs by which kernels are chosen) is taken from
     ``like``, an ordinary grid. The maps of the example are built when the same is first asked of a fixed grid, which
-    waits for the device, and their sizes are kept with the example: run a step once before it is captured.
+    waits for the device, and their sizes are kept with the example: run a step once before it is captured, on the
+    capture's stream. What a graph reads lives as long as the grids and plans that were made while it was captured.
 
     Args:
         coords: (C, 1+D) int32, contiguous, C > 0: (batch item, voxel) of the real rows, then rows of batch item -1.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid
 from sparseconv.backends.triton_implicit_gemm.build import schedule_on_gpu
-from sparseconv.backends.triton_implicit_gemm.schedule import Schedule
+from sparseconv.backends.triton_implicit_gemm.schedule import Schedule, schedule_of
 from sparseconv.backends.triton_implicit_gemm.tiles import meets_once, one_tap_schedule
 from sparseconv.geometry import triton_neighbors, triton_table
 from sparseconv.geometry.edges import Window, fine_grid
@@ -405,3 +405,62 @@ def test_a_captured_step_serves_other_scenes(rows: int, spread: int, dtype: torc
         coords[0, 1] = 10_000
     graph.replay()
     assert grid.fault.item() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rows", [4000, 90_000])
+def test_captured_maps_of_every_window_are_those_of_the_cpu(rows: int) -> None:
+    spread, torus = round(rows ** (1 / 3)), Boundary.periodic(IndexRange((-240,) * 3, (240,) * 3))
+    windows: list[dict] = [
+        {"kernel_size": 5}, {"kernel_size": 3, "dilation": 2}, {"kernel_size": 3, "target": "full"},
+        {"taps": ((0, 0, 0), (0, 0, 5), (0, -5, 0), (3, 0, 0), (0, 0, 1)), "target": "full"},
+        {"kernel_size": 4, "stride": 2, "padding": 1}, {"kernel_size": 3, "stride": 3}, {"kernel_size": 1, "stride": 2},
+        {"kernel_size": (3, 1, 2), "stride": 2}, {"kernel_size": 3, "boundary": torus},
+        {"kernel_size": 2, "stride": 2, "boundary": torus},
+    ]  # fmt: skip
+    like = VoxelGrid(scene(rows, spread, 0))
+    capacity = len(like) * 5 // 4
+    coords, count = (t.cuda() for t in padded(like.coords, capacity))
+    example = VoxelGrid(like.coords.cuda(), like.batch_size)
+
+    def run(grid: FixedGrid) -> list[ConvolutionPlan]:
+        plans = [ConvolutionPlan(grid, **window) for window in windows]
+        plans.append(ConvolutionPlan.transposed(plans[4].target, 2, stride=2))
+        for plan in plans:
+            for edges in (plan.kernel_map, plan.kernel_map.reverse()):
+                edges.neighbors, edges.in_rows
+                if edges.device.type == "cuda":
+                    for split, chunked in ((1, False), (3, False), (1, True)):
+                        schedule_of(edges, 64, split=split, chunked=chunked)
+        return plans
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(FixedGrid(coords, count, example))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        grid = FixedGrid(coords, count, example)
+        plans = run(grid)
+    real = scene(rows * 3 // 4, spread, 1)
+    new, number = padded(real, capacity)
+    coords.copy_(new)
+    count.copy_(number)
+    graph.replay()
+    on_cpu = FixedGrid(new, number, like)
+    for plan, want in zip(plans, run(on_cpu)):
+        assert torch.equal(plan.target.coords.cpu(), want.target.coords)
+        assert plan.target.extent == want.target.extent
+        for here, there in ((plan.kernel_map, want.kernel_map), (plan.kernel_map.reverse(), want.kernel_map.reverse())):
+            assert torch.equal(here.neighbors.cpu(), there.neighbors)
+            assert torch.equal(here.tap_offsets.cpu(), there.tap_offsets)
+            for tap, (i, j) in enumerate(itertools.pairwise(there.tap_offsets.tolist())):
+                mine = here.in_rows[i:j].long() * 2**31 + here.out_rows[i:j]
+                theirs = there.in_rows[i:j].long() * 2**31 + there.out_rows[i:j]
+                assert torch.equal(mine.cpu().sort().values, theirs.sort().values), tap
+            schedule = schedule_of(here, 64)
+            assert torch.equal(
+                schedule.out_rows[schedule.out_rows >= 0].sort().values.cpu(), torch.arange(there.num_out)
+            )
+    assert grid.fault.item() == on_cpu.fault.item() == 0

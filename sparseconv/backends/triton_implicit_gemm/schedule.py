@@ -259,7 +259,7 @@ def schedule_of(
 def _schedule(kernel_map: KernelMap, block_m: int, transposed: bool, split: int, chunked: bool) -> Schedule:
     if transposed:
         straight = schedule_of(kernel_map, block_m, False, split, chunked)
-        return replace(straight, tile_taps=_mirrored(straight.tile_taps, kernel_map.mirror or ()))
+        return replace(straight, tile_taps=_mirrored(straight.tile_taps, kernel_map))
     if _meets_once(kernel_map):
         from sparseconv.backends.triton_implicit_gemm.tiles import one_tap_schedule
 
@@ -279,12 +279,14 @@ def _schedule(kernel_map: KernelMap, block_m: int, transposed: bool, split: int,
     return replace(schedule, tile_order=order)
 
 
-def _mirrored(tile_taps: torch.Tensor, mirror: tuple[int, ...]) -> torch.Tensor:
+def _mirrored(tile_taps: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
     """The mirrored tap of each."""
+    mirror = kernel_map.mirror or ()
     last = len(mirror) - 1
     if all(tap == last - place for place, tap in enumerate(mirror)):
         return last - tile_taps
-    return _on_device(mirror, tile_taps.device)[tile_taps.long()]
+    taps = kernel_map.prepared["mirror"] = _on_device(mirror, tile_taps.device)  # a graph that reads it keeps the map
+    return taps[tile_taps.long()]
 
 
 @lru_cache(maxsize=64)
