@@ -102,7 +102,9 @@ class KernelMap:
         """(K, N_out) int32: the input row of each output row through each tap, -1 where there is none."""
         twin = self._twin()
         if twin is not None and self.mirror is not None and "neighbors" in twin.__dict__:
-            return twin.neighbors[list(self.mirror)]
+            if self.mirror == tuple(reversed(range(self.num_taps))):
+                return twin.neighbors.flip(0)
+            return torch.stack([twin.neighbors[tap] for tap in self.mirror])  # no index that a graph could not copy
         if self.source is not None:
             with torch._C._DisableFuncTorch():  # edges do not depend on what torch.func differentiates
                 return self.source.neighbors
