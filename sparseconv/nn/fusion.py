@@ -84,7 +84,7 @@ def norm_act(x: Any, norm: Any, activation: Any = None, residual: SparseTensor |
         features = features_of(x, norm, norm.num_features)
         if not hooked(norm, activation) and serves(features, norm, features.shape[0]):
             slope = _slope(activation)
-            layer = Layer(norm, 1.0 if slope is None else slope, count=x.grid.count)
+            layer = Layer(norm, 1.0 if slope is None else slope, alive=x.grid.count)
             y = trained(features, [layer], _features(residual))
             return x.with_features(y) if slope is not None else apply(activation, x.with_features(y))
     y = apply(norm, x)

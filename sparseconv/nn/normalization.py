@@ -32,7 +32,7 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
         if grid is not None and grid.is_shared and of_batch:
             y = self._by_sums(features, count, grid.all_sum)
         elif serves(features, self, features.shape[0]):
-            y = trained(features, [Layer(self, count=count)])
+            y = trained(features, [Layer(self, alive=count)])
         elif count is not None and of_batch:
             y = self._by_sums(features, count)
         elif features.shape[0] < 2 and of_batch:

@@ -22,15 +22,14 @@ class Norm(NamedTuple):
     """What of a batch norm is no tensor with a gradient: its numbers and its running statistics.
 
     ``slope`` is the activation's below zero: 0 for relu, 1 for none. ``running`` are mean, variance and the count of
-    batches, moved in place, or None. ``count`` (1,) int32 says how many rows are alive, the others following them; or
-    None.
+    batches, moved in place, or None. ``alive`` (1,) int32 says how many rows are, the others following them; or None.
     """
 
     eps: float
     momentum: float
     slope: float
     running: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    count: torch.Tensor | None = None
+    alive: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def _kernels_of(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm) -> Ker
 
 def _count_of(run: Kernels, kept: torch.Tensor, norm: Norm) -> tuple[Any, int]:
     """What a launch takes for the number of rows that are alive, and whether there is one."""
-    return (run.at(kept), 0) if norm.count is None else (run.at(norm.count), 1)
+    return (run.at(kept), 0) if norm.alive is None else (run.at(norm.alive), 1)
 
 
 def forward(
@@ -131,7 +130,7 @@ def forward(
 
     Returns:
         y (N, C), and the workspace fp32 that starts with mean and 1 / sqrt(var + eps) (2, C). Running statistics follow
-        as torch's do. Where ``norm.count`` is given, dead rows are not read and those of y are zero.
+        as torch's do. Where ``norm.alive`` is given, dead rows are not read and those of y are zero.
     """
     run = _kernels_of(x, weight, norm)
     device = x.device

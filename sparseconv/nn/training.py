@@ -71,7 +71,7 @@ class Layer(NamedTuple):
     slope: float = 1.0
     plan: ConvolutionPlan | None = None
     taps: torch.Tensor | None = None  # (K, C_in/G, C_out)
-    count: torch.Tensor | None = None  # of the grid that the norm is on
+    alive: torch.Tensor | None = None  # (1,) int32: the rows that are, of a grid that has others too
 
 
 class Stage(NamedTuple):
@@ -134,8 +134,8 @@ class _Trained(torch.autograd.Function):
             if at == count - 1:
                 if needs[1]:
                     grad_residual = dres
-                    if dres is grad and norm.count is not None:
-                        grad_residual = torch.where(live_rows(grad, norm.count), grad, 0)
+                    if dres is grad and norm.alive is not None:
+                        grad_residual = torch.where(live_rows(grad, norm.alive), grad, 0)
                 y = None
             grad = dz
             if call is None:
@@ -168,14 +168,14 @@ def _differentiable(
     flow = middle = x
     for at, stage in enumerate(stages):
         taps, weight, bias = tensors[3 * at : 3 * at + 3]
-        slope, count = stage.norm.slope, stage.norm.count
+        slope, count = stage.norm.slope, stage.norm.alive
         middle = stage.convolve(flow, taps)
         if count is None:
             middle = torch.nn.functional.batch_norm(middle, None, None, weight, bias, True, 0.0, stage.norm.eps)
         else:
             middle = over_live_rows(middle, count, weight, bias, stage.norm.eps)[0]
         flow = middle if slope == 1 else torch.where(middle <= 0, middle * slope, middle)
-    dz, slope, count = grad, stages[-1].norm.slope, stages[-1].norm.count
+    dz, slope, count = grad, stages[-1].norm.slope, stages[-1].norm.alive
     if count is not None:
         dz = torch.where(live_rows(grad, count), grad, 0)
     if slope != 1:
@@ -239,10 +239,10 @@ def trained(x: torch.Tensor, layers: Sequence[Layer], residual: torch.Tensor | N
     if residual is not None:
         residual = _lined_up(residual)
     stages, tensors = [], []
-    for norm, slope, plan, taps, count in layers:
+    for norm, slope, plan, taps, alive in layers:
         weight, bias, *running = tensors_of(norm)
         moved = tuple(running) if norm.training and running[0] is not None else None
-        how = Norm(norm.eps, norm.momentum or 0.0, slope, moved, count)  # type: ignore[arg-type]
+        how = Norm(norm.eps, norm.momentum or 0.0, slope, moved, alive)  # type: ignore[arg-type]
         stages.append(Stage(how, None if plan is None else Call.of(plan)))
         tensors += [taps, weight, bias]
     args = (x, residual, tuple(stages), *tensors)

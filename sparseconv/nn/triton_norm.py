@@ -8,8 +8,8 @@
 A part is every ``parts``-th tile of rows. Parts are merged by every program that needs them, in one order: the same
 bits in every run, and nothing to reset between launches. act(z) = z for z > 0, slope * z elsewhere.
 
-Where ``counted``, the first ``count`` rows alone are alive, a number that only the device knows: dead rows are not read,
-and what is written there is zero.
+Where ``counted``, only the first ``count`` rows are alive, a number that the device alone knows: dead rows are not
+read, and what is written there is zero.
 """
 
 from __future__ import annotations

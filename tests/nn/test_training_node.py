@@ -364,6 +364,7 @@ def test_halves_keep_their_parameters_dtype():
     assert all(a.dtype == x.dtype for a in got if a.is_floating_point())
     assert error(got[0], want[0].cpu()) < 0.1
 
+
 # ---- dead rows
 
 
@@ -474,7 +475,9 @@ def test_a_residual_leaves_dead_rows_out(activation):
     x = sparse(6, voxels=100).to(DEVICE)
     grid, (dead, seed) = Fixed(x.grid.coords, 70), poisoned(x.features, torch.ones_like(x.features), live=70)
     leaves = [dead.clone().requires_grad_() for _ in range(2)]
-    y = norm_act(sc.SparseTensor(grid, leaves[0]), nn.BatchNorm(6).to(DEVICE), activation, sc.SparseTensor(grid, leaves[1]))
+    y = norm_act(
+        sc.SparseTensor(grid, leaves[0]), nn.BatchNorm(6).to(DEVICE), activation, sc.SparseTensor(grid, leaves[1])
+    )
     for t in (y.features, *torch.autograd.grad(y.features, leaves, seed)):
         assert t.isfinite().all()
         assert not t[70:].any()
