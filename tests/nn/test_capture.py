@@ -263,7 +263,7 @@ def test_autocast_of_the_moment():
 
 
 def test_a_step_through_the_kernels_of_norms(monkeypatch):
-    """On a card they serve every step; here Triton's interpreter runs them, with norms large enough to be made again."""
+    """On a card they serve every step; here Triton's interpreter runs them, and results are made again."""
     pytest.importorskip("triton")
     monkeypatch.setattr(training, "on_kernels", lambda x: True)
     monkeypatch.setattr(training, "RECOMPUTED_BYTES", 0)
@@ -438,3 +438,94 @@ def test_without_a_card_a_call_is_the_plain_call(monkeypatch):
     with torch.no_grad():
         assert torch.equal(fast(x).features, net(x).features)
         assert torch.equal(fast((x.grid.coords, x.features)), net(x).features)
+
+
+# ---- on a card
+
+
+def large(seed, points=60_000):
+    torch.manual_seed(seed)
+    grid, _ = sc.voxelize(
+        torch.rand(points, 3, device="cuda") * torch.tensor([1, 1, 0.1], device="cuda"), voxel_size=0.01
+    )
+    return sc.SparseTensor(grid, torch.randn(len(grid), 4, device="cuda").half()), grid.coords[:, 1].long() % 3
+
+
+def off(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.gpu
+def test_large_scenes_in_halves_without_a_wait():
+    torch.manual_seed(0)
+    net = nn.UNet(4, 3, channels=(32, 64, 128)).cuda().half()
+    twin = copy.deepcopy(net)
+    step = nn.capture_step(net, cross_entropy, *large(0), max_voxels=80_000)
+    fast = nn.capture(copy.deepcopy(net).eval(), large(0)[0], max_voxels=80_000)
+    for seed, points in ((1, 60_000), (2, 75_000), (3, 30_000)):
+        x, labels = large(seed, points)
+        inputs = x.grid.coords, x.features
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss, logits = step(inputs, labels), fast(inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        wanted, *grads = eager(twin, x, labels)
+        assert off(loss, wanted) < 1e-3
+        for p, grad in zip(net.parameters(), grads):
+            assert off(p.grad, grad) < 0.1
+        with torch.no_grad():
+            norms = [b.clone() for b in twin.buffers()]
+            for b, start in zip(twin.buffers(), fast.network.buffers(), strict=True):
+                b.copy_(start)
+            assert off(logits, twin.eval()(x).features) < 0.02
+            for b, now in zip(twin.train().buffers(), norms, strict=True):
+                b.copy_(now)
+        assert torch.equal(step(inputs, labels), loss)
+        assert torch.equal(fast(inputs), logits)
+        with torch.no_grad():
+            twin(x)
+    step.check()
+    fast.check()
+
+
+@pytest.mark.gpu
+def test_two_graphs_on_two_streams():
+    torch.manual_seed(0)
+    nets = [nn.UNet(4, 3, channels=(32, 64)).cuda().half().eval() for _ in range(2)]
+    both, (x, _) = [nn.capture(net, large(0)[0], max_voxels=80_000) for net in nets], large(1)
+    want = [fast(x).features for fast in both]
+    streams = [torch.cuda.Stream() for _ in both]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for fast, stream in zip(both, streams):
+            with torch.cuda.stream(stream):
+                found.append(fast(x).features)
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.gpu
+def test_calls_take_no_more_memory():
+    net, (x, labels) = nn.UNet(4, 3, channels=(32, 64)).cuda().half(), large(0)
+    step = nn.capture_step(net, cross_entropy, x, labels)
+    step(x, labels)
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        step(x, labels)
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+def test_a_scaled_loss_under_autocast():
+    net, (x, labels) = unet(), scan(1)
+    scaler, optimiser = torch.amp.GradScaler("cuda", 1024.0), torch.optim.SGD(net.parameters(), 0.1)
+    with torch.autocast("cuda", torch.float16):
+        step = nn.capture_step(net, lambda y, t: scaler.scale(cross_entropy(y, t)), *scan(0))
+    losses = []
+    for _ in range(20):
+        losses.append(step(x, labels) / scaler.get_scale())
+        scaler.step(optimiser)
+        scaler.update()
+    assert losses[-1] < losses[0] - 0.1
