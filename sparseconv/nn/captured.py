@@ -38,7 +38,8 @@ def capture(
     the scene is decided on the device. `FixedGrid` says what a map may be made of; normalisation by batch item and
     pooling of whole items are not offered.
 
-    A call gives new tensors, of the scene's own rows. What does not fit:
+    A call runs on the current stream and gives new tensors, of the scene's own rows; calls on several streams must wait
+    for one another, since they share the graph's memory. What does not fit:
 
     - a scene that the host sees to be too large (rows, batch items, an ordinary grid's extent) runs without the graph,
       as if nothing had been captured, with a warning;
@@ -173,6 +174,7 @@ class _Captured:
             self._record()
             self.check()
 
+    @torch.inference_mode(False)
     def _make_room(self, leaves: list[Any], ignore: float) -> None:
         rows, device = self.max_voxels, self._device
         self._count = torch.zeros(1, dtype=torch.int32, device=device)
@@ -248,6 +250,7 @@ class _Captured:
         kind, dtype, enabled = self._casts
         return torch.autocast(kind, dtype, enabled, cache_enabled=False)
 
+    @torch.inference_mode(False)
     def _record(self) -> None:
         """Capture, with the scene in the arrays."""
         self._replay = self._folded = None

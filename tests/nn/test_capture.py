@@ -188,6 +188,19 @@ def test_weights_that_changed_are_seen():
     same([step(x, labels)], eager(twin, x, labels)[:1], 1e-3)
 
 
+def test_in_inference_mode():
+    net, (x, _) = unet().eval(), scan(0)
+    with torch.inference_mode():
+        fast = nn.capture(net, x)
+        inside = fast(x).features
+    outside = fast(x).features
+    assert torch.equal(inside, outside)
+    outside.add_(1)
+    with torch.no_grad():
+        net.head.bias.add_(1)
+    assert error(fast(x).features, outside.double().cpu()) < 1e-4
+
+
 def test_networks_side_by_side_and_results_of_ones_own():
     nets = [unet().eval(), mink().eval()]
     both = [nn.capture(net, scan(0)[0]) for net in nets]
@@ -504,6 +517,20 @@ def test_two_graphs_on_two_streams():
                 found.append(fast(x).features)
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_network_that_waits_cannot_be_captured():
+    class Waits(nn.UNet):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.with_features(y.features * float(y.features[0, 0] > -1e9))
+
+    x, _ = scan(0)
+    with pytest.raises(RuntimeError):
+        nn.capture(Waits(4, 3, channels=(8, 12)).cuda().eval(), x)
+    torch.cuda.synchronize()
+    assert nn.capture(unet().eval(), x)(x).features.isfinite().all()
 
 
 @pytest.mark.gpu
