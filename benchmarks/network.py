@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -184,7 +184,7 @@ def measure(
     if name == OurUNet.name:
         del scene, wanted  # and with it the maps that the scene's grid keeps
         row["captured_inference"] = _captured_inference(clock, net, coords, x, seconds)
-        row["captured_step"], held = _captured_step(clock, net, coords, x, labels, step, seconds)
+        row["captured_step"], held = _captured_step(clock, net, coords, x, labels, seconds)
         row["memory"]["captured_mib"] = _mib(held)
     return row | {"status": "measured"}
 
@@ -223,6 +223,8 @@ def _replayed(clock: Clock, call: Callable[[], torch.Tensor], wanted: torch.Tens
 
 
 ON_A_CARD = {"reason": "graphs are captured on a card only"}
+#: of the loss, so that gradients of a mean over a scene are no subnormal halves, whose rounding hides what is compared
+SCALE = 2.0**10
 
 
 def _captured_inference(
@@ -252,7 +254,6 @@ def _captured_step(
     coords: torch.Tensor,
     x: torch.Tensor,
     labels: torch.Tensor,
-    eager: Callable[[], torch.Tensor],
     seconds: float,
 ) -> tuple[dict[str, Any], int | None]:
     """A step by `nn.capture_step`, its loss and gradients compared with an eager one's, and the bytes that it holds."""
@@ -260,19 +261,20 @@ def _captured_step(
 
     if clock.device != "cuda":
         return ON_A_CARD, None
+
+    def loss_of(y: Any, targets: torch.Tensor) -> torch.Tensor:
+        return SCALE * torch.nn.functional.cross_entropy(y.features.float(), targets)
+
     net.network.train()
-    loss, parameters = eager(), list(net.network.parameters())
-    grads = [p.grad for p in parameters]
+    parameters = list(net.network.parameters())
+    loss = loss_of(net.network(net.scene(coords, x)), labels)
+    grads = torch.autograd.grad(loss, parameters)
+    loss = loss.detach()
     for p in parameters:
         p.grad = None
     before = _reserved()
     try:
-        step = nn.capture_step(
-            net.network,
-            lambda y, t: torch.nn.functional.cross_entropy(y.features.float(), t),
-            net.scene(coords, x),
-            labels,
-        )
+        step = nn.capture_step(net.network, loss_of, net.scene(coords, x), labels)
     except (RuntimeError, ValueError) as error:
         return {"reason": f"cannot be captured: {str(error).splitlines()[0]}"}, None
     value = step((coords, x), labels)
@@ -285,7 +287,7 @@ def _captured_step(
     return found, held
 
 
-def _off(found: list[Any], wanted: list[Any]) -> float:
+def _off(found: Sequence[Any], wanted: Sequence[Any]) -> float:
     """The distance of two lists of tensors over the second's length."""
     apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, wanted, strict=True))
     return math.sqrt(apart / sum(float(b.double().square().sum()) for b in wanted))

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ class _Captured:
         self.network, self.max_voxels = network, -(-most // ROWS) * ROWS
         self._room, self._extent, self._device = max(room, self.max_voxels / voxels), extent, example.device
         self._modes = [(m, m.training) for m in network.modules()]
-        self._kept = [d for m in network.modules() for d in (m._parameters, m._buffers) if d]
+        self._kept: list[dict[str, Any]] = [d for m in network.modules() for d in (m._parameters, m._buffers) if d]
         kind = self._device.type
         self._casts = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         grid = example.grid
@@ -259,11 +260,13 @@ class _Captured:
             self._replay, (self._bad, self._results) = _graph_of(self._padded, self._device)
             # weights folded before the capture: once others have taken their place, the graph alone reads them
             self._folded = [m.__dict__.get("_folded") for m, _ in self._modes]
+        self._tensors = [t for kept in self._kept for t in kept.values() if t is not None]
         self._state = self._state_now()
 
-    def _state_now(self) -> list[Any]:
-        """What makes a graph stale where it changes: where the network's tensors lie."""
-        return [t.data_ptr() for kept in self._kept for t in kept.values() if t is not None]
+    def _state_now(self) -> Any:
+        """What makes a graph stale where it changes: which tensors the network has, and where they lie."""
+        held = chain.from_iterable(map(dict.values, self._kept))
+        return list(map(id, held)), list(map(torch.Tensor.data_ptr, self._tensors))
 
     def _run(self, coords: torch.Tensor, features: torch.Tensor, leaves: list[Any]) -> None:
         """Copy a scene in and replay."""
@@ -420,10 +423,9 @@ class CapturedInference(_Captured):
         with self._autocast():
             return self.network(scene)
 
-    def _state_now(self) -> list[Any]:
+    def _state_now(self) -> Any:
         """Their versions too: weights that are folded into others are read from copies."""
-        tensors = [t for kept in self._kept for t in kept.values() if t is not None]
-        return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]
+        return super()._state_now(), [t._version for t in self._tensors if not t.is_inference()]
 
 
 class CapturedStep(_Captured):
@@ -503,7 +505,7 @@ def _rows_of(
             return value.clone()
         return torch.where(bad if value.ndim else bad[0], float("nan") if value.is_floating_point() else -1, value)
 
-    return pytree.tree_map(own, results)
+    return own(results) if isinstance(results, SparseTensor) else pytree.tree_map(own, results)
 
 
 def _apart(found: Any, wanted: Any) -> float:

@@ -134,11 +134,6 @@ def _per_item(x: Any, grid: VoxelGrid | None, norm: Any, channels: int, groups: 
     grid = grid_in(x, norm, "grid=") if grid is None else grid
     if grid.is_shared:
         raise ValueError(f"{type(norm).__name__} over shards is not offered: BatchNorm and LayerNorm are")
-    if grid.count is not None:
-        raise ValueError(
-            f"{type(norm).__name__} on a grid of a fixed number of rows is not offered, since the host does not know "
-            "which rows an item has: BatchNorm and LayerNorm are"
-        )
     y = features.to(torch.promote_types(features.dtype, torch.float32))
     if features.shape[0]:
         y = join_items([_standardised(item, groups, norm.eps) for item in split_items(y, grid)], grid)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.geometry import FixedGrid
 from sparseconv.nn import normalize, training
 from sparseconv.nn.fusion import norm_act
 from sparseconv.nn.synchronized import SyncBatchNorm
@@ -412,12 +413,11 @@ def test_dead_rows_have_no_part_in_a_norm(affine, joined, slope, channels):
         assert running[2] == 5
 
 
-class Fixed(sc.VoxelGrid):
-    """Voxels of which the first ``live`` alone are said to be there."""
-
-    def __init__(self, coords, live):
-        super().__init__(coords)
-        self.count = torch.tensor([live], dtype=torch.int32, device=coords.device)
+def fixed(grid, live):
+    """The first ``live`` rows, and dead ones after them."""
+    dead = grid.coords.clone()
+    dead[live:] = -1
+    return FixedGrid(dead, torch.tensor([live], dtype=torch.int32, device=grid.device), grid)
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
@@ -441,7 +441,7 @@ def test_a_module_leaves_dead_rows_out(make, kernels, torchs):
         twin, (dead,) = copy.deepcopy(net), poisoned(x.features.to(dtype), live=live)
         ramp = torch.linspace(-1, 1, 6 * 100, device=DEVICE, dtype=dtype).view(100, 6)
         results = []
-        for module, grid, rows in ((net, Fixed(x.grid.coords, live), dead), (twin, few, dead[:live])):
+        for module, grid, rows in ((net, fixed(x.grid, live), dead), (twin, few, dead[:live])):
             leaf = rows.clone().requires_grad_()
             y = module(sc.SparseTensor(grid, leaf)).features
             (y[:live] * ramp[:live]).sum().backward()
@@ -459,7 +459,7 @@ def test_second_derivatives_leave_dead_rows_out(kernels, torchs):
     torch.nn.init.normal_(twin.weight)
     if not kernels:
         torchs()
-    for grid in (Fixed(x.grid.coords, 70), sc.VoxelGrid(x.grid.coords[:70], x.grid.batch_size)):
+    for grid in (fixed(x.grid, 70), sc.VoxelGrid(x.grid.coords[:70], x.grid.batch_size)):
         (dead,) = poisoned(x.features, live=70)
         leaf = dead[: len(grid)].clone().requires_grad_()
         y = norm_act(sc.SparseTensor(grid, leaf), twin, nn.ReLU()).features[:70]
@@ -473,7 +473,7 @@ def test_second_derivatives_leave_dead_rows_out(kernels, torchs):
 @pytest.mark.parametrize("activation", [None, nn.ReLU()], ids=["linear", "relu"])
 def test_a_residual_leaves_dead_rows_out(activation):
     x = sparse(6, voxels=100).to(DEVICE)
-    grid, (dead, seed) = Fixed(x.grid.coords, 70), poisoned(x.features, torch.ones_like(x.features), live=70)
+    grid, (dead, seed) = fixed(x.grid, 70), poisoned(x.features, torch.ones_like(x.features), live=70)
     leaves = [dead.clone().requires_grad_() for _ in range(2)]
     y = norm_act(
         sc.SparseTensor(grid, leaves[0]), nn.BatchNorm(6).to(DEVICE), activation, sc.SparseTensor(grid, leaves[1])
@@ -486,8 +486,8 @@ def test_a_residual_leaves_dead_rows_out(activation):
 def test_norms_of_items_refuse_dead_rows():
     x = sparse(6).to(DEVICE)
     for norm in (nn.GroupNorm(2, 6), nn.InstanceNorm(6)):
-        with pytest.raises(ValueError, match="fixed number of rows"):
-            norm.to(DEVICE)(sc.SparseTensor(Fixed(x.grid.coords, 3), x.features))
+        with pytest.raises(ValueError, match="fixed size"):
+            norm.to(DEVICE)(sc.SparseTensor(fixed(x.grid, 3), x.features))
 
 
 # ---- on a card
