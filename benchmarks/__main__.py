@@ -119,7 +119,7 @@ def network(
     device: Device = "cuda",
     caches: Caches = None,
 ) -> None:
-    """A U-Net of 7.18 M parameters on four real scans: step, inference, and inference at fixed geometry."""
+    """A U-Net of 7.18 M parameters on four real scans: step and inference, also captured, and fixed geometry."""
     jobs = network_jobs(case or [], backend or ["sparseconv", "spconv"], device, seconds)
     with runner.compiled_kernels(caches) as folder:
         rows = session.run(jobs, console, folder, worker="benchmarks.worker")
@@ -177,20 +177,23 @@ def network_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A line a network and case, against the second table of the targets."""
     aims = {cell["case"]: cell for cell in report.targets()["networks"]}
     table = Table(title="U-Net, one scan: milliseconds, (must / goal)", title_justify="left")
-    for head in ("network", "case", "voxels", "step", "inference", "fixed", "replay", "step MiB", "first step s"):
+    heads = ["step", "captured step", "inference", "captured inference", "fixed", "replay", "step MiB", "captured MiB"]
+    for head in ("network", "case", "voxels", *heads, "first step s"):
         table.add_column(head, justify="left" if head in ("network", "case") else "right")
     for row in rows:
         name = [row["implementation"].partition(":")[2], row["case"]]
         if row["status"] != "measured":
-            table.add_row(*name, "", f"[dim]{row['status']}: {row.get('reason', '')}[/]", *[""] * 5)
+            table.add_row(*name, "", f"[dim]{row['status']}: {row.get('reason', '')}[/]", *[""] * len(heads))
             continue
         aim = aims.get(row["case"], {}) if name[0] == "sparseconv" and row["device"] == "cuda" else {}
         cells = []
-        for quantity in ("step", "inference", "fixed", "replay"):
+        for quantity in ("step", "captured_step", "inference", "captured_inference", "fixed", "replay"):
             found = row.get(quantity, {})
-            cells.append(found.get("reason") or report.judged(found.get("median"), aim.get(quantity)))
-        peak = row["memory"]["peak_mib"]
-        cells.append("-" if peak is None else report.judged(peak, aim.get("memory"), whole=True))
+            aimed = aim.get(quantity.removeprefix("captured_"))
+            cells.append(found.get("reason") or report.judged(found.get("median"), aimed))
+        for quantity in ("peak_mib", "captured_mib"):
+            mib = row["memory"].get(quantity)
+            cells.append("-" if mib is None else report.judged(mib, aim.get("memory"), whole=True))
         table.add_row(*name, f"{row['voxels']:,}", *cells, f"{row['first_s']:.1f}")
     return table
 

@@ -1,13 +1,17 @@
 """A whole network: the U-Net of residual blocks, 7.18 M parameters, in this library and in spconv's modules.
 
 fp16, one scene a step. *step*: maps built anew, forward, cross-entropy in fp32, backward. *inference*: maps built anew,
-forward. *fixed*: forward on a known geometry; *replay*: the same by a captured CUDA graph.
+forward. *fixed*: forward on a known geometry; *replay*: the same by a captured CUDA graph. *captured_step* and
+*captured_inference*: step and inference by `nn.capture_step` and `nn.capture`, maps built anew inside the graph, the
+scene copied in from coordinates and features in every call.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -132,7 +136,8 @@ def _spconv_unet(library: Any, channels: tuple[int, ...]) -> torch.nn.Module:
 def measure(
     name: str, case: str, device: str = "cuda", seconds: float = 0.6, channels: tuple[int, ...] = CHANNELS
 ) -> dict[str, Any]:
-    """A row: ms of a step, of inference with maps built, at fixed geometry and replayed; parameters; peak of a step."""
+    """A row: ms of a step and of inference with maps built, eager and captured, of inference at fixed geometry and
+    replayed; parameters; memory of a step."""
     row: dict[str, Any] = {"network": name, "case": case, "device": device}
     reason = cases.missing(case)
     if reason is not None:
@@ -176,6 +181,11 @@ def measure(
             row["replay"] = _replayed(clock, lambda: net.logits(scene), wanted, seconds)
         else:
             row["fixed"] = row["inference"] | {"by": "maps are part of its inference"}
+    if name == OurUNet.name:
+        del scene, wanted  # and with it the maps that the scene's grid keeps
+        row["captured_inference"] = _captured_inference(clock, net, coords, x, seconds)
+        row["captured_step"], held = _captured_step(clock, net, coords, x, labels, seconds)
+        row["memory"]["captured_mib"] = _mib(held)
     return row | {"status": "measured"}
 
 
@@ -210,6 +220,85 @@ def _replayed(clock: Clock, call: Callable[[], torch.Tensor], wanted: torch.Tens
         worst = float((captured.float() - wanted.float()).abs().max())
         return {"reason": f"a replay differs from an eager call by {worst:.2g}"}
     return clock.time(graph.replay, seconds).as_dict()
+
+
+ON_A_CARD = {"reason": "graphs are captured on a card only"}
+#: of the loss, so that gradients of a mean over a scene are no subnormal halves, whose rounding hides what is compared
+SCALE = 2.0**10
+
+
+def _captured_inference(
+    clock: Clock, net: Any, coords: torch.Tensor, x: torch.Tensor, seconds: float
+) -> dict[str, Any]:
+    """Inference by `nn.capture`, its result compared with an eager one."""
+    import sparseconv.nn as nn
+
+    if clock.device != "cuda":
+        return ON_A_CARD
+    net.network.eval()
+    with torch.no_grad():
+        wanted = net.logits(net.scene(coords, x))
+    try:
+        fast = nn.capture(net.network, net.scene(coords, x))
+    except (RuntimeError, ValueError) as error:
+        return {"reason": f"cannot be captured: {str(error).splitlines()[0]}"}
+    found = clock.time(lambda: fast((coords, x)), seconds).as_dict()
+    off = _off([fast((coords, x))], [wanted])
+    fast.check()
+    return {"reason": f"captured inference is off by {off:.2g}"} if not off < 0.02 else found
+
+
+def _captured_step(
+    clock: Clock,
+    net: Any,
+    coords: torch.Tensor,
+    x: torch.Tensor,
+    labels: torch.Tensor,
+    seconds: float,
+) -> tuple[dict[str, Any], int | None]:
+    """A step by `nn.capture_step`, its loss and gradients compared with an eager one's, and the bytes that it holds."""
+    import sparseconv.nn as nn
+
+    if clock.device != "cuda":
+        return ON_A_CARD, None
+
+    def loss_of(y: Any, targets: torch.Tensor) -> torch.Tensor:
+        return SCALE * torch.nn.functional.cross_entropy(y.features.float(), targets)
+
+    net.network.train()
+    parameters = list(net.network.parameters())
+    loss = loss_of(net.network(net.scene(coords, x)), labels)
+    grads = torch.autograd.grad(loss, parameters)
+    loss = loss.detach()
+    for p in parameters:
+        p.grad = None
+    before = _reserved()
+    try:
+        step = nn.capture_step(net.network, loss_of, net.scene(coords, x), labels)
+    except (RuntimeError, ValueError) as error:
+        return {"reason": f"cannot be captured: {str(error).splitlines()[0]}"}, None
+    value = step((coords, x), labels)
+    held = _reserved() - before
+    off = _off([value], [loss]), _off([p.grad for p in parameters], grads)
+    found = clock.time(lambda: step((coords, x), labels), seconds).as_dict()
+    step.check()
+    if not (off[0] < 0.01 and off[1] < 0.1):
+        return {"reason": f"a captured step is off by {off[0]:.2g} (loss) and {off[1]:.2g} (gradients)"}, held
+    return found, held
+
+
+def _off(found: Sequence[Any], wanted: Sequence[Any]) -> float:
+    """The distance of two lists of tensors over the second's length."""
+    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(found, wanted, strict=True))
+    return math.sqrt(apart / sum(float(b.double().square().sum()) for b in wanted))
+
+
+def _reserved() -> int:
+    """Bytes of the card that torch holds and needs."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
 
 
 def _mib(count: int | None) -> float | None:

@@ -131,20 +131,29 @@ class Section:
         if not ours:
             return
         parameters = self.claim(ours[0], "parameters", "U-Net", text=f"{ours[0]['parameters'] / 1e6:.2f} M")
+        columns = {
+            ("step", "step"): "step, new scan",
+            ("captured_step", None): "the same, captured",
+            ("inference", "inference"): "inference, new scan",
+            ("captured_inference", None): "the same, captured",
+            ("replay", "fixed"): "inference, known geometry",
+            ("memory", "memory"): "step's memory, MiB",
+        }
+        columns = {k: words for k, words in columns.items() if any(stated.value(row, k[0]) for row in ours)}
         self.lines += [
             f"A U-Net of {parameters} parameters, milliseconds, ours / spconv's on the same card. A *new scan* builds "
             "all its maps; a *known geometry* has them, and ours is replayed as a CUDA graph.",
             "",
-            "| scan | step, new scan | inference, new scan | inference, known geometry | step's memory, MiB |",
-            "|---|---|---|---|---|",
+            f"| scan | {' | '.join(columns.values())} |",
+            "|---" * (1 + len(columns)) + "|",
         ]
         for row in ours:
             words = f"U-Net, {_title(row['case'])}"
             cells = []
-            for quantity, other in (("step", "step"), ("inference", "inference"), ("replay", "fixed"), ("memory",) * 2):
+            for quantity, other in columns:
                 found = theirs.get(row["case"])
                 both = [self.claim(row, quantity, words) if stated.value(row, quantity) else "-"]
-                both += [self.claim(found, other, f"{words}, spconv")] if found else []
+                both += [self.claim(found, other, f"{words}, spconv")] if found and other else []
                 cells.append(" / ".join(both))
             self.lines.append(f"| {_title(row['case'])}, {stated.count(row['voxels'])} | {' | '.join(cells)} |")
             if not any(claim["name"].startswith(f"sparseconv, {row['case']},") for claim in self.claims):

@@ -62,8 +62,9 @@ def _real_basis(ell: int) -> torch.Tensor:
     q = torch.zeros(2 * ell + 1, 2 * ell + 1, dtype=torch.complex128)
     q[ell, ell] = 1
     for m in range(1, ell + 1):
-        q[ell - m, ell + m], q[ell - m, ell - m] = 1 / sqrt(2), -1j / sqrt(2)
-        q[ell + m, ell + m], q[ell + m, ell - m] = (-1) ** m / sqrt(2), 1j * (-1) ** m / sqrt(2)
+        sign, half = (-1) ** m, torch.tensor([1, 1j], dtype=q.dtype) / sqrt(2)
+        q[ell - m, ell + m], q[ell - m, ell - m] = half[0], -half[1]
+        q[ell + m, ell + m], q[ell + m, ell - m] = sign * half[0], sign * half[1]
     return (-1j) ** ell * q
 
 

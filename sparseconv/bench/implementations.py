@@ -73,7 +73,7 @@ class Convolution(ABC):
         """From the coordinates to everything that a training step needs, anew."""
 
     def learn(self) -> None:
-        """Called after the first step: from now on `prepare` makes all that this step used, where it can know."""
+        """Called after a step whose choices were made before: from now on `prepare` makes all that it used."""
         return
 
     @abstractmethod
@@ -108,18 +108,20 @@ class Sparseconv(Convolution):
 
         self.plan = sc.ConvolutionPlan(sc.VoxelGrid(self.coords), self.kernel, backend=self.backend)
         if self._used is not None:
+            from sparseconv.backends.triton_implicit_gemm.jobs import jobs_of
             from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
 
-            for asked in self._used:
-                schedule_of(self.plan.kernel_map, *asked)
+            for kind, *asked in self._used:
+                (schedule_of if kind == "schedule" else jobs_of)(self.plan.kernel_map, *asked)
             self.plan.kernel_map.in_rows  # noqa: B018 (edges by tap, which the weight gradient reads)
 
-    #: the schedules that a step uses: tile size, direction, groups, order; None until a step has chosen them
+    #: what a step makes of a map: schedules by tile size, direction, groups and order, and jobs by their number; None
+    #: until a step has chosen them
     _used: list[Any] | None = None
 
     def learn(self) -> None:
-        keys = [key for key in self.plan.kernel_map.prepared if isinstance(key, tuple) and key[0] == "schedule"]
-        self._used = [key[1:] for key in keys] or None
+        kept = [key for key in self.plan.kernel_map.prepared if isinstance(key, tuple)]
+        self._used = [key for key in kept if key[0] in ("schedule", "jobs")] or None
         self.lazy = self._used is None
 
     def _serving(self, request: Any) -> Any:

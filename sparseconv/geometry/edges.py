@@ -85,8 +85,10 @@ class Window:
 
     def coarse_extent(self, extent: IndexRange) -> IndexRange | None:
         """The bounding box of all coarse voxels that see fine ones with this one; None where that takes a look."""
-        if not self._sees_all:
-            return None
+        return self.coarse_bounds(extent) if self._sees_all else None
+
+    def coarse_bounds(self, extent: IndexRange) -> IndexRange:
+        """A box around all coarse voxels that see a fine one in this box."""
         edges = list(zip(self._spans, extent.start, extent.end))
         start = tuple(-((last - lo) // s) for (_, last, s), lo, _ in edges)
         return IndexRange(start, tuple((hi - 1 - first) // s + 1 for (first, _, s), _, hi in edges))
@@ -170,10 +172,13 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
         from sparseconv.geometry.triton_pairs import find_edges_on_gpu  # Triton is loaded where it is used
 
         source = find_edges_on_gpu(fine, coarse.coords, window.offsets, window.stride, torus)
-        return KernelMap(
+        found = KernelMap(
             len(fine), len(coarse), len(window.offsets), source=source, identity_tap=identity, mirror=mirror
         )
-    if torus is None and fine.device.type == "cpu":
+        if fine.count is not None:
+            found.num_pairs = fine.pairs_like(coarse, window, boundary)  # type: ignore[attr-defined]
+        return found
+    if torus is None and fine.device.type == "cpu" and fine.count is None:
         pairs = edges_by_lines(fine, coarse, window.stride, window.offsets)
         if pairs is not None:
             sizes = len(fine), len(coarse), len(window.offsets)
@@ -187,6 +192,8 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
 
 def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every coarse voxel that sees a fine one, in lexicographic order; under ``forbid``, those whose window fits."""
+    if fine.count is not None:
+        return fine.reached(window, boundary, to_fine=False)  # type: ignore[attr-defined]
     torus = torus_of(fine, window, boundary)
     scale = tuple(float(s) for s in window.stride)
     found = _reach_on_gpu(fine, window, window.coarse_torus(torus), to_fine=False)
@@ -202,6 +209,8 @@ def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGri
 
 def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every fine voxel that a coarse one sees, in lexicographic order; under ``forbid``, within the extent."""
+    if coarse.count is not None:
+        return coarse.reached(window, boundary, to_fine=True)  # type: ignore[attr-defined]
     torus = torus_of(None, window, boundary)
     if boundary.kind == "forbid" and boundary.extent is None:
         raise ValueError("a generative transposed plan under 'forbid' needs Boundary.forbid(extent)")
@@ -238,6 +247,8 @@ def fits(coarse: VoxelGrid, fine: VoxelGrid, window: Window, boundary: Boundary)
     """The coarse voxels whose whole window lies in the extent under ``forbid``; under other boundaries all of them."""
     if boundary.kind != "forbid":
         return coarse
+    if coarse.count is not None:
+        raise ValueError("a grid of fixed size cannot lose voxels, as it would under the boundary 'forbid'")
     extent = boundary.extent or fine.extent
     starts = window.projection(coarse.coords[:, 1:])
     ends = starts + _row(window.projection.shape, starts)
@@ -251,6 +262,8 @@ def check_pair(one: VoxelGrid, other: VoxelGrid) -> None:
         a, b = getattr(one, name), getattr(other, name)
         if a != b:
             raise ValueError(f"source and target must have the same {name}; got {a} and {b}")
+    if (one.count is None) != (other.count is None):
+        raise ValueError(f"source and target must both be of fixed size, or neither; got {one} and {other}")
 
 
 def _row(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:

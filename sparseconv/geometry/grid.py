@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from sparseconv.geometry.lookup import KeySpace, SortedTable
+from sparseconv.geometry.lookup import KEY_LIMIT, KeySpace, SortedTable
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
 
 if TYPE_CHECKING:
@@ -51,7 +52,17 @@ class VoxelGrid:
     ) -> None:
         coords = _checked_coords(coords)
         rank = coords.shape[1] - 1
-        low, high, table = _measure(coords)
+        table = _table_on_gpu(coords)  # on its way while the rest is looked at
+        if duplicates not in ("error", "first"):
+            raise ValueError(f"duplicates must be 'error' or 'first'; got {duplicates!r}")
+        self.voxel_size: Floats = _floats(1.0 if voxel_size is None else voxel_size, rank, "voxel_size")
+        self.origin: Floats = _floats(0.0 if origin is None else origin, rank, "origin")
+        if min(self.voxel_size) <= 0:
+            raise ValueError(f"voxel_size must be positive; got {voxel_size}")
+        #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
+        self.derived: dict[Any, Any] = {}
+        self.coords = coords
+        low, high = _measure(coords, table)
         if low and low[0] < 0:
             raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}")
         if batch_size is None:
@@ -60,21 +71,13 @@ class VoxelGrid:
             raise ValueError(f"coords name batch item {high[0]}, but batch_size is {batch_size}")
         elif batch_size < 0:
             raise ValueError(f"batch_size must not be negative; got {batch_size}")
-        if duplicates not in ("error", "first"):
-            raise ValueError(f"duplicates must be 'error' or 'first'; got {duplicates!r}")
         self.batch_size = batch_size
-        self.voxel_size: Floats = _floats(1.0 if voxel_size is None else voxel_size, rank, "voxel_size")
-        self.origin: Floats = _floats(0.0 if origin is None else origin, rank, "origin")
-        if min(self.voxel_size) <= 0:
-            raise ValueError(f"voxel_size must be positive; got {voxel_size}")
         #: the bounding box of the voxels, without the batch
         self.extent = (
             IndexRange(low[1:], tuple(h + 1 for h in high[1:])) if low else IndexRange((0,) * rank, (0,) * rank)
         )
-        self.coords = coords
-        self._space  # noqa: B018 (raises where keys are too short)
-        #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
-        self.derived: dict[Any, Any] = {}
+        if batch_size * math.prod(self.extent.shape) >= KEY_LIMIT:
+            self._space  # noqa: B018 (raises)
         if table is not None:
             self.derived["cells"] = table
         pair = self._table.first_duplicate() if table is None or table.has_duplicates else None
@@ -111,6 +114,9 @@ class VoxelGrid:
 
     #: True where other processes hold the rest of the scene
     is_shared = False
+    #: of a `FixedGrid` alone: how many of its rows are real, and what did not fit, each (1,) int32 on the device
+    count: torch.Tensor | None = None
+    fault: torch.Tensor | None = None
     #: the class of this kind of grid's plans, where floors above give it one of its own
     plan_type: type | None = None
 
@@ -345,14 +351,24 @@ def _bounds(coords: torch.Tensor) -> tuple[Ints, Ints]:
     return tuple(low), tuple(high)
 
 
-def _measure(coords: torch.Tensor) -> tuple[Ints, Ints, CoordinateTable | None]:
-    """Smallest and largest value of each column, read at once; on a GPU together with a table of the rows."""
-    if coords.device.type != "cuda" or coords.shape[0] == 0:
-        return *_bounds(coords), None
-    from sparseconv.geometry.triton_table import build_table, read_table  # Triton is loaded where it is used
+def _measure(coords: torch.Tensor, table: CoordinateTable | None) -> tuple[Ints, Ints]:
+    """Smallest and largest value of each column, read at once; where there is a table of the rows, from that."""
+    if table is None:
+        return _bounds(coords)
+    from sparseconv.geometry.triton_table import read_table  # Triton is loaded where it is used
 
-    table = build_table(coords, reported=True)
-    return *read_table(table), table
+    return read_table(table)
+
+
+def _table_on_gpu(coords: torch.Tensor) -> CoordinateTable | None:
+    """A table of the rows of a grid on a GPU, on its way; None elsewhere, and where there is no row."""
+    if coords.device.type != "cuda" or coords.shape[0] == 0:
+        return None
+    from sparseconv.geometry.triton_ahead import expect_plans  # Triton is loaded where it is used
+    from sparseconv.geometry.triton_table import build_table
+
+    expect_plans(coords)
+    return build_table(coords, reported=True, awaited=True)
 
 
 def _checked_coords(coords: torch.Tensor) -> torch.Tensor:
@@ -368,7 +384,8 @@ def _checked_coords(coords: torch.Tensor) -> torch.Tensor:
         low, high = _bounds(coords)
         if low and (min(low) < INT32.min or max(high) >= INT32.max):
             raise ValueError(f"voxel indices must fit in 32 bits; got values from {min(low)} to {max(high)}")
-    return coords.detach().int().contiguous()
+        return coords.int().contiguous()
+    return coords.detach().contiguous()
 
 
 def _floats(value: float | Sequence[float], rank: int, name: str) -> Floats:

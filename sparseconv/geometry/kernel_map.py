@@ -19,6 +19,10 @@ class EdgeSource(Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def padded(self) -> bool:
+        """Whether more pairs are written than there are edges, whose number the host does not know."""
+
+    @property
     def neighbors(self) -> torch.Tensor:
         """(K, N_out) int32, -1 where there is none."""
 
@@ -27,6 +31,9 @@ class EdgeSource(Protocol):
 
     def counts(self) -> tuple[int, ...]:
         """The edges of each tap, on the host; writes none down."""
+
+    def total(self) -> int:
+        """The number of edges."""
 
     def reversed(self) -> EdgeSource:
         """The same edges with input and output exchanged."""
@@ -71,6 +78,8 @@ class KernelMap:
         self.identity_tap = identity_tap
         #: mirror[k] is the tap whose edges are those of tap k reversed; None where the map has no such symmetry
         self.mirror = mirror
+        #: whether each input row has exactly one edge, known from the geometry (windows side by side); else unknown
+        self.meets_all = False
         #: what backends derive from the edges and keep (schedules, wider indices), under keys of their own
         self.prepared: dict[Any, Any] = {}
         # this map owns its reverse; the reverse knows this one weakly, so that both go with the last plan
@@ -96,7 +105,9 @@ class KernelMap:
         """(K, N_out) int32: the input row of each output row through each tap, -1 where there is none."""
         twin = self._twin()
         if twin is not None and self.mirror is not None and "neighbors" in twin.__dict__:
-            return twin.neighbors[list(self.mirror)]
+            if self.mirror == tuple(reversed(range(self.num_taps))):
+                return twin.neighbors.flip(0)
+            return torch.stack([twin.neighbors[tap] for tap in self.mirror])  # no index that a graph could not copy
         if self.source is not None:
             with torch._C._DisableFuncTorch():  # edges do not depend on what torch.func differentiates
                 return self.source.neighbors
@@ -124,6 +135,19 @@ class KernelMap:
         return table[live], live.nonzero()[:, 1].int(), offsets
 
     @property
+    def padded(self) -> bool:
+        """Whether the pairs end at ``tap_offsets[K]``, which the device alone knows, and not with their arrays.
+
+        So it is between grids of fixed size on a GPU: ``num_pairs`` is then an estimate, and what would have to know
+        the edges one by one is a RuntimeError.
+        """
+        return self.source is not None and self.source.padded
+
+    def _counted(self) -> None:
+        if self.padded:
+            self.tap_counts  # noqa: B018 (raises)
+
+    @property
     def in_rows(self) -> torch.Tensor:
         """(P,) int32: the input row of each edge, by tap."""
         return self._pairs[0]
@@ -141,6 +165,7 @@ class KernelMap:
     @cached_property
     def pair_taps(self) -> torch.Tensor:
         """(P,) int32: the tap of each edge, ascending."""
+        self._counted()
         taps = torch.arange(self.num_taps, dtype=torch.int32, device=self.device)
         return torch.repeat_interleave(taps, self.tap_offsets.diff(), output_size=len(self.in_rows))
 
@@ -150,6 +175,7 @@ class KernelMap:
 
         The order is int64 where there are 2^31 edges or more; ``reverse().by_output`` is the order by input row.
         """
+        self._counted()
         rows, order = torch.sort(self.out_rows, stable=True)
         bounds = torch.arange(self.num_out + 1, dtype=torch.int32, device=rows.device)
         return order.int() if len(rows) < 2**31 else order, torch.searchsorted(rows, bounds)
@@ -192,7 +218,7 @@ class KernelMap:
     @cached_property
     def num_pairs(self) -> int:
         """P, the number of edges."""
-        return len(self.in_rows) if self.source is None else sum(self.tap_counts)
+        return len(self.in_rows) if self.source is None else self.source.total()
 
     @cached_property
     def max_pairs_per_tap(self) -> int:
@@ -202,6 +228,7 @@ class KernelMap:
     @cached_property
     def coverage(self) -> torch.Tensor:
         """(K+1,) int64 on the host: how many output rows have 0, 1, ..., K edges."""
+        self._counted()
         degree = torch.bincount(self.out_rows.long(), minlength=self.num_out)
         return torch.bincount(degree, minlength=self.num_taps + 1).cpu()
 
@@ -211,7 +238,7 @@ class KernelMap:
         if twin is None:
             sizes = self.num_out, self.num_in, self.num_taps
             symmetry = {"identity_tap": self.identity_tap, "mirror": self.mirror}
-            if self.source is not None and "_pairs" not in self.__dict__:
+            if self.source is not None and (self.padded or "_pairs" not in self.__dict__):
                 twin = KernelMap(*sizes, source=self.source.reversed(), **symmetry)  # type: ignore[arg-type]
             else:
                 in_rows, out_rows, offsets = self._pairs
@@ -230,6 +257,7 @@ class KernelMap:
         """This map with its edges on another device; itself if they are there."""
         if torch.empty(0, device=device).device == self.device:
             return self
+        self._counted()
         in_rows, out_rows, offsets = (t.to(device) for t in self._pairs)
         return KernelMap(
             self.num_in,
@@ -241,7 +269,8 @@ class KernelMap:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("num_in", "num_out", "num_taps", "identity_tap", "mirror", "_pairs")
+        self._counted()
+        kept = ("num_in", "num_out", "num_taps", "identity_tap", "mirror", "meets_all", "_pairs")
         self._pairs  # noqa: B018 (pairs are the form that travels: derive them if they are not there yet)
         return {name: self.__dict__[name] for name in kept}
 

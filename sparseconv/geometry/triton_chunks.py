@@ -133,7 +133,8 @@ def keys_kernel(
     for axis in tl.static_range(1, COLUMNS):
         q = offset_in(ranges_ptr, tl.load(place + axis, mask=live, other=0), axis)
         cell = add_to_cell(cell, q.to(tl.uint32, bitcast=True), axis, shift.to(tl.uint32), COLUMNS, CELL_BITS)
-    chunk = tl.load(cells_ptr + tl.minimum(cell, (1 << CELL_BITS) - 1), mask=live, other=0)
+    cell = tl.minimum(cell.to(tl.uint32, bitcast=True), (1 << CELL_BITS) - 1)  # a dead row, of batch item -1, is last
+    chunk = tl.load(cells_ptr + cell, mask=live, other=0)
     key = tl.load(keys_ptr + row, mask=live, other=0)
     last = (((1 << (room - 1)) - 1) << 1) | 1
     tl.store(found_ptr + row, tl.where(key == 0x7FFFFFFF, last, key >> lost) | (chunk << room), mask=live)

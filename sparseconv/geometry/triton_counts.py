@@ -8,12 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, Pointer, Report, pointer
+from sparseconv.geometry.triton_launch import INTERPRETED, KeptReport, Launcher, Pointer, Report, pointer
 from sparseconv.geometry.triton_table import COUNTS, STATUS, CoordinateTable, raise_for_status
 
 
 class PendingCounts:
     """Edge counts on their way to the host: queue more work before `read`, and nobody waits.
+
+    Those of rows that the host does not know stay on the device, and to `read` them is an error.
 
     Args:
         taps: of the window.
@@ -25,7 +27,7 @@ class PendingCounts:
         #: (K+1,) int64 on the device: tap k owns the edges [offsets[k], offsets[k+1])
         self.offsets = torch.empty(taps + 1, dtype=torch.int64, device=device)
         #: offsets, distinct rows, overflow
-        self.report = Report(taps + 3, device)
+        self.report: Report | KeptReport = (Report if table.unseen is None else KeptReport)(taps + 3, device)
         self._table: CoordinateTable | None = table
         self._values: tuple[int, ...] = ()
 

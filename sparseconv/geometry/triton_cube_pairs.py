@@ -24,9 +24,9 @@ def list_cube(search: WindowSearch, in_rows: torch.Tensor, out_rows: torch.Tenso
     sector = SECTOR if num_edges > MANY_EDGES else 0
     args = (
         *search.pointers, search.scratch[STARTS], pointer(search.pending.offsets), pointer(in_rows), pointer(out_rows),
-        pointer(search.counts), search.coords.shape[0], search.chunks,
+        search.count_pointer, search.coords.shape[0], search.chunks,
     )  # fmt: skip
-    _CUBE_PAIRS(in_rows.device, (search.chunks, 3 if sector else 2), args, (search.chunk_rows, sector))
+    CUBE_PAIRS(in_rows.device, (search.chunks, 3 if sector else 2), args, (search.chunk_rows, sector))
 
 
 # ---- kernels
@@ -204,4 +204,4 @@ def append(
 
 
 _I32, _I64 = torch.int32, torch.int64
-_CUBE_PAIRS = Launcher(cube_pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, _I32, int, int), num_warps=1)
+CUBE_PAIRS = Launcher(cube_pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, _I32, int, int), num_warps=1)

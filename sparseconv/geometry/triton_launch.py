@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +22,14 @@ from triton.runtime import driver
 CREW, MOST_REGISTERS = 4, 128
 #: times that the programs of a cooperative launch may wait for each other
 NUM_GATES = 7
+#: arguments of the launcher that kernels share: those of the longest, and two that Triton adds
+SHARED_ARGUMENTS = 32
 Pointer = Any  # an address on a card; a tensor where kernels are interpreted
+
+
+#: what a launcher is called with that a C compiler made
+BUILT_FORM = ("self", "gridX", "gridY", "gridZ", "stream", "function", "args")
+_reading = threading.Lock()
 
 
 @triton.jit
@@ -50,6 +63,7 @@ class Launcher:
         #: options of the compiler; programs of a cooperative launch all run at once, so that they may wait for another
         self.options = {"launch_cooperative_grid": True, "maxnreg": MOST_REGISTERS} if cooperative else options
         self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
+        self._compiled: dict[tuple, Future] = {}
 
     def __call__(self, device: torch.device, grid: tuple[int, ...], args: tuple, constants: tuple = ()) -> None:
         if INTERPRETED:
@@ -64,38 +78,104 @@ class Launcher:
             ready = self._ready[device_index, constants] = self._prepare(constants, device_index)
         return ready
 
+    def ahead(self, device: torch.device, constants: tuple) -> None:
+        """Compile on a thread of its own what a device will soon be asked to launch; that launch says what fails."""
+        if not INTERPRETED and (device.index, constants) not in self._compiled:
+            threading.Thread(target=self._compile_for, args=(device, constants), name="sparseconv compiler").start()
+
+    def _compile_for(self, device: torch.device, constants: tuple) -> None:
+        with suppress(Exception), torch.cuda.device(device):
+            self.compile(constants)
+
     def compile(self, constants: tuple) -> Any:
-        """Triton's compiled kernel for these constants on the current device."""
-        shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
-        return self.function.warmup(*shown, *constants, grid=(1,), num_warps=self.num_warps, **self.options)
+        """Triton's compiled kernel for these constants on the current device; once, whichever threads ask."""
+        mine: Future = Future()
+        key = torch.cuda.current_device(), constants
+        found = self._compiled.setdefault(key, mine)
+        if found is not mine:
+            return found.result()
+        try:
+            read_triton()
+            shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
+            options = {"num_warps": self.num_warps, **self.options}
+            mine.set_result(self.function.warmup(*shown, *constants, grid=(1,), **options))
+        except BaseException as error:
+            del self._compiled[key]  # who asks again tries again
+            mine.set_exception(error)
+        return mine.result()
 
     def _prepare(self, constants: tuple, device_index: int) -> Callable[[int, int, tuple], None]:
         kernel = self.compile(constants)
+        rest: tuple = constants
+        numbers = all(t is int or isinstance(t, (int, torch.dtype)) for t in self.types)  # 64 bits or fewer
+        fits = numbers and len(self.types) + 2 <= SHARED_ARGUMENTS
+        if fits and _builds_launchers():
+            kernel, rest = _with_shared_launcher(kernel), (0,) * (SHARED_ARGUMENTS - len(self.types))
         run = kernel.run  # loads the binary
+        at_once, stream_of = _entry(run), driver.active.get_current_stream
+        if at_once is None and rest is not constants:  # it asks for scratch memory
+            kernel, rest = self.compile(constants), constants
+            run = kernel.run
         function, metadata = kernel.function, kernel.packed_metadata
-        stream_of = driver.active.get_current_stream
-        at_once = _entry(run)
         if at_once is not None:
             start, how = at_once
 
             def launch(x: int, y: int, args: tuple) -> None:
                 stream = stream_of(device_index)
-                start(x, y, 1, stream, function, *how, None, None, metadata, None, None, None, *args, *constants)
+                start(x, y, 1, stream, function, *how, None, None, metadata, None, None, None, *args, *rest)
 
         else:
 
             def launch(x: int, y: int, args: tuple) -> None:
-                run(x, y, 1, stream_of(device_index), function, metadata, None, None, None, *args, *constants)
+                run(x, y, 1, stream_of(device_index), function, metadata, None, None, None, *args, *rest)
 
         return launch
+
+
+_SHARED = SimpleNamespace(constants={}, signature=dict.fromkeys(range(SHARED_ARGUMENTS), "i64"))
+
+
+def _with_shared_launcher(kernel: Any) -> Any:
+    """The kernel, to be launched with SHARED_ARGUMENTS 64-bit numbers, of which the card reads those that it declares.
+
+    Addresses and integers come first, then Triton's two addresses of scratch memory, then what is left over.
+    """
+    kernel = copy.copy(kernel)  # Triton launches its own by the signature that it was compiled for
+    kernel.src = _SHARED
+    kernel.module = kernel.function = kernel._run = None
+    return kernel
+
+
+@cache
+def _builds_launchers() -> bool:
+    """Whether this Triton has a C compiler make a launcher for each signature, which takes it half a second."""
+    return tuple(inspect.signature(driver.active.launcher_cls.__call__).parameters) == BUILT_FORM
+
+
+def _build_shared_launcher() -> None:
+    names = ("num_ctas", "global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align")
+    with suppress(Exception):  # who launches will say what is wrong
+        told = dict.fromkeys((*names, "launch_cooperative_grid", "launch_pdl"), 0)
+        driver.active.launcher_cls(_SHARED, SimpleNamespace(**told))
+
+
+@cache
+def read_triton() -> None:
+    """Once, whichever threads ask: the digest of Triton's files, which is part of every kernel's name in its cache, and
+    what Triton needs of the driver."""
+    with _reading, suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+    if _builds_launchers():  # both by a C compiler: what it calls of the driver, then the shared launcher
+        threading.Thread(target=_build_shared_launcher, name="sparseconv compiler").start()
 
 
 def _entry(run: Any) -> tuple[Callable[..., None], tuple[bool, bool]] | None:
     """The C function behind a launcher of Triton that only adds memory for kernels which ask for some, and what it
     is told of cooperation and of overlap; None for kernels that ask, and for launchers of another form."""
-    form = tuple(inspect.signature(type(run).__call__).parameters)
     told = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
-    if form != ("self", "gridX", "gridY", "gridZ", "stream", "function", "args") or not all(
+    if tuple(inspect.signature(type(run).__call__).parameters) != BUILT_FORM or not all(
         hasattr(run, name) for name in told
     ):
         return None
@@ -177,7 +257,7 @@ class Report:
     def __init__(self, length: int, device: torch.device) -> None:
         self._length = length
         self._values: list[int] | None = None
-        self._sent = False
+        self._sent, self._noted = False, False
         room = max(64, power_of_2(length))
         if INTERPRETED:
             self._stock: list[_Slip] = []
@@ -189,24 +269,25 @@ class Report:
             self._slip = _Slip(room, device)
         self.pointer = self._slip.pointer
 
-    def sent(self) -> None:
-        """Note that the kernel which writes it was launched."""
+    def sent(self, noted: bool = True) -> None:
+        """Note that the kernel which writes it was launched; not ``noted``: a read follows, before any other launch."""
         if self._slip is not None and self._slip.event is not None:
-            self._slip.event.record(self._slip.stream)
-            self._sent = True
+            if noted:
+                self._slip.event.record(self._slip.stream)
+            self._sent, self._noted = True, noted
 
     @property
     def has_arrived(self) -> bool:
         """Whether `read` would wait for nothing."""
         slip = self._slip
-        return slip is None or not self._sent or bool(slip.event.query())
+        return slip is None or not self._sent or bool((slip.event if self._noted else slip.stream).query())
 
     def read(self) -> list[int]:
         """The integers; waits for the kernel."""
         slip = self._slip
         if self._values is None and slip is not None:
             if self._sent:
-                slip.event.synchronize()
+                (slip.event if self._noted else slip.stream).synchronize()
             values = slip.memory.tolist()[: self._length]
             if self._values is None:  # a thread that was faster may have given the memory away meanwhile
                 self._values = values
@@ -220,6 +301,34 @@ class Report:
 
     def __del__(self) -> None:
         self._give_back()
+
+
+class KeptReport:
+    """A report that stays on the device, where a kernel leaves it: for maps that are built without the host."""
+
+    has_arrived = False
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self._values = torch.empty(length, dtype=torch.int64, device=device)
+        self.pointer = pointer(self._values)
+
+    def sent(self) -> None:
+        """Nothing is on its way."""
+
+    def read(self) -> list[int]:
+        """Raises RuntimeError."""
+        raise RuntimeError(
+            "the edges of a grid of fixed size are counted on the device alone: ask a plan of an ordinary grid"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Unseen:
+    """What belongs to rows whose number the host does not know: those past ``count`` have a negative batch item."""
+
+    count: torch.Tensor  # (1,) int32
+    fault: torch.Tensor  # (1,) int32: the bits of what did not fit; set by kernels, never taken back
+    gates: torch.Tensor  # for cooperative launches: not those of the stream, for a graph may be replayed on another one
 
 
 class _Slip:
@@ -260,8 +369,10 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def gates_of(device: torch.device) -> Pointer:
+def gates_of(device: torch.device, unseen: Unseen | None = None) -> Pointer:
     """Counters at which the programs of a cooperative launch meet, all zero between the launches of a stream."""
+    if unseen is not None:
+        return pointer(unseen.gates)
     if INTERPRETED:
         return torch.zeros(NUM_GATES + 1, dtype=torch.int32)
     return _gates(device.index, driver.active.get_current_stream(device.index)).data_ptr()
@@ -310,3 +421,7 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
+
+
+if not INTERPRETED and torch.cuda.is_initialized():  # kernels will be asked for: 0.5 s beside the imports that follow
+    threading.Thread(target=read_triton, name="sparseconv compiler").start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from sparseconv.geometry.triton_launch import (
     Arena,
     Launcher,
     Pointer,
+    Unseen,
     ceil_div,
     on_device,
     pointer,
@@ -71,6 +72,7 @@ class WindowSearch:
         coords: (N_out, 1+D) int32 on the same device, in any order; ``table.coords`` itself is faster.
         window: of the same device, with ``single=True`` for a table that is not blocked.
         given: (K, N_out) int32: the table of a search that has none of rows.
+        unseen: of given edges between rows whose number the host does not know; a table has its own.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class WindowSearch:
         coords: torch.Tensor,
         window: TapWindow,
         given: torch.Tensor | None = None,
+        unseen: Unseen | None = None,
     ) -> None:
         #: whether the target rows are those of the table, so that a row's own block tells the blocks around it
         self.is_local = (
@@ -89,11 +92,14 @@ class WindowSearch:
             and coords.shape[0] > 0
         )
         #: whether each row looks at the 27 cells around it, for which there are kernels of their own
-        self.is_cube = self.is_local and table is not None and (window.offsets, table.shifts) == CUBE
+        self.is_cube = self.is_local and table is not None and window.is_cube and table.shifts == CUBE[1]
         self.table, self.window, self.given = table, window, given
+        self.unseen = unseen if table is None else table.unseen
         self.coords = coords if self.is_local else aligned(coords)
         self.chunk_rows = rows_per_chunk(coords.shape[0])
         self.chunks = ceil_div(coords.shape[0], self.chunk_rows)
+        #: constants on the device that its launches read: kept as long as a graph that holds those launches may run
+        self.kept: list[torch.Tensor] = []
         self._scratch: Arena | None = None
         self._pointers: tuple[Pointer, ...] | None = None
         if table is not None:
@@ -148,6 +154,12 @@ class WindowSearch:
         return self._counters.counts
 
     @property
+    def count_pointer(self) -> Pointer:
+        """The place of `counts`."""
+        self.scratch  # noqa: B018 (counted with it)
+        return self._counters.pointers[1]
+
+    @property
     def keys(self) -> torch.Tensor | None:
         """(1, N_out) int32 sort keys, see row_keys; None above 31 taps and for given edges."""
         if self.table is None or self.window.num_taps > KEY_BITS:
@@ -160,8 +172,13 @@ class WindowSearch:
         n, scratch = self.coords.shape[0], self.scratch
         if not 0 < n <= MERGED_ROWS:
             return torch.sort(scratch.tensor(SORT_KEYS).view(1, -1), dim=-1, stable=True).indices
-        merge_rows(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], n, self.coords.device)
+        merge_rows(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], n, self.coords.device, self.unseen)
         return scratch[ORDER]
+
+    @property
+    def most_edges(self) -> int:
+        """A number that the edges cannot exceed, whatever rows occur twice; known without a look at the device."""
+        return self.coords.shape[0] * self.window.num_taps
 
     @property
     def around(self) -> torch.Tensor | None:
@@ -222,12 +239,12 @@ def search_window(table: CoordinateTable, coords: torch.Tensor, window: TapWindo
     return WindowSearch(table, coords, window)
 
 
-def search_table(neighbors: torch.Tensor) -> WindowSearch:
+def search_table(neighbors: torch.Tensor, unseen: Unseen | None = None) -> WindowSearch:
     """The search that finds the edges of a table (K, N_out) int32, -1 absent, made elsewhere: a reversed map, say."""
     taps, n = neighbors.shape
     neighbors = aligned(neighbors)
     window = encode_window(tuple((tap,) for tap in range(taps)), (1,), None, neighbors.device, True)
-    return WindowSearch(None, neighbors.new_empty(n, 0), window, neighbors)
+    return WindowSearch(None, neighbors.new_empty(n, 0), window, neighbors, unseen)
 
 
 def row_keys(
@@ -257,18 +274,28 @@ def row_keys(
     keys = torch.empty(len(parts), n, dtype=torch.int64 if wide else torch.int32, device=device)
     if n and taps and taps <= KEY_BITS and search.given is None:
         with on_device(device):
-            launch_masks(search, key_words(ranked, parts, device), pointer(keys), None, chunk, room, lost, len(parts))
+            search.kept.append(words := key_words(ranked, parts, device))
+            launch_masks(search, words, pointer(keys), None, chunk, room, lost, len(parts))
     elif n and taps:
-        bits = torch.full((len(parts), taps), -1, dtype=torch.int32)
-        for index, part in enumerate(parts):
-            kept = [tap for tap in ranked if tap in part][: WIDE_KEY_BITS if wide else KEY_BITS]
-            for place, tap in enumerate(kept):
-                bits[index, tap] = len(kept) - 1 - place
-        args = (pointer(search.neighbors), pointer(bits := bits.to(device)), pointer(keys), n, taps, chunk, room, lost)
+        search.kept.append(bits := _key_bits(ranked, parts, WIDE_KEY_BITS if wide else KEY_BITS, device))
+        args = (pointer(search.neighbors), pointer(bits), pointer(keys), n, taps, chunk, room, lost)
         with on_device(device):
             launcher = _PLANE_KEYS_WIDE if wide else _PLANE_KEYS
             launcher(device, (ceil_div(n, 128), len(parts)), args, (wide, 128))
     return keys
+
+
+@lru_cache(maxsize=512)
+def _key_bits(
+    ranked: tuple[int, ...], parts: tuple[tuple[int, ...], ...], most: int, device: torch.device
+) -> torch.Tensor:
+    """(G, K) int32: the bit of each tap in the keys of each group, -1 for none; of ``most`` taps of a group."""
+    bits = torch.full((len(parts), len(ranked)), -1, dtype=torch.int32)
+    for index, part in enumerate(parts):
+        kept = [tap for tap in ranked if tap in part][:most]
+        for place, tap in enumerate(kept):
+            bits[index, tap] = len(kept) - 1 - place
+    return bits.to(device)
 
 
 # ---- kernels

@@ -24,20 +24,24 @@ if TYPE_CHECKING:
 def pairs_of(search: WindowSearch) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """The edges by tap, and by target row within a tap; waits for ``search.pending``, the counts, alone.
 
+    Of rows that the host does not know nothing is waited for: P is then a bound, and what lies behind the edges there
+    is undefined.
+
     Edges between the rows of one grid through a symmetric window are found once for two mirrored taps: those of the
     second half of the taps are then ordered by source row.
 
     Returns:
-        in_rows (P,) int32, out_rows (P,) int32, and the offsets of the taps (K+1,) on the host; on the device they are
-        ``search.pending.offsets``.
+        in_rows (P,) int32, out_rows (P,) int32, and the offsets of the taps (K+1,) on the host, empty where it does not
+        know them; on the device they are ``search.pending.offsets``.
     """
     n, device = search.coords.shape[0], search.coords.device
     scratch = search.scratch
     pending = search.pending
-    offsets = pending.read()
-    in_rows = torch.empty(offsets[-1], dtype=torch.int32, device=device)
+    offsets = pending.read() if search.unseen is None else ()
+    most = offsets[-1] if offsets else search.most_edges
+    in_rows = torch.empty(most, dtype=torch.int32, device=device)
     out_rows = torch.empty_like(in_rows)
-    if offsets[-1]:
+    if most:
         window, mirrored = search.window, search.is_local and search.window.is_symmetric
         args = (
             *search.pointers, scratch[STARTS], pointer(pending.offsets), pointer(in_rows), pointer(out_rows),
@@ -45,7 +49,7 @@ def pairs_of(search: WindowSearch) -> tuple[torch.Tensor, torch.Tensor, tuple[in
         )  # fmt: skip
         with on_device(device):
             if search.is_cube:
-                list_cube(search, in_rows, out_rows, offsets[-1])
+                list_cube(search, in_rows, out_rows, most if offsets else most // 2)
             else:
                 grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
                 _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
@@ -65,6 +69,11 @@ class FoundEdges:
         return self.search.coords.device
 
     @property
+    def padded(self) -> bool:
+        """Whether more pairs are written than there are edges, whose number the host does not know."""
+        return self.search.unseen is not None
+
+    @property
     def neighbors(self) -> torch.Tensor:
         """(K, N_out) int32, -1 where there is none."""
         return self.search.neighbors
@@ -78,6 +87,10 @@ class FoundEdges:
     def counts(self) -> tuple[int, ...]:
         """The edges of each tap, on the host; waits for them."""
         return tuple(b - a for a, b in itertools.pairwise(self.search.pending.read()))
+
+    def total(self) -> int:
+        """The number of edges; waits for the counts."""
+        return self.search.pending.read()[-1]
 
     def reversed(self) -> ReversedEdges:
         """The same edges with input and output exchanged."""
@@ -101,6 +114,11 @@ class ReversedEdges:
         return self.found.device
 
     @property
+    def padded(self) -> bool:
+        """Whether more pairs are written than there are edges."""
+        return self.found.padded
+
+    @property
     def neighbors(self) -> torch.Tensor:
         """(K, N_in) int32, -1 where there is none; the table of the found edges is not kept."""
         search = self.found.search
@@ -114,6 +132,10 @@ class ReversedEdges:
     def counts(self) -> tuple[int, ...]:
         """The edges of each tap, on the host."""
         return self.found.counts()
+
+    def total(self) -> int:
+        """The number of edges."""
+        return self.found.total()
 
     def reversed(self) -> FoundEdges:
         """The found edges."""

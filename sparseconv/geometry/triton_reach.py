@@ -18,7 +18,9 @@ from sparseconv.geometry.triton_launch import (
     NUM_GATES,
     Arena,
     Launcher,
+    Pointer,
     Report,
+    Unseen,
     ceil_div,
     crew_of,
     gates_of,
@@ -66,6 +68,65 @@ def reach(
         (M, 1+D) int32; None where the box of possible results is too large for 64-bit keys or 32-bit coordinates.
     """
     moves = _moves(offsets, stride, torus, within, to_fine, coords.device)
+    sizes = _sizes(coords, moves, extent, batch_size)
+    if sizes is None:
+        return None
+    with on_device(coords.device):
+        return (_marked if sizes.cells <= MOST_MARKED else _claimed)(coords, moves, sizes)
+
+
+def reach_unseen(
+    coords: torch.Tensor,
+    extent: IndexRange,
+    batch_size: int,
+    offsets: tuple[Ints, ...],
+    stride: Ints,
+    torus: IndexRange | None,
+    *,
+    to_fine: bool,
+    within: IndexRange,
+    rows: int,
+    unseen: Unseen,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """`reach` for rows whose number the host does not know: it waits for nothing, and nothing is written out of bounds.
+
+    Arguments are those of `reach`; coordinates outside of their extent may join what lies ``within`` all the same.
+
+    Args:
+        rows: of the result; what is reached beyond them is dropped, and raises bit 1 of the fault flag.
+
+    Returns:
+        (rows, 1+D) int32, dead from the last reached one on; their number (1,) int32; and what the kernels read, to be
+        kept as long as a graph that holds them may run. None where the box of possible results is too large.
+    """
+    moves = _moves(offsets, stride, torus, within, to_fine, coords.device)
+    sizes = _sizes(coords, moves, extent, batch_size)
+    if sizes is None or sizes.cells > MOST_MARKED:
+        return None
+    device, columns = coords.device, coords.shape[1]
+    reached = torch.empty(rows, columns, dtype=torch.int32, device=device)
+    count = torch.empty(1, dtype=torch.int32, device=device)
+    report = torch.empty(2, dtype=torch.int64, device=device)
+    with on_device(device):
+        arena = _mark(coords, moves, sizes, pointer(report), unseen)
+        found = (arena[FOUND], arena[PLACES], arena[STARTS], pointer(reached))
+        more = (pointer(report), pointer(count), pointer(unseen.fault))
+        _EMIT_UNSEEN(device, (ceil_div(rows, 32),), (*found, *more, rows, *sizes.box), (columns - 1, 32))
+    return reached, count, moves.data
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Cells of the box of possible results, the most results, their batch items, and the box as kernels take it."""
+
+    cells: int
+    most: int
+    batches: int
+    box: Ints
+
+
+def _sizes(coords: torch.Tensor, moves: _Moves, extent: IndexRange, batch_size: int) -> _Sizes | None:
+    """None where the box is too large for 64-bit keys or 32-bit coordinates."""
     seen, low, high = moves.bounds(extent)
     sizes = tuple(b - a + 1 for a, b in zip(low, high))
     cells = batch_size * math.prod(sizes)
@@ -75,9 +136,7 @@ def reach(
     if most >= 2**29:
         return None
     rest = 4 - len(low)
-    box = (*(0,) * rest, *low, *(1,) * rest, *sizes)
-    with on_device(coords.device):
-        return (_marked if cells <= MOST_MARKED else _claimed)(coords, moves, cells, most, box)
+    return _Sizes(cells, most, batch_size, (*(0,) * rest, *low, *(1,) * rest, *sizes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,36 +201,47 @@ def _moves(
     return _Moves(torch.tensor(data, dtype=torch.int32).to(device), len(steps), each, is_box, spans, torus, to_fine)
 
 
-def _marked(coords: torch.Tensor, moves: _Moves, cells: int, most: int, box: Ints) -> torch.Tensor:
+#: the arrays that `_mark` leaves
+BITS, RANKS, SUMS, FOUND, PLACES, STARTS = range(6)
+
+
+def _marked(coords: torch.Tensor, moves: _Moves, sizes: _Sizes) -> torch.Tensor:
     """One bit for each 64 cells, then a word for each of those that are not empty: ranks in order, without a sort."""
-    (n, columns), device = coords.shape, coords.device
-    lines, words = ceil_div(cells, 4096), min(most, ceil_div(cells, 64))
-    programs = min(crew_of(device, max(ceil_div(n, 128), ceil_div(lines, 512))), MOST_PROGRAMS)
-    i32, i64 = torch.int32, torch.int64
-    arrays = [(i64, lines), (i32, lines), (i32, 2 * MOST_PROGRAMS), (i64, words), (i32, words), (i32, words)]
-    arena, report = Arena(device, arrays), Report(2, device)
-    bits, ranks, sums, found, places, starts = (arena[i] for i in range(6))
-    args = (
-        pointer(coords), pointer(moves.data), bits, ranks, sums, found, places, starts, gates_of(device),
-        report.pointer, n, moves.steps, lines, programs, *box,
-    )  # fmt: skip
-    _MARK(device, (programs,), args, (columns - 1, moves.is_box, 128, 512, MOST_PROGRAMS, NUM_GATES))
+    columns, device = coords.shape[1], coords.device
+    report = Report(2, device)
+    arena = _mark(coords, moves, sizes, report.pointer)
     report.sent()
     count, words = report.read()
     reached = torch.empty(count, columns, dtype=torch.int32, device=device)
     if count:
-        emitted = (found, places, starts, pointer(reached), words, *box)
+        emitted = (arena[FOUND], arena[PLACES], arena[STARTS], pointer(reached), words, *sizes.box)
         _EMIT(device, (ceil_div(words, 32),), emitted, (columns - 1, 32))
     return reached
 
 
-def _claimed(coords: torch.Tensor, moves: _Moves, cells: int, most: int, box: Ints) -> torch.Tensor:
-    """A hash table that finds each key once, and a sort: for boxes too large for bits."""
+def _mark(coords: torch.Tensor, moves: _Moves, sizes: _Sizes, report: Pointer, unseen: Unseen | None = None) -> Arena:
+    """Launch `mark_kernel`."""
     (n, columns), device = coords.shape, coords.device
+    lines, words = ceil_div(sizes.cells, 4096), min(sizes.most, ceil_div(sizes.cells, 64))
+    programs = min(crew_of(device, max(ceil_div(n, 128), ceil_div(lines, 512))), MOST_PROGRAMS)
+    i32, i64 = torch.int32, torch.int64
+    arrays = [(i64, lines), (i32, lines), (i32, 2 * MOST_PROGRAMS), (i64, words), (i32, words), (i32, words)]
+    arena = Arena(device, arrays)
+    args = (
+        pointer(coords), pointer(moves.data), *(arena[i] for i in range(6)), gates_of(device, unseen), report,
+        n, sizes.batches, moves.steps, lines, programs, *sizes.box,
+    )  # fmt: skip
+    _MARK(device, (programs,), args, (columns - 1, moves.is_box, 128, 512, MOST_PROGRAMS, NUM_GATES))
+    return arena
+
+
+def _claimed(coords: torch.Tensor, moves: _Moves, sizes: _Sizes) -> torch.Tensor:
+    """A hash table that finds each key once, and a sort: for boxes too large for bits."""
+    (n, columns), device, most, box = coords.shape, coords.device, sizes.most, sizes.box
     capacity = most + most // 2 + 64
     table = torch.zeros(2 * capacity + 2, dtype=torch.int64, device=device)
     keys = torch.empty(most, dtype=torch.int64, device=device)
-    args = (pointer(coords), pointer(moves.data), pointer(table), pointer(keys), n, capacity, *box)
+    args = (pointer(coords), pointer(moves.data), pointer(table), pointer(keys), n, sizes.batches, capacity, *box)
     _CLAIM(device, (ceil_div(n, 128), moves.steps), args, (columns - 1, moves.is_box, 128))
     count = int(table[-2])
     keys = torch.sort(keys[:count]).values
@@ -192,13 +262,14 @@ def one_of(axis: tl.constexpr, first, second, third, fourth):
 
 @triton.jit
 def keys_of(
-    row, step, coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3,
+    row, step, coords_ptr, window_ptr, n, batches, low0, low1, low2, low3, size0, size1, size2, size3,
     RANK: tl.constexpr, IS_BOX: tl.constexpr,
 ):  # fmt: skip
-    """Keys of what rows see in one step, and which of them are real."""
+    """Keys of what rows see in one step, and which of them are real; rows of no batch item see nothing."""
     live = row < n
     place = coords_ptr + row.to(tl.int64) * (RANK + 1)
-    key = tl.load(place, mask=live, other=0).to(tl.int64)
+    key = tl.load(place, mask=live, other=-1).to(tl.int64)
+    live = (key >= 0) & (key < batches)
     step_ptr = window_ptr + 8 * RANK + step * RANK
     for axis in tl.static_range(RANK):
         axis_ptr = window_ptr + 8 * axis
@@ -255,7 +326,7 @@ def store_place(coords_ptr, row, live, batch, a, b, c, d, low0, low1, low2, low3
 @triton.jit
 def mark_kernel(
     coords_ptr, window_ptr, bits_ptr, ranks_ptr, sums_ptr, words_ptr, places_ptr, starts_ptr, gates_ptr, report_ptr,
-    n, num_steps, num_lines, programs, low0, low1, low2, low3, size0, size1, size2, size3,
+    n, batches, num_steps, num_lines, programs, low0, low1, low2, low3, size0, size1, size2, size3,
     RANK: tl.constexpr, IS_BOX: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr,
     NUM_GATES: tl.constexpr,
 ):  # fmt: skip
@@ -275,7 +346,22 @@ def mark_kernel(
         row = first + tl.arange(0, BLOCK)
         for step in range(num_steps):
             key, live = keys_of(
-                row, step, coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3, RANK, IS_BOX
+                row,
+                step,
+                coords_ptr,
+                window_ptr,
+                n,
+                batches,
+                low0,
+                low1,
+                low2,
+                low3,
+                size0,
+                size1,
+                size2,
+                size3,
+                RANK,
+                IS_BOX,
             )
             word = key >> 6
             tl.atomic_or(bits_ptr + (word >> 6), one << (word & 63), mask=live, sem="relaxed")
@@ -289,7 +375,22 @@ def mark_kernel(
         row = first + tl.arange(0, BLOCK)
         for step in range(num_steps):
             key, live = keys_of(
-                row, step, coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3, RANK, IS_BOX
+                row,
+                step,
+                coords_ptr,
+                window_ptr,
+                n,
+                batches,
+                low0,
+                low1,
+                low2,
+                low3,
+                size0,
+                size1,
+                size2,
+                size3,
+                RANK,
+                IS_BOX,
             )
             word = key >> 6
             line = tl.load(bits_ptr + (word >> 6), mask=live, other=0)
@@ -333,6 +434,45 @@ def emit_kernel(
     RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The coordinates of the cells of BLOCK words, one cell of each at a time."""
+    emit_words(
+        words_ptr, places_ptr, starts_ptr, coords_ptr, num_words, 0x7FFFFFFF, low0, low1, low2, low3,
+        size0, size1, size2, size3, RANK, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def emit_unseen_kernel(
+    words_ptr, places_ptr, starts_ptr, coords_ptr, report_ptr, count_ptr, fault_ptr, num_rows,
+    low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`emit_kernel` into so many rows: those behind the last cell are dead, and cells beyond them a fault.
+
+    No word is empty, so that as many words as rows are enough, a program for BLOCK of either.
+    """
+    count = tl.load(report_ptr)
+    num_words = tl.load(report_ptr + 1).to(tl.int32)
+    emit_words(
+        words_ptr, places_ptr, starts_ptr, coords_ptr, num_words, num_rows, low0, low1, low2, low3,
+        size0, size1, size2, size3, RANK, BLOCK,
+    )  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    dead = (row >= count) & (row < num_rows)
+    for column in tl.static_range(RANK + 1):
+        tl.store(coords_ptr + row.to(tl.int64) * (RANK + 1) + column, -1, mask=dead)
+    if tl.program_id(0) == 0:
+        tl.store(count_ptr, tl.minimum(count, num_rows).to(tl.int32))
+        if count > num_rows:
+            tl.atomic_or(fault_ptr, 2, sem="relaxed")
+
+
+@triton.jit
+def emit_words(
+    words_ptr, places_ptr, starts_ptr, coords_ptr, num_words, num_rows,
+    low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The cells of this program's words, into no more than ``num_rows`` rows."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = slot < num_words
     word = tl.load(words_ptr + slot, mask=real, other=0)
@@ -353,7 +493,7 @@ def emit_kernel(
         on_b -= over * size1
         over = on_a // size0
         store_place(
-            coords_ptr, row, word != 0, batch + over, on_a - over * size0, on_b, on_c, on_d,
+            coords_ptr, row, (word != 0) & (row < num_rows), batch + over, on_a - over * size0, on_b, on_c, on_d,
             low0, low1, low2, low3, RANK,
         )  # fmt: skip
         row += 1
@@ -362,13 +502,14 @@ def emit_kernel(
 
 @triton.jit
 def claim_kernel(
-    coords_ptr, window_ptr, table_ptr, keys_ptr, n, capacity, low0, low1, low2, low3, size0, size1, size2, size3,
+    coords_ptr, window_ptr, table_ptr, keys_ptr, n, batches, capacity,
+    low0, low1, low2, low3, size0, size1, size2, size3,
     RANK: tl.constexpr, IS_BOX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Claim the keys of what BLOCK rows see in one step, and append those that were not there before."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key, live = keys_of(
-        row, tl.program_id(1), coords_ptr, window_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3,
+        row, tl.program_id(1), coords_ptr, window_ptr, n, batches, low0, low1, low2, low3, size0, size1, size2, size3,
         RANK, IS_BOX,
     )  # fmt: skip
     _slot, known = claim(table_ptr, key, live, capacity, tl.full((), 0x4000000000000000, tl.int64))
@@ -394,8 +535,9 @@ def decode_kernel(
 
 _I32, _I64 = torch.int32, torch.int64
 _MARK = Launcher(
-    mark_kernel, (_I32, _I32, _I64, _I32, _I32, _I64, _I32, _I32, _I32, _I64, *(int,) * 12), cooperative=True
+    mark_kernel, (_I32, _I32, _I64, _I32, _I32, _I64, _I32, _I32, _I32, _I64, *(int,) * 13), cooperative=True
 )
 _EMIT = Launcher(emit_kernel, (_I64, _I32, _I32, _I32, *(int,) * 9), num_warps=1)
-_CLAIM = Launcher(claim_kernel, (_I32, _I32, _I64, _I64, *(int,) * 10), num_warps=1)
+_EMIT_UNSEEN = Launcher(emit_unseen_kernel, (_I64, _I32, _I32, _I32, _I64, _I32, _I32, *(int,) * 9), num_warps=1)
+_CLAIM = Launcher(claim_kernel, (_I32, _I32, _I64, _I64, *(int,) * 11), num_warps=1)
 _DECODE = Launcher(decode_kernel, (_I64, _I32, *(int,) * 9))

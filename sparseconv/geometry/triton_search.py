@@ -24,7 +24,7 @@ from sparseconv.geometry.triton_launch import (
     power_of_2,
     wait_for_all,
 )
-from sparseconv.geometry.triton_table import KEYS, STATUS, CoordinateTable, pack_shifts
+from sparseconv.geometry.triton_table import KEYS, STATUS, CoordinateTable, pack_shifts, rows_per_chunk
 from sparseconv.geometry.triton_window import entry_of, look
 
 if TYPE_CHECKING:
@@ -76,20 +76,30 @@ def launch_search(search: WindowSearch, scratch: Arena, counters: Counters, pend
     if table is None:
         return
     taps, device = window.num_taps, pending.offsets.device
-    programs = crew_of(device, max(taps, ceil_div(n, 128)))
+    programs = search_programs(device, taps, n)
     totals, counts = counters.pointers
-    lanes = power_of_2(3 ** (search.coords.shape[1] - 1))
     args = (
-        *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals, gates_of(device),
+        *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals,
+        gates_of(device, table.unseen),
         table.arena[KEYS] if table.blocked else scratch[SORT_KEYS], table.arena[STATUS],
         scratch[STARTS], pointer(pending.offsets), pending.report.pointer,
         n, window.num_runs, taps, search.capacity, search.chunks, programs,
     )  # fmt: skip
+    constants = search_constants(search.constants, taps, n, programs, search.is_cube)
+    SEARCH(device, (programs,), args, constants)
+
+
+def search_programs(device: torch.device, taps: int, n: int) -> int:
+    """Programs of a `search_kernel` over ``n`` target rows."""
+    return crew_of(device, max(taps, ceil_div(n, 128)))
+
+
+def search_constants(looks: tuple, taps: int, n: int, programs: int, is_cube: bool) -> tuple:
+    """The constants of `search_kernel` for ``n`` target rows; ``looks`` are those of a look-up."""
+    lanes, chunk = power_of_2(3 ** looks[0]), rows_per_chunk(n)
     each = max(1, (256 if n <= 32 * programs else 1024) // lanes)  # more look-ups in flight where there are many
-    scan = min(SCAN_BLOCK, max(128, power_of_2(search.chunks)))
-    constants = (*search.constants, power_of_2(taps), search.chunk_rows, 128, lanes, each, scan, NUM_GATES)
-    constants = (*constants, search.is_cube)
-    _SEARCH(device, (programs,), args, constants)
+    scan = min(SCAN_BLOCK, max(128, power_of_2(ceil_div(n, chunk))))
+    return (*looks, power_of_2(taps), chunk, 128, lanes, each, scan, NUM_GATES, is_cube)
 
 
 # ---- kernels
@@ -236,7 +246,7 @@ _AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int)
 _MASK_TYPES = (*SEARCH_TYPES, _I32, _I32, _I32, _I64, *(int,) * 9)
 _MASKS = Launcher(masks_kernel, _MASK_TYPES, num_warps=1)
 _CUBE_MASKS = Launcher(masks_kernel, _MASK_TYPES)  # a row a thread, see `count_in_warps`
-_SEARCH = Launcher(
+SEARCH = Launcher(
     search_kernel,
     (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, *(int,) * 6),
     cooperative=True,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -16,6 +18,7 @@ from sparseconv.geometry.triton_launch import (
     Launcher,
     Pointer,
     Report,
+    Unseen,
     ceil_div,
     crew_of,
     gates_of,
@@ -57,6 +60,7 @@ class CoordinateTable:
     pointers: tuple[Pointer, ...]  # ranges, slots, block numbers, infos and rows as the kernels take them
     spare: list[tuple[int, int]]  # (start, length) of the zeros kept for the counts of the windows searched first
     report: Report | None  # status and ranges on their way to the host, where they were asked for
+    unseen: Unseen | None = None  # of rows whose number the host does not know: nothing of theirs is ever read back
 
     read: dict[str, int] = field(default_factory=dict)  # "distinct", "overflow" and "blocks", once they were read
 
@@ -146,12 +150,16 @@ def build_table(
     *,
     blocked: bool | None = None,
     reported: bool = False,
+    awaited: bool = False,
+    unseen: Unseen | None = None,
 ) -> CoordinateTable:
     """A table of the rows of coords (N, 1+D) int32, N < 2^29, in any order; nothing is read back.
 
     ``ranges`` are those of ``measure_ranges`` where they are known; ``blocked=False`` makes a table of single cells.
     Duplicate rows and key overflow are found on the device: `raise_for_status` reports them at the next reading.
-    ``reported`` sends status and ranges to the host, for a `read_table` that follows.
+    ``reported`` sends status and ranges to the host, for a `read_table` that follows; ``awaited``: at once. With given
+    ranges, rows outside of them are in no cell and never found; so are the dead ones of ``unseen`` rows, whose batch
+    item is negative.
     """
     n, columns = coords.shape
     if n >= MAX_ROWS:
@@ -178,11 +186,13 @@ def build_table(
         pointers = (spread, arena[SLOTS], arena[COUNTS], arena[SLOTS], arena[COUNTS])
     reported = reported and fused and ranges is None
     report = Report(2 + 2 * columns, device) if reported else None
-    table = CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare, report)
+    table = CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare, report, unseen)
     if n:
         with on_device(device):
             if fused:
                 _launch_table(table)
+                if report is not None:
+                    report.sent(noted=not awaited)
                 return table
             if ranges is None:
                 _launch_ranges(coords, spread)
@@ -193,6 +203,26 @@ def build_table(
 def rows_per_chunk(n: int) -> int:
     """Rows whose edges are counted together: at most about sixteen thousand chunks."""
     return max(128, power_of_2(max(1, n)) // 16384)
+
+
+def encode_ranges(low: Sequence[int], high: Sequence[int]) -> torch.Tensor:
+    """(1+D, 2) int32 on the host: what `measure_ranges` leaves of rows from ``low`` to ``high``, inclusive."""
+    return torch.tensor([(h + 2**31, 2**31 - 1 - v) for v, h in zip(low, high)]).int()
+
+
+def block_volume(low: Sequence[int], high: Sequence[int]) -> int:
+    """Block numbers of a bounding box, inclusive; 2^62 and more are too many for keys."""
+    shifts = (0, *BLOCK_SHIFTS[len(low) - 1])
+    return math.prod(((h - v) >> shift) + 2 for v, h, shift in zip(low, high, shifts))
+
+
+def check_rows(table: CoordinateTable) -> None:
+    """Raise the fault flag, on the device, unless the first ``count`` rows of a table alone are real, and its cells."""
+    unseen, (n, columns) = table.unseen, table.coords.shape
+    if unseen is not None:
+        args = (pointer(table.coords), table.arena[STATUS], pointer(unseen.count), pointer(unseen.fault), n)
+        with on_device(table.coords.device):
+            _CHECK(table.coords.device, (ceil_div(n, 1024),), args, (columns, 1024))
 
 
 def lookup(table: CoordinateTable, coords: torch.Tensor) -> torch.Tensor:
@@ -258,12 +288,10 @@ def _launch_table(table: CoordinateTable) -> None:
     zeros = arena.length_before(IDS) // 4
     report = arena[STATUS] if table.report is None else table.report.pointer
     sizes = (n, table.capacity, zeros, programs)
-    args = (pointer(coords), table.pointers[0], *arrays, gates_of(coords.device), report, *sizes)
+    args = (pointer(coords), table.pointers[0], *arrays, gates_of(coords.device, table.unseen), report, *sizes)
     measured, reported = table.given_ranges is not None, table.report is not None
     constants = (columns, _width(columns), pack_shifts(table.shifts), measured, reported, 128, 512, NUM_GATES)
     _TABLE(coords.device, (programs,), args, constants)
-    if table.report is not None:
-        table.report.sent()
 
 
 def _launch_build(table: CoordinateTable) -> None:
@@ -433,6 +461,17 @@ def table_kernel(
 
 
 @triton.jit
+def check_kernel(coords_ptr, status_ptr, count_ptr, fault_ptr, n, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """Bit 0 of the fault: not just the first ``count`` rows have a batch item, or the table has not as many cells."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(count_ptr)
+    item = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS, mask=row < n, other=-1)
+    wrong = tl.sum(((item >= 0) != (row < count)).to(tl.int32), 0)
+    if (wrong != 0) | ((tl.load(status_ptr) & 0xFFFFFFFF) != count) | (tl.load(status_ptr + 1) != 0):
+        tl.atomic_or(fault_ptr, 1, sem="relaxed")
+
+
+@triton.jit
 def lookup_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, found_ptr, n, capacity,
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
@@ -461,6 +500,7 @@ _ROWS = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, int))
 _TABLE = Launcher(
     table_kernel, (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, *(int,) * 4), cooperative=True
 )
+_CHECK = Launcher(check_kernel, (_I32, _I64, _I32, _I32, int))
 _LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I32, int, int), num_warps=1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 
@@ -64,6 +65,11 @@ class TapWindow:
         return mirrored and self.reach >= 0
 
     @cached_property
+    def is_cube(self) -> bool:
+        """Whether the taps are the 27 cells around a voxel, in their usual order."""
+        return self.reach == 1 and self.offsets == tuple(itertools.product((-1, 0, 1), repeat=3))
+
+    @cached_property
     def meets_once(self) -> bool:
         """Whether a fine row meets one tap at most: no two offsets are a multiple of the stride apart."""
         places = {tuple(o % s for o, s in zip(offset, self.stride)) for offset in self.offsets}
@@ -85,9 +91,14 @@ class TapWindow:
         return len(self.offsets)
 
     @cached_property
+    def all_taps(self) -> tuple[Ints]:
+        """All taps in one group."""
+        return (tuple(range(self.num_taps)),)
+
+    @cached_property
     def key_words(self) -> torch.Tensor:
         """The `key_words` of all taps in their default order, for at most 31 taps."""
-        return key_words(tap_order(self.offsets), (tuple(range(self.num_taps)),), self.data.device)
+        return key_words(tap_order(self.offsets), self.all_taps, self.data.device)
 
 
 @lru_cache(maxsize=512)

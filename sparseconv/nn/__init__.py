@@ -1,6 +1,7 @@
 """Modules and networks."""
 
 from sparseconv.nn.blocks import Bottleneck, ConvBlock, ResidualBlock
+from sparseconv.nn.captured import capture, capture_step
 from sparseconv.nn.containers import Add, Cat, Residual, Sequential, ToDense
 from sparseconv.nn.convnext import ConvNeXtUNet
 from sparseconv.nn.convolution import Conv, ConvTranspose, InverseConv, SubmanifoldConv
@@ -87,4 +88,6 @@ __all__ = [
     "UNet",
     "Unpool",
     "VoxelResBackBone8x",
+    "capture",
+    "capture_step",
 ]

@@ -84,7 +84,8 @@ def norm_act(x: Any, norm: Any, activation: Any = None, residual: SparseTensor |
         features = features_of(x, norm, norm.num_features)
         if not hooked(norm, activation) and serves(features, norm, features.shape[0]):
             slope = _slope(activation)
-            y = trained(features, [Layer(norm, 1.0 if slope is None else slope)], _features(residual))
+            layer = Layer(norm, 1.0 if slope is None else slope, alive=x.grid.count)
+            y = trained(features, [layer], _features(residual))
             return x.with_features(y) if slope is not None else apply(activation, x.with_features(y))
     y = apply(norm, x)
     y = y if residual is None else y + residual
@@ -173,7 +174,7 @@ def _layer(
     ):
         return None
     slope = _slope(activation)
-    return Layer(norm, 1.0 if slope is None else slope, plan, taps)
+    return Layer(norm, 1.0 if slope is None else slope, plan, taps, plan.target.count)
 
 
 def _target(layer: Layer) -> VoxelGrid:

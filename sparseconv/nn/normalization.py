@@ -9,7 +9,7 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.module import FeatureModule, Features, SparseModule, features_of, with_features
-from sparseconv.nn.training import Layer, serves, trained
+from sparseconv.nn.training import Layer, over_live_rows, serves, trained
 from sparseconv.ops.items import join_items, split_items
 from sparseconv.tensor import SparseTensor
 
@@ -26,11 +26,16 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
     def forward(self, x: Features) -> Features:
         """Features (N, C), alone or in a `SparseTensor` -> the same kind."""
         features = features_of(x, self, self.num_features)
-        if isinstance(x, SparseTensor) and x.grid.is_shared and (self.training or self.running_mean is None):
-            y = self._over_shards(features, x.grid)
+        grid = x.grid if isinstance(x, SparseTensor) else None
+        count = None if grid is None else grid.count
+        of_batch = self.training or self.running_mean is None
+        if grid is not None and grid.is_shared and of_batch:
+            y = self._by_sums(features, count, grid.all_sum)
         elif serves(features, self, features.shape[0]):
-            y = trained(features, [Layer(self)])
-        elif features.shape[0] < 2 and (self.training or self.running_mean is None):
+            y = trained(features, [Layer(self, alive=count)])
+        elif count is not None and of_batch:
+            y = self._by_sums(features, count)
+        elif features.shape[0] < 2 and of_batch:
             y = features - features
             if self.weight is not None:
                 y = (y * self.weight + self.bias).to(features.dtype)
@@ -38,32 +43,26 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
             y = super().forward(features)
         return with_features(x, y)
 
-    def _over_shards(self, features: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
-        """The same over the voxels of all ranks that share the scene; differentiable to any order."""
-        wide = features.to(torch.promote_types(features.dtype, torch.float32))
-        count = int(grid.all_sum(torch.tensor([len(grid)], device=grid.device)))
-        if count < 2:
-            y = wide - wide
-        else:
-            mean = grid.all_sum(wide.sum(0)) / count
-            var = grid.all_sum((wide - mean).square().sum(0)) / count
-            y = (wide - mean) * torch.rsqrt(var + self.eps)
-            if self.training and self.running_mean is not None and self.running_var is not None:
-                self._follow(mean.detach(), var.detach() * (count / (count - 1)))
-        if self.weight is not None:
-            y = y * self.weight + self.bias
-        return y.to(features.dtype)
+    def _by_sums(self, features: torch.Tensor, count: torch.Tensor | None, *total: Any) -> torch.Tensor:
+        """Over the live rows, of all processes where ``total`` adds up over them; nothing is read by the host."""
+        y, mean, var, rows = over_live_rows(features, count, self.weight, self.bias, self.eps, *total)
+        if self.training and self.running_mean is not None and self.running_var is not None:
+            self._follow(mean, var * rows / (rows - 1).clamp_min(1), (rows > 1).to(rows.dtype))
+        return y
 
-    def _follow(self, mean: torch.Tensor, var: torch.Tensor) -> None:
-        """Move the running statistics as torch does."""
-        running = (self.running_mean, self.running_var)
-        step = self.momentum
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            step = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        for kept, seen in zip(running, (mean, var)):
-            if kept is not None and step is not None:
-                kept.lerp_(seen.to(kept.dtype), step)
+    def _follow(self, mean: torch.Tensor, var: torch.Tensor, share: torch.Tensor) -> None:
+        """Move the running statistics as torch does, where ``share`` (1,) is 1; it is 0 where there is no variance."""
+        tracked, momentum = self.num_batches_tracked, self.momentum
+        if tracked is not None:
+            tracked.add_(share[0].to(tracked.dtype))
+        step = share
+        if momentum is not None:
+            step = share * momentum
+        elif tracked is not None:
+            step = share / tracked.clamp_min(1)
+        for kept, seen in ((self.running_mean, mean), (self.running_var, var)):
+            if kept is not None:
+                kept.copy_(torch.lerp(kept.to(seen.dtype), seen, step))
 
 
 class LayerNorm(FeatureModule, torch.nn.LayerNorm):

@@ -22,13 +22,14 @@ class Norm(NamedTuple):
     """What of a batch norm is no tensor with a gradient: its numbers and its running statistics.
 
     ``slope`` is the activation's below zero: 0 for relu, 1 for none. ``running`` are mean, variance and the count of
-    batches, moved in place, or None.
+    batches, moved in place, or None. ``alive`` (1,) int32 says how many rows are, the others following them; or None.
     """
 
     eps: float
     momentum: float
     slope: float
     running: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    alive: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,13 @@ def _launchers(
 
     w, r, sums, tracked = weight or x, running or x, torch.float32, x if running is None else torch.int64
     number = 0.5  # any: they are fp32
-    normalize = (x, x, w, w, sums, sums, r, r, tracked, x, *(int,) * 6, number, number, number)
+    count = torch.int32
+    normalize = (x, x, w, w, sums, sums, r, r, tracked, x, count, *(int,) * 7, number, number, number)
     return (
-        Launcher(triton_norm.statistics_kernel, (x, sums, int, int), 8),
+        Launcher(triton_norm.statistics_kernel, (x, sums, count, *(int,) * 3), 8),
         Launcher(triton_norm.normalize_kernel, normalize, 8),
-        Launcher(triton_norm.reduce_kernel, (x, x, x, w, w, sums, sums, x, *(int,) * 5, number), 8),
-        Launcher(triton_norm.input_grad_kernel, (x, x, w, w, sums, sums, w, w, x, *(int,) * 5, number), 8),
+        Launcher(triton_norm.reduce_kernel, (x, x, x, w, w, sums, sums, x, count, *(int,) * 6, number), 8),
+        Launcher(triton_norm.input_grad_kernel, (x, x, w, w, sums, sums, w, w, x, count, *(int,) * 6, number), 8),
         pointer if INTERPRETED else torch.Tensor.data_ptr,
         on_device,
     )
@@ -106,6 +108,11 @@ def _kernels_of(x: torch.Tensor, weight: torch.Tensor | None, norm: Norm) -> Ker
         None if weight is None else weight.dtype,
         None if running is None else running[0].dtype,
     )
+
+
+def _count_of(run: Kernels, kept: torch.Tensor, norm: Norm) -> tuple[Any, int]:
+    """What a launch takes for the number of rows that are alive, and whether there is one."""
+    return (run.at(kept), 0) if norm.alive is None else (run.at(norm.alive), 1)
 
 
 def forward(
@@ -123,14 +130,19 @@ def forward(
 
     Returns:
         y (N, C), and the workspace fp32 that starts with mean and 1 / sqrt(var + eps) (2, C). Running statistics follow
-        as torch's do.
+        as torch's do. Where ``norm.alive`` is given, dead rows are not read and those of y are zero.
     """
     run = _kernels_of(x, weight, norm)
     device = x.device
     y = torch.empty_like(x)
     kept = torch.empty(run.size, dtype=torch.float32, device=device)
+    count, counted = _count_of(run, kept, norm)
     with run.on(device):
-        run.statistics(device, run.grids[0], (run.at(x), run.beyond(kept), x.shape[0], run.units), run.constants)
+        run.statistics(
+            *(device, run.grids[0]),
+            (run.at(x), run.beyond(kept), count, x.shape[0], run.units, counted),
+            run.constants,
+        )
         _normalize(run, x, weight, bias, residual, norm, run.grids[0][0], kept, y)
     if norm.running is not None:
         torch.autograd.graph.increment_version(norm.running)
@@ -161,6 +173,7 @@ def _normalize(
 ) -> None:
     at, running = run.at, norm.running
     none = at(x)
+    count, counted = _count_of(run, kept, norm)
     pointers = (
         none,
         none if residual is None else at(residual),
@@ -169,8 +182,9 @@ def _normalize(
         at(kept),
         *((none, none, none) if running is None else (at(running[0]), at(running[1]), at(running[2]))),
         at(y),
+        count,
     )
-    flags = (int(residual is not None), int(weight is not None), int(parts > 0 and running is not None))
+    flags = (int(residual is not None), int(weight is not None), int(parts > 0 and running is not None), counted)
     numbers = (x.shape[0], run.units, parts, *flags, norm.eps, norm.momentum, norm.slope)
     run.normalize(x.device, run.grids[2], (*pointers, *numbers), run.constants)
 
@@ -185,6 +199,8 @@ def backward(
     norm: Norm,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Gradients of x, weight, bias and residual from that of y.
+
+    In dead rows they are zero, and that of y is not read; a residual that no activation followed gets ``grad`` itself.
 
     Args:
         grad: (N, C), rows may be apart. x, weight, bias: those of `forward`; kept: its second result.
@@ -203,6 +219,7 @@ def backward(
         weight_grad, bias_grad = torch.empty_like(weight), torch.empty_like(bias)
         affine, affine_grad = (at(weight), at(bias)), (at(weight_grad), at(bias_grad))
     has_affine, sums, statistics, grad_row = int(weight is not None), run.beyond(kept), at(kept), row // unit
+    count, counted = _count_of(run, kept, norm)
     if y is None:
         dz, dz_row, slope, y_at = grad, grad_row, norm.slope, none
     else:
@@ -212,16 +229,16 @@ def backward(
         run.reduce(
             *(device, run.grids[1]),
             (
-                *(at(grad), none, y_at, *affine, statistics, sums, dz_at),
-                *(rows, run.units, grad_row, int(y is not None), has_affine, norm.slope),
+                *(at(grad), none, y_at, *affine, statistics, sums, dz_at, count),
+                *(rows, run.units, grad_row, int(y is not None), has_affine, counted, norm.slope),
             ),
             run.constants,
         )
         run.input_grad(
             *(device, run.grids[2]),
             (
-                *(dz_at, none, *affine, statistics, sums, *affine_grad, at(dx)),
-                *(rows, run.units, dz_row, run.grids[1][0], has_affine, slope),
+                *(dz_at, none, *affine, statistics, sums, *affine_grad, at(dx), count),
+                *(rows, run.units, dz_row, run.grids[1][0], has_affine, counted, slope),
             ),
             run.constants,
         )

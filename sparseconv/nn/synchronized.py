@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from sparseconv.nn.module import Features, features_of, with_features
 from sparseconv.nn.normalization import BatchNorm
+from sparseconv.tensor import SparseTensor
 
 
 class SyncBatchNorm(BatchNorm):
@@ -30,32 +31,11 @@ class SyncBatchNorm(BatchNorm):
         if not together or not (self.training or self.running_mean is None):
             return super().forward(x)
         features = features_of(x, self, self.num_features)
-        wide = features.to(torch.promote_types(features.dtype, torch.float32))
-        rows = wide.new_full((1,), wide.shape[0])
-        total = self._sum(torch.cat([wide.sum(0), rows]))
-        count = total[-1].detach().clamp_min(1)
-        mean = total[:-1] / count
-        centred = wide - mean
-        var = self._sum(centred.square().sum(0)) / count
-        self._remember(mean.detach(), var.detach(), count)
-        y = centred * torch.rsqrt(var + self.eps)
-        if self.weight is not None:
-            y = y * self.weight + self.bias
-        return with_features(x, y.to(features.dtype))
+        count = x.grid.count if isinstance(x, SparseTensor) else None
+        return with_features(x, self._by_sums(features, count, self._sum))
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         return _AllSum.apply(values, self.process_group)
-
-    def _remember(self, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> None:
-        """Update the running statistics as torch does; a single voxel has no variance and changes nothing."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        share = (count > 1).to(count.dtype)
-        self.num_batches_tracked += share.to(self.num_batches_tracked.dtype)
-        momentum = 1 / self.num_batches_tracked.clamp_min(1) if self.momentum is None else self.momentum
-        unbiased = var * count / (count - 1).clamp_min(1)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share * momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share * momentum)
 
     @classmethod
     def convert(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:

@@ -11,7 +11,7 @@ since the sign of what the activation met cannot be told from z then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -71,6 +71,7 @@ class Layer(NamedTuple):
     slope: float = 1.0
     plan: ConvolutionPlan | None = None
     taps: torch.Tensor | None = None  # (K, C_in/G, C_out)
+    alive: torch.Tensor | None = None  # (1,) int32: the rows that are, of a grid that has others too
 
 
 class Stage(NamedTuple):
@@ -131,7 +132,11 @@ class _Trained(torch.autograd.Function):
                 grad, x if z is None else z, y, weight, bias, statistics[at], norm
             )
             if at == count - 1:
-                grad_residual, y = dres if needs[1] else None, None
+                if needs[1]:
+                    grad_residual = dres
+                    if dres is grad and norm.alive is not None:
+                        grad_residual = torch.where(live_rows(grad, norm.alive), grad, 0)
+                y = None
             grad = dz
             if call is None:
                 break
@@ -163,19 +168,60 @@ def _differentiable(
     flow = middle = x
     for at, stage in enumerate(stages):
         taps, weight, bias = tensors[3 * at : 3 * at + 3]
-        slope = stage.norm.slope
-        middle = torch.nn.functional.batch_norm(
-            stage.convolve(flow, taps), None, None, weight, bias, True, 0.0, stage.norm.eps
-        )
+        slope, count = stage.norm.slope, stage.norm.alive
+        middle = stage.convolve(flow, taps)
+        if count is None:
+            middle = torch.nn.functional.batch_norm(middle, None, None, weight, bias, True, 0.0, stage.norm.eps)
+        else:
+            middle = over_live_rows(middle, count, weight, bias, stage.norm.eps)[0]
         flow = middle if slope == 1 else torch.where(middle <= 0, middle * slope, middle)
-    dz, slope = grad, stages[-1].norm.slope
+    dz, slope, count = grad, stages[-1].norm.slope, stages[-1].norm.alive
+    if count is not None:
+        dz = torch.where(live_rows(grad, count), grad, 0)
     if slope != 1:
-        dz = torch.where((middle if y is None else y).detach() <= 0, grad * slope, grad)
+        dz = torch.where((middle if y is None else y).detach() <= 0, dz * slope, dz)
     inputs = (x, *tensors)
     wanted = [t for t in inputs if t is not None and t.requires_grad]
     found = iter(torch.autograd.grad(middle, wanted, dz, create_graph=True) if wanted else ())
     grad_x, *grads = [next(found) if t is not None and t.requires_grad else None for t in inputs]
     return grad_x, dz if residual else None, None, *grads
+
+
+def live_rows(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """(N, 1) bool: the first ``count`` rows, a number (1,) that the device knows."""
+    return torch.arange(x.shape[0], device=x.device)[:, None] < count
+
+
+def over_live_rows(
+    x: torch.Tensor,
+    count: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    total: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The norm of the first ``count`` (1,) rows of x (N, C), of all where it is None; differentiable to any order.
+
+    Dead rows have no part in anything, NaN or not: they come out as 0 and get no gradient. Statistics in fp32 for
+    halves; ``total`` adds sums up over processes.
+
+    Returns:
+        y (N, C) of x's dtype; detached, (C,), (C,) and (1,): mean, biased variance, and the number of rows.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    live = None if count is None else live_rows(x, count)
+    wide = wide if live is None else torch.where(live, wide, 0)
+    rows = wide.new_full((1,), x.shape[0]) if count is None else count.to(wide.dtype)
+    sums = total(torch.cat([wide.sum(0), rows]))
+    rows = sums[-1:].detach()
+    mean = sums[:-1] / rows.clamp_min(1)
+    centred = wide - mean if live is None else torch.where(live, wide - mean, 0)
+    var = total(centred.square().sum(0)) / rows.clamp_min(1)
+    y = centred * torch.rsqrt(var + eps)
+    if weight is not None and bias is not None:
+        y = y * weight + bias
+        y = y if live is None else torch.where(live, y, 0)
+    return y.to(x.dtype), mean.detach(), var.detach(), rows
 
 
 def trained(x: torch.Tensor, layers: Sequence[Layer], residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -193,10 +239,10 @@ def trained(x: torch.Tensor, layers: Sequence[Layer], residual: torch.Tensor | N
     if residual is not None:
         residual = _lined_up(residual)
     stages, tensors = [], []
-    for norm, slope, plan, taps in layers:
+    for norm, slope, plan, taps, alive in layers:
         weight, bias, *running = tensors_of(norm)
         moved = tuple(running) if norm.training and running[0] is not None else None
-        how = Norm(norm.eps, norm.momentum or 0.0, slope, moved)  # type: ignore[arg-type]
+        how = Norm(norm.eps, norm.momentum or 0.0, slope, moved, alive)  # type: ignore[arg-type]
         stages.append(Stage(how, None if plan is None else Call.of(plan)))
         tensors += [taps, weight, bias]
     args = (x, residual, tuple(stages), *tensors)

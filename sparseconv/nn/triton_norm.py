@@ -7,6 +7,9 @@
 
 A part is every ``parts``-th tile of rows. Parts are merged by every program that needs them, in one order: the same
 bits in every run, and nothing to reset between launches. act(z) = z for z > 0, slope * z elsewhere.
+
+Where ``counted``, only the first ``count`` rows are alive, a number that the device alone knows: dead rows are not
+read, and what is written there is zero.
 """
 
 from __future__ import annotations
@@ -50,11 +53,19 @@ def _joined(count, mean, spread, slot, rows):
 
 
 @triton.jit
+def _alive(count_ptr, counted, rows):
+    """How many rows are alive."""
+    return tl.where(counted != 0, tl.load(count_ptr, counted != 0, other=0).to(tl.int32), rows)
+
+
+@triton.jit
 def statistics_kernel(
     x_ptr,  # (rows, C)
     parts_ptr,  # (2, parts, C) fp32: means, sums of squared deviations
+    count_ptr,  # (1,) int32, read where ``counted``
     rows,
     units,  # C = units * UNIT
+    counted,
     UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -63,6 +74,7 @@ def statistics_kernel(
     channels = units * UNIT
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < channels
+    rows = _alive(count_ptr, counted, rows)
     row = tl.arange(0, BLOCK_N)
     count = tl.zeros((BLOCK_N,), tl.float32)
     mean = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
@@ -77,7 +89,7 @@ def statistics_kernel(
         delta = tl.where(mask, x - mean, 0.0)
         mean += delta * (1.0 / seen)
         spread += delta * (x - mean)
-    centre, total = _joined(count, mean, spread, row, tl.sum(count, 0))
+    centre, total = _joined(count, mean, spread, row, tl.maximum(tl.sum(count, 0), 1.0))
     at = parts_ptr + part * channels + channel
     tl.store(at, centre, inside)
     tl.store(at + parts * channels, total, inside)
@@ -106,7 +118,7 @@ def _merged(parts_ptr, parts, rows, channels, channel, inside, BLOCK_N: tl.const
         mean += delta * share[:, None]
         spread += tl.load(at + parts * channels, mask, other=0.0) + delta * delta * (count * share)[:, None]
         count = total
-    return _joined(count, mean, spread, slot, rows)
+    return _joined(count, mean, spread, slot, tl.maximum(rows, 1))
 
 
 @triton.jit
@@ -121,12 +133,14 @@ def normalize_kernel(
     running_var_ptr,  # (C,), moved where ``follows``
     tracked_ptr,  # int64, one more where ``follows``
     y_ptr,
+    count_ptr,  # (1,) int32, read where ``counted``
     rows,
     units,
     parts,
     adds,
     affine,
     follows,
+    counted,
     eps,
     momentum,
     slope,
@@ -138,18 +152,19 @@ def normalize_kernel(
     channels = units * UNIT
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < channels
+    alive = _alive(count_ptr, counted, rows)
     if parts > 0:
-        mean, spread = _merged(parts_ptr, parts, rows, channels, channel, inside, BLOCK_N, BLOCK_C)
-        rstd = tl.rsqrt(spread / rows + eps)
+        mean, spread = _merged(parts_ptr, parts, alive, channels, channel, inside, BLOCK_N, BLOCK_C)
+        rstd = tl.rsqrt(spread / tl.maximum(alive, 1) + eps)
         if first == 0:
             tl.store(kept_ptr + channel, mean, inside)
             tl.store(kept_ptr + channels + channel, rstd, inside)
-            if follows != 0:
+            if (follows != 0) & (alive > 1):
                 old = tl.load(running_mean_ptr + channel, inside, other=0.0).to(tl.float32)
                 new = old * (1 - momentum) + mean * momentum
                 tl.store(running_mean_ptr + channel, new.to(running_mean_ptr.dtype.element_ty), inside)
                 old = tl.load(running_var_ptr + channel, inside, other=0.0).to(tl.float32)
-                new = old * (1 - momentum) + spread / (rows - 1) * momentum
+                new = old * (1 - momentum) + spread / (alive - 1) * momentum
                 tl.store(running_var_ptr + channel, new.to(running_var_ptr.dtype.element_ty), inside)
                 if tl.program_id(1) == 0:
                     tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
@@ -160,14 +175,16 @@ def normalize_kernel(
     scale = weight * rstd
     row = tl.arange(0, BLOCK_N)
     for tile in range(first, tl.cdiv(rows, BLOCK_N), tl.num_programs(0)):
-        left = rows - tile * BLOCK_N
-        mask = (row < left)[:, None] & inside[None, :]
+        left = alive - tile * BLOCK_N
+        live = (row < left)[:, None] & inside[None, :]
         at = _offsets(tile, channels, row, channel, BLOCK_N)
-        x = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, live, other=0.0).to(tl.float32)
         added = (row < left * adds)[:, None] & inside[None, :]
         residual = tl.load(residual_ptr + at, added, other=0.0).to(tl.float32)
         z = tl.fma(x - mean[None, :], scale[None, :], bias[None, :]) + residual
-        tl.store(y_ptr + at, _activated(z, slope).to(y_ptr.dtype.element_ty), mask)
+        y = tl.where(live, _activated(z, slope), 0.0)
+        mask = (row < rows - tile * BLOCK_N)[:, None] & inside[None, :]
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -180,11 +197,13 @@ def reduce_kernel(
     kept_ptr,
     parts_ptr,  # (2, parts, C) fp32: sums of dz and of dz * (x - mean)
     dz_ptr,  # (rows, C), written where ``joined``: the residual's gradient
+    count_ptr,  # (1,) int32, read where ``counted``
     rows,
     units,
     grad_units,
     joined,
     affine,
+    counted,
     slope,
     UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -197,21 +216,23 @@ def reduce_kernel(
     mean = tl.load(kept_ptr + channel, inside, other=0.0)
     weight, bias = _affine(weight_ptr, bias_ptr, channel, channels * affine)
     scale = weight * tl.load(kept_ptr + channels + channel, inside, other=0.0)
+    alive = _alive(count_ptr, counted, rows)
     row = tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
     product = tl.zeros((BLOCK_N, BLOCK_C), tl.float32)
     for tile in range(part, tl.cdiv(rows, BLOCK_N), parts):
-        left = rows - tile * BLOCK_N
-        mask = (row < left)[:, None] & inside[None, :]
-        mask_joined = (row < left * joined)[:, None] & inside[None, :]
+        left = alive - tile * BLOCK_N
+        live = (row < left)[:, None] & inside[None, :]
+        live_joined = (row < left * joined)[:, None] & inside[None, :]
         at = _offsets(tile, channels, row, channel, BLOCK_N)
         grad_at = _offsets(tile, grad_units * UNIT, row, channel, BLOCK_N)
-        grad = tl.load(grad_ptr + grad_at, mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32) - mean[None, :]
-        y = tl.load(y_ptr + at, mask_joined, other=0.0)
+        grad = tl.load(grad_ptr + grad_at, live, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, live, other=0.0).to(tl.float32) - mean[None, :]
+        y = tl.load(y_ptr + at, live_joined, other=0.0)
         # the sign as the forward pass stored it
         z = tl.fma(x, scale[None, :], bias[None, :]).to(y_ptr.dtype.element_ty)
         dz = _gated(grad, tl.where(joined != 0, y, z).to(tl.float32), slope)
+        mask_joined = (row < (rows - tile * BLOCK_N) * joined)[:, None] & inside[None, :]
         tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask_joined)
         total += dz
         product += dz * x
@@ -243,11 +264,13 @@ def input_grad_kernel(
     weight_grad_ptr,
     bias_grad_ptr,  # (C,), written where ``affine``
     dx_ptr,
+    count_ptr,  # (1,) int32, read where ``counted``
     rows,
     units,
     grad_units,
     parts,
     affine,
+    counted,
     slope,
     UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -266,16 +289,18 @@ def input_grad_kernel(
         tl.store(weight_grad_ptr + channel, product.to(weight_grad_ptr.dtype.element_ty), inside)
         tl.store(bias_grad_ptr + channel, total.to(bias_grad_ptr.dtype.element_ty), inside)
     scale = weight * rstd
-    shift = total / rows
-    slant = product * rstd / rows
+    alive = _alive(count_ptr, counted, rows)
+    shift = total / tl.maximum(alive, 1)
+    slant = product * rstd / tl.maximum(alive, 1)
     row = tl.arange(0, BLOCK_N)
     for tile in range(first, tl.cdiv(rows, BLOCK_N), tl.num_programs(0)):
-        mask = (row < rows - tile * BLOCK_N)[:, None] & inside[None, :]
+        live = (row < alive - tile * BLOCK_N)[:, None] & inside[None, :]
         at = _offsets(tile, channels, row, channel, BLOCK_N)
         grad_at = _offsets(tile, grad_units * UNIT, row, channel, BLOCK_N)
-        grad = tl.load(grad_ptr + grad_at, mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + at, mask, other=0.0).to(tl.float32) - mean[None, :]
+        grad = tl.load(grad_ptr + grad_at, live, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, live, other=0.0).to(tl.float32) - mean[None, :]
         z = tl.fma(x, scale[None, :], bias[None, :]).to(dx_ptr.dtype.element_ty)
         dz = _gated(grad, z.to(tl.float32), slope)
-        dx = scale[None, :] * (dz - shift[None, :] - x * slant[None, :])
+        dx = tl.where(live, scale[None, :] * (dz - shift[None, :] - x * slant[None, :]), 0.0)
+        mask = (row < rows - tile * BLOCK_N)[:, None] & inside[None, :]
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask)

@@ -173,6 +173,8 @@ class _WinnerSum(torch.autograd.Function):
     def forward(
         x: torch.Tensor, winners: torch.Tensor, kernel_map: KernelMap, adjoint: bool, at_target: bool
     ) -> torch.Tensor:
+        if kernel_map.padded:
+            return _chosen_sum(x, winners, kernel_map.reverse() if adjoint else kernel_map, at_target)
         rows = kernel_map.num_in if adjoint else kernel_map.num_out
         y = torch.zeros((rows, x.shape[1]), dtype=_wide(x), device=x.device)
         for tap, ins, outs in _by_tap(kernel_map):
@@ -205,6 +207,8 @@ class _Max(torch.autograd.Function):
     def forward(x: torch.Tensor, kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (kernel_map.num_out, x.shape[1])
         index = torch.int16 if kernel_map.num_taps < 2**15 else torch.int32
+        if kernel_map.padded:
+            return _largest(x, kernel_map, index)
         first = torch.full((kernel_map.num_out, 1), -1, dtype=index, device=x.device)
         for tap, _, outs in reversed(list(_by_tap(kernel_map))):
             first.index_fill_(0, outs, tap)
@@ -226,6 +230,35 @@ class _Max(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple:  # type: ignore[override]
         return _WinnerSum.apply(grad, ctx.saved_tensors[0], ctx.kernel_map, True, False), None
+
+
+def _seen(edges: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Each tap with the input row of every output row, any where there is none, and which of them are real (N_out, 1).
+
+    For edges that the host cannot count; nothing is scattered.
+    """
+    for tap, rows in enumerate(edges.neighbors):
+        yield tap, rows.clamp_min(0), (rows >= 0)[:, None]
+
+
+def _chosen_sum(x: torch.Tensor, winners: torch.Tensor, edges: KernelMap, at_target: bool) -> torch.Tensor:
+    """`_WinnerSum` onto the output rows of edges that the host cannot count."""
+    y = torch.zeros((edges.num_out, x.shape[1]), dtype=_wide(x), device=x.device)
+    for tap, rows, real in _seen(edges):
+        chosen = (winners if at_target else winners.index_select(0, rows)) == tap
+        y += torch.where(real & chosen, x.index_select(0, rows), 0)
+    return y.to(x.dtype)
+
+
+def _largest(x: torch.Tensor, edges: KernelMap, index: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`_Max` over edges that the host cannot count."""
+    values = torch.zeros((edges.num_out, x.shape[1]), dtype=x.dtype, device=x.device)
+    winners = torch.full(values.shape, -1, dtype=index, device=x.device)
+    for tap, rows, real in _seen(edges):
+        new = x.index_select(0, rows)
+        better = real & ((winners < 0) | (new > values) | (new != new))
+        values, winners = torch.where(better, new, values), winners.masked_fill(better, tap)
+    return values, winners
 
 
 def _by_tap(kernel_map: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -252,15 +285,29 @@ def _sum_infos(kernel_map: KernelMap) -> tuple[SparseScaleInfo, SparseScaleInfo]
 
 
 def _sum_info(edges: KernelMap) -> SparseScaleInfo:
+    if edges.padded:
+        seen = edges.neighbors.t()
+        bounds, real = _bounds(edges), (seen >= 0).flatten()
+        place = torch.where(real, real.cumsum(0) - 1, real.numel())  # the absent ones meet behind the last
+        rows = seen.new_zeros(real.numel() + 1).scatter_(0, place, seen.flatten().clamp_min(0))
+        return SparseScaleInfo(None, rows[:-1], bounds, None, edges.num_out, edges.num_in)
     order, bounds = edges.by_output
     return SparseScaleInfo(None, edges.in_rows[order], bounds, None, edges.num_out, edges.num_in)
+
+
+def _bounds(edges: KernelMap) -> torch.Tensor:
+    """(N_out+1,) int64: where the edges of each output row begin, which the host cannot count."""
+    bounds = torch.zeros(edges.num_out + 1, dtype=torch.int64, device=edges.device)
+    torch.cumsum((edges.neighbors >= 0).sum(0), 0, out=bounds[1:])
+    return bounds
 
 
 def _degrees(kernel_map: KernelMap) -> torch.Tensor:
     """(N_out, 1) fp32: edges of each output, at least 1; kept with the map."""
     degrees = kernel_map.prepared.get("degrees")
     if degrees is None:
-        degrees = kernel_map.by_output[1].diff()[:, None].clamp_min(1).float()
+        bounds = _bounds(kernel_map) if kernel_map.padded else kernel_map.by_output[1]
+        degrees = bounds.diff()[:, None].clamp_min(1).float()
         if not torch.compiler.is_compiling():
             kernel_map.prepared["degrees"] = degrees
     return degrees

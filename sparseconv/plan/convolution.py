@@ -84,7 +84,9 @@ class ConvolutionPlan:
             raise ValueError(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
         self._join(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
         if window.is_tiling and coarse is not target and edge.kind == "absent":
-            self.kernel_map.num_pairs = len(source)  # which then waits for no count of the device
+            self.kernel_map.meets_all = True
+            if source.count is None or self.kernel_map.padded:
+                self.kernel_map.num_pairs = len(source)  # which then waits for no count of the device
 
     @classmethod
     def transposed(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sparseconv.geometry.edges import Window, coarse_grid
+from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -64,7 +65,10 @@ def plan_within(
             boundary = Boundary.forbid(box)
             plan = ConvolutionPlan.transposed(grid, size["kernel_size"], boundary=boundary, **axes)  # type: ignore[arg-type]
         else:
-            target = _inside(coarse_grid(grid, window, Boundary.absent()), box)
+            if isinstance(grid, FixedGrid):
+                target: VoxelGrid = grid.reached(window, Boundary.absent(), box, to_fine=False)
+            else:
+                target = _inside(coarse_grid(grid, window, Boundary.absent()), box)
             plan = ConvolutionPlan(grid, size["kernel_size"], target=target, **axes)  # type: ignore[arg-type]
         plan = grid.derived.setdefault(key, plan.kept_with(grid))
     return plan

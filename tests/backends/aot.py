@@ -27,7 +27,7 @@ from sparseconv.backends.triton_implicit_gemm.config import Work, conv_candidate
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 CAPABILITY = {80: (8, 0), 90: (9, 0), 100: (10, 0)}
-OPERANDS = ("feats_ptr", "weight_ptr", "grad_ptr", "bias_ptr", "residual_ptr")
+OPERANDS = ("feats_ptr", "weight_ptr", "weight", "grad_ptr", "bias_ptr", "residual_ptr")
 
 
 def spill_bytes(cubin: bytes) -> int:
@@ -47,7 +47,12 @@ def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: 
         if name in constants:
             signature[name] = "constexpr"
             continue
-        if name in OPERANDS:
+        if name == "weight" and constants["BULK"]:
+            from sparseconv.backends.triton_implicit_gemm.gluon_kernels import shared_layout
+
+            tile = (constants["BLOCK_K"], constants["BLOCK_N"])[:: -1 if constants["TRANSPOSED"] else 1]
+            signature[name] = f"tensordesc<{NAMES[dtype]}[{tile[0]},{tile[1]}],{shared_layout(tile[1])!r}>"
+        elif name in OPERANDS:
             signature[name] = "*" + NAMES[dtype]
         elif name == "out_ptr":
             signature[name] = "*" + (out or NAMES[dtype])
@@ -55,7 +60,7 @@ def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: 
             signature[name] = "*i64"
         else:
             signature[name] = "*i32" if name.endswith("_ptr") else "i32"
-        if name.endswith("_ptr") or name == "num_slots":
+        if signature[name].startswith("*") or name == "num_slots":
             attributes[(index,)] = [["tt.divisibility", 16]]
     if config.gluon:
         from triton.experimental.gluon._runtime import GluonASTSource as Source
@@ -110,6 +115,7 @@ def compile_all(arch: int, everything: bool) -> None:
                     HAS_RESIDUAL=False,
                     ACTIVATION=None,
                     TO_SLOTS=config.split > 1,
+                    **({"BULK": config.bulk} if config.gluon else {}),
                 )
                 out = "fp32" if config.split > 1 else None
                 report("conv_kernel", work, config, constants, arch, out, transposed=transposed)

@@ -54,6 +54,10 @@ class Shared:
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
 
+    @property
+    def shape(self):
+        return self.array.shape
+
     def index(self, at):
         return Shared(self.array[int(at)])
 
@@ -86,6 +90,48 @@ def store(pointer: Pointer, value, mask) -> None:
 
 def copy(shared: Shared, pointer: Pointer, mask=None) -> None:
     shared.array[...] = load(pointer, True if mask is None else mask)
+
+
+class Barrier:
+    """The phases of a barrier in shared memory: each begins when bytes are expected and ends when they have landed."""
+
+    @staticmethod
+    def init(barrier: Shared, count: int) -> None:
+        barrier.array[...] = 0
+
+    @staticmethod
+    def expect(barrier: Shared, size: int, pred=True) -> None:
+        if pred:
+            assert barrier.array[0] % 1 == 0, "bytes of one phase were expected twice"
+            barrier.array[0] += 0.5
+
+    @staticmethod
+    def wait(barrier: Shared, phase) -> None:
+        ended = barrier.array[0]
+        assert ended >= 1, "a card would wait here for ever"
+        assert (ended - 1) % 2 == phase, "a card would wait here for ever, or not at all"
+
+    @staticmethod
+    def invalidate(barrier: Shared) -> None:
+        barrier.array[...] = np.nan
+
+
+class Matrix:
+    """The matrix that a descriptor describes."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+
+def copy_tile(matrix: Matrix, first, barrier: Shared, shared: Shared, pred=True) -> None:
+    if pred:
+        assert barrier.array[0] % 1 == 0.5, "bytes landed that nobody expected"
+        row, column = map(int, first)
+        rows, columns = shared.array.shape
+        tile = matrix.array[row : row + rows, column : column + columns]
+        assert tile.shape == shared.array.shape, "a tile that hangs over the edge"
+        shared.array[...] = tile
+        barrier.array[0] += 0.5
 
 
 class Kernel:
@@ -126,6 +172,11 @@ def modules(state: SimpleNamespace) -> dict[str, ModuleType]:
     hopper = ModuleType("hopper")
     hopper.__dict__.update(
         async_copy=cp, fence_async_shared=lambda: None, warpgroup_mma=mma,
+        mbarrier=SimpleNamespace(
+            MBarrierLayout=lambda: None, init=Barrier.init, expect=Barrier.expect, wait=Barrier.wait,
+            invalidate=Barrier.invalidate,
+        ),
+        tma=SimpleNamespace(async_copy_global_to_shared=copy_tile),
         warpgroup_mma_wait=lambda num_outstanding, deps: deps[0],
     )  # fmt: skip
     ampere = ModuleType("ampere")
@@ -161,8 +212,13 @@ class Program:
         """Run every program of a grid, one after another; arrays are passed by their address."""
         for program in range(grid):
             self._state.program, self._state.warps = program, warps
-            call = [Pointer(a.reshape(-1)) if isinstance(a, np.ndarray) else tensor(np.int64(a)) for a in arguments]
-            self.space[name](*call, **constants)
+            self.space[name](*map(_argument, arguments), **constants)
+
+
+def _argument(value):
+    if isinstance(value, Matrix):
+        return value
+    return Pointer(value.reshape(-1)) if isinstance(value, np.ndarray) else tensor(np.int64(value))
 
 
 @contextmanager

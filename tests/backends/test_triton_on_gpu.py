@@ -9,7 +9,7 @@ import torch
 
 from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of
-from sparseconv.backends.triton_implicit_gemm.config import conv_candidates, weight_grad_candidates
+from sparseconv.backends.triton_implicit_gemm.config import ConvConfig, conv_candidates, weight_grad_candidates
 from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
@@ -105,6 +105,36 @@ def test_every_configuration(dtype, c_in, c_out, groups, rows, taps):
             results.append(out)
         assert close(results[0], dw), config
         assert torch.equal(*results), config
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="a copy engine as Hopper's"
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_the_copy_engine_brings_the_same_weights(dtype, stages):
+    table = scattered_map(700, 777, 27, 0.1).neighbors
+    table[:, 300:600] = -1  # whole tiles without a tap
+    kernel_map = KernelMap(700, 777, 27, neighbors=table)
+    x, w, g = operands(kernel_map, 256, 512, 1, dtype)
+    plain = ConvConfig(128, 256, 64, 8, stages, gluon=True)
+    for transposed, source, rows in ((False, x, g), (True, g, x)):
+        work = work_of(Request(kernel_map, x.device, dtype, 256, 512), True, transposed)
+        for weight in (w, w + 1):  # one step for weights at several addresses
+            results = []
+            for config in (plain, replace(plain, bulk=True), replace(plain, bulk=True, in_order=True)):
+                out = torch.full(rows.shape, float("nan"), dtype=dtype, device="cuda")
+                step = ConvRecipe(config, work, source, weight, transposed).bind(kernel_map)
+                step(source, weight, out, source, source)
+                step(source, weight, out.fill_(float("nan")), source, source)
+                results.append(out)
+            assert not results[0].isnan().any()
+            assert all(torch.equal(results[0], out) for out in results)
+            if not transposed:
+                out, bias = torch.full_like(rows, float("nan")), torch.linspace(-1, 1, 512, device="cuda").to(dtype)
+                config = replace(plain, bulk=True, split=3, turns=2)
+                ConvRecipe(config, work, x, weight, False, bias, g).bind(kernel_map)(x, weight, out, bias, g)
+                assert close(out, results[0].double() + bias.double() + g.double())
 
 
 @pytest.mark.parametrize("split", [1, 3])

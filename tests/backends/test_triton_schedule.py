@@ -15,8 +15,10 @@ from sparseconv.backends.triton_implicit_gemm.schedule import (
     gray_rank,
     plane_groups,
     retile,
+    schedule_of,
     tap_significance,
 )
+from sparseconv.geometry.kernel_map import KernelMap
 
 
 def table(num_taps: int, rows: int, density: float, seed: int) -> torch.Tensor:
@@ -80,6 +82,21 @@ def test_a_tile_runs_over_its_live_taps_only():
     schedule = build_schedule(neighbors, 27, 128)
     assert schedule.tile_counts.tolist() == [1, 1, 1, 1]
     assert build_schedule(neighbors, 27, 128, chunk_rows=1).tile_counts.tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tiles_with_few_taps_come_last(device):
+    neighbors = table(27, 3000, 0.5, 0)
+    neighbors[torch.arange(27)[:, None] >= torch.arange(3000)[None] // 64 * 7 % 27] = -1
+    kernel_map = KernelMap(1000, 3000, 27, neighbors=neighbors.to(device))
+    schedule = schedule_of(kernel_map, 64, in_order=True)
+    counts, order = schedule.tile_counts.cpu(), schedule.tile_order.cpu().long()
+    many = (counts >= 11).nonzero()[:, 0]
+    assert 0 < len(many) < len(counts)
+    assert torch.equal(order[: len(many)], many)
+    rest = counts[order[len(many) :]]
+    assert bool((rest[:-1] >= rest[1:]).all())
+    assert torch.equal(order.sort().values, torch.arange(len(counts)))
 
 
 def test_retile_keeps_the_rows():

@@ -45,7 +45,14 @@ class HalvedRelu:
 @pytest.mark.parametrize("case", [Case("cube", c_in=20, c_out=24), Case("grouped", c_in=6, c_out=4, groups=2)], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{"split": 3}, {"chunked": True}, {"weight_copy": True}, {"wide": True}, {"split": 2, "wide": True}],
+    [
+        {"split": 3},
+        {"chunked": True},
+        {"in_order": True},
+        {"weight_copy": True},
+        {"wide": True},
+        {"split": 2, "wide": True},
+    ],
     ids=str,
 )
 def test_variants_agree_with_the_oracle(case, options, monkeypatch):
@@ -71,8 +78,8 @@ def test_variants_agree_with_the_oracle(case, options, monkeypatch):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("split", [1, 3])
-def test_bias_residual_and_activation_in_the_store(split):
+@pytest.mark.parametrize(("split", "turns"), [(1, 1), (3, 1), (3, 2), (2, 3)])
+def test_bias_residual_and_activation_in_the_store(split, turns):
     case = Case("cube", c_in=8, c_out=12)
     plan = build(case)
     x, w, residual = operands(plan, case, torch.float32)
@@ -80,7 +87,7 @@ def test_bias_residual_and_activation_in_the_store(split):
     want = oracle.convolve(x, w, edges_of(plan), plan.kernel_map.num_out, 1, bias) + residual.double().numpy()
     want = torch.from_numpy(want).clamp(min=0) * 0.5
     request = Request(plan.kernel_map, x.device, x.dtype, case.c_in, case.c_out)
-    config = ConvConfig(**{**SMALL.__dict__, "split": split})
+    config = ConvConfig(**{**SMALL.__dict__, "split": split, "turns": turns})
     out = torch.full(want.shape, float("nan"))
     recipe = ConvRecipe(config, work_of(request, False), x, w, False, bias, residual, HalvedRelu())
     step = recipe.bind(plan.kernel_map)

@@ -164,6 +164,24 @@ def test_ours_is_measured_in_every_quantity():
     assert row["details"]["backend"]
 
 
+def test_a_map_is_learnt_from_a_step_that_tries_nothing(monkeypatch):
+    kind, told = registry()["sparseconv"], []
+
+    def noted(name):
+        method = getattr(kind, name)
+
+        def call(self, *args):
+            told.append(name)
+            return method(self, *args)
+
+        return call
+
+    for name in ("prepare", "forward", "learn"):
+        monkeypatch.setattr(kind, name, noted(name))
+    measure.measure(Job("sparseconv", "uniform_8_12", 8, quantities=(measure.MAP,), **TINY))
+    assert told[:5] == ["prepare", "forward", "prepare", "forward", "learn"]
+
+
 def test_a_wrong_result_is_not_timed(monkeypatch):
     kind = registry()["sparseconv"]
     honest = kind.forward
@@ -365,7 +383,7 @@ def test_a_small_network_is_measured():
     row = network.measure("sparseconv", "shell_16", "cpu", 0.01, (4, 8))
     assert row["status"] == "measured", row.get("reason")
     assert min(row[q]["median"] for q in ("step", "inference", "fixed")) > 0
-    assert "card" in row["replay"]["reason"]
+    assert all("card" in row[q]["reason"] for q in ("replay", "captured_step", "captured_inference"))
 
 
 # ---- other kernels

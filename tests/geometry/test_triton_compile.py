@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 from sparseconv.backends.triton_implicit_gemm import build, job_kernel, tiles
 from sparseconv.geometry import triton_counts, triton_neighbors, triton_order, triton_pairs, triton_reach
 from sparseconv.geometry import triton_chunks, triton_cube_pairs
-from sparseconv.geometry import triton_search, triton_table, triton_window
+from sparseconv.geometry import triton_launch, triton_search, triton_table, triton_window
 
 NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
 shifts = triton_table.pack_shifts((0, 2, 2, 2))
@@ -35,23 +35,27 @@ jobs = [
     (triton_chunks._KEYS, (4, 15, 512)),
     (triton_neighbors._PLANES, (*single, 128)), (triton_neighbors._COUNT, (128, 128)),
     (triton_neighbors._PLANE_KEYS, (False, 128)), (triton_neighbors._PLANE_KEYS_WIDE, (True, 128)),
-    (triton_table._TABLE, (4, 4, shifts, False, True, 128, 512, 7)), (triton_order._ORDER, (1024, 8, 128, 7)),
-    (triton_search._SEARCH, (*around, 32, 128, 128, 32, 32, 2048, 7, True)),
-    (triton_search._SEARCH, (*by_key, 8, 128, 128, 32, 32, 2048, 7, False)),
+    (triton_table._TABLE, (4, 4, shifts, False, True, 128, 512, 7)), (triton_order.ORDER_ROWS, (1024, 8, 128, 7)),
+    (triton_search.SEARCH, (*around, 32, 128, 128, 32, 32, 2048, 7, True)),
+    (triton_search.SEARCH, (*by_key, 8, 128, 128, 32, 32, 2048, 7, False)),
     (triton_reach._MARK, (3, True, 128, 512, 1024, 7)), (triton_reach._MARK, (3, False, 128, 512, 1024, 7)),
-    (triton_reach._EMIT, (3, 32)), (triton_reach._CLAIM, (4, True, 128)), (triton_reach._DECODE, (3, 256)),
+    (triton_reach._EMIT, (3, 32)), (triton_reach._EMIT_UNSEEN, (3, 32)), (triton_table._CHECK, (4, 1024)),
+    (triton_reach._CLAIM, (4, True, 128)), (triton_reach._DECODE, (3, 256)),
     (triton_counts.SCAN, (2048,)), (triton_pairs._REVERSE, (1024,)),
     (triton_pairs._PAIRS, (*around, True, 512, 128)), (triton_pairs._PAIRS, (*by_key, False, 128, 128)),
-    (triton_cube_pairs._CUBE_PAIRS, (512, 8)), (triton_cube_pairs._CUBE_PAIRS, (128, 0)),
+    (triton_cube_pairs.CUBE_PAIRS, (512, 8)), (triton_cube_pairs.CUBE_PAIRS, (128, 0)),
     (build._CUBE_TILES, (128, 32)), (build._CUBE_TILES_64, (64, 32)),
     (build._TILES, (*around, 128, 32, False, True, True)), (build._TILES_64, (*by_key, 64, 256, True, False, False)),
     (build._RANK, (32, 64, 1024)),
 ]
 jobs += [
-    (job_kernel._JOBS, (32, 128)), (tiles._ONE_TAP, (8, 256, 128, 2, 5, 8)), (tiles._ONE_TAP, (32, 256, 256, 1, 5, 8)),
+    (job_kernel._JOBS, (32, 128)), (tiles._ONE_TAP, (8, 256, 128, 2, 5, 8, False)),
+    (tiles._ONE_TAP, (16, 256, 256, 1, 5, 8, True)),
     (tiles._LISTS, (64, 16, 32)),
 ]
 for launcher, constants in jobs:
+    if len(launcher.types) + 2 > triton_launch.SHARED_ARGUMENTS:
+        raise SystemExit(f"{launcher.function.__name__} has too many arguments for the launcher that kernels share")
     names = launcher.function.arg_names
     signature = {n: NAMES[t] for n, t in zip(names, launcher.types)}
     signature.update({n: "constexpr" for n in names[len(launcher.types) :]})

@@ -15,7 +15,8 @@ from triton.compiler import ASTSource
 
 from sparseconv.nn.normalize import kernels
 
-NAMES = {torch.float16: "*fp16", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", int: "i32"}
+NAMES = {torch.float16: "*fp16", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
+NAMES |= {torch.int32: "*i32", int: "i32"}
 cpu, done = torch.device("cpu"), 0
 single, half, wide = torch.float32, torch.float16, torch.bfloat16
 for dtype, weight, running in ((half, half, half), (wide, single, single), (single, None, None)):

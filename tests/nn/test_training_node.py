@@ -15,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.geometry import FixedGrid
 from sparseconv.nn import normalize, training
+from sparseconv.nn.fusion import norm_act
+from sparseconv.nn.synchronized import SyncBatchNorm
 from tests.cases import TOLERANCE, error
 from tests.nn.test_convolution import sparse
 
@@ -361,6 +364,133 @@ def test_halves_keep_their_parameters_dtype():
     want = train(copy.deepcopy(net).double(), x.to(dtype=torch.float64))
     assert all(a.dtype == x.dtype for a in got if a.is_floating_point())
     assert error(got[0], want[0].cpu()) < 0.1
+
+
+# ---- dead rows
+
+
+LIVE = [(300, 300), (300, 170), (1000, 2), (1000, 1), (300, 0)]
+
+
+def poisoned(*tensors, live):
+    """The same with NaN in all rows from ``live`` on."""
+    made = [None if t is None else t.clone() for t in tensors]
+    for t in made:
+        if t is not None:
+            t[live:] = float("nan")
+    return made
+
+
+@pytest.mark.parametrize("channels", [32, 5])
+@pytest.mark.parametrize(("affine", "joined", "slope"), [(1, 1, 0.0), (1, 0, 0.0), (0, 0, 0.1), (1, 1, 1.0)])
+def test_dead_rows_have_no_part_in_a_norm(affine, joined, slope, channels):
+    """The kernels on the first rows of larger arrays, a number that the device knows, against the rows alone."""
+    for rows, live in LIVE:
+        x, residual, grad, weight, bias = operands(rows, channels, torch.float32, 3.0)
+        residual, weight, bias = residual if joined else None, weight if affine else None, bias if affine else None
+        dead = poisoned(x, residual, grad, live=live)
+        running = [t.to(DEVICE) for t in (torch.zeros(channels), torch.ones(channels), torch.tensor(4))]
+        count = torch.tensor([live], dtype=torch.int32, device=DEVICE)
+        norm = normalize.Norm(1e-5, 0.25, slope, tuple(running), count)
+        y, kept = normalize.forward(dead[0], weight, bias, dead[1], norm)
+        shared = y if joined and slope != 1 else None
+        grads = normalize.backward(dead[2], dead[0], shared, weight, bias, kept, norm)
+        if not joined:
+            assert torch.equal(normalize.again(dead[0], weight, bias, kept, norm), y)
+        for t in (y, grads[0], grads[3]) if shared is not None else (y, grads[0]):
+            assert torch.equal(t[live:], torch.zeros_like(t[live:]))
+        if live < 2:
+            assert [t.tolist() for t in running] == [[0.0] * channels, [1.0] * channels, 4]
+            assert all(t is None or t.isfinite().all() for t in (y, *grads[:3]))
+            continue
+        alone = [None if t is None else t[:live] for t in (x, residual, grad)]
+        *want, mean, var = reference(alone[0], alone[1], alone[2], weight, bias, slope)
+        for name, a, b in zip(("y", "x", "weight", "bias", "residual"), (y, *grads), want):
+            if b is not None and not (live == 2 and name == "x"):
+                assert error(a[:live] if a.ndim == 2 else a, b.cpu()) < 2e-5, (name, rows, live)
+        assert error(running[0], 0.25 * mean.cpu()) < 1e-5
+        assert error(running[1], 0.75 + 0.25 * var.cpu()) < 1e-5
+        assert running[2] == 5
+
+
+def fixed(grid, live):
+    """The first ``live`` rows, and dead ones after them."""
+    dead = grid.coords.clone()
+    dead[live:] = -1
+    return FixedGrid(dead, torch.tensor([live], dtype=torch.int32, device=grid.device), grid)
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.BatchNorm(6),
+        lambda: nn.BatchNorm(6, momentum=None),
+        lambda: nn.BatchNorm(6, affine=False, track_running_stats=False),
+        lambda: SyncBatchNorm(6),
+    ],
+    ids=["plain", "cumulative", "untracked", "synchronised"],
+)
+def test_a_module_leaves_dead_rows_out(make, kernels, torchs):
+    if not kernels:
+        torchs()
+    x = sparse(6, voxels=100).to(DEVICE)
+    for live in (70, 2, 1, 0):
+        net, dtype = make().to(DEVICE), torch.float32 if kernels else torch.float64
+        net, few = net.to(dtype), sc.VoxelGrid(x.grid.coords[:live], x.grid.batch_size)
+        twin, (dead,) = copy.deepcopy(net), poisoned(x.features.to(dtype), live=live)
+        ramp = torch.linspace(-1, 1, 6 * 100, device=DEVICE, dtype=dtype).view(100, 6)
+        results = []
+        for module, grid, rows in ((net, fixed(x.grid, live), dead), (twin, few, dead[:live])):
+            leaf = rows.clone().requires_grad_()
+            y = module(sc.SparseTensor(grid, leaf)).features
+            (y[:live] * ramp[:live]).sum().backward()
+            results.append([y[:live], leaf.grad[:live], *(p.grad for p in module.parameters()), *module.buffers()])
+            assert torch.equal(y[live:], torch.zeros_like(y[live:]))
+            assert torch.equal(leaf.grad[live:], torch.zeros_like(y[live:]))
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got, want, **({"atol": 2e-3, "rtol": 1e-4} if kernels else {}))
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+def test_second_derivatives_leave_dead_rows_out(kernels, torchs):
+    x, found = sparse(6, voxels=100).to(DEVICE), []
+    twin = nn.BatchNorm(6).to(DEVICE)
+    torch.nn.init.normal_(twin.weight)
+    if not kernels:
+        torchs()
+    for grid in (fixed(x.grid, 70), sc.VoxelGrid(x.grid.coords[:70], x.grid.batch_size)):
+        (dead,) = poisoned(x.features, live=70)
+        leaf = dead[: len(grid)].clone().requires_grad_()
+        y = norm_act(sc.SparseTensor(grid, leaf), twin, nn.ReLU()).features[:70]
+        (grad,) = torch.autograd.grad(mixed(y), leaf, create_graph=True)
+        found.append([y, *torch.autograd.grad(grad.square().sum() + y.sum(), [leaf, *twin.parameters()])])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got[:70] if got.ndim == 2 else got, want, atol=1e-5, rtol=1e-4)
+        assert got.ndim == 1 or not got[70:].any()
+
+
+@pytest.mark.parametrize("activation", [None, nn.ReLU()], ids=["linear", "relu"])
+def test_a_residual_leaves_dead_rows_out(activation):
+    x = sparse(6, voxels=100).to(DEVICE)
+    grid, (dead, seed) = fixed(x.grid, 70), poisoned(x.features, torch.ones_like(x.features), live=70)
+    leaves = [dead.clone().requires_grad_() for _ in range(2)]
+    y = norm_act(
+        sc.SparseTensor(grid, leaves[0]), nn.BatchNorm(6).to(DEVICE), activation, sc.SparseTensor(grid, leaves[1])
+    )
+    for t in (y.features, *torch.autograd.grad(y.features, leaves, seed)):
+        assert t.isfinite().all()
+        assert not t[70:].any()
+
+
+def test_norms_of_items_refuse_dead_rows():
+    x = sparse(6).to(DEVICE)
+    for norm in (nn.GroupNorm(2, 6), nn.InstanceNorm(6)):
+        with pytest.raises(ValueError, match="fixed size"):
+            norm.to(DEVICE)(sc.SparseTensor(fixed(x.grid, 3), x.features))
+
+
+# ---- on a card
 
 
 @pytest.mark.gpu

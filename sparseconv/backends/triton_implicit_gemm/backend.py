@@ -16,7 +16,7 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     conv_candidates,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+from sparseconv.backends.triton_implicit_gemm.schedule import schedule_ahead, schedule_of
 from sparseconv.backends.triton_implicit_gemm.steps import (
     PARTIAL_BYTES,
     ConvRecipe,
@@ -192,6 +192,7 @@ class TritonImplicitGemm(Backend):
                 (_aligned(x, x.stride(0)) and _aligned(weight, weight.shape[2]), transposed),
                 conv_candidates,
                 lambda config, work: ConvRecipe(config, work, x, weight, transposed, bias, residual, epilogue),
+                None if transposed else lambda: self._gradients_ahead(x, weight, out, kernel_map, groups),
             )
         _run(step, *tensors)
         return out
@@ -205,10 +206,12 @@ class TritonImplicitGemm(Backend):
         kind: tuple[bool, bool],
         candidates_of: Callable[[Work], Sequence[Any]],
         recipe_of: Callable[[Any, Work], ConvRecipe | WeightGradRecipe],
+        next_ahead: Callable[[], None] | None = None,
     ) -> Callable[..., None]:
         """The step for operands of this form (``key``) over a map, where it is kept under ``key``.
 
-        ``kind`` says whether the operands are aligned, and whether it is an input gradient.
+        ``kind`` says whether the operands are aligned, and whether it is an input gradient. ``next_ahead`` starts to
+        compile what is likely asked for next, where this has to be compiled too.
         """
         device = tensors[0].device
         form = (key, kernel_map.num_taps, _octave(kernel_map, kind[1]), device, tuning_enabled())
@@ -221,9 +224,18 @@ class TritonImplicitGemm(Backend):
             work = work_of(Request(kernel_map, device, tensors[0].dtype, *channels), *kind)
             candidates = candidates_of(work)
             name = ("weight_grad" if key[0] == "weight_grad" else "conv", *work.key())
+
+            def ahead() -> None:
+                for config in candidates:
+                    recipe_of(config, work).ahead(kernel_map, device)
+                if name[0] == "conv":
+                    schedule_ahead(kernel_map, candidates[0])
+                if next_ahead is not None:
+                    next_ahead()
+
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 config, settled = self._tuner.choose(
-                    name, candidates, lambda config: recipe_of(config, work).bind(kernel_map), tensors
+                    name, candidates, lambda config: recipe_of(config, work).bind(kernel_map), tensors, ahead
                 )
             recipe = recipe_of(config, work)
             if settled:
@@ -231,6 +243,20 @@ class TritonImplicitGemm(Backend):
         self._latest[form] = recipe
         step = kernel_map.prepared[key] = recipe.bind(kernel_map)
         return step
+
+    def _gradients_ahead(
+        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, kernel_map: KernelMap, groups: int
+    ) -> None:
+        """Start to compile the candidates for those gradients of a forward that will be wanted."""
+        request = Request(kernel_map, x.device, x.dtype, x.shape[1], out.shape[1], groups)
+        if weight.requires_grad:
+            work = work_of(request, _aligned(x, x.stride(0)) and _aligned(out, out.stride(0)))
+            for sums in weight_grad_candidates(work):
+                WeightGradRecipe(sums, work, x, out, kernel_map.num_taps).ahead(kernel_map, x.device)
+        if x.requires_grad:
+            work = work_of(request, _aligned(out, out.stride(0)) and _aligned(weight, weight.shape[2]), True)
+            for tile in conv_candidates(work):
+                ConvRecipe(tile, work, out, weight, True).ahead(kernel_map, x.device)
 
 
 def work_of(request: Request, aligned: bool, transposed: bool = False) -> Work:

@@ -16,8 +16,8 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.triton_cube import corners, look_at_plane
 from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, on_device, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
-from sparseconv.geometry.triton_order import sort_rows
-from sparseconv.geometry.triton_pairs import FoundEdges
+from sparseconv.geometry.triton_order import MERGED_ROWS, sort_rows
+from sparseconv.geometry.triton_pairs import FoundEdges, ReversedEdges
 from sparseconv.geometry.triton_search import SEARCH_TYPES
 from sparseconv.geometry.triton_window import KEY_BITS, entry_of, look, take
 
@@ -39,8 +39,23 @@ def schedule_on_gpu(
             kernel_map.source.wrote("schedule")
         return schedule
     significance = tap_significance(kernel_map.num_taps)
-    search = search_table(kernel_map.neighbors)
+    turned = kernel_map.source.found.search if isinstance(kernel_map.source, ReversedEdges) else None
+    search = search_table(kernel_map.neighbors, None if turned is None else turned.unseen)
+    if turned is not None:
+        turned.kept.append(search.window.data)
+        search.kept = turned.kept
     return build_schedule(search, block_m, significance=significance, groups=groups, chunk_rows=chunk_rows)
+
+
+def schedule_ahead(kernel_map: KernelMap, block_m: int) -> None:
+    """Start to compile what the schedule of a 3 x 3 x 3 map takes."""
+    source = kernel_map.source
+    if not isinstance(source, FoundEdges) or not source.search.is_cube:
+        return
+    n, lines = kernel_map.num_out, kernel_map.num_taps
+    tiles = _CUBE_TILES if n <= MERGED_ROWS else _CUBE_TILES_64
+    tiles.ahead(source.device, (block_m, power_of_2(lines + LOOKAHEAD)))
+    _RANK.ahead(source.device, _rank_constants(lines, ceil_div(n, block_m)))
 
 
 def build_schedule(
@@ -67,14 +82,15 @@ def build_schedule(
     if block_m < 1 or SLOT_ALIGNMENT % block_m:
         raise ValueError(f"block_m must divide {SLOT_ALIGNMENT}; got {block_m}")
     taps = search.window.num_taps
-    parts = (tuple(range(taps)),) if groups is None else tuple(tuple(group) for group in groups)
+    parts = search.window.all_taps if groups is None else tuple(tuple(group) for group in groups)
     if groups is not None and sorted(tap for part in parts for tap in part) != list(range(taps)):
         raise ValueError(f"groups must hold each of the {taps} taps exactly once; got {parts}")
     plain = significance is None and groups is None and chunk_rows is None
     if plain and search.table is not None and taps <= KEY_BITS:
         return make_tiles(search, search.order, parts, block_m)
     in_order = chunk_rows is not None
-    return make_tiles(search, sort_rows(row_keys(search, parts, significance, chunk_rows)), parts, block_m, in_order)
+    order = sort_rows(row_keys(search, parts, significance, chunk_rows), search.unseen)
+    return make_tiles(search, order, parts, block_m, in_order)
 
 
 def make_tiles(
@@ -90,8 +106,18 @@ def make_tiles(
     padded = -(-n // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
     slots, room = len(parts) * padded, lines + LOOKAHEAD
     tiles = slots // block_m
-    split = len(parts) > 1
-    sizes = [(lines + 1) * slots, slots, tiles, tiles * room, tiles * room, tiles, len(parts) * n if split else 0]
+    split, plain = len(parts) > 1, parts == search.window.all_taps
+    cube = search.is_cube and plain
+    lists = tiles * room
+    sizes = [
+        (lines + 1) * slots,
+        slots,
+        tiles,
+        lists,
+        2 * lists if cube else lists,
+        tiles,
+        len(parts) * n if split else 0,
+    ]
     starts = [0, *itertools.accumulate((size + 31) & -32 for size in sizes)]
     memory = torch.empty(starts.pop(), dtype=torch.int32, device=device)  # one allocation: each costs the host its time
     table = memory.as_strided((lines + 1, slots), (slots, 1))
@@ -103,6 +129,7 @@ def make_tiles(
     slots_of = memory.as_strided((len(parts), n), (n, 1), starts[6]) if split else out_rows
     if tiles:
         line_of, weight_taps = _encode_parts(parts, device)
+        search.kept += (line_of, weight_taps)
         wide = isinstance(order, torch.Tensor) and order.dtype == torch.int64
         place = pointer(order) if isinstance(order, torch.Tensor) else order
         args = (
@@ -112,8 +139,7 @@ def make_tiles(
             slots, padded // block_m, lines, room,
         )  # fmt: skip
         with on_device(device):
-            plain = parts == (tuple(range(taps)),)
-            if search.is_cube and plain:
+            if cube:
                 (_CUBE_TILES_64 if wide else _CUBE_TILES)(device, (tiles,), args, (block_m, power_of_2(room)))
             else:
                 constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
@@ -123,15 +149,20 @@ def make_tiles(
             else:
                 rank_tiles(counts, launch_order, lines)
     more: dict[str, Any] = {"slots": slots_of} if split else {}
+    if cube:  # tap 26 - k is the mirror image of tap k
+        more["turned_taps"] = memory.as_strided((tiles, room), (room, 1), starts[4] + lists)
     return Schedule(block_m, table, out_rows, counts, tile_rows, tile_taps, launch_order, **more)
 
 
 def rank_tiles(counts: torch.Tensor, order: torch.Tensor, lines: int) -> None:
     """Write the order of launch (T,) int32 of tiles with ``counts`` (T,) int32 live taps each, ``lines`` at most."""
     tiles = counts.shape[0]
-    mine = 64 if tiles <= 4096 else 256  # many tiles are read by fewer programs
-    constants = (power_of_2(lines + 2), mine, 1024)
-    _RANK(counts.device, (ceil_div(tiles, mine),), (pointer(counts), pointer(order), tiles), constants)
+    constants = _rank_constants(lines, tiles)
+    _RANK(counts.device, (ceil_div(tiles, constants[1]),), (pointer(counts), pointer(order), tiles), constants)
+
+
+def _rank_constants(lines: int, tiles: int) -> tuple[int, int, int]:
+    return power_of_2(lines + 2), 64 if tiles <= 4096 else 256, 1024  # many tiles are read by fewer programs
 
 
 @lru_cache(maxsize=512)
@@ -314,6 +345,12 @@ def cube_tiles_kernel(
     lists = tile.to(tl.int64) * room
     count = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
     end_lists(count, tile_rows_ptr + lists, tile_taps_ptr + lists, num_lines, room, ROOM)
+    turned_ptr = tile_taps_ptr + tl.num_programs(0).to(tl.int64) * room + lists
+    taps = tl.arange(0, 32)
+    here = (tl.reduce(alive, 0, either) >> taps) & 1
+    tl.store(turned_ptr + (tl.cumsum(here, 0) - here), 26 - taps, mask=here > 0)
+    rest = tl.arange(0, ROOM)
+    tl.store(turned_ptr + rest, 26, mask=(rest >= count) & (rest < room))
     tl.store(out_ptr + num_lines.to(tl.int64) * num_slots + slot, -1)
     tl.store(counts_ptr + tile, count)
     tl.store(out_rows_ptr + slot, tl.where(real, row, -1))

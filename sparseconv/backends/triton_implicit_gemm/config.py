@@ -12,8 +12,13 @@ HALF = (torch.float16, torch.bfloat16)
 PACK_CHANNELS = 64
 #: rows from which features no longer fit in the second-level cache together
 FAR_ROWS = 500_000
+#: bytes of features of which too few stay in the second-level cache until the tiles with as many taps are done, and
+#: programs on each multiprocessor from which long tiles may come last
+FAR_BYTES, MANY_PROGRAMS = 64 << 20, 10
 #: bytes of shared memory that the blocks on one multiprocessor share
 SHARED_BYTES = 227 << 10
+#: bytes of fp32 partial sums at once: fewer jobs of a weight gradient, or output channels in turns, for more
+PARTIAL_BYTES = 48 << 20
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,14 @@ class ConvConfig:
     weight_copy: bool = False
     #: groups of taps computed apart and added in a fixed order: more programs where rows are few
     split: int = 1
+    #: output channels computed in so many turns, which share the memory of the groups' sums (plain, or bulk)
+    turns: int = 1
     #: rows sorted inside runs of neighbouring rows, tiles launched in that order: more waste, fewer reads from memory
     chunked: bool = False
+    #: tiles launched in the order of their rows, those with few taps last: neighbours read the same rows while cached
+    in_order: bool = False
+    #: weight tiles brought by the copy engine (Gluon only; channels in whole tiles, one group)
+    bulk: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,7 +168,17 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
     if not work.gluon:
         return [tile, narrow] if wide else [replace(tile, stages=2), tile, narrow]
     if wide:
-        return [tile, replace(tile, block_n=128, warps=4)]
+        whole = work.groups == 1 and c_in % block_k == 0 and c_out % block_n == 0
+        tile = replace(tile, bulk=whole)
+        narrower = replace(tile, block_n=128, warps=4, bulk=False)
+        found = [tile, narrower]
+        if work.num_rows * c_in * work.dtype.itemsize > FAR_BYTES and load > MANY_PROGRAMS:
+            found.insert(0, replace(tile, in_order=True))
+        turns = c_out // block_n
+        if whole and turns > 1 and not work.transposed and 12 * work.num_rows * block_n <= PARTIAL_BYTES:
+            # less waste for sums that are written and read; not where both gradients hold their memory already
+            found.append(replace(tile, split=3, turns=turns))
+        return found
     return [replace(tile, stages=2), tile, replace(narrow, stages=2)]
 
 

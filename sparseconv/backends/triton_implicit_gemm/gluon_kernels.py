@@ -1,4 +1,4 @@
-"""The implicit GEMM for Hopper in Gluon: row numbers fetched a step ahead, tiles by cp.async, products by wgmma.
+"""The implicit GEMM for Hopper in Gluon: row numbers fetched a step ahead, rows by cp.async, products by wgmma.
 
 The pipeline is written out, which plain Triton cannot say: while the products of one step run, the rows of a later step
 are being copied to shared memory, and the row numbers of the step after that are being read. Half types only; channels
@@ -11,10 +11,18 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 #: the copy from global to shared memory, by the name it has in this Triton: (shared, pointers, mask)
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+#: the same of a whole tile by the copy engine: (descriptor, first element, barrier, shared, whether at all)
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.constexpr_function
@@ -84,6 +92,32 @@ def copy_weight(
 
 
 @gluon.jit
+def copy_step(
+    feats_ptr, weight, a_shared, b_shared, landed, idx, tap, step, steps, n0, stride_feats_n, columns,
+    GROUP_IN: gl.constexpr, GROUP_OUT: gl.constexpr, GROUPS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, BULK: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Start copying the rows and the weight tile of a step; of one beyond the last, nothing is read."""
+    BLOCK_K: gl.constexpr = a_shared.shape[1]
+    BLOCK_N: gl.constexpr = b_shared.shape[0] if TRANSPOSED else b_shared.shape[1]
+    BLOCKS_K: gl.constexpr = (GROUP_IN + BLOCK_K - 1) // BLOCK_K
+    kb = step % BLOCKS_K
+    k0 = kb * BLOCK_K
+    copy_rows(feats_ptr + k0, a_shared, idx, stride_feats_n, columns, GROUP_IN - k0, GROUP_IN % BLOCK_K == 0, WIDE)
+    if BULK:
+        row = tap * GROUP_OUT + n0 if TRANSPOSED else tap * GROUP_IN + k0
+        column = k0 if TRANSPOSED else n0
+        mbarrier.expect(landed, BLOCK_K * BLOCK_N * 2, pred=step < steps)
+        copy_tile(weight, [row, column], landed, b_shared, pred=step < steps)
+    else:
+        copy_weight(
+            weight, b_shared, tap, kb, n0, step < steps,
+            GROUP_IN, GROUP_OUT, GROUPS, BLOCK_N, BLOCK_K, TRANSPOSED, WIDE,
+        )  # fmt: skip
+    async_copy.commit_group()
+
+
+@gluon.jit
 def read_step(
     rows_ptr, taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, step, count, BLOCKS_K: gl.constexpr,
     WIDE: gl.constexpr,
@@ -124,19 +158,22 @@ def write_tile(
 
 @gluon.jit
 def conv_kernel(
-    feats_ptr, weight_ptr, out_ptr, bias_ptr, residual_ptr,
+    feats_ptr, weight, out_ptr, bias_ptr, residual_ptr,
     neighbors_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, tile_order_ptr,
     num_slots, list_stride, stride_feats_n, stride_weight_k, stride_weight_c, UNIT: gl.constexpr,
     GROUP_IN: gl.constexpr, GROUP_OUT: gl.constexpr, PACK: gl.constexpr, GROUPS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr,
-    TO_SLOTS: gl.constexpr, WIDE: gl.constexpr, HIDDEN: gl.constexpr, PRECISION: gl.constexpr,
+    TO_SLOTS: gl.constexpr, WIDE: gl.constexpr, HIDDEN: gl.constexpr, PRECISION: gl.constexpr, BULK: gl.constexpr,
 ):  # fmt: skip
-    """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile."""
+    """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile.
+
+    BULK: ``weight`` is the descriptor of a matrix whose rows are those of all taps, cut into whole tiles; the copy
+    engine brings one at a time. Else it is a pointer.
+    """
     stride_feats_n *= UNIT  # a factor that the compiler sees: it proves that pieces of 16 bytes are aligned
     BLOCKS_K: gl.constexpr = (GROUP_IN + BLOCK_K - 1) // BLOCK_K
     BLOCKS_N: gl.constexpr = (GROUP_OUT + BLOCK_N - 1) // BLOCK_N
-    EVEN_K: gl.constexpr = GROUP_IN % BLOCK_K == 0
     WARPS: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = feats_ptr.dtype.element_ty
     A_LAYOUT: gl.constexpr = gather_layout(BLOCK_M, BLOCK_K, WARPS)
@@ -154,44 +191,48 @@ def conv_kernel(
     steps = count * BLOCKS_K
     columns = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, A_LAYOUT))
     feats_ptr += group * GROUP_IN
-    weight_ptr += group * (GROUP_IN if TRANSPOSED else GROUP_OUT)
+    if not BULK:
+        weight += group * (GROUP_IN if TRANSPOSED else GROUP_OUT)
     a_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], shared_layout(BLOCK_K))
     if TRANSPOSED:
         b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], shared_layout(BLOCK_K))
     else:
         b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, BLOCK_N], shared_layout(BLOCK_N))
+    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    if BULK:
+        for s in gl.static_range(STAGES):
+            mbarrier.init(landed.index(s), count=1)
+        fence_async_shared()
     acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, layout=MMA)
     row = gl.load(tile_rows_ptr + list_start)
     idx, tap, row = read_step(
         tile_rows_ptr, tile_taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, 0, count, BLOCKS_K, WIDE
     )
     for s in gl.static_range(STAGES - 1):
-        k0 = s % BLOCKS_K * BLOCK_K  # rows beyond the last step are absent: nothing of them is read
-        copy_rows(feats_ptr + k0, a_shared.index(s), idx, stride_feats_n, columns, GROUP_IN - k0, EVEN_K, WIDE)
-        copy_weight(
-            weight_ptr, b_shared.index(s), tap, s % BLOCKS_K, n0, s < steps,
-            GROUP_IN, GROUP_OUT, GROUPS, BLOCK_N, BLOCK_K, TRANSPOSED, WIDE,
+        copy_step(
+            feats_ptr, weight, a_shared.index(s), b_shared.index(s), landed.index(s), idx, tap, s, steps, n0,
+            stride_feats_n, columns, GROUP_IN, GROUP_OUT, GROUPS, TRANSPOSED, BULK, WIDE,
         )  # fmt: skip
-        async_copy.commit_group()
         idx, tap, row = read_step(
             tile_rows_ptr, tile_taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, s + 1, count, BLOCKS_K, WIDE
         )
     use = 0
     fill = STAGES - 1
+    turn = 0
     for step in range(steps):
         async_copy.wait_group(STAGES - 2)
+        if BULK:
+            mbarrier.wait(landed.index(use), turn)
+            turn = gl.where(use == STAGES - 1, turn ^ 1, turn)
         fence_async_shared()
         b = b_shared.index(use).permute((1, 0)) if TRANSPOSED else b_shared.index(use)
         acc = warpgroup_mma(a_shared.index(use), b, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])  # the step before is done: its buffers are free
         ahead = step + STAGES - 1
-        k0 = ahead % BLOCKS_K * BLOCK_K
-        copy_rows(feats_ptr + k0, a_shared.index(fill), idx, stride_feats_n, columns, GROUP_IN - k0, EVEN_K, WIDE)
-        copy_weight(
-            weight_ptr, b_shared.index(fill), tap, ahead % BLOCKS_K, n0, ahead < steps,
-            GROUP_IN, GROUP_OUT, GROUPS, BLOCK_N, BLOCK_K, TRANSPOSED, WIDE,
+        copy_step(
+            feats_ptr, weight, a_shared.index(fill), b_shared.index(fill), landed.index(fill), idx, tap, ahead, steps,
+            n0, stride_feats_n, columns, GROUP_IN, GROUP_OUT, GROUPS, TRANSPOSED, BULK, WIDE,
         )  # fmt: skip
-        async_copy.commit_group()
         idx, tap, row = read_step(
             tile_rows_ptr, tile_taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, ahead + 1, count, BLOCKS_K,
             WIDE,
@@ -200,6 +241,9 @@ def conv_kernel(
         fill = gl.where(fill == STAGES - 1, 0, fill + 1)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
     async_copy.wait_group(0)
+    if BULK:
+        for s in gl.static_range(STAGES):
+            mbarrier.invalidate(landed.index(s))
     out_slots = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, N_LAYOUT))
     write_tile(
         acc, out_ptr, bias_ptr, residual_ptr, gl.load(out_rows_ptr + out_slots), out_slots, n0,

@@ -28,14 +28,23 @@ def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> J
     room = (count + 3) & -4  # every array begins at a multiple of 16 bytes
     memory = torch.empty(2 * room + room // 2 + taps // 2 + 1, dtype=torch.int64, device=device)
     narrow = memory.view(torch.int32)
-    begin, end = memory[:count], memory[room : room + count]
-    order, tap_jobs = narrow[4 * room : 4 * room + count], narrow[5 * room : 5 * room + taps + 1]
-    lanes = power_of_2(max(taps, 1))
-    block = max(1, min(128, CELLS // lanes))
+    begin, end = memory.as_strided((count,), (1,)), memory.as_strided((count,), (1,), room)
+    order, tap_jobs = narrow.as_strided((count,), (1,), 4 * room), narrow.as_strided((taps + 1,), (1,), 5 * room)
+    lanes, block = _constants(taps)
     args = (*map(pointer, (tap_offsets, begin, end, order, tap_jobs)), taps, count, quantum)
     with on_device(device):
         _JOBS(device, (ceil_div(count, block),), args, (lanes, block))
     return Jobs(begin, end, order, tap_jobs)
+
+
+def jobs_ahead(taps: int, device: torch.device) -> None:
+    """Start to compile what `cut_jobs_on_device` launches."""
+    _JOBS.ahead(device, _constants(taps))
+
+
+def _constants(taps: int) -> tuple[int, int]:
+    lanes = power_of_2(max(taps, 1))
+    return lanes, max(1, min(128, CELLS // lanes))
 
 
 @triton.jit

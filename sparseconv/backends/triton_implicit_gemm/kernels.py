@@ -164,10 +164,14 @@ def conv_kernel(
 @triton.jit
 def combine_kernel(
     partial_ptr, out_ptr, bias_ptr, residual_ptr, slots_ptr, num_out,
-    NUM_GROUPS: tl.constexpr, C_OUT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, C_OUT: tl.constexpr, ROW: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[row] = act(sum over tap groups, in their order, of partial[slots[group, row]] + bias + residual)."""
+    """y[row] = act(sum over tap groups, in their order, of partial[slots[group, row]] + bias + residual).
+
+    The sums have C_OUT channels, a row of y and of the residual has ROW.
+    """
     BLOCKS_N: tl.constexpr = (C_OUT + BLOCK_N - 1) // BLOCK_N
     rows = (tl.program_id(0) // BLOCKS_N).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) % BLOCKS_N * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -179,7 +183,7 @@ def combine_kernel(
         acc += tl.load(partial_ptr + (slot.to(tl.int64)[:, None] * C_OUT + n[None, :]), mask=mask, other=0.0)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < C_OUT, other=0.0).to(tl.float32)[None, :]
-    address = rows[:, None] * C_OUT + n[None, :]
+    address = rows[:, None] * ROW + n[None, :]
     mask = row_ok[:, None] & (n < C_OUT)[None, :]
     if HAS_RESIDUAL:
         acc += tl.load(residual_ptr + address, mask=mask, other=0.0).to(tl.float32)

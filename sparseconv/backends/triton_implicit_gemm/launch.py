@@ -49,6 +49,10 @@ class Program:
 
         return knobs.runtime
 
+    def ahead(self, device: torch.device) -> None:
+        """Compile for a device on a thread of its own."""
+        self._launcher.ahead(device, self._values)
+
     def compile(self) -> None:
         """Compile for the current device without running."""
         self._launcher.compile(self._values)
@@ -63,6 +67,14 @@ class Program:
     def through_triton(self, grid: int, arguments: tuple[Any, ...]) -> None:
         """Launch as Triton does, which looks at every argument: the way of the interpreter and of unaligned views."""
         self.kernel[grid, 1, 1](*arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
+
+
+@functools.cache
+def program_of(
+    kernel: Any, types: tuple[Any, ...], constants: tuple[tuple[str, Any], ...], warps: int, stages: int
+) -> Program:
+    """The one program of its kind: whoever asks for it again finds it compiled."""
+    return Program(kernel, types, dict(constants), warps, stages)
 
 
 class Fixed:

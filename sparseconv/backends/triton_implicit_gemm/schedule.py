@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
+from sparseconv.backends.triton_implicit_gemm.config import ConvConfig
 from sparseconv.backends.triton_implicit_gemm.launch import Fixed
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -42,6 +43,9 @@ class Schedule:
     tile_taps: torch.Tensor  # (T, S) int32: the weight tap of each of them; 0 beyond tile_counts
     tile_order: torch.Tensor  # (T,) int32: the order of launch, most taps first
     slots: torch.Tensor | None = None  # (G, N_out) int32: a row's slot in each group of taps, -1 none; None: one group
+    turned_taps: torch.Tensor | None = (
+        None  # (T, S) int32: tile_taps of the reversed edges, where they were written too
+    )
 
     @property
     def num_tiles(self) -> int:
@@ -232,38 +236,65 @@ def retile(schedule: Schedule, block_m: int) -> Schedule:
         return retile_on_gpu(schedule, block_m)
     row_taps = torch.arange(table.shape[0] - 1, dtype=torch.int32, device=table.device)[None]
     counts, tile_rows, tile_taps, order = tile_lists(table, block_m, row_taps)
-    return replace(
-        schedule, block_m=block_m, tile_counts=counts, tile_rows=tile_rows, tile_taps=tile_taps, tile_order=order
-    )
+    return Schedule(block_m, table, schedule.out_rows, counts, tile_rows, tile_taps, order)
 
 
 def schedule_of(
-    kernel_map: KernelMap, block_m: int, transposed: bool = False, split: int = 1, chunked: bool = False
+    kernel_map: KernelMap,
+    block_m: int,
+    transposed: bool = False,
+    split: int = 1,
+    chunked: bool = False,
+    in_order: bool = False,
 ) -> Schedule:
     """The map's schedule at a tile size, built on first use and kept with the map; transposed: of the reversed edges.
 
     A map with a mirror symmetry is its own reverse with the taps exchanged, so its one table serves both directions.
     ``split``: taps in so many groups with a row order each. ``chunked``: rows sorted inside runs of neighbouring rows,
     which are those of ``kernel_map.prepared["row_order"]`` where the geometry left one, and tiles launched in order.
+    ``in_order``: rows sorted as a whole; tiles launched in order, but for those with few taps, which come last.
     Where every output row has one edge, no tile has two taps and neither makes a difference.
     """
     if transposed and kernel_map.mirror is None:
-        return schedule_of(kernel_map.reverse(), block_m, False, split, chunked)
-    key = ("schedule", block_m, transposed, split, chunked)
+        return schedule_of(kernel_map.reverse(), block_m, False, split, chunked, in_order)
+    key = ("schedule", block_m, transposed, split, chunked, in_order)
     schedule = kernel_map.prepared.get(key)
     if schedule is None:
         schedule = kernel_map.prepared[key] = _schedule(kernel_map, *key[1:])
     return schedule
 
 
-def _schedule(kernel_map: KernelMap, block_m: int, transposed: bool, split: int, chunked: bool) -> Schedule:
+def schedule_ahead(kernel_map: KernelMap, config: ConvConfig) -> None:
+    """Start to compile what `schedule_of` launches for the first of a map's configurations."""
+    if config.split == 1 and not config.chunked and kernel_map.device.type == "cuda":
+        from sparseconv.backends.triton_implicit_gemm.build import schedule_ahead  # Triton is loaded where it is used
+
+        schedule_ahead(kernel_map, config.block_m)
+
+
+def _schedule(
+    kernel_map: KernelMap, block_m: int, transposed: bool, split: int, chunked: bool, in_order: bool
+) -> Schedule:
     if transposed:
-        straight = schedule_of(kernel_map, block_m, False, split, chunked)
-        return replace(straight, tile_taps=_mirrored(straight.tile_taps, kernel_map.mirror or ()))
+        straight = schedule_of(kernel_map, block_m, False, split, chunked, in_order)
+        taps = straight.turned_taps
+        if taps is None:
+            taps = _mirrored(straight.tile_taps, kernel_map)
+        return Schedule(
+            block_m,
+            straight.neighbors,
+            straight.out_rows,
+            straight.tile_counts,
+            straight.tile_rows,
+            taps,
+            straight.tile_order,
+            straight.slots,
+            straight.tile_taps,
+        )
     if _meets_once(kernel_map):
         from sparseconv.backends.triton_implicit_gemm.tiles import one_tap_schedule
 
-        if split > 1 or chunked:
+        if split > 1 or chunked or in_order:
             return schedule_of(kernel_map, block_m)
         return one_tap_schedule(kernel_map, block_m)
     if split > 1:
@@ -273,18 +304,43 @@ def _schedule(kernel_map: KernelMap, block_m: int, transposed: bool, split: int,
     if base is None:
         base = kernel_map.prepared[name] = _build(kernel_map, block_m, None, CHUNK_ROWS if chunked else None)
     schedule = retile(base, block_m)
-    if not chunked:
-        return schedule
+    if in_order:
+        return replace(schedule, tile_order=_dense_first(schedule))
+    return _in_order(schedule) if chunked and schedule is not base else schedule
+
+
+def _in_order(schedule: Schedule) -> Schedule:
+    """The same tiles, launched in the order of their rows."""
     order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
     return replace(schedule, tile_order=order)
 
 
-def _mirrored(tile_taps: torch.Tensor, mirror: tuple[int, ...]) -> torch.Tensor:
+def _dense_first(schedule: Schedule) -> torch.Tensor:
+    """The order of launch of tiles as they lie; those with less than two fifths of the taps last, most taps first.
+
+    Tiles next to each other have like taps, thus on a surface the same direction, and read the same rows.
+    """
+    taps = schedule.neighbors.shape[0] - 1
+    counts = schedule.tile_counts.clamp(max=(2 * taps + 3) // 5)
+    if not counts.is_cuda:
+        return torch.sort(counts, descending=True, stable=True).indices.to(torch.int32)
+    from sparseconv.backends.triton_implicit_gemm.build import rank_tiles  # Triton is loaded where it is used
+    from sparseconv.geometry.triton_launch import on_device
+
+    order = torch.empty_like(counts)
+    with on_device(counts.device):
+        rank_tiles(counts, order, taps)
+    return order
+
+
+def _mirrored(tile_taps: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
     """The mirrored tap of each."""
+    mirror = kernel_map.mirror or ()
     last = len(mirror) - 1
     if all(tap == last - place for place, tap in enumerate(mirror)):
         return last - tile_taps
-    return _on_device(mirror, tile_taps.device)[tile_taps.long()]
+    taps = kernel_map.prepared["mirror"] = _on_device(mirror, tile_taps.device)  # a graph that reads it keeps the map
+    return taps[tile_taps.long()]
 
 
 @lru_cache(maxsize=64)
@@ -309,6 +365,7 @@ def _build(
         from sparseconv.backends.triton_implicit_gemm.build import schedule_on_gpu  # Triton is loaded where it is used
 
         return schedule_on_gpu(kernel_map, block_m, groups, chunk_rows)
-    return build_schedule(
+    schedule = build_schedule(
         kernel_map.neighbors, kernel_map.num_taps, block_m, base_order=rows, chunk_rows=chunk_rows, groups=groups
     )
+    return schedule if chunk_rows is None else _in_order(schedule)

@@ -7,13 +7,21 @@ the first use of a layer on a new map costs little more than any other.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.backends.triton_implicit_gemm.config import ConvConfig, WeightGradConfig, Work, power_of_two
-from sparseconv.backends.triton_implicit_gemm.jobs import jobs_of
-from sparseconv.backends.triton_implicit_gemm.launch import Fixed, Launch, Program
+from sparseconv.backends.triton_implicit_gemm.bulk import BulkProgram
+from sparseconv.backends.triton_implicit_gemm.config import (
+    PARTIAL_BYTES,
+    ConvConfig,
+    WeightGradConfig,
+    Work,
+    power_of_two,
+)
+from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM, jobs_of, most_jobs
+from sparseconv.backends.triton_implicit_gemm.launch import Fixed, Launch, Program, program_of
 from sparseconv.backends.triton_implicit_gemm.schedule import Schedule, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -22,8 +30,8 @@ if TYPE_CHECKING:
 
 #: offsets from a pointer that a kernel may compute in 32 bits
 NARROW = 2**31
-#: bytes of fp32 partial sums of a weight gradient: fewer jobs where they would take more
-PARTIAL_BYTES = 48 << 20
+#: numbers of a weight gradient that a program of its reduction adds
+REDUCED = 256
 _I32, _I64 = torch.int32, torch.int64
 
 
@@ -59,6 +67,25 @@ class Step:
         self._last(partial, out, *more)
 
 
+class StepInTurns(Step):
+    """A `Step` over some output channels at a time; ``more`` says which of bias and residual there are."""
+
+    __slots__ = ("_add", "_more")
+
+    def __init__(self, sums: Launch, last: Launch, partial_shape: tuple[int, int], more: tuple[bool, ...]) -> None:
+        super().__init__(sums, last, partial_shape)
+        self._add, self._more = last, more
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *more: torch.Tensor) -> None:
+        partial = torch.empty(self._partial_shape, dtype=torch.float32, device=x.device)
+        width = self._partial_shape[1]
+        for first in range(0, out.shape[1], width):
+            part = slice(first, first + width)
+            self._sums(x, weight[..., part], partial, *more)
+            mine = (t[..., part] if there else t for t, there in zip(more, self._more))
+            self._add(partial, out[:, part], *mine)
+
+
 class ConvRecipe:
     """The forward or input gradient of one configuration, for operands like these: dtypes and strides are taken.
 
@@ -78,6 +105,8 @@ class ConvRecipe:
         wide: bool = False,
     ) -> None:
         self._config, self._work, self._transposed = config, work, transposed
+        #: what one turn computes, where taps are split at all
+        self._turn = replace(work, group_out=work.group_out // config.turns)
         self._wide, self._activation = wide, None if epilogue is None else epilogue.scalar
         self._stride_x = x.stride(0)
         self._weight = (weight.numel(), weight.shape[1] * weight.shape[2])
@@ -85,36 +114,42 @@ class ConvRecipe:
         self._weight_c = weight.shape[1] * work.groups if config.weight_copy else weight.shape[2]
         self._bias, self._residual = bias is not None, residual is not None
         self._more = tuple(x.dtype if t is None else t.dtype for t in (bias, residual))
-        self._blocks = -(-work.pack * work.group_out // config.block_n) * -(-work.groups // work.pack)
         self._kept = _Kept()
+
+    def ahead(self, kernel_map: KernelMap, device: torch.device) -> None:
+        """Start to compile what `bind` will launch over a map like this one."""
+        self._kept(self._program, self._config.split > 1, self._wide)[0].ahead(device)
 
     def prepare(self, kernel_map: KernelMap) -> Schedule:
         """The schedule that `bind` needs, kept with the map."""
         config = self._config
-        return schedule_of(kernel_map, config.block_m, self._transposed, config.split, config.chunked)
+        return schedule_of(kernel_map, config.block_m, self._transposed, config.split, config.chunked, config.in_order)
 
     def bind(self, kernel_map: KernelMap) -> Step | Launch:
         """What runs over this map: called with (x, weight, out, bias, residual), any tensor in the place of none."""
-        config, c_out = self._config, self._work.group_out * self._work.groups
+        config, work = self._config, self._work
         schedule = self.prepare(kernel_map)
+        turn = work if schedule.slots is None else self._turn
+        c_out, blocks = turn.group_out * turn.groups, -(-turn.pack * turn.group_out // config.block_n)
         rows_in, rows_out = kernel_map.num_in, kernel_map.num_out
         if self._transposed:
             rows_in, rows_out = rows_out, rows_in
         num_slots = schedule.out_rows.shape[0]
         to_slots = schedule.slots is not None
-        written = (num_slots if to_slots else rows_out) * c_out
+        written = max(rows_out * work.group_out * work.groups, num_slots * c_out if to_slots else 0)
         farthest = max(rows_in * self._stride_x, written, schedule.neighbors.numel(), self._weight[0])
         program, strides = self._kept(self._program, to_slots, self._wide or farthest >= NARROW)
-        sums = Launch(program, schedule.num_tiles * self._blocks, schedule.fixed, strides)
-        exchange = self._work.groups if config.weight_copy else 0
+        sums = Launch(program, schedule.num_tiles * blocks * -(-work.groups // work.pack), schedule.fixed, strides)
+        exchange = work.groups if config.weight_copy else 0
         if schedule.slots is None:
             return Step(sums, None, exchange=exchange) if exchange else sums
         block_m, block_n = 16, min(128, power_of_two(c_out))
         programs = -(-rows_out // block_m) * -(-c_out // block_n)
         combine = self._kept(self._combination, schedule.slots.shape[0], block_m, block_n)
-        return Step(
-            sums, Launch(combine, programs, Fixed((schedule.slots,), (rows_out,))), (num_slots, c_out), exchange
-        )
+        last = Launch(combine, programs, Fixed((schedule.slots,), (rows_out,)))
+        if config.turns > 1:
+            return StepInTurns(sums, last, (num_slots, c_out), (self._bias, self._residual))
+        return Step(sums, last, (num_slots, c_out), exchange)
 
     def _program(self, to_slots: bool, wide: bool) -> tuple[Program, tuple[int, ...]]:
         """The kernel of the sums, and the strides that it takes."""
@@ -123,7 +158,7 @@ class ConvRecipe:
         unit = _unit(work, self._stride_x, weight_k, weight_c)
         strides = (self._stride_x // unit, weight_k // unit, weight_c // unit)
         constants = {
-            **_operands(work, unit, wide),
+            **_operands(self._turn if to_slots else work, unit, wide),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
@@ -136,14 +171,22 @@ class ConvRecipe:
         }
         pointers = (work.dtype, work.dtype, torch.float32 if to_slots else work.dtype, *self._more, *(_I32,) * 6)
         types = (*pointers, 16, int, *map(_shown, strides))  # slots come in multiples of 256
-        return Program(_kernel("conv_kernel", config.gluon), types, constants, config.warps, config.stages), strides
+        kernel, sizes = _kernel("conv_kernel", config.gluon), (config.warps, config.stages)
+        if config.gluon:
+            constants["BULK"] = config.bulk
+        if not config.bulk:
+            return _program(kernel, types, constants, *sizes), strides
+        matrix = (self._weight[0] // weight_c, weight_c // config.turns if to_slots else weight_c)
+        block = (config.block_n, config.block_k) if constants["TRANSPOSED"] else (config.block_k, config.block_n)
+        return BulkProgram(kernel, types, constants, *sizes, matrix, weight_c, block), strides
 
     def _combination(self, num_groups: int, block_m: int, block_n: int) -> Program:
         """The kernel that adds the sums of groups of taps."""
         work = self._work
         constants = {
             "NUM_GROUPS": num_groups,
-            "C_OUT": work.group_out * work.groups,
+            "C_OUT": self._turn.group_out * work.groups,
+            "ROW": work.group_out * work.groups,
             "HAS_BIAS": self._bias,
             "HAS_RESIDUAL": self._residual,
             "ACTIVATION": self._activation,
@@ -151,7 +194,7 @@ class ConvRecipe:
             "BLOCK_N": block_n,
         }
         types = (torch.float32, work.dtype, *self._more, _I32, int)
-        return Program(_kernel("combine_kernel", False), types, constants, 4, 3)
+        return _program(_kernel("combine_kernel", False), types, constants, 4, 3)
 
 
 class WeightGradRecipe:
@@ -169,6 +212,17 @@ class WeightGradRecipe:
         self._max_jobs = min(PARTIAL_BYTES // (4 * self._size), config.programs // self._tiles)
         self._kept = _Kept()
 
+    def ahead(self, kernel_map: KernelMap, device: torch.device) -> None:
+        """Start to compile what `bind` will launch over a map like this one."""
+        from sparseconv.backends.triton_implicit_gemm.job_kernel import jobs_ahead  # Triton is loaded where it is used
+
+        taps = kernel_map.num_taps
+        direct = most_jobs(taps, kernel_map.num_pairs, self._max_jobs, JOB_QUANTUM) == taps
+        self._kept(self._program, direct, False)[0].ahead(device)
+        jobs_ahead(taps, device)
+        if not direct:
+            self._kept(self._reduction).ahead(device)
+
     def prepare(self, kernel_map: KernelMap) -> None:
         """Nothing: jobs are cut by the number of pairs."""
 
@@ -182,9 +236,8 @@ class WeightGradRecipe:
         sums = Launch(program, jobs.count * self._tiles, fixed, strides)
         if jobs.one_each:
             return sums
-        block = 256
         reduce = Launch(
-            self._kept(self._reduction, block), -(-self._size // block) * self._num_taps, Fixed((jobs.tap_jobs,))
+            self._kept(self._reduction), -(-self._size // REDUCED) * self._num_taps, Fixed((jobs.tap_jobs,))
         )
         return Step(sums, reduce, (jobs.count, self._size))
 
@@ -202,12 +255,16 @@ class WeightGradRecipe:
         }
         types = (work.dtype, work.dtype, work.dtype if direct else torch.float32, _I32, _I32, _I64, _I64, _I32)
         kernel = _kernel("weight_grad_kernel", config.gluon)
-        return Program(kernel, (*types, *map(_shown, strides)), constants, config.warps, config.stages), strides
+        return _program(kernel, (*types, *map(_shown, strides)), constants, config.warps, config.stages), strides
 
-    def _reduction(self, block: int) -> Program:
+    def _reduction(self) -> Program:
         """The kernel that adds the sums of a tap's jobs."""
         types = (torch.float32, self._work.dtype, _I32)
-        return Program(_kernel("reduce_jobs_kernel", False), types, {"SIZE": self._size, "BLOCK": block}, 4, 3)
+        return _program(_kernel("reduce_jobs_kernel", False), types, {"SIZE": self._size, "BLOCK": REDUCED}, 4, 3)
+
+
+def _program(kernel: Any, types: tuple[Any, ...], constants: dict[str, Any], warps: int, stages: int) -> Program:
+    return program_of(kernel, types, tuple(constants.items()), warps, stages)
 
 
 class _Kept(dict[tuple[Any, ...], Any]):

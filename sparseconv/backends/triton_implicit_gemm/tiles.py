@@ -16,40 +16,48 @@ from sparseconv.geometry.triton_pairs import FoundEdges
 
 
 def meets_once(kernel_map: KernelMap) -> bool:
-    """Whether every output row has exactly one edge, as where a stride as large as the kernel is turned round."""
+    """Whether every output row has exactly one edge, as where a stride as large as the kernel is turned round.
+
+    Of a grid of fixed size, every real one.
+    """
     if isinstance(kernel_map.source, FoundEdges):  # as a window found them, not turned round
         return False
-    origin = kernel_map.reverse().source
-    return (
-        isinstance(origin, FoundEdges)
-        and origin.search.window.meets_once
-        and 0 < kernel_map.num_pairs == kernel_map.num_out
-    )
+    straight = kernel_map.reverse()
+    origin = straight.source
+    if not isinstance(origin, FoundEdges) or not origin.search.window.meets_once:
+        return False
+    return straight.meets_all if origin.padded else 0 < kernel_map.num_pairs == kernel_map.num_out
 
 
 def one_tap_schedule(kernel_map: KernelMap, block_m: int) -> Schedule:
     """The schedule of edges that meet each output row once, without waiting for the device.
 
     Edges lie by tap already. Each tap's begin a run of 256 slots, so a tile has one tap, whose edges are the one row of
-    the table; runs of different taps over the same input rows are launched together.
+    the table; runs of different taps over the same input rows are launched together. Dead rows have runs without a tap.
 
     Args:
         kernel_map: K taps, P = N_out edges.
         block_m: rows of a tile; a power of two that divides 256.
 
     Returns:
-        A `Schedule` of P // 256 + K runs.
+        A `Schedule` of P // 256 + K runs, and one more where there may be dead rows.
     """
     taps, device = kernel_map.num_taps, kernel_map.in_rows.device
-    runs = kernel_map.num_pairs // SLOT_ALIGNMENT + taps
+    origin = kernel_map.reverse().source
+    unseen = origin.search.unseen if isinstance(origin, FoundEdges) else None
+    lists_of = taps + (unseen is not None)
+    runs = kernel_map.num_pairs // SLOT_ALIGNMENT + lists_of
     each = SLOT_ALIGNMENT // block_m
     slots, tiles, room = runs * SLOT_ALIGNMENT, runs * each, 1 + LOOKAHEAD
     schedule = _allocate(block_m, 2, slots, tiles, room, device)
     pairs = (kernel_map.tap_offsets, kernel_map.in_rows, kernel_map.out_rows)
     lists = (schedule.tile_counts, schedule.tile_rows, schedule.tile_taps, schedule.tile_order)
-    args = (*map(pointer, (*pairs, schedule.neighbors, schedule.out_rows, *lists)), taps, slots)
+    count = kernel_map.out_rows if unseen is None else unseen.count
+    arrays = (*pairs, count, schedule.neighbors, schedule.out_rows, *lists)
+    args = (*map(pointer, arrays), taps, slots, kernel_map.num_out)
+    constants = (power_of_2(lists_of), SLOT_ALIGNMENT, block_m, each, room, power_of_2(room), unseen is not None)
     with on_device(device):
-        _ONE_TAP(device, (runs,), args, (power_of_2(taps), SLOT_ALIGNMENT, block_m, each, room, power_of_2(room)))
+        _ONE_TAP(device, (runs,), args, constants)
     return schedule
 
 
@@ -89,20 +97,31 @@ def _allocate(block_m: int, height: int, slots: int, tiles: int, room: int, devi
 
 @triton.jit
 def one_tap_kernel(
-    offsets_ptr, in_rows_ptr, out_rows_ptr, table_ptr, slot_rows_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr,
-    order_ptr, num_taps, num_slots,
+    offsets_ptr, in_rows_ptr, out_rows_ptr, count_ptr, table_ptr, slot_rows_ptr, counts_ptr, tile_rows_ptr,
+    tile_taps_ptr, order_ptr, num_taps, num_slots, num_rows,
     TAPS: tl.constexpr, RUN: tl.constexpr, BLOCK_M: tl.constexpr, EACH: tl.constexpr, ROOM: tl.constexpr,
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, DEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program makes one run of RUN slots, of one tap or of none, and the EACH tiles in it."""
+    """One program makes one run of RUN slots, of one tap or of none, and the EACH tiles in it.
+
+    DEAD: rows from ``count`` on come after the last tap as if they were another one's edges, but without any.
+    """
     run = tl.program_id(0)
     tap = tl.arange(0, TAPS)
     start = tl.load(offsets_ptr + tap, mask=tap < num_taps, other=0)
     stop = tl.load(offsets_ptr + tap + 1, mask=tap < num_taps, other=0)
+    if DEAD:
+        real = tl.minimum(tl.maximum(tl.load(count_ptr), 0), num_rows)
+        start = tl.where(tap == num_taps, real, start)
+        stop = tl.where(tap == num_taps, num_rows, stop)
     runs = ((stop - start + RUN - 1) // RUN).to(tl.int32)
     last = tl.cumsum(runs, 0)
     mine = (run >= last - runs) & (run < last)
     owned = tl.sum(mine.to(tl.int32), 0) > 0
+    if DEAD:  # a count that is no such thing: a fault was raised, and every tile still is in the order once
+        ordered = owned & (tl.sum(runs, 0) <= tl.num_programs(0))
+    else:
+        ordered = owned
     my_tap = tl.sum(tl.where(mine, tap, 0), 0)
     my_runs = tl.maximum(tl.sum(tl.where(mine, runs, 0), 0), 1)
     index = tl.where(owned, run - tl.sum(tl.where(mine, last - runs, 0), 0), 0)
@@ -110,13 +129,19 @@ def one_tap_kernel(
     end = tl.sum(tl.where(mine, stop, 0), 0)
     lane = tl.arange(0, RUN)
     slot = run.to(tl.int64) * RUN + lane
-    live = begin + lane < end
+    met = end
+    if DEAD:
+        met = tl.where(my_tap < num_taps, end, 0)
+    live = begin + lane < met
+    out_row = tl.load(out_rows_ptr + begin + lane, mask=live, other=-1)
+    if DEAD:
+        out_row = tl.where(live, out_row, tl.where(begin + lane < end, (begin + lane).to(tl.int32), -1))
     tl.store(table_ptr + slot, tl.load(in_rows_ptr + begin + lane, mask=live, other=-1))
     tl.store(table_ptr + num_slots + slot, tl.full((RUN,), -1, tl.int32))
-    tl.store(slot_rows_ptr + slot, tl.load(out_rows_ptr + begin + lane, mask=live, other=-1))
+    tl.store(slot_rows_ptr + slot, out_row)
     each = tl.arange(0, EACH)
     tile = run * EACH + each
-    count = (begin + each * BLOCK_M < end).to(tl.int32)
+    count = (begin + each * BLOCK_M < met).to(tl.int32)
     tl.store(counts_ptr + tile, count)
     column = tl.arange(0, WIDTH)
     listed = column[None, :] < count[:, None]
@@ -127,7 +152,7 @@ def one_tap_kernel(
     whole = index * runs // my_runs
     rest = index * runs - whole * my_runs
     earlier = tl.where(tap < my_tap, whole + (runs > 0).to(tl.int32), whole + (rest > 0).to(tl.int32))
-    rank = tl.where(owned, tl.sum(tl.where(mine, index, earlier), 0), run)
+    rank = tl.where(ordered, tl.sum(tl.where(mine, index, earlier), 0), run)
     tl.store(order_ptr + rank * EACH + each, tile)
 
 
@@ -160,5 +185,5 @@ def lists_kernel(
 
 
 _I32, _I64 = torch.int32, torch.int64
-_ONE_TAP = Launcher(one_tap_kernel, (_I64, *(_I32,) * 8, int, int), num_warps=4)
+_ONE_TAP = Launcher(one_tap_kernel, (_I64, *(_I32,) * 9, int, int, int), num_warps=4)
 _LISTS = Launcher(lists_kernel, (*(_I32,) * 4, int, int, int), num_warps=2)

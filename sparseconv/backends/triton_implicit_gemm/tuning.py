@@ -53,10 +53,12 @@ class Tuner:
         candidates: Sequence[Config],
         step_of: Callable[[Config], Any],
         tensors: tuple[torch.Tensor, ...],
+        ahead: Callable[[], None] = lambda: None,
     ) -> tuple[Config, bool]:
         """The fastest candidate, and whether that is settled for later calls with this key and these candidates.
 
         The first candidate where timing is off or impossible; while a graph is captured that is not the last word.
+        ``ahead`` is called before candidates are compiled.
         """
         device = tensors[0].device
         if len(candidates) == 1 or not tuning_enabled() or device.type != "cuda":
@@ -71,6 +73,7 @@ class Tuner:
             name = _cache_name(key, candidates, device)
             index = _read(name)
             if index is None or not 0 <= index < len(candidates):
+                ahead()
                 good = _compile_all([(config, step_of(config)) for config in candidates], tensors, key)
                 timings = _time_all(good, tensors)
                 self.timings[asked] = timings

@@ -1,0 +1,316 @@
+"""Grids whose number of rows never changes: for whole steps, map building included, captured in one CUDA graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, torus_of, wrap
+from sparseconv.geometry.grid import VoxelGrid, unique_coords
+from sparseconv.geometry.lookup import KeySpace, SortedTable
+from sparseconv.geometry.ranges import Boundary, IndexRange
+
+if TYPE_CHECKING:
+    from sparseconv.geometry.triton_launch import Unseen
+    from sparseconv.geometry.triton_table import CoordinateTable
+
+#: bits of the fault flag, and what they say
+FAULTS = {
+    1: "a voxel lies outside of the extent or the batch, occurs twice, or the dead rows do not follow the real ones",
+    2: "a derived grid has more voxels than its rows hold: give more room",
+}
+#: rows of derived grids come in multiples of this
+ROWS = 256
+
+
+class FixedGrid(VoxelGrid):
+    """A grid of C rows of which the first ``count`` are real, a number that the device alone knows.
+
+    Grids and maps that are made of it wait for nothing, read nothing back, and have sizes that depend on the example
+    alone; so a step over it, maps included, can be captured in a CUDA graph and replayed for other scenes. Dead rows
+    have batch item -1 and are met by nothing: in a convolution they get epilogue(bias), and no gradient of a weight
+    sees them. ``len(grid)`` and ``num_voxels`` are C. On a CPU it works too, eagerly, with the same results.
+
+    What the host must decide (rows of coarser grids, numbers of pairs by which kernels are chosen) is taken from
+    ``like``, an ordinary grid. The maps of the example are built when the same is first asked of a fixed grid, which
+    waits for the device, and their sizes are kept with the example: run a step once before it is captured, on the
+    capture's stream. What a graph reads lives as long as the grids and plans that were made while it was captured.
+
+    Args:
+        coords: (C, 1+D) int32, contiguous, C > 0: (batch item, voxel) of the real rows, then rows of batch item -1.
+        count: (1,) int32 on the device of coords: the number of real rows.
+        like: the example, an ordinary grid on the same device: batch size, voxel size and origin are its.
+        extent: the box that real voxels lie in; default: the example's, grown by an eighth of its length, and by 16
+            cells at least, to each side.
+        room: rows of a coarser (or finer) grid over those that the example's has.
+
+    Attributes:
+        count: (1,) int32, of this very grid.
+        fault: (1,) int32, shared with all grids made of this one: 0, or the bits of `FAULTS` that say what did not fit.
+            Results are then finite or not, and wrong; nothing is ever written out of bounds.
+
+    Raises:
+        TypeError, ValueError: arguments of the wrong kind, shape or device, or an extent too large for keys.
+
+    >>> example = VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1], [0, 2, 2]]))
+    >>> coords = torch.tensor([[0, 4, 4], [0, 4, 5], [-1, 0, 0], [-1, 0, 0]], dtype=torch.int32)
+    >>> grid = FixedGrid(coords, torch.tensor([2], dtype=torch.int32), example)
+    >>> grid
+    FixedGrid(4 rows, rank 2, batch 1, extent [-16, 19) x [-16, 19), voxel size 1, cpu)
+    >>> grid.lookup(torch.tensor([[0, 4, 5], [-1, 0, 0]])).tolist(), grid.fault.tolist()
+    ([1, -1], [0])
+    """
+
+    count: torch.Tensor
+    fault: torch.Tensor
+
+    def __init__(
+        self,
+        coords: torch.Tensor,
+        count: torch.Tensor,
+        like: VoxelGrid,
+        *,
+        extent: IndexRange | Sequence[int] | None = None,
+        room: float = 1.25,
+    ) -> None:
+        if not isinstance(like, VoxelGrid) or like.count is not None or like.is_shared:
+            raise TypeError(f"like must be an ordinary VoxelGrid; got {like!r}")
+        if coords.dtype != torch.int32 or coords.ndim != 2 or coords.shape[1] != like.rank + 1 or not len(coords):
+            raise ValueError(
+                f"coords must be (C, {like.rank + 1}) int32, C > 0; got {tuple(coords.shape)} {coords.dtype}"
+            )
+        if count.dtype != torch.int32 or count.shape != (1,):
+            raise ValueError(f"count must be (1,) int32; got {tuple(count.shape)} {count.dtype}")
+        if not coords.device == count.device == like.device:
+            raise ValueError(
+                f"coords, count and like must be on one device; got {coords.device}, {count.device}, {like.device}"
+            )
+        if not room > 0:
+            raise ValueError(f"room must be positive; got {room}")
+        if extent is None:
+            extent = _grown(like.extent)
+        elif not isinstance(extent, IndexRange):
+            extent = IndexRange.of_shape(tuple(extent))
+        if extent.rank != like.rank or extent.size == 0:
+            raise ValueError(f"the extent must have {like.rank} axes, none of them empty; got {extent}")
+        coords = coords.detach().contiguous()
+        self._set(coords, count, coords.new_zeros(1), coords.new_zeros(8), extent, like.voxel_size, like, room)
+        if self.device.type == "cuda":
+            from sparseconv.geometry.triton_table import check_rows  # Triton is loaded where it is used
+
+            check_rows(self.cells)
+        else:
+            live = torch.arange(len(coords), device=coords.device) < count
+            self.fault |= (self._table.keys.unique().numel() != count) | ((coords[:, 0] >= 0) != live).any()
+
+    def _set(
+        self,
+        coords: torch.Tensor,
+        count: torch.Tensor,
+        fault: torch.Tensor,
+        gates: torch.Tensor,
+        extent: IndexRange,
+        voxel_size: tuple[float, ...],
+        example: VoxelGrid,
+        room: float,
+    ) -> None:
+        self.coords, self.count, self.fault, self._gates = coords, count, fault, gates
+        self.batch_size, self.origin = example.batch_size, example.origin
+        self.voxel_size, self.extent, self.example, self.room = voxel_size, extent, example, room
+        self.derived = {}
+        self._space  # noqa: B018 (raises where keys are too short)
+
+    # ---- rows
+
+    @property
+    def cells(self) -> CoordinateTable:
+        """The table of the real rows that a grid on a GPU keeps."""
+        table = self.derived.get("cells")
+        if table is None:
+            from sparseconv.geometry.triton_table import build_table  # Triton is loaded where it is used
+
+            table = self.derived["cells"] = build_table(self.coords, self._ranges, unseen=self.unseen)
+        return table
+
+    @property
+    def unseen(self) -> Unseen:
+        """What kernels take for rows whose number the host does not know."""
+        from sparseconv.geometry.triton_launch import Unseen
+
+        return Unseen(self.count, self.fault, self._gates)
+
+    @property
+    def _ranges(self) -> torch.Tensor:
+        """The extent as the table takes it, on the device; kept with the example."""
+        key = ("ranges", self.extent)
+        ranges = self.example.derived.get(key)
+        if ranges is None:
+            from sparseconv.geometry.triton_table import block_volume, encode_ranges
+
+            low, high = (0, *self.extent.start), (self.batch_size - 1, *(end - 1 for end in self.extent.end))
+            if block_volume(low, high) >= 2**62:
+                raise ValueError(f"the extent {self.extent} is too large for 64-bit keys: give a smaller one")
+            ranges = self.example.derived[key] = encode_ranges(low, high).to(self.device)
+        return ranges
+
+    @cached_property
+    def _real(self) -> torch.Tensor:
+        """(C,) bool: the rows that can be found."""
+        return self._space.contains(self.coords)
+
+    @cached_property
+    def _table(self) -> SortedTable:
+        rows = self._real.nonzero()[:, 0]
+        table = SortedTable(self._space.keys(self.coords[rows]))
+        table.rows = rows[table.rows]
+        return table
+
+    @cached_property
+    def batch_counts(self) -> torch.Tensor:
+        """(B,) int64: voxels of each batch item."""
+        items = self.coords[:, 0].long().clamp(-1, self.batch_size) + 1
+        counts = items.new_zeros(self.batch_size + 2)
+        return counts.index_add_(0, items, torch.ones_like(items))[1:-1]
+
+    @property
+    def batch_rows(self) -> torch.Tensor | None:
+        raise _unknown("rows by batch item")
+
+    # ---- other grids
+
+    def reached(
+        self, window: Window, boundary: Boundary, within: IndexRange | None = None, *, to_fine: bool
+    ) -> FixedGrid:
+        """Every coarse voxel that sees a real one, or every fine one that is seen, ``within`` a box where it is given.
+
+        In lexicographic order, like `coarse_grid` and `fine_grid`, which call this.
+        """
+        if boundary.kind == "forbid" and (boundary.extent is None or not to_fine):
+            raise _unknown("voxels under the boundary 'forbid'")
+        torus = torus_of(None if to_fine else self, window, boundary)
+        torus = torus if to_fine else window.coarse_torus(torus)
+        extent = torus or (window.fine_extent(self.extent) if to_fine else window.coarse_bounds(self.extent))
+        for box in (boundary.extent if boundary.kind == "forbid" else None, within):
+            extent = extent if box is None else extent.intersect(box)
+        if extent.size == 0:
+            raise ValueError(f"no voxel of {self.extent} reaches into the box: it would leave {extent}")
+        scale = tuple((1 / s if to_fine else float(s)) for s in window.stride)
+        example = self._example(window, boundary, within, to_fine)
+        most = min(self.batch_size * extent.size, len(self) * len(window.offsets))
+        rows = min(most, max(1, math.ceil(self.room * len(example) / ROWS)) * ROWS)
+        coords, count = (self._reach_on_gpu if self.device.type == "cuda" else self._reach)(
+            window, torus_of(None, window, boundary), torus, extent, rows, to_fine
+        )
+        grid = object.__new__(FixedGrid)
+        size = tuple(v * s for v, s in zip(self.voxel_size, scale))
+        grid._set(coords, count, self.fault, self._gates, extent, size, example, self.room)
+        if self.device.type == "cuda":
+            grid.cells  # noqa: B018 (kept)
+        return grid
+
+    def _example(self, window: Window, boundary: Boundary, within: IndexRange | None, to_fine: bool) -> VoxelGrid:
+        """What the example's voxels reach; kept with it."""
+        key = ("reached", window, boundary, within, to_fine)
+        found = self.example.derived.get(key)
+        if found is None:
+            self._may_look()
+            found = (fine_grid if to_fine else coarse_grid)(self.example, window, boundary)
+            if within is not None:
+                low, high = (torch.tensor(v, device=self.device) for v in (within.start, within.end))
+                voxels = found.coords[:, 1:]
+                found = found.subset(((voxels >= low) & (voxels < high)).all(1))
+            self.example.derived[key] = found
+        return found
+
+    def _reach_on_gpu(
+        self,
+        window: Window,
+        torus: IndexRange | None,
+        folded: IndexRange | None,
+        extent: IndexRange,
+        rows: int,
+        to_fine: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from sparseconv.geometry.triton_reach import reach_unseen  # Triton is loaded where it is used
+
+        size = self.batch_size, window.offsets, window.stride, folded
+        limits: dict[str, Any] = {"to_fine": to_fine, "within": extent, "rows": rows, "unseen": self.unseen}
+        with torch._C._DisableFuncTorch():  # voxels do not depend on what torch.func differentiates
+            found = reach_unseen(self.coords, self.extent, *size, **limits)
+        if found is None:
+            raise ValueError(f"the extent {extent} has too many cells for a grid of fixed size: give a smaller one")
+        coords, count, read = found
+        self.derived["moves", window, extent] = read
+        return coords, count
+
+    def _reach(
+        self,
+        window: Window,
+        torus: IndexRange | None,
+        folded: IndexRange | None,
+        extent: IndexRange,
+        rows: int,
+        to_fine: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        taps = range(len(window.offsets))
+        coords = wrap(self.coords[self._real].long(), torus)
+        seen = torch.cat([window.fine(coords, tap) if to_fine else window.coarse(coords, tap) for tap in taps])
+        space = KeySpace.covering(IndexRange((0, *extent.start), (self.batch_size, *extent.end)))
+        seen = wrap(seen, folded)
+        found = unique_coords(seen[space.contains(seen)])
+        self.fault |= 2 * (len(found) > rows)
+        padded = self.coords.new_full((rows, self.coords.shape[1]), -1)
+        padded[: len(found)] = found[:rows]
+        return padded, self.count.new_tensor([min(len(found), rows)])
+
+    def pairs_like(self, coarse: FixedGrid, window: Window, boundary: Boundary) -> int:
+        """About how many edges a window joins between this grid, the fine one, and a coarse one: as in the example."""
+        other = None if coarse.example is self.example else coarse.example
+        key = ("pairs", other, window, boundary)
+        pairs = self.example.derived.get(key)
+        if pairs is None:
+            self._may_look()
+            pairs = find_edges(self.example, coarse.example, window, boundary).num_pairs
+            self.example.derived[key] = pairs
+        return max(1, round(pairs * len(coarse) / max(1, len(coarse.example))))
+
+    def _may_look(self) -> None:
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a map of this kind was never built on the example: run the step once before its capture"
+            )
+
+    def _like(self, coords: torch.Tensor, scale: tuple[float, ...] | None = None) -> VoxelGrid:
+        raise _unknown("voxels chosen one by one")
+
+    def to(self, device: torch.device | str) -> VoxelGrid:
+        """Itself, if the grid is there."""
+        if torch.empty(0, device=device).device == self.device:
+            return self
+        raise ValueError(f"a FixedGrid stays on its device, {self.device}: make another one on {device}")
+
+    def to_dense(self, features: torch.Tensor, extent: IndexRange | Sequence[int] | None = None) -> torch.Tensor:
+        raise _unknown("a dense array")
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace("VoxelGrid(", "FixedGrid(").replace(" voxels,", " rows,")
+
+
+def fault_of(value: int) -> str | None:
+    """What a fault flag that was read says, as a sentence; None for 0."""
+    return "; ".join(text for bit, text in FAULTS.items() if value & bit) or None
+
+
+def _grown(extent: IndexRange) -> IndexRange:
+    more = [max(16, n // 8) for n in extent.shape]
+    return IndexRange(tuple(v - m for v, m in zip(extent.start, more)), tuple(v + m for v, m in zip(extent.end, more)))
+
+
+def _unknown(what: str) -> ValueError:
+    return ValueError(
+        f"a grid of fixed size has no {what}, whose number the host would have to know: make it from an ordinary grid"
+    )

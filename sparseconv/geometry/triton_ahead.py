@@ -1,0 +1,35 @@
+"""Kernels that the first plan of a process will need, compiled beside the first grid's own."""
+
+from __future__ import annotations
+
+import torch
+
+from sparseconv.geometry.triton_cube import CUBE
+from sparseconv.geometry.triton_cube_pairs import CUBE_PAIRS, MANY_EDGES, SECTOR
+from sparseconv.geometry.triton_launch import read_triton
+from sparseconv.geometry.triton_order import MERGED_ROWS, ORDER_CONSTANTS, ORDER_ROWS
+from sparseconv.geometry.triton_search import SEARCH, search_constants, search_programs
+from sparseconv.geometry.triton_table import FUSED_ROWS, pack_shifts, rows_per_chunk
+from sparseconv.geometry.triton_window import bit_places
+
+#: edges a row where nothing is known of them
+USUAL_DEGREE = 13
+_seen: set[int | None] = set()
+
+
+def expect_plans(coords: torch.Tensor) -> None:
+    """Start to compile what the 3 x 3 x 3 map of ``coords`` (N, 4) takes, if they are the first on their device.
+
+    Nearly every grid gets that map. Where the kernels lie in Triton's cache, this costs some milliseconds once.
+    """
+    device, (n, columns) = coords.device, coords.shape
+    offsets, shifts = CUBE
+    if device.index in _seen or columns != len(shifts) or not 0 < n <= FUSED_ROWS:
+        return
+    _seen.add(device.index)
+    read_triton()
+    looks = (columns - 1, pack_shifts(shifts), bit_places(shifts), True, False, 27, 3)
+    SEARCH.ahead(device, search_constants(looks, len(offsets), n, search_programs(device, len(offsets), n), True))
+    CUBE_PAIRS.ahead(device, (rows_per_chunk(n), SECTOR if USUAL_DEGREE * n > MANY_EDGES else 0))
+    if n <= MERGED_ROWS:
+        ORDER_ROWS.ahead(device, ORDER_CONSTANTS)
