@@ -549,16 +549,22 @@ def _wait_for(device: torch.device) -> None:
 def _graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """What replays a run, and what the run returned: tensors that every replay writes anew.
 
-    On a stream of its own, with which the counters of cooperative launches are kept: two graphs may run at once.
+    On a stream of its own, with which the counters of cooperative launches are kept: two graphs may run at once. The
+    peak that torch keeps of its memory starts anew.
     """
     with torch.cuda.device(device):
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
                 run()
+            most = torch.cuda.max_memory_allocated() - before
         torch.cuda.current_stream().wait_stream(stream)
         # what other threads ask of the device, such as pinned memory for the next scene, is no part of the capture
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            # memory in one piece, of which a run is then cut: pieces of many sizes would take a quarter more
+            torch.empty(most, dtype=torch.uint8, device=device)
             results = run()
     return graph.replay, results
