@@ -16,6 +16,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.pointwise import relu
 from sparseconv.pointwise.epilogue import Epilogue
+from tests.waits import nothing_waits
 
 pytestmark = pytest.mark.gpu
 #: norm of the error over the norm of the result
@@ -182,13 +183,10 @@ def test_nothing_waits_for_the_device():
     backend.forward(x, w, kernel_map, 1)
     backend.input_grad(g, w, kernel_map, 1)
     backend.weight_grad(x, g, kernel_map, 1)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         y = backend.forward(x, w, kernel_map, 1, torch.ones(32, device="cuda", dtype=x.dtype))
         backend.input_grad(g, w, kernel_map, 1)
         backend.weight_grad(x, g, kernel_map, 1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert bool(torch.isfinite(y).all())
 
 
@@ -206,8 +204,7 @@ def test_the_first_use_of_a_new_map_waits_for_nothing_either():
             assert kernel_map.num_pairs == len(kernel_map.in_rows)
             calls.append((kernel_map, operands(kernel_map, 32, 32, 1, torch.float16)))
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if turn else "default")
-        try:
+        with nothing_waits("error" if turn else "default"):
             results = [
                 (
                     backend.forward(x, w, kernel_map, 1),
@@ -216,8 +213,6 @@ def test_the_first_use_of_a_new_map_waits_for_nothing_either():
                 )
                 for kernel_map, (x, w, g) in calls
             ]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         for (kernel_map, (x, w, g)), got in zip(calls, results):
             for a, b in zip(got, reference(x, w, g, kernel_map, 1)):
                 assert close(a, b)

@@ -17,6 +17,7 @@ from sparseconv import nn
 from sparseconv.nn import captured, training
 from sparseconv.nn.minkunet import MinkUNet
 from tests.cases import error
+from tests.waits import nothing_waits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 F = torch.nn.functional
@@ -478,11 +479,8 @@ def test_large_scenes_in_halves_without_a_wait():
     for seed, points in ((1, 60_000), (2, 75_000), (3, 30_000)):
         x, labels = large(seed, points)
         inputs = x.grid.coords, x.features
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             loss, logits = step(inputs, labels), fast(inputs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         wanted, *grads = eager(twin, x, labels)
         assert off(loss, wanted) < 1e-3
         for p, grad in zip(net.parameters(), grads):
