@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import cache
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -29,30 +31,48 @@ def buffer(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tens
 
 
 @cache
-def _linear():  # type: ignore[no-untyped-def]
-    """oneDNN's fp32 product, 2.4 times MKL's on a CPU that is not Intel's; None where torch was built without it."""
-    if not torch.backends.mkldnn.is_available():
-        return None
+def linear():  # type: ignore[no-untyped-def]
+    """oneDNN's fp32 product where it is well ahead of torch's BLAS on this machine, else None.
+
+    oneDNN was 2.4 times as fast as MKL on an AMD CPU and 0.9 times on an Intel one, so both are tried, once a process.
+    The bound lies far from either, and the least of many short runs counts: a process chooses what the last one chose.
+    """
     try:
-        return torch.ops.mkldnn._linear_pointwise.default
+        onednn = torch.ops.mkldnn._linear_pointwise.default
     except AttributeError:
         return None
+    if not torch.backends.mkldnn.is_available():
+        return None
+    x, w, out = torch.ones(2048, 64), torch.ones(64, 64), torch.empty(2048, 64)
+    blas = _least(lambda: torch.mm(x, w, out=out))
+    return onednn if 1.5 * _least(lambda: onednn(x, w.t(), None, "none", [], "")) < blas else None
+
+
+def _least(call: Callable[[], object]) -> float:
+    """Seconds of the fastest of 20 runs."""
+    found = []
+    for _ in range(20):
+        start = perf_counter()
+        call()
+        found.append(perf_counter() - start)
+    return min(found)
 
 
 def multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, add: torch.Tensor | None = None) -> None:
-    """out (M, b) = x (M, a) @ w (a, b), plus ``add`` (M, b) where given.
+    """out (M, b) = x (M, a) @ w (a, b), plus ``add`` (M, b) where given, which may be ``out``.
 
     oneDNN gives a tensor of its own, so that a copy is paid, and asks about 10 us for a call: below some 2 Mflop,
     or under 24 channels, the BLAS that writes in place is faster.
     """
-    linear = _linear()
-    if linear is None or x.dtype != torch.float32 or min(w.shape) < 24 or x.shape[0] * w.numel() < 1_000_000:
-        if add is None:
-            torch.mm(x, w, out=out)
-        else:
-            torch.addmm(add, x, w, out=out)
+    if x.dtype != torch.float32 or min(w.shape) < 24 or x.shape[0] * w.numel() < 1_000_000 or linear() is None:
+        if add is out:
+            out.addmm_(x, w)
+            return
+        torch.mm(x, w, out=out)
+        if add is not None:
+            out += add  # addmm would copy it to out first
         return
-    product = linear(x, w.t(), None, "none", [], "")
+    product = linear()(x, w.t(), None, "none", [], "")
     if add is None:
         out.copy_(product)
     else:
@@ -67,7 +87,7 @@ def accumulate_gram(x: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None
     rest.
     """
     rows = x.shape[0] // 256 * 256
-    if _linear() is None or x.dtype != torch.float32 or rows * out.numel() < 4_000_000:
+    if linear() is None or x.dtype != torch.float32 or rows * out.numel() < 4_000_000:
         rows = 0
     if rows:
         a, b = out.shape

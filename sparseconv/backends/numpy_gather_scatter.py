@@ -16,7 +16,7 @@ TILE = 64  # edges that share a weight; every product has a multiple of it as ro
 BLOCK = 1 << 20  # bytes that one gathered block of a tap takes: an L2 cache
 GRAM_ROWS = 4096  # rows that a product for a weight's gradient has at least, where there are as many
 SPAN = 1 << 15  # output rows that stay in a cache while the weight's gradient goes over them tap by tap
-SHARED = 1 << 31  # multiplications from which a call is worth sharing among threads
+SHARED = 1 << 26  # multiplications from which a call is worth sharing among threads: a millisecond
 BUFFER = 1 << 24  # bytes that the products of a chunk take: a share of an L3 cache
 
 
@@ -71,7 +71,7 @@ class NumpyGatherScatter(Backend):
         if 0 in shape or kernel_map.num_pairs == 0:
             return torch.zeros(shape, dtype=dtype)
         x, grad_out = x.to(wide).contiguous(), grad_out.to(wide).contiguous()
-        threads = _threads(kernel_map.num_pairs * shape[1] * c_out, _tiled(c_in, c_out, groups))
+        threads = _threads(kernel_map.num_pairs * shape[1] * c_out)
         edges = EdgeRuns.of(kernel_map, SPAN, threads)
         partial = torch.zeros(threads, *shape, dtype=wide)
         step = _gram_rows(c_in, c_out, wide)
@@ -97,12 +97,12 @@ class NumpyGatherScatter(Backend):
     def workspace_bytes(self, request: Request) -> int:
         wide = torch.promote_types(request.dtype, torch.float32)
         size, kernel_map, c_in, c_out = wide.itemsize, request.kernel_map, request.c_in, request.c_out
-        tiled = _tiled(c_in, c_out, request.groups)
-        threads = _threads(request.flops // 2, tiled)
-        fitting = threads * _chunk_edges(c_in, c_out, wide, request.groups)
+        tiled, threads = _tiled(c_in, c_out, request.groups), _threads(request.flops // 2)
+        fitting = threads * _chunk_edges(c_in, c_out, wide, tiled)
         edges = min(fitting, kernel_map.num_pairs + kernel_map.num_out) + threads * kernel_map.num_taps * TILE
         sums = edges * c_out * size  # the products of the chunks at work and their sums
-        blocks = edges * c_in * size if tiled else 2 * threads * max(BLOCK, 512 * max(c_in, c_out) * size)
+        tiles = edges * c_in * size + edges // TILE * c_in * c_out * size  # their inputs and weights
+        blocks = tiles if tiled else 2 * threads * max(BLOCK, 512 * max(c_in, c_out) * size)
         rows = min(_gram_rows(c_in, c_out, wide), kernel_map.max_pairs_per_tap)
         own = kernel_map.num_taps * c_in * c_out // request.groups  # a weight's gradient
         grams = threads * (rows * (c_in + c_out) + own) * size
@@ -130,12 +130,12 @@ def _convolve(
     if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()):
         weight = weight.contiguous()
     weight = weight[list(taps)] if list(taps) != list(range(len(taps))) else weight
-    if _tiled(c_in, c_out, groups):
-        weight = weight.contiguous()  # its tiles are picked by the thousand
     bias = None if bias is None else bias.to(wide)
     tiled = _tiled(c_in, c_out, groups)
-    threads = _threads(kernel_map.num_pairs * c_in * c_out // groups, tiled)
-    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide, groups), TILE, threads)
+    if tiled:
+        weight = weight.contiguous()  # its tiles are picked by the thousand
+    threads = _threads(kernel_map.num_pairs * c_in * c_out // groups)
+    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide, tiled), TILE, threads)
     step = max(512, BLOCK // (wide.itemsize * max(c_in, c_out)) // TILE * TILE)
     weights = weight.unbind()
 
@@ -146,11 +146,10 @@ def _convolve(
             products = _multiply_tiles(x, weight, chunk, inputs, products, groups)
         else:
             inputs = buffer("inputs", min(step, len(chunk.in_rows)), c_in, wide)
-            for tap, first, last in chunk.taps:
-                for a in range(first, last, step):
-                    b = min(a + step, last)
-                    rows = torch.index_select(x, 0, chunk.in_rows[a:b], out=inputs[: b - a])
-                    _multiply(rows, weights[tap], products[a:b], groups)
+            runs = [(tap, min(step, last - a)) for tap, first, last in chunk.taps for a in range(first, last, step)]
+            sizes = [size for _, size in runs]  # one call each to cut them: the threads take turns in Python
+            for (tap, size), picked, out in zip(runs, chunk.in_rows.split(sizes), products.split(sizes)):
+                _multiply(torch.index_select(x, 0, picked, out=inputs[:size]), weights[tap], out, groups)
         sums = _sum_by_row(products, chunk)
         if bias is not None:
             sums += bias
@@ -160,9 +159,10 @@ def _convolve(
             return
         for a in range(0, chunk.stop - chunk.start, step):
             b = min(a + step, chunk.stop - chunk.start)
-            target = rows_out[a:b] if dtype == wide else sums[a:b]
+            summed = sums[a:b]
+            target = rows_out[a:b] if dtype == wide else summed
             own = x[chunk.start + a : chunk.start + b]
-            _multiply(own, weights[kernel_map.identity_tap], target, groups, sums[a:b])
+            _multiply(own, weights[kernel_map.identity_tap], target, groups, summed)
         if dtype != wide:
             rows_out.copy_(sums)
 
@@ -175,21 +175,22 @@ def _tiled(c_in: int, c_out: int, groups: int) -> bool:
     return groups == c_in == c_out or (groups == 1 and min(c_in, c_out) < 24 and c_in * c_out <= 1024)
 
 
-def _threads(multiplications: int, tiled: bool) -> int:
+def _threads(multiplications: int) -> int:
     """Threads that share the parts of a call; 1 leaves each operation to torch's own.
 
-    A small call is over before they have met, and one in tiles has few and long operations. Python keeps no more than
-    some 16 busy.
+    torch's threads meet after every operation. Where another process holds a core, each of these hundreds of meetings
+    waits for the scheduler: 100 times as long as the work. A small call is over before ours have met. Python keeps no
+    more than some 16 busy.
     """
-    return min(torch.get_num_threads(), 16) if multiplications > SHARED and not tiled else 1
+    return min(torch.get_num_threads(), 16) if multiplications > SHARED else 1
 
 
-def _chunk_edges(c_in: int, c_out: int, wide: torch.dtype, groups: int) -> int:
+def _chunk_edges(c_in: int, c_out: int, wide: torch.dtype, tiled: bool) -> int:
     """Edges of a chunk: a power of 2, so that the layers of a network share few sets of chunks.
 
     A product for each tap of a chunk costs some 20 us to ask for, and pays with large chunks; tiles go as one batch.
     """
-    size = BUFFER // 4 if _tiled(c_in, c_out, groups) else BUFFER
+    size = BUFFER // 4 if tiled else BUFFER
     fitting = max(1, size // (wide.itemsize * max(c_in, c_out, 1)))
     return max(4096, 1 << (fitting.bit_length() - 1))
 

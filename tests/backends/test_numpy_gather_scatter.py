@@ -122,8 +122,8 @@ def poisoned(monkeypatch):
 @pytest.mark.parametrize(("c_in", "c_out"), [(3, 5), (16, 16), (40, 24)])
 @pytest.mark.parametrize("identity", [None, 2])
 def test_integers_to_the_bit_from_poisoned_memory(poisoned, monkeypatch, identity, c_in, c_out, onednn):
-    if not onednn:
-        monkeypatch.setattr(cpu_products, "_linear", lambda: None)
+    chosen = torch.ops.mkldnn._linear_pointwise.default if onednn else None
+    monkeypatch.setattr(cpu_products, "linear", lambda: chosen)
     kernel_map = random_map(3, 90, 90, 5, identity)
     x, g = torch.randint(-2, 3, (90, c_in)).float(), torch.randint(-2, 3, (90, c_out)).float()
     w, bias = torch.randint(-2, 3, (5, c_in, c_out)).float(), torch.randint(-2, 3, (c_out,)).float()
@@ -149,10 +149,13 @@ def test_padding_carries_nothing(channels):
     assert {row for row in range(70) if y[row].isnan().any()} == touched
 
 
+@pytest.mark.parametrize("onednn", [True, False])
 @pytest.mark.parametrize("rows", [0, 1, 1023, 1024, 5000])
 @pytest.mark.parametrize("shape", [(32, 48), (64, 64), (24, 100)])
 @pytest.mark.parametrize("turned", [False, True])
-def test_products_are_exact_on_either_side_of_the_choice(rows, shape, turned):
+def test_products_are_exact_on_either_side_of_the_choice(monkeypatch, rows, shape, turned, onednn):
+    chosen = torch.ops.mkldnn._linear_pointwise.default if onednn else None
+    monkeypatch.setattr(cpu_products, "linear", lambda: chosen)
     x, g = torch.randint(-2, 3, (rows, shape[0])).float(), torch.randint(-2, 3, (rows, shape[1])).float()
     w = torch.randint(-2, 3, shape).float()
     w = w.t().contiguous().t() if turned else w
@@ -161,9 +164,19 @@ def test_products_are_exact_on_either_side_of_the_choice(rows, shape, turned):
     assert torch.equal(out.double(), x.double() @ w.double())
     cpu_products.multiply(x, w, out, add=g)
     assert torch.equal(out.double(), x.double() @ w.double() + g.double())
+    cpu_products.multiply(x, w, g, add=g)
+    assert torch.equal(g, out)
     total = torch.ones(shape)
     cpu_products.accumulate_gram(x, g, total)
     assert torch.equal(total.double(), x.double().t() @ g.double() + 1)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+@pytest.mark.parametrize(("onednn", "taken"), [(1.0, False), (0.7, False), (0.6, True)])
+def test_the_library_that_multiplies_is_the_one_well_ahead(monkeypatch, onednn, taken):
+    seconds = iter([1.0, onednn])  # BLAS is asked first
+    monkeypatch.setattr(cpu_products, "_least", lambda call: next(seconds))
+    assert (cpu_products.linear.__wrapped__() is not None) == taken
 
 
 @pytest.mark.parametrize("channels", [8, 64])
