@@ -16,7 +16,7 @@ TILE = 64  # edges that share a weight; every product has a multiple of it as ro
 BLOCK = 1 << 20  # bytes that one gathered block of a tap takes: an L2 cache
 GRAM_ROWS = 4096  # rows that a product for a weight's gradient has at least, where there are as many
 SPAN = 1 << 15  # output rows that stay in a cache while the weight's gradient goes over them tap by tap
-SHARED = 1 << 26  # multiplications from which a call is worth sharing among threads: a millisecond
+SHARED = 1 << 29  # multiplications from which a call is worth sharing among threads: some ten milliseconds
 BUFFER = 1 << 24  # bytes that the products of a chunk take: a share of an L3 cache
 
 
