@@ -25,7 +25,7 @@ from sparseconv.geometry.triton_launch import (
     on_device,
     pointer,
 )
-from sparseconv.geometry.triton_order import MERGED_ROWS, merge_rows
+from sparseconv.geometry.triton_order import SORTED_ROWS, launch_sort, sort_words
 from sparseconv.geometry.triton_search import (
     AROUND,
     LINES,
@@ -116,8 +116,8 @@ class WindowSearch:
         blocks = table.most_blocks if self.is_local else 0
         i32 = torch.int32
         arrays = [(i32, taps * self.chunks), (i32, n if narrow else 0), (i32, blocks * 3 ** (columns - 1))]
-        merged = n if narrow and n <= MERGED_ROWS else 0
-        arrays += [(torch.int64, 2 * merged), (i32, merged)]
+        sorted_here = narrow and 0 < n <= SORTED_ROWS
+        arrays += [(torch.int64, sort_words(n, window.key_bits) if sorted_here else 0), (i32, n if sorted_here else 0)]
         scratch = self._scratch = Arena(device, arrays)
         counters = self._counters = Counters(table, taps, self.chunks)
         #: the counts of the edges, on their way to the host
@@ -170,9 +170,10 @@ class WindowSearch:
     def order(self) -> torch.Tensor | Pointer:
         """Rows in the order of their `keys`: (1, N_out) int64, or where they are few the place of (N_out,) int32."""
         n, scratch = self.coords.shape[0], self.scratch
-        if not 0 < n <= MERGED_ROWS:
+        if not 0 < n <= SORTED_ROWS:
             return torch.sort(scratch.tensor(SORT_KEYS).view(1, -1), dim=-1, stable=True).indices
-        merge_rows(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], n, self.coords.device, self.unseen)
+        places = scratch[SORT_KEYS], scratch[LINES], scratch[ORDER]
+        launch_sort(*places, n, self.coords.device, self.unseen, self.window.key_bits)
         return scratch[ORDER]
 
     @property

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_launch import (
+    IS_INTERPRETED,
     NUM_GATES,
     Launcher,
     Pointer,
@@ -17,43 +18,77 @@ from sparseconv.geometry.triton_launch import (
     leave,
     on_device,
     pointer,
+    power_of_2,
     wait_for_all,
 )
 
-#: rows that one program sorts, and sorted runs that are merged at once
-RUN, FAN = 1024, 8
-#: up to this many rows the merges (N log N) are faster than torch's radix sort on the card and the host together: at
-#: 81 k they take the card 81 us for torch's 43, and the host 5 for 50 to 70
-MERGED_ROWS = 100_000
-ORDER_CONSTANTS = (RUN, FAN, 128, NUM_GATES)
+#: up to this many rows one launch is faster than torch's sort on the card and the host together
+SORTED_ROWS = 600_000
+#: bits of a digit at most, parts that the rows are cut into at most, rows of a part at least
+DIGIT_BITS, PARTS, LEAST_ROWS = 9, 1024, 128
+
+# A lane's rank among the lanes of its warp with the same digit (DIGIT_BITS bits) before it, and how many there are in
+# all; of lanes whose flag is set. In: digit, flag. One vote a bit is faster than `match.any`, says CUB.
+_VOTE = (
+    "and.b32 bit, $2, {0}; setp.ne.u32 set, bit, 0; vote.sync.ballot.b32 all, set, 0xffffffff; "
+    "@!set not.b32 all, all; and.b32 same, same, all; "
+)
+RANK_DIGITS = tl.constexpr(
+    "{ .reg .pred set; .reg .b32 bit, all, same; setp.ne.u32 set, $3, 0; vote.sync.ballot.b32 same, set, 0xffffffff; "
+    + "".join(_VOTE.format(1 << bit) for bit in range(DIGIT_BITS))
+    + "mov.u32 all, %lanemask_lt; and.b32 all, all, same; popc.b32 $0, all; popc.b32 $1, same; }"
+)
 
 
-def sort_rows(keys: torch.Tensor, unseen: Unseen | None = None) -> torch.Tensor:
+def sort_rows(keys: torch.Tensor, unseen: Unseen | None = None, bits: int = 31) -> torch.Tensor:
     """The rows in a stable order of ``keys`` (G, N) int32 or int64, not negative, in each group: (G, N).
 
-    int32 or int64, whichever costs less. Runs of 1024 rows are sorted, then eight neighbouring runs are merged at once
-    until one is left: a row's place is the sum of its ranks in the eight, each found by bisection.
+    int32 or int64, whichever costs less; int32 keys are compared by their last ``bits`` bits.
     """
     groups, n = keys.shape
-    if groups != 1 or not 0 < n <= MERGED_ROWS or keys.dtype != torch.int32:
+    if groups != 1 or not 0 < n <= SORTED_ROWS or keys.dtype != torch.int32:
         return torch.sort(keys, dim=-1, stable=True).indices
     order = torch.empty(1, n, dtype=torch.int32, device=keys.device)
-    lines = torch.empty(2 * n, dtype=torch.int64, device=keys.device)
-    merge_rows(pointer(keys), pointer(lines), pointer(order), n, keys.device, unseen)
+    scratch = torch.empty(sort_words(n, bits), dtype=torch.int64, device=keys.device)
+    launch_sort(pointer(keys), pointer(scratch), pointer(order), n, keys.device, unseen, bits)
     return order
 
 
-def merge_rows(
-    keys: Pointer, lines: Pointer, order: Pointer, n: int, device: torch.device, unseen: Unseen | None = None
+def sort_words(n: int, bits: int) -> int:
+    """Words of 64 bits that the sort of n rows needs: two lists of lines, and counts."""
+    _, parts, _, digit_bits = _cut(n, bits)
+    return 2 * n + ((2 * parts + 4 * ceil_div(parts, 4) + 1) << digit_bits) // 2 + 1
+
+
+def launch_sort(
+    keys: Pointer,
+    scratch: Pointer,
+    order: Pointer,
+    n: int,
+    device: torch.device,
+    unseen: Unseen | None = None,
+    bits: int = 31,
 ) -> None:
-    """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``lines`` (2N,) int64 is scratch."""
-    levels, runs = 0, ceil_div(n, RUN)
-    while runs > 1:
-        runs, levels = ceil_div(runs, FAN), levels + 1
-    programs = crew_of(device, ceil_div(n, 128) if levels else 1)
+    """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `sort_words`."""
+    shift, parts, passes, digit_bits = _cut(n, bits)
+    programs = crew_of(device, ceil_div(parts, 4))
+    constants = (digit_bits, max(32, power_of_2(parts)), NUM_GATES)
     with on_device(device):
-        args = (keys, lines, order, gates_of(device, unseen), n, levels, programs)
-        ORDER_ROWS(device, (programs,), args, ORDER_CONSTANTS)
+        args = (keys, scratch, order, gates_of(device, unseen), n, shift, parts, passes, programs)
+        SORT(device, (programs,), args, constants)
+
+
+def sort_constants(n: int, bits: int) -> tuple[int, ...]:
+    """The constants of `order_kernel` for n rows."""
+    _, parts, _, digit_bits = _cut(n, bits)
+    return digit_bits, max(32, power_of_2(parts)), NUM_GATES
+
+
+def _cut(n: int, bits: int) -> tuple[int, int, int, int]:
+    """log2 of the rows of a part, parts, passes, and the bits of a digit."""
+    shift = max(LEAST_ROWS, power_of_2(ceil_div(n, PARTS))).bit_length() - 1
+    passes = ceil_div(bits, DIGIT_BITS)
+    return shift, ceil_div(n, 1 << shift), passes, ceil_div(bits, passes)
 
 
 # ---- kernels
@@ -61,53 +96,142 @@ def merge_rows(
 
 @triton.jit
 def order_kernel(
-    keys_ptr, lines_ptr, order_ptr, gates_ptr, n, levels, programs,
-    RUN: tl.constexpr, FAN: tl.constexpr, BLOCK: tl.constexpr, NUM_GATES: tl.constexpr,
+    keys_ptr, lines_ptr, order_ptr, gates_ptr, n, shift, parts, passes, programs,
+    BITS: tl.constexpr, WIDE: tl.constexpr, NUM_GATES: tl.constexpr,
 ):  # fmt: skip
-    """Lines are keys with their rows below them, so that no two are equal; each level moves them to the other half."""
+    """A radix sort, BITS bits a pass, the last ones first; a warp moves a part of 2^shift neighbouring lines.
+
+    Lines are keys with their rows below them. In each pass: how many lines of each part have a digit (of the first,
+    counted by its warp; of others, by whoever put the lines there); the sums over parts before a part, and over digits
+    before a digit; then each line goes to its place, a row of 32 after another.
+    """
+    BINS: tl.constexpr = 1 << BITS
     program = tl.program_id(0)
-    for first in range(program * RUN, n, programs * RUN):
-        row = first + tl.arange(0, RUN)
-        key = tl.load(keys_ptr + row, mask=row < n, other=0x7FFFFFFF)
-        line = tl.sort((key.to(tl.int64) << 32) | row)
-        if levels == 0:
-            tl.store(order_ptr + row, (line & 0xFFFFFFFF).to(tl.int32), mask=row < n)
-        else:
-            tl.store(lines_ptr + row, line, mask=row < n)
-    length = RUN
-    side = tl.arange(0, FAN)
-    here_ptr = lines_ptr
-    there_ptr = lines_ptr + n
-    for level in range(levels):
-        wait_for_all(gates_ptr + level, programs)
-        wide = length.to(tl.int64) * FAN
-        for first in range(program * BLOCK, n, programs * BLOCK):
-            place = first + tl.arange(0, BLOCK)
-            line = tl.load(here_ptr + place, mask=place < n, other=0)
-            family = (first // wide * wide).to(tl.int32)  # BLOCK divides RUN: one family a block
-            begin = tl.minimum(family + side.to(tl.int64) * length, n).to(tl.int32)
-            end = tl.minimum(begin.to(tl.int64) + length, n).to(tl.int32)
-            low = begin[None, :] + (place * 0)[:, None]
-            high = end[None, :] + (place * 0)[:, None]
-            left = length
-            while left > 0:  # lines below `low` are smaller, lines from `high` on are not
-                middle = (low + high) >> 1
-                open_ = low < high
-                smaller = tl.load(here_ptr + middle, mask=open_, other=0) < line[:, None]
-                low = tl.where(open_ & smaller, middle + 1, low)
-                high = tl.where(open_ & ~smaller, middle, high)
-                left = left >> 1
-            target = family + tl.sum(low - begin[None, :], 1)
-            if level == levels - 1:
-                tl.store(order_ptr + target, (line & 0xFFFFFFFF).to(tl.int32), mask=place < n)
-            else:
-                tl.store(there_ptr + target, line, mask=place < n)
+    lane = tl.arange(0, 128)
+    digit_of = tl.arange(0, BINS)
+    four = tl.arange(0, 4)
+    here_ptr = lines_ptr + n  # of the pass before; the first reads keys
+    there_ptr = lines_ptr
+    counts_ptr = (lines_ptr + 2 * n.to(tl.int64)).to(tl.pointer_type(tl.int32))  # (BINS, parts)
+    next_ptr = counts_ptr + parts * BINS
+    totals_ptr = next_ptr + parts * BINS  # (BINS,)
+    own_ptr = totals_ptr + BINS * (1 + 4 * program)  # (4, BINS): places of the next line of each digit, by warp
+    mine_ptr = own_ptr + lane // 32 * BINS
+    steps = 1 << (shift - 7)
+    for first in range(4 * program, parts, 4 * programs):
+        part = first + four
+        tl.store(own_ptr + four[:, None] * BINS + digit_of[None, :], tl.zeros((4, BINS), tl.int32))
+        tl.debug_barrier()
+        row = ((first + lane // 32) << shift) + lane % 32
+        for _step in range(steps):
+            key0 = tl.load(keys_ptr + row, mask=row < n, other=0)
+            key1 = tl.load(keys_ptr + row + 32, mask=row + 32 < n, other=0)
+            key2 = tl.load(keys_ptr + row + 64, mask=row + 64 < n, other=0)
+            key3 = tl.load(keys_ptr + row + 96, mask=row + 96 < n, other=0)
+            count_digits(mine_ptr, key0 & (BINS - 1), row < n)
+            count_digits(mine_ptr, key1 & (BINS - 1), row + 32 < n)
+            count_digits(mine_ptr, key2 & (BINS - 1), row + 64 < n)
+            count_digits(mine_ptr, key3 & (BINS - 1), row + 96 < n)
+            row += 128
+        counts = tl.load(own_ptr + four[None, :] * BINS + digit_of[:, None])
+        tl.store(counts_ptr + digit_of[:, None] * parts + part[None, :], counts, mask=(part < parts)[None, :])
+        tl.debug_barrier()
+    waits = programs
+    wait_for_all(gates_ptr, waits)
+    last = passes - 1
+    for turn in range(passes):
+        sum_counts(counts_ptr, next_ptr, totals_ptr, program, programs, parts, BINS, WIDE)
+        waits += programs
+        wait_for_all(gates_ptr, waits)
+        total = tl.load(totals_ptr + digit_of)
+        begin = tl.cumsum(total, 0) - total
+        low = 32 + turn * BITS
+        for first in range(4 * program, parts, 4 * programs):
+            part = first + four
+            before = tl.load(
+                counts_ptr + digit_of[:, None] * parts + part[None, :], mask=(part < parts)[None, :], other=0
+            )
+            tl.store(own_ptr + four[None, :] * BINS + digit_of[:, None], before + begin[:, None])
+            tl.debug_barrier()
+            row = ((first + lane // 32) << shift) + lane % 32
+            for _step in range(steps):  # four loads are on their way together
+                line0 = line_of(keys_ptr, here_ptr, row, n, turn)
+                line1 = line_of(keys_ptr, here_ptr, row + 32, n, turn)
+                line2 = line_of(keys_ptr, here_ptr, row + 64, n, turn)
+                line3 = line_of(keys_ptr, here_ptr, row + 96, n, turn)
+                for part_of in tl.static_range(4):
+                    line = line0 if part_of == 0 else line1 if part_of == 1 else line2 if part_of == 2 else line3
+                    live = row + 32 * part_of < n
+                    place = count_digits(mine_ptr, (line >> low).to(tl.int32) & (BINS - 1), live)
+                    if turn == last:
+                        tl.store(order_ptr + place, (line & 0xFFFFFFFF).to(tl.int32), mask=live)
+                    else:
+                        tl.store(there_ptr + place, line, mask=live)
+                        digit = (line >> (low + BITS)).to(tl.int32) & (BINS - 1)
+                        tl.atomic_add(next_ptr + digit * parts + (place >> shift), 1, mask=live, sem="relaxed")
+                row += 128
+        if turn < last:
+            waits += programs
+            wait_for_all(gates_ptr, waits)
         swap = here_ptr
         here_ptr = there_ptr
         there_ptr = swap
-        length = length * FAN
+        counted = counts_ptr
+        counts_ptr = next_ptr
+        next_ptr = counted
     leave(gates_ptr, programs, NUM_GATES)
 
 
+@triton.jit
+def line_of(keys_ptr, here_ptr, row, n, turn):
+    """A key with its row below it: in the first pass as it comes, later where the pass before has put it."""
+    if turn == 0:
+        line = (tl.load(keys_ptr + row, mask=row < n, other=0).to(tl.int64) << 32) | row
+    else:
+        line = tl.load(here_ptr + row, mask=row < n, other=0)
+    return line
+
+
+@triton.jit
+def count_digits(counters_ptr, digit, live):
+    """Each warp's counter of a lane's digit, before and up to the lane; the counters move on by all of the warp's."""
+    rank, same = rank_digits(digit, live)
+    before = tl.load(counters_ptr + digit)
+    tl.debug_barrier()
+    tl.store(counters_ptr + digit, before + same, mask=live & (rank == same - 1))
+    tl.debug_barrier()
+    return before + rank
+
+
+@triton.jit
+def rank_digits(digit, live):
+    """For 128 lanes, a thread each: the live lanes of a lane's warp with its digit before it, and in all."""
+    if IS_INTERPRETED:
+        lane = tl.arange(0, 128)
+        same = (digit[None, :] == digit[:, None]) & (lane[None, :] // 32 == lane[:, None] // 32) & live[None, :]
+        before = same & (lane[None, :] < lane[:, None])
+        return tl.sum(before.to(tl.int32), 1), tl.sum(same.to(tl.int32), 1)
+    else:
+        return tl.inline_asm_elementwise(
+            RANK_DIGITS, "=&r,=&r,r,r", [digit, live.to(tl.int32)], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def sum_counts(
+    counts_ptr, next_ptr, totals_ptr, program, programs, parts, BINS: tl.constexpr, WIDE: tl.constexpr
+):
+    """counts[digit, part] = lines of the digit in the parts before; totals[digit]: in all; the next counts are 0."""
+    EACH: tl.constexpr = max(1, min(BINS, 2048 // WIDE))
+    part = tl.arange(0, WIDE)[None, :]
+    for first in range(program * EACH, BINS, programs * EACH):
+        digit = first + tl.arange(0, EACH)
+        at = digit[:, None] * parts + part
+        counts = tl.load(counts_ptr + at, mask=part < parts, other=0)
+        tl.store(next_ptr + at, 0, mask=part < parts)
+        tl.store(counts_ptr + at, tl.cumsum(counts, 1) - counts, mask=part < parts)
+        tl.store(totals_ptr + digit, tl.sum(counts, 1))
+
+
 _I32, _I64 = torch.int32, torch.int64
-ORDER_ROWS = Launcher(order_kernel, (_I32, _I64, _I32, _I32, int, int, int), cooperative=True)
+SORT = Launcher(order_kernel, (_I32, _I64, _I32, _I32, *(int,) * 5), cooperative=True)

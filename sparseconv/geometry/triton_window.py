@@ -96,6 +96,14 @@ class TapWindow:
         return (tuple(range(self.num_taps)),)
 
     @cached_property
+    def key_bits(self) -> int:
+        """Bits of a sort key that tell rows apart: one more than taps, for rows without a tap.
+
+        A row of the cube has its centre, so that no rank is all ones but that of rows without a tap.
+        """
+        return self.num_taps if self.is_cube else min(KEY_BITS, self.num_taps + 1)
+
+    @cached_property
     def key_words(self) -> torch.Tensor:
         """The `key_words` of all taps in their default order, for at most 31 taps."""
         return key_words(tap_order(self.offsets), self.all_taps, self.data.device)

@@ -35,7 +35,7 @@ jobs = [
     (triton_chunks._KEYS, (4, 15, 512)),
     (triton_neighbors._PLANES, (*single, 128)), (triton_neighbors._COUNT, (128, 128)),
     (triton_neighbors._PLANE_KEYS, (False, 128)), (triton_neighbors._PLANE_KEYS_WIDE, (True, 128)),
-    (triton_table._TABLE, (4, 4, shifts, False, True, 128, 512, 7)), (triton_order.ORDER_ROWS, (1024, 8, 128, 7)),
+    (triton_table._TABLE, (4, 4, shifts, False, True, 128, 512, 7)), (triton_order.SORT, (9, 1024, 7)),
     (triton_search.SEARCH, (*around, 32, 128, 128, 32, 32, 2048, 7, True)),
     (triton_search.SEARCH, (*by_key, 8, 128, 128, 32, 32, 2048, 7, False)),
     (triton_reach._MARK, (3, True, 128, 512, 1024, 7)), (triton_reach._MARK, (3, False, 128, 512, 1024, 7)),

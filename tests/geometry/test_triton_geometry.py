@@ -15,7 +15,6 @@ from sparseconv.geometry import (
     triton_cube_pairs,
     triton_launch,
     triton_neighbors,
-    triton_order,
     triton_reach,
     triton_table,
 )
@@ -38,7 +37,10 @@ from sparseconv.geometry.triton_table import (
 from sparseconv.geometry.triton_window import encode_window, tap_order
 from tests.geometry.triton_cases import CASES, SLOW_CASES, Case, box
 
-SORTED_LONG = pytest.param(66_000, 2**31, 1024, marks=pytest.mark.slow)
+SORTED_LONG = [
+    pytest.param(66_000, 2**31, 31, marks=pytest.mark.slow),
+    pytest.param(300_000, 2**27, 27, marks=pytest.mark.slow),
+]
 DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
 EVERY_CASE = [pytest.param(case, id=case.name) for case in CASES] + [
     pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in SLOW_CASES
@@ -201,14 +203,18 @@ def test_runs_of_rows_where_rows_are_not_the_table_s() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "values", "run"),
-    [(1, 5, 1024), (1000, 3, 1024), (1500, 2**31, 1024), (1100, 40, 128), SORTED_LONG],
+    ("rows", "values", "bits"),
+    [(1, 5, 31), (1000, 3, 2), (1500, 2**31, 31), (700, 2**27, 27), (1100, 40, 9), *SORTED_LONG],
 )
-def test_sorting_rows(rows: int, values: int, run: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_order, "RUN", run)  # runs of 128 rows are merged twice
+def test_sorting_rows(rows: int, values: int, bits: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     keys = torch.randint(0, values, (1, rows), generator=generator).int().to(DEVICE)
-    assert torch.equal(sort_rows(keys).long(), torch.sort(keys, stable=True).indices)
+    assert torch.equal(sort_rows(keys, bits=bits).long(), torch.sort(keys, stable=True).indices)
+
+
+def test_rows_without_a_tap_come_last() -> None:
+    keys = torch.tensor([[2**31 - 1, 2**27 - 1, 3, 2**31 - 1, 0]], dtype=torch.int32, device=DEVICE)
+    assert sort_rows(keys, bits=28).tolist() == [[4, 2, 1, 0, 3]]
 
 
 @pytest.mark.parametrize("first", ["counts", "pairs", "reversed table"])

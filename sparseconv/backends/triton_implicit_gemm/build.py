@@ -16,7 +16,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.triton_cube import corners, look_at_plane
 from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, on_device, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
-from sparseconv.geometry.triton_order import MERGED_ROWS, sort_rows
+from sparseconv.geometry.triton_order import SORTED_ROWS, sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges, ReversedEdges
 from sparseconv.geometry.triton_search import SEARCH_TYPES
 from sparseconv.geometry.triton_window import KEY_BITS, entry_of, look, take
@@ -53,7 +53,7 @@ def schedule_ahead(kernel_map: KernelMap, block_m: int) -> None:
     if not isinstance(source, FoundEdges) or not source.search.is_cube:
         return
     n, lines = kernel_map.num_out, kernel_map.num_taps
-    tiles = _CUBE_TILES if n <= MERGED_ROWS else _CUBE_TILES_64
+    tiles = _CUBE_TILES if n <= SORTED_ROWS else _CUBE_TILES_64
     tiles.ahead(source.device, (block_m, power_of_2(lines + LOOKAHEAD)))
     _RANK.ahead(source.device, _rank_constants(lines, ceil_div(n, block_m)))
 
