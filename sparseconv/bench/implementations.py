@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from sparseconv.bench.timing import DTYPES
+
+if TYPE_CHECKING:
+    from sparseconv.bench.captured import CapturedMap
+    from sparseconv.geometry.grid import VoxelGrid
 
 TAPS = 27
 
@@ -88,6 +92,10 @@ class Convolution(ABC):
     def weight_grad(self) -> torch.Tensor:
         """The gradient of ``weight`` as (K, C_in, C_out)."""
 
+    def captured(self, room: float) -> CapturedMap | None:
+        """Its map as one graph with room for a scene of so many times the rows; None where there is no such thing."""
+        return None
+
     def details(self) -> dict[str, Any]:
         """What it says about itself: backend, waste."""
         return {}
@@ -106,7 +114,13 @@ class Sparseconv(Convolution):
     def prepare(self) -> None:
         import sparseconv as sc
 
-        self.plan = sc.ConvolutionPlan(sc.VoxelGrid(self.coords), self.kernel, backend=self.backend)
+        self.prepare_on(sc.VoxelGrid(self.coords))
+
+    def prepare_on(self, grid: VoxelGrid) -> None:
+        """`prepare` over a grid of some kind."""
+        import sparseconv as sc
+
+        self.plan = sc.ConvolutionPlan(grid, self.kernel, backend=self.backend)
         if self._used is not None:
             from sparseconv.backends.triton_implicit_gemm.jobs import jobs_of
             from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
@@ -123,6 +137,12 @@ class Sparseconv(Convolution):
         kept = [key for key in self.plan.kernel_map.prepared if isinstance(key, tuple)]
         self._used = [key for key in kept if key[0] in ("schedule", "jobs")] or None
         self.lazy = self._used is None
+
+    def captured(self, room: float) -> CapturedMap | None:
+        from sparseconv.bench.captured import CapturedMap
+        from sparseconv.nn.captured import _has_graphs
+
+        return CapturedMap(self, room) if _has_graphs(self.coords.device) else None
 
     def _serving(self, request: Any) -> Any:
         from sparseconv.backends.registry import choose

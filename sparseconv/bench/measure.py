@@ -18,6 +18,8 @@ from sparseconv.bench.timing import DTYPES, Clock, clock_of, precision
 
 #: from coordinates to everything that a training step needs
 MAP = "map"
+#: the same by one graph that was captured before: a scene's coordinates copied in, the graph replayed
+CAPTURED_MAP = "captured_map"
 #: forward alone; each gradient alone; forward and both gradients through autograd, as a user calls it
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, STEP = "forward", "input_grad", "weight_grad", "step"
 #: most bytes that a step holds beyond what is held between steps (operands, map, the last step's gradients)
@@ -26,7 +28,9 @@ MEMORY = "memory"
 COMPILE = "compile"
 #: seconds from before the library is imported to the first gradients of a fresh process, in which torch is ready
 COLD = "cold"
-QUANTITIES = (MAP, FORWARD, INPUT_GRAD, WEIGHT_GRAD, STEP, MEMORY)
+#: rows of a captured map over the scene's, in the figure and in the one beside it: as few as fit, and nn.capture's own
+ROOM, USUAL_ROOM = 1.0, 1.25
+QUANTITIES = (MAP, CAPTURED_MAP, FORWARD, INPUT_GRAD, WEIGHT_GRAD, STEP, MEMORY)
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,7 @@ def _measured(job: Job, kind: type[Convolution]) -> dict[str, Any]:
         STEP: lambda: clock.time(step, job.seconds).as_dict(),
         MEMORY: lambda: _memory(clock, step),
         MAP: lambda: _map(clock, job, convolution, step),
+        CAPTURED_MAP: lambda: _captured_map(clock, job, convolution, x, weight, grad),
     }
     for quantity, timer in timers.items():
         if quantity in job.quantities:
@@ -206,6 +211,27 @@ def _map(clock: Clock, job: Job, convolution: Convolution, step: Callable[[], No
     gap = {"median": max(0.0, both.median - plain.median), "repeats": both.repeats}
     found["in_step"] = gap
     return found | ({**gap, "by": "in_step"} if convolution.lazy else {**alone.as_dict(), "by": "prepare"})
+
+
+def _captured_map(
+    clock: Clock, job: Job, convolution: Convolution, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor
+) -> dict[str, Any]:
+    """The map of the case by a graph, first with rows for itself alone, then, beside it, with the usual room."""
+    found: list[dict[str, Any]] = []
+    for room in (ROOM, USUAL_ROOM):
+        try:
+            captured = convolution.captured(room)
+        except RuntimeError as error:  # what no graph can hold
+            return {"reason": str(error)}
+        if captured is None:
+            return {"reason": "makes no map inside a graph here"}
+        reason = captured.wrong(x, weight, grad, job.dtype)
+        if reason is not None:
+            return {"reason": f"with room {room:g} {reason}"}
+        replayed = captured
+        found.append({**clock.time(lambda: replayed(convolution.coords), job.seconds).as_dict(), "room": room})  # noqa: B023
+        del captured, replayed
+    return {**found[0], "usual": found[1]}
 
 
 def cold(job: Job) -> dict[str, Any]:

@@ -12,7 +12,10 @@ from rich.table import Table
 
 Row = dict[str, Any]
 #: quantities and the heads of their columns
-HEADS = {"map": "map", "forward": "forward", "input_grad": "d input", "weight_grad": "d weight", "step": "step"}
+HEADS = {"map": "map", "captured_map": "captured map", "forward": "forward", "input_grad": "d input"}
+HEADS |= {"weight_grad": "d weight", "step": "step"}
+#: those that a case has once, whatever its channels; both against what was set for a map
+MAPS = ("map", "captured_map")
 HERE = Path(__file__).resolve().parent
 #: the repository's folders, where this is a checkout
 RESULTS, PICTURES = (HERE.parents[1] / folder for folder in ("benchmarks/results", "docs/pictures"))
@@ -110,7 +113,9 @@ def layer_table(rows: Sequence[Row], title: str, aims: bool = False) -> Table:
             line["map"] = f"[dim]{row['status']}[/]"
             continue
         mine = row["implementation"].startswith("sparseconv") and row["dtype"] in ("fp16", "bf16") and kernel == 3
-        target = cells.get((row["case"], row["channels"]), {}) | {"map": maps.get(row["case"])} if aims and mine else {}
+        target = cells.get((row["case"], row["channels"]), {}) if aims and mine else {}
+        if aims and mine:
+            target = target | dict.fromkeys(MAPS, maps.get(row["case"]))
         for quantity, head in HEADS.items():
             ms = row.get(quantity, {}).get("median")
             line[head] = "" if ms is None else judged(ms, target.get(quantity))
@@ -154,15 +159,16 @@ def unmet(rows: Sequence[Row]) -> list[str]:
             mine = row["implementation"] == "sparseconv" and row["dtype"] == "fp16" and not row.get("shuffled")
             if not mine or row["case"] != cell["case"] or row["status"] != "measured":
                 continue
-            for quantity in ("map", "forward", "step", "memory"):
-                if quantity != "map" and row["channels"] != cell["channels"]:
+            for quantity in (*MAPS, "forward", "step", "memory"):
+                if quantity not in MAPS and row["channels"] != cell["channels"]:
                     continue
                 value = row.get(quantity, {}).get("median", row.get(quantity, {}).get("peak_mib"))
-                if quantity in cell and value is not None and value > cell[quantity]["must"]:
+                aim = cell.get("map" if quantity in MAPS else quantity)
+                if aim is not None and value is not None and value > aim["must"]:
                     unit = "MiB" if quantity == "memory" else "ms"
                     missed.append(
                         f"{cell['case']} C {row['channels']} {quantity}: {value:.3g} {unit}, "
-                        f"{value / cell[quantity]['must']:.2f} times the must of {cell[quantity]['must']:g}"
+                        f"{value / aim['must']:.2f} times the must of {aim['must']:g}"
                     )
     return list(dict.fromkeys(missed))
 
@@ -182,8 +188,8 @@ def _rounded(value: Any) -> Any:
 
 
 def joined(rows: Sequence[Row]) -> list[Row]:
-    """Rows for reading: a case's map, timed in a row of its own, put on every row of that case and order."""
-    maps = {_of_case(row): row["map"] for row in rows if row.get("map")}
+    """Rows for reading: a case's maps, timed in a row of its own, put on every row of that case and order."""
+    maps = {_of_case(row): {q: row[q] for q in MAPS if row.get(q)} for row in rows if any(map(row.get, MAPS))}
     found = []
     silent: set[tuple[str, str]] = set()
     for row in rows:
@@ -191,12 +197,12 @@ def joined(rows: Sequence[Row]) -> list[Row]:
             if (row["implementation"], row["reason"]) in silent:
                 continue
             silent.add((row["implementation"], row["reason"]))
-        alone = tuple(row["quantities"]) == ("map",) and row["status"] == "measured"
+        alone = row["status"] == "measured" and 0 < len(row["quantities"]) == sum(q in MAPS for q in row["quantities"])
         same = (other for other in rows if other is not row and other["dtype"] == row["dtype"])
         if alone and any(_of_case(other) == _of_case(row) for other in same):
             continue
         known = maps.get(_of_case(row))
-        found.append(row | {"map": known} if known and row["status"] == "measured" else row)
+        found.append(row | known if known and row["status"] == "measured" else row)
     return found
 
 

@@ -59,7 +59,8 @@ def layer_jobs(
 ) -> list[Job]:
     """Jobs by implementation. The first dtype gets every quantity and, if asked, shuffled rows; the others forward and
     step. Maps are timed once a case, at few channels."""
-    layers = tuple(q for q in quantities if q != measure.MAP)
+    maps = tuple(q for q in quantities if q in (measure.MAP, measure.CAPTURED_MAP))
+    layers = tuple(q for q in quantities if q not in maps)
     jobs = []
     for name in implementations:
         for case, channels in grid:
@@ -70,9 +71,9 @@ def layer_jobs(
                         wanted = tuple(q for q in layers if q in (measure.FORWARD, measure.STEP))
                     if wanted:
                         jobs.append(Job(name, case, c, dtypes[0], order, wanted, device, seconds))
-                if measure.MAP in quantities:
+                if maps:
                     c = min(MAP_CHANNELS, *channels, 512)
-                    jobs.append(Job(name, case, c, dtypes[0], order, (measure.MAP,), device, seconds))
+                    jobs.append(Job(name, case, c, dtypes[0], order, maps, device, seconds))
         for dtype in dtypes[1:]:
             wanted = tuple(q for q in layers if q in (measure.FORWARD, measure.STEP))
             if wanted:

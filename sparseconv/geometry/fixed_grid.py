@@ -98,11 +98,10 @@ class FixedGrid(VoxelGrid):
         if extent.rank != like.rank or extent.size == 0:
             raise ValueError(f"the extent must have {like.rank} axes, none of them empty; got {extent}")
         coords = coords.detach().contiguous()
-        self._set(coords, count, coords.new_zeros(1), coords.new_zeros(8), extent, like.voxel_size, like, room)
+        zeros = coords.new_zeros(12)  # gates, and the fault flag
+        self._set(coords, count, zeros[8:9], zeros[:8], extent, like.voxel_size, like, room)
         if self.device.type == "cuda":
-            from sparseconv.geometry.triton_table import check_rows  # Triton is loaded where it is used
-
-            check_rows(self.cells)
+            self.derived["cells"] = self._make_cells(checked=True)
         else:
             live = torch.arange(len(coords), device=coords.device) < count
             self.fault |= (self._table.keys.unique().numel() != count) | ((coords[:, 0] >= 0) != live).any()
@@ -131,10 +130,13 @@ class FixedGrid(VoxelGrid):
         """The table of the real rows that a grid on a GPU keeps."""
         table = self.derived.get("cells")
         if table is None:
-            from sparseconv.geometry.triton_table import build_table  # Triton is loaded where it is used
-
-            table = self.derived["cells"] = build_table(self.coords, self._ranges, unseen=self.unseen)
+            table = self.derived["cells"] = self._make_cells()
         return table
+
+    def _make_cells(self, checked: bool = False) -> CoordinateTable:
+        from sparseconv.geometry.triton_table import build_table  # Triton is loaded where it is used
+
+        return build_table(self.coords, self._ranges, unseen=self.unseen, checked=checked)
 
     @property
     def unseen(self) -> Unseen:

@@ -36,6 +36,8 @@ SINGLE_CELL_ROWS = 0
 #: up to this many rows the passes of a build share one launch, which the host is faster with
 FUSED_ROWS = 600_000
 MAX_ROWS = 2**29
+#: rows and slots that a program of the one launch takes at once: of few, and of many, whose loads share their wait
+TABLE_EACH = (128, 512), (512, 1024)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +154,7 @@ def build_table(
     reported: bool = False,
     awaited: bool = False,
     unseen: Unseen | None = None,
+    checked: bool = False,
 ) -> CoordinateTable:
     """A table of the rows of coords (N, 1+D) int32, N < 2^29, in any order; nothing is read back.
 
@@ -159,7 +162,8 @@ def build_table(
     Duplicate rows and key overflow are found on the device: `raise_for_status` reports them at the next reading.
     ``reported`` sends status and ranges to the host, for a `read_table` that follows; ``awaited``: at once. With given
     ranges, rows outside of them are in no cell and never found; so are the dead ones of ``unseen`` rows, whose batch
-    item is negative.
+    item is negative. ``checked``: their fault flag is raised, on the device, unless the first ``count`` rows alone are
+    real, and the table has as many cells.
     """
     n, columns = coords.shape
     if n >= MAX_ROWS:
@@ -190,13 +194,16 @@ def build_table(
     if n:
         with on_device(device):
             if fused:
-                _launch_table(table)
+                _launch_table(table, unseen if checked else None)
                 if report is not None:
                     report.sent(noted=not awaited)
                 return table
             if ranges is None:
                 _launch_ranges(coords, spread)
             _launch_build(table)
+            if checked and unseen is not None:
+                args = (pointer(coords), arena[STATUS], pointer(unseen.count), pointer(unseen.fault), n)
+                _CHECK(device, (ceil_div(n, 1024),), args, (columns, 1024))
     return table
 
 
@@ -214,15 +221,6 @@ def block_volume(low: Sequence[int], high: Sequence[int]) -> int:
     """Block numbers of a bounding box, inclusive; 2^62 and more are too many for keys."""
     shifts = (0, *BLOCK_SHIFTS[len(low) - 1])
     return math.prod(((h - v) >> shift) + 2 for v, h, shift in zip(low, high, shifts))
-
-
-def check_rows(table: CoordinateTable) -> None:
-    """Raise the fault flag, on the device, unless the first ``count`` rows of a table alone are real, and its cells."""
-    unseen, (n, columns) = table.unseen, table.coords.shape
-    if unseen is not None:
-        args = (pointer(table.coords), table.arena[STATUS], pointer(unseen.count), pointer(unseen.fault), n)
-        with on_device(table.coords.device):
-            _CHECK(table.coords.device, (ceil_div(n, 1024),), args, (columns, 1024))
 
 
 def lookup(table: CoordinateTable, coords: torch.Tensor) -> torch.Tensor:
@@ -280,18 +278,20 @@ def _width(columns: int) -> int:
     return 2 if columns == 2 else 4 if columns <= 4 else 8
 
 
-def _launch_table(table: CoordinateTable) -> None:
+def _launch_table(table: CoordinateTable, checked: Unseen | None) -> None:
     arena, coords = table.arena, table.coords
     n, columns = coords.shape
     programs = crew_of(coords.device, ceil_div(n, 128))
     arrays = [arena[array] for array in (SLOTS, STATUS, IDS, INFO, KEYS, ROWS, ENTRIES)]
     zeros = arena.length_before(IDS) // 4
     report = arena[STATUS] if table.report is None else table.report.pointer
+    told = (arena[IDS],) * 2 if checked is None else (pointer(checked.count), pointer(checked.fault))
     sizes = (n, table.capacity, zeros, programs)
-    args = (pointer(coords), table.pointers[0], *arrays, gates_of(coords.device, table.unseen), report, *sizes)
+    args = (pointer(coords), table.pointers[0], *arrays, gates_of(coords.device, table.unseen), report, *told, *sizes)
     measured, reported = table.given_ranges is not None, table.report is not None
-    constants = (columns, _width(columns), pack_shifts(table.shifts), measured, reported, 128, 512, NUM_GATES)
-    _TABLE(coords.device, (programs,), args, constants)
+    each = TABLE_EACH[n > 128 * programs]
+    shape = columns, _width(columns), pack_shifts(table.shifts)
+    _TABLE(coords.device, (programs,), args, (*shape, measured, reported, checked is not None, *each, NUM_GATES))
 
 
 def _launch_build(table: CoordinateTable) -> None:
@@ -421,14 +421,14 @@ def place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.con
 @triton.jit
 def table_kernel(
     coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, gates_ptr,
-    report_ptr, n, capacity, zeros, programs,
+    report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHIFTS: tl.constexpr, MEASURED: tl.constexpr, REPORTED: tl.constexpr,
-    BLOCK: tl.constexpr, SLOTS_EACH: tl.constexpr, NUM_GATES: tl.constexpr,
+    CHECKED: tl.constexpr, BLOCK: tl.constexpr, SLOTS_EACH: tl.constexpr, NUM_GATES: tl.constexpr,
 ):  # fmt: skip
     """Zeros, ranges, blocks, their numbers and their rows in one launch; all programs wait for each other in between.
 
     The slots come first in memory; ``zeros`` words from there on start as zeros. REPORTED: status and ranges, as
-    unsigned numbers, go to ``report_ptr`` too.
+    unsigned numbers, go to ``report_ptr`` too. CHECKED: what `check_kernel` does.
     """
     program = tl.program_id(0)
     words_ptr = table_ptr.to(tl.pointer_type(tl.int32))
@@ -457,13 +457,21 @@ def table_kernel(
         tl.store(report_ptr + 2 + side, spread.to(tl.int64), mask=side < 2 * COLUMNS)
     for first in range(program * BLOCK, n, programs * BLOCK):
         place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
+        if CHECKED:
+            check_rows(first, coords_ptr, status_ptr, count_ptr, fault_ptr, n, COLUMNS, BLOCK)
     leave(gates_ptr, programs, NUM_GATES)
 
 
 @triton.jit
 def check_kernel(coords_ptr, status_ptr, count_ptr, fault_ptr, n, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     """Bit 0 of the fault: not just the first ``count`` rows have a batch item, or the table has not as many cells."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    check_rows(tl.program_id(0) * BLOCK, coords_ptr, status_ptr, count_ptr, fault_ptr, n, COLUMNS, BLOCK)
+
+
+@triton.jit
+def check_rows(first, coords_ptr, status_ptr, count_ptr, fault_ptr, n, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+    """`check_kernel` for the rows from ``first`` on."""
+    row = first + tl.arange(0, BLOCK)
     count = tl.load(count_ptr)
     item = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS, mask=row < n, other=-1)
     wrong = tl.sum(((item >= 0) != (row < count)).to(tl.int32), 0)
@@ -498,7 +506,9 @@ _INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I64, _I64, int, int), num_
 _NUMBER = Launcher(number_kernel, (_I64, _I32, _I64, _I64, _I64, int))
 _ROWS = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, int))
 _TABLE = Launcher(
-    table_kernel, (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, *(int,) * 4), cooperative=True
+    table_kernel,
+    (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, _I32, _I32, *(int,) * 4),
+    cooperative=True,
 )
 _CHECK = Launcher(check_kernel, (_I32, _I64, _I32, _I32, int))
 _LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I32, int, int), num_warps=1)

@@ -16,6 +16,7 @@ from sparseconv.bench import cases, check, measure, report, runner, selection, s
 from sparseconv.bench.implementations import registry
 from sparseconv.bench.measure import Job
 from sparseconv.bench.timing import Clock, Spread
+from sparseconv.nn import captured
 from tests import oracle
 
 TINY = {"device": "cpu", "dtype": "fp32", "seconds": 0.01}
@@ -182,6 +183,18 @@ def test_a_map_is_learnt_from_a_step_that_tries_nothing(monkeypatch):
     assert told[:5] == ["prepare", "forward", "prepare", "forward", "learn"]
 
 
+def test_a_captured_map_is_judged_on_two_scenes_before_it_is_timed(monkeypatch):
+    job = Job("sparseconv", "shell_16", 8, quantities=(measure.MAP, measure.CAPTURED_MAP), **TINY)
+    assert "graph" in measure.measure(job)["captured_map"]["reason"]
+    monkeypatch.setattr(captured, "_has_graphs", lambda device: True)
+    monkeypatch.setattr(captured, "_graph_of", lambda run, device: (run, run()))
+    found = measure.measure(job)["captured_map"]
+    assert found["median"] > 0
+    assert (found["room"], found["usual"]["room"]) == (1.0, 1.25)
+    monkeypatch.setattr(captured, "_graph_of", lambda run, device: (lambda: None, run()))
+    assert "is wrong" in measure.measure(job)["captured_map"]["reason"]
+
+
 def test_a_wrong_result_is_not_timed(monkeypatch):
     kind = registry()["sparseconv"]
     honest = kind.forward
@@ -329,13 +342,16 @@ def test_an_unmet_must_is_named_and_a_met_one_is_not():
     assert "shell_64 C 1024 forward" in sentence
     assert "2.00 times" in sentence
     assert report.unmet([fake("spconv", 9.0), fake("sparseconv", 9.0, shuffled=True)]) == []
+    (sentence,) = report.unmet([fake("sparseconv", 0.5, channels=32, captured_map={"median": 0.26})])
+    assert "shell_64 C 32 captured_map: 0.26 ms, 2.00 times" in sentence
 
 
 def test_a_map_stands_on_every_row_of_its_case():
-    alone = fake("sparseconv", 0.5, quantities=("map",), channels=32, map={"median": 0.1})
+    alone = fake("sparseconv", 0.5, quantities=report.MAPS, channels=32, map={"median": 0.1})
+    alone["captured_map"] = {"median": 0.2}
     del alone["forward"]
     (row,) = report.joined([fake("sparseconv", 0.5), alone])
-    assert row["map"]["median"] == 0.1
+    assert (row["map"]["median"], row["captured_map"]["median"]) == (0.1, 0.2)
     assert row["channels"] == 1024
     skipped = [fake("fVDB", 1.0, status="skipped", reason="not here", case=c) for c in ("a", "b")]
     assert len(report.joined(skipped)) == 1

@@ -24,7 +24,7 @@ from sparseconv.geometry.fixed_grid import FixedGrid, fault_of
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.triton_launch import INTERPRETED
 from sparseconv.geometry.triton_pairs import find_edges_on_gpu
-from sparseconv.geometry.triton_table import check_rows, lookup
+from sparseconv.geometry.triton_table import lookup
 from sparseconv.ops import avg_pool, max_pool, max_unpool, sum_pool, unpool
 from sparseconv.ops.pooling import _degrees, _Max, _WinnerSum, edge_sum
 from sparseconv.plan.within import plan_within
@@ -117,7 +117,7 @@ def test_maps_of_a_card_through_the_interpreter(
     real, like, window = scene(60, 4, 3), VoxelGrid(scene(100, 4, 4), 2), Window.of(3, kernel, stride)
     grid = fixed(real, 150, like)
     want = ConvolutionPlan(VoxelGrid(real, 2), kernel, stride=stride).kernel_map
-    check_rows(grid.cells)
+    grid._make_cells(checked=True)
     coarse, n = grid, want.num_out
     if stride > 1:
         coarse = grid.reached(window, ABSENT, to_fine=False)
@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_said(wrong: str, way: str) -> None:
     grid = FixedGrid(coords, count, like)
     if way == "kernels":
         grid.fault.zero_()
-        check_rows(grid.cells)
+        grid._make_cells(checked=True)
     assert grid.fault.tolist() == [1]
     assert "outside of the extent" in (fault_of(1) or "")
     for kernel, stride in ((3, 1), (2, 2)):  # and all goes on
