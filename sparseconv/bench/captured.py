@@ -12,6 +12,7 @@ from sparseconv.bench.check import Neighbours, judge
 
 if TYPE_CHECKING:
     from sparseconv.bench.implementations import Sparseconv
+    from sparseconv.geometry.fixed_grid import FixedGrid
 
 
 class CapturedMap:
@@ -44,10 +45,10 @@ class CapturedMap:
         twin.learn()
         self._replay, self._fault = captured._graph_of(self._make, coords.device)
 
-    def _grid(self):  # type: ignore[no-untyped-def]
-        import sparseconv as sc
+    def _grid(self) -> FixedGrid:
+        from sparseconv.geometry.fixed_grid import FixedGrid
 
-        return sc.FixedGrid(self._coords, self._count, self._like, room=self._room)
+        return FixedGrid(self._coords, self._count, self._like, room=self._room)
 
     def _make(self) -> torch.Tensor:
         grid = self._grid()
