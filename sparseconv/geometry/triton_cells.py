@@ -120,10 +120,12 @@ def find(table_ptr, key, wanted, capacity, volume):
 
 
 @triton.jit
-def claim(table_ptr, key, wanted, capacity, volume):
-    """The slot of each wanted key, taken for it if it had none, and whether the key was there before."""
-    # lanes without a wish compare too: spread over the table, not all at one slot
-    slot = first_slot(key, capacity, tl.where(wanted, volume, 0x4000000000000000))
+def claim(table_ptr, key, wanted, elsewhere, capacity, volume):
+    """The slot of each wanted key, taken for it if it had none, and whether the key was there before.
+
+    Lanes without a wish compare too, at the slot ``elsewhere``: not all at one.
+    """
+    slot = tl.where(wanted, first_slot(key, capacity, volume), elsewhere)
     expected = tl.where(wanted, 0, -1).to(tl.int64)  # -1 is never stored: those lanes only read
     old = tl.atomic_cas(table_ptr + 2 * slot, expected, key + 1, sem="relaxed")
     known = wanted & (old == key + 1)

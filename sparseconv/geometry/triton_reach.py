@@ -512,7 +512,9 @@ def claim_kernel(
         row, tl.program_id(1), coords_ptr, window_ptr, n, batches, low0, low1, low2, low3, size0, size1, size2, size3,
         RANK, IS_BOX,
     )  # fmt: skip
-    _slot, known = claim(table_ptr, key, live, capacity, tl.full((), 0x4000000000000000, tl.int64))
+    _slot, known = claim(
+        table_ptr, key, live, tl.minimum(row, capacity - 1), capacity, tl.full((), 0x4000000000000000, tl.int64)
+    )
     fresh = (live & ~known).to(tl.int64)
     total = tl.sum(fresh, 0)
     if total > 0:

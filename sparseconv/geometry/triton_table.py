@@ -36,8 +36,6 @@ SINGLE_CELL_ROWS = 0
 #: up to this many rows the passes of a build share one launch, which the host is faster with
 FUSED_ROWS = 600_000
 MAX_ROWS = 2**29
-#: rows and slots that a program of the one launch takes at once: of few, and of many, whose loads share their wait
-TABLE_EACH = (128, 512), (512, 1024)
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,9 +287,8 @@ def _launch_table(table: CoordinateTable, checked: Unseen | None) -> None:
     sizes = (n, table.capacity, zeros, programs)
     args = (pointer(coords), table.pointers[0], *arrays, gates_of(coords.device, table.unseen), report, *told, *sizes)
     measured, reported = table.given_ranges is not None, table.report is not None
-    each = TABLE_EACH[n > 128 * programs]
     shape = columns, _width(columns), pack_shifts(table.shifts)
-    _TABLE(coords.device, (programs,), args, (*shape, measured, reported, checked is not None, *each, NUM_GATES))
+    _TABLE(coords.device, (programs,), args, (*shape, measured, reported, checked is not None, 128, 512, NUM_GATES))
 
 
 def _launch_build(table: CoordinateTable) -> None:
@@ -360,7 +357,7 @@ def insert_rows(
     live = row < n
     fits = row < tl.where(volume < 0x4000000000000000, n, 0)
     key, bit, inside = cells_of(coords_ptr, row, fits, ranges_ptr, COLUMNS, SHIFTS)
-    slot, known = claim(table_ptr, key, inside, capacity, volume)
+    slot, known = claim(table_ptr, key, inside, tl.minimum(row, capacity - 1), capacity, volume)
     if BLOCKED:
         flag = tl.full((BLOCK,), 1, tl.int64) << bit.to(tl.int64)
         tl.atomic_or(table_ptr + 2 * slot + 1, flag, mask=inside, sem="relaxed")

@@ -10,7 +10,7 @@ from sparseconv.backends.triton_implicit_gemm.jobs import Jobs
 from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer, power_of_2
 
 #: pairs of a job and a tap that one program compares
-CELLS = 4096
+CELLS = 512
 
 
 def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> Jobs:
@@ -58,8 +58,13 @@ def jobs_kernel(
     stop = tl.load(offsets_ptr + tap + 1, mask=tap < num_taps, other=0)
     quanta = ((stop - start + quantum - 1) // quantum).to(tl.int32)
     least = (tap < num_taps).to(tl.int32)  # jobs of a tap: one at least
-    low = tl.full((), 1, tl.int32)
+    # no shorter than all quanta spread over all jobs; long enough where each tap's last job is for nothing
+    total = tl.sum(quanta, 0)
+    spare = count - num_taps
     high = tl.maximum(tl.max(quanta, 0), 1)
+    low = tl.minimum(tl.maximum((total + count - 1) // tl.maximum(count, 1), 1), high)
+    if spare > 0:
+        high = tl.maximum(tl.minimum((total + spare - 1) // spare, high), low)
     while low < high:
         middle = (low + high) // 2
         fits = tl.sum(tl.maximum((quanta + middle - 1) // middle, least), 0) <= count
