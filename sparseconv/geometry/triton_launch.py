@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -69,7 +70,8 @@ class Launcher:
         if INTERPRETED:
             self.function[grid](*args, *constants)
             return
-        self.on(device.index, constants)(grid[0], grid[1] if len(grid) > 1 else 1, args)
+        ready = self._ready.get((device.index, constants)) or self.on(device.index, constants)
+        ready(grid[0], grid[1] if len(grid) > 1 else 1, args)
 
     def on(self, device_index: int, constants: tuple) -> Callable[[int, int, tuple], None]:
         """What launches on a device with these constants: called with both sides of the grid and the arguments."""
@@ -229,6 +231,10 @@ class Arena:
         """Bytes before the i-th array."""
         return self._starts[index]
 
+    def length_of(self, index: int) -> int:
+        """Numbers of the i-th array."""
+        return self._arrays[index][1]
+
     def read(self, first: int, last: int) -> list[torch.Tensor]:
         """The arrays from the first to the last of these, on the host, in one copy."""
         begin = self._starts[first]
@@ -288,7 +294,7 @@ class Report:
         if self._values is None and slip is not None:
             if self._sent:
                 (slip.event if self._noted else slip.stream).synchronize()
-            values = slip.memory.tolist()[: self._length]
+            values = slip.values[: self._length]
             if self._values is None:  # a thread that was faster may have given the memory away meanwhile
                 self._values = values
             self._give_back()
@@ -337,6 +343,8 @@ class _Slip:
     def __init__(self, length: int, device: torch.device) -> None:
         self.memory = torch.empty(length, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.pointer = pointer(self.memory)
+        #: the same integers for Python, at a fraction of what a tensor takes
+        self.values = (ctypes.c_int64 * length).from_address(self.memory.data_ptr())
         self.event: Any = None if INTERPRETED else torch.cuda.Event()
         self.stream: Any = None if INTERPRETED else stream_of(device)
 

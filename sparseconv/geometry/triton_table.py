@@ -198,10 +198,7 @@ def build_table(
                 return table
             if ranges is None:
                 _launch_ranges(coords, spread)
-            _launch_build(table)
-            if checked and unseen is not None:
-                args = (pointer(coords), arena[STATUS], pointer(unseen.count), pointer(unseen.fault), n)
-                _CHECK(device, (ceil_div(n, 1024),), args, (columns, 1024))
+            _launch_build(table, unseen if checked else None)
     return table
 
 
@@ -283,7 +280,7 @@ def _launch_table(table: CoordinateTable, checked: Unseen | None) -> None:
     arrays = [arena[array] for array in (SLOTS, STATUS, IDS, INFO, KEYS, ROWS, ENTRIES)]
     zeros = arena.length_before(IDS) // 4
     report = arena[STATUS] if table.report is None else table.report.pointer
-    told = (arena[IDS],) * 2 if checked is None else (pointer(checked.count), pointer(checked.fault))
+    told = _told(table, checked)
     sizes = (n, table.capacity, zeros, programs)
     args = (pointer(coords), table.pointers[0], *arrays, gates_of(coords.device, table.unseen), report, *told, *sizes)
     measured, reported = table.given_ranges is not None, table.report is not None
@@ -291,17 +288,24 @@ def _launch_table(table: CoordinateTable, checked: Unseen | None) -> None:
     _TABLE(coords.device, (programs,), args, (*shape, measured, reported, checked is not None, 128, 512, NUM_GATES))
 
 
-def _launch_build(table: CoordinateTable) -> None:
+def _told(table: CoordinateTable, checked: Unseen | None) -> tuple[Pointer, Pointer]:
+    """Where the number of real rows lies, and the fault; something of that kind where nobody looks."""
+    return (table.arena[RANGES],) * 2 if checked is None else (pointer(checked.count), pointer(checked.fault))
+
+
+def _launch_build(table: CoordinateTable, checked: Unseen | None) -> None:
     arena, device = table.arena, table.coords.device
     n, columns = table.coords.shape
     shifts = pack_shifts(table.shifts)
     entries = arena[ENTRIES] if table.blocked else arena[SLOTS]
-    insert = (pointer(table.coords), table.pointers[0], arena[SLOTS], entries, arena[STATUS], n, table.capacity)
-    _INSERT(device, (ceil_div(n, 128),), insert, (columns, shifts, table.blocked, 128))
+    told = _told(table, checked)
+    insert = (pointer(table.coords), table.pointers[0], arena[SLOTS], entries, arena[STATUS], *told, n, table.capacity)
+    _INSERT(device, (ceil_div(n, 128),), insert, (columns, shifts, table.blocked, checked is not None, 128))
     if table.blocked:
         number = (arena[SLOTS], arena[IDS], arena[INFO], arena[KEYS], arena[STATUS], table.capacity)
         _NUMBER(device, (ceil_div(table.capacity, 512),), number, (512,))
-        _ROWS(device, (ceil_div(n, 256),), (entries, arena[IDS], arena[INFO], arena[ROWS], n), (256,))
+        rows = (entries, arena[IDS], arena[INFO], arena[ROWS], arena[STATUS], *told, n)
+        _ROWS(device, (ceil_div(n, 256),), rows, (checked is not None, 256))
 
 
 # ---- kernels
@@ -335,22 +339,25 @@ def measure_rows(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH
 
 @triton.jit
 def insert_kernel(
-    coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, n, capacity,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
+    coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n, capacity,
+    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Put the rows' cells into the table; entries[row] = 64 slot + bit."""
+    """Put the rows' cells into the table; entries[row] = 64 slot + bit.
+
+    CHECKED: bit 0 of the fault is set where not just the first ``count`` rows have a batch item.
+    """
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
     first = tl.program_id(0) * BLOCK
     insert_rows(
-        first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, n, capacity, volume,
-        COLUMNS, SHIFTS, BLOCKED, BLOCK,
+        first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n, capacity, volume,
+        COLUMNS, SHIFTS, BLOCKED, CHECKED, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def insert_rows(
-    first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, n, capacity, volume,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
+    first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n, capacity, volume,
+    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`insert_kernel` for the rows from ``first`` on."""
     row = first + tl.arange(0, BLOCK)
@@ -365,6 +372,10 @@ def insert_rows(
     else:
         tl.atomic_max(table_ptr + 2 * slot + 1, row.to(tl.int64) + 1, mask=inside, sem="relaxed")
         tl.atomic_add(status_ptr, tl.sum((inside & ~known).to(tl.int64), 0), sem="relaxed")
+    if CHECKED:
+        item = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS, mask=live, other=-1)
+        if tl.sum(((item >= 0) != (row < tl.load(count_ptr))).to(tl.int32), 0) != 0:
+            tl.atomic_or(fault_ptr, 1, sem="relaxed")
     if first == 0:
         tl.store(status_ptr + 1, (volume >= 0x4000000000000000).to(tl.int64))
 
@@ -398,8 +409,13 @@ def number_blocks(first, table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, cap
 
 
 @triton.jit
-def rows_kernel(entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.constexpr):
+def rows_kernel(
+    entries_ptr, ids_ptr, info_ptr, rows_ptr, status_ptr, count_ptr, fault_ptr, n,
+    CHECKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """rows[first place of the block + rank of the cell in it] = row; entries[row] = 64 block + bit."""
+    if CHECKED and tl.program_id(0) == 0:
+        check_cells(status_ptr, count_ptr, fault_ptr)
     place_rows(tl.program_id(0) * BLOCK, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
 
 
@@ -425,7 +441,8 @@ def table_kernel(
     """Zeros, ranges, blocks, their numbers and their rows in one launch; all programs wait for each other in between.
 
     The slots come first in memory; ``zeros`` words from there on start as zeros. REPORTED: status and ranges, as
-    unsigned numbers, go to ``report_ptr`` too. CHECKED: what `check_kernel` does.
+    unsigned numbers, go to ``report_ptr`` too. CHECKED: bit 0 of the fault, as by
+    `insert_kernel` and `check_cells`.
     """
     program = tl.program_id(0)
     words_ptr = table_ptr.to(tl.pointer_type(tl.int32))
@@ -439,8 +456,8 @@ def table_kernel(
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
     for first in range(program * BLOCK, n, programs * BLOCK):
         insert_rows(
-            first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, n, capacity, volume,
-            COLUMNS, SHIFTS, True, BLOCK,
+            first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n, capacity,
+            volume, COLUMNS, SHIFTS, True, CHECKED, BLOCK,
         )  # fmt: skip
     wait_for_all(gates_ptr + 2, programs)
     for first in range(program * SLOTS_EACH, capacity, programs * SLOTS_EACH):
@@ -454,25 +471,15 @@ def table_kernel(
         tl.store(report_ptr + 2 + side, spread.to(tl.int64), mask=side < 2 * COLUMNS)
     for first in range(program * BLOCK, n, programs * BLOCK):
         place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
-        if CHECKED:
-            check_rows(first, coords_ptr, status_ptr, count_ptr, fault_ptr, n, COLUMNS, BLOCK)
+    if CHECKED and program == 0:
+        check_cells(status_ptr, count_ptr, fault_ptr)
     leave(gates_ptr, programs, NUM_GATES)
 
 
 @triton.jit
-def check_kernel(coords_ptr, status_ptr, count_ptr, fault_ptr, n, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """Bit 0 of the fault: not just the first ``count`` rows have a batch item, or the table has not as many cells."""
-    check_rows(tl.program_id(0) * BLOCK, coords_ptr, status_ptr, count_ptr, fault_ptr, n, COLUMNS, BLOCK)
-
-
-@triton.jit
-def check_rows(first, coords_ptr, status_ptr, count_ptr, fault_ptr, n, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """`check_kernel` for the rows from ``first`` on."""
-    row = first + tl.arange(0, BLOCK)
-    count = tl.load(count_ptr)
-    item = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS, mask=row < n, other=-1)
-    wrong = tl.sum(((item >= 0) != (row < count)).to(tl.int32), 0)
-    if (wrong != 0) | ((tl.load(status_ptr) & 0xFFFFFFFF) != count) | (tl.load(status_ptr + 1) != 0):
+def check_cells(status_ptr, count_ptr, fault_ptr):
+    """Bit 0 of the fault: the table has not as many cells as there are real rows, or its keys overflow."""
+    if ((tl.load(status_ptr) & 0xFFFFFFFF) != tl.load(count_ptr)) | (tl.load(status_ptr + 1) != 0):
         tl.atomic_or(fault_ptr, 1, sem="relaxed")
 
 
@@ -499,15 +506,14 @@ def lookup_kernel(
 
 _I32, _I64 = torch.int32, torch.int64
 _RANGES = Launcher(ranges_kernel, (_I32, _I32, int, int))
-_INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I64, _I64, int, int), num_warps=1)
+_INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I64, _I64, _I32, _I32, int, int), num_warps=1)
 _NUMBER = Launcher(number_kernel, (_I64, _I32, _I64, _I64, _I64, int))
-_ROWS = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, int))
+_ROWS = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, _I64, _I32, _I32, int))
 _TABLE = Launcher(
     table_kernel,
     (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, _I32, _I32, *(int,) * 4),
     cooperative=True,
 )
-_CHECK = Launcher(check_kernel, (_I32, _I64, _I32, _I32, int))
 _LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I32, int, int), num_warps=1)
 
 

@@ -25,8 +25,8 @@ around = (3, shifts, places, True, False, 27, 3)
 by_key = (3, shifts, places, True, False, 0, 2)
 single = (3, 0, 0, False, True, 0, 1)
 jobs = [
-    (triton_table._RANGES, (4, 4, 512)), (triton_table._INSERT, (4, shifts, True, 128)),
-    (triton_table._INSERT, (4, 0, False, 128)), (triton_table._NUMBER, (1024,)), (triton_table._ROWS, (256,)),
+    (triton_table._RANGES, (4, 4, 512)), (triton_table._INSERT, (4, shifts, True, True, 128)),
+    (triton_table._INSERT, (4, 0, False, False, 128)), (triton_table._NUMBER, (1024,)), (triton_table._ROWS, (True, 256)),
     (triton_table._LOOKUP, (4, shifts, True, 128)), (triton_search._AROUND, (4, shifts, 27, 32, 8)),
     (triton_search._MASKS, (*around, 1, True, 32, 512, 128, False)),
     (triton_search._MASKS, (*by_key, 2, False, 8, 128, 32, False)),
@@ -36,11 +36,11 @@ jobs = [
     (triton_neighbors._PLANES, (*single, 128)), (triton_neighbors._COUNT, (128, 128)),
     (triton_neighbors._PLANE_KEYS, (False, 128)), (triton_neighbors._PLANE_KEYS_WIDE, (True, 128)),
     (triton_table._TABLE, (4, 4, shifts, False, True, False, 128, 512, 7)), (triton_order.SORT, (9, 1024, 7)),
-    (triton_table._TABLE, (4, 4, shifts, True, False, True, 512, 1024, 7)),
+    (triton_table._TABLE, (4, 4, shifts, True, False, True, 128, 512, 7)),
     (triton_search.SEARCH, (*around, 32, 128, 128, 32, 32, 2048, 7, True)),
     (triton_search.SEARCH, (*by_key, 8, 128, 128, 32, 32, 2048, 7, False)),
     (triton_reach._MARK, (3, True, 128, 512, 1024, 7)), (triton_reach._MARK, (3, False, 128, 512, 1024, 7)),
-    (triton_reach._EMIT, (3, 32)), (triton_reach._EMIT_UNSEEN, (3, 32)), (triton_table._CHECK, (4, 1024)),
+    (triton_reach._EMIT, (3, 32)), (triton_reach._EMIT_UNSEEN, (3, 32)),
     (triton_reach._CLAIM, (4, True, 128)), (triton_reach._DECODE, (3, 256)),
     (triton_counts.SCAN, (2048,)), (triton_pairs._REVERSE, (1024,)),
     (triton_pairs._PAIRS, (*around, True, 512, 128)), (triton_pairs._PAIRS, (*by_key, False, 128, 128)),

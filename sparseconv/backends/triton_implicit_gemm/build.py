@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -14,7 +12,7 @@ import triton.language as tl
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.triton_cube import corners, look_at_plane
-from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, on_device, pointer, power_of_2
+from sparseconv.geometry.triton_launch import Arena, Launcher, Pointer, ceil_div, on_device, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
 from sparseconv.geometry.triton_order import SORTED_ROWS, sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges, ReversedEdges
@@ -108,35 +106,18 @@ def make_tiles(
     tiles = slots // block_m
     split, plain = len(parts) > 1, parts == search.window.all_taps
     cube = search.is_cube and plain
-    lists = tiles * room
-    sizes = [
-        (lines + 1) * slots,
-        slots,
-        tiles,
-        lists,
-        2 * lists if cube else lists,
-        tiles,
-        len(parts) * n if split else 0,
-    ]
-    starts = [0, *itertools.accumulate((size + 31) & -32 for size in sizes)]
-    memory = torch.empty(starts.pop(), dtype=torch.int32, device=device)  # one allocation: each costs the host its time
-    table = memory.as_strided((lines + 1, slots), (slots, 1))
-    out_rows = memory.as_strided((slots,), (1,), starts[1])
-    counts = memory.as_strided((tiles,), (1,), starts[2])
-    tile_rows = memory.as_strided((tiles, room), (room, 1), starts[3])
-    tile_taps = memory.as_strided((tiles, room), (room, 1), starts[4])
-    launch_order = memory.as_strided((tiles,), (1,), starts[5])
-    slots_of = memory.as_strided((len(parts), n), (n, 1), starts[6]) if split else out_rows
+    sizes = (lines + 1) * slots, slots, tiles, tiles * room, (1 + cube) * tiles * room, tiles, split * len(parts) * n
+    arena = Arena(device, [(torch.int32, size) for size in sizes])
+    schedule = PackedSchedule(block_m, arena, (lines + 1, tiles, room), len(parts) if split else 0)
     if tiles:
         line_of, weight_taps = _encode_parts(parts, device)
         search.kept += (line_of, weight_taps)
         wide = isinstance(order, torch.Tensor) and order.dtype == torch.int64
-        place = pointer(order) if isinstance(order, torch.Tensor) else order
+        table, out_rows, counts, tile_rows, tile_taps, launch_order, slots_of = map(arena.__getitem__, range(7))
         args = (
-            *search.pointers, place, pointer(line_of), pointer(weight_taps), pointer(table),
-            *map(pointer, (out_rows, slots_of, counts, tile_rows, tile_taps)),
-            n, search.window.num_runs, search.window.num_taps, search.capacity,
-            slots, padded // block_m, lines, room,
+            *search.pointers, pointer(order) if isinstance(order, torch.Tensor) else order, pointer(line_of),
+            pointer(weight_taps), table, out_rows, slots_of if split else out_rows, counts, tile_rows, tile_taps,
+            n, search.window.num_runs, taps, search.capacity, slots, padded // block_m, lines, room,
         )  # fmt: skip
         with on_device(device):
             if cube:
@@ -145,20 +126,73 @@ def make_tiles(
                 constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
                 (_TILES_64 if wide else _TILES)(device, (tiles,), args, constants)
             if in_order:
-                torch.arange(tiles, dtype=torch.int32, device=device, out=launch_order)
+                torch.arange(tiles, dtype=torch.int32, device=device, out=schedule.tile_order)
             else:
-                rank_tiles(counts, launch_order, lines)
-    more: dict[str, Any] = {"slots": slots_of} if split else {}
-    if cube:  # tap 26 - k is the mirror image of tap k
-        more["turned_taps"] = memory.as_strided((tiles, room), (room, 1), starts[4] + lists)
-    return Schedule(block_m, table, out_rows, counts, tile_rows, tile_taps, launch_order, **more)
+                _rank(counts, launch_order, tiles, lines, device)
+    return schedule
+
+
+class PackedSchedule(Schedule):
+    """A schedule in one allocation, whose arrays become tensors when they are asked for: each costs the host its time.
+
+    Args:
+        block_m: rows of a tile.
+        arena: its arrays in the order of `ARRAYS`; of ``tile_taps``, those of the reversed edges behind the others,
+            where they were written.
+        shape: rows of the table, tiles, and the length of a tile's lists.
+        groups: of taps, where there are several.
+        turned: of the reversed edges.
+    """
+
+    ARRAYS = ("neighbors", "out_rows", "tile_counts", "tile_rows", "tile_taps", "tile_order", "slots")
+
+    def __init__(
+        self, block_m: int, arena: Arena, shape: tuple[int, int, int], groups: int = 0, turned: bool = False
+    ) -> None:
+        self.__dict__.update(block_m=block_m, _arena=arena, _shape=shape, _groups=groups, _turned=turned)
+
+    def reversed(self) -> PackedSchedule | None:
+        """That of the reversed edges; None where their taps were not written."""
+        height, tiles, room = self._shape
+        if self._arena.length_of(4) == tiles * room:
+            return None
+        return PackedSchedule(self.block_m, self._arena, self._shape, self._groups, not self._turned)
+
+    @property
+    def num_tiles(self) -> int:
+        return self._shape[1]
+
+    @property
+    def slots(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self._arena.tensor(6).view(self._groups, -1) if self._groups else None
+
+    @property
+    def turned_taps(self) -> torch.Tensor | None:  # type: ignore[override]
+        return None if (turned := self.reversed()) is None else turned.tile_taps
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name not in self.ARRAYS:
+            raise AttributeError(name)
+        array = self._arena.tensor(self.ARRAYS.index(name))
+        height, tiles, room = self._shape
+        if name == "neighbors":
+            array = array.view(height, -1)
+        elif name == "tile_taps":
+            array = array.view(-1, tiles, room)[int(self._turned)]
+        elif name == "tile_rows":
+            array = array.view(tiles, room)
+        self.__dict__[name] = array
+        return array
 
 
 def rank_tiles(counts: torch.Tensor, order: torch.Tensor, lines: int) -> None:
     """Write the order of launch (T,) int32 of tiles with ``counts`` (T,) int32 live taps each, ``lines`` at most."""
-    tiles = counts.shape[0]
+    _rank(pointer(counts), pointer(order), counts.shape[0], lines, counts.device)
+
+
+def _rank(counts: Pointer, order: Pointer, tiles: int, lines: int, device: torch.device) -> None:
     constants = _rank_constants(lines, tiles)
-    _RANK(counts.device, (ceil_div(tiles, constants[1]),), (pointer(counts), pointer(order), tiles), constants)
+    _RANK(device, (ceil_div(tiles, constants[1]),), (counts, order, tiles), constants)
 
 
 def _rank_constants(lines: int, tiles: int) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.backends.triton_implicit_gemm.jobs import Jobs
-from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer, power_of_2
+from sparseconv.geometry.triton_launch import Arena, Launcher, ceil_div, on_device, pointer, power_of_2
 
 #: pairs of a job and a tap that one program compares
 CELLS = 512
@@ -25,16 +25,35 @@ def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> J
         The jobs, on the device of the offsets.
     """
     taps, device = tap_offsets.shape[0] - 1, tap_offsets.device
-    room = (count + 3) & -4  # every array begins at a multiple of 16 bytes
-    memory = torch.empty(2 * room + room // 2 + taps // 2 + 1, dtype=torch.int64, device=device)
-    narrow = memory.view(torch.int32)
-    begin, end = memory.as_strided((count,), (1,)), memory.as_strided((count,), (1,), room)
-    order, tap_jobs = narrow.as_strided((count,), (1,), 4 * room), narrow.as_strided((taps + 1,), (1,), 5 * room)
+    arena = Arena(device, ((_I64, count), (_I64, count), (_I32, count), (_I32, taps + 1)))
     lanes, block = _constants(taps)
-    args = (*map(pointer, (tap_offsets, begin, end, order, tap_jobs)), taps, count, quantum)
+    args = (pointer(tap_offsets), arena[0], arena[1], arena[2], arena[3], taps, count, quantum)
     with on_device(device):
         _JOBS(device, (ceil_div(count, block),), args, (lanes, block))
-    return Jobs(begin, end, order, tap_jobs)
+    return PackedJobs(arena)
+
+
+class PackedJobs(Jobs):
+    """Jobs in one allocation, whose arrays become tensors when they are asked for."""
+
+    ARRAYS = ("begin", "end", "order", "tap_jobs")
+
+    def __init__(self, arena: Arena) -> None:
+        self.__dict__["_arena"] = arena
+
+    @property
+    def count(self) -> int:
+        return self._arena.length_of(0)
+
+    @property
+    def one_each(self) -> bool:
+        return self.count == self._arena.length_of(3) - 1
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name not in self.ARRAYS:
+            raise AttributeError(name)
+        array = self.__dict__[name] = self._arena.tensor(self.ARRAYS.index(name))
+        return array
 
 
 def jobs_ahead(taps: int, device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -50,6 +50,15 @@ class Schedule:
     @property
     def num_tiles(self) -> int:
         return self.tile_counts.shape[0]
+
+    def reversed(self) -> Schedule | None:
+        """That of the reversed edges, where it costs nothing."""
+        return None
+
+    def launched(self, order: torch.Tensor) -> Schedule:
+        """The same tiles in another order of launch (T,) int32."""
+        arrays = self.neighbors, self.out_rows, self.tile_counts, self.tile_rows, self.tile_taps
+        return Schedule(self.block_m, *arrays, order, self.slots, self.turned_taps)
 
     @cached_property
     def fixed(self) -> Fixed:
@@ -277,6 +286,9 @@ def _schedule(
 ) -> Schedule:
     if transposed:
         straight = schedule_of(kernel_map, block_m, False, split, chunked, in_order)
+        turned = straight.reversed()
+        if turned is not None:
+            return turned
         taps = straight.turned_taps
         if taps is None:
             taps = _mirrored(straight.tile_taps, kernel_map)
@@ -305,14 +317,14 @@ def _schedule(
         base = kernel_map.prepared[name] = _build(kernel_map, block_m, None, CHUNK_ROWS if chunked else None)
     schedule = retile(base, block_m)
     if in_order:
-        return replace(schedule, tile_order=_dense_first(schedule))
+        return schedule.launched(_dense_first(schedule))
     return _in_order(schedule) if chunked and schedule is not base else schedule
 
 
 def _in_order(schedule: Schedule) -> Schedule:
     """The same tiles, launched in the order of their rows."""
     order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
-    return replace(schedule, tile_order=order)
+    return schedule.launched(order)
 
 
 def _dense_first(schedule: Schedule) -> torch.Tensor:
