@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -208,12 +209,9 @@ class Arena:
     """
 
     def __init__(self, device: torch.device, arrays: Sequence[tuple[torch.dtype, int]], zeroed: int = 0) -> None:
-        starts, total, clean = [], 0, 0
-        for dtype, length in arrays:
-            starts.append(total)
-            total += (length * dtype.itemsize + 127) & -128
-            if len(starts) == zeroed:
-                clean = total
+        sizes = [(length * dtype.itemsize + 127) & -128 for dtype, length in arrays]
+        starts = [0, *itertools.accumulate(sizes)]
+        total, clean = starts[-1], starts[zeroed]
         if total and clean == total:
             self.memory = torch.zeros(total, dtype=torch.uint8, device=device)
         else:

@@ -25,7 +25,7 @@ from sparseconv.geometry.triton_launch import (
     on_device,
     pointer,
 )
-from sparseconv.geometry.triton_order import SORTED_ROWS, launch_sort, sort_words
+from sparseconv.geometry.triton_order import SORTED_ROWS, Cut
 from sparseconv.geometry.triton_search import (
     AROUND,
     LINES,
@@ -101,6 +101,7 @@ class WindowSearch:
         #: constants on the device that its launches read: kept as long as a graph that holds those launches may run
         self.kept: list[torch.Tensor] = []
         self._scratch: Arena | None = None
+        self._cut: Cut | None = None
         self._pointers: tuple[Pointer, ...] | None = None
         if table is not None:
             self._run()
@@ -116,8 +117,8 @@ class WindowSearch:
         blocks = table.most_blocks if self.is_local else 0
         i32 = torch.int32
         arrays = [(i32, taps * self.chunks), (i32, n if narrow else 0), (i32, blocks * 3 ** (columns - 1))]
-        sorted_here = narrow and 0 < n <= SORTED_ROWS
-        arrays += [(torch.int64, sort_words(n, window.key_bits) if sorted_here else 0), (i32, n if sorted_here else 0)]
+        self._cut = Cut(n, window.key_bits) if narrow and 0 < n <= SORTED_ROWS else None
+        arrays += [(torch.int64, 0), (i32, 0)] if self._cut is None else [(torch.int64, self._cut.words), (i32, n)]
         scratch = self._scratch = Arena(device, arrays)
         counters = self._counters = Counters(table, taps, self.chunks)
         #: the counts of the edges, on their way to the host
@@ -169,11 +170,10 @@ class WindowSearch:
     @property
     def order(self) -> torch.Tensor | Pointer:
         """Rows in the order of their `keys`: (1, N_out) int64, or where they are few the place of (N_out,) int32."""
-        n, scratch = self.coords.shape[0], self.scratch
-        if not 0 < n <= SORTED_ROWS:
+        scratch = self.scratch
+        if self._cut is None:
             return torch.sort(scratch.tensor(SORT_KEYS).view(1, -1), dim=-1, stable=True).indices
-        places = scratch[SORT_KEYS], scratch[LINES], scratch[ORDER]
-        launch_sort(*places, n, self.coords.device, self.unseen, self.window.key_bits)
+        self._cut.launch(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], self.coords.device, self.unseen)
         return scratch[ORDER]
 
     @property

@@ -63,47 +63,36 @@ def sort_rows(keys: torch.Tensor, unseen: Unseen | None = None, bits: int = 31) 
     groups, n = keys.shape
     if groups != 1 or not 0 < n <= SORTED_ROWS or keys.dtype != torch.int32:
         return torch.sort(keys, dim=-1, stable=True).indices
-    order = torch.empty(1, n, dtype=torch.int32, device=keys.device)
-    scratch = torch.empty(sort_words(n, bits), dtype=torch.int64, device=keys.device)
-    launch_sort(pointer(keys), pointer(scratch), pointer(order), n, keys.device, unseen, bits)
+    order, cut = torch.empty(1, n, dtype=torch.int32, device=keys.device), Cut(n, bits)
+    scratch = torch.empty(cut.words, dtype=torch.int64, device=keys.device)
+    cut.launch(pointer(keys), pointer(scratch), pointer(order), keys.device, unseen)
     return order
 
 
-def sort_words(n: int, bits: int) -> int:
-    """Words of 64 bits that the sort of n rows needs: two lists of lines, and counts."""
-    _, parts, _, digit_bits = _cut(n, bits)
-    return 2 * n + (((2 * parts + 1) << digit_bits) + 2048 * INTERPRETED) // 2 + 1
+class Cut:
+    """How ``n`` rows are cut into parts, and the last ``bits`` bits of their keys into digits, for a sort."""
 
+    def __init__(self, n: int, bits: int) -> None:
+        self.n = n
+        self._shift = max(LEAST_ROWS.bit_length(), (ceil_div(n, PARTS) - 1).bit_length() + 1) - 1
+        self._parts = ceil_div(n, 1 << self._shift)
+        self._passes = ceil_div(bits, DIGIT_BITS)
+        self._digit_bits = ceil_div(bits, self._passes)
+        #: words of 64 bits of its scratch memory: two lists of lines, and counts
+        self.words = 2 * n + (((2 * self._parts + 1) << self._digit_bits) + 2048 * INTERPRETED) // 2 + 1
+        #: of the kernel
+        self.constants = self._digit_bits, max(32, power_of_2(self._parts)), NUM_GATES
 
-def launch_sort(
-    keys: Pointer,
-    scratch: Pointer,
-    order: Pointer,
-    n: int,
-    device: torch.device,
-    unseen: Unseen | None = None,
-    bits: int = 31,
-) -> None:
-    """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `sort_words`."""
-    shift, parts, passes, digit_bits = _cut(n, bits)
-    constants = sort_constants(n, bits)
-    programs = crew_of(device, max(ceil_div(parts, 4), (1 << digit_bits) * constants[1] // SUMMED.value))
-    with on_device(device):
-        args = (keys, scratch, order, gates_of(device, unseen), n, shift, parts, passes, programs)
-        SORT(device, (programs,), args, constants)
-
-
-def sort_constants(n: int, bits: int) -> tuple[int, ...]:
-    """The constants of `order_kernel` for n rows."""
-    _, parts, _, digit_bits = _cut(n, bits)
-    return digit_bits, max(32, power_of_2(parts)), NUM_GATES
-
-
-def _cut(n: int, bits: int) -> tuple[int, int, int, int]:
-    """log2 of the rows of a part, parts, passes, and the bits of a digit."""
-    shift = max(LEAST_ROWS, power_of_2(ceil_div(n, PARTS))).bit_length() - 1
-    passes = ceil_div(bits, DIGIT_BITS)
-    return shift, ceil_div(n, 1 << shift), passes, ceil_div(bits, passes)
+    def launch(
+        self, keys: Pointer, scratch: Pointer, order: Pointer, device: torch.device, unseen: Unseen | None = None
+    ) -> None:
+        """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `words`."""
+        sums = (self.constants[1] << self._digit_bits) // SUMMED.value
+        programs = crew_of(device, max(ceil_div(self._parts, 4), sums))
+        gates = gates_of(device, unseen)
+        args = (keys, scratch, order, gates, self.n, self._shift, self._parts, self._passes, programs)
+        with on_device(device):
+            SORT(device, (programs,), args, self.constants)
 
 
 # ---- kernels

@@ -178,7 +178,7 @@ class PackedSchedule(Schedule):
         if name == "neighbors":
             array = array.view(height, -1)
         elif name == "tile_taps":
-            array = array.view(-1, tiles, room)[int(self._turned)]
+            array = array.narrow(0, tiles * room * self._turned, tiles * room).view(tiles, room)
         elif name == "tile_rows":
             array = array.view(tiles, room)
         self.__dict__[name] = array
