@@ -389,28 +389,16 @@ def _gates(index: int, stream: int) -> torch.Tensor:
     return torch.zeros(NUM_GATES + 1, dtype=torch.int32, device=torch.device("cuda", index))
 
 
-# One thread of each program counts it in and looks until all are there. To look is a load: an atomic one would queue up
-# with those that arrive. In: gate, number to wait for. Out: nothing of use.
-WAIT = tl.constexpr(
-    "{ .reg .pred out; .reg .b32 seen; mov.u32 seen, %tid.x; setp.ne.u32 out, seen, 0; @out bra DONE; "
-    "atom.add.acq_rel.gpu.global.u32 seen, [$1], 1; LOOK: ld.acquire.gpu.global.u32 seen, [$1]; "
-    "setp.lt.s32 out, seen, $2; @out bra LOOK; DONE: mov.b32 $0, 0; }"
-)
-
-
 @triton.jit
 def wait_for_all(gate_ptr, programs):
     """Wait until all programs of a cooperative launch are here and what they wrote can be read.
 
-    A gate serves once, or again with twice, three times the number of programs and so on.
+    A gate serves once, or again for twice, three times the number of programs and so on.
     """
     tl.debug_barrier()
-    if IS_INTERPRETED:
-        tl.atomic_add(gate_ptr, 1)
-    else:
-        tl.inline_asm_elementwise(
-            WAIT, "=r,l,r", [gate_ptr.to(tl.int64), programs], dtype=tl.int32, is_pure=False, pack=1
-        )
+    here = tl.atomic_add(gate_ptr, 1, sem="acq_rel") + 1
+    while here < programs:
+        here = tl.atomic_add(gate_ptr, 0, sem="acquire")
     tl.debug_barrier()
 
 

@@ -25,7 +25,7 @@ from sparseconv.geometry.triton_launch import (
     on_device,
     pointer,
 )
-from sparseconv.geometry.triton_order import SORTED_ROWS, Cut
+from sparseconv.geometry.triton_order import Cut, sorts_here
 from sparseconv.geometry.triton_search import (
     AROUND,
     LINES,
@@ -117,7 +117,7 @@ class WindowSearch:
         blocks = table.most_blocks if self.is_local else 0
         i32 = torch.int32
         arrays = [(i32, taps * self.chunks), (i32, n if narrow else 0), (i32, blocks * 3 ** (columns - 1))]
-        self._cut = Cut(n, window.key_bits) if narrow and 0 < n <= SORTED_ROWS else None
+        self._cut = Cut(n, window.key_bits) if narrow and sorts_here(n, self.unseen) else None
         arrays += [(torch.int64, 0), (i32, 0)] if self._cut is None else [(torch.int64, self._cut.words), (i32, n)]
         scratch = self._scratch = Arena(device, arrays)
         counters = self._counters = Counters(table, taps, self.chunks)
