@@ -79,7 +79,9 @@ class CapturedMap:
         The other scene is a part of the example's voxels in another order. Dead rows are NaN, which nobody may see.
         """
         coords = self._twin.coords
-        part = torch.randperm(len(coords), generator=torch.Generator().manual_seed(1))[: len(coords) - len(coords) // 16]
+        part = torch.randperm(len(coords), generator=torch.Generator().manual_seed(1))[
+            : len(coords) - len(coords) // 16
+        ]
         dead = torch.full((len(self._coords) - len(part), x.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
         for rows in (part.to(coords.device), torch.arange(len(coords), device=coords.device)):
             scene, lives, grads = coords[rows], x.detach()[rows], grad[rows]

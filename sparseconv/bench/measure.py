@@ -228,9 +228,8 @@ def _captured_map(
         reason = captured.wrong(x, weight, grad, job.dtype)
         if reason is not None:
             return {"reason": f"with room {room:g} {reason}"}
-        replayed = captured
-        found.append({**clock.time(lambda: replayed(convolution.coords), job.seconds).as_dict(), "room": room})  # noqa: B023
-        del captured, replayed
+        replay = functools.partial(captured, convolution.coords)
+        found.append({**clock.time(replay, job.seconds).as_dict(), "room": room})
     return {**found[0], "usual": found[1]}
 
 

@@ -217,9 +217,7 @@ def rank_digits(digit, live):
 
 
 @triton.jit
-def sum_counts(
-    counts_ptr, next_ptr, totals_ptr, program, programs, parts, BINS: tl.constexpr, WIDE: tl.constexpr
-):
+def sum_counts(counts_ptr, next_ptr, totals_ptr, program, programs, parts, BINS: tl.constexpr, WIDE: tl.constexpr):
     """counts[digit, part] = lines of the digit in the parts before; totals[digit]: in all; the next counts are 0."""
     EACH: tl.constexpr = max(1, min(BINS, SUMMED // WIDE))
     part = tl.arange(0, WIDE)[None, :]

@@ -144,6 +144,10 @@ class PackedSchedule(Schedule):
         turned: of the reversed edges.
     """
 
+    _arena: Arena
+    _shape: tuple[int, int, int]
+    _groups: int
+    _turned: bool
     ARRAYS = ("neighbors", "out_rows", "tile_counts", "tile_rows", "tile_taps", "tile_order", "slots")
 
     def __init__(
@@ -153,7 +157,7 @@ class PackedSchedule(Schedule):
 
     def reversed(self) -> PackedSchedule | None:
         """That of the reversed edges; None where their taps were not written."""
-        height, tiles, room = self._shape
+        _, tiles, room = self._shape
         if self._arena.length_of(4) == tiles * room:
             return None
         return PackedSchedule(self.block_m, self._arena, self._shape, self._groups, not self._turned)

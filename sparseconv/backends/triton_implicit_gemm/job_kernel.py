@@ -36,6 +36,7 @@ def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> J
 class PackedJobs(Jobs):
     """Jobs in one allocation, whose arrays become tensors when they are asked for."""
 
+    _arena: Arena
     ARRAYS = ("begin", "end", "order", "tap_jobs")
 
     def __init__(self, arena: Arena) -> None:
