@@ -8,26 +8,21 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-import triton
-import triton.language as tl
 
-from sparseconv.geometry.triton_cells import cells_of, claim, count_blocks, find, pack_half, place_of, popcount
 from sparseconv.geometry.triton_launch import (
     NUM_GATES,
     Arena,
-    Launcher,
     Pointer,
     Report,
     Unseen,
     ceil_div,
     crew_of,
     gates_of,
-    leave,
     on_device,
     pointer,
     power_of_2,
-    wait_for_all,
 )
+from sparseconv.geometry.triton_table_kernels import INSERT, LOOKUP, MEASURE, NUMBER, PLACE, TABLE
 
 #: log2 of a block's edge along each axis, by rank: at most 64 cells, one bit each of a 64-bit word, at most 16 in line
 BLOCK_SHIFTS = {1: (4,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}
@@ -227,7 +222,7 @@ def lookup(table: CoordinateTable, coords: torch.Tensor) -> torch.Tensor:
         grid = (ceil_div(coords.shape[0], 128),)
         args = (pointer(coords), *table.pointers, pointer(found), coords.shape[0], table.capacity)
         with on_device(coords.device):
-            _LOOKUP(coords.device, grid, args, constants)
+            LOOKUP(coords.device, grid, args, constants)
     return found
 
 
@@ -266,7 +261,7 @@ def pack_shifts(shifts: tuple[int, ...]) -> int:
 def _launch_ranges(coords: torch.Tensor, out: Pointer) -> None:
     n, columns = coords.shape
     blocks = min(ceil_div(n, 512), 528)
-    _RANGES(coords.device, (blocks,), (pointer(coords), out, n, 512 * blocks), (columns, _width(columns), 512))
+    MEASURE(coords.device, (blocks,), (pointer(coords), out, n, 512 * blocks), (columns, _width(columns), 512))
 
 
 def _width(columns: int) -> int:
@@ -285,7 +280,7 @@ def _launch_table(table: CoordinateTable, checked: Unseen | None) -> None:
     args = (pointer(coords), table.pointers[0], *arrays, gates_of(coords.device, table.unseen), report, *told, *sizes)
     measured, reported = table.given_ranges is not None, table.report is not None
     shape = columns, _width(columns), pack_shifts(table.shifts)
-    _TABLE(coords.device, (programs,), args, (*shape, measured, reported, checked is not None, 128, 512, NUM_GATES))
+    TABLE(coords.device, (programs,), args, (*shape, measured, reported, checked is not None, 128, 512, NUM_GATES))
 
 
 def _told(table: CoordinateTable, checked: Unseen | None) -> tuple[Pointer, Pointer]:
@@ -300,221 +295,12 @@ def _launch_build(table: CoordinateTable, checked: Unseen | None) -> None:
     entries = arena[ENTRIES] if table.blocked else arena[SLOTS]
     told = _told(table, checked)
     insert = (pointer(table.coords), table.pointers[0], arena[SLOTS], entries, arena[STATUS], *told, n, table.capacity)
-    _INSERT(device, (ceil_div(n, 128),), insert, (columns, shifts, table.blocked, checked is not None, 128))
+    INSERT(device, (ceil_div(n, 128),), insert, (columns, shifts, table.blocked, checked is not None, 128))
     if table.blocked:
         number = (arena[SLOTS], arena[IDS], arena[INFO], arena[KEYS], arena[STATUS], table.capacity)
-        _NUMBER(device, (ceil_div(table.capacity, 512),), number, (512,))
+        NUMBER(device, (ceil_div(table.capacity, 512),), number, (512,))
         rows = (entries, arena[IDS], arena[INFO], arena[ROWS], arena[STATUS], *told, n)
-        _ROWS(device, (ceil_div(n, 256),), rows, (checked is not None, 256))
-
-
-# ---- kernels
-
-
-@triton.jit
-def ranges_kernel(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Largest x + 2^31 and largest 2^32 - 1 - (x + 2^31) of each column."""
-    measure_rows(coords_ptr, ranges_ptr, n, stride, COLUMNS, WIDTH, BLOCK)
-
-
-@triton.jit
-def measure_rows(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The ranges of every ``stride``-th run of BLOCK rows, this program's first."""
-    column = tl.arange(0, WIDTH)
-    tops = tl.zeros((BLOCK, WIDTH), tl.uint32)
-    bottoms = tl.zeros((BLOCK, WIDTH), tl.uint32)
-    for start in range(tl.program_id(0) * BLOCK, n, stride):
-        row = start + tl.arange(0, BLOCK)
-        live = (row < n)[:, None] & (column < COLUMNS)[None, :]
-        value = tl.load(coords_ptr + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], mask=live, other=0)
-        biased = value.to(tl.uint32, bitcast=True) ^ 0x80000000
-        tops = tl.maximum(tops, tl.where(live, biased, 0))
-        bottoms = tl.maximum(bottoms, tl.where(live, ~biased, 0))
-    top = tl.max(tops, 0)
-    bottom = tl.max(bottoms, 0)
-    ranges_ptr = ranges_ptr.to(tl.pointer_type(tl.uint32))
-    tl.atomic_max(ranges_ptr + 2 * column, top, mask=column < COLUMNS, sem="relaxed")
-    tl.atomic_max(ranges_ptr + 2 * column + 1, bottom, mask=column < COLUMNS, sem="relaxed")
-
-
-@triton.jit
-def insert_kernel(
-    coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n, capacity,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Put the rows' cells into the table; entries[row] = 64 slot + bit.
-
-    CHECKED: bit 0 of the fault is set where not just the first ``count`` rows have a batch item.
-    """
-    volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
-    first = tl.program_id(0) * BLOCK
-    insert_rows(
-        first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n, capacity, volume,
-        COLUMNS, SHIFTS, BLOCKED, CHECKED, BLOCK,
-    )  # fmt: skip
-
-
-@triton.jit
-def insert_rows(
-    first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n, capacity, volume,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """`insert_kernel` for the rows from ``first`` on."""
-    row = first + tl.arange(0, BLOCK)
-    live = row < n
-    fits = row < tl.where(volume < 0x4000000000000000, n, 0)
-    key, bit, inside = cells_of(coords_ptr, row, fits, ranges_ptr, COLUMNS, SHIFTS)
-    slot, known = claim(table_ptr, key, inside, tl.minimum(row, capacity - 1), capacity, volume)
-    if BLOCKED:
-        flag = tl.full((BLOCK,), 1, tl.int64) << bit.to(tl.int64)
-        tl.atomic_or(table_ptr + 2 * slot + 1, flag, mask=inside, sem="relaxed")
-        tl.store(entries_ptr + row, tl.where(inside, slot.to(tl.int64) * 64 + bit, -1), mask=live)
-    else:
-        tl.atomic_max(table_ptr + 2 * slot + 1, row.to(tl.int64) + 1, mask=inside, sem="relaxed")
-        tl.atomic_add(status_ptr, tl.sum((inside & ~known).to(tl.int64), 0), sem="relaxed")
-    if CHECKED:
-        item = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS, mask=live, other=-1)
-        if tl.sum(((item >= 0) != (row < tl.load(count_ptr))).to(tl.int32), 0) != 0:
-            tl.atomic_or(fault_ptr, 1, sem="relaxed")
-    if first == 0:
-        tl.store(status_ptr + 1, (volume >= 0x4000000000000000).to(tl.int64))
-
-
-@triton.jit
-def number_kernel(table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, BLOCK: tl.constexpr):
-    """Number the occupied blocks, and give each as many places in the list of rows as it has cells.
-
-    The counter holds both numbers, blocks above and cells in the lower 32 bits.
-    """
-    number_blocks(tl.program_id(0) * BLOCK, table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, BLOCK)
-
-
-@triton.jit
-def number_blocks(first, table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, BLOCK: tl.constexpr):
-    """`number_kernel` for the slots from ``first`` on."""
-    slot = first + tl.arange(0, BLOCK)
-    word = tl.load(table_ptr + 2 * slot + 1, mask=slot < capacity, other=0)
-    cells = popcount(word).to(tl.int64)
-    both = tl.where(cells > 0, cells + 0x100000000, 0)
-    total = tl.sum(both, 0)
-    if total > 0:
-        first_place = tl.atomic_add(status_ptr, total, sem="relaxed") + tl.cumsum(both, 0) - both
-        block = first_place >> 32
-        tl.store(ids_ptr + slot, block.to(tl.int32), mask=cells > 0)
-        place = first_place & 0xFFFFFFFF
-        tl.store(info_ptr + 2 * block, pack_half(word, place), mask=cells > 0)
-        upper = pack_half(word >> 32, place + popcount(word & 0xFFFFFFFF))
-        tl.store(info_ptr + 2 * block + 1, upper, mask=cells > 0)
-        tl.store(keys_ptr + block, tl.load(table_ptr + 2 * slot, mask=cells > 0, other=1) - 1, mask=cells > 0)
-
-
-@triton.jit
-def rows_kernel(
-    entries_ptr, ids_ptr, info_ptr, rows_ptr, status_ptr, count_ptr, fault_ptr, n,
-    CHECKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """rows[first place of the block + rank of the cell in it] = row; entries[row] = 64 block + bit."""
-    if CHECKED and tl.program_id(0) == 0:
-        check_cells(status_ptr, count_ptr, fault_ptr)
-    place_rows(tl.program_id(0) * BLOCK, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
-
-
-@triton.jit
-def place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.constexpr):
-    """`rows_kernel` for the rows from ``first`` on."""
-    row = first + tl.arange(0, BLOCK)
-    entry = tl.load(entries_ptr + row, mask=row < n, other=-1)  # -1 too where keys overflow
-    live = entry >= 0
-    block = tl.load(ids_ptr + (entry >> 6), mask=live, other=0).to(tl.int64)
-    bit = entry & 63
-    tl.store(rows_ptr + place_of(info_ptr, block, bit, live), row, mask=live)
-    tl.store(entries_ptr + row, block * 64 + bit, mask=live)
-
-
-@triton.jit
-def table_kernel(
-    coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, gates_ptr,
-    report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHIFTS: tl.constexpr, MEASURED: tl.constexpr, REPORTED: tl.constexpr,
-    CHECKED: tl.constexpr, BLOCK: tl.constexpr, SLOTS_EACH: tl.constexpr, NUM_GATES: tl.constexpr,
-):  # fmt: skip
-    """Zeros, ranges, blocks, their numbers and their rows in one launch; all programs wait for each other in between.
-
-    The slots come first in memory; ``zeros`` words from there on start as zeros. REPORTED: status and ranges, as
-    unsigned numbers, go to ``report_ptr`` too. CHECKED: bit 0 of the fault, as by
-    `insert_kernel` and `check_cells`.
-    """
-    program = tl.program_id(0)
-    words_ptr = table_ptr.to(tl.pointer_type(tl.int32))
-    for first in range(program * 1024, zeros, programs * 1024):
-        word = first + tl.arange(0, 1024)
-        tl.store(words_ptr + word, 0, mask=word < zeros)
-    wait_for_all(gates_ptr, programs)
-    if not MEASURED:
-        measure_rows(coords_ptr, ranges_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
-        wait_for_all(gates_ptr + 1, programs)
-    volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
-    for first in range(program * BLOCK, n, programs * BLOCK):
-        insert_rows(
-            first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n, capacity,
-            volume, COLUMNS, SHIFTS, True, CHECKED, BLOCK,
-        )  # fmt: skip
-    wait_for_all(gates_ptr + 2, programs)
-    for first in range(program * SLOTS_EACH, capacity, programs * SLOTS_EACH):
-        number_blocks(first, table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, SLOTS_EACH)
-    wait_for_all(gates_ptr + 3, programs)
-    if REPORTED and program == 0:
-        tl.store(report_ptr, tl.load(status_ptr))
-        tl.store(report_ptr + 1, tl.load(status_ptr + 1))
-        side = tl.arange(0, 2 * WIDTH)
-        spread = tl.load(ranges_ptr + side, mask=side < 2 * COLUMNS, other=0).to(tl.uint32, bitcast=True)
-        tl.store(report_ptr + 2 + side, spread.to(tl.int64), mask=side < 2 * COLUMNS)
-    for first in range(program * BLOCK, n, programs * BLOCK):
-        place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
-    if CHECKED and program == 0:
-        check_cells(status_ptr, count_ptr, fault_ptr)
-    leave(gates_ptr, programs, NUM_GATES)
-
-
-@triton.jit
-def check_cells(status_ptr, count_ptr, fault_ptr):
-    """Bit 0 of the fault: the table has not as many cells as there are real rows, or its keys overflow."""
-    if ((tl.load(status_ptr) & 0xFFFFFFFF) != tl.load(count_ptr)) | (tl.load(status_ptr + 1) != 0):
-        tl.atomic_or(fault_ptr, 1, sem="relaxed")
-
-
-@triton.jit
-def lookup_kernel(
-    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, found_ptr, n, capacity,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """found[row] = the table's row of the same coordinates, -1 if none."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = row < n
-    volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
-    key, bit, inside = cells_of(coords_ptr, row, live, ranges_ptr, COLUMNS, SHIFTS)
-    slot, hit = find(table_ptr, key, inside, capacity, volume)
-    word = tl.load(table_ptr + 2 * slot + 1, mask=hit, other=0)
-    if BLOCKED:
-        hit = hit & (((word >> bit.to(tl.int64)) & 1) != 0)
-        block = tl.load(ids_ptr + slot, mask=hit, other=0)
-        found = tl.load(rows_ptr + place_of(info_ptr, block.to(tl.int64), bit, hit), mask=hit, other=-1)
-    else:
-        found = tl.where(hit, word.to(tl.int32) - 1, -1)
-    tl.store(found_ptr + row, found, mask=live)
-
-
-_I32, _I64 = torch.int32, torch.int64
-_RANGES = Launcher(ranges_kernel, (_I32, _I32, int, int))
-_INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I64, _I64, _I32, _I32, int, int), num_warps=1)
-_NUMBER = Launcher(number_kernel, (_I64, _I32, _I64, _I64, _I64, int))
-_ROWS = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, _I64, _I32, _I32, int))
-_TABLE = Launcher(
-    table_kernel,
-    (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, _I32, _I32, *(int,) * 4),
-    cooperative=True,
-)
-_LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I32, int, int), num_warps=1)
+        PLACE(device, (ceil_div(n, 256),), rows, (checked is not None, 256))
 
 
 # ---- readable twin
