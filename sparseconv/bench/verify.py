@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sparseconv.bench import cases, measure, report, runner, stated
+from sparseconv.bench import cases, measure, report, runner, selection, stated
 from sparseconv.bench.implementations import registry
 from sparseconv.bench.measure import Job
 
@@ -130,9 +130,12 @@ def measured(asked: dict[str, Any], caches: Path) -> tuple[float | None, str]:
         several = [measured({**asked, "implementation": k}, caches)[0] for k in peers if runner.absent(k) is None]
         values = [value for value in several if value is not None]
         return (min(values), "") if values else (None, "no peer is installed")
-    # whatever else is claimed about this layer comes of the same process
-    wanted = (measure.MAP, measure.FORWARD, measure.STEP, measure.MEMORY)
-    job = Job(name, asked["case"], asked["channels"], asked["dtype"], False, wanted, asked["device"])
+    # whatever else is claimed about this layer, or about its map, comes of the same process
+    channels: int = asked["channels"]
+    wanted: tuple[str, ...] = (measure.FORWARD, measure.STEP, measure.MEMORY)
+    if quantity in report.MAPS:
+        channels, wanted = min(channels, selection.MAP_CHANNELS), (measure.MAP, measure.CAPTURED_MAP)
+    job = Job(name, asked["case"], channels, asked["dtype"], False, wanted, asked["device"])
     if quantity in ("cold_s", "second_s"):
         row = _cold(job)
         return row.get(quantity), row.get("reason", "")
