@@ -302,18 +302,20 @@ def conv(data: str, cases) -> None:
 
 
 def weight32(data: str, cases) -> None:
-    """Tiles of the weight gradient in fp32, with and without tf32."""
+    """Tiles of the weight gradient of single numbers, with and without tf32."""
     n = 132
-    tiles = [(64, 64, 32, 2, 3), (64, 64, 32, 2, 2), (64, 64, 16, 2, 3), (32, 64, 32, 4, 3), (32, 128, 32, 4, 3)]
-    tiles += [(32, 64, 32, 2, 3), (64, 64, 32, 4, 3), (128, 64, 16, 8, 3), (128, 128, 16, 8, 3), (64, 64, 16, 4, 4)]
+    tiles: dict[bool, list[tuple[Any, ...]]] = {
+        True: [(64, 64, 16, 2, 3, 8 * n), (64, 64, 64, 4, 2, 3 * n, True), (128, 128, 32, 4, 2, 8 * n, True)],
+        False: [(64, 64, 32, 4, 3, 8 * n), (64, 64, 16, 2, 4, 6 * n), (64, 128, 16, 4, 3, 12 * n)],
+    }
     for case, c in (("shell256", 256), ("shell512", 64)):
         _, kernel_map = load(case, data)
         x, w, g = operands(kernel_map, c, c, torch.float32)
         out = torch.empty_like(w)
-        for tf32 in (True, False):
+        for tf32, several in tiles.items():
             torch.backends.cuda.matmul.allow_tf32 = tf32
             work = implicit_gemm.work_of(Request(kernel_map, x.device, x.dtype, c, c), True)
-            configs = [WeightGradConfig(*tile, 8 * n) for tile in tiles]
+            configs = [WeightGradConfig(*tile) for tile in several if max(tile[:2]) <= c]
             compile_all([WeightGradRecipe(k, work, x, g, 27).bind(kernel_map) for k in configs])
             for config in configs:
                 step = WeightGradRecipe(config, work, x, g, kernel_map.num_taps).bind(kernel_map)

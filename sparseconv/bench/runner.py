@@ -37,10 +37,11 @@ def run_all(
     budget: float | None = None,
     worker: str = "sparseconv.bench.worker",
 ) -> list[Row]:
-    """Every job's row, one worker an implementation; ``done`` is called with each as it comes.
+    """Every job's row, one worker an implementation and dtype; ``done`` is called with each as it comes.
 
-    ``worker`` is the module that a worker process runs. Of ``budget`` seconds every implementation
-    gets its share; jobs that it does not reach are skipped.
+    A worker has one dtype, for spconv keeps in fp32 what it chose for the same channels in tf32. ``worker`` is the
+    module that its process runs. Of ``budget`` seconds every worker gets its share; jobs that it does not reach are
+    skipped.
     """
     rows: list[Row] = []
 
@@ -48,7 +49,7 @@ def run_all(
         rows.append(row)
         done(row)
 
-    groups = [list(group) for _, group in groupby(jobs, key=lambda job: job.implementation)]
+    groups = [list(group) for _, group in groupby(jobs, key=lambda job: (job.implementation, job.dtype))]
     left, present = budget, sum(absent(group[0].implementation) is None for group in groups)
     for waiting in groups:
         begin = time.monotonic()

@@ -51,7 +51,8 @@ def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: 
             from sparseconv.backends.triton_implicit_gemm.gluon_kernels import shared_layout
 
             tile = (constants["BLOCK_K"], constants["BLOCK_N"])[:: -1 if constants["TRANSPOSED"] else 1]
-            signature[name] = f"tensordesc<{NAMES[dtype]}[{tile[0]},{tile[1]}],{shared_layout(tile[1])!r}>"
+            layout = shared_layout(tile[1], constants["UNIT"])
+            signature[name] = f"tensordesc<{NAMES[dtype]}[{tile[0]},{tile[1]}],{layout!r}>"
         elif name in OPERANDS:
             signature[name] = "*" + NAMES[dtype]
         elif name == "out_ptr":

@@ -68,6 +68,9 @@ class Shared:
     def permute(self, axes):
         return Shared(self.array.transpose(axes))
 
+    def load(self, layout):
+        return tensor(self.array)
+
 
 def _inside(at: np.ndarray, array: np.ndarray) -> None:
     assert ((at >= 0) & (at < array.size)).all(), "an address outside the array"
@@ -163,7 +166,7 @@ def modules(state: SimpleNamespace) -> dict[str, ModuleType]:
         convert_layout=lambda value, layout: value, thread_barrier=lambda: None,
         allocate_shared_memory=lambda dtype, shape, layout: Shared(np.full(shape, np.nan, np.float32)),
         BlockedLayout=lambda *a, **k: None, SliceLayout=lambda *a: None, NVMMASharedLayout=lambda **k: None,
-        NVMMADistributedLayout=lambda **k: None, DistributedLinearLayout=lambda *a: None,
+        NVMMADistributedLayout=lambda **k: None, SwizzledSharedLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
     )  # fmt: skip
     cp = ModuleType("async_copy")
     cp.async_copy_global_to_shared = copy
@@ -181,6 +184,7 @@ def modules(state: SimpleNamespace) -> dict[str, ModuleType]:
     )  # fmt: skip
     ampere = ModuleType("ampere")
     ampere.async_copy = cp
+    ampere.mma_v2 = lambda a, b, acc, input_precision=None: tensor(acc + a @ b)
     gluon = ModuleType("gluon")
     gluon.jit, gluon.constexpr_function, gluon.language = Kernel, lambda fn: fn, language
     root = "triton.experimental"

@@ -52,6 +52,7 @@ class HalvedRelu:
         {"weight_copy": True},
         {"wide": True},
         {"split": 2, "wide": True},
+        {"split": 3, "weight_copy": True},
     ],
     ids=str,
 )

@@ -33,7 +33,7 @@ class BulkProgram(Program):
 
         from sparseconv.backends.triton_implicit_gemm.gluon_kernels import shared_layout
 
-        layout = shared_layout(block[1])
+        layout = shared_layout(block[1], 16 // types[1].itemsize)
 
         @lru_cache(maxsize=64)  # an optimizer leaves a weight where it is
         def describe(address: int) -> Any:

@@ -89,7 +89,7 @@ class Work:
         """Whether the Gluon kernels serve this work."""
         return (
             self.capability[0] == 9
-            and self.dtype in HALF
+            and self.precision == "tf32"  # halves as well
             and self.pack == 1
             and self.aligned
             and self.group_in % 8 == 0
@@ -137,16 +137,21 @@ def conv_candidates(work: Work) -> list[ConvConfig]:
 
 def _conv_candidates(work: Work) -> list[ConvConfig]:
     c_in, c_out = work.pack * work.group_in, work.pack * work.group_out
-    if work.dtype not in HALF:
+    if work.dtype not in HALF and not work.gluon:
         block_n = min(max(16, power_of_two(c_out)), 128)
         block_k = min(max(16, power_of_two(c_in)), 32)
+        if work.precision == "ieee":
+            # multiplications bound it: tiles of few rows waste the fewest
+            tile = ConvConfig(
+                32, block_n, block_k, max(1, block_n // 32), 3, weight_copy=work.transposed, chunked=work.far
+            )
+            return [tile, replace(tile, block_m=64)]
         warps = 8 if block_n == 128 else 4
-        # wgmma takes tf32 operands along the contracted channels only; plain products read rows of produced ones best
-        copy = work.transposed == (work.precision == "ieee")
-        tile = ConvConfig(128, block_n, block_k, warps, 3, weight_copy=copy, chunked=work.far)
+        # wgmma takes tf32 operands along the contracted channels only
+        tile = ConvConfig(128, block_n, block_k, warps, 3, weight_copy=not work.transposed, chunked=work.far)
         half = replace(tile, block_n=min(block_n, 64), warps=4)
         return [tile, replace(half, block_m=64, warps=8), half]
-    block_k = min(max(16, power_of_two(c_in)), 64)
+    block_k = min(max(16, power_of_two(c_in)), 128 // work.dtype.itemsize)
     if c_in > 16 and c_in % block_k and c_in % (block_k // 2) == 0:
         block_k //= 2
     block_n = min(max(16, power_of_two(c_out)), 256)
@@ -154,7 +159,9 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
         block_n //= 2
     wide = block_n == 256
     warps = 8 if wide else 4
-    tile = ConvConfig(128, block_n, block_k, warps, 3, gluon=work.gluon, chunked=work.far)
+    # wgmma takes tf32 operands along the contracted channels only
+    copy = work.dtype not in HALF and not work.transposed
+    tile = ConvConfig(128, block_n, block_k, warps, 3, gluon=work.gluon, weight_copy=copy, chunked=work.far)
     narrow = replace(tile, block_m=64, block_n=min(block_n, 128), warps=4)
     load = programs(work, tile) / work.processors
     if load <= 1.5 and work.num_taps > 1:
@@ -175,11 +182,14 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
         if work.num_rows * c_in * work.dtype.itemsize > FAR_BYTES and load > MANY_PROGRAMS:
             found.insert(0, replace(tile, in_order=True))
         turns = c_out // block_n
-        if whole and turns > 1 and not work.transposed and 12 * work.num_rows * block_n <= PARTIAL_BYTES:
+        if whole and turns > 1 and not work.transposed and not copy and 12 * work.num_rows * block_n <= PARTIAL_BYTES:
             # less waste for sums that are written and read; not where both gradients hold their memory already
             found.append(replace(tile, split=3, turns=turns))
         return found
-    return [replace(tile, stages=2), tile, replace(narrow, stages=2)]
+    shallow = replace(tile, stages=2)
+    if block_n == 128 and work.dtype not in HALF:
+        return [tile, shallow]  # its registers leave two blocks on a multiprocessor, whatever the stages
+    return [shallow, tile, replace(narrow, stages=2)]
 
 
 def programs(work: Work, config: ConvConfig) -> int:
@@ -198,7 +208,7 @@ def weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
 
 def _weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
     c_in, c_out = work.pack * work.group_in, work.pack * work.group_out
-    if work.dtype not in HALF:
+    if work.dtype not in HALF and not work.gluon:
         block_i = min(max(16, power_of_two(c_in)), 64)
         block_o = min(max(16, power_of_two(c_out)), 64)
         tile = WeightGradConfig(block_i, block_o, 32, 4, 3, 8 * work.processors)
@@ -206,14 +216,19 @@ def _weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
             # wgmma takes fp32 operands along the pairs only; two warps are too few for it: mma reads them as they lie
             return [replace(tile, block_p=16, warps=2), replace(tile, warps=2, stages=2)]
         if work.precision == "ieee" and min(c_in, c_out) >= 128:
-            return [replace(tile, block_i=128, block_o=128, block_p=16, warps=8), tile]
+            return [replace(tile, block_o=128, block_p=16, programs=12 * work.processors), tile]
+        if work.precision == "ieee" and min(c_in, c_out) >= 64:
+            return [replace(tile, block_p=16, warps=2, stages=4, programs=6 * work.processors), tile]
         return [tile, replace(tile, block_p=16, stages=4)]
     block_i = min(max(16, power_of_two(c_in)), 128)
     block_o = min(max(16, power_of_two(c_out)), 128)
     large = block_i * block_o >= 128 * 128
-    tile = WeightGradConfig(block_i, block_o, 64 if large else 128, 8 if large else 4, 2, 0)
-    if work.gluon:
-        tile = replace(tile, block_i=max(block_i, 64), gluon=True)  # wgmma takes 64 rows of the product at least
+    tile = WeightGradConfig(block_i, block_o, 64 if large else 128, 8 if large else 4, 2, 0, work.gluon)
+    if work.gluon and work.dtype not in HALF:
+        # mma wants the most of what each warp reads from shared memory: 64 x 64 of the product
+        tile = replace(tile, block_p=32 if large else 64, warps=4)
+    elif work.gluon:
+        tile = replace(tile, block_i=max(block_i, 64))  # wgmma takes 64 rows of the product at least
     resident = SHARED_BYTES // (weight_grad_shared_bytes(tile, work.dtype.itemsize) + 1024)
     resident = max(1, min(2 if large else 6, resident))
     waves = 1 if max(c_in, c_out) <= 128 else 4

@@ -1,16 +1,17 @@
 """The implicit GEMM for Hopper in Gluon: row numbers fetched a step ahead, rows by cp.async, products by wgmma.
 
 The pipeline is written out, which plain Triton cannot say: while the products of one step run, the rows of a later step
-are being copied to shared memory, and the row numbers of the step after that are being read. Half types only; channels
-in multiples of 8, so that every copy is 16 bytes. Arguments are those of the plain kernels; the weight is packed, so
-its strides are constants here.
+are being copied to shared memory, and the row numbers of the step after that are being read. Halves and, in tf32,
+single numbers; channels in multiples of 8, so that every copy is 16 bytes, which is UNIT numbers. Arguments are those
+of the plain kernels; the weight is packed, so its strides are constants here. Of single numbers wgmma takes weight
+tiles along the contracted channels only: TRANSPOSED.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -26,34 +27,40 @@ copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.constexpr_function
-def row_layout(columns, warps, run=1):
-    """Rows of ``columns`` half numbers in pieces of 16 bytes, neighbouring lanes along the row, ``run`` rows a lane."""
-    lanes = min(columns // 8, 32)
-    return gl.BlockedLayout([run, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
+def row_layout(columns, warps, unit, run=1):
+    """Rows of ``columns`` numbers in pieces of ``unit``, neighbouring lanes along the row, ``run`` rows a lane."""
+    lanes = min(columns // unit, 32)
+    return gl.BlockedLayout([run, unit], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def gather_layout(rows, columns, warps):
+def gather_layout(rows, columns, warps, unit):
     """As ``row_layout``, with up to 4 rows a lane next to each other: their numbers are read at once."""
-    return row_layout(columns, warps, max(1, min(4, rows * min(columns // 8, 32) // (32 * warps))))
+    return row_layout(columns, warps, unit, max(1, min(4, rows * min(columns // unit, 32) // (32 * warps))))
 
 
 @gluon.constexpr_function
-def out_layout(rows, columns, warps):
-    """Pieces of 8 columns in the rows that the product leaves in each warp: reached without a word to other warps."""
-    lanes = min(4, columns // 8)
-    lane = [[0, 8 << i] for i in range(lanes.bit_length() - 1)] + [[1, 0], [2, 0], [4, 0], [8, 0]]
-    register = [[0, 1], [0, 2], [0, 4], *lane[5:]]
-    register += [[0, 8 * lanes << i] for i in range((columns // (8 * lanes)).bit_length() - 1)]
-    register += [[16 * warps << i, 0] for i in range((rows // (16 * warps)).bit_length() - 1)]
-    warp = [[16 << i, 0] for i in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout(register, lane[:5], warp, [], [rows, columns])
+def shared_layout(columns, unit):
+    """The swizzle under which wgmma reads a tile whose rows hold ``columns`` numbers, ``unit`` of them 16 bytes."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=min(columns * 16 // unit, 128), element_bitwidth=128 // unit, rank=2)
 
 
 @gluon.constexpr_function
-def shared_layout(columns):
-    """The swizzle under which wgmma reads a tile whose rows hold ``columns`` half numbers."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(columns * 2, 128), element_bitwidth=16, rank=2)
+def pairs_layout(columns, unit):
+    """How the rows of pairs lie in shared memory: as wgmma reads halves; of single numbers, so that 8 neighbours in
+    each of 4 rows, which mma takes at once, lie in different banks."""
+    return shared_layout(columns, unit) if unit == 8 else gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+
+
+@gluon.constexpr_function
+def grad_layout(rows, columns, warps, unit):
+    """Who holds what of a weight gradient's sums: wgmma takes halves, mma single numbers."""
+    if unit == 8:
+        down = warps if rows >= 16 * warps else rows // 16
+        return gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[down, warps // down], instr_shape=[16, columns // (warps // down), 16]
+        )
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[warps // 2, 2], instr_shape=[16, 8])
 
 
 @gluon.jit
@@ -67,14 +74,14 @@ def copy_rows(ptr, shared, idx, stride, columns, limit, EVEN: gl.constexpr, WIDE
 @gluon.jit
 def copy_weight(
     ptr, shared, tap, kb, n0, valid, GROUP_IN: gl.constexpr, GROUP_OUT: gl.constexpr, GROUPS: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, TRANSPOSED: gl.constexpr, WIDE: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, TRANSPOSED: gl.constexpr, WIDE: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """Start copying a tap's tile: (BLOCK_K, BLOCK_N) as it lies, or transposed (BLOCK_N, BLOCK_K)."""
     ROWS: gl.constexpr = GROUP_OUT if TRANSPOSED else GROUP_IN
     COLUMNS: gl.constexpr = GROUP_IN if TRANSPOSED else GROUP_OUT
     BLOCK_ROWS: gl.constexpr = BLOCK_N if TRANSPOSED else BLOCK_K
     BLOCK_COLUMNS: gl.constexpr = BLOCK_K if TRANSPOSED else BLOCK_N
-    LAYOUT: gl.constexpr = row_layout(BLOCK_COLUMNS, gl.num_warps())
+    LAYOUT: gl.constexpr = row_layout(BLOCK_COLUMNS, gl.num_warps(), UNIT)
     STRIDE: gl.constexpr = GROUPS * COLUMNS
     row0 = n0 if TRANSPOSED else kb * BLOCK_K
     column0 = kb * BLOCK_K if TRANSPOSED else n0
@@ -95,7 +102,7 @@ def copy_weight(
 def copy_step(
     feats_ptr, weight, a_shared, b_shared, landed, idx, tap, step, steps, n0, stride_feats_n, columns,
     GROUP_IN: gl.constexpr, GROUP_OUT: gl.constexpr, GROUPS: gl.constexpr,
-    TRANSPOSED: gl.constexpr, BULK: gl.constexpr, WIDE: gl.constexpr,
+    TRANSPOSED: gl.constexpr, BULK: gl.constexpr, WIDE: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """Start copying the rows and the weight tile of a step; of one beyond the last, nothing is read."""
     BLOCK_K: gl.constexpr = a_shared.shape[1]
@@ -107,12 +114,12 @@ def copy_step(
     if BULK:
         row = tap * GROUP_OUT + n0 if TRANSPOSED else tap * GROUP_IN + k0
         column = k0 if TRANSPOSED else n0
-        mbarrier.expect(landed, BLOCK_K * BLOCK_N * 2, pred=step < steps)
+        mbarrier.expect(landed, BLOCK_K * BLOCK_N * (16 // UNIT), pred=step < steps)
         copy_tile(weight, [row, column], landed, b_shared, pred=step < steps)
     else:
         copy_weight(
             weight, b_shared, tap, kb, n0, step < steps,
-            GROUP_IN, GROUP_OUT, GROUPS, BLOCK_N, BLOCK_K, TRANSPOSED, WIDE,
+            GROUP_IN, GROUP_OUT, GROUPS, BLOCK_N, BLOCK_K, TRANSPOSED, WIDE, UNIT,
         )  # fmt: skip
     async_copy.commit_group()
 
@@ -176,10 +183,10 @@ def conv_kernel(
     BLOCKS_N: gl.constexpr = (GROUP_OUT + BLOCK_N - 1) // BLOCK_N
     WARPS: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = feats_ptr.dtype.element_ty
-    A_LAYOUT: gl.constexpr = gather_layout(BLOCK_M, BLOCK_K, WARPS)
-    N_LAYOUT: gl.constexpr = row_layout(BLOCK_N, WARPS)
+    A_LAYOUT: gl.constexpr = gather_layout(BLOCK_M, BLOCK_K, WARPS, UNIT)
+    N_LAYOUT: gl.constexpr = row_layout(BLOCK_N, WARPS, UNIT)
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 16]
+        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_N, 2 * UNIT]
     )
     pid = gl.program_id(0)
     tile = gl.load(tile_order_ptr + pid // (GROUPS * BLOCKS_N))
@@ -193,11 +200,11 @@ def conv_kernel(
     feats_ptr += group * GROUP_IN
     if not BULK:
         weight += group * (GROUP_IN if TRANSPOSED else GROUP_OUT)
-    a_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], shared_layout(BLOCK_K))
+    a_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_M, BLOCK_K], shared_layout(BLOCK_K, UNIT))
     if TRANSPOSED:
-        b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], shared_layout(BLOCK_K))
+        b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, BLOCK_K], shared_layout(BLOCK_K, UNIT))
     else:
-        b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, BLOCK_N], shared_layout(BLOCK_N))
+        b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_K, BLOCK_N], shared_layout(BLOCK_N, UNIT))
     landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if BULK:
         for s in gl.static_range(STAGES):
@@ -211,7 +218,7 @@ def conv_kernel(
     for s in gl.static_range(STAGES - 1):
         copy_step(
             feats_ptr, weight, a_shared.index(s), b_shared.index(s), landed.index(s), idx, tap, s, steps, n0,
-            stride_feats_n, columns, GROUP_IN, GROUP_OUT, GROUPS, TRANSPOSED, BULK, WIDE,
+            stride_feats_n, columns, GROUP_IN, GROUP_OUT, GROUPS, TRANSPOSED, BULK, WIDE, UNIT,
         )  # fmt: skip
         idx, tap, row = read_step(
             tile_rows_ptr, tile_taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, s + 1, count, BLOCKS_K, WIDE
@@ -231,7 +238,7 @@ def conv_kernel(
         ahead = step + STAGES - 1
         copy_step(
             feats_ptr, weight, a_shared.index(fill), b_shared.index(fill), landed.index(fill), idx, tap, ahead, steps,
-            n0, stride_feats_n, columns, GROUP_IN, GROUP_OUT, GROUPS, TRANSPOSED, BULK, WIDE,
+            n0, stride_feats_n, columns, GROUP_IN, GROUP_OUT, GROUPS, TRANSPOSED, BULK, WIDE, UNIT,
         )  # fmt: skip
         idx, tap, row = read_step(
             tile_rows_ptr, tile_taps_ptr, neighbors_ptr, num_slots, slots, list_start, row, ahead + 1, count, BLOCKS_K,
@@ -260,6 +267,23 @@ def read_pairs(in_rows_ptr, out_rows_ptr, at_in, at_out, last):
 
 
 @gluon.jit
+def add_pairs(a, b, acc, UNIT: gl.constexpr):
+    """acc + a^T b over the pairs of a step. wgmma takes halves as they lie, and runs on; single numbers it would want
+    transposed, both sides, so mma takes those from registers."""
+    if UNIT == 8:
+        fence_async_shared()
+        acc = warpgroup_mma(a.permute((1, 0)), b, acc, is_async=True)
+        return warpgroup_mma_wait(num_outstanding=1, deps=[acc])
+    else:
+        MMA: gl.constexpr = acc.type.layout
+        for k in gl.static_range(a.shape[0] // 16):
+            x = a.slice(16 * k, 16).permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 1))
+            y = b.slice(16 * k, 16).load(gl.DotOperandLayout(1, MMA, 1))
+            acc = mma_v2(x, y, acc, input_precision="tf32")
+        return acc
+
+
+@gluon.jit
 def weight_grad_kernel(
     feats_ptr, grad_ptr, out_ptr, in_rows_ptr, out_rows_ptr, job_begin_ptr, job_end_ptr, job_order_ptr,
     stride_feats_n, stride_grad_n, UNIT: gl.constexpr,
@@ -276,15 +300,10 @@ def weight_grad_kernel(
     EVEN_I: gl.constexpr = GROUP_IN % BLOCK_I == 0
     EVEN_O: gl.constexpr = GROUP_OUT % BLOCK_O == 0
     WARPS: gl.constexpr = gl.num_warps()
-    ROW_WARPS: gl.constexpr = WARPS if BLOCK_I >= 16 * WARPS else BLOCK_I // 16
     DTYPE: gl.constexpr = feats_ptr.dtype.element_ty
-    A_LAYOUT: gl.constexpr = row_layout(BLOCK_I, WARPS)
-    B_LAYOUT: gl.constexpr = row_layout(BLOCK_O, WARPS)
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0],
-        warps_per_cta=[ROW_WARPS, WARPS // ROW_WARPS],
-        instr_shape=[16, BLOCK_O // (WARPS // ROW_WARPS), 16],
-    )
+    A_LAYOUT: gl.constexpr = row_layout(BLOCK_I, WARPS, UNIT)
+    B_LAYOUT: gl.constexpr = row_layout(BLOCK_O, WARPS, UNIT)
+    MMA: gl.constexpr = grad_layout(BLOCK_I, BLOCK_O, WARPS, UNIT)
     pid = gl.program_id(0)
     job = gl.load(job_order_ptr + pid // (GROUPS * BLOCKS_I * BLOCKS_O))
     group = (pid // (BLOCKS_I * BLOCKS_O)) % GROUPS
@@ -301,8 +320,8 @@ def weight_grad_kernel(
     at_out = gl.arange(0, BLOCK_P, layout=gl.SliceLayout(1, B_LAYOUT))
     i = i0 + gl.arange(0, BLOCK_I, layout=gl.SliceLayout(0, A_LAYOUT))
     o = o0 + gl.arange(0, BLOCK_O, layout=gl.SliceLayout(0, B_LAYOUT))
-    a_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, BLOCK_I], shared_layout(BLOCK_I))
-    b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, BLOCK_O], shared_layout(BLOCK_O))
+    a_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, BLOCK_I], pairs_layout(BLOCK_I, UNIT))
+    b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, BLOCK_O], pairs_layout(BLOCK_O, UNIT))
     acc = gl.zeros([BLOCK_I, BLOCK_O], gl.float32, layout=MMA)
     ii, oo = read_pairs(in_rows_ptr, out_rows_ptr, at_in, at_out, last)
     for s in gl.static_range(STAGES - 1):
@@ -316,9 +335,7 @@ def weight_grad_kernel(
     fill = STAGES - 1
     for _ in range((count + BLOCK_P - 1) // BLOCK_P):
         async_copy.wait_group(STAGES - 2)
-        fence_async_shared()
-        acc = warpgroup_mma(a_shared.index(use).permute((1, 0)), b_shared.index(use), acc, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
+        acc = add_pairs(a_shared.index(use), b_shared.index(use), acc, UNIT)
         copy_rows(feats_ptr, a_shared.index(fill), ii, stride_feats_n, i, GROUP_IN, EVEN_I, WIDE)
         copy_rows(grad_ptr, b_shared.index(fill), oo, stride_grad_n, o, GROUP_OUT, EVEN_O, WIDE)
         async_copy.commit_group()
@@ -327,7 +344,8 @@ def weight_grad_kernel(
         ii, oo = read_pairs(in_rows_ptr, out_rows_ptr, at_in, at_out, last)
         use = gl.where(use == STAGES - 1, 0, use + 1)
         fill = gl.where(fill == STAGES - 1, 0, fill + 1)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+    if UNIT == 8:
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
     async_copy.wait_group(0)
     rows = i0 + gl.arange(0, BLOCK_I, layout=gl.SliceLayout(1, MMA))
     columns = o0 + gl.arange(0, BLOCK_O, layout=gl.SliceLayout(0, MMA))
