@@ -174,6 +174,8 @@ class _Convolution(_Linear):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         ctx.call = (edges, x.shape[0], weight.shape[0], groups, adjoint, backend)
         ctx.kernel_map = _alive(edges)
+        if ctx.needs_input_grad[1] and ctx.kernel_map is not None:
+            ctx.kernel_map.list_pairs()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]

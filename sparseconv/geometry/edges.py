@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sparseconv.geometry.aside import building
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.line_search import edges_by_lines
@@ -171,10 +172,14 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     if fine.device.type == "cuda":
         from sparseconv.geometry.triton_pairs import find_edges_on_gpu  # Triton is loaded where it is used
 
-        source = find_edges_on_gpu(fine, coarse.coords, window.offsets, window.stride, torus)
+        most = None if fine.count is None else fine.most_pairs(coarse, window, boundary)  # type: ignore[attr-defined]
+        with building() as aside:
+            source = find_edges_on_gpu(fine, coarse.coords, window.offsets, window.stride, torus, most)
         found = KernelMap(
             len(fine), len(coarse), len(window.offsets), source=source, identity_tap=identity, mirror=mirror
         )
+        if aside is not None:
+            aside.keep(found)
         if fine.count is not None:
             found.num_pairs = fine.pairs_like(coarse, window, boundary)  # type: ignore[attr-defined]
         return found

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.geometry.aside import building
 from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, torus_of, wrap
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.lookup import KeySpace, SortedTable
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
 FAULTS = {
     1: "a voxel lies outside of the extent or the batch, occurs twice, or the dead rows do not follow the real ones",
     2: "a derived grid has more voxels than its rows hold: give more room",
+    4: "a map has more edges than there is room for: give more room, or an example with as many neighbours a voxel",
 }
 #: rows of derived grids come in multiples of this
 ROWS = 256
+#: edges of every map, at least, for which there is room
+EDGES = 1 << 14
 
 
 class FixedGrid(VoxelGrid):
@@ -46,7 +50,8 @@ class FixedGrid(VoxelGrid):
         like: the example, an ordinary grid on the same device: batch size, voxel size and origin are its.
         extent: the box that real voxels lie in; default: the example's, grown by an eighth of its length, and by 16
             cells at least, to each side.
-        room: rows of a coarser (or finer) grid over those that the example's has.
+        room: rows of a coarser (or finer) grid over those that the example's has, and edges of a voxel over those that
+            the example's have on average.
 
     Attributes:
         count: (1,) int32, of this very grid.
@@ -98,7 +103,10 @@ class FixedGrid(VoxelGrid):
         if extent.rank != like.rank or extent.size == 0:
             raise ValueError(f"the extent must have {like.rank} axes, none of them empty; got {extent}")
         coords = coords.detach().contiguous()
-        zeros = coords.new_zeros(12)  # gates, and the fault flag
+        with building() as aside:
+            zeros = coords.new_zeros(12)  # gates, and the fault flag
+        if aside is not None:
+            aside.keep(self)
         self._set(coords, count, zeros[8:9], zeros[:8], extent, like.voxel_size, like, room)
         if self.device.type == "cuda":
             self.derived["cells"] = self._make_cells(checked=True)
@@ -136,7 +144,8 @@ class FixedGrid(VoxelGrid):
     def _make_cells(self, checked: bool = False) -> CoordinateTable:
         from sparseconv.geometry.triton_table import build_table  # Triton is loaded where it is used
 
-        return build_table(self.coords, self._ranges, unseen=self.unseen, checked=checked)
+        with building():
+            return build_table(self.coords, self._ranges, unseen=self.unseen, checked=checked)
 
     @property
     def unseen(self) -> Unseen:
@@ -204,12 +213,15 @@ class FixedGrid(VoxelGrid):
         example = self._example(window, boundary, within, to_fine)
         most = min(self.batch_size * extent.size, len(self) * len(window.offsets))
         rows = min(most, max(1, math.ceil(self.room * len(example) / ROWS)) * ROWS)
-        coords, count = (self._reach_on_gpu if self.device.type == "cuda" else self._reach)(
-            window, torus_of(None, window, boundary), torus, extent, rows, to_fine
-        )
         grid = object.__new__(FixedGrid)
+        with building() as aside:
+            coords, count = (self._reach_on_gpu if self.device.type == "cuda" else self._reach)(
+                window, torus_of(None, window, boundary), torus, extent, rows, to_fine
+            )
         size = tuple(v * s for v, s in zip(self.voxel_size, scale))
         grid._set(coords, count, self.fault, self._gates, extent, size, example, self.room)
+        if aside is not None:
+            aside.keep(grid)
         if self.device.type == "cuda":
             grid.cells  # noqa: B018 (kept)
         return grid
@@ -279,6 +291,16 @@ class FixedGrid(VoxelGrid):
             pairs = find_edges(self.example, coarse.example, window, boundary).num_pairs
             self.example.derived[key] = pairs
         return max(1, round(pairs * len(coarse) / max(1, len(coarse.example))))
+
+    def most_pairs(self, coarse: FixedGrid, window: Window, boundary: Boundary) -> int:
+        """Places for the pairs of a window between this grid, the fine one, and a coarse one.
+
+        Those of the example for the rows that there are, times the room: for as many more edges a voxel.
+        """
+        if window.is_tiling:
+            return max(len(self), len(coarse))
+        room = max(EDGES, len(coarse), math.ceil(self.room * self.pairs_like(coarse, window, boundary)))
+        return min(len(coarse) * len(window.offsets), room)
 
     def _may_look(self) -> None:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

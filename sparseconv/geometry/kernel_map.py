@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from sparseconv.geometry.aside import building
+
 if TYPE_CHECKING:
     from sparseconv.products import SparseProductInfo
 
@@ -106,10 +108,12 @@ class KernelMap:
         twin = self._twin()
         if twin is not None and self.mirror is not None and "neighbors" in twin.__dict__:
             if self.mirror == tuple(reversed(range(self.num_taps))):
-                return twin.neighbors.flip(0)
-            return torch.stack([twin.neighbors[tap] for tap in self.mirror])  # no index that a graph could not copy
+                with building():
+                    return twin.neighbors.flip(0)
+            with building():  # by no index that a graph could not copy
+                return torch.stack([twin.neighbors[tap] for tap in self.mirror])
         if self.source is not None:
-            with torch._C._DisableFuncTorch():  # edges do not depend on what torch.func differentiates
+            with torch._C._DisableFuncTorch(), building():  # edges do not depend on what torch.func differentiates
                 return self.source.neighbors
         in_rows, out_rows, _ = self._pairs
         table = torch.full((self.num_taps, self.num_out), -1, dtype=torch.int32, device=in_rows.device)
@@ -123,7 +127,7 @@ class KernelMap:
             if twin is not None and "_pairs" in twin.__dict__:
                 out_rows, in_rows, offsets = twin._pairs
                 return in_rows, out_rows, offsets
-            with torch._C._DisableFuncTorch():
+            with torch._C._DisableFuncTorch(), building():
                 in_rows, out_rows, offsets = self.source.pairs()
             if twin is not None:  # both directions read the same arrays
                 twin.__dict__["_pairs"] = (out_rows, in_rows, offsets)
@@ -142,6 +146,11 @@ class KernelMap:
         the edges one by one is a RuntimeError.
         """
         return self.source is not None and self.source.padded
+
+    def list_pairs(self) -> None:
+        """Write a padded map's pairs now, for a gradient to come: a fault that they raise is then known before it."""
+        if self.padded:
+            self._pairs  # noqa: B018 (kept)
 
     def _counted(self) -> None:
         if self.padded:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_cube_pairs import list_cube
-from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer
+from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
 from sparseconv.geometry.triton_window import Ints, encode_window, entry_of, look, take
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from sparseconv.geometry.ranges import IndexRange
 
 
-def pairs_of(search: WindowSearch) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """The edges by tap, and by target row within a tap; waits for ``search.pending``, the counts, alone.
 
-    Of rows that the host does not know nothing is waited for: P is then a bound, and what lies behind the edges there
-    is undefined.
+    Of rows that the host does not know nothing is waited for: P is then ``most``, no less than target rows (default: a
+    bound), and what lies behind the edges there is undefined. Where there are more, every tap's list is empty and bit 2
+    of the fault flag is set.
 
     Edges between the rows of one grid through a symmetric window are found once for two mirrored taps: those of the
     second half of the taps are then ordered by source row.
@@ -38,7 +39,8 @@ def pairs_of(search: WindowSearch) -> tuple[torch.Tensor, torch.Tensor, tuple[in
     scratch = search.scratch
     pending = search.pending
     offsets = pending.read() if search.unseen is None else ()
-    most = offsets[-1] if offsets else search.most_edges
+    if offsets or most is None:
+        most = offsets[-1] if offsets else search.most_edges
     in_rows = torch.empty(most, dtype=torch.int32, device=device)
     out_rows = torch.empty_like(in_rows)
     if most:
@@ -48,8 +50,11 @@ def pairs_of(search: WindowSearch) -> tuple[torch.Tensor, torch.Tensor, tuple[in
             n, search.capacity, search.chunks, window.num_taps,
         )  # fmt: skip
         with on_device(device):
+            if search.unseen is not None and most < search.most_edges:
+                known = (pointer(pending.offsets), pointer(search.unseen.fault), most, window.num_taps)
+                _CONFINE(device, (1,), known, (power_of_2(window.num_taps + 1),))
             if search.is_cube:
-                list_cube(search, in_rows, out_rows, most if offsets else most // 2)
+                list_cube(search, in_rows, out_rows, most)
             else:
                 grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
                 _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
@@ -62,6 +67,7 @@ class FoundEdges:
 
     search: WindowSearch
     num_in: int
+    most: int | None = None  # places for pairs, where their number is not known to the host
     written: set[str] = field(default_factory=set)  # the forms that were made
 
     @property
@@ -80,7 +86,7 @@ class FoundEdges:
 
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows, out_rows and tap_offsets; waits for the counts alone."""
-        in_rows, out_rows, _ = pairs_of(self.search)
+        in_rows, out_rows, _ = pairs_of(self.search, self.most)
         self.wrote("pairs")
         return in_rows, out_rows, self.search.pending.offsets
 
@@ -143,16 +149,22 @@ class ReversedEdges:
 
 
 def find_edges_on_gpu(
-    fine: VoxelGrid, coords: torch.Tensor, offsets: tuple[Ints, ...], stride: Ints, torus: IndexRange | None
+    fine: VoxelGrid,
+    coords: torch.Tensor,
+    offsets: tuple[Ints, ...],
+    stride: Ints,
+    torus: IndexRange | None,
+    most: int | None = None,
 ) -> FoundEdges:
     """The edges that a window joins: fine = stride * coords + offsets[k], folded into the torus if there is one.
 
-    The table of the fine rows is the one that their grid keeps.
+    The table of the fine rows is the one that their grid keeps. ``most``: see `pairs_of`.
     """
     table = fine.cells
     folded = None if torus is None else (torus.start, torus.shape)
     window = encode_window(offsets, stride, folded, coords.device)
-    return FoundEdges(search_window(table, table.coords if coords is fine.coords else coords, window), len(fine))
+    search = search_window(table, table.coords if coords is fine.coords else coords, window)
+    return FoundEdges(search, len(fine), most)
 
 
 def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:
@@ -167,6 +179,17 @@ def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:
 
 
 # ---- kernels
+
+
+@triton.jit
+def confine_kernel(offsets_ptr, fault_ptr, most, num_taps, TAPS: tl.constexpr):
+    """Where there are more edges than places, no tap has any: each list then fits, whatever is written to it."""
+    total = tl.load(offsets_ptr + num_taps)
+    tl.debug_barrier()
+    if total > most:
+        tap = tl.arange(0, TAPS)
+        tl.store(offsets_ptr + tap, tl.zeros((TAPS,), tl.int64), mask=tap <= num_taps)
+        tl.atomic_or(fault_ptr, 4)
 
 
 @triton.jit
@@ -263,6 +286,7 @@ def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
 
 
 _I32, _I64 = torch.int32, torch.int64
+_CONFINE = Launcher(confine_kernel, (_I64, _I32, int, int), num_warps=1)
 _PAIRS = Launcher(pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, *(int,) * 4), num_warps=1)
 _REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))
 

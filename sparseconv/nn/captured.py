@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from sparseconv.geometry.aside import Aside
 from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, fault_of
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.nn.cross_entropy import FasterLoss
 from sparseconv.tensor import SparseTensor
 
 #: a scene: a sparse tensor, or coords (N, 1+D) int32 and features (N, C)
 Scene = SparseTensor | tuple[torch.Tensor, torch.Tensor]
 #: the part of its rms by which sums in another order may change a result, by the bits of a number
 NOISE = {16: 0.05, 32: 0.01, 64: 1e-6}
-#: runs before a capture: what is compiled, timed and kept on first use is there after one
-WARM_UPS = 2
 
 
 def capture(
@@ -454,9 +454,13 @@ class CapturedStep(_Captured):
         return loss
 
     def _body(self, scene: SparseTensor, targets: Any) -> Any:
-        with torch.enable_grad():
+        # on one thread, whose maps are aside and which has one workspace of cuBLAS
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             with self._autocast():
-                loss = self._loss(self.network(scene), targets)
+                output = self.network(scene)
+                with FasterLoss():
+                    loss = self._loss(output, targets)
+                del output
             if scene.grid.fault is not None:  # no gradient goes through the NaN
                 loss = torch.where(scene.grid.fault[0] != 0, float("nan"), loss)
             grads = torch.autograd.grad(loss, self._parameters, allow_unused=True)
@@ -549,21 +553,21 @@ def _wait_for(device: torch.device) -> None:
 def _graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """What replays a run, and what the run returned: tensors that every replay writes anew.
 
-    On a stream of its own, with which the counters of cooperative launches are kept: two graphs may run at once. The
-    peak that torch keeps of its memory starts anew.
+    On streams of its own. The peak that torch keeps of its memory starts anew.
     """
     with torch.cuda.device(device):
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream, graph = torch.cuda.Stream(priority=-1), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
+            run()  # alone: what is timed on first use is timed here
+            torch.cuda.reset_peak_memory_stats()
+            before, aside = torch.cuda.memory_allocated(), Aside(device)
+            with aside.run():
                 run()
-            most = torch.cuda.max_memory_allocated() - before
+            most = torch.cuda.max_memory_allocated() - before - aside.memory
         torch.cuda.current_stream().wait_stream(stream)
         # what other threads ask of the device, such as pinned memory for the next scene, is no part of the capture
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), Aside(device).run():
             # memory in one piece, of which a run is then cut: pieces of many sizes would take a quarter more
             torch.empty(most, dtype=torch.uint8, device=device)
             results = run()

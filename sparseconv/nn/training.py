@@ -101,6 +101,8 @@ class _Trained(torch.autograd.Function):
         for at, stage in enumerate(stages):
             taps, weight, bias = tensors[3 * at : 3 * at + 3]
             z = stage.convolve(y, taps)
+            if stage.call is not None and ctx.needs_input_grad[3 + 3 * at]:
+                stage.call.kernel_map.list_pairs()
             y, kept = normalize.forward(z, weight, bias, residual if at == last else None, stage.norm)
             middles.append(None if stage.call is None else z)
             statistics.append(kept)

@@ -67,6 +67,49 @@ def edges_of(in_rows: torch.Tensor, out_rows: torch.Tensor, offsets: torch.Tenso
     return [set(zip(in_rows[i:j].tolist(), out_rows[i:j].tolist())) for i, j in itertools.pairwise(ends)]
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="looks behind the arrays of the interpreter")
+@pytest.mark.parametrize("case", [*KERNELS, (5, 1)])
+@pytest.mark.parametrize("missing", [0, 1, 50])
+def test_more_edges_than_places_are_a_fault_and_leave_other_memory_alone(
+    case: tuple, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = scene(300, 4, 0)
+    grid = fixed(real, 300, VoxelGrid(real, 2))
+    window = Window.of(3, case[0], case[1])
+    coarse = grid if case[1] == 1 else ConvolutionPlan(grid, case[0], stride=case[1]).target
+    total = as_on_a_card(grid, coarse, window).tap_offsets[-1].item()
+    most = max(total - missing, len(coarse))
+    guard, made, empty = 4096, [], torch.empty
+
+    def guarded(*size, **options):
+        if size != (most,):
+            return empty(*size, **options)
+        made.append(torch.full((most + guard,), -7, dtype=torch.int32))
+        return made[-1][:most]
+
+    monkeypatch.setattr(torch, "empty", guarded)
+    monkeypatch.setattr(torch, "empty_like", lambda like: guarded(*like.shape, dtype=like.dtype))
+    source = find_edges_on_gpu(grid, coarse.coords, window.offsets, window.stride, None, most)
+    in_rows, out_rows, offsets = source.pairs()
+    assert len(in_rows) == len(out_rows) == most and len(made) == 2
+    assert all(bool((memory[most:] == -7).all()) for memory in made)
+    fits = total <= most
+    assert grid.fault.item() == (0 if fits else 4)
+    assert offsets[-1].item() == (total if fits else 0)
+    assert fits or "edges" in fault_of(4)
+
+
+def test_places_for_edges_follow_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparseconv.geometry.fixed_grid.EDGES", 1)
+    real = scene(900, 6, 0)
+    grid, window = fixed(real, 1000, VoxelGrid(real, 2), room=1.5), Window.of(3, 3)
+    edges = ConvolutionPlan(VoxelGrid(real, 2), 3).kernel_map.num_pairs
+    assert edges < grid.most_pairs(grid, window, ABSENT) < 1.5 * 1.5 * edges
+    assert fixed(real, 1000, VoxelGrid(real, 2), room=90.0).most_pairs(grid, window, ABSENT) == 27_000
+    coarse = ConvolutionPlan(grid, 2, stride=2).target
+    assert grid.most_pairs(coarse, Window.of(3, 2, 2), ABSENT) == len(grid)
+
+
 @settings(max_examples=25)
 @given(
     seed=st.integers(0, 999), rows=st.integers(1, 80), example=st.integers(1, 80), spare=st.integers(0, 40),

@@ -25,6 +25,7 @@ from sparseconv.backends.triton_implicit_gemm.steps import (
     precision_of,
 )
 from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, tuning_enabled
+from sparseconv.geometry.aside import building
 from sparseconv.geometry.kernel_map import KernelMap
 
 if TYPE_CHECKING:
@@ -217,7 +218,8 @@ class TritonImplicitGemm(Backend):
         form = (key, kernel_map.num_taps, _octave(kernel_map, kind[1]), device, tuning_enabled())
         guess = self._latest.get(form)
         if guess is not None:
-            guess.prepare(kernel_map)  # what it launches runs while the number of pairs is on its way to the host
+            with building():
+                guess.prepare(kernel_map)  # what it launches runs while the number of pairs is on its way to the host
         place = (*form, _density(kernel_map, kind[1]))
         recipe = self._recipes.get(place)
         if recipe is None:
@@ -235,13 +237,13 @@ class TritonImplicitGemm(Backend):
 
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 config, settled = self._tuner.choose(
-                    name, candidates, lambda config: recipe_of(config, work).bind(kernel_map), tensors, ahead
+                    name, candidates, lambda config: _bound(recipe_of(config, work), kernel_map), tensors, ahead
                 )
             recipe = recipe_of(config, work)
             if settled:
                 self._recipes[place] = recipe
         self._latest[form] = recipe
-        step = kernel_map.prepared[key] = recipe.bind(kernel_map)
+        step = kernel_map.prepared[key] = _bound(recipe, kernel_map)
         return step
 
     def _gradients_ahead(
@@ -257,6 +259,11 @@ class TritonImplicitGemm(Backend):
             work = work_of(request, _aligned(out, out.stride(0)) and _aligned(weight, weight.shape[2]), True)
             for tile in conv_candidates(work):
                 ConvRecipe(tile, work, out, weight, True).ahead(kernel_map, x.device)
+
+
+def _bound(recipe: ConvRecipe | WeightGradRecipe, kernel_map: KernelMap) -> Callable[..., None]:
+    with building():
+        return recipe.bind(kernel_map)
 
 
 def work_of(request: Request, aligned: bool, transposed: bool = False) -> Work:
