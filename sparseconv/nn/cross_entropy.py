@@ -26,7 +26,7 @@ class FasterLoss(TorchFunctionMode):
 
 
 def cross_entropy(
-    input: torch.Tensor,  # noqa: A002 (torch's name)
+    input: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: Any = None,

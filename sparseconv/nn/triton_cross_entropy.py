@@ -12,10 +12,8 @@ from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, ceil_div, o
 TILE, MOST_PARTS = 2048, 1024
 
 
-def forward(
-    logits: torch.Tensor, target: torch.Tensor, ignored: int, mean: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss () of logits (N, C) fp32 and targets (N,) int64, and what its gradient is divided by (1,): rows, or 1."""
+def forward(logits: torch.Tensor, target: torch.Tensor, ignored: int, mean: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss () of logits (N, C) fp32 and targets (N,) int64; what its gradient is divided by (1,): rows, or 1."""
     rows, classes, device = *logits.shape, logits.device
     block_n, block_c = _blocks(classes)
     parts = 1 if INTERPRETED else min(MOST_PARTS, ceil_div(rows, block_n))

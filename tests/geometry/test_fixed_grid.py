@@ -91,7 +91,8 @@ def test_more_edges_than_places_are_a_fault_and_leave_other_memory_alone(
     monkeypatch.setattr(torch, "empty_like", lambda like: guarded(*like.shape, dtype=like.dtype))
     source = find_edges_on_gpu(grid, coarse.coords, window.offsets, window.stride, None, most)
     in_rows, out_rows, offsets = source.pairs()
-    assert len(in_rows) == len(out_rows) == most and len(made) == 2
+    assert len(in_rows) == len(out_rows) == most
+    assert len(made) == 2
     assert all(bool((memory[most:] == -7).all()) for memory in made)
     fits = total <= most
     assert grid.fault.item() == (0 if fits else 4)
