@@ -11,11 +11,11 @@ import torch
 
 #: dtypes of features that the kernels serve; sums are fp32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-#: programs on each multiprocessor, as many as its registers hold: of the statistics, of a gradient's sums, of a pass
-#: that writes
-CREWS = (4, 2, 2)
-#: elements of a tile, and warps that work on it
-TILE, WARPS = 4096, 8
+#: programs on each multiprocessor: of the statistics, of a gradient's sums, of a pass that writes; more of them leave
+#: more parts, which every program of the next pass merges
+CREWS = (2, 2, 2)
+#: elements of a tile
+TILE = 4096
 
 
 class Norm(NamedTuple):
@@ -91,10 +91,10 @@ def _launchers(
     count = torch.int32
     normalize = (x, x, w, w, sums, sums, r, r, tracked, x, count, *(int,) * 7, number, number, number)
     return (
-        Launcher(triton_norm.statistics_kernel, (x, sums, count, *(int,) * 3), WARPS),
-        Launcher(triton_norm.normalize_kernel, normalize, WARPS),
-        Launcher(triton_norm.reduce_kernel, (x, x, x, w, w, sums, sums, x, count, *(int,) * 6, number), WARPS),
-        Launcher(triton_norm.input_grad_kernel, (x, x, w, w, sums, sums, w, w, x, count, *(int,) * 6, number), WARPS),
+        Launcher(triton_norm.statistics_kernel, (x, sums, count, *(int,) * 3), 8),
+        Launcher(triton_norm.normalize_kernel, normalize, 8),
+        Launcher(triton_norm.reduce_kernel, (x, x, x, w, w, sums, sums, x, count, *(int,) * 6, number), 8),
+        Launcher(triton_norm.input_grad_kernel, (x, x, w, w, sums, sums, w, w, x, count, *(int,) * 6, number), 8),
         pointer if INTERPRETED else torch.Tensor.data_ptr,
         on_device,
     )

@@ -174,7 +174,9 @@ def normalize_kernel(
     weight, bias = _affine(weight_ptr, bias_ptr, channel, channels * affine)
     scale = weight * rstd
     row = tl.arange(0, BLOCK_N)
-    for tile in range(first, tl.cdiv(rows, BLOCK_N), tl.num_programs(0)):
+    tiles = tl.cdiv(rows, BLOCK_N)
+    for turn in range(first, tiles, tl.num_programs(0)):
+        tile = tiles - 1 - turn  # what the statistics read last is still in the card's cache
         left = alive - tile * BLOCK_N
         live = (row < left)[:, None] & inside[None, :]
         at = _offsets(tile, channels, row, channel, BLOCK_N)
@@ -293,7 +295,9 @@ def input_grad_kernel(
     shift = total / tl.maximum(alive, 1)
     slant = product * rstd / tl.maximum(alive, 1)
     row = tl.arange(0, BLOCK_N)
-    for tile in range(first, tl.cdiv(rows, BLOCK_N), tl.num_programs(0)):
+    tiles = tl.cdiv(rows, BLOCK_N)
+    for turn in range(first, tiles, tl.num_programs(0)):
+        tile = tiles - 1 - turn  # what the sums read last is still in the card's cache
         live = (row < alive - tile * BLOCK_N)[:, None] & inside[None, :]
         at = _offsets(tile, channels, row, channel, BLOCK_N)
         grad_at = _offsets(tile, grad_units * UNIT, row, channel, BLOCK_N)
