@@ -269,6 +269,17 @@ def adjoint(
     return _call(_Convolution, grad, weight, None, edges, rows, groups, True, backend)
 
 
+def adjoint_onto(
+    grad: torch.Tensor, weight: torch.Tensor, edges: int, rows: int, groups: int, backend: str, other: torch.Tensor
+) -> torch.Tensor:
+    """`adjoint` plus another gradient (rows, C_in) of the same; without a derivative."""
+    if not _direct(grad, weight, other):
+        return adjoint(grad, weight, edges, rows, groups, backend) + other
+    kernel_map = _map(edges)
+    serving = _backend(kernel_map, grad, weight.shape[1] * groups, weight.shape[2], groups, backend)
+    return serving.input_grad_onto(grad, weight, kernel_map, groups, other)
+
+
 def weight_gradient(
     x: torch.Tensor, grad: torch.Tensor, edges: int, taps: int, groups: int = 1, backend: str = "auto"
 ) -> torch.Tensor:

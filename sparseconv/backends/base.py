@@ -84,6 +84,17 @@ class Backend(ABC):
     ) -> torch.Tensor:
         """dL/dx (N_in, C_in) from dL/dy (N_out, C_out) and the weight (K, C_in/G, C_out) as it lies."""
 
+    def input_grad_onto(
+        self,
+        grad_out: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        other: torch.Tensor,
+    ) -> torch.Tensor:
+        """input_grad + other (N_in, C_in), in one store where a backend can."""
+        return self.input_grad(grad_out, weight, kernel_map, groups).add_(other)
+
     @abstractmethod
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         """dL/dw (K, C_in/G, C_out) from x (N_in, C_in) and dL/dy (N_out, C_out)."""

@@ -55,11 +55,13 @@ class _SkipBlock(SparseModule):
         self.activation = Sequential(activation())
 
     def forward(self, x: SparseTensor) -> SparseTensor:
+        joined = len(self.activation) == 1 and not hooked(self.body, self.activation)
+        *before, conv, norm = self.body
+        if joined and len(before) == 3 and is_activation(before[2]):
+            ends = (before[0], before[1], before[2]), (conv, norm, self.activation[0])
+            return two_layers(x, *ends, x if self.skip is None else None, self.skip)
         skip = x if self.skip is None else self.skip(x)
-        if len(self.activation) == 1 and not hooked(self.body, self.activation):
-            *before, conv, norm = self.body
-            if len(before) == 3 and is_activation(before[2]):
-                return two_layers(x, (before[0], before[1], before[2]), (conv, norm, self.activation[0]), skip)
+        if joined:
             return conv_norm_act(run(tuple(before), x), conv, norm, self.activation[0], skip)
         return self.activation(self.body(x) + skip)
 

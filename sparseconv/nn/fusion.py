@@ -10,10 +10,10 @@ import torch
 from sparseconv import pointwise
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.convolution import ConvolutionModule
-from sparseconv.nn.features import ELU, GELU, LeakyReLU, ReLU, Sigmoid, SiLU, Tanh
+from sparseconv.nn.features import ELU, GELU, LeakyReLU, Linear, ReLU, Sigmoid, SiLU, Tanh
 from sparseconv.nn.module import apply, features_of
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.nn.training import Layer, serves, trained
+from sparseconv.nn.training import Layer, forked, serves, trained
 from sparseconv.pointwise import Epilogue
 from sparseconv.tensor import SparseTensor
 
@@ -51,11 +51,16 @@ def conv_norm_act(
 
 
 def two_layers(
-    x: Any, first: tuple[Any, Any, Any], second: tuple[Any, Any, Any], residual: SparseTensor | None = None
+    x: Any,
+    first: tuple[Any, Any, Any],
+    second: tuple[Any, Any, Any],
+    residual: SparseTensor | None = None,
+    skip: Any = None,
 ) -> SparseTensor:
     """Two times `conv_norm_act`, the residual in the second: in training on a GPU one graph node, on one grid.
 
-    ``first`` and ``second`` are convolution, norm and activation.
+    ``first`` and ``second`` are convolution, norm and activation; ``skip`` is a linear layer that makes the residual of
+    x, where that is not given.
     """
     norms = first[1], second[1]
     if all(isinstance(n, BatchNorm) and n.training for n in norms) and _can_join(x, *first) and _can_join(x, *second):
@@ -69,7 +74,14 @@ def two_layers(
             and _joins(x.grid, x.dtype, first[1], None)
             and _joins(x.grid, x.dtype, second[1], residual)
         ):
-            return x.with_features(trained(x.features, [one, two], _features(residual)))
+            plain = x.grid.count is not None and type(skip) is Linear and skip.bias is None and not hooked(skip)
+            both = forked(x.features, skip.weight) if plain and skip.out_features == second[1].num_features else None
+            if both is not None:
+                return x.with_features(trained(both[0], [one, two], both[1]))
+            residual = residual if skip is None else skip(x)
+            if _joins(x.grid, x.dtype, second[1], residual):
+                return x.with_features(trained(x.features, [one, two], _features(residual)))
+    residual = skip(x) if skip is not None and residual is None else residual
     return conv_norm_act(conv_norm_act(x, *first), *second, residual)
 
 

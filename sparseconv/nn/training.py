@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.autograd import adjoint, convolution, number_of, weight_gradient
+from sparseconv.autograd import adjoint, adjoint_onto, convolution, number_of, weight_gradient
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.nn import normalize
 from sparseconv.nn.normalize import Norm
@@ -111,6 +111,7 @@ class _Trained(torch.autograd.Function):
         joined = residual is not None and stages[last].norm.slope != 1
         ctx.save_for_backward(x, y if joined else None, *tensors, *middles, *statistics, *results)
         ctx.stages = stages
+        ctx.around = residual is x and stages[last].norm.alive is not None
         ctx.recipe = None
         if residual is None:
             ctx.recipe = Recipe(z, weight, bias, kept, stages[last].norm, _versions(weight, bias))
@@ -140,6 +141,7 @@ class _Trained(torch.autograd.Function):
                         grad_residual = torch.where(live_rows(grad, norm.alive), grad, 0)
                 y = None
             grad = dz
+            del dres
             if call is None:
                 break
             if at == 0:
@@ -152,8 +154,12 @@ class _Trained(torch.autograd.Function):
             edges, rows = (call.edges, call.groups, call.backend), source.shape[0]
             if needs[3 + 3 * at]:  # first: its partial sums then lie where the input gradient will be
                 grads[3 * at] = weight_gradient(source, dz, edges[0], taps.shape[0], *edges[1:])
-            del source, z, dres
-            if at or needs[0]:
+            del source, z
+            if (
+                at == 0 and needs[0] and ctx.around and grad_residual is not None
+            ):  # one gradient in place of two that torch would add
+                grad, grad_residual = adjoint_onto(dz, taps, edges[0], rows, *edges[1:], grad_residual), None
+            elif at or needs[0]:
                 grad = adjoint(dz, taps, edges[0], rows, *edges[1:])
         return grad if needs[0] else None, grad_residual, None, *grads
 
@@ -277,6 +283,39 @@ def tensors_of(norm: torch.nn.BatchNorm1d) -> tuple[Any, ...]:
             *(buffers["running_mean"], buffers["running_var"], buffers.get("num_batches_tracked")),
         )
     return norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked
+
+
+class _Forked(torch.autograd.Function):
+    """(x, x @ weight^T) for x (N, C) that one other node alone takes: its gradient is added to in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x, weight)
+        return x.view_as(x), x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, grad_y: torch.Tensor) -> tuple:  # type: ignore[override]
+        (x, weight), (for_x, for_weight) = ctx.saved_tensors, ctx.needs_input_grad
+        grad_weight = grad_y.t() @ x if for_weight else None
+        if not for_x:
+            return None, grad_weight
+        return torch.addmm(grad, grad_y, weight) if torch.is_grad_enabled() else grad.addmm_(
+            grad_y, weight
+        ), grad_weight
+
+
+def forked(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """x (N, C) for `trained` alone, and x @ weight^T: their gradients reach x as one. None where they must not."""
+    if (
+        type(weight) is not torch.nn.Parameter
+        or weight.dtype != x.dtype
+        or not (x.requires_grad and torch.is_grad_enabled())
+        or _maker_of(x) is not None
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return None
+    return _Forked.apply(x, weight)  # type: ignore[return-value]
 
 
 def _lined_up(x: torch.Tensor) -> torch.Tensor:

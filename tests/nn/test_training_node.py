@@ -420,6 +420,41 @@ def fixed(grid, live):
     return FixedGrid(dead, torch.tensor([live], dtype=torch.int32, device=grid.device), grid)
 
 
+@pytest.mark.parametrize("width", [8, 12], ids=["identity", "linear"])
+def test_gradients_that_meet_at_a_block_s_input_are_one(width, monkeypatch, torchs):
+    """On a grid of fixed size: the convolution's is written onto the skip's, or the linear layer's added in place."""
+    x, live = sparse(8, voxels=90).to(DEVICE), 70
+    torch.manual_seed(0)
+    block = nn.ResidualBlock(8, width).to(DEVICE)
+    ramp = torch.linspace(-1, 1, 90 * width, device=DEVICE).view(90, width)
+    nodes, joined = [], []
+    forked, onto = training.forked, training.adjoint_onto
+    monkeypatch.setattr("sparseconv.nn.fusion.forked", lambda *a: nodes.append(forked(*a)) or nodes[-1])
+    monkeypatch.setattr(training, "adjoint_onto", lambda *a: joined.append(1) or onto(*a))
+    results = []
+    for kernels in (True, False):
+        if not kernels:
+            torchs()
+        net, leaf = copy.deepcopy(block), x.features.clone().requires_grad_()
+        y = net(sc.SparseTensor(fixed(x.grid, live), leaf * 1)).features
+        (y[:live] * ramp[:live]).sum().backward()
+        results.append([y[:live].detach(), leaf.grad[:live], *(p.grad for p in net.parameters()), *net.buffers()])
+    assert len(joined) == (width == 8)
+    assert [node is not None for node in nodes] == ([] if width == 8 else [True])
+    for a, b in zip(*results, strict=True):
+        assert error(a, b.double().cpu()) < 1e-4
+
+
+def test_a_forked_tensor_has_second_derivatives():
+    gen = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(5, 3, generator=gen), torch.nn.Parameter(torch.randn(4, 3, generator=gen))
+    x = x.to(DEVICE, torch.float64).requires_grad_()
+    weight = torch.nn.Parameter(weight.detach().to(DEVICE, torch.float64))
+    assert torch.autograd.gradcheck(lambda x, w: training._Forked.apply(x, w), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda x, w: training._Forked.apply(x, w), (x, weight))
+    assert training.forked(x.detach(), weight) is None
+
+
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize(
     "make",

@@ -92,6 +92,17 @@ class TritonImplicitGemm(Backend):
         """dL/dx (N_in, C_in): the forward kernel over the reversed edges, with the weight transposed."""
         return self._conv(grad_out, weight, kernel_map, groups, True)
 
+    def input_grad_onto(
+        self,
+        grad_out: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        other: torch.Tensor,
+    ) -> torch.Tensor:
+        """input_grad + other (N_in, C_in) on the fp32 sums, in the one store."""
+        return self._conv(grad_out, weight, kernel_map, groups, True, None, other)
+
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         """dL/dw (K, C_in/G, C_out): runs of each tap's pairs, summed in fp32 and added in a fixed order."""
         x, grad_out = _rows(x), _rows(grad_out)
