@@ -324,6 +324,14 @@ class FixedGrid(VoxelGrid):
         return super().__repr__().replace("VoxelGrid(", "FixedGrid(").replace(" voxels,", " rows,")
 
 
+def forget_tables(example: VoxelGrid) -> None:
+    """Let go of the tables by which an example's maps were built, where their sizes are all that will be asked for."""
+    example.derived.pop("cells", None)
+    for kept in example.derived.values():
+        if isinstance(kept, VoxelGrid):
+            forget_tables(kept)
+
+
 def fault_of(value: int) -> str | None:
     """What a fault flag that was read says, as a sentence; None for 0."""
     return "; ".join(text for bit, text in FAULTS.items() if value & bit) or None

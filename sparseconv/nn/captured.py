@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from sparseconv.geometry.aside import Aside
-from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, fault_of
+from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, fault_of, forget_tables
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.nn.cross_entropy import FasterLoss
@@ -260,6 +260,7 @@ class _Captured:
             self._replay, (self._bad, self._results) = _graph_of(self._padded, self._device)
             # weights folded before the capture: once others have taken their place, the graph alone reads them
             self._folded = [m.__dict__.get("_folded") for m, _ in self._modes]
+        forget_tables(self._like)
         self._tensors = [t for kept in self._kept for t in kept.values() if t is not None]
         self._state = self._state_now()
 
