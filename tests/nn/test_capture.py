@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import sparseconv as sc
 from sparseconv import nn
 from sparseconv.nn import captured, training
+from sparseconv.nn.fusion import conv_norm_act
 from sparseconv.nn.minkunet import MinkUNet
 from tests.cases import error
 from tests.waits import nothing_waits
@@ -360,6 +361,59 @@ def test_coarser_grids_without_room():
     with torch.no_grad():
         want = net(sc.SparseTensor(sc.VoxelGrid(dense), features)).features
     assert error(fast((dense, features)), want.double().cpu()) < 1e-4
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="places for edges are a card's, whose pairs are a bound")
+def test_more_edges_than_the_example_has_leave_room_for(monkeypatch):
+    """As many voxels side by side, where those of the example had no neighbours."""
+    monkeypatch.setattr("sparseconv.geometry.fixed_grid.EDGES", 1)
+    dense = torch.cartesian_prod(*[torch.arange(n) for n in (1, 16, 16, 16)]).int().to(DEVICE)
+    apart = dense * torch.tensor([1, 3, 3, 3], dtype=torch.int32, device=DEVICE)
+    features, labels = torch.randn(len(dense), 4, device=DEVICE), torch.arange(len(dense), device=DEVICE) % 3
+    net = nn.Sequential(nn.SubmanifoldConv(4, 8, 3), nn.BatchNorm(8), nn.Linear(8, 3)).to(DEVICE)
+    step = nn.capture_step(net, cross_entropy, sc.SparseTensor(sc.VoxelGrid(apart), features), labels)
+    assert step((apart, features), labels).isfinite()
+    assert step((dense, features), labels).isnan()
+    assert not any(p.grad.any() for p in net.parameters())
+    with pytest.raises(RuntimeError, match="more edges"):
+        step.check()
+    assert step((apart, features), labels).isfinite()
+    step.check()
+
+
+# ---- what shares a gradient
+
+
+class Twice(nn.SparseModule):
+    """One convolution in two places, whose gradients torch adds, and a loss on its weight would too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ConvBlock(4, 8)
+        self.conv, self.norms = nn.SubmanifoldConv(8, 8, 3, bias=False), nn.BatchNorm(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = conv_norm_act(x, self.conv, self.norms, nn.ReLU())
+        return self.head(x)
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_a_weight_that_has_several_gradients(weighed):
+    torch.manual_seed(0)
+    net = Twice().to(DEVICE)
+    twin, (x, labels) = copy.deepcopy(net), scan(0)
+
+    def loss_of(module):
+        return lambda y, t: cross_entropy(y, t) + (module.first[0].weight.square().sum() if weighed else 0)
+
+    step = nn.capture_step(net, loss_of(net), x, labels)
+    for seed in (1, 2):
+        x, labels = scan(seed, 110)
+        got = [step(x, labels), *(p.grad for p in net.parameters()), *net.buffers()]
+        same(got, eager(twin, x, labels, loss_of(twin)), 1e-2)
 
 
 # ---- errors
