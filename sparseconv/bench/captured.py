@@ -29,7 +29,7 @@ class CapturedMap:
     def __init__(self, convolution: Sparseconv, room: float) -> None:
         import sparseconv as sc
         from sparseconv.geometry import fixed_grid
-        from sparseconv.nn import captured  # as its tests do, so that both can be captured without a card
+        from sparseconv.nn import graphs  # as its tests do, so that both can be captured without a card
 
         coords = convolution.coords
         self._like, self._room = sc.VoxelGrid(coords), room
@@ -43,7 +43,7 @@ class CapturedMap:
             twin.prepare_on(self._grid())
             self._step(x, x)
         twin.learn()
-        self._replay, self._fault = captured._graph_of(self._make, coords.device)
+        self._replay, self._fault = graphs.graph_of(self._make, coords.device)
 
     def _grid(self) -> FixedGrid:
         from sparseconv.geometry.fixed_grid import FixedGrid

@@ -140,9 +140,9 @@ class Sparseconv(Convolution):
 
     def captured(self, room: float) -> CapturedMap | None:
         from sparseconv.bench.captured import CapturedMap
-        from sparseconv.nn.captured import _has_graphs
+        from sparseconv.nn.graphs import has_graphs
 
-        return CapturedMap(self, room) if _has_graphs(self.coords.device) else None
+        return CapturedMap(self, room) if has_graphs(self.coords.device) else None
 
     def _serving(self, request: Any) -> Any:
         from sparseconv.backends.registry import choose

@@ -12,17 +12,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from sparseconv.geometry.aside import Aside
 from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, fault_of, forget_tables
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.nn import graphs
 from sparseconv.nn.cross_entropy import FasterLoss
+from sparseconv.nn.results import Scene, apart, apart_in_memory, rows_of
 from sparseconv.tensor import SparseTensor
-
-#: a scene: a sparse tensor, or coords (N, 1+D) int32 and features (N, C)
-Scene = SparseTensor | tuple[torch.Tensor, torch.Tensor]
-#: the part of its rms by which sums in another order may change a result, by the bits of a number
-NOISE = {16: 0.05, 32: 0.01, 64: 1e-6}
 
 
 def capture(
@@ -167,7 +163,7 @@ class _Captured:
             None if t is None else (t.ndim > 0 and len(t) == voxels, tuple(t.shape), t.dtype, t.device) for t in leaves
         ]
         self._replay: Callable[[], None] | None = None
-        self._has_graph = _has_graphs(self._device)
+        self._has_graph = graphs.has_graphs(self._device)
         if self._has_graph:
             self._make_room(leaves, ignore)
             self._load(grid.coords, example.features, leaves)
@@ -257,7 +253,7 @@ class _Captured:
         self._replay = self._folded = None
         self._results: Any = None  # an older graph goes first
         with self._unseen():
-            self._replay, (self._bad, self._results) = _graph_of(self._padded, self._device)
+            self._replay, (self._bad, self._results) = graphs.graph_of(self._padded, self._device)
             # weights folded before the capture: once others have taken their place, the graph alone reads them
             self._folded = [m.__dict__.get("_folded") for m, _ in self._modes]
         forget_tables(self._like)
@@ -273,7 +269,7 @@ class _Captured:
         """Copy a scene in and replay."""
         self._load(coords, features, leaves)
         if self._state != self._state_now():
-            _wait_for(self._device)
+            graphs.wait_for(self._device)
             self._record()
         self._replay()  # type: ignore[misc]
         if self._moved:
@@ -358,13 +354,13 @@ class _Captured:
     def check(self) -> None:
         """Wait for the device, and raise RuntimeError if a scene since the last error did not fit."""
         if self._has_graph:
-            _wait_for(self._device)
+            graphs.wait_for(self._device)
             self._raise()
 
     def _raise(self) -> None:
         """Raise if a fault has arrived."""
         if self._has_graph and self._told_on_host[0]:
-            _wait_for(self._device)
+            graphs.wait_for(self._device)
             fault = fault_of(int(self._told_on_host[0]))
             self._tripped.zero_()
             self._told.zero_()
@@ -384,9 +380,9 @@ class _Captured:
             output = self.network(scene)
             self._note(scene.grid)
             self.check()
-            mine, alone = _rows_of(output, example, len(scene.grid), scene.grid), self.network(example)
-            off = _apart(mine, alone)
-            if off and _apart(self.network(example), alone) < off / 2:  # else its results are random
+            mine, alone = rows_of(output, example, len(scene.grid), scene.grid), self.network(example)
+            off = apart(mine, alone)
+            if off and apart(self.network(example), alone) < off / 2:  # else its results are random
                 raise ValueError(
                     f"the rows that are no voxels change the network's result, by {off:.2g} of its rms: every module "
                     "must work on each voxel alone, or be this library's, which know those rows (nn.BatchNorm)"
@@ -415,9 +411,9 @@ class CapturedInference(_Captured):
         if not self._fits(scene, len(coords)):
             with self._as_captured():
                 whole = self._whole(scene)
-                return _rows_of(self._body(whole, None), scene, len(coords), whole.grid)
+                return rows_of(self._body(whole, None), scene, len(coords), whole.grid)
         self._run(coords, features, [])
-        return _rows_of(self._results, scene, self.max_voxels, bad=self._bad)
+        return rows_of(self._results, scene, self.max_voxels, bad=self._bad)
 
     @torch.no_grad()
     def _body(self, scene: SparseTensor, targets: Any) -> Any:
@@ -465,111 +461,15 @@ class CapturedStep(_Captured):
             if scene.grid.fault is not None:  # no gradient goes through the NaN
                 loss = torch.where(scene.grid.fault[0] != 0, float("nan"), loss)
             grads = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        return loss.detach(), _apart_in_memory(grads)
+        return loss.detach(), apart_in_memory(grads)
 
     def _try_loss(self, output: Any, padded: Any, of_rows: Any, targets: Any) -> None:
         with_dead, without = self._loss(output, padded), self._loss(of_rows, targets)
         if not isinstance(without, torch.Tensor) or without.ndim:
             raise ValueError(f"the loss must be a scalar tensor; got {without!r}")
-        off = _apart(with_dead, without)
+        off = apart(with_dead, without)
         if off:
             raise ValueError(
                 f"the loss counts rows that are no voxels: it is {float(with_dead):.4g} with them and "
                 f"{float(without):.4g} without. Leave out rows whose target is `ignore`, as cross-entropy does"
             )
-
-
-def _rows_of(
-    results: Any, scene: Scene, rows: int, grid: VoxelGrid | None = None, bad: torch.Tensor | None = None
-) -> Any:
-    """Results over ``rows`` rows, of which the first are the scene's voxels -> those of the voxels.
-
-    ``grid`` is what the network was given; None where it was looked at before. With ``bad`` (1,) bool, tensors are new
-    ones, and NaN where it is true.
-    """
-    whole = scene if isinstance(scene, SparseTensor) else None
-    voxels = len(scene[0]) if whole is None else len(whole.grid)  # type: ignore[index]
-
-    def own(value: Any) -> Any:
-        if isinstance(value, SparseTensor):
-            if grid is not None and value.grid is not grid:
-                raise ValueError(
-                    f"the network's result is on {value.grid}, of which the host does not know how many rows are "
-                    "voxels: return a tensor on the input's grid"
-                )
-            features = spoilt(value.features[:voxels])
-            return features if whole is None else SparseTensor(whole.grid, features)
-        if isinstance(value, torch.Tensor):
-            return spoilt(value[:voxels] if value.ndim and len(value) == rows else value)
-        return value
-
-    def spoilt(value: torch.Tensor) -> torch.Tensor:
-        if bad is None:
-            return value
-        if value.dtype in (torch.bool, torch.uint8):
-            return value.clone()
-        return torch.where(bad if value.ndim else bad[0], float("nan") if value.is_floating_point() else -1, value)
-
-    return own(results) if isinstance(results, SparseTensor) else pytree.tree_map(own, results)
-
-
-def _apart(found: Any, wanted: Any) -> float:
-    """The largest part of its rms by which a tensor of a result is off, where it is more than noise; else 0."""
-    worst = 0.0
-    for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True):
-        a, b = (v.features if isinstance(v, SparseTensor) else v for v in (a, b))
-        if isinstance(b, torch.Tensor) and a.shape != b.shape:
-            raise ValueError(f"the size of a result depends on the scene: {tuple(a.shape)}, and alone {tuple(b.shape)}")
-        if isinstance(b, torch.Tensor) and b.is_floating_point() and b.numel():
-            noise = NOISE[8 * min(a.itemsize, b.itemsize)]
-            a, b = a.double(), b.double()
-            gap = torch.where(a.isnan() & b.isnan(), 0.0, a - b)
-            off = float(gap.square().mean().sqrt() / b.nan_to_num().square().mean().sqrt().clamp_min(1e-12))
-            worst = max(worst, off) if off > noise else math.inf if off != off else worst
-    return worst
-
-
-def _apart_in_memory(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Gradients that an optimiser may change one by one: contiguous, and none where another one is."""
-    seen: set[int] = set()
-    made: list[torch.Tensor | None] = []
-    for grad in grads:
-        if grad is not None and (not grad.is_contiguous() or grad.data_ptr() in seen):
-            grad = grad.clone(memory_format=torch.contiguous_format)
-        if grad is not None:
-            seen.add(grad.data_ptr())
-        made.append(grad)
-    return made
-
-
-def _has_graphs(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """What replays a run, and what the run returned: tensors that every replay writes anew.
-
-    On streams of its own. The peak that torch keeps of its memory starts anew.
-    """
-    with torch.cuda.device(device):
-        stream, graph = torch.cuda.Stream(priority=-1), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()  # alone: what is timed on first use is timed here
-            torch.cuda.reset_peak_memory_stats()
-            before, aside = torch.cuda.memory_allocated(), Aside(device)
-            with aside.run():
-                run()
-            most = torch.cuda.max_memory_allocated() - before - aside.memory
-        torch.cuda.current_stream().wait_stream(stream)
-        # what other threads ask of the device, such as pinned memory for the next scene, is no part of the capture
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), Aside(device).run():
-            # memory in one piece, of which a run is then cut: pieces of many sizes would take a quarter more
-            torch.empty(most, dtype=torch.uint8, device=device)
-            results = run()
-    return graph.replay, results

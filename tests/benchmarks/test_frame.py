@@ -16,7 +16,7 @@ from sparseconv.bench import cases, check, measure, report, runner, selection, s
 from sparseconv.bench.implementations import registry
 from sparseconv.bench.measure import Job
 from sparseconv.bench.timing import Clock, Spread
-from sparseconv.nn import captured
+from sparseconv.nn import graphs
 from tests import oracle
 
 TINY = {"device": "cpu", "dtype": "fp32", "seconds": 0.01}
@@ -186,12 +186,12 @@ def test_a_map_is_learnt_from_a_step_that_tries_nothing(monkeypatch):
 def test_a_captured_map_is_judged_on_two_scenes_before_it_is_timed(monkeypatch):
     job = Job("sparseconv", "shell_16", 8, quantities=(measure.MAP, measure.CAPTURED_MAP), **TINY)
     assert "graph" in measure.measure(job)["captured_map"]["reason"]
-    monkeypatch.setattr(captured, "_has_graphs", lambda device: True)
-    monkeypatch.setattr(captured, "_graph_of", lambda run, device: (run, run()))
+    monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graphs, "graph_of", lambda run, device: (run, run()))
     found = measure.measure(job)["captured_map"]
     assert found["median"] > 0
     assert (found["room"], found["usual"]["room"]) == (1.0, 1.25)
-    monkeypatch.setattr(captured, "_graph_of", lambda run, device: (lambda: None, run()))
+    monkeypatch.setattr(graphs, "graph_of", lambda run, device: (lambda: None, run()))
     assert "is wrong" in measure.measure(job)["captured_map"]["reason"]
 
 

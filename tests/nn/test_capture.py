@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.nn import captured, training
+from sparseconv.nn import graphs, training
 from sparseconv.nn.fusion import conv_norm_act
 from sparseconv.nn.minkunet import MinkUNet
 from tests.cases import error
@@ -27,8 +27,8 @@ F = torch.nn.functional
 @pytest.fixture(autouse=True)
 def _graphs(monkeypatch):
     if DEVICE == "cpu":
-        monkeypatch.setattr(captured, "_has_graphs", lambda device: True)
-        monkeypatch.setattr(captured, "_graph_of", stand_in)
+        monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
+        monkeypatch.setattr(graphs, "graph_of", stand_in)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
@@ -495,7 +495,7 @@ def test_arguments():
 
 
 def test_without_a_card_a_call_is_the_plain_call(monkeypatch):
-    monkeypatch.setattr(captured, "_has_graphs", lambda device: False)
+    monkeypatch.setattr(graphs, "has_graphs", lambda device: False)
     net, (x, labels) = unet(), scan(0)
     twin = copy.deepcopy(net)
     step = nn.capture_step(net, cross_entropy, x, labels)

@@ -1,0 +1,81 @@
+"""Results over padded scenes: cut to the voxels, compared, apart in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.tensor import SparseTensor
+
+#: a scene: a sparse tensor, or coords (N, 1+D) int32 and features (N, C)
+Scene = SparseTensor | tuple[torch.Tensor, torch.Tensor]
+#: the part of its rms by which sums in another order may change a result, by the bits of a number
+NOISE = {16: 0.05, 32: 0.01, 64: 1e-6}
+
+
+def rows_of(
+    results: Any, scene: Scene, rows: int, grid: VoxelGrid | None = None, bad: torch.Tensor | None = None
+) -> Any:
+    """Results over ``rows`` rows, of which the first are the scene's voxels -> those of the voxels.
+
+    ``grid`` is what the network was given; None where it was looked at before. With ``bad`` (1,) bool, tensors are new
+    ones, and NaN where it is true.
+    """
+    whole = scene if isinstance(scene, SparseTensor) else None
+    voxels = len(scene[0]) if whole is None else len(whole.grid)  # type: ignore[index]
+
+    def own(value: Any) -> Any:
+        if isinstance(value, SparseTensor):
+            if grid is not None and value.grid is not grid:
+                raise ValueError(
+                    f"the network's result is on {value.grid}, of which the host does not know how many rows are "
+                    "voxels: return a tensor on the input's grid"
+                )
+            features = spoilt(value.features[:voxels])
+            return features if whole is None else SparseTensor(whole.grid, features)
+        if isinstance(value, torch.Tensor):
+            return spoilt(value[:voxels] if value.ndim and len(value) == rows else value)
+        return value
+
+    def spoilt(value: torch.Tensor) -> torch.Tensor:
+        if bad is None:
+            return value
+        if value.dtype in (torch.bool, torch.uint8):
+            return value.clone()
+        return torch.where(bad if value.ndim else bad[0], float("nan") if value.is_floating_point() else -1, value)
+
+    return own(results) if isinstance(results, SparseTensor) else pytree.tree_map(own, results)
+
+
+def apart(found: Any, wanted: Any) -> float:
+    """The largest part of its rms by which a tensor of a result is off, where it is more than noise; else 0."""
+    worst = 0.0
+    for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(wanted), strict=True):
+        a, b = (v.features if isinstance(v, SparseTensor) else v for v in (a, b))
+        if isinstance(b, torch.Tensor) and a.shape != b.shape:
+            raise ValueError(f"the size of a result depends on the scene: {tuple(a.shape)}, and alone {tuple(b.shape)}")
+        if isinstance(b, torch.Tensor) and b.is_floating_point() and b.numel():
+            noise = NOISE[8 * min(a.itemsize, b.itemsize)]
+            a, b = a.double(), b.double()
+            gap = torch.where(a.isnan() & b.isnan(), 0.0, a - b)
+            off = float(gap.square().mean().sqrt() / b.nan_to_num().square().mean().sqrt().clamp_min(1e-12))
+            worst = max(worst, off) if off > noise else math.inf if off != off else worst
+    return worst
+
+
+def apart_in_memory(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Gradients that an optimiser may change one by one: contiguous, and none where another one is."""
+    seen: set[int] = set()
+    made: list[torch.Tensor | None] = []
+    for grad in grads:
+        if grad is not None and (not grad.is_contiguous() or grad.data_ptr() in seen):
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        if grad is not None:
+            seen.add(grad.data_ptr())
+        made.append(grad)
+    return made
