@@ -1,9 +1,9 @@
-"""Maps on a stream beside that of the features, where a whole run is captured and so no host sets the order."""
+"""What of a run needs no turn of its own, on streams beside it: where a run is captured, no host sets the order."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,21 +14,46 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Aside:
-    """The stream of the maps of one run, and what must not go before the run ends.
+    """Streams beside that of one run: maps go ahead of the features, sums of gradients fall behind them.
 
-    Maps depend on maps and coordinates alone. In program order each waits behind the features that were computed before
-    somebody asked for it; on a stream of its own it is there when they come to it. Features wait for what was asked for
-    so far, maps wait for no features. So nothing that maps are made from may be written, and no memory that they were
-    given may be taken again, while features may read it: everything built aside is kept until the run ends.
+    In program order a map waits behind the features that were computed before somebody asked for it; on a stream of its
+    own it is there when they come to it. Features wait for the maps that were asked for so far, maps for no features.
+    So nothing that maps are made from may be written, and no memory that they were given may be taken again, while
+    features may read it: everything built aside is kept until the run ends.
+
+    Nobody but the caller waits for the sums of gradients, and what they read is kept until the next one's turn.
+
+    Args:
+        device: whose current stream is that of the run.
+        summed: whether gradients are summed aside.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, summed: bool = True) -> None:
         self._features = torch.cuda.current_stream(device)
         self._maps = torch.cuda.Stream(device, priority=-2)  # short launches of few programs go first
+        self._sums = torch.cuda.Stream(device) if summed else None
         self._kept: list[Any] = []
+        self._operands: tuple[torch.Tensor, ...] = ()
+        self._found: list[torch.Tensor] = []
         self._inside = False
         #: bytes that maps have taken and not given back
         self.memory = 0
+        #: whether a sum went into another number before it was waited for
+        self.mixed = False
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Within it, `building` and `summing` on this thread are aside. Ends before later work of the stream."""
+        self._maps.wait_stream(self._features)
+        _state.aside = self
+        try:
+            yield
+        finally:
+            _state.aside = None
+            self._features.wait_stream(self._maps)
+            self._wait()
+            self._kept.clear()
+            self._found.clear()
 
     @contextmanager
     def building(self) -> Iterator[Aside]:
@@ -37,7 +62,7 @@ class Aside:
             yield self
             return
         self._inside = True
-        before = torch.cuda.memory_allocated(self._maps.device)
+        here, before = torch.cuda.current_stream(self._maps.device), torch.cuda.memory_allocated(self._maps.device)
         try:
             with torch.cuda.stream(self._maps):
                 yield self
@@ -45,22 +70,35 @@ class Aside:
             self._inside = False
         self.memory += torch.cuda.memory_allocated(self._maps.device) - before
         self._features.wait_stream(self._maps)
-
-    @contextmanager
-    def run(self) -> Iterator[None]:
-        """Within it, `building` on this thread is aside. Starts after, and ends before, other work of the stream."""
-        self._maps.wait_stream(self._features)
-        _state.aside = self
-        try:
-            yield
-        finally:
-            _state.aside = None
-            self._features.wait_stream(self._maps)
-            self._kept.clear()
+        here.wait_stream(self._maps)
 
     def keep(self, built: Any) -> None:
         """Keep what was built aside until the run ends."""
         self._kept.append(built)
+
+    def summed(self, run: Callable[[], torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
+        """What ``run`` finds of operands that are there; not to be read before it was `settle`d."""
+        if self._sums is None:
+            return run()
+        self._wait()
+        self._sums.wait_stream(self._features)
+        with torch.cuda.stream(self._sums):
+            found = run()
+        self._operands = operands
+        self._found.append(found)
+        return found
+
+    def settle(self, results: Sequence[torch.Tensor | None]) -> None:
+        """Wait for all that was summed; sums that are not among these results were read too early."""
+        self._wait()
+        there = {t.data_ptr() for t in results if t is not None}
+        self.mixed |= any(t.data_ptr() not in there for t in self._found)
+        self._found.clear()
+
+    def _wait(self) -> None:
+        if self._operands and self._sums is not None:
+            self._features.wait_stream(self._sums)
+            self._operands = ()
 
 
 def building() -> AbstractContextManager[Aside | None]:
@@ -68,5 +106,10 @@ def building() -> AbstractContextManager[Aside | None]:
 
     What it gives must `keep` what was built, where it is not None.
     """
-    aside: Aside | None = getattr(_state, "aside", None)
+    aside = current()
     return _NOTHING if aside is None else aside.building()
+
+
+def current() -> Aside | None:
+    """That of the run of this thread."""
+    return getattr(_state, "aside", None)

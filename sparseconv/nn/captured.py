@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from sparseconv.geometry.aside import current
 from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, fault_of, forget_tables
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
@@ -461,6 +462,9 @@ class CapturedStep(_Captured):
             if scene.grid.fault is not None:  # no gradient goes through the NaN
                 loss = torch.where(scene.grid.fault[0] != 0, float("nan"), loss)
             grads = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        aside = current()
+        if aside is not None:
+            aside.settle(grads)
         return loss.detach(), apart_in_memory(grads)
 
     def _try_loss(self, output: Any, padded: Any, of_rows: Any, targets: Any) -> None:

@@ -33,10 +33,11 @@ def graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
             before, aside = torch.cuda.memory_allocated(), Aside(device)
             with aside.run():
                 run()
-            most = torch.cuda.max_memory_allocated() - before - aside.memory
+            again = Aside(device, summed=not aside.mixed)
+            most = max(0, torch.cuda.max_memory_allocated() - before - aside.memory)
         torch.cuda.current_stream().wait_stream(stream)
         # what other threads ask of the device, such as pinned memory for the next scene, is no part of the capture
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), Aside(device).run():
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), again.run():
             # memory in one piece, of which a run is then cut: pieces of many sizes would take a quarter more
             torch.empty(most, dtype=torch.uint8, device=device)
             results = run()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv.autograd import adjoint, adjoint_onto, convolution, number_of, weight_gradient
+from sparseconv.geometry.aside import current
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.nn import normalize
 from sparseconv.nn.normalize import Norm
@@ -26,6 +27,8 @@ from sparseconv.plan.convolution import ConvolutionPlan
 #: bytes from which the next convolution's input is computed again in the backward pass rather than kept: one more pass
 #: over memory, on scenes large enough that the device and not the host sets the pace
 RECOMPUTED_BYTES = 8 << 20
+#: numbers of a tap's weight up to which its gradient is summed beside other gradients
+MOST_ASIDE = 128 * 128
 
 
 class Call(NamedTuple):
@@ -153,7 +156,7 @@ class _Trained(torch.autograd.Function):
                 source = normalize.again(middles[at - 1], weight, bias, statistics[at - 1], stages[at - 1].norm)
             edges, rows = (call.edges, call.groups, call.backend), source.shape[0]
             if needs[3 + 3 * at]:  # first: its partial sums then lie where the input gradient will be
-                grads[3 * at] = weight_gradient(source, dz, edges[0], taps.shape[0], *edges[1:])
+                grads[3 * at] = _summed(source, dz, taps, edges)
             del source, z
             if (
                 at == 0 and needs[0] and ctx.around and grad_residual is not None
@@ -162,6 +165,21 @@ class _Trained(torch.autograd.Function):
             elif at or needs[0]:
                 grad = adjoint(dz, taps, edges[0], rows, *edges[1:])
         return grad if needs[0] else None, grad_residual, None, *grads
+
+
+def _summed(x: torch.Tensor, grad: torch.Tensor, taps: torch.Tensor, edges: tuple[int, int, str]) -> torch.Tensor:
+    """The gradient of taps, beside what follows in a run that has streams for it.
+
+    Not of wide layers, whose sums fill the card, and whose partial sums would lie beside what follows.
+    """
+
+    def run() -> torch.Tensor:
+        return weight_gradient(x, grad, edges[0], taps.shape[0], *edges[1:])
+
+    aside = current()
+    if aside is None or not taps.is_leaf or taps.shape[1] * taps.shape[2] > MOST_ASIDE:
+        return run()
+    return aside.summed(run, x, grad)
 
 
 def _differentiable(

@@ -1,0 +1,146 @@
+"""Who waits for whom beside a run: streams that know what was launched before what is launched on them next."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from sparseconv.geometry import aside
+from sparseconv.geometry.aside import Aside, building
+
+HERE = torch.device("cpu")
+
+
+class Stream:
+    """What its next launch comes after."""
+
+    _names = itertools.count()
+
+    def __init__(self, device=HERE, priority=0):
+        self.device, self.before = device, set()
+
+    def launch(self):
+        name = next(self._names)
+        self.before.add(name)
+        return name
+
+    def wait_stream(self, other):
+        self.before |= other.before
+
+    def record_event(self):
+        return frozenset(self.before)
+
+    def wait_event(self, event):
+        self.before |= event
+
+
+@pytest.fixture
+def features(monkeypatch):
+    """The stream of a run, and `torch.cuda` over such streams."""
+    stack = [Stream()]
+
+    @contextmanager
+    def on(stream):
+        stack.append(stream)
+        yield
+        stack.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stack[-1])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 0)
+    return stack[0]
+
+
+def in_a_run(call):
+    with Aside(HERE).run():
+        call()
+
+
+def launch():
+    return torch.cuda.current_stream().launch()
+
+
+def test_features_wait_for_maps_and_maps_for_no_features(features):
+    scene = launch()
+    beside = Aside(HERE)
+    with beside.run():
+        feature = launch()
+        with building() as now:
+            assert now is beside
+            table = launch()
+            with building():  # in the same queue
+                search = launch()
+            assert scene in torch.cuda.current_stream().before
+            assert feature not in torch.cuda.current_stream().before
+        assert {table, search} <= features.before
+    assert aside.current() is None
+    with building() as now:
+        assert now is None
+        assert torch.cuda.current_stream() is features
+
+
+def test_what_was_built_is_kept_until_the_run_ends(features):
+    class Built:
+        pass
+
+    built = [Built()]
+    gone = weakref.ref(built[0])
+
+    def fails():
+        with building() as now:
+            now.keep(built.pop())
+        gc.collect()
+        assert gone() is not None
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        in_a_run(fails)
+    gc.collect()
+    assert gone() is None  # a run that fails leaves nothing behind
+    assert aside.current() is None
+
+
+def test_sums_fall_behind_until_the_next_or_the_end(features):
+    beside = Aside(HERE)
+    sums = []
+
+    def summed(*operands):
+        def run():
+            sums.append(launch())
+            with building():
+                table = launch()
+            assert table in torch.cuda.current_stream().before
+            return torch.zeros(len(sums))
+
+        return beside.summed(run, *operands)
+
+    with beside.run():
+        before, operand = launch(), torch.zeros(3)
+        kept = weakref.ref(operand)
+        one = summed(operand)
+        del operand
+        assert sums[0] not in features.before
+        assert before in beside._sums.before
+        assert kept() is not None
+        two = summed(torch.zeros(3))
+        assert sums[0] in features.before
+        assert sums[1] not in features.before
+        assert kept() is None
+        beside.settle([None, two, one])
+        assert sums[1] in features.before
+        assert not beside.mixed
+        third = summed(torch.zeros(3))
+        beside.settle([third + 1])  # somebody added to it before it was there
+        assert beside.mixed
+    alone = Aside(HERE, summed=False)
+    with alone.run():
+        alone.summed(lambda: sums.append(launch()) or torch.zeros(1), torch.zeros(1))
+        assert sums[-1] in features.before
+        alone.settle([])
+        assert not alone.mixed
