@@ -21,6 +21,9 @@ class Aside:
     So nothing that maps are made from may be written, and no memory that they were given may be taken again, while
     features may read it: everything built aside is kept until the run ends.
 
+    Tables, searches and sorts are one queue, since launches that are cooperative must not meet; the lists made of them
+    (tiles, pairs, jobs) are another, for which the next map's table does not wait.
+
     Nobody but the caller waits for the sums of gradients, and what they read is kept until the next one's turn.
 
     Args:
@@ -30,12 +33,14 @@ class Aside:
 
     def __init__(self, device: torch.device, summed: bool = True) -> None:
         self._features = torch.cuda.current_stream(device)
-        self._maps = torch.cuda.Stream(device, priority=-2)  # short launches of few programs go first
+        # short launches of few programs go first
+        self._maps, self._lists = (torch.cuda.Stream(device, priority=-2) for _ in range(2))
         self._sums = torch.cuda.Stream(device) if summed else None
         self._kept: list[Any] = []
         self._operands: tuple[torch.Tensor, ...] = ()
         self._found: list[torch.Tensor] = []
-        self._inside = False
+        self._lane: torch.cuda.Stream | None = None
+        self._retired: tuple[Any, torch.cuda.Event] | None = None
         #: bytes that maps have taken and not given back
         self.memory = 0
         #: whether a sum went into another number before it was waited for
@@ -45,32 +50,52 @@ class Aside:
     def run(self) -> Iterator[None]:
         """Within it, `building` and `summing` on this thread are aside. Ends before later work of the stream."""
         self._maps.wait_stream(self._features)
+        self._lists.wait_stream(self._features)
         _state.aside = self
         try:
             yield
         finally:
             _state.aside = None
             self._features.wait_stream(self._maps)
+            self._features.wait_stream(self._lists)
             self._wait()
+            self._retired = None
             self._kept.clear()
             self._found.clear()
 
+    def building(self) -> AbstractContextManager[Aside]:
+        """Within it, launches and memory belong to the stream of the maps; whoever entered it then waits for them."""
+        return self._on(self._maps)
+
+    def listing(self) -> AbstractContextManager[Aside]:
+        """`building` of lists, from maps."""
+        return self._on(self._lists)
+
     @contextmanager
-    def building(self) -> Iterator[Aside]:
-        """Within it, launches and memory belong to the stream of the maps; afterwards features wait for them."""
-        if self._inside:
+    def _on(self, lane: torch.cuda.Stream) -> Iterator[Aside]:
+        outer, device = self._lane, lane.device
+        if outer is lane:
             yield self
             return
-        self._inside = True
-        here, before = torch.cuda.current_stream(self._maps.device), torch.cuda.memory_allocated(self._maps.device)
+        here, before = torch.cuda.current_stream(device), torch.cuda.memory_allocated(device)
+        if lane is self._lists:
+            lane.wait_stream(self._maps)
+        self._lane = lane
         try:
-            with torch.cuda.stream(self._maps):
+            with torch.cuda.stream(lane):
                 yield self
         finally:
-            self._inside = False
-        self.memory += torch.cuda.memory_allocated(self._maps.device) - before
-        self._features.wait_stream(self._maps)
-        here.wait_stream(self._maps)
+            self._lane = outer
+        here.wait_stream(lane)
+        if outer is None:
+            self._features.wait_stream(lane)
+            self.memory += torch.cuda.memory_allocated(device) - before
+
+    def retire(self, used: Any) -> None:
+        """Keep what lists were made of until they are there: until the next call, when maps wait for those lists."""
+        if self._retired is not None:
+            self._maps.wait_event(self._retired[1])
+        self._retired = used, self._lists.record_event()
 
     def keep(self, built: Any) -> None:
         """Keep what was built aside until the run ends."""
@@ -108,6 +133,12 @@ def building() -> AbstractContextManager[Aside | None]:
     """
     aside = current()
     return _NOTHING if aside is None else aside.building()
+
+
+def listing() -> AbstractContextManager[Aside | None]:
+    """`building` of what is made of tables, searches and sorts, none of which is made of it."""
+    aside = current()
+    return _NOTHING if aside is None else aside.listing()
 
 
 def current() -> Aside | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sparseconv.geometry.aside import building
+from sparseconv.geometry.aside import building, listing
 
 if TYPE_CHECKING:
     from sparseconv.products import SparseProductInfo
@@ -127,7 +127,7 @@ class KernelMap:
             if twin is not None and "_pairs" in twin.__dict__:
                 out_rows, in_rows, offsets = twin._pairs
                 return in_rows, out_rows, offsets
-            with torch._C._DisableFuncTorch(), building():
+            with torch._C._DisableFuncTorch(), listing():
                 in_rows, out_rows, offsets = self.source.pairs()
             if twin is not None:  # both directions read the same arrays
                 twin.__dict__["_pairs"] = (out_rows, in_rows, offsets)

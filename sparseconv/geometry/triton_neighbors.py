@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparseconv.geometry.aside import building, current
 from sparseconv.geometry.triton_chunks import chunk_keys
 from sparseconv.geometry.triton_counts import (
     Counters,
@@ -104,7 +105,7 @@ class WindowSearch:
         self._cut: Cut | None = None
         self._pointers: tuple[Pointer, ...] | None = None
         if table is not None:
-            self._run()
+            self.scratch  # noqa: B018 (found with it)
 
     def _run(self) -> Arena:
         """Fill the scratch memory, and send the counts of edges on their way."""
@@ -141,12 +142,18 @@ class WindowSearch:
 
     def release(self) -> None:
         """Give the scratch memory back."""
+        aside = current()
+        if aside is not None and self._scratch is not None:
+            aside.retire((self._scratch, self._counters))
         self._scratch = self._pointers = None
         self.__dict__.pop("_counters", None)
 
     @property
     def scratch(self) -> Arena:
-        return self._run() if self._scratch is None else self._scratch
+        if self._scratch is None:
+            with building():
+                return self._run()
+        return self._scratch
 
     @property
     def counts(self) -> torch.Tensor:
@@ -171,9 +178,10 @@ class WindowSearch:
     def order(self) -> torch.Tensor | Pointer:
         """Rows in the order of their `keys`: (1, N_out) int64, or where they are few the place of (N_out,) int32."""
         scratch = self.scratch
-        if self._cut is None:
-            return torch.sort(scratch.tensor(SORT_KEYS).view(1, -1), dim=-1, stable=True).indices
-        self._cut.launch(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], self.coords.device, self.unseen)
+        with building():
+            if self._cut is None:
+                return torch.sort(scratch.tensor(SORT_KEYS).view(1, -1), dim=-1, stable=True).indices
+            self._cut.launch(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], self.coords.device, self.unseen)
         return scratch[ORDER]
 
     @property

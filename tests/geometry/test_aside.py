@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparseconv.geometry import aside
-from sparseconv.geometry.aside import Aside, building
+from sparseconv.geometry.aside import Aside, building, listing
 
 HERE = torch.device("cpu")
 
@@ -104,6 +104,41 @@ def test_what_was_built_is_kept_until_the_run_ends(features):
     gc.collect()
     assert gone() is None  # a run that fails leaves nothing behind
     assert aside.current() is None
+
+
+def test_maps_wait_for_no_lists(features):
+    beside = Aside(HERE)
+    with beside.run():
+        with building():
+            table = launch()
+        with listing():
+            assert table in torch.cuda.current_stream().before
+            with building():  # a sort that a list needs
+                order = launch()
+            assert order in torch.cuda.current_stream().before
+            tiles = launch()
+        assert tiles in features.before
+        with building():
+            assert tiles not in torch.cuda.current_stream().before
+    assert tiles in features.before
+
+
+def test_what_lists_read_is_kept_until_maps_may_take_its_memory(features):
+    beside = Aside(HERE)
+    with beside.run():
+        first, second = torch.zeros(1), torch.zeros(1)
+        gone = weakref.ref(first)
+        with listing():
+            tiles = launch()
+            beside.retire(first)
+            del first
+            pairs = launch()
+        assert gone() is not None
+        assert tiles not in beside._maps.before
+        beside.retire(second)
+        assert gone() is None
+        assert tiles in beside._maps.before
+        assert pairs not in beside._maps.before
 
 
 def test_sums_fall_behind_until_the_next_or_the_end(features):

@@ -25,7 +25,7 @@ from sparseconv.backends.triton_implicit_gemm.steps import (
     precision_of,
 )
 from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, tuning_enabled
-from sparseconv.geometry.aside import building
+from sparseconv.geometry.aside import listing
 from sparseconv.geometry.kernel_map import KernelMap
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class TritonImplicitGemm(Backend):
         form = (key, kernel_map.num_taps, _octave(kernel_map, kind[1]), device, tuning_enabled())
         guess = self._latest.get(form)
         if guess is not None:
-            with building():
+            with listing():
                 guess.prepare(kernel_map)  # what it launches runs while the number of pairs is on its way to the host
         place = (*form, _density(kernel_map, kind[1]))
         recipe = self._recipes.get(place)
@@ -273,7 +273,7 @@ class TritonImplicitGemm(Backend):
 
 
 def _bound(recipe: ConvRecipe | WeightGradRecipe, kernel_map: KernelMap) -> Callable[..., None]:
-    with building():
+    with listing():
         return recipe.bind(kernel_map)
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
+from sparseconv.geometry.aside import building, current
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.triton_cube import corners, look_at_plane
 from sparseconv.geometry.triton_launch import Arena, Launcher, Pointer, ceil_div, on_device, pointer, power_of_2
@@ -85,10 +86,15 @@ def build_schedule(
         raise ValueError(f"groups must hold each of the {taps} taps exactly once; got {parts}")
     plain = significance is None and groups is None and chunk_rows is None
     if plain and search.table is not None and taps <= KEY_BITS:
-        return make_tiles(search, search.order, parts, block_m)
-    in_order = chunk_rows is not None
-    order = sort_rows(row_keys(search, parts, significance, chunk_rows), search.unseen)
-    return make_tiles(search, order, parts, block_m, in_order)
+        order = search.order
+    else:
+        with building():
+            order = sort_rows(row_keys(search, parts, significance, chunk_rows), search.unseen)
+    schedule = make_tiles(search, order, parts, block_m, chunk_rows is not None)
+    aside = current()
+    if aside is not None and isinstance(order, torch.Tensor):
+        aside.retire(order)
+    return schedule
 
 
 def make_tiles(
