@@ -27,6 +27,9 @@ from sparseconv.plan.convolution import ConvolutionPlan
 #: bytes from which the next convolution's input is computed again in the backward pass rather than kept: one more pass
 #: over memory, on scenes large enough that the device and not the host sets the pace
 RECOMPUTED_BYTES = 8 << 20
+#: channels up to which an input gradient is written onto another: at 128 its kernel would take 236 registers, not 162,
+#: and a multiprocessor would hold two programs, not three
+MOST_ONTO = 64
 #: numbers of a tap's weight up to which its gradient is summed beside other gradients
 MOST_ASIDE = 128 * 128
 
@@ -114,7 +117,7 @@ class _Trained(torch.autograd.Function):
         joined = residual is not None and stages[last].norm.slope != 1
         ctx.save_for_backward(x, y if joined else None, *tensors, *middles, *statistics, *results)
         ctx.stages = stages
-        ctx.around = residual is x and stages[last].norm.alive is not None
+        ctx.around = residual is x and stages[last].norm.alive is not None and x.shape[1] <= MOST_ONTO
         ctx.recipe = None
         if residual is None:
             ctx.recipe = Recipe(z, weight, bias, kept, stages[last].norm, _versions(weight, bias))

@@ -44,6 +44,7 @@ jobs = [
     (triton_reach.EMIT, (3, 32)), (triton_reach.EMIT_UNSEEN, (3, 32)),
     (triton_reach.CLAIM, (4, True, 128)), (triton_reach.DECODE, (3, 256)),
     (triton_counts.SCAN, (2048,)), (triton_pairs._REVERSE, (1024,)),
+    (triton_pairs._CONFINE, (32,)),
     (triton_pairs._PAIRS, (*around, True, 512, 128)), (triton_pairs._PAIRS, (*by_key, False, 128, 128)),
     (triton_cube_pairs.CUBE_PAIRS, (512, 8)), (triton_cube_pairs.CUBE_PAIRS, (128, 0)),
     (build._CUBE_TILES, (128, 32)), (build._CUBE_TILES_64, (64, 32)),
