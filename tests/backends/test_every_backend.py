@@ -111,6 +111,23 @@ def test_strides_and_repeats(case, name, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("case", named("submanifold", "strided_overlap", "grouped", "inverse"), ids=str)
+def test_an_input_gradient_onto_another(case, name, dtype, device):
+    plan = plan_for(case, name, device, dtype)
+    _, w, g = operands(plan, case, dtype)
+    gen = torch.Generator().manual_seed(5)
+    other = torch.randn(plan.kernel_map.num_in, case.c_in, generator=gen).to(device, dtype)
+    kept, serving = other.clone(), backend(name)
+    got = serving.input_grad_onto(g, w, plan.kernel_map, case.groups, other)
+    want = serving.input_grad(g, w, plan.kernel_map, case.groups).double() + other.double()
+    assert got.dtype == dtype
+    assert error(got, want.cpu()) < TOLERANCE[dtype]
+    assert torch.equal(other, kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", TWICE, ids=str)
 def test_gradients_of_gradients(case, name, device):
