@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -40,6 +41,7 @@ def test_maps_are_those_of_the_cpu(kernel: int, stride: int, spread: int) -> Non
 
 def test_two_builds_give_the_same_bits_and_wait_for_nothing() -> None:
     from sparseconv.backends.triton_implicit_gemm.build import build_schedule
+    from sparseconv.backends.triton_implicit_gemm.schedule import Schedule
     from sparseconv.geometry.triton_neighbors import search_window
     from sparseconv.geometry.triton_pairs import pairs_of
     from sparseconv.geometry.triton_table import build_table
@@ -56,8 +58,11 @@ def test_two_builds_give_the_same_bits_and_wait_for_nothing() -> None:
     build()  # compiles, and copies the constants of the window
     with nothing_waits():
         builds = [build() for _ in range(2)]
-    first, second = ((*pairs_of(search)[:2], *vars(schedule).values()) for search, schedule in builds)
-    for a, b in zip(first, second):
+    names = [field.name for field in dataclasses.fields(Schedule)]
+    first, second = (
+        (*pairs_of(search)[:2], *(getattr(schedule, name) for name in names)) for search, schedule in builds
+    )
+    for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
