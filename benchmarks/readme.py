@@ -1,8 +1,8 @@
 """The README's figures of a card, written from the committed results, and the claims that go with them.
 
-Between the two marks of the README stands what `section` makes of ``h200_gpu.json``, ``h200_network.json`` and
-``targets.json``; the claims about it, in ``sparseconv/bench/claims.json``, are made in the same pass. Claims without a
-card are written by hand and stay.
+Between the two marks of the README stands what `section` makes of ``h200_gpu.json``, ``h200_network.json``,
+``h200_captured.json`` (maps and captured networks, measured since) and ``targets.json``; the claims about it, in
+``sparseconv/bench/claims.json``, are made in the same pass. Claims without a card are written by hand and stay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sparseconv.bench import cases, report, stated, verify
 
 README = report.HERE.parents[1] / "README.md"
 BEGIN, END = "<!-- written by `python -m benchmarks readme` -->\n", "<!-- until here -->\n"
-LAYERS, NETWORKS, TARGETS = "h200_gpu.json", "h200_network.json", "targets.json"
+LAYERS, NETWORKS, CAPTURED, TARGETS = "h200_gpu.json", "h200_network.json", "h200_captured.json", "targets.json"
 #: the share by which a figure may be worse when it is measured again; and where the host sets the pace, by how much its
 #: Python is slower: the same maps took 0.59 and 0.95 ms on two machines with the same card
 TOLERANCE, HOST_TOLERANCE = 0.15, 0.9
@@ -53,7 +53,9 @@ class Section:
         name = whose or row["implementation"]
         keys = {key: row[key] for key in ("case", "channels", "dtype", "device")}
         asked = {"implementation": name, **keys, "quantity": quantity}
-        record = LAYERS if not name.startswith(PREFIX) else NETWORKS
+        record = NETWORKS if name.startswith(PREFIX) else LAYERS
+        if quantity in report.MAPS or quantity.startswith("captured"):
+            record = CAPTURED
         claim: Claim = {
             "name": f"{name}, {row['case']}, {row['channels']}, {quantity}",
             "text": f"{words}: {quantity}" + (f" of the {whose}" if whose else ""),
@@ -81,11 +83,12 @@ class Section:
 
     def quotient(self, quantity: str, which: str) -> str:
         """The least or the most of theirs over ours, as a claim that follows from the table."""
-        figure = stated.quotient(self.layers, quantity, which) or float("nan")
+        record = CAPTURED if quantity in report.MAPS else LAYERS
+        figure = stated.quotient(stated.rows_of(record), quantity, which) or float("nan")
         asked = {"implementation": "best other over ours", "case": "", "channels": 0, "dtype": "fp16", "device": "cuda"}
         claim: Claim = {"name": f"{quantity}, {which}", "text": f"{which} advantage in {quantity}", "unit": "times"}
         claim |= {"measure": asked | {"quantity": quantity}, "tolerance": TOLERANCE, "derived": which}
-        claim |= {"record": LAYERS, "card": self.card, "stated": f"{figure:.2g}", "figure": figure}
+        claim |= {"record": record, "card": self.card, "stated": f"{figure:.2g}", "figure": figure}
         self.claims.append(claim)
         return claim["stated"]
 
@@ -113,7 +116,7 @@ class Section:
                     cells.append("")
                     continue
                 words = f"{title}, {voxels}, C {row['channels']}"
-                both = [self.claim(row, quantity, words)] if stated.value(row, quantity) else ["-"]
+                both = [self.claim(row, quantity, words)]
                 both += [self.claim(row, quantity, words, "best other")] if quantity != "captured_map" else []
                 cells.append(" / ".join(part for part in both if part))
             self.lines.append(f"| {title}, {voxels} | {row['channels']} | {' | '.join(cells)} |")
@@ -121,8 +124,10 @@ class Section:
 
     def sentences(self) -> None:
         """What the table comes to, and the first gradients of a process."""
-        spans = [f"{name} {self.quotient(q, 'least')} to {self.quotient(q, 'most')}" for q, name in
-                 (("forward", "forward"), ("step", "step"), ("map", "map"))]  # fmt: skip
+        spans = [
+            f"{quantity.replace('_', ' ')} {self.quotient(quantity, 'least')} to {self.quotient(quantity, 'most')}"
+            for quantity in ("forward", "step", *report.MAPS)
+        ]
         said = f"The best other's time over ours: {', '.join(spans)}."
         cold = next((row for row in self.layers if "cold_s" in row and row["implementation"] == "sparseconv"), None)
         if cold is not None:
@@ -147,7 +152,6 @@ class Section:
             ("replay", "fixed"): "inference, known geometry",
             ("memory", "memory"): "step's memory, MiB",
         }
-        columns = {k: words for k, words in columns.items() if any(stated.value(row, k[0]) for row in ours)}
         self.lines += [
             f"A U-Net of {parameters} parameters, milliseconds, ours / spconv's on the same card. A *new scan* builds "
             "all its maps; *captured*, all of that is one CUDA graph which serves every scan (`nn.capture_step`, "
@@ -162,7 +166,7 @@ class Section:
             cells = []
             for quantity, other in columns:
                 found = theirs.get(row["case"])
-                both = [self.claim(row, quantity, words) if stated.value(row, quantity) else "-"]
+                both = [self.claim(row, quantity, words) or "-"]
                 both += [self.claim(found, other, f"{words}, spconv")] if found and other else []
                 cells.append(" / ".join(both))
             self.lines.append(f"| {_title(row['case'])}, {stated.count(row['voxels'])} | {' | '.join(cells)} |")

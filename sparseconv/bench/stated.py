@@ -61,8 +61,9 @@ def recorded(claim: dict[str, Any]) -> float | None:
         return quotient(rows_of(claim["record"]), asked["quantity"], claim["derived"])
     if asked["implementation"] == "best other":
         return published(asked["case"], asked["channels"], asked["quantity"])
+    keys = ("implementation", "case", "dtype") + (() if asked["quantity"] in report.MAPS else ("channels",))
     for row in rows_of(claim["record"]):
-        same = all(row[key] == asked[key] for key in ("implementation", "case", "channels", "dtype"))
+        same = all(row[key] == asked[key] for key in keys)
         usual = not row.get("shuffled") and row.get("kernel", 3) == 3
         found = value(row, asked["quantity"]) if same and usual else None
         if found is not None:
@@ -72,9 +73,10 @@ def recorded(claim: dict[str, Any]) -> float | None:
 
 def published(case: str, channels: int, quantity: str) -> float | None:
     """The best other's figure of targets.json; a map's stands at one of its case's channels."""
-    cells = [cell for cell in report.targets()["layers"] if cell["case"] == case and quantity in cell]
-    mine = [cell for cell in cells if cell["channels"] == channels or quantity == "map"]
-    return mine[0][quantity]["best_other"] if mine else None
+    name = "map" if quantity in report.MAPS else quantity
+    cells = [cell for cell in report.targets()["layers"] if cell["case"] == case and name in cell]
+    mine = [cell for cell in cells if cell["channels"] == channels or name == "map"]
+    return mine[0][name]["best_other"] if mine else None
 
 
 def quotient(rows: list[dict[str, Any]], quantity: str, which: str) -> float | None:
