@@ -8,8 +8,8 @@ positions enter, and its gradient.
 
 from __future__ import annotations
 
+import importlib
 import json
-import platform
 import statistics
 import sys
 from collections.abc import Callable
@@ -21,22 +21,22 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from examples.equivariant_tensor_product import ChannelwiseTensorProduct, couple
+from sparseconv.bench.facts import facts
 from sparseconv.products import sparse_scale, sparse_scale_infos, sparse_vecsca
 
 IRREPS = ((0, 1), (1, -1), (2, 1))
 Step = Callable[[], Any]
 
 
-def machine() -> dict[str, str]:
-    """What the figures depend on."""
-    facts = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    facts["device"] = torch.cuda.get_device_name()
-    for name in ("triton", "e3nn", "cuequivariance_torch"):
+def machine() -> dict[str, Any]:
+    """What the figures depend on; a peer that is not there, or cannot be loaded, by what it says."""
+    found = facts("cuda")
+    for name in ("e3nn", "cuequivariance", "cuequivariance_torch", "cuequivariance_ops_torch"):
         try:
-            facts[name] = __import__(name).__version__
-        except ImportError as error:
-            facts[name] = f"absent ({error})"
-    return facts
+            found["packages"][name] = importlib.import_module(name).__version__
+        except (ImportError, OSError) as error:
+            found["packages"][name] = f"absent ({error})"
+    return found
 
 
 def time_ms(step: Step, seconds: float = 0.4) -> float:
@@ -201,18 +201,23 @@ def main(path: str | None) -> None:
     """Runs the whole table, prints it, and writes it as JSON."""
     results: dict[str, Any] = {"machine": machine(), "tensor_product": {}, "scaled_sum": {}}
     print(results["machine"])
+
+    def keep() -> None:
+        if path:
+            Path(path).write_text(json.dumps(results, indent=1) + "\n")
+
     for channels in (64, 128):
         results["tensor_product"][f"C {channels}"] = found = tensor_product(channels)
         for name, times in found.items():
             text = times if isinstance(times, str) else " / ".join(f"{t:.3f}" for t in times.values())
             print(f"tensor product C {channels}: {name}: {text}", flush=True)
+        keep()
     for rows, terms, channels in ((1_000_000, 16_000_000, 64), (200_000, 6_000_000, 128), (1_000_000, 8_000_000, 32)):
         for local in (False, True):
             key = f"M {rows}, T {terms}, C {channels}, {'local' if local else 'random'}"
             results["scaled_sum"][key] = found = scaled_sum(rows, terms, channels, local)
             print(f"scaled sum {key}: " + ", ".join(f"{name} {t:.3f}" for name, t in found.items()), flush=True)
-    if path:
-        Path(path).write_text(json.dumps(results, indent=1) + "\n")
+            keep()
 
 
 if __name__ == "__main__":

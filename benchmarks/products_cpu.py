@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.cpu import take_turns
 from examples.equivariant_tensor_product import couple
 from sparseconv import products
+from sparseconv.bench.facts import facts
 from sparseconv.products import sparse_product_infos, sparse_scale, sparse_scale_infos
 
 #: the dense axes of both inputs and of the result of each product
@@ -203,8 +202,7 @@ def main() -> None:
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    facts = {"torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version()}
-    report: dict[str, Any] = {"machine": {**facts, "threads": options.threads}, "cases": {}}
+    report: dict[str, Any] = {"machine": {**facts("cpu"), "threads": options.threads}, "cases": {}}
     print(f"{'':36}{'forward':>9}{'plain':>9}{'':7}{'step':>9}{'plain':>9}")
     for case in cases():
         if not re.search(options.only, case.name):

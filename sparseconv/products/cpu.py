@@ -1,35 +1,23 @@
-"""Sparse scale and products on the CPU: gathered in pieces that stay in cache, summed by torch's bag kernel."""
+"""Sparse scale and products on the CPU: batch and terms in pieces that stay in cache, each summed once."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from sparseconv.products import cpu_matrices
+from sparseconv.products.cpu_bags import Formulation, Piece, formulate, weighted
 from sparseconv.products.table import Product
 from sparseconv.products.terms import Terms
 
-#: elements of the largest temporary of one piece: 1 MB of fp32, what a core's second-level cache holds
-_PIECE = 1 << 18
-
-
-class Piece(NamedTuple):
-    """Positions ``first`` .. ``last`` - 1 of the terms, all of them in segments ``low`` .. ``high`` - 1.
-
-    ``whole`` where the piece has every term of these segments, so that its sums are final.
-    """
-
-    first: int
-    last: int
-    low: int
-    high: int
-    whole: bool
+#: elements of all temporaries of one piece: 2 MB of fp32, what the second-level caches of two cores hold
+_PIECE = 1 << 19
+#: elements of a result that is its own only temporary, and taken whole: 16 MB of fp32, which malloc keeps at hand
+_WHOLE = 1 << 22
 
 
 @torch.autocast("cpu", enabled=False)  # the caller has cast the inputs; what is made of them here stays as it is
@@ -37,25 +25,13 @@ def segment_scale(x: torch.Tensor, terms: Terms, dtype: torch.dtype) -> torch.Te
     """(N, out_size, C) in ``dtype`` from x (N, M_in, C)."""
     batch, rows, channels = x.shape
     positions = terms.num_positions(rows, rows)
-    terms = terms._replace(scale=None if terms.scale is None else terms.scale.to(dtype))
-    out = fresh((batch, terms.num_segments, channels), dtype)
-    # rows first, so that the items of one piece of the batch lie side by side and share one walk over the terms
-    step = max(1, min(batch, _PIECE // max(1, max(rows, terms.num_segments) * channels)))
-    pieces = _pieces(terms.seg_out, positions, _PIECE // max(1, step * channels))
-    _clear(out, pieces, False)
-    for start in range(0, batch, step):
-        source = x[start : start + step].to(dtype).transpose(0, 1)
-        flat = source.flatten(1).contiguous()
-        for piece in pieces:
-            span = slice(piece.first, piece.last)
-            near, index = (flat[span], None) if terms.index1 is None else (flat, terms.index1[span])
-            if index is not None and terms.seg_out is None and step == 1:
-                torch.index_select(flat, 0, index, out=out[start, span])  # straight to its place
-                if terms.scale is not None:
-                    out[start, span] *= terms.scale[span, None]
-                continue
-            _store(_sum_segments(near, terms, piece, index), out[start : start + step], piece, False)
-    return _placed(out, terms)
+    terms = _composed(terms, dtype)
+    if batch == 1 and terms.seg_out is None and terms.index1 is not None:
+        out = fresh((1, positions, channels), dtype)  # nothing is summed: every row straight to its place
+        _place_rows(x[0].to(dtype), terms.index1, terms.scale, out[0])
+        return _placed(out, terms)
+    formulation = weighted(terms, terms.index1, None, channels)
+    return _placed(_summed(formulation, (x,), terms, positions, [channels], dtype, False), terms)
 
 
 @torch.autocast("cpu", enabled=False)
@@ -66,54 +42,101 @@ def segment_product(
 
     N is 1 where the result is summed over the batch or neither input has one.
     """
-    batch = max(x.shape[0], y.shape[0]) if x.shape[0] and y.shape[0] else 0
     positions = terms.num_positions(x.shape[1], y.shape[1])
     terms = _composed(terms, dtype)
     dense = dict(zip(row.axes1 + row.axes2, [*x.shape[2:], *y.shape[2:]]))
     shape = [dense[axis] for axis in row.axes_out]
-    segments = terms.num_segments
-    strategy = cpu_matrices.choose(row, x, y, terms, positions, accumulated)
-    # a term's elements in the largest temporary: matrices that are never gathered or written for a term do not count
-    sizes = {"x": math.prod(x.shape[2:]), "y": math.prod(y.shape[2:]), "out": math.prod(shape)}
-    width = max(1, *(size for name, size in sizes.items() if name not in strategy.spares))
-    step = max(1, min(batch, _PIECE // (width * max(1, min(positions, 256)))))
-    pieces = _pieces(terms.seg_out, positions, strategy.piece // (width * step))
-    adds = accumulated and step < batch
-    out = fresh((1 if accumulated else batch, segments, *shape), dtype)
-    _clear(out, pieces, adds or batch == 0)
-    for start in range(0, batch, step):
-        parts = [t if t.shape[0] == 1 != batch else t[start : start + step] for t in (x, y)]
-        # what spares its memory is read once, and needs no copy
-        copied = [positions if name not in strategy.spares else 0 for name in ("x", "y")]
-        xs, ys = (_rows_first(part.to(dtype), reads) for part, reads in zip(parts, copied))
-        target = out[:1] if accumulated else out[start : start + step]
-        for piece in pieces:
-            if strategy.name == "outer":
-                summed = cpu_matrices.outer_of_segments(xs, ys, terms, piece, accumulated)
-            else:
-                product, at = _multiply(strategy, row, xs, ys, terms, piece, accumulated)
-                summed = _sum_segments(product.flatten(1), terms, piece, at)
-            _store(summed, target, piece, adds)
-    return _placed(out, terms)
+    if cpu_matrices.pays_by_term(row, x, y, terms, positions, accumulated):
+        batch = 1 if accumulated else max(x.shape[0], y.shape[0])
+        out = fresh((batch, terms.num_segments, *shape), dtype)
+        cpu_matrices.sum_by_term(row, x.to(dtype), y.to(dtype), terms, positions, out)
+        return _placed(out, terms)
+    formulation = cpu_matrices.formulate(row, x, y, terms, positions) or formulate(row, x, y, terms)
+    return _placed(_summed(formulation, (x, y), terms, positions, shape, dtype, accumulated), terms)
 
 
 def fresh(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor from numpy, which asks the system for huge pages: first writes cost a fifth."""
-    return torch.from_numpy(np.empty(tuple(shape), np.float64 if dtype == torch.float64 else np.float32))
+    """An uninitialised tensor from numpy, which asks the system for huge pages: first writes cost a fifth.
+
+    A large one is touched all over at once: threads that write piece after piece would wait for one page after another
+    to be cleared, and clear them half as fast.
+    """
+    out = torch.from_numpy(np.empty(tuple(shape), np.float64 if dtype == torch.float64 else np.float32))
+    if out.numel() >= 1 << 23:
+        out.view(-1)[:: out.numel() >> 16].zero_()  # as few as torch shares among threads
+    return out
 
 
-def _pieces(seg_out: torch.Tensor | None, positions: int, length: int) -> list[Piece]:
-    """All segments in pieces of about ``length`` terms and segments together; only longer segments are cut."""
-    length = max(1, length)
+def _place_rows(x: torch.Tensor, index: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor) -> None:
+    """out (T, C) = scale (T,) times the rows index (T,) of x (M, C), multiplied while they are in cache."""
+    length = out.shape[0] if scale is None else max(1, _PIECE // max(1, out.shape[1]))
+    for first in range(0, out.shape[0], max(1, length)):
+        rows = out[first : first + length]
+        torch.index_select(x, 0, index[first : first + length], out=rows)
+        if scale is not None:
+            rows *= scale[first : first + length, None]
+
+
+def _summed(
+    formulation: Formulation,
+    inputs: tuple[torch.Tensor, ...],
+    terms: Terms,
+    positions: int,
+    shape: list[int],
+    dtype: torch.dtype,
+    accumulated: bool,
+) -> torch.Tensor:
+    """(N, S, dense...), or (1, S, dense...) summed over the batch, from inputs (N or 1, rows, dense...)."""
+    batch = max(t.shape[0] for t in inputs) if all(t.shape[0] for t in inputs) else 0
+    outcome = (1 if accumulated else batch, terms.num_segments, *shape)
+    if positions == 0 or batch == 0 or any(t.numel() == 0 for t in inputs):
+        return torch.zeros(outcome, dtype=dtype)
+    # an item of the batch is taken with its neighbours where it is small, and cut into pieces where it is not
+    item = positions * formulation.per_term + terms.num_segments * formulation.per_segment
+    item += sum(math.prod(t.shape[1:]) for t in inputs if t.shape[0] > 1)
+    size = _WHOLE if formulation.streams and batch * item <= _WHOLE else _PIECE
+    step = min(batch, size // item) if formulation.joint and item <= size else 1
+    pieces = _pieces(terms.seg_out, positions, formulation, size if step == 1 else item)
+    shared = [t.to(dtype).contiguous() if t.shape[0] == 1 else None for t in inputs]
+    if step == batch and len(pieces) == 1 and pieces[0].whole:
+        parts = [t.to(dtype).contiguous() if one is None else one for t, one in zip(inputs, shared)]
+        found = formulation.prepare(pieces[0], batch)(*parts)
+        return found.sum(0, keepdim=True) if accumulated and batch > 1 else found.contiguous()
+    out = fresh(outcome, dtype)
+    adds = accumulated and step < batch
+    _clear(out, pieces, adds)
+    prepared: dict[Piece, Callable[..., torch.Tensor]] = {}
+    for start in range(0, batch, step):
+        count = min(step, batch - start)
+        parts = [
+            t[start : start + count].to(dtype).contiguous() if one is None else one for t, one in zip(inputs, shared)
+        ]
+        target = out[:1] if accumulated else out[start : start + count]
+        for piece in pieces:
+            sums = prepared.get(piece) if count == step else None
+            if sums is None:
+                sums = formulation.prepare(piece, count)
+                if start + count < batch:  # kept only for those who come back to it
+                    prepared[piece] = sums
+            _store(sums(*parts), target, piece, accumulated, adds)
+    return out
+
+
+def _pieces(seg_out: torch.Tensor | None, positions: int, formulation: Formulation, elements: int) -> list[Piece]:
+    """All segments in pieces with temporaries of about ``elements``; only segments longer than two pieces are cut."""
+    per_term, per_segment = formulation.per_term, formulation.per_segment
     if seg_out is None:
-        ends = [*range(0, positions, length), positions]
+        ends = [*range(0, positions, max(1, elements // (per_term + per_segment))), positions]
         return [Piece(first, last, first, last, True) for first, last in itertools.pairwise(ends)]
     segments = seg_out.shape[0] - 1
     if segments == 0:
         return []
-    weight = seg_out.long() + torch.arange(segments + 1)
-    targets = torch.arange(int(weight[0]), int(weight[-1]), length)
-    cuts = torch.unique_consecutive(torch.searchsorted(weight, targets, right=True) - 1)
+    if positions * per_term + segments * per_segment <= elements:
+        return [Piece(int(seg_out[0]), int(seg_out[-1]), 0, segments, True)]
+    length = max(1, elements // per_term)
+    weight = seg_out.long() * per_term + torch.arange(segments + 1) * per_segment
+    targets = torch.arange(int(weight[0]), int(weight[-1]) + 1, elements)
+    cuts = torch.unique_consecutive(torch.searchsorted(weight[:-1], targets, right=True) - 1)
     cuts = torch.cat([cuts, torch.tensor([segments])])
     found = []
     for low, high, begin, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), *_spans(seg_out[cuts])):
@@ -141,90 +164,29 @@ def _clear(out: torch.Tensor, pieces: list[Piece], everything: bool) -> None:
             out[:, piece.low : piece.high] = 0
 
 
-def _store(summed: torch.Tensor, target: torch.Tensor, piece: Piece, adds: bool) -> None:
-    """Sums (S', n * dense...) of a piece to their rows of target (n, S, dense...)."""
+def _store(summed: torch.Tensor, target: torch.Tensor, piece: Piece, accumulated: bool, adds: bool) -> None:
+    """Sums (n, S', dense...) of a piece to their rows of target (n or 1, S, dense...)."""
     rows = target[:, piece.low : piece.high]
-    summed = summed.view(rows.shape[1], rows.shape[0], *rows.shape[2:]).transpose(0, 1)
+    if accumulated and summed.shape[0] > 1:
+        summed = summed.sum(0, keepdim=True)
     if adds or not piece.whole:
         rows += summed
     else:
         rows.copy_(summed)
 
 
-def _multiply(
-    strategy: cpu_matrices.Strategy,
-    row: Product,
-    xs: torch.Tensor,
-    ys: torch.Tensor,
-    terms: Terms,
-    piece: Piece,
-    accumulated: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The products (T', n, dense...) of a piece's terms, and the row of each position where they are not in order."""
-    if strategy.name == "runs":
-        return cpu_matrices.products_by_matrix(row, xs, ys, terms, piece)
-    x, y = cpu_matrices.rows_of(xs, terms.index1, piece), cpu_matrices.rows_of(ys, terms.index2, piece)
-    return _dense_product(row, x, y, accumulated), None
-
-
-def _dense_product(row: Product, x: torch.Tensor, y: torch.Tensor, accumulated: bool) -> torch.Tensor:
-    """x (t, n or 1, dense...) o y (t, n or 1, dense...), summed over n where asked: (t, n, dense...)."""
-    if accumulated:
-        return torch.einsum(f"tn{row.axes1},tn{row.axes2}->t{row.axes_out}", x, y)[:, None]
-    if row.name == "mul":
-        return x * y
-    if row.name == "vecsca":
-        return x * y[..., None]
-    if row.name == "scavec":
-        return x[..., None] * y
-    if row.name == "outer":
-        return x[..., :, None] * y[..., None, :]
-    if row.name == "inner":
-        return (x * y).sum(-1)
-    vector, matrix = (x, y) if row.name == "vecmat" else (y, x)
-    if matrix.shape[1] == 1:
-        return torch.matmul(vector, matrix[:, 0])  # one matrix for the whole batch: (t, n, a) @ (t, a, b)
-    return torch.matmul(vector[..., None, :], matrix)[..., 0, :]
-
-
-def _sum_segments(rows: torch.Tensor, terms: Terms, piece: Piece, index: torch.Tensor | None) -> torch.Tensor:
-    """(S', W) sums of scale[k] * rows[index[k]] over the positions k of each segment of a piece.
-
-    rows (M, W) with its rows side by side; index (T',), or None where position k's row is row k of the piece.
-    """
-    scale = None if terms.scale is None else terms.scale[piece.first : piece.last]
-    if terms.seg_out is None:
-        picked = rows if index is None else rows.index_select(0, index)
-        return picked if scale is None else picked * scale[:, None]
-    segments = piece.high - piece.low
-    if piece.first == piece.last or rows.numel() == 0:
-        return rows.new_zeros((segments, rows.shape[1]))
-    bounds = terms.seg_out[piece.low : piece.high + 1]
-    if not piece.whole:
-        bounds = bounds.clamp(piece.first, piece.last)
-    if index is None:
-        index = torch.arange(piece.last - piece.first, dtype=bounds.dtype)
-    # the bag wants both in one dtype; it starts at 0 and ends with the last offset; rows apart it sums in another order
-    bounds = (bounds - piece.first).to(index.dtype)
-    rows = rows.contiguous()
-    return F.embedding_bag(index, rows, bounds, mode="sum", per_sample_weights=scale, include_last_offset=True)
-
-
 def _composed(terms: Terms, dtype: torch.dtype) -> Terms:
-    """The same terms with gather_index worked into the other columns."""
+    """The same terms with gather_index worked into the other columns, as the bag kernel wants them."""
     scale = None if terms.scale is None else terms.scale.to(dtype)
+    index = next((index for index in (terms.index1, terms.index2) if index is not None), None)
+    if terms.seg_out is not None and index is not None:
+        terms = terms._replace(seg_out=terms.seg_out.to(index.dtype))
     gather = terms.gather_index
     if gather is None:
         return terms._replace(scale=scale)
     index1, index2 = (gather if index is None else index[gather] for index in (terms.index1, terms.index2))
     scale = None if scale is None else scale[gather]
     return terms._replace(scale=scale, index1=index1, index2=index2, gather_index=None)
-
-
-def _rows_first(x: torch.Tensor, reads: int) -> torch.Tensor:
-    """(M, n, dense...) from (n, M, dense...), side by side where rows are read often enough to pay for the copy."""
-    x = x.transpose(0, 1)
-    return x.contiguous() if x.shape[1] > 1 and reads >= x.shape[0] else x
 
 
 def _placed(out: torch.Tensor, terms: Terms) -> torch.Tensor:

@@ -262,3 +262,31 @@ def test_terms_that_share_a_matrix_or_a_segment(form, name, batched):
         grad = torch.randint(-2, 3, out.shape, generator=torch.Generator().manual_seed(2)).float()
         for g, w in zip(torch.autograd.grad(out, (x, y), grad), torch.autograd.grad(want, (x, y), grad)):
             assert torch.equal(g, w)
+
+
+@pytest.mark.parametrize("axes", [{"a": 24, "b": 16, "c": 33}, {"a": 16, "b": 24, "c": 1}], ids=["a > b", "a < b"])
+@pytest.mark.parametrize("batched", [(1,), (2,), (1, 2)], ids=["first", "second", "both"])
+@pytest.mark.parametrize("name", PRODUCT_NAMES)
+def test_a_large_batch_of_few_terms(name, batched, axes):
+    """Items are taken together until a piece is full, or terms one by one over the whole batch."""
+    terms = [(0, 1, 2, 1.0), (2, 0, 0, -2.0), (1, 1, 2, 3.0), (2, 1, 2, 1.0)]  # row 1 is empty
+    case = Case("few terms", terms, 4, 3, 2)
+    given = inputs(name, case, 1 not in batched, 2 not in batched, 301, axes, torch.float32, integers=True)
+    apart = [t.transpose(0, -1).contiguous().transpose(0, -1) for t in given]
+    infos = case.infos(torch.float32)
+    for accumulated in (False, True):
+        x, y = (t.requires_grad_() for t in given)
+        out = function(name)(x, y, *infos, accumulated)
+        expected = oracle.product(name, x, y, case.triples, case.out_size, accumulated)
+        assert torch.equal(out, expected)
+        assert torch.equal(function(name)(*apart, *infos, accumulated), expected)
+        grad = torch.randint(-1, 2, out.shape, generator=torch.Generator().manual_seed(2)).float().requires_grad_()
+        got = torch.autograd.grad(out, (x, y), grad, create_graph=True)
+        wanted = torch.autograd.grad(expected, (x, y), grad, create_graph=True)
+        for g, w in zip(got, wanted):
+            assert torch.equal(g, w)
+        turned = [
+            torch.autograd.grad(first, (x, y, grad), [torch.ones_like(t) for t in first]) for first in (got, wanted)
+        ]
+        for g, w in zip(*turned):
+            assert torch.equal(g, w)

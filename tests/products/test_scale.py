@@ -102,3 +102,13 @@ def test_the_same_bits_from_any_strides(batched):
     grad = torch.randn(*shape[:-2], case.out_size, 6)
     apart = grad.transpose(-1, -2).contiguous().transpose(-1, -2)
     assert torch.equal(sp.sparse_scale(grad, backward), sp.sparse_scale(apart, backward))
+
+
+def test_rows_that_are_only_scaled_and_moved():
+    rows, factors = torch.arange(70_000), (torch.arange(70_000) % 3 - 1).float()
+    infos = sp.sparse_scale_infos(rows.flip(0), rows, factors, 70_000, 70_000)
+    x = torch.randint(-2, 3, (70_000, 9), generator=torch.Generator().manual_seed(0)).float().requires_grad_()
+    out = sp.sparse_scale(x, *infos)
+    assert torch.equal(out, x.flip(0) * factors[:, None])
+    assert torch.equal(torch.autograd.grad(out, x, x.detach())[0], (x * factors[:, None]).flip(0).detach())
+    assert torch.equal(sp.sparse_scale(torch.stack([x, -x]), *infos), torch.stack([out, -out]))
