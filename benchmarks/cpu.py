@@ -16,10 +16,12 @@ import argparse
 import ctypes
 import gc
 import json
+import multiprocessing
 import os
 import platform
 import resource
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -110,104 +112,164 @@ def preemptions() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-def take_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Times]:
-    """Least and median milliseconds of each call and how many counted, after one round that does not.
-
-    Where at least three runs of a call were not interrupted by another process, only those count. With one thread the
-    clock is the processor time, which waiting for others does not lengthen.
-    """
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    spent: dict[str, list[tuple[bool, float]]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
-        for name, call in calls.items():
-            before, start = preemptions(), clock()
-            call()
-            taken = 1e3 * (clock() - start)
-            spent[name].append((preemptions() == before, taken))
-    kept = {}
-    for name, runs in spent.items():
-        calm = [taken for alone, taken in runs[1:] if alone]
-        times = calm if len(calm) >= 3 else [taken for _, taken in runs[1:]]
-        kept[name] = (min(times), statistics.median(times), len(calm))
-    return kept
+QUIET = 0.03  # seconds after which a process's idle threads sleep
+TURN = 3  # counted calls of a turn
 
 
-def measure(spconv, case: str, coords: torch.Tensor, channels: int, rounds: int, threads: int) -> Row:  # type: ignore[no-untyped-def]
-    """One case at one width: values compared, then everything timed in turns."""
-    rows, shape = len(coords), (coords[:, 1:].max(0).values + 1).tolist()
+class Ours:
+    """One case at one width, through this library."""
+
+    def __init__(self, coords: torch.Tensor, channels: int) -> None:
+        self.coords, (self.x, weight, self.g) = coords, operands(coords, channels)
+        self.weight = weight.requires_grad_()
+        self.plan = sc.ConvolutionPlan(sc.VoxelGrid(coords), 3)
+
+    def forward(self) -> torch.Tensor:
+        return self.plan.execute(self.x, self.weight)
+
+    def map(self) -> torch.Tensor:
+        return sc.ConvolutionPlan(sc.VoxelGrid(self.coords), 3).execute(self.x, self.weight)
+
+    def plan_alone(self) -> sc.ConvolutionPlan:
+        return sc.ConvolutionPlan(sc.VoxelGrid(self.coords), 3)
+
+    def weight_grad(self) -> torch.Tensor | None:
+        return self.weight.grad
+
+    def workspace(self) -> int:
+        return self.plan.workspace_bytes(*self.weight.shape[1:])
+
+
+class Spconv:
+    """The same through spconv, whose first convolution builds its map."""
+
+    plan_alone = workspace = None
+
+    def __init__(self, coords: torch.Tensor, channels: int) -> None:
+        self.spconv, self.coords, (self.x, weight, self.g) = load_spconv(), coords, operands(coords, channels)
+        self.shape = (coords[:, 1:].max(0).values + 1).tolist()
+        self.layer = self.spconv.SubMConv3d(channels, channels, 3, bias=False, indice_key="map")
+        with torch.no_grad():
+            self.layer.weight.copy_(weight.permute(2, 0, 1).reshape(self.layer.weight.shape))
+            self.known = self.run(None).indice_dict
+
+    def run(self, known):  # type: ignore[no-untyped-def]
+        return self.layer(self.spconv.SparseConvTensor(self.x, self.coords, self.shape, 1, indice_dict=known))
+
+    def forward(self) -> torch.Tensor:
+        return self.run(self.known).features
+
+    def map(self) -> torch.Tensor:
+        return self.run(None).features
+
+    def weight_grad(self) -> torch.Tensor:
+        channels = self.g.shape[1]
+        return self.layer.weight.grad.reshape(channels, 27, channels).permute(1, 2, 0)
+
+
+def operands(coords: torch.Tensor, channels: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x (N, C), which wants a gradient, weight (27, C, C) and dL/dy (N, C): the same in every process."""
     torch.manual_seed(0)
-    x, g = torch.randn(rows, channels, requires_grad=True), torch.randn(rows, channels)
-    theirs = spconv.SubMConv3d(channels, channels, 3, bias=False, indice_key="map")
-    weight = theirs.weight.detach().reshape(channels, 27, channels).permute(1, 2, 0).contiguous().requires_grad_()
+    x, g = torch.randn(len(coords), channels, requires_grad=True), torch.randn(len(coords), channels)
+    return x, torch.randn(27, channels, channels) / (27 * channels) ** 0.5, g
 
-    def spconv_map():  # type: ignore[no-untyped-def]
-        with torch.no_grad():
-            tensor = spconv.SparseConvTensor(x.detach(), coords, shape, 1)
-            return theirs(tensor).indice_dict
 
-    def our_plan() -> sc.ConvolutionPlan:
-        return sc.ConvolutionPlan(sc.VoxelGrid(coords), 3)
-
-    known, plan = spconv_map(), our_plan()
-
-    def spconv_forward() -> torch.Tensor:
-        return theirs(spconv.SparseConvTensor(x, coords, shape, 1, indice_dict=known)).features
-
-    def spconv_inference() -> torch.Tensor:
-        with torch.no_grad():
-            return spconv_forward()
-
-    def our_inference() -> torch.Tensor:
-        with torch.no_grad():
-            return plan.execute(x, weight)
-
-    def our_first() -> torch.Tensor:
-        with torch.no_grad():
-            return our_plan().execute(x, weight)
-
-    torch.set_num_threads(1)
-    results = []
-    for run, w in ((spconv_forward, theirs.weight), (lambda: plan.execute(x, weight), weight)):
-        x.grad = w.grad = None
-        y = run()
-        y.backward(g)
-        dw = w.grad if w is weight else w.grad.reshape(channels, 27, channels).permute(1, 2, 0)
-        results.append((y.detach(), x.grad, dw.clone()))
+def serve(engine: type[Ours | Spconv], coords: torch.Tensor, channels: int, threads: int, questions) -> None:  # type: ignore[no-untyped-def]
+    """The life of a process: a question comes through the pipe, its answer goes back."""
     torch.set_num_threads(threads)
-    error = max(float((a - b).abs().max() / b.square().mean().sqrt()) for a, b in zip(*reversed(results)))
+    clock = time.process_time if threads == 1 else time.perf_counter
+    run = engine(coords, channels)
+
+    def step() -> None:
+        run.forward().backward(run.g)
+
+    calls: dict[str, Callable[[], object]] = {"forward": torch.no_grad()(run.forward), "step": step}
+    calls["map + forward"] = torch.no_grad()(run.map)
+    if run.plan_alone is not None:
+        calls["plan"] = run.plan_alone
+    for question in iter(questions.recv, None):
+        if isinstance(question, Path):
+            torch.set_num_threads(1)
+            y = run.forward()
+            y.backward(run.g)
+            torch.save((y.detach(), run.x.grad, run.weight_grad()), question)
+            torch.set_num_threads(threads)
+            questions.send(list(calls))
+        elif question == "peak":
+            questions.send(peak(step))
+        elif question == "workspace":
+            questions.send(run.workspace and run.workspace())
+        else:
+            calls[question]()
+            spent = []
+            for _ in range(TURN):
+                before, start = preemptions(), clock()
+                calls[question]()
+                taken = 1e3 * (clock() - start)
+                spent.append((preemptions() == before, taken))
+            time.sleep(QUIET)
+            questions.send(spent)
+
+
+def summary(runs: list[tuple[bool, float]]) -> Times:
+    """Of runs (undisturbed, milliseconds); where at least three were not interrupted, only those count."""
+    calm = [taken for alone, taken in runs if alone]
+    times = calm if len(calm) >= 3 else [taken for _, taken in runs]
+    return min(times), statistics.median(times), len(calm)
+
+
+def measure(case: str, coords: torch.Tensor, channels: int, rounds: int, threads: int) -> Row:
+    """One case at one width: values compared, then everything timed in turns."""
+    spawn, pipes, processes = multiprocessing.get_context("spawn"), {}, []
+    for engine in (Ours, Spconv):
+        pipes[engine], end = spawn.Pipe()
+        processes.append(spawn.Process(target=serve, args=(engine, coords, channels, threads, end), daemon=True))
+        processes[-1].start()
+        end.close()
+
+    def ask(engine: type[Ours | Spconv], question: object):  # type: ignore[no-untyped-def]
+        pipes[engine].send(question)
+        return pipes[engine].recv()
+
+    with tempfile.TemporaryDirectory() as folder:
+        files = {engine: Path(folder) / engine.__name__ for engine in pipes}
+        calls = {engine: ask(engine, file) for engine, file in files.items()}
+        ours, theirs = (torch.load(file) for file in files.values())
+    error = max(float((a - b).abs().max() / b.square().mean().sqrt()) for a, b in zip(ours, theirs))
     if not error < 1e-3:
         raise SystemExit(f"{case} at {channels} channels: ours and spconv differ by {error:.2g} of the rms; not timed")
+    del ours, theirs
 
-    times = take_turns(
-        {
-            "spconv forward": spconv_inference,
-            "our forward": our_inference,
-            "spconv step": lambda: spconv_forward().backward(g),
-            "our step": lambda: plan.execute(x, weight).backward(g),
-            "spconv map + forward": spconv_map,
-            "our map + forward": our_first,
-            "our plan": our_plan,
-        },
-        rounds,
-    )
-    # spconv builds its map in its first convolution: the map is what that call takes beyond a forward pass
-    for who in ("spconv", "our"):
-        both, forward = times[f"{who} map + forward"], times[f"{who} forward"]
-        times[f"{who} map"] = (both[0] - forward[0], both[1] - forward[1], min(both[2], forward[2]))
-
-    def of(who: str) -> dict[str, Times]:
-        return {name.removeprefix(f"{who} "): value for name, value in times.items() if name.startswith(who)}
-
+    times: dict[type, dict[str, Times]] = {}
+    spent: dict[tuple[type, str], list[tuple[bool, float]]]
+    spent = {(engine, call): [] for engine, names in calls.items() for call in names}
+    for _ in range(-(-rounds // TURN)):
+        for call in calls[Ours]:
+            for engine in pipes:
+                if call in calls[engine]:
+                    spent[engine, call] += ask(engine, call)
+    for engine in pipes:
+        found = {call: summary(spent[engine, call]) for call in calls[engine]}
+        # spconv builds its map in its first convolution: the map is what that call takes beyond a forward pass
+        both, forward = found["map + forward"], found["forward"]
+        found["map"] = (both[0] - forward[0], both[1] - forward[1], min(both[2], forward[2]))
+        times[engine] = found
+    peaks = {engine: ask(engine, "peak") for engine in pipes}
+    workspace = ask(Ours, "workspace")
+    for engine, process in zip(pipes, processes):
+        pipes[engine].send(None)
+        process.join()
+    pairs = sc.ConvolutionPlan(sc.VoxelGrid(coords), 3).kernel_map.num_pairs
     return Row(
         case,
-        rows,
-        plan.kernel_map.num_pairs,
+        len(coords),
+        pairs,
         channels,
-        of("our"),
-        of("spconv"),
-        peak(lambda: plan.execute(x, weight).backward(g)),
-        peak(lambda: spconv_forward().backward(g)),
-        plan.workspace_bytes(channels, channels, torch.float32),
+        times[Ours],
+        times[Spconv],
+        peaks[Ours],
+        peaks[Spconv],
+        workspace,
         error,
     )
 
@@ -255,8 +317,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/cpu-N-threads.json")
     parser.add_argument("--add", action="store_true", help="keep the rows in --out that this run does not measure")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    spconv, console = load_spconv(), Console(width=140)
+    console = Console(width=140)
     if args.out is None:
         plural = "" if args.threads == 1 else "s"
         args.out = Path(__file__).parent / "results" / f"cpu-{args.threads}-thread{plural}.json"
@@ -264,7 +325,7 @@ def main() -> None:
     for case, coords in coordinates(args.data, args.cases).items():
         for channels in args.channels:
             rows = [row for row in rows if (row.case, row.channels) != (case, channels)]
-            rows.append(measure(spconv, case, coords, channels, args.rounds, args.threads))
+            rows.append(measure(case, coords, channels, args.rounds, args.threads))
             console.print(f"{case} C {channels}: done", style="dim")
             record = {"machine": machine(args.threads), "rows": [asdict(row) for row in rows]}
             args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cpu import take_turns
+from benchmarks.cpu import Times, preemptions, summary
 from examples.equivariant_tensor_product import couple
 from sparseconv import products
 from sparseconv.bench.facts import facts
@@ -44,6 +45,22 @@ class Case:
     ours: Callable[..., torch.Tensor]
     plain: Callable[..., torch.Tensor]
     inputs: tuple[torch.Tensor, ...]
+
+
+def take_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Times]:
+    """Least and median milliseconds of each call and how many counted, after one round that does not.
+
+    With one thread the clock is the processor time, which waiting for others does not lengthen.
+    """
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    spent: dict[str, list[tuple[bool, float]]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            before, start = preemptions(), clock()
+            call()
+            taken = 1e3 * (clock() - start)
+            spent[name].append((preemptions() == before, taken))
+    return {name: summary(runs[1:]) for name, runs in spent.items()}
 
 
 def multiply(name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,14 @@ def _weight_gradient(
     return serving.weight_grad(x, grad, kernel_map, groups)
 
 
+def _gradients(
+    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, edges: int, groups: int, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    kernel_map = _map(edges)
+    serving = _backend(kernel_map, x, weight.shape[1] * groups, weight.shape[2], groups, backend)
+    return serving.gradients(x, weight, grad, kernel_map, groups)
+
+
 #: types of tensors to which nobody listens, and of absent ones
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
@@ -119,6 +127,11 @@ def _direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
         and not torch._C._len_torch_dispatch_stack()
         and not torch.is_autocast_enabled(x.device.type)
     )
+
+
+def _is_last(*tensors: torch.Tensor) -> bool:
+    """Whether both gradients of a convolution are wanted as they are, without derivatives of their own."""
+    return not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active() and _direct(*tensors)
 
 
 def _call(function: type[_Linear], x: torch.Tensor, other: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -182,6 +195,9 @@ class _Convolution(_Linear):
         x, weight = ctx.saved_tensors
         edges, rows, taps, groups, adjoint, backend = ctx.call
         grad_x = grad_weight = grad_bias = None
+        if x is not None and weight is not None and not adjoint and _is_last(grad, x, weight):
+            grad_x, grad_weight = _gradients(x, weight, grad, edges, groups, backend)
+            return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, *(None,) * 5
         if ctx.needs_input_grad[1]:  # first: its partial sums then lie where the input gradient will be
             fine, coarse = (grad, x) if adjoint else (x, grad)
             grad_weight = _call(_WeightGradient, fine, coarse, edges, taps, groups, backend)
@@ -318,10 +334,13 @@ class _Fused(torch.autograd.Function):
         grad_x = grad_weight = None
         if grad is None:
             return (None,) * 6
-        if needs[1]:
-            grad_weight = _call(_WeightGradient, x, grad, edges, taps, groups, backend)
-        if needs[0]:
-            grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, True, backend)
+        if needs[0] and needs[1] and _is_last(grad, x, weight):
+            grad_x, grad_weight = _gradients(x, weight, grad, edges, groups, backend)
+        else:
+            if needs[1]:
+                grad_weight = _call(_WeightGradient, x, grad, edges, taps, groups, backend)
+            if needs[0]:
+                grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, True, backend)
         return grad_x, grad_weight, grad.sum(0) if needs[2] else None, grad if needs[3] else None, None, None
 
 

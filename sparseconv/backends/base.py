@@ -99,9 +99,16 @@ class Backend(ABC):
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         """dL/dw (K, C_in/G, C_out) from x (N_in, C_in) and dL/dy (N_out, C_out)."""
 
+    def gradients(
+        self, x: torch.Tensor, weight: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`input_grad` and `weight_grad`; together where a backend reads less so."""
+        grad_weight = self.weight_grad(x, grad_out, kernel_map, groups)  # its partial sums then lie where the other
+        return self.input_grad(grad_out, weight, kernel_map, groups), grad_weight  # gradient will be
+
     @abstractmethod
     def workspace_bytes(self, request: Request) -> int:
-        """The most memory that one verb allocates beside its result, in bytes."""
+        """The most memory that one verb, or both gradients together, allocates beside its result, in bytes."""
 
     def describe(self, request: Request) -> list[str]:
         """What this backend would do for a request that it can serve, in lines to read: tiles, waste, its choice."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ class Chunk:
     products of each output row are. In a map of three taps whose middle one is the identity, rows 0 and 1 with
     the edges (tap 0, in 0, out 1) and (tap 2, in 1, out 0)::
 
-        in_rows = [0, 1]; taps = ((0, 0, 1), (2, 1, 2)); slots = [1, 0]; offsets = [0, 1, 2]
+        in_rows = [0, 1]; out_rows = [1, 0]; taps = ((0, 0, 1, 1), (2, 1, 2, 2)); slots = [1, 0]; offsets = [0, 1, 2]
 
     Each tap's run is padded to whole tiles of ``tile`` edges by row 0, which no slot names; a chunk starts at a whole
     number of tiles. Here the tile is 1.
@@ -28,18 +28,20 @@ class Chunk:
     start: int
     stop: int
     in_rows: torch.Tensor  # (E,) int32
-    taps: tuple[tuple[int, int, int], ...]  # (tap, first edge, last edge + 1), live ones only
+    out_rows: torch.Tensor  # (E,) int32
+    padding: torch.Tensor  # int64: the places among the E that are no edges
+    taps: tuple[tuple[int, int, int, int], ...]  # (tap, first edge, last edge + 1, the same with padding), live ones
     tile_taps: torch.Tensor  # (E / tile,) int64: the tap of each tile
+    tile_offsets: torch.Tensor  # (K + 1,) int32: tap k owns the tiles [tile_offsets[k], tile_offsets[k+1])
     slots: torch.Tensor  # (edges without padding,) int32
     offsets: torch.Tensor  # (stop - start + 1,) int32: output row r owns slots[offsets[r]:offsets[r+1]]
 
 
 @dataclass(frozen=True)
 class EdgeChunks:
-    """The chunks of a map in order of output rows, and the most edges, with their padding, that one of them has."""
+    """The chunks of a map in order of output rows."""
 
     chunks: tuple[Chunk, ...]
-    max_edges: int
 
     @classmethod
     def of(cls, kernel_map: KernelMap, edges: int, tile: int, threads: int = 1) -> EdgeChunks:
@@ -51,94 +53,61 @@ class EdgeChunks:
         return kept
 
 
-@dataclass(frozen=True)
-class EdgeRuns:
-    """The edges of a map by tap and output row, and runs of them whose output rows lie near each other.
-
-    A part is a span of output rows, for one thread; its runs (tap, first edge, last edge + 1) go span by smaller span,
-    whose rows stay in a cache while tap after tap reads them.
-    """
-
-    in_rows: torch.Tensor  # (P,) int32
-    out_rows: torch.Tensor  # (P,) int32
-    parts: tuple[tuple[tuple[int, int, int], ...], ...]
-
-    @classmethod
-    def of(cls, kernel_map: KernelMap, rows: int, threads: int) -> EdgeRuns:
-        """As many parts as threads, with about as many edges each, in spans of about ``rows`` output rows."""
-        key = (cls, rows, threads)
-        kept = kernel_map.prepared.get(key)
-        if kept is None:
-            kept = kernel_map.prepared[key] = cls(*_sorted(kernel_map), ())._cut(kernel_map, rows, threads)
-        return kept
-
-    def _cut(self, kernel_map: KernelMap, rows: int, threads: int) -> EdgeRuns:
-        grid = np.minimum(np.arange(0, kernel_map.num_out + rows, max(1, rows // 4)), kernel_map.num_out)
-        starts = np.cumsum([0, *kernel_map.tap_counts]).tolist()
-        outs = self.out_rows.numpy()
-        places = np.stack([a + np.searchsorted(outs[a:b], grid) for a, b in pairwise(starts)])  # (K, grid)
-        before = places.sum(0) - places[:, 0].sum()  # edges that end before each row of the grid
-        spans = -(-max(1, -(-kernel_map.num_out // rows)) // threads) * threads
-        cuts = np.searchsorted(before, np.arange(1, spans) * before[-1] // spans)
-        bounds = places[:, [0, *cuts, -1]].T.tolist()
-        runs = [[(tap, a, b) for tap, (a, b) in enumerate(zip(*span)) if a < b] for span in pairwise(bounds)]
-        each = spans // threads
-        parts = tuple(tuple(chain.from_iterable(runs[i : i + each])) for i in range(0, spans, each))
-        return EdgeRuns(self.in_rows, self.out_rows, parts)
-
-
 def _cut(kernel_map: KernelMap, edges: int, tile: int, threads: int) -> EdgeChunks:
-    rows, num_taps = kernel_map.num_out, kernel_map.num_taps
-    in_rows, out_rows, counts = _by_tap_and_row(kernel_map)
-    by_row = torch.sort(out_rows, stable=True).indices.numpy()  # a row's edges in order of taps: its sum has one order
-    degree = np.bincount(out_rows.numpy(), minlength=rows)
-    offsets = np.zeros(rows + 1, np.int32)
-    np.cumsum(degree, out=offsets[1:])
-    cost = offsets[1:] + np.arange(1, rows + 1)  # an output row costs about what an edge does
-    total = int(cost[-1]) if rows else 0
-    count = -(-max(1, -(-total // edges)) // threads) * threads
-    inner = np.searchsorted(cost, np.arange(1, count) * total // count) // tile * tile
-    cuts = [0, *inner.tolist(), rows]
-
-    starts = np.cumsum([0, *counts])
-    by_tap = (out_rows.numpy()[a:b] for a, b in pairwise(starts.tolist()))
-    bounds = np.stack([a + np.searchsorted(outs, cuts) for a, outs in zip(starts.tolist(), by_tap)])  # (K, chunks + 1)
-    live = np.diff(bounds)
-    room = -(-live // tile) * tile  # edges and padding of each (tap, chunk)
-    first = (np.cumsum(room.T) - room.T.ravel()).reshape(count, num_taps)
-    place = np.repeat((first.T - bounds[:, :-1]).ravel().astype(np.int32), live.ravel())
-    place += np.arange(len(place), dtype=np.int32)
-    padded = np.zeros(int(room.sum()), np.int32)
-    padded[place] = in_rows.numpy()
-    slots = place[by_row]
-
-    chunks = []
-    for (start, stop), sizes, base in zip(pairwise(cuts), room.T.tolist(), first[:, 0].tolist()):
-        ends = list(accumulate(sizes, initial=0))
-        own = slots[offsets[start] : offsets[stop]] - np.int32(base)
-        chunks.append(
-            Chunk(
-                start,
-                stop,
-                torch.from_numpy(padded[base : base + ends[-1]]),
-                tuple((tap, a, b) for tap, (a, b) in enumerate(pairwise(ends)) if a < b),
-                torch.from_numpy(np.repeat(np.arange(num_taps), np.array(sizes) // tile)),
-                torch.from_numpy(own),
-                torch.from_numpy(offsets[start : stop + 1] - offsets[start]),
-            )
-        )
-    return EdgeChunks(tuple(chunks), max(len(c.in_rows) for c in chunks))
+    rows, identity = kernel_map.num_out, kernel_map.identity_tap
+    ins, outs = (t.numpy() for t in _sorted(kernel_map))
+    runs = list(pairwise(accumulate(kernel_map.tap_counts, initial=0)))
+    if identity is not None:
+        runs[identity] = (0, 0)
+    others = sum(b - a for a, b in runs)
+    count = -(-max(1, -(-(others + rows) // edges)) // threads) * threads
+    # the cuts are looked for among some rows, since looking at each edge takes longer than its convolution may
+    grid = np.arange(0, rows, -(-max(1, rows // (64 * count)) // tile) * tile) if rows else np.zeros(1, np.int64)
+    grid = np.append(grid, rows)
+    places = np.stack([a + np.searchsorted(outs[a:b], grid) for a, b in runs])  # (K, grid): first edge at or after it
+    cost = places.sum(0) - places[:, 0].sum() + grid  # an output row costs about what an edge does
+    inner = np.searchsorted(cost[:-1], np.arange(1, count) * cost[-1] // count)
+    cuts = [0, *np.minimum(inner, len(grid) - 2).tolist(), len(grid) - 1]
+    bounds = places[:, cuts].T.tolist()
+    chunks = [
+        _chunk(ins, outs, [*zip(firsts, lasts)], int(grid[start]), int(grid[stop]), tile)
+        for (start, stop), (firsts, lasts) in zip(pairwise(cuts), pairwise(bounds))
+    ]
+    return EdgeChunks(tuple(chunks))
 
 
-def _by_tap_and_row(kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Input and output rows of every edge but the identity tap's, by tap and then by output row; edges of each tap."""
-    (in_rows, out_rows), counts = _sorted(kernel_map), list(kernel_map.tap_counts)
-    if kernel_map.identity_tap is not None:
-        before = sum(counts[: kernel_map.identity_tap])
-        after = before + counts[kernel_map.identity_tap]
-        in_rows, out_rows = (torch.cat([t[:before], t[after:]]) for t in (in_rows, out_rows))
-        counts[kernel_map.identity_tap] = 0
-    return in_rows, out_rows, counts
+def _chunk(ins: np.ndarray, outs: np.ndarray, runs: list[tuple[int, int]], start: int, stop: int, tile: int) -> Chunk:
+    """The chunk of output rows [start, stop), whose edges are ``runs`` of the edges by tap."""
+    room = [-(-(b - a) // tile) * tile for a, b in runs]
+    ends = list(accumulate(room, initial=0))
+    nowhere = np.full(tile, stop, np.int32)  # the output row of padding, until all are in order
+    pieces = [(slice(a, b), size - b + a) for (a, b), size in zip(runs, room) if size]
+    none = np.zeros(0, np.int32)
+    in_rows = np.concatenate([none, *(x for run, pad in pieces for x in (ins[run], np.zeros(pad, np.int32)))])
+    out_rows = np.concatenate([none, *(x for run, pad in pieces for x in (outs[run], nowhere[:pad]))])
+    spans = [(tap, a, a + last - first, b) for tap, ((a, b), (first, last)) in enumerate(zip(pairwise(ends), runs))]
+    padding = np.concatenate([np.zeros(0, np.int64), *(np.arange(a, b) for _, _, a, b in spans)])
+    live = len(out_rows) - len(padding)
+    # by row, and by tap within a row, so that a sum has one order: sorted as numbers, which is faster than argsort
+    bits = max(1, len(out_rows)).bit_length()
+    kind = np.uint32 if (stop - start + 1) << bits < 1 << 32 else np.uint64
+    keys = (out_rows - np.int32(start)).astype(kind) << kind(bits)
+    keys |= np.arange(len(keys), dtype=kind)
+    keys.sort()
+    offsets = np.searchsorted(keys[:live], np.arange(stop - start + 1, dtype=kind) << kind(bits)).astype(np.int32)
+    out_rows[padding] = 0
+    return Chunk(
+        start,
+        stop,
+        torch.from_numpy(in_rows),
+        torch.from_numpy(out_rows),
+        torch.from_numpy(padding),
+        tuple(span for span in spans if span[1] < span[2]),
+        torch.from_numpy(np.repeat(np.arange(len(runs)), np.array(room) // tile)),
+        torch.from_numpy(np.array(ends, np.int32) // np.int32(tile)),
+        torch.from_numpy((keys[:live] & kind((1 << bits) - 1)).astype(np.int32)),
+        torch.from_numpy(offsets),
+    )
 
 
 def _sorted(kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
+from sparseconv.backends import cpu_products
 from sparseconv.backends.base import Backend, Request
-from sparseconv.backends.cpu_products import accumulate_gram, buffer, fresh, multiply
+from sparseconv.backends.cpu_products import accumulate_gram, add_sums, buffer, fresh, multiply
 from sparseconv.backends.cpu_threads import share
-from sparseconv.backends.edge_chunks import Chunk, EdgeChunks, EdgeRuns
+from sparseconv.backends.edge_chunks import Chunk, EdgeChunks
 from sparseconv.geometry.kernel_map import KernelMap
 
-TILE = 64  # edges that share a weight; every product has a multiple of it as rows, so that oneDNN meets few shapes
+TILE = 128  # edges that share a weight; half of it where products go one by one, so that oneDNN meets few shapes
 BLOCK = 1 << 20  # bytes that one gathered block of a tap takes: an L2 cache
-GRAM_ROWS = 4096  # rows that a product for a weight's gradient has at least, where there are as many
-SPAN = 1 << 15  # output rows that stay in a cache while the weight's gradient goes over them tap by tap
 SHARED = 1 << 29  # multiplications from which a call is worth sharing among threads: some ten milliseconds
+TILED = 4096  # numbers of a tap's weight up to which its edges go as tiles; a quarter with one thread
 BUFFER = 1 << 24  # bytes that the products of a chunk take: a share of an L3 cache
 
 
@@ -47,52 +47,33 @@ class NumpyGatherScatter(Backend):
         groups: int,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return _convolve(x, weight, range(kernel_map.num_taps), kernel_map, groups, bias)
+        y = fresh(kernel_map.num_out, weight.shape[2], x.dtype)
+        _walk(x, kernel_map, groups, weight, bias, y)
+        return y
 
     @torch.no_grad()
     def input_grad(
         self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
     ) -> torch.Tensor:
-        k, c_in, c_out = weight.shape
-        if groups == 1:
-            turned = weight.transpose(1, 2)
-        else:
-            split = weight.reshape(k, c_in, groups, c_out // groups)
-            turned = split.permute(0, 3, 2, 1).reshape(k, c_out // groups, c_in * groups)
-        if kernel_map.mirror is not None:  # the reversed edges of a tap are those of its mirror: the chunks serve twice
-            return _convolve(grad_out, turned, kernel_map.mirror, kernel_map, groups, None)
-        return _convolve(grad_out, turned, range(k), kernel_map.reverse(), groups, None)
+        grad_x = fresh(kernel_map.num_in, weight.shape[1] * groups, grad_out.dtype)
+        edges, taps = _reversed(kernel_map)
+        _walk(grad_out, edges, groups, _turned(weight, groups)[taps], None, grad_x)
+        return grad_x
 
     @torch.no_grad()
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
-        dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
-        c_in, c_out = x.shape[1], grad_out.shape[1]
-        shape = (kernel_map.num_taps, c_in // groups, c_out)
-        if 0 in shape or kernel_map.num_pairs == 0:
-            return torch.zeros(shape, dtype=dtype)
-        x, grad_out = x.to(wide).contiguous(), grad_out.to(wide).contiguous()
-        threads = _threads(kernel_map.num_pairs * shape[1] * c_out)
-        edges = EdgeRuns.of(kernel_map, SPAN, threads)
-        partial = torch.zeros(threads, *shape, dtype=wide)
-        step = _gram_rows(c_in, c_out, wide)
-        identity = kernel_map.identity_tap
-        begin = sum(kernel_map.tap_counts[:identity])
+        return _walk(x, kernel_map, groups, near=grad_out)
 
-        def add_up(part: int) -> None:
-            rows = min(step, max((b - a for _, a, b in edges.parts[part]), default=0))
-            xs, gs = buffer("inputs", rows, c_in, wide), buffer("products", rows, c_out, wide)
-            for tap, start, end in edges.parts[part]:
-                for first in range(start, end, step):
-                    last = min(first + step, end)
-                    if tap == identity:
-                        a, b = x[first - begin : last - begin], grad_out[first - begin : last - begin]
-                    else:
-                        a = torch.index_select(x, 0, edges.in_rows[first:last], out=xs[: last - first])
-                        b = torch.index_select(grad_out, 0, edges.out_rows[first:last], out=gs[: last - first])
-                    _accumulate(a, b, partial[part, tap], groups)
-
-        share(add_up, range(threads), threads)
-        return (partial[0] if threads == 1 else partial.sum(0)).to(dtype)
+    @torch.no_grad()
+    def gradients(
+        self, x: torch.Tensor, weight: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One walk: the rows of ``grad_out`` that an input row meets, once gathered, serve both."""
+        grad_x, grad_weight = fresh(len(x), x.shape[1], x.dtype), torch.empty(weight.shape, dtype=x.dtype)
+        edges, taps = _reversed(kernel_map)
+        grams = _walk(grad_out, edges, groups, _turned(weight, groups)[taps], None, grad_x, near=x)
+        grad_weight[taps] = _turned(grams, groups)
+        return grad_x, grad_weight
 
     def workspace_bytes(self, request: Request) -> int:
         wide = torch.promote_types(request.dtype, torch.float32)
@@ -100,79 +81,165 @@ class NumpyGatherScatter(Backend):
         tiled, threads = _tiled(c_in, c_out, request.groups), _threads(request.flops // 2)
         fitting = threads * _chunk_edges(c_in, c_out, wide, tiled)
         edges = min(fitting, kernel_map.num_pairs + kernel_map.num_out) + threads * kernel_map.num_taps * TILE
-        sums = edges * c_out * size  # the products of the chunks at work and their sums
-        tiles = edges * c_in * size + edges // TILE * c_in * c_out * size  # their inputs and weights
+        gram = c_in * c_out // request.groups * size  # of a tap
+        products = 2 * edges * max(c_in, c_out) * size  # of the chunks at work, and their sums
+        tiles = edges * max(c_in, c_out) * size + edges // TILE * gram  # their inputs, and weights or grams
         blocks = tiles if tiled else 2 * threads * max(BLOCK, 512 * max(c_in, c_out) * size)
-        rows = min(_gram_rows(c_in, c_out, wide), kernel_map.max_pairs_per_tap)
-        own = kernel_map.num_taps * c_in * c_out // request.groups  # a weight's gradient
-        grams = threads * (rows * (c_in + c_out) + own) * size
         widened = 0 if request.dtype == wide else max(kernel_map.num_in, kernel_map.num_out) * (c_in + c_out) * size
-        return max(sums + blocks, grams) + widened
+        return products + blocks + (threads + 2) * kernel_map.num_taps * gram + widened
 
 
-def _convolve(
+def _reversed(kernel_map: KernelMap) -> tuple[KernelMap, list[int] | slice]:
+    """A map with the reversed edges, and which of this map's taps each of its own is.
+
+    The reversed edges of a tap are those of its mirror, where there is one: the chunks of the map serve twice.
+    """
+    return (kernel_map.reverse(), slice(None)) if kernel_map.mirror is None else (kernel_map, list(kernel_map.mirror))
+
+
+def _turned(weight: torch.Tensor, groups: int) -> torch.Tensor:
+    """(K, a/G, b) -> (K, b/G, a): the channels of each group exchanged."""
+    if groups == 1:
+        return weight.transpose(1, 2)
+    k, a, b = weight.shape
+    return weight.reshape(k, a, groups, b // groups).permute(0, 3, 2, 1).reshape(k, b // groups, a * groups)
+
+
+def _walk(
     x: torch.Tensor,
-    weight: torch.Tensor,
-    taps: Sequence[int],
     kernel_map: KernelMap,
     groups: int,
-    bias: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    y: torch.Tensor | None = None,
+    near: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y[out] = sum over edges (k, in, out) of x[in] @ weight[taps[k]]."""
+    """Over all edges (k, in, out), sum x[in] @ weight[k] + bias into y[out] (N_out, C_out), where a weight is given,
+    and return the sum of x[in]^T near[out] as (K, C_in/G, C_out), where ``near`` (N_out, C_out) is; empty elsewhere."""
     dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
-    c_in, c_out = x.shape[1], weight.shape[2]
-    y = fresh(kernel_map.num_out, c_out, dtype)
-    if y.numel() == 0:
-        return y
-    if c_in == 0:
-        return y.zero_() if bias is None else y.copy_(bias.expand_as(y))
-    x, weight = x.to(wide).contiguous(), weight.to(wide)
-    if not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()):
-        weight = weight.contiguous()
-    weight = weight[list(taps)] if list(taps) != list(range(len(taps))) else weight
-    bias = None if bias is None else bias.to(wide)
-    tiled = _tiled(c_in, c_out, groups)
-    if tiled:
-        weight = weight.contiguous()  # its tiles are picked by the thousand
+    c_in, c_out = x.shape[1], (near if weight is None else weight).shape[-1]  # type: ignore[union-attr]
+    taps, identity = kernel_map.num_taps, kernel_map.identity_tap
     threads = _threads(kernel_map.num_pairs * c_in * c_out // groups)
-    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide, tiled), TILE, threads)
+    grams = torch.zeros(threads, 0 if near is None else taps, c_in // groups, c_out, dtype=wide)
+    if c_in == 0 and y is not None:
+        y.copy_(torch.zeros(()) if bias is None else bias)
+    if 0 in (kernel_map.num_out, c_in, c_out):
+        return grams[0].to(dtype)
+    x, near = x.to(wide).contiguous(), None if near is None else near.to(wide).contiguous()
+    tiled = _tiled(c_in, c_out, groups)
+    weights: Sequence[torch.Tensor] = ()
+    if weight is not None:
+        weight = weight.to(wide)
+        if tiled or not (weight.is_contiguous() or weight.transpose(1, 2).is_contiguous()):
+            weight = weight.contiguous()
+        weights = weight.unbind()
+    bias = None if bias is None else bias.to(wide)
+    tile = TILE if tiled else TILE // 2
+    cut = EdgeChunks.of(kernel_map, _chunk_edges(c_in, c_out, wide, tiled), tile, threads)
     step = max(512, BLOCK // (wide.itemsize * max(c_in, c_out)) // TILE * TILE)
-    weights = weight.unbind()
 
-    def convolve(chunk: Chunk) -> None:
+    def visit(chunk: Chunk, gram: torch.Tensor) -> None:
         products = buffer("products", len(chunk.in_rows), c_out, wide)
-        if tiled and chunk.taps:
-            inputs = buffer("inputs", len(chunk.in_rows), c_in, wide)
-            products = _multiply_tiles(x, weight, chunk, inputs, products, groups)
+        if tiled:
+            _tiles(x, weight, near, chunk, products, gram, groups)
         else:
-            inputs = buffer("inputs", min(step, len(chunk.in_rows)), c_in, wide)
-            runs = [(tap, min(step, last - a)) for tap, first, last in chunk.taps for a in range(first, last, step)]
-            sizes = [size for _, size in runs]  # one call each to cut them: the threads take turns in Python
-            for (tap, size), picked, out in zip(runs, chunk.in_rows.split(sizes), products.split(sizes)):
-                _multiply(torch.index_select(x, 0, picked, out=inputs[:size]), weights[tap], out, groups)
-        sums = _sum_by_row(products, chunk)
-        if bias is not None:
-            sums += bias
-        rows_out = y[chunk.start : chunk.stop]
-        if kernel_map.identity_tap is None:
-            rows_out.copy_(sums)
+            _runs(x, weights, near, chunk, products, gram, groups, step)
+        rows = slice(chunk.start, chunk.stop)
+        if near is not None and identity is not None:
+            _accumulate(x[rows], near[rows], gram[identity], groups)
+        if y is None:
             return
-        for a in range(0, chunk.stop - chunk.start, step):
-            b = min(a + step, chunk.stop - chunk.start)
-            summed = sums[a:b]
-            target = rows_out[a:b] if dtype == wide else summed
-            own = x[chunk.start + a : chunk.start + b]
-            _multiply(own, weights[kernel_map.identity_tap], target, groups, summed)
+        sums = y[rows] if dtype == wide else buffer("sums", chunk.stop - chunk.start, c_out, wide)
+        if identity is not None:
+            _multiply(x[rows], weights[identity], sums, groups)
+        if bias is not None:
+            sums.copy_(bias.expand_as(sums)) if identity is None else sums.add_(bias)
+        add_sums(products, chunk.slots, chunk.offsets, sums, fill=identity is None and bias is None)
         if dtype != wide:
-            rows_out.copy_(sums)
+            y[rows] = sums
 
-    share(convolve, cut.chunks, threads)
-    return y
+    if near is None:
+        share(lambda chunk: visit(chunk, grams[0]), cut.chunks, threads)
+    else:  # which thread sums which chunks is fixed
+
+        def part(number: int) -> None:
+            for chunk in cut.chunks[number::threads]:
+                visit(chunk, grams[number])
+
+        share(part, range(threads), threads)
+    return (grams[0] if threads == 1 else grams.sum(0)).to(dtype)
+
+
+def _runs(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    near: torch.Tensor | None,
+    chunk: Chunk,
+    products: torch.Tensor,
+    gram: torch.Tensor,
+    groups: int,
+    step: int,
+) -> None:
+    """The products and grams of a chunk tap by tap, in blocks of ``step`` edges."""
+    longest = min(step, len(chunk.in_rows))
+    inputs = buffer("inputs", longest, x.shape[1], x.dtype)
+    beside = None if near is None else buffer("beside", longest, near.shape[1], x.dtype)
+    runs = [
+        (tap, min(step, padded - a), min(step, last - a))
+        for tap, first, last, padded in chunk.taps
+        for a in range(first, padded, step)
+    ]
+    sizes = [size for _, size, _ in runs]  # one call each to cut them: the threads take turns in Python
+    cut = (rows.split(sizes) for rows in (chunk.in_rows, chunk.out_rows, products))
+    for (tap, size, edges), ins, outs, out in zip(runs, *cut):
+        picked = torch.index_select(x, 0, ins, out=inputs[:size])
+        if weights:
+            _multiply(picked, weights[tap], out, groups)
+        if near is not None and edges > 0:
+            met = torch.index_select(near, 0, outs[:edges], out=beside[:edges])  # type: ignore[index]
+            _accumulate(picked[:edges], met, gram[tap], groups)
+
+
+def _tiles(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    near: torch.Tensor | None,
+    chunk: Chunk,
+    products: torch.Tensor,
+    gram: torch.Tensor,
+    groups: int,
+) -> None:
+    """The products and grams of a chunk as one batch each, of tiles that share a tap."""
+    if not chunk.taps:
+        return
+    count, c_in, c_out = len(chunk.tile_taps), x.shape[1], products.shape[1]
+    inputs = torch.index_select(x, 0, chunk.in_rows, out=buffer("inputs", len(chunk.in_rows), c_in, x.dtype))
+    rows, out = inputs.view(count, -1, c_in), products.view(count, -1, c_out)
+    own = buffer("tiles", count, c_in // groups * c_out, x.dtype)  # a matrix for each tile
+    matrices = own.view(count, c_in // groups, c_out)
+    if near is not None:
+        met = torch.index_select(near, 0, chunk.out_rows, out=products)
+        for padded in (inputs, met):  # both, since nothing times infinity is not nothing
+            padded.index_fill_(0, chunk.padding, 0)
+        if groups > 1:
+            torch.sum(met.mul_(inputs).view(out.shape), 1, keepdim=True, out=matrices)
+        else:
+            torch.bmm(rows.transpose(1, 2), out, out=matrices)
+        add_sums(own, torch.arange(count, dtype=torch.int32), chunk.tile_offsets, gram.view(len(gram), -1))
+    if weight is not None:
+        torch.index_select(weight, 0, chunk.tile_taps, out=matrices)
+        if groups > 1:  # as many as channels
+            torch.mul(rows, matrices, out=out)
+        else:
+            torch.bmm(rows, matrices, out=out)
 
 
 def _tiled(c_in: int, c_out: int, groups: int) -> bool:
     """Whether the products of a chunk go as one batch of tiles."""
-    return groups == c_in == c_out or (groups == 1 and min(c_in, c_out) < 24 and c_in * c_out <= 1024)
+    if groups > 1:
+        return groups == c_in == c_out
+    limit = TILED if torch.get_num_threads() > 1 else TILED // 4
+    return c_in * c_out <= limit and (min(c_in, c_out) < 24 or cpu_products.linear() is None)
 
 
 def _threads(multiplications: int) -> int:
@@ -190,51 +257,19 @@ def _chunk_edges(c_in: int, c_out: int, wide: torch.dtype, tiled: bool) -> int:
 
     A product for each tap of a chunk costs some 20 us to ask for, and pays with large chunks; tiles go as one batch.
     """
-    size = BUFFER // 4 if tiled else BUFFER
+    size = BUFFER // 2 if tiled else BUFFER
     fitting = max(1, size // (wide.itemsize * max(c_in, c_out, 1)))
     return max(4096, 1 << (fitting.bit_length() - 1))
 
 
-def _gram_rows(c_in: int, c_out: int, wide: torch.dtype) -> int:
-    return max(GRAM_ROWS, 2 * BLOCK // (wide.itemsize * max(c_in, c_out, 1)))
-
-
-def _sum_by_row(products: torch.Tensor, chunk: Chunk) -> torch.Tensor:
-    """(rows of the chunk, C_out): the sum of each output row's products, zeros where it has none."""
-    rows = chunk.stop - chunk.start
-    if len(chunk.slots) == 0:
-        return products.new_zeros(rows, products.shape[1])
-    return torch.embedding_bag(products, chunk.slots, chunk.offsets, False, 0, False, None, True)[0]
-
-
-def _multiply_tiles(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    chunk: Chunk,
-    inputs: torch.Tensor,
-    out: torch.Tensor,
-    groups: int,
-) -> torch.Tensor:
-    count = len(chunk.tile_taps)
-    rows = torch.index_select(x, 0, chunk.in_rows, out=inputs[: len(chunk.in_rows)]).view(count, TILE, x.shape[1])
-    weights = torch.index_select(weight, 0, chunk.tile_taps)
-    if groups > 1:  # as many as channels
-        return rows.mul_(weights).view(out.shape)
-    torch.bmm(rows, weights, out=out.view(count, TILE, out.shape[1]))
-    return out
-
-
-def _multiply(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int, add: torch.Tensor | None = None
-) -> None:
-    """out (M, C_out) = x (M, C_in) times one tap's weight (C_in/G, C_out), plus ``add`` where given."""
+def _multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int) -> None:
+    """out (M, C_out) = x (M, C_in) times one tap's weight (C_in/G, C_out)."""
     if groups == 1:
-        multiply(x, weight, out, add)
+        multiply(x, weight, out)
     elif weight.shape[0] == 1 and groups == out.shape[1]:
-        torch.mul(x, weight, out=out) if add is None else torch.addcmul(add, x, weight, out=out)
+        torch.mul(x, weight, out=out)
     else:
-        product = torch.bmm(_by_group(x, groups), _by_group(weight, groups)).transpose(0, 1).reshape(out.shape)
-        out.copy_(product) if add is None else torch.add(product, add, out=out)
+        out.copy_(torch.bmm(_by_group(x, groups), _by_group(weight, groups)).transpose(0, 1).reshape(out.shape))
 
 
 def _accumulate(x: torch.Tensor, g: torch.Tensor, out: torch.Tensor, groups: int) -> None:

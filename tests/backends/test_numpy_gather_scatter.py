@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sparseconv as sc
 from sparseconv.backends import cpu_products, cpu_threads
 from sparseconv.backends import numpy_gather_scatter as engine
 from sparseconv.backends.base import Request
-from sparseconv.backends.edge_chunks import EdgeChunks, EdgeRuns
+from sparseconv.backends.edge_chunks import EdgeChunks
 from sparseconv.backends.numpy_gather_scatter import NumpyGatherScatter
 from sparseconv.geometry.kernel_map import KernelMap
 
@@ -63,40 +65,19 @@ def test_chunks_hold_every_edge_once(seed, rows, taps, edges, tile, own):
         assert chunk.start == next_row
         assert chunk.start % tile == 0
         next_row = chunk.stop
-        tap_at = {place: tap for tap, a, b in chunk.taps for place in range(a, b)}
-        assert len(chunk.in_rows) == len(tap_at) <= cut.max_edges
+        tap_at = {place: tap for tap, a, _, b in chunk.taps for place in range(a, b)}
+        assert len(chunk.in_rows) == len(tap_at)
+        assert chunk.padding.tolist() == [place for _, _, a, b in chunk.taps for place in range(a, b)]
         assert chunk.tile_taps.tolist() == [tap_at[p] for p in range(0, len(tap_at), tile)]
+        assert chunk.tile_offsets.diff().tolist() == [chunk.tile_taps.tolist().count(tap) for tap in range(taps)]
         for row, (a, b) in enumerate(zip(chunk.offsets[:-1], chunk.offsets[1:]), chunk.start):
             places = chunk.slots[a:b].tolist()
             assert [tap_at[p] for p in places] == sorted(tap_at[p] for p in places)
             found += [(tap_at[p], int(chunk.in_rows[p]), row) for p in places]
+            assert all(chunk.out_rows[p] == row for p in places)
     assert next_row == rows
     edges_of = zip(*(t.tolist() for t in (kernel_map.pair_taps, kernel_map.in_rows, kernel_map.out_rows)))
     assert sorted(found) == sorted(e for e in edges_of if e[0] != identity)
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    seed=st.integers(0, 99),
-    rows=st.integers(1, 60),
-    taps=st.integers(1, 9),
-    span=st.integers(1, 80),
-    threads=st.integers(1, 4),
-    own=st.booleans(),
-)
-def test_runs_hold_every_edge_once(seed, rows, taps, span, threads, own):
-    kernel_map = random_map(seed, rows, rows, taps, taps - 1 if own else None)
-    cut = EdgeRuns.of(kernel_map, span, threads)
-    assert EdgeRuns.of(kernel_map, span, threads) is cut
-    assert len(cut.parts) == threads
-    found = [
-        (tap, int(cut.in_rows[e]), int(cut.out_rows[e]))
-        for part in cut.parts
-        for tap, first, last in part
-        for e in range(first, last)
-    ]
-    edges = zip(*(t.tolist() for t in (kernel_map.pair_taps, kernel_map.in_rows, kernel_map.out_rows)))
-    assert sorted(found) == sorted(edges)
 
 
 @pytest.fixture
@@ -118,12 +99,19 @@ def poisoned(monkeypatch):
     vars(cpu_products._buffers).clear()
 
 
-@pytest.mark.parametrize("onednn", [True, False])
-@pytest.mark.parametrize(("c_in", "c_out"), [(3, 5), (16, 16), (40, 24)])
-@pytest.mark.parametrize("identity", [None, 2])
-def test_integers_to_the_bit_from_poisoned_memory(poisoned, monkeypatch, identity, c_in, c_out, onednn):
+def choose_libraries(monkeypatch, onednn: bool) -> None:
+    """oneDNN and ``embedding_bag``, as on an AMD CPU, or MKL for both, as on an Intel one."""
     chosen = torch.ops.mkldnn._linear_pointwise.default if onednn else None
     monkeypatch.setattr(cpu_products, "linear", lambda: chosen)
+    monkeypatch.setattr(cpu_products, "sums_through_mkl", lambda: not onednn and torch.backends.mkl.is_available())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("onednn", [True, False])
+@pytest.mark.parametrize(("c_in", "c_out"), [(3, 5), (16, 16), (32, 32), (40, 24)])
+@pytest.mark.parametrize("identity", [None, 2])
+def test_integers_to_the_bit_from_poisoned_memory(poisoned, monkeypatch, identity, c_in, c_out, onednn):
+    choose_libraries(monkeypatch, onednn)
     kernel_map = random_map(3, 90, 90, 5, identity)
     x, g = torch.randint(-2, 3, (90, c_in)).float(), torch.randint(-2, 3, (90, c_out)).float()
     w, bias = torch.randint(-2, 3, (5, c_in, c_out)).float(), torch.randint(-2, 3, (c_out,)).float()
@@ -136,6 +124,25 @@ def test_integers_to_the_bit_from_poisoned_memory(poisoned, monkeypatch, identit
     for tap, i, o in zip(*(t.tolist() for t in (kernel_map.pair_taps, kernel_map.in_rows, kernel_map.out_rows))):
         want_dw[tap] += x[i][:, None] * g[o]
     assert torch.equal(dw, want_dw)
+    both = BACKEND.gradients(x, w, g, kernel_map, 1)
+    assert torch.equal(both[0], dx)
+    assert torch.equal(both[1], dw)
+
+
+@pytest.mark.parametrize("groups", [1, 4, 16])
+def test_both_gradients_of_a_mirrored_map(groups):
+    """Their one walk goes over the map itself, whose taps are the mirrored ones."""
+    rows = torch.randperm(60)[:40].sort().values
+    grid = sc.VoxelGrid(torch.nn.functional.pad(rows[:, None], (1, 0)))
+    kernel_map = sc.ConvolutionPlan(grid, 3).kernel_map
+    assert kernel_map.mirror is not None
+    x, g = torch.randint(-2, 3, (40, 16)).float(), torch.randint(-2, 3, (40, 32 if groups == 1 else 16)).float()
+    w = torch.randint(-2, 3, (3, 16 // groups, g.shape[1])).float()
+    grad_x, grad_w = BACKEND.gradients(x, w, g, kernel_map, groups)
+    assert torch.equal(grad_x, BACKEND.input_grad(g, w, kernel_map, groups))
+    assert torch.equal(grad_w, BACKEND.weight_grad(x, g, kernel_map, groups))
+    assert grad_x.is_contiguous()
+    assert grad_w.is_contiguous()
 
 
 @pytest.mark.parametrize("channels", [8, 32])
@@ -147,6 +154,14 @@ def test_padding_carries_nothing(channels):
     touched = set(kernel_map.out_rows[kernel_map.in_rows == 0].tolist())
     y = BACKEND.forward(x, w, kernel_map, 1)
     assert {row for row in range(70) if y[row].isnan().any()} == touched
+    g = torch.randn(70, channels)
+    met = set(kernel_map.pair_taps[kernel_map.in_rows == 0].tolist())
+    dw = BACKEND.weight_grad(x, g, kernel_map, 1)
+    assert {tap for tap in range(4) if dw[tap].isnan().any()} == met
+    g[0] = float("inf")
+    met = set(kernel_map.pair_taps[kernel_map.out_rows == 0].tolist())
+    dw = BACKEND.gradients(x.nan_to_num(), w, g, kernel_map, 1)[1]
+    assert {tap for tap in range(4) if not dw[tap].isfinite().all()} == met
 
 
 @pytest.mark.parametrize("onednn", [True, False])
@@ -162,10 +177,6 @@ def test_products_are_exact_on_either_side_of_the_choice(monkeypatch, rows, shap
     out = torch.full((rows, shape[1]), float("nan"))
     cpu_products.multiply(x, w, out)
     assert torch.equal(out.double(), x.double() @ w.double())
-    cpu_products.multiply(x, w, out, add=g)
-    assert torch.equal(out.double(), x.double() @ w.double() + g.double())
-    cpu_products.multiply(x, w, g, add=g)
-    assert torch.equal(g, out)
     total = torch.ones(shape)
     cpu_products.accumulate_gram(x, g, total)
     assert torch.equal(total.double(), x.double().t() @ g.double() + 1)
@@ -179,6 +190,22 @@ def test_the_library_that_multiplies_is_the_one_well_ahead(monkeypatch, onednn, 
     assert (cpu_products.linear.__wrapped__() is not None) == taken
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize("edges", [0, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_through_either_library(monkeypatch, fill, edges, dtype):
+    offsets = torch.tensor([0, 0, edges // 3, edges // 3, edges], dtype=torch.int32)
+    slots = torch.randint(0, 500, (edges,), dtype=torch.int32)
+    rows = torch.randint(-9, 9, (500, 24)).to(dtype)
+    want = torch.stack([rows[slots[a:b]].sum(0) for a, b in pairwise(offsets)])
+    for mkl in {False, torch.backends.mkl.is_available()}:
+        monkeypatch.setattr(cpu_products, "sums_through_mkl", lambda mkl=mkl: mkl)
+        out = torch.full((4, 24), float("nan") if fill else 2.0, dtype=dtype)
+        cpu_products.add_sums(rows, slots, offsets, out, fill)
+        assert torch.equal(out, want + (0 if fill else 2))
+
+
 @pytest.mark.parametrize("channels", [8, 64])
 def test_the_same_bits_whatever_ran_before(channels):
     kernel_map = random_map(7, 3000, 3000, 9, 4)
@@ -189,6 +216,7 @@ def test_the_same_bits_whatever_ran_before(channels):
             BACKEND.forward(x, w, kernel_map, 1),
             BACKEND.input_grad(g, w, kernel_map, 1),
             BACKEND.weight_grad(x, g, kernel_map, 1),
+            *BACKEND.gradients(x, w, g, kernel_map, 1),
         ]
 
     first = verbs()
@@ -220,6 +248,7 @@ def test_integers_to_the_bit_with_any_number_of_threads(threads, channels, group
             BACKEND.forward(x, w, kernel_map, groups),
             BACKEND.input_grad(g, w, kernel_map, groups),
             BACKEND.weight_grad(x, g, kernel_map, groups),
+            *BACKEND.gradients(x, w, g, kernel_map, groups),
         ]
 
     threads(1)
@@ -285,6 +314,11 @@ def test_empty_in_every_way(dtype, num_in, num_out, c_in, c_out):
     dw = BACKEND.weight_grad(y.new_ones(num_in, c_in), y.new_ones(num_out, c_out), kernel_map, 1)
     assert dw.shape == (3, c_in, c_out)
     assert dw.dtype == dtype
+    both = BACKEND.gradients(
+        y.new_ones(num_in, c_in), y.new_ones(3, c_in, c_out), y.new_ones(num_out, c_out), kernel_map, 1
+    )
+    assert [(t.shape, t.dtype) for t in both] == [((num_in, c_in), dtype), ((3, c_in, c_out), dtype)]
+    assert not any(t.any() for t in (*both, dw))
 
 
 def test_the_workspace_is_bounded_by_the_chunk():
