@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from functools import cache
 from time import perf_counter
@@ -81,45 +80,9 @@ def add_sums(
     if len(slots) == 0:
         if fill:
             out.zero_()
-    elif sums_through_mkl():
-        _mkl_sums(rows, slots, offsets, out, fill)
-    else:
-        _bag_sums(rows, slots, offsets, out, fill)
-
-
-def _mkl_sums(rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, fill: bool) -> None:
-    """As a product with a sparse matrix of ones, which adds in place."""
-    size = (len(out), len(rows))
-    matrix = torch.sparse_csr_tensor(offsets, slots, _ones(len(slots), rows.dtype), size, check_invariants=False)
-    torch.addmm(out, matrix, rows, beta=0 if fill else 1, out=out)
-
-
-def _ones(count: int, dtype: torch.dtype) -> torch.Tensor:
-    kept = getattr(_buffers, f"ones {dtype}", None)
-    if kept is None or len(kept) < count:
-        kept = torch.ones(count, dtype=dtype)
-        setattr(_buffers, f"ones {dtype}", kept)
-    return kept[:count]
-
-
-def _bag_sums(rows: torch.Tensor, slots: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, fill: bool) -> None:
+        return
     sums = torch.embedding_bag(rows, slots, offsets, False, 0, False, None, True)[0]
     out.copy_(sums) if fill else out.add_(sums)
-
-
-@cache
-def sums_through_mkl() -> bool:
-    """Whether MKL's sparse product is the faster way to sum on this machine: both are tried, once a process.
-
-    It was 1.5 times as fast as ``embedding_bag`` and a sum on an Intel CPU, and half as fast on an AMD one.
-    """
-    if not torch.backends.mkl.is_available():
-        return False
-    rows, out = torch.ones(8192, 64), torch.zeros(2048, 64)
-    sums = rows, torch.arange(8192, dtype=torch.int32), torch.arange(0, 8193, 4, dtype=torch.int32), out, False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls its sparse tensors a beta, once a process
-        return _least(lambda: _mkl_sums(*sums)) < _least(lambda: _bag_sums(*sums))
 
 
 def accumulate_gram(x: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None:

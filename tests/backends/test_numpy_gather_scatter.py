@@ -100,13 +100,11 @@ def poisoned(monkeypatch):
 
 
 def choose_libraries(monkeypatch, onednn: bool) -> None:
-    """oneDNN and ``embedding_bag``, as on an AMD CPU, or MKL for both, as on an Intel one."""
+    """oneDNN, as on an AMD CPU, or MKL, as on an Intel one."""
     chosen = torch.ops.mkldnn._linear_pointwise.default if onednn else None
     monkeypatch.setattr(cpu_products, "linear", lambda: chosen)
-    monkeypatch.setattr(cpu_products, "sums_through_mkl", lambda: not onednn and torch.backends.mkl.is_available())
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("onednn", [True, False])
 @pytest.mark.parametrize(("c_in", "c_out"), [(3, 5), (16, 16), (32, 32), (40, 24)])
 @pytest.mark.parametrize("identity", [None, 2])
@@ -190,7 +188,6 @@ def test_the_library_that_multiplies_is_the_one_well_ahead(monkeypatch, onednn, 
     assert (cpu_products.linear.__wrapped__() is not None) == taken
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("fill", [True, False])
 @pytest.mark.parametrize("edges", [0, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
