@@ -16,8 +16,8 @@ from sparseconv.products.terms import Terms
 
 #: elements of all temporaries of one piece: 2 MB of fp32, what the second-level caches of two cores hold
 _PIECE = 1 << 19
-#: elements of a result that is its own only temporary, and taken whole: 16 MB of fp32, which malloc keeps at hand
-_WHOLE = 1 << 22
+#: elements of a result that is its own only temporary, and taken whole: 32 MB of fp32, which malloc keeps at hand
+_WHOLE = 1 << 23
 
 
 @torch.autocast("cpu", enabled=False)  # the caller has cast the inputs; what is made of them here stays as it is
