@@ -62,18 +62,16 @@ class NumpyGatherScatter(Backend):
 
     @torch.no_grad()
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
-        return _walk(x, kernel_map, groups, near=grad_out)
+        """The walk of `gradients` with one half left out: the same bits, whether dL/dx is wanted or not."""
+        return _gradients(x, None, grad_out, kernel_map, groups, None)
 
     @torch.no_grad()
     def gradients(
         self, x: torch.Tensor, weight: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One walk: the rows of ``grad_out`` that an input row meets, once gathered, serve both."""
-        grad_x, grad_weight = fresh(len(x), x.shape[1], x.dtype), torch.empty(weight.shape, dtype=x.dtype)
-        edges, taps = _reversed(kernel_map)
-        grams = _walk(grad_out, edges, groups, _turned(weight, groups)[taps], None, grad_x, near=x)
-        grad_weight[taps] = _turned(grams, groups)
-        return grad_x, grad_weight
+        grad_x = fresh(len(x), x.shape[1], x.dtype)
+        return grad_x, _gradients(x, weight, grad_out, kernel_map, groups, grad_x)
 
     def workspace_bytes(self, request: Request) -> int:
         wide = torch.promote_types(request.dtype, torch.float32)
@@ -87,6 +85,23 @@ class NumpyGatherScatter(Backend):
         blocks = tiles if tiled else 2 * threads * max(BLOCK, 512 * max(c_in, c_out) * size)
         widened = 0 if request.dtype == wide else max(kernel_map.num_in, kernel_map.num_out) * (c_in + c_out) * size
         return products + blocks + (threads + 2) * kernel_map.num_taps * gram + widened
+
+
+def _gradients(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    grad_out: torch.Tensor,
+    kernel_map: KernelMap,
+    groups: int,
+    grad_x: torch.Tensor | None,
+) -> torch.Tensor:
+    """The weight's gradient; with a weight, that of x in ``grad_x``, too."""
+    edges, taps = _reversed(kernel_map)
+    turned = None if weight is None else _turned(weight, groups)[taps]
+    grams = _walk(grad_out, edges, groups, turned, None, grad_x, near=x)
+    grad_weight = torch.empty(kernel_map.num_taps, x.shape[1] // groups, grad_out.shape[1], dtype=x.dtype)
+    grad_weight[taps] = _turned(grams, groups)
+    return grad_weight
 
 
 def _reversed(kernel_map: KernelMap) -> tuple[KernelMap, list[int] | slice]:
@@ -119,6 +134,7 @@ def _walk(
     dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
     c_in, c_out = x.shape[1], (near if weight is None else weight).shape[-1]  # type: ignore[union-attr]
     taps, identity = kernel_map.num_taps, kernel_map.identity_tap
+    alive = kernel_map.num_out if identity is None else kernel_map.tap_counts[identity]  # rows that are dead follow
     threads = _threads(kernel_map.num_pairs * c_in * c_out // groups)
     grams = torch.zeros(threads, 0 if near is None else taps, c_in // groups, c_out, dtype=wide)
     if c_in == 0 and y is not None:
@@ -146,7 +162,8 @@ def _walk(
             _runs(x, weights, near, chunk, products, gram, groups, step)
         rows = slice(chunk.start, chunk.stop)
         if near is not None and identity is not None:
-            _accumulate(x[rows], near[rows], gram[identity], groups)
+            own = slice(chunk.start, min(chunk.stop, alive))
+            _accumulate(x[own], near[own], gram[identity], groups)
         if y is None:
             return
         sums = y[rows] if dtype == wide else buffer("sums", chunk.stop - chunk.start, c_out, wide)

@@ -511,3 +511,21 @@ def test_captured_maps_of_every_window_are_those_of_the_cpu(rows: int) -> None:
                 schedule.out_rows[schedule.out_rows >= 0].sort().values.cpu(), torch.arange(there.num_out)
             )
     assert grid.fault.item() == on_cpu.fault.item() == 0
+
+
+@pytest.mark.parametrize("channels", [8, 64, 96])
+def test_no_gradient_of_a_weight_sees_dead_rows_on_a_cpu(channels: int) -> None:
+    coords = scene(60, 4, 0)
+    live, grid = len(coords), fixed(coords, len(coords) + 20, VoxelGrid(coords, 2))
+    plan, want = ConvolutionPlan(grid, 3), ConvolutionPlan(VoxelGrid(coords, 2), 3)
+    w = torch.randn(27, channels, channels)
+    x, g = torch.full((live + 20, channels), float("nan")), torch.full((live + 20, channels), float("nan"))
+    x[:live], g[:live] = torch.randn(live, channels), torch.randn(live, channels)
+    found = []
+    for p, rows in ((plan, live + 20), (want, live)):
+        for wanted in (True, False):  # both gradients together, and one alone
+            leaves = x[:rows].clone().requires_grad_(wanted), w.clone().requires_grad_()
+            p.execute(*leaves).backward(g[:rows])
+            found.append(leaves[1].grad)
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other)
