@@ -1,8 +1,8 @@
 """The README's figures of a card, written from the committed results, and the claims that go with them.
 
-Between the two marks of the README stands what `section` makes of ``h200_gpu.json``, ``h200_network.json``,
-``h200_captured.json`` (maps and captured networks, measured since) and ``targets.json``; the claims about it, in
-``sparseconv/bench/claims.json``, are made in the same pass. Claims without a card are written by hand and stay.
+Between the two marks of the README stands what `section` makes of ``h200_gpu.json``, ``h200_network.json`` and
+``targets.json``; the claims about it, in ``sparseconv/bench/claims.json``, are made in the same pass. Claims without a
+card are written by hand and stay.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 from benchmarks.worker import PREFIX
 from sparseconv.bench import cases, report, stated, verify
+from sparseconv.bench.stated import LAYERS
 
 README = report.HERE.parents[1] / "README.md"
 BEGIN, END = "<!-- written by `python -m benchmarks readme` -->\n", "<!-- until here -->\n"
-LAYERS, NETWORKS, CAPTURED, TARGETS = "h200_gpu.json", "h200_network.json", "h200_captured.json", "targets.json"
+NETWORKS, TARGETS = "h200_network.json", "targets.json"
 #: the share by which a figure may be worse when it is measured again; and where the host sets the pace, by how much its
 #: Python is slower: the same maps took 0.59 and 0.95 ms on two machines with the same card
 TOLERANCE, HOST_TOLERANCE = 0.15, 0.9
@@ -39,9 +40,9 @@ class Section:
         self.lines = [
             f"One {self.card}, torch {packages['torch']}, triton {packages['triton']}, fp16 with fp32 sums, "
             "submanifold 3x3x3, rows as given, through autograd as a user calls it. **Milliseconds, ours / the best "
-            "other's**: the fastest of spconv, spconv-triton, FlexGEMM and WarpConvNet on another such card in "
-            "November 2026. *Map* is from coordinates to all that a training step needs, *captured*, as a graph that "
-            "serves every scene; *step* is forward and both gradients. Short eager "
+            "other's**: the fastest of spconv in the same run, and of spconv, spconv-triton, FlexGEMM and WarpConvNet "
+            "on another such card in November 2026. *Map* is from coordinates to all that a training step needs, "
+            "*captured*, as a graph that serves every scene; *step* is forward and both gradients. Short eager "
             "figures, maps above all, are the host's pace, and twice as long on some.",
             "",
             "![Their time over ours, case by case: forward, training step, map](docs/pictures/h200_gpu_relative.png)",
@@ -54,8 +55,6 @@ class Section:
         keys = {key: row[key] for key in ("case", "channels", "dtype", "device")}
         asked = {"implementation": name, **keys, "quantity": quantity}
         record = NETWORKS if name.startswith(PREFIX) else LAYERS
-        if quantity in report.MAPS or quantity.startswith("captured"):
-            record = CAPTURED
         claim: Claim = {
             "name": f"{name}, {row['case']}, {row['channels']}, {quantity}",
             "text": f"{words}: {quantity}" + (f" of the {whose}" if whose else ""),
@@ -83,12 +82,11 @@ class Section:
 
     def quotient(self, quantity: str, which: str) -> str:
         """The least or the most of theirs over ours, as a claim that follows from the table."""
-        record = CAPTURED if quantity in report.MAPS else LAYERS
-        figure = stated.quotient(stated.rows_of(record), quantity, which) or float("nan")
+        figure = stated.quotient(stated.rows_of(LAYERS), quantity, which) or float("nan")
         asked = {"implementation": "best other over ours", "case": "", "channels": 0, "dtype": "fp16", "device": "cuda"}
         claim: Claim = {"name": f"{quantity}, {which}", "text": f"{which} advantage in {quantity}", "unit": "times"}
         claim |= {"measure": asked | {"quantity": quantity}, "tolerance": TOLERANCE, "derived": which}
-        claim |= {"record": record, "card": self.card, "stated": f"{figure:.2g}", "figure": figure}
+        claim |= {"record": LAYERS, "card": self.card, "stated": f"{figure:.2g}", "figure": figure}
         self.claims.append(claim)
         return claim["stated"]
 

@@ -6,8 +6,11 @@ import re
 from typing import Any
 
 from sparseconv.bench import report
+from sparseconv.bench.peers import PEERS
 
 SIZES = {"k": 1e3, "M": 1e6}
+#: the committed results of layers on a card, ours and those of the peers that the index has
+LAYERS = "h200_gpu.json"
 
 
 def shown(value: float) -> str:
@@ -60,32 +63,45 @@ def recorded(claim: dict[str, Any]) -> float | None:
     if claim.get("derived"):
         return quotient(rows_of(claim["record"]), asked["quantity"], claim["derived"])
     if asked["implementation"] == "best other":
-        return published(asked["case"], asked["channels"], asked["quantity"])
-    keys = ("implementation", "case", "dtype") + (() if asked["quantity"] in report.MAPS else ("channels",))
+        return best_other(asked["case"], asked["channels"], asked["quantity"])
     for row in rows_of(claim["record"]):
-        same = all(row[key] == asked[key] for key in keys)
-        usual = not row.get("shuffled") and row.get("kernel", 3) == 3
-        found = value(row, asked["quantity"]) if same and usual else None
-        if found is not None:
-            return found
+        if _is_usual(row, asked["dtype"]) and row["implementation"] == asked["implementation"]:
+            found = _in_row(row, asked["case"], asked["channels"], asked["quantity"])
+            if found is not None:
+                return found
     return None
 
 
-def published(case: str, channels: int, quantity: str) -> float | None:
-    """The best other's figure of targets.json; a map's stands at one of its case's channels."""
+def best_other(case: str, channels: int, quantity: str) -> float | None:
+    """The least of the peers' figures: the best other's of targets.json, and those measured beside ours."""
     name = "map" if quantity in report.MAPS else quantity
     cells = [cell for cell in report.targets()["layers"] if cell["case"] == case and name in cell]
-    mine = [cell for cell in cells if cell["channels"] == channels or name == "map"]
-    return mine[0][name]["best_other"] if mine else None
+    found = [cell[name]["best_other"] for cell in cells if cell["channels"] == channels or name == "map"]
+    names = [kind.name for kind in PEERS]
+    theirs = [row for row in rows_of(LAYERS) if _is_usual(row, "fp16") and row["implementation"] in names]
+    found += [_in_row(row, case, channels, name) for row in theirs]
+    return min((figure for figure in found if figure is not None), default=None)
+
+
+def _is_usual(row: dict[str, Any], dtype: str) -> bool:
+    return row["dtype"] == dtype and not row.get("shuffled") and row.get("kernel", 3) == 3
+
+
+def _in_row(row: dict[str, Any], case: str, channels: int, quantity: str) -> float | None:
+    """A row's figure if it is of this case and, but for maps, these channels."""
+    same = row["case"] == case and (quantity in report.MAPS or row["channels"] == channels)
+    return value(row, quantity) if same else None
 
 
 def quotient(rows: list[dict[str, Any]], quantity: str, which: str) -> float | None:
     """The ``least`` or the ``most`` over all cells of targets.json: the best other's figure over ours."""
+    mine = [row for row in rows if _is_usual(row, "fp16") and row["implementation"] == "sparseconv"]
     found = []
-    for row in rows:
-        theirs, ours = published(row["case"], row["channels"], quantity), value(row, quantity)
-        mine = row["implementation"] == "sparseconv" and row["dtype"] == "fp16" and not row.get("shuffled")
-        if mine and theirs and ours and row.get("kernel", 3) == 3:
+    for cell in report.targets()["layers"]:
+        case, channels = cell["case"], cell["channels"]
+        ours = next(filter(None, (_in_row(row, case, channels, quantity) for row in mine)), None)
+        theirs = best_other(case, channels, quantity)
+        if ours and theirs and ("map" if quantity in report.MAPS else quantity) in cell:
             found.append(theirs / ours)
     return {"least": min, "most": max}[which](found) if found else None
 

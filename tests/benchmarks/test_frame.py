@@ -531,8 +531,30 @@ def test_claims_are_measured_anew_until_one_does_not_hold(tmp_path, capsys):
     several = [claim | {"name": name, "figure": ms, "stated": f"{ms:g}"} for name, ms in figures.items()]
     (tmp_path / "claims.json").write_text(json.dumps({"claims": several}))
     assert verify.verify([], "cpu", report.wide_console(), tmp_path / "claims.json") == 1
-    said = capsys.readouterr().out.splitlines()
+    said = filter(None, capsys.readouterr().out.splitlines())
     assert [line.partition(" a step")[0] for line in said] == ["holds", "does not hold"]
+
+
+@pytest.mark.parametrize(("theirs", "code"), [(2.0, 0), (1.4, 0), (1.2, 1)])
+def test_the_best_other_is_a_peer_and_must_not_be_faster_than_stated(monkeypatch, tmp_path, theirs, code):
+    asked = {"implementation": "best other", "case": "shell_16", "channels": 4, "dtype": "fp16", "device": "cuda"}
+    claim = {"name": "a", "text": "a step", "measure": asked | {"quantity": "step"}, "unit": "ms", "tolerance": 0.1}
+    claim |= {"figure": 1.45, "stated": "1.45", "card": "NVIDIA Abacus", "record": "targets.json"}
+    (tmp_path / "claims.json").write_text(json.dumps({"claims": [claim]}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Abacus")
+    monkeypatch.setattr(runner, "absent", lambda name: None)
+    measured = []
+
+    def run(jobs, *rest, **named):
+        measured.extend(job.implementation for job in jobs)
+        return [job.as_dict() | {"step": {"median": theirs + i}} for i, job in enumerate(jobs)]
+
+    monkeypatch.setattr(verify.session, "run", run)
+    monkeypatch.setattr(verify.session, "compile_ours", lambda *rest: None)
+    assert verify.verify([], None, report.wide_console(), tmp_path / "claims.json") == code
+    assert "spconv" in measured
+    assert not {"sparseconv", "cupy_gather_scatter", "triton_implicit_gemm", "dense conv3d"} & set(measured)
 
 
 @pytest.mark.parametrize(("words", "code"), [("1.45", 0), ("1.40", 1)])
