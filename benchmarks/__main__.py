@@ -131,11 +131,12 @@ def network(
 def verify(
     claim: Annotated[list[str] | None, typer.Option(help="Only the claims of these names; repeatable.")] = None,
     device: Annotated[str | None, typer.Option(help="Only the claims about 'cpu' or 'cuda'.")] = None,
+    out: Out = None,
 ) -> None:
     """Measure every number that the README states anew; fail on the first that does not hold."""
     from sparseconv.bench.verify import verify as check
 
-    raise typer.Exit(check(claim or [], device, console))
+    raise typer.Exit(check(claim or [], device, console, out=out))
 
 
 @app.command()

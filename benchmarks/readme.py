@@ -1,8 +1,8 @@
 """The README's figures of a card, written from the committed results, and the claims that go with them.
 
-Between the two marks of the README stands what `section` makes of ``h200_gpu.json``, ``h200_network.json`` and
-``targets.json``; the claims about it, in ``sparseconv/bench/claims.json``, are made in the same pass. Claims without a
-card are written by hand and stay.
+Between the two marks of the README stands what `section` makes of ``h200_gpu.json``, ``h200_beside_spconv.json`` (maps,
+and spconv), ``h200_network.json`` and ``targets.json``; the claims about it, in ``sparseconv/bench/claims.json``, are
+made in the same pass. Claims without a card are written by hand and stay.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.worker import PREFIX
 from sparseconv.bench import cases, report, stated, verify
-from sparseconv.bench.stated import LAYERS
+from sparseconv.bench.stated import BESIDE, LAYERS
 
 README = report.HERE.parents[1] / "README.md"
 BEGIN, END = "<!-- written by `python -m benchmarks readme` -->\n", "<!-- until here -->\n"
@@ -23,7 +23,7 @@ NETWORKS, TARGETS = "h200_network.json", "targets.json"
 TOLERANCE, HOST_TOLERANCE = 0.15, 0.9
 #: what of a network the host paces, and the milliseconds of a layer's under which it does
 HOSTS, HOST_MS = ("step", "inference", "fixed"), {"map": 1.0, "step": 0.5, "forward": 0.1}
-UNITS = {"memory": "MiB", "cold_s": "s", "second_s": "s", "voxels": "", "parameters": ""}
+UNITS = {"memory": "MiB", "captured_memory": "MiB", "cold_s": "s", "second_s": "s", "voxels": "", "parameters": ""}
 
 Claim = dict[str, Any]
 
@@ -40,8 +40,8 @@ class Section:
         self.lines = [
             f"One {self.card}, torch {packages['torch']}, triton {packages['triton']}, fp16 with fp32 sums, "
             "submanifold 3x3x3, rows as given, through autograd as a user calls it. **Milliseconds, ours / the best "
-            "other's**: the fastest of spconv in the same run, and of spconv, spconv-triton, FlexGEMM and WarpConvNet "
-            "on another such card in November 2026. *Map* is from coordinates to all that a training step needs, "
+            "other's**: the fastest of spconv, spconv-triton, FlexGEMM and WarpConvNet on such cards in "
+            "November 2026. *Map* is from coordinates to all that a training step needs, "
             "*captured*, as a graph that serves every scene; *step* is forward and both gradients. Short eager "
             "figures, maps above all, are the host's pace, and twice as long on some.",
             "",
@@ -54,7 +54,7 @@ class Section:
         name = whose or row["implementation"]
         keys = {key: row[key] for key in ("case", "channels", "dtype", "device")}
         asked = {"implementation": name, **keys, "quantity": quantity}
-        record = NETWORKS if name.startswith(PREFIX) else LAYERS
+        record = NETWORKS if name.startswith(PREFIX) else _layers_of(quantity)
         claim: Claim = {
             "name": f"{name}, {row['case']}, {row['channels']}, {quantity}",
             "text": f"{words}: {quantity}" + (f" of the {whose}" if whose else ""),
@@ -82,11 +82,12 @@ class Section:
 
     def quotient(self, quantity: str, which: str) -> str:
         """The least or the most of theirs over ours, as a claim that follows from the table."""
-        figure = stated.quotient(stated.rows_of(LAYERS), quantity, which) or float("nan")
+        record = _layers_of(quantity)
+        figure = stated.quotient(stated.rows_of(record), quantity, which) or float("nan")
         asked = {"implementation": "best other over ours", "case": "", "channels": 0, "dtype": "fp16", "device": "cuda"}
         claim: Claim = {"name": f"{quantity}, {which}", "text": f"{which} advantage in {quantity}", "unit": "times"}
         claim |= {"measure": asked | {"quantity": quantity}, "tolerance": TOLERANCE, "derived": which}
-        claim |= {"record": LAYERS, "card": self.card, "stated": f"{figure:.2g}", "figure": figure}
+        claim |= {"record": record, "card": self.card, "stated": f"{figure:.2g}", "figure": figure}
         self.claims.append(claim)
         return claim["stated"]
 
@@ -143,26 +144,26 @@ class Section:
             return
         parameters = self.claim(ours[0], "parameters", "U-Net", text=f"{ours[0]['parameters'] / 1e6:.2f} M")
         columns = {
-            ("step", "step"): "step, new scan",
-            ("captured_step", None): "the same, captured",
-            ("inference", "inference"): "inference, new scan",
-            ("captured_inference", None): "the same, captured",
-            ("replay", "fixed"): "inference, known geometry",
-            ("memory", "memory"): "step's memory, MiB",
+            "step, new scan": ("captured_step", "step"),
+            "inference, new scan": ("captured_inference", "inference"),
+            "inference, known geometry": ("replay", "fixed"),
+            "step's memory, MiB": ("captured_memory", "memory"),
+            "MiB without a graph": ("memory", ""),
         }
         self.lines += [
-            f"A U-Net of {parameters} parameters, milliseconds, ours / spconv's on the same card. A *new scan* builds "
-            "all its maps; *captured*, all of that is one CUDA graph which serves every scan (`nn.capture_step`, "
-            "`nn.capture`) and holds about twice the memory of an eager step, which is the one shown; a *known "
-            "geometry* has its maps, and ours is replayed as a graph too.",
+            f"A U-Net of {parameters} parameters, milliseconds, ours / spconv's: the less of its figures in the same "
+            "run and on another such card. A *new scan* builds all its maps; ours is one CUDA graph that serves every "
+            "scan (`nn.capture_step`, `nn.capture`) and has room for a quarter more voxels. Without a graph the host's "
+            "Python sets the pace of both, and ours is the faster one on the same host: "
+            "[networks](benchmarks/results/h200_network.json).",
             "",
-            f"| scan | {' | '.join(columns.values())} |",
+            f"| scan | {' | '.join(columns)} |",
             "|---" * (1 + len(columns)) + "|",
         ]
         for row in ours:
             words = f"U-Net, {_title(row['case'])}"
             cells = []
-            for quantity, other in columns:
+            for quantity, other in columns.values():
                 found = theirs.get(row["case"])
                 both = [self.claim(row, quantity, words) or "-"]
                 both += [self.claim(found, other, f"{words}, spconv")] if found and other else []
@@ -171,6 +172,10 @@ class Section:
             if not any(claim["name"].startswith(f"sparseconv, {row['case']},") for claim in self.claims):
                 self.claim(row, "voxels", _title(row["case"]), text=stated.count(row["voxels"]))
         self.lines.append("")
+
+
+def _layers_of(quantity: str) -> str:
+    return BESIDE if quantity in report.MAPS else LAYERS
 
 
 def _is_paced_by_the_host(row: dict[str, Any], quantity: str) -> bool:

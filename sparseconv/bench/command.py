@@ -59,7 +59,7 @@ def bench(
     console = report.wide_console()
     where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if verify_claims:
-        raise typer.Exit(verify([], None if device == "auto" else where, console))
+        raise typer.Exit(verify([], None if device == "auto" else where, console, out=out))
     if where not in ("cpu", "cuda") or (where == "cuda" and not torch.cuda.is_available()):
         raise typer.BadParameter(f"--device must be cpu, cuda (where torch sees a GPU) or auto; got {device!r}")
     for option, given, known in (

@@ -52,6 +52,7 @@ class Spconv(Convolution):
         super().__init__(coords, channels, dtype, kernel)
         self.library = self._load()
         self._switch_tf32(dtype == "tf32")
+        self._forget_choices()
         self.layer = self.library.SubMConv3d(channels, channels, kernel, bias=False, indice_key="map", fp32_accum=True)
         self.layer = self.layer.to(device=coords.device, dtype=self.dtype)
         self.shape = [int(n) for n in coords[:, 1:].amax(0) + 1]
@@ -64,6 +65,15 @@ class Spconv(Convolution):
         constants = import_module("spconv.constants")
         if hasattr(constants, "SPCONV_ALLOW_TF32"):
             constants.SPCONV_ALLOW_TF32 = allowed  # type: ignore[attr-defined]
+
+    def _forget_choices(self) -> None:
+        """It chooses kernels by channels and keeps them for every number of rows: here each case has its own choice."""
+        ops = self.library.ops
+        if getattr(ops, "CONV_CPP", None) is not None:
+            algo = import_module("spconv.algo")
+            ops.CONV_CPP = algo.ConvTunerSimple(
+                [algo.algocore.get_conv_algo_desp_from_param(known) for known in algo.ALL_IMPGEMM_PARAMS]
+            )
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
@@ -150,6 +160,9 @@ class SpconvTriton(Spconv):
 
     def _load(self) -> Any:
         return import_module("spconv_triton.pytorch")
+
+    def _forget_choices(self) -> None:
+        return
 
     def _switch_tf32(self, allowed: bool) -> None:
         constants = import_module("spconv_triton.constants")

@@ -9,8 +9,8 @@ from sparseconv.bench import report
 from sparseconv.bench.peers import PEERS
 
 SIZES = {"k": 1e3, "M": 1e6}
-#: the committed results of layers on a card, ours and those of the peers that the index has
-LAYERS = "h200_gpu.json"
+#: the committed results of layers on a card: ours, and a later run beside the peer that the index has, with all maps
+LAYERS, BESIDE = "h200_gpu.json", "h200_beside_spconv.json"
 
 
 def shown(value: float) -> str:
@@ -45,6 +45,8 @@ def rounds_to(value: float, text: str) -> bool:
 
 def value(row: dict[str, Any], quantity: str) -> float | None:
     """A row's figure: the median of a time, MiB of memory, or the number itself."""
+    if quantity == "captured_memory":
+        return row.get("memory", {}).get("captured_mib")
     found = row.get(quantity)
     return found.get("peak_mib", found.get("median")) if isinstance(found, dict) else found
 
@@ -68,7 +70,8 @@ def recorded(claim: dict[str, Any]) -> float | None:
         if _is_usual(row, asked["dtype"]) and row["implementation"] == asked["implementation"]:
             found = _in_row(row, asked["case"], asked["channels"], asked["quantity"])
             if found is not None:
-                return found
+                theirs = _spconvs(row, asked["quantity"])
+                return found if theirs is None else min(found, theirs)
     return None
 
 
@@ -78,9 +81,18 @@ def best_other(case: str, channels: int, quantity: str) -> float | None:
     cells = [cell for cell in report.targets()["layers"] if cell["case"] == case and name in cell]
     found = [cell[name]["best_other"] for cell in cells if cell["channels"] == channels or name == "map"]
     names = [kind.name for kind in PEERS]
-    theirs = [row for row in rows_of(LAYERS) if _is_usual(row, "fp16") and row["implementation"] in names]
+    theirs = [row for row in rows_of(BESIDE) if _is_usual(row, "fp16") and row["implementation"] in names]
     found += [_in_row(row, case, channels, name) for row in theirs]
     return min((figure for figure in found if figure is not None), default=None)
+
+
+def _spconvs(row: dict[str, Any], quantity: str) -> float | None:
+    """What spconv's network took on another such card, with another host."""
+    if row["implementation"] != "unet:spconv":
+        return None
+    name = "replay" if quantity == "fixed" else quantity
+    cells = [cell for cell in report.targets()["networks"] if cell["case"] == row["case"] and name in cell]
+    return cells[0][name]["best_other"] if cells else None
 
 
 def _is_usual(row: dict[str, Any], dtype: str) -> bool:

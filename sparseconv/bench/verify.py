@@ -22,8 +22,10 @@ import torch
 from rich.console import Console
 
 from sparseconv.bench import cases, measure, report, runner, selection, session, stated
+from sparseconv.bench.facts import facts
 from sparseconv.bench.measure import Job
 from sparseconv.bench.peers import PEERS
+from sparseconv.bench.timing import ceilings, clock_of
 
 Claim = dict[str, Any]
 Rows = dict[Job, runner.Row]
@@ -51,9 +53,11 @@ def claims(file: Path = CLAIMS) -> list[Claim]:
     return found
 
 
-def verify(names: Iterable[str], device: str | None, console: Console, file: Path = CLAIMS) -> int:
+def verify(
+    names: Iterable[str], device: str | None, console: Console, file: Path = CLAIMS, out: Path | None = None
+) -> int:
     """Measure each claim that can be measured here, hold the others against their record; 0 if all hold, 1 at the
-    first that does not."""
+    first that does not. What was measured of layers and networks is kept in the results file ``out``."""
     wanted, known = set(names), claims(file)
     unknown = wanted - {claim["name"] for claim in known}
     if unknown:
@@ -65,7 +69,7 @@ def verify(names: Iterable[str], device: str | None, console: Console, file: Pat
         if (not wanted or claim["name"] in wanted) and (not device or claim["measure"]["device"] == device)
     ]
     counts = {"measured": 0, "recorded": 0, "not checked": 0}
-    rows = measured_rows(asked, console)
+    rows = measured_rows(asked, console, out)
     for claim in asked:
         how, value, reason = found(claim, rows)
         unit = f" {claim['unit']}" if claim["unit"] else ""
@@ -133,20 +137,29 @@ def _is_measured_here(claim: Claim) -> bool:
     return not claim.get("derived") and (claim["measure"]["device"] == "cpu" or here == claim.get("card"))
 
 
-def measured_rows(asked: Sequence[Claim], console: Console) -> Rows:
+def measured_rows(asked: Sequence[Claim], console: Console, out: Path | None = None) -> Rows:
     """A row for every layer and network that the claims need and that can be measured here."""
     jobs = {job for claim in asked if _is_measured_here(claim) for job in jobs_of(claim["measure"])}
     ordered = sorted(jobs, key=lambda job: (job.implementation, job.dtype, job.case, job.channels, job.quantities))
     networks = [job for job in ordered if job.implementation.startswith(NETWORK)]
     layers = [job for job in ordered if job not in networks]
+    cards = [job for job in layers if job.device == "cuda"]
+    device = "cuda" if cards else "cpu"
+    machine, peak = (facts(device), ceilings(clock_of(device))) if out else ({}, None)
+    kept: list[runner.Row] = []
+
+    def keep(row: runner.Row) -> None:
+        kept.append(report.with_rates(row, peak))
+        if out is not None:
+            report.write(out, machine, kept, ceilings=peak)
+
     rows: Rows = {}
     with tempfile.TemporaryDirectory() as folder:
-        cards = [job for job in layers if job.device == "cuda"]
         if cards:
             session.compile_ours(cards, console, os.cpu_count() or 1, Path(folder))
         for several, worker in ((layers, "sparseconv.bench.worker"), (networks, "benchmarks.worker")):
             if several:
-                rows |= zip(several, session.run(several, console, Path(folder), worker=worker))
+                rows |= zip(several, session.run(several, console, Path(folder), keep, worker=worker))
     return rows
 
 

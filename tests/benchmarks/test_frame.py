@@ -530,7 +530,9 @@ def test_claims_are_measured_anew_until_one_does_not_hold(tmp_path, capsys):
     figures = {"slow": 1e6, "fast": 1e-9, "unheard of": 1.0}
     several = [claim | {"name": name, "figure": ms, "stated": f"{ms:g}"} for name, ms in figures.items()]
     (tmp_path / "claims.json").write_text(json.dumps({"claims": several}))
-    assert verify.verify([], "cpu", report.wide_console(), tmp_path / "claims.json") == 1
+    kept = tmp_path / "kept.json"
+    assert verify.verify([], "cpu", report.wide_console(), tmp_path / "claims.json", kept) == 1
+    assert [row["case"] for row in report.read(kept)["rows"]] == ["shell_16"], "one layer, whatever is claimed of it"
     said = filter(None, capsys.readouterr().out.splitlines())
     assert [line.partition(" a step")[0] for line in said] == ["holds", "does not hold"]
 
