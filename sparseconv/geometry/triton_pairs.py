@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparseconv.geometry.aside import Moment
 from sparseconv.geometry.triton_cube_pairs import list_cube
 from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
@@ -80,6 +81,11 @@ class FoundEdges:
         return self.search.unseen is not None
 
     @property
+    def moment(self) -> Moment | None:
+        """When the search was launched, in a run whose maps are aside."""
+        return self.search.moment
+
+    @property
     def neighbors(self) -> torch.Tensor:
         """(K, N_out) int32, -1 where there is none."""
         return self.search.neighbors
@@ -123,6 +129,11 @@ class ReversedEdges:
     def padded(self) -> bool:
         """Whether more pairs are written than there are edges."""
         return self.found.padded
+
+    @property
+    def moment(self) -> Moment | None:
+        """When the search was launched, in a run whose maps are aside."""
+        return self.found.moment
 
     @property
     def neighbors(self) -> torch.Tensor:
