@@ -26,7 +26,7 @@ by_key = (3, shifts, places, True, False, 0, 2)
 single = (3, 0, 0, False, True, 0, 1)
 jobs = [
     (triton_table.MEASURE, (4, 4, 512)), (triton_table.INSERT, (4, shifts, True, True, 128)),
-    (triton_table.INSERT, (4, 0, False, False, 128)), (triton_table.NUMBER, (1024,)),
+    (triton_table.INSERT, (4, 0, False, False, 128)), (triton_table.INFO, (512,)),
     (triton_table.PLACE, (True, 256)), (triton_table.LOOKUP, (4, shifts, True, 128)),
     (triton_search._AROUND, (4, shifts, 27, 32, 8)),
     (triton_search._MASKS, (*around, 1, True, 32, 512, 128, False)),
