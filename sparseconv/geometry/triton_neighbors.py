@@ -166,12 +166,6 @@ class WindowSearch:
         return self._counters.counts
 
     @property
-    def count_pointer(self) -> Pointer:
-        """The place of `counts`."""
-        self.scratch  # noqa: B018 (counted with it)
-        return self._counters.pointers[1]
-
-    @property
     def keys(self) -> torch.Tensor | None:
         """(1, N_out) int32 sort keys, see row_keys; None above 31 taps and for given edges."""
         if self.table is None or self.window.num_taps > KEY_BITS:

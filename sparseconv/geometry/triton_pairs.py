@@ -55,7 +55,7 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
                 known = (pointer(pending.offsets), pointer(search.unseen.fault), most, window.num_taps)
                 _CONFINE(device, (1,), known, (power_of_2(window.num_taps + 1),))
             if search.is_cube:
-                list_cube(search, in_rows, out_rows, most)
+                list_cube(search, in_rows, out_rows)
             else:
                 grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
                 _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
