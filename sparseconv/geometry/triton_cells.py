@@ -20,31 +20,30 @@ _STEP = (
 )
 FIND_ON = tl.constexpr(_STEP.format(read="ld.global.b64 seen, [at];"))
 CLAIM_ON = tl.constexpr(_STEP.format(read="atom.global.relaxed.gpu.cas.b64 seen, [at], 0, $3;"))
-# Lanes whose keys are alike and side by side claim once: the first of them for all. In: key + 1 (0: no wish), bit of the
-# block's word. Out: the first lane + 32 for that lane itself, and the word of the bits from a lane to the last of its
-# kind, in two halves.
+# Lanes side by side whose keys are alike claim once: the first of them for all. In: key + 1 (0: no wish), bit of the
+# block's word. Out: the first lane, + 32 for that lane itself, and the bits from a lane to the last of its kind, in two
+# halves.
+_JOIN = (
+    "shfl.sync.down.b32 other, low, {0}, 31, 0xffffffff; shfl.sync.down.b32 more, high, {0}, 31, 0xffffffff; "
+    "add.u32 at, lane, {0}; setp.le.u32 p, at, last; @p or.b32 low, low, other; @p or.b32 high, high, more; "
+)
 MEET = tl.constexpr(
-    "{ .reg .pred p; .reg .b32 lane, heads, lo, hi, olo, ohi, last, t; .reg .b64 other, bits; mov.u32 lane, %laneid; "
-    "mov.b64 {lo, hi}, $3; shfl.sync.up.b32 olo, lo, 1, 0, 0xffffffff; shfl.sync.up.b32 ohi, hi, 1, 0, 0xffffffff; "
-    "mov.b64 other, {olo, ohi}; setp.ne.s64 p, other, $3; setp.eq.or.u32 p, lane, 0, p; "
-    "vote.sync.ballot.b32 heads, p, 0xffffffff; selp.b32 t, 32, 0, p; mov.b64 bits, 1; shl.b64 bits, bits, $4; "
-    "mov.u32 last, %lanemask_gt; and.b32 last, last, heads; brev.b32 last, last; clz.b32 last, last; "
-    "sub.u32 last, last, 1; mov.u32 lo, %lanemask_le; and.b32 lo, lo, heads; bfind.u32 lo, lo; add.u32 t, t, lo; "
-    "mov.b64 {lo, hi}, bits; mov.u32 heads, t; "
-    + "".join(
-        "shfl.sync.down.b32 olo, lo, {0}, 31, 0xffffffff; shfl.sync.down.b32 ohi, hi, {0}, 31, 0xffffffff; "
-        "add.u32 t, lane, {0}; setp.le.u32 p, t, last; @p or.b32 lo, lo, olo; @p or.b32 hi, hi, ohi; ".replace(
-            "{0}", str(step)
-        )
-        for step in (1, 2, 4, 8, 16)
-    )
-    + "mov.b32 $0, heads; mov.b32 $1, lo; mov.b32 $2, hi; }"
+    "{ .reg .pred p; .reg .b32 lane, heads, first, last, low, high, other, more, at; .reg .b64 key, word; "
+    "mov.u32 lane, %laneid; mov.b64 {low, high}, $3; shfl.sync.up.b32 other, low, 1, 0, 0xffffffff; "
+    "shfl.sync.up.b32 more, high, 1, 0, 0xffffffff; mov.b64 key, {other, more}; setp.ne.s64 p, key, $3; "
+    "setp.eq.or.u32 p, lane, 0, p; vote.sync.ballot.b32 heads, p, 0xffffffff; selp.b32 first, 32, 0, p; "
+    "mov.b64 word, 1; shl.b64 word, word, $4; mov.u32 last, %lanemask_gt; and.b32 last, last, heads; "
+    "brev.b32 last, last; clz.b32 last, last; sub.u32 last, last, 1; mov.u32 at, %lanemask_le; and.b32 at, at, heads; "
+    "bfind.u32 at, at; add.u32 first, first, at; mov.b64 {low, high}, word; "
+    + "".join(map(_JOIN.format, (1, 2, 4, 8, 16)))
+    + "mov.b32 $0, first; mov.b32 $1, low; mov.b32 $2, high; }"
 )
 #: compare and swap of those who claim: table, slot, key + 1, whether to
 CLAIM = tl.constexpr(
     "{ .reg .pred go; .reg .b64 at; setp.ne.s32 go, $4, 0; mad.wide.s32 at, $2, 16, $1; mov.b64 $0, 0; "
     "@go atom.global.relaxed.gpu.cas.b64 $0, [at], 0, $3; }"
 )
+#: what the first lane says
 TELL = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;")
 
 

@@ -37,7 +37,7 @@ def chunk_keys(table: CoordinateTable, keys: Pointer, chunk_rows: int, room: int
     with on_device(device):
         counted = (ranges, table.arena[KEYS], info, table.arena[STATUS], pointer(cells), programs)
         _COUNT(device, (programs,), counted, (columns, shifts, CELL_BITS, LEAST_SHIFT, 256))
-        _NUMBER(device, (1,), (ranges, pointer(cells), chunk_rows), (columns, CELL_BITS, LEAST_SHIFT, 16384))
+        _NUMBER(device, (1,), (ranges, pointer(cells), chunk_rows), (columns, CELL_BITS, LEAST_SHIFT, 4096))
         args = (pointer(coords), ranges, pointer(cells), keys, pointer(found), n, room, lost)
         _KEYS(device, (ceil_div(n, 512),), args, (columns, CELL_BITS, 512))
     return found
@@ -149,7 +149,7 @@ def offset_in(ranges_ptr, value, axis):
 
 _I32, _I64 = torch.int32, torch.int64
 _COUNT = Launcher(count_kernel, (_I32, _I64, _I64, _I64, _I32, int))
-_NUMBER = Launcher(number_kernel, (_I32, _I32, int), num_warps=32)
+_NUMBER = Launcher(number_kernel, (_I32, _I32, int), num_warps=8)
 _KEYS = Launcher(keys_kernel, (_I32, _I32, _I32, _I32, _I32, *(int,) * 3))
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_cube import corners, look_at_run, rank_in_warp
+from sparseconv.geometry.triton_cube import corners, look_at_run
 from sparseconv.geometry.triton_launch import IS_INTERPRETED, Launcher, pointer
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
 
@@ -16,69 +16,50 @@ if TYPE_CHECKING:
     from sparseconv.geometry.triton_neighbors import WindowSearch
 
 # The card reads a sector of 32 bytes from memory first where its first write is a part of it, and takes as long to
-# write a part as to write all. So edges gather in shared memory, which Triton knows nothing of, until a line of 128
-# bytes is whole. A list's last 64 edges wait there at most: fewer than 32 for either side, and 32 that are new; twice
-# that, so that a slow lane still reads what it should while others append.
-_HELD = 128
-OPEN = tl.constexpr(f".shared .align 16 .b8 held_edges[{9 * _HELD * 8}]; mov.b32 $0, 0;")
-#: a lane's edge of a line, by its place there; then that edge's place in the list: {0}
-_READ = (
-    "and.b32 at, {0}, " + str(_HELD - 1) + "; shl.b32 at, at, 3; add.u32 at, at, ring; "
-    "ld.shared.v2.b32 {{found, row}}, [at]; "
+# write a part as to write all. So edges wait in shared memory, which Triton knows nothing of, until a line of 128 bytes
+# is whole: fewer than 32 for either side of a list, and 32 that are new; twice that many places, so that a slow lane
+# still reads what it should while others append.
+_PLACES = 128
+WAITING = tl.constexpr(8 * _PLACES)  # bytes of a list
+OPEN = tl.constexpr(f".shared .align 16 .b8 held_edges[{9 * WAITING.value}]; mov.b32 $0, 0;")
+# Operands: where the list waits; in rows and out rows; in bytes, the first edge of the line in which the list begins,
+# and that of the mirrored tap; the list's length with what precedes it in that line; what precedes it; how much more
+# precedes the mirrored one in its line. To append: found rows and rows.
+_BEGIN = (
+    "{ .reg .pred p, q; .reg .b32 lane, list, all, at, new, line, place, edge, found, row; .reg .b64 ins, outs; "
+    "mov.u32 lane, %laneid; mov.u32 list, held_edges; add.u32 list, list, $1; "
 )
-_SIDE = (
-    "mad.wide.u32 to, place, 4, {0}; add.s64 from, to, $2; add.s64 to, to, $3; "
-    "@p st.global.b32 [from], {1}; @p st.global.b32 [to], {2}; "
+_PUT = (
+    "setp.ge.s32 q, $9, 0; vote.sync.ballot.b32 all, q, 0xffffffff; mov.u32 at, %lanemask_lt; and.b32 at, at, all; "
+    "popc.b32 at, at; popc.b32 new, all; add.u32 new, new, $6; add.u32 at, at, $6; "
+    f"and.b32 at, at, {_PLACES - 1}; shl.b32 at, at, 3; add.u32 at, at, list; "
+    "@q st.shared.v2.b32 [at], {$9, $10}; bar.warp.sync 0xffffffff; "
 )
-_RING = "mov.u32 lane, %laneid; mov.u32 ring, held_edges; add.u32 ring, ring, $1; "
-_NAMES = (
-    ".reg .pred p, q; .reg .b32 lane, ring, all, rank, at, new, line, place, edge, found, row; .reg .b64 from, to; "
+# One line becomes whole at most. {0}: the tap's operand; {3}: how much more precedes its list.
+_UNLESS_WHOLE = "add.u32 all, new, {3}; xor.b32 all, all, line; setp.lt.u32 q, all, 32; @q bra PAST{0}; "
+_WRITE = (
+    "and.b32 place, line, -32; add.u32 place, place, lane; sub.u32 edge, place, {3}; "
+    f"and.b32 at, edge, {_PLACES - 1}; "
+    "shl.b32 at, at, 3; add.u32 at, at, list; ld.shared.v2.b32 {{found, row}}, [at]; setp.ge.s32 p, edge, $7; {4}"
+    "mad.wide.u32 outs, place, 4, ${0}; add.s64 ins, outs, $2; add.s64 outs, outs, $3; "
+    "@p st.global.b32 [ins], {1}; @p st.global.b32 [outs], {2}; "
 )
 
 
-def _write(mirrored: bool, last: bool) -> str:
-    """What writes the lines that became whole, or the ``last`` ones: of the list, and of the mirrored tap's.
-
-    Operands: list, in rows, out rows, the two first edges in bytes, place, first place, shift.
-    """
-    code = ""
-    for shift, base, side in (("0", "$4", ("found", "row")), ("$8", "$5", ("row", "found")))[: 1 + mirrored]:
-        skip = f"PAST{base[1:]}"
-        code += f"add.u32 line, $6, {shift}; "
-        if last:
-            code += "and.b32 place, line, -32; "
-        else:
-            code += (
-                f"add.u32 all, new, {shift}; xor.b32 all, all, line; setp.lt.u32 q, all, 32; @q bra {skip}; "
-                "and.b32 place, line, -32; "
-            )
-        code += f"add.u32 place, place, lane; sub.u32 edge, place, {shift}; " + _READ.format("edge")
-        code += "setp.ge.s32 p, edge, $7; "
-        if last:
-            code += "setp.lt.and.s32 p, edge, $6, p; "
-        code += _SIDE.format(base, *side) + ("" if last else f"{skip}: ")
-    return code
+def _code(mirrored: bool, last: bool) -> str:
+    """Append a warp's found rows, and write the lines that are whole then; or write the ``last`` line as it is."""
+    begin, skip, part, past, end = ("", "", "setp.lt.and.s32 p, edge, $6, p; ", "", "0")
+    if not last:
+        begin, skip, part, past, end = _PUT, _UNLESS_WHOLE, "", "PAST{0}: ", "new"
+    side = "add.u32 line, $6, {3}; " + skip + _WRITE + past
+    code = _BEGIN + begin + side.format(4, "found", "row", 0, part)
+    if mirrored:
+        code += side.format(5, "row", "found", "$8", part)
+    return code + f"mov.b32 $0, {end}; }}"
 
 
-def _append(mirrored: bool) -> str:
-    return (
-        "{ "
-        + _NAMES
-        + _RING
-        + "setp.ge.s32 q, $9, 0; vote.sync.ballot.b32 all, q, 0xffffffff; mov.u32 rank, %lanemask_lt; "
-        "and.b32 rank, rank, all; popc.b32 rank, rank; popc.b32 new, all; add.u32 new, new, $6; "
-        "add.u32 at, rank, $6; and.b32 at, at, "
-        + str(_HELD - 1)
-        + "; shl.b32 at, at, 3; add.u32 at, at, ring; @q st.shared.v2.b32 [at], {$9, $10}; bar.warp.sync 0xffffffff; "
-        + _write(mirrored, False)
-        + "mov.b32 $0, new; }"
-    )
-
-
-APPEND, APPEND_ONE = tl.constexpr(_append(True)), tl.constexpr(_append(False))
-CLOSE, CLOSE_ONE = (
-    tl.constexpr("{ " + _NAMES + _RING + _write(mirrored, True) + "mov.b32 $0, 0; }") for mirrored in (True, False)
-)
+APPEND, APPEND_ONE = tl.constexpr(_code(True, False)), tl.constexpr(_code(False, False))
+CLOSE, CLOSE_ONE = tl.constexpr(_code(True, True)), tl.constexpr(_code(False, True))
 
 
 def list_cube(search: WindowSearch, in_rows: torch.Tensor, out_rows: torch.Tensor) -> None:
@@ -205,7 +186,7 @@ def append(
     """Append the edges of the 32 rows of one warp; returns the place behind them."""
     if IS_INTERPRETED:
         there = found >= 0
-        rank, count = rank_in_warp(there.to(tl.int32))
+        rank = tl.cumsum(there.to(tl.int32), 0) - there
         place = own // 4 + (at + rank)
         tl.store(in_rows_ptr + place, found, mask=there)
         tl.store(out_rows_ptr + place, row, mask=there)
@@ -213,12 +194,14 @@ def append(
             place = twin // 4 + (at + rank + shift)
             tl.store(in_rows_ptr + place, row, mask=there)
             tl.store(out_rows_ptr + place, found, mask=there)
-        return at + count
+        return at + tl.sum(there.to(tl.int32), 0)
     else:
         return tl.inline_asm_elementwise(
             APPEND if MIRRORED else APPEND_ONE, "=&r,r,l,l,l,l,r,r,r,r,r",
-            [LIST * 1024, in_rows_ptr.to(tl.int64), out_rows_ptr.to(tl.int64), own, twin, at, begin, shift, found, row],
-            dtype=tl.int32, is_pure=False, pack=1,
+            [
+                LIST * WAITING, in_rows_ptr.to(tl.int64), out_rows_ptr.to(tl.int64), own, twin, at, begin, shift,
+                found, row,
+            ], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
@@ -228,7 +211,7 @@ def close(in_rows_ptr, out_rows_ptr, own, twin, at, begin, shift, LIST: tl.const
     if not IS_INTERPRETED:
         tl.inline_asm_elementwise(
             CLOSE if MIRRORED else CLOSE_ONE, "=&r,r,l,l,l,l,r,r,r",
-            [LIST * 1024, in_rows_ptr.to(tl.int64), out_rows_ptr.to(tl.int64), own, twin, at, begin, shift],
+            [LIST * WAITING, in_rows_ptr.to(tl.int64), out_rows_ptr.to(tl.int64), own, twin, at, begin, shift],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 

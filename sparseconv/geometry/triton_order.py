@@ -23,10 +23,11 @@ from sparseconv.geometry.triton_launch import (
     wait_for_all,
 )
 
-#: up to this many rows one launch is faster than torch's sort on the card and the host together
+#: up to this many rows one launch is faster than torch's sort on the card and the host together: at 256 k it takes the
+#: card as long, and the host one launch for twelve
 SORTED_ROWS = 600_000
-#: up to this many rows it is faster on the card alone, which is all that counts where a graph holds it
-GRAPH_ROWS = 600_000
+#: up to this many rows it is faster in a graph, where the host counts for nothing and edges are listed beside torch's
+GRAPH_ROWS = 160_000
 #: counts that a program sums at once
 SUMMED = tl.constexpr(2048)
 #: bits of a digit at most, parts that the rows are cut into at most, rows of a part at least

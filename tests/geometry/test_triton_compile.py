@@ -32,7 +32,7 @@ jobs = [
     (triton_search._MASKS, (*around, 1, True, 32, 512, 128, False)),
     (triton_search._MASKS, (*by_key, 2, False, 8, 128, 32, False)),
     (triton_search._CUBE_MASKS, (*around, 1, True, 32, 512, 128, True)),
-    (triton_chunks._COUNT, (4, shifts, 15, 4, 256)), (triton_chunks._NUMBER, (4, 15, 4, 16384)),
+    (triton_chunks._COUNT, (4, shifts, 15, 4, 256)), (triton_chunks._NUMBER, (4, 15, 4, 4096)),
     (triton_chunks._KEYS, (4, 15, 512)),
     (triton_neighbors._PLANES, (*single, 128)), (triton_neighbors._COUNT, (128, 128)),
     (triton_neighbors._PLANE_KEYS, (False, 128)), (triton_neighbors._PLANE_KEYS_WIDE, (True, 128)),
