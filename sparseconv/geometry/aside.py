@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,8 @@ class Aside:
     features may read it: everything built aside is kept until the run ends.
 
     Tables, searches and sorts are one queue, since launches that are cooperative must not meet; the lists made of them
-    (tiles, pairs, jobs) are another, for which the next map's table does not wait.
+    (tiles, jobs) are another, for which the next map's table does not wait. Edges by tap are a third, which waits for
+    their search alone: they fill what sorts and tiles leave of the card.
 
     Nobody but the caller waits for the sums of gradients, and what they read is kept until the next one's turn.
 
@@ -35,12 +36,14 @@ class Aside:
         self._features = torch.cuda.current_stream(device)
         # short launches of few programs go first
         self._maps, self._lists = (torch.cuda.Stream(device, priority=-2) for _ in range(2))
+        # gradients alone want them: sorts go first
+        self._edges = torch.cuda.Stream(device, priority=-1)
         self._sums = torch.cuda.Stream(device) if summed else None
         self._kept: list[Any] = []
         self._operands: tuple[torch.Tensor, ...] = ()
         self._found: list[torch.Tensor] = []
         self._lane: torch.cuda.Stream | None = None
-        self._retired: tuple[Any, torch.cuda.Event] | None = None
+        self._retired: tuple[Any, tuple[torch.cuda.Event, ...]] | None = None
         #: bytes that maps have taken and not given back
         self.memory = 0
         #: whether a sum went into another number before it was waited for
@@ -49,15 +52,15 @@ class Aside:
     @contextmanager
     def run(self) -> Iterator[None]:
         """Within it, `building` and `summing` on this thread are aside. Ends before later work of the stream."""
-        self._maps.wait_stream(self._features)
-        self._lists.wait_stream(self._features)
+        for lane in self._lanes:
+            lane.wait_stream(self._features)
         _state.aside = self
         try:
             yield
         finally:
             _state.aside = None
-            self._features.wait_stream(self._maps)
-            self._features.wait_stream(self._lists)
+            for lane in self._lanes:
+                self._features.wait_stream(lane)
             self._wait()
             self._retired = None
             self._kept.clear()
@@ -71,14 +74,28 @@ class Aside:
         """`building` of lists, from maps."""
         return self._on(self._lists)
 
+    def appending(self, since: Moment | None) -> AbstractContextManager[Aside]:
+        """`building` of edges by tap, from maps of this run until a moment of it; else from all maps so far."""
+        return self._on(self._edges, since.event if since is not None and since.of is self else None)
+
+    def moment(self) -> Moment:
+        """All maps so far."""
+        return Moment(self, self._maps.record_event())
+
+    @property
+    def _lanes(self) -> tuple[torch.cuda.Stream, ...]:
+        return self._maps, self._lists, self._edges
+
     @contextmanager
-    def _on(self, lane: torch.cuda.Stream) -> Iterator[Aside]:
+    def _on(self, lane: torch.cuda.Stream, after: torch.cuda.Event | None = None) -> Iterator[Aside]:
         outer, device = self._lane, lane.device
         if outer is lane:
             yield self
             return
         here, before = torch.cuda.current_stream(device), torch.cuda.memory_allocated(device)
-        if lane is self._lists:
+        if after is not None:
+            lane.wait_event(after)
+        elif lane is not self._maps:
             lane.wait_stream(self._maps)
         self._lane = lane
         try:
@@ -94,8 +111,9 @@ class Aside:
     def retire(self, used: Any) -> None:
         """Keep what lists were made of until they are there: until the next call, when maps wait for those lists."""
         if self._retired is not None:
-            self._maps.wait_event(self._retired[1])
-        self._retired = used, self._lists.record_event()
+            for event in self._retired[1]:
+                self._maps.wait_event(event)
+        self._retired = used, (self._lists.record_event(), self._edges.record_event())
 
     def keep(self, built: Any) -> None:
         """Keep what was built aside until the run ends."""
@@ -126,6 +144,13 @@ class Aside:
             self._operands = ()
 
 
+class Moment(NamedTuple):
+    """What maps of a run had come to."""
+
+    of: Aside
+    event: torch.cuda.Event
+
+
 def building() -> AbstractContextManager[Aside | None]:
     """A context for launches that maps are made by: on the stream of maps in a run that has one, else where they are.
 
@@ -139,6 +164,12 @@ def listing() -> AbstractContextManager[Aside | None]:
     """`building` of what is made of tables, searches and sorts, none of which is made of it."""
     aside = current()
     return _NOTHING if aside is None else aside.listing()
+
+
+def appending(since: Moment | None) -> AbstractContextManager[Aside | None]:
+    """`building` of edges by tap, from maps that were launched until a moment."""
+    aside = current()
+    return _NOTHING if aside is None else aside.appending(since)
 
 
 def current() -> Aside | None:

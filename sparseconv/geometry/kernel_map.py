@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sparseconv.geometry.aside import building, listing
+from sparseconv.geometry.aside import Moment, appending, building
 
 if TYPE_CHECKING:
     from sparseconv.products import SparseProductInfo
@@ -23,6 +23,10 @@ class EdgeSource(Protocol):
     @property
     def padded(self) -> bool:
         """Whether more pairs are written than there are edges, whose number the host does not know."""
+
+    @property
+    def moment(self) -> Moment | None:
+        """When their search was launched, in a run whose maps are aside."""
 
     @property
     def neighbors(self) -> torch.Tensor:
@@ -127,7 +131,7 @@ class KernelMap:
             if twin is not None and "_pairs" in twin.__dict__:
                 out_rows, in_rows, offsets = twin._pairs
                 return in_rows, out_rows, offsets
-            with torch._C._DisableFuncTorch(), listing():
+            with torch._C._DisableFuncTorch(), appending(self.source.moment):
                 in_rows, out_rows, offsets = self.source.pairs()
             if twin is not None:  # both directions read the same arrays
                 twin.__dict__["_pairs"] = (out_rows, in_rows, offsets)

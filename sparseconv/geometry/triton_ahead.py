@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 
 from sparseconv.geometry.triton_cube import CUBE
-from sparseconv.geometry.triton_cube_pairs import CUBE_PAIRS, MANY_EDGES, SECTOR
+from sparseconv.geometry.triton_cube_pairs import CUBE_PAIRS
 from sparseconv.geometry.triton_launch import read_triton
 from sparseconv.geometry.triton_order import SORT, Cut
 from sparseconv.geometry.triton_search import SEARCH, search_constants, search_programs
 from sparseconv.geometry.triton_table import FUSED_ROWS, pack_shifts, rows_per_chunk
 from sparseconv.geometry.triton_window import bit_places
 
-#: edges a row where nothing is known of them
-USUAL_DEGREE = 13
 _seen: set[int | None] = set()
 
 
@@ -30,5 +28,5 @@ def expect_plans(coords: torch.Tensor) -> None:
     read_triton()
     looks = (columns - 1, pack_shifts(shifts), bit_places(shifts), True, False, 27, 3)
     SEARCH.ahead(device, search_constants(looks, len(offsets), n, search_programs(device, len(offsets), n), True))
-    CUBE_PAIRS.ahead(device, (rows_per_chunk(n), SECTOR if USUAL_DEGREE * n > MANY_EDGES else 0))
+    CUBE_PAIRS.ahead(device, (rows_per_chunk(n),))
     SORT.ahead(device, Cut(n, len(offsets)).constants)

@@ -20,6 +20,31 @@ _STEP = (
 )
 FIND_ON = tl.constexpr(_STEP.format(read="ld.global.b64 seen, [at];"))
 CLAIM_ON = tl.constexpr(_STEP.format(read="atom.global.relaxed.gpu.cas.b64 seen, [at], 0, $3;"))
+# Lanes side by side whose keys are alike claim once: the first of them for all. In: key + 1 (0: no wish), bit of the
+# block's word. Out: the first lane, + 32 for that lane itself, and the bits from a lane to the last of its kind, in two
+# halves.
+_JOIN = (
+    "shfl.sync.down.b32 other, low, {0}, 31, 0xffffffff; shfl.sync.down.b32 more, high, {0}, 31, 0xffffffff; "
+    "add.u32 at, lane, {0}; setp.le.u32 p, at, last; @p or.b32 low, low, other; @p or.b32 high, high, more; "
+)
+MEET = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 lane, heads, first, last, low, high, other, more, at; .reg .b64 key, word; "
+    "mov.u32 lane, %laneid; mov.b64 {low, high}, $3; shfl.sync.up.b32 other, low, 1, 0, 0xffffffff; "
+    "shfl.sync.up.b32 more, high, 1, 0, 0xffffffff; mov.b64 key, {other, more}; setp.ne.s64 p, key, $3; "
+    "setp.eq.or.u32 p, lane, 0, p; vote.sync.ballot.b32 heads, p, 0xffffffff; selp.b32 first, 32, 0, p; "
+    "mov.b64 word, 1; shl.b64 word, word, $4; mov.u32 last, %lanemask_gt; and.b32 last, last, heads; "
+    "brev.b32 last, last; clz.b32 last, last; sub.u32 last, last, 1; mov.u32 at, %lanemask_le; and.b32 at, at, heads; "
+    "bfind.u32 at, at; add.u32 first, first, at; mov.b64 {low, high}, word; "
+    + "".join(map(_JOIN.format, (1, 2, 4, 8, 16)))
+    + "mov.b32 $0, first; mov.b32 $1, low; mov.b32 $2, high; }"
+)
+#: compare and swap of those who claim: table, slot, key + 1, whether to
+CLAIM = tl.constexpr(
+    "{ .reg .pred go; .reg .b64 at; setp.ne.s32 go, $4, 0; mad.wide.s32 at, $2, 16, $1; mov.b64 $0, 0; "
+    "@go atom.global.relaxed.gpu.cas.b64 $0, [at], 0, $3; }"
+)
+#: what the first lane says
+TELL = tl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;")
 
 
 @triton.jit
@@ -146,6 +171,42 @@ def claim(table_ptr, key, wanted, elsewhere, capacity, volume):
             dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
         return slot, known | (later != 0)
+
+
+@triton.jit
+def occupy(table_ptr, key, bit, wanted, elsewhere, capacity, volume):
+    """Set the bits of rows in the words of their blocks; their slots, and who of them took a slot for its block.
+
+    Neighbours of one block, a thread each, do so together: of sorted rows, two or three at a time.
+    """
+    if IS_INTERPRETED:
+        slot, known = claim(table_ptr, key, wanted, elsewhere, capacity, volume)
+        flag = tl.full(bit.shape, 1, tl.int64) << bit.to(tl.int64)
+        tl.atomic_or(table_ptr + 2 * slot + 1, flag, mask=wanted, sem="relaxed")
+        return slot, wanted & ~known
+    else:
+        key += 1
+        table = table_ptr.to(tl.int64)
+        first, low, high = tl.inline_asm_elementwise(
+            MEET, "=&r,=&r,=&r,l,r", [tl.where(wanted, key, 0), bit],
+            dtype=(tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+        claims = wanted & (first >= 32)
+        slot = first_slot(key - 1, capacity, volume)
+        old = tl.inline_asm_elementwise(
+            CLAIM, "=&l,l,r,l,r", [table, slot, key, claims.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1
+        )
+        going = claims & (old != 0) & (old != key)
+        slot = tl.where(going, before_second_slot(key - 1, capacity), slot)
+        slot, later = tl.inline_asm_elementwise(
+            CLAIM_ON, "=r,=r,l,l,r,r,r", [table, key, slot, going.to(tl.int32), capacity],
+            dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+        word = (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)
+        tl.atomic_or(table_ptr + 2 * slot + 1, word, mask=claims, sem="relaxed")
+        fresh = claims & (old != key) & (later == 0)
+        slot = tl.inline_asm_elementwise(TELL, "=r,r,r", [slot, first], dtype=tl.int32, is_pure=False, pack=1)
+        return slot, fresh
 
 
 @triton.jit

@@ -17,11 +17,6 @@ from sparseconv.geometry.triton_window import look_into_halves, take
 #: the window that these functions know, and the block's shifts that they take for granted
 CUBE = tuple(itertools.product((-1, 0, 1), repeat=3)), (0, 2, 2, 2)
 
-#: a lane's rank among the set flags of its warp, and their number
-RANK_FLAGS = tl.constexpr(
-    "{ .reg .pred set; .reg .b32 all, before; setp.ne.s32 set, $2, 0; vote.sync.ballot.b32 all, set, 0xffffffff; "
-    "mov.u32 before, %lanemask_lt; and.b32 before, before, all; popc.b32 $0, before; popc.b32 $1, all; }"
-)
 #: the 32 x 32 bits of a warp are transposed in five exchanges; then each lane counts those of its own bit
 _EXCHANGE = (
     "shfl.sync.bfly.b32 other, mine, {0}, 0x1f, 0xffffffff; and.b32 bit, lane, {0}; setp.ne.u32 upper, bit, 0; "
@@ -143,17 +138,6 @@ def mask_of_cube(entry, live, info_ptr, around_ptr):
         seen, _near, _far, _cell = look_along(bit, a, b, c, d, e, f, g, h, run // 3, run % 3)
         mask |= seen << (3 * run)
     return mask
-
-
-@triton.jit
-def rank_in_warp(there):
-    """For 32 flags (int32, 0 or 1) in one warp: the set ones before each, and how many are set in all."""
-    if IS_INTERPRETED:
-        return tl.cumsum(there, 0) - there, there * 0 + tl.sum(there, 0)
-    else:
-        return tl.inline_asm_elementwise(
-            RANK_FLAGS, "=r,=r,r", [there], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
-        )
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.aside import building, current
+from sparseconv.geometry.aside import Moment, building, current
 from sparseconv.geometry.triton_chunks import chunk_keys
 from sparseconv.geometry.triton_counts import (
     Counters,
@@ -104,6 +104,8 @@ class WindowSearch:
         self._scratch: Arena | None = None
         self._cut: Cut | None = None
         self._pointers: tuple[Pointer, ...] | None = None
+        #: when it was launched, in a run whose maps are aside
+        self.moment: Moment | None = None
         if table is not None:
             self.scratch  # noqa: B018 (found with it)
 
@@ -138,6 +140,8 @@ class WindowSearch:
                     _COUNT(device, (self.chunks, taps), args, (self.chunk_rows, 128))
                 scan_counts(counters, scratch[STARTS], self.pending, table)
         self.pending.report.sent()
+        aside = current()
+        self.moment = None if aside is None else aside.moment()
         return scratch
 
     def release(self) -> None:
@@ -160,12 +164,6 @@ class WindowSearch:
         """(K, C) int32: the edges of tap k among the target rows [c, c + 1) * chunk_rows."""
         self.scratch  # noqa: B018 (counted with it)
         return self._counters.counts
-
-    @property
-    def count_pointer(self) -> Pointer:
-        """The place of `counts`."""
-        self.scratch  # noqa: B018 (counted with it)
-        return self._counters.pointers[1]
 
     @property
     def keys(self) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_launch import (
+    INTERPRETED,
     IS_INTERPRETED,
     NUM_GATES,
     Launcher,
@@ -23,25 +24,37 @@ from sparseconv.geometry.triton_launch import (
 )
 
 #: up to this many rows one launch is faster than torch's sort on the card and the host together: at 256 k it takes the
-#: card 70 us for torch's 52, and the host one launch for twelve
+#: card as long, and the host one launch for twelve
 SORTED_ROWS = 600_000
-#: up to this many rows it is faster on the card alone, which is all that counts where a graph holds it
+#: up to this many rows it is faster in a graph, where the host counts for nothing and edges are listed beside torch's
 GRAPH_ROWS = 160_000
 #: counts that a program sums at once
 SUMMED = tl.constexpr(2048)
 #: bits of a digit at most, parts that the rows are cut into at most, rows of a part at least
 DIGIT_BITS, PARTS, LEAST_ROWS = 9, 1024, 128
 
-# A lane's rank among the lanes of its warp with the same digit (DIGIT_BITS bits) before it, and how many there are in
-# all; of lanes whose flag is set. In: digit, flag. One vote a bit is faster than `match.any`, says CUB.
+# Each of a program's four warps counts digits in 2 KB of shared memory of its own, which Triton knows nothing of: in
+# the cache of global memory, a store for every row would cost as much as the rest of a pass.
+OPEN = tl.constexpr(".shared .align 16 .b32 digit_counters[2048]; mov.b32 $0, 0;")
+PUT = tl.constexpr(
+    "{ .reg .b32 at; mov.u32 at, digit_counters; add.u32 at, at, $1; st.shared.b32 [at], $2; mov.b32 $0, 0; }"
+)
+TAKE = tl.constexpr("{ .reg .b32 at; mov.u32 at, digit_counters; add.u32 at, at, $1; ld.shared.b32 $0, [at]; }")
+# The place of a lane's row: its warp's counter of the digit, and its rank among the lanes with the same digit, of those
+# whose flag is set; the counter moves on by all of them. In: digit, flag. A vote a bit finds the like lanes.
 _VOTE = (
-    "and.b32 bit, $2, {0}; setp.ne.u32 set, bit, 0; vote.sync.ballot.b32 all, set, 0xffffffff; "
+    "and.b32 bit, $1, {0}; setp.ne.u32 set, bit, 0; vote.sync.ballot.b32 all, set, 0xffffffff; "
     "@!set not.b32 all, all; and.b32 same, same, all; "
 )
-RANK_DIGITS = tl.constexpr(
-    "{ .reg .pred set; .reg .b32 bit, all, same; setp.ne.u32 set, $3, 0; vote.sync.ballot.b32 same, set, 0xffffffff; "
+COUNT = tl.constexpr(
+    "{ .reg .pred set, live, last; .reg .b32 bit, all, same, at, before; "
+    "setp.ne.u32 live, $2, 0; vote.sync.ballot.b32 same, live, 0xffffffff; "
     + "".join(_VOTE.format(1 << bit) for bit in range(DIGIT_BITS))
-    + "mov.u32 all, %lanemask_lt; and.b32 all, all, same; popc.b32 $0, all; popc.b32 $1, same; }"
+    + "mov.u32 at, %tid.x; shr.u32 at, at, 5; shl.b32 at, at, 9; add.u32 at, at, $1; shl.b32 at, at, 2; "
+    "mov.u32 bit, digit_counters; add.u32 at, at, bit; ld.shared.b32 before, [at]; bar.warp.sync 0xffffffff; "
+    "mov.u32 all, %lanemask_lt; and.b32 all, all, same; popc.b32 all, all; popc.b32 same, same; "
+    "sub.u32 bit, same, 1; setp.eq.and.u32 last, all, bit, live; add.u32 same, same, before; "
+    "@last st.shared.b32 [at], same; bar.warp.sync 0xffffffff; add.u32 $0, before, all; }"
 )
 
 
@@ -74,7 +87,7 @@ class Cut:
         self._passes = ceil_div(bits, DIGIT_BITS)
         self._digit_bits = ceil_div(bits, self._passes)
         #: words of 64 bits of its scratch memory: two lists of lines, and counts
-        self.words = 2 * n + ((2 * self._parts + 4 * ceil_div(self._parts, 4) + 1) << self._digit_bits) // 2 + 1
+        self.words = 2 * n + (((2 * self._parts + 1) << self._digit_bits) + 2048 * INTERPRETED) // 2 + 1
         #: of the kernel
         self.constants = self._digit_bits, max(32, power_of_2(self._parts)), NUM_GATES
 
@@ -114,12 +127,13 @@ def order_kernel(
     counts_ptr = (lines_ptr + 2 * n.to(tl.int64)).to(tl.pointer_type(tl.int32))  # (BINS, parts)
     next_ptr = counts_ptr + parts * BINS
     totals_ptr = next_ptr + parts * BINS  # (BINS,)
-    own_ptr = totals_ptr + BINS * (1 + 4 * program)  # (4, BINS): places of the next line of each digit, by warp
-    mine_ptr = own_ptr + lane // 32 * BINS
+    own_ptr = totals_ptr + BINS  # (4, BINS): counters by warp, where there is no shared memory
+    open_counters()
+    counter = four[None, :] * 512 + digit_of[:, None]
     steps = 1 << (shift - 7)
     for first in range(4 * program, parts, 4 * programs):
         part = first + four
-        tl.store(own_ptr + four[:, None] * BINS + digit_of[None, :], tl.zeros((4, BINS), tl.int32))
+        put_counters(own_ptr, counter, tl.zeros((BINS, 4), tl.int32))
         tl.debug_barrier()
         row = ((first + lane // 32) << shift) + lane % 32
         for _step in range(steps):
@@ -127,12 +141,13 @@ def order_kernel(
             key1 = tl.load(keys_ptr + row + 32, mask=row + 32 < n, other=0)
             key2 = tl.load(keys_ptr + row + 64, mask=row + 64 < n, other=0)
             key3 = tl.load(keys_ptr + row + 96, mask=row + 96 < n, other=0)
-            count_digits(mine_ptr, key0 & (BINS - 1), row < n)
-            count_digits(mine_ptr, key1 & (BINS - 1), row + 32 < n)
-            count_digits(mine_ptr, key2 & (BINS - 1), row + 64 < n)
-            count_digits(mine_ptr, key3 & (BINS - 1), row + 96 < n)
+            count_digits(own_ptr, key0 & (BINS - 1), row < n)
+            count_digits(own_ptr, key1 & (BINS - 1), row + 32 < n)
+            count_digits(own_ptr, key2 & (BINS - 1), row + 64 < n)
+            count_digits(own_ptr, key3 & (BINS - 1), row + 96 < n)
             row += 128
-        counts = tl.load(own_ptr + four[None, :] * BINS + digit_of[:, None])
+        tl.debug_barrier()
+        counts = take_counters(own_ptr, counter)
         tl.store(counts_ptr + digit_of[:, None] * parts + part[None, :], counts, mask=(part < parts)[None, :])
         tl.debug_barrier()
     waits = programs
@@ -150,7 +165,8 @@ def order_kernel(
             before = tl.load(
                 counts_ptr + digit_of[:, None] * parts + part[None, :], mask=(part < parts)[None, :], other=0
             )
-            tl.store(own_ptr + four[None, :] * BINS + digit_of[:, None], before + begin[:, None])
+            tl.debug_barrier()
+            put_counters(own_ptr, counter, before + begin[:, None])
             tl.debug_barrier()
             row = ((first + lane // 32) << shift) + lane % 32
             for _step in range(steps):  # four loads are on their way together
@@ -161,7 +177,7 @@ def order_kernel(
                 for part_of in tl.static_range(4):
                     line = line0 if part_of == 0 else line1 if part_of == 1 else line2 if part_of == 2 else line3
                     live = row + 32 * part_of < n
-                    place = count_digits(mine_ptr, (line >> low).to(tl.int32) & (BINS - 1), live)
+                    place = count_digits(own_ptr, (line >> low).to(tl.int32) & (BINS - 1), live)
                     if turn == last:
                         tl.store(order_ptr + place, (line & 0xFFFFFFFF).to(tl.int32), mask=live)
                     else:
@@ -192,27 +208,44 @@ def line_of(keys_ptr, here_ptr, row, n, turn):
 
 
 @triton.jit
-def count_digits(counters_ptr, digit, live):
-    """Each warp's counter of a lane's digit, before and up to the lane; the counters move on by all of the warp's."""
-    rank, same = rank_digits(digit, live)
-    before = tl.load(counters_ptr + digit)
-    tl.debug_barrier()
-    tl.store(counters_ptr + digit, before + same, mask=live & (rank == same - 1))
-    tl.debug_barrier()
-    return before + rank
+def open_counters():
+    """Declare the counters in shared memory."""
+    if not IS_INTERPRETED:
+        tl.inline_asm_elementwise(OPEN, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def rank_digits(digit, live):
-    """For 128 lanes, a thread each: the live lanes of a lane's warp with its digit before it, and in all."""
+def put_counters(own_ptr, counter, value):
+    """Set counters, whose numbers are 512 warp + digit."""
+    if IS_INTERPRETED:
+        tl.store(own_ptr + counter, value)
+    else:
+        tl.inline_asm_elementwise(PUT, "=r,r,r", [counter * 4, value], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def take_counters(own_ptr, counter):
+    """Read counters."""
+    if IS_INTERPRETED:
+        return tl.load(own_ptr + counter)
+    else:
+        return tl.inline_asm_elementwise(TAKE, "=r,r", [counter * 4], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def count_digits(own_ptr, digit, live):
+    """For 128 lanes, a thread each: the counter of a lane's digit in its warp, up to the lane; counters move on."""
     if IS_INTERPRETED:
         lane = tl.arange(0, 128)
-        same = (digit[None, :] == digit[:, None]) & (lane[None, :] // 32 == lane[:, None] // 32) & live[None, :]
-        before = same & (lane[None, :] < lane[:, None])
-        return tl.sum(before.to(tl.int32), 1), tl.sum(same.to(tl.int32), 1)
+        like = (digit[None, :] == digit[:, None]) & (lane[None, :] // 32 == lane[:, None] // 32) & live[None, :]
+        before = tl.load(own_ptr + lane // 32 * 512 + digit)
+        rank = tl.sum((like & (lane[None, :] < lane[:, None])).to(tl.int32), 1)
+        after = before + tl.sum(like.to(tl.int32), 1)
+        tl.store(own_ptr + lane // 32 * 512 + digit, after, mask=live & (before + rank == after - 1))
+        return before + rank
     else:
         return tl.inline_asm_elementwise(
-            RANK_DIGITS, "=&r,=&r,r,r", [digit, live.to(tl.int32)], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+            COUNT, "=r,r,r", [digit, live.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
         )
 
 

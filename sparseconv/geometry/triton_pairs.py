@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparseconv.geometry.aside import Moment
 from sparseconv.geometry.triton_cube_pairs import list_cube
 from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
@@ -54,7 +55,7 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
                 known = (pointer(pending.offsets), pointer(search.unseen.fault), most, window.num_taps)
                 _CONFINE(device, (1,), known, (power_of_2(window.num_taps + 1),))
             if search.is_cube:
-                list_cube(search, in_rows, out_rows, most)
+                list_cube(search, in_rows, out_rows)
             else:
                 grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
                 _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
@@ -78,6 +79,11 @@ class FoundEdges:
     def padded(self) -> bool:
         """Whether more pairs are written than there are edges, whose number the host does not know."""
         return self.search.unseen is not None
+
+    @property
+    def moment(self) -> Moment | None:
+        """When the search was launched, in a run whose maps are aside."""
+        return self.search.moment
 
     @property
     def neighbors(self) -> torch.Tensor:
@@ -123,6 +129,11 @@ class ReversedEdges:
     def padded(self) -> bool:
         """Whether more pairs are written than there are edges."""
         return self.found.padded
+
+    @property
+    def moment(self) -> Moment | None:
+        """When the search was launched, in a run whose maps are aside."""
+        return self.found.moment
 
     @property
     def neighbors(self) -> torch.Tensor:

@@ -22,7 +22,7 @@ from sparseconv.geometry.triton_launch import (
     pointer,
     power_of_2,
 )
-from sparseconv.geometry.triton_table_kernels import INSERT, LOOKUP, MEASURE, NUMBER, PLACE, TABLE
+from sparseconv.geometry.triton_table_kernels import INFO, INSERT, LOOKUP, MEASURE, PLACE, TABLE
 
 #: log2 of a block's edge along each axis, by rank: at most 64 cells, one bit each of a 64-bit word, at most 16 in line
 BLOCK_SHIFTS = {1: (4,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}
@@ -95,7 +95,7 @@ class CoordinateTable:
 
 
 #: the arrays of a table's arena; those up to COUNTS start as zeros
-SLOTS, STATUS, RANGES, COUNTS, IDS, INFO, KEYS, ROWS, ENTRIES = range(9)
+SLOTS, STATUS, RANGES, COUNTS, IDS, INFOS, KEYS, ROWS, ENTRIES = range(9)
 
 
 def measure_ranges(coords: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -178,7 +178,7 @@ def build_table(
     arena = Arena(device, arrays, zeroed=0 if fused else 4)
     spread = arena[RANGES] if ranges is None else pointer(ranges)
     if blocked:
-        pointers = (spread, arena[SLOTS], arena[IDS], arena[INFO], arena[ROWS])
+        pointers = (spread, arena[SLOTS], arena[IDS], arena[INFOS], arena[ROWS])
     else:
         pointers = (spread, arena[SLOTS], arena[COUNTS], arena[SLOTS], arena[COUNTS])
     reported = reported and fused and ranges is None
@@ -272,7 +272,7 @@ def _launch_table(table: CoordinateTable, checked: Unseen | None) -> None:
     arena, coords = table.arena, table.coords
     n, columns = coords.shape
     programs = crew_of(coords.device, ceil_div(n, 128))
-    arrays = [arena[array] for array in (SLOTS, STATUS, IDS, INFO, KEYS, ROWS, ENTRIES)]
+    arrays = [arena[array] for array in (SLOTS, STATUS, IDS, INFOS, KEYS, ROWS, ENTRIES)]
     zeros = arena.length_before(IDS) // 4
     report = arena[STATUS] if table.report is None else table.report.pointer
     told = _told(table, checked)
@@ -292,14 +292,16 @@ def _launch_build(table: CoordinateTable, checked: Unseen | None) -> None:
     arena, device = table.arena, table.coords.device
     n, columns = table.coords.shape
     shifts = pack_shifts(table.shifts)
-    entries = arena[ENTRIES] if table.blocked else arena[SLOTS]
+    names = (IDS, KEYS, ROWS, ENTRIES) if table.blocked else (SLOTS,) * 4
+    ids, keys, places, entries = (arena[name] for name in names)  # slots by block lie where rows will
     told = _told(table, checked)
-    insert = (pointer(table.coords), table.pointers[0], arena[SLOTS], entries, arena[STATUS], *told, n, table.capacity)
-    INSERT(device, (ceil_div(n, 128),), insert, (columns, shifts, table.blocked, checked is not None, 128))
+    insert = (pointer(table.coords), table.pointers[0], arena[SLOTS], ids, keys, places, entries, arena[STATUS])
+    constants = (columns, shifts, table.blocked, checked is not None, 128)
+    INSERT(device, (ceil_div(n, 128),), (*insert, *told, n, table.capacity), constants)
     if table.blocked:
-        number = (arena[SLOTS], arena[IDS], arena[INFO], arena[KEYS], arena[STATUS], table.capacity)
-        NUMBER(device, (ceil_div(table.capacity, 512),), number, (512,))
-        rows = (entries, arena[IDS], arena[INFO], arena[ROWS], arena[STATUS], *told, n)
+        programs = min(ceil_div(n, 512), 1056)
+        INFO(device, (programs,), (arena[SLOTS], places, arena[INFOS], arena[STATUS], programs), (512,))
+        rows = (entries, ids, arena[INFOS], places, arena[STATUS], *told, n)
         PLACE(device, (ceil_div(n, 256),), rows, (checked is not None, 256))
 
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_cells import cells_of, claim, count_blocks, find, pack_half, place_of, popcount
+from sparseconv.geometry.triton_cells import cells_of, claim, count_blocks, find, occupy, pack_half, place_of, popcount
 from sparseconv.geometry.triton_launch import Launcher, leave, wait_for_all
 
 
@@ -38,24 +38,28 @@ def measure_rows(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH
 
 @triton.jit
 def insert_kernel(
-    coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n, capacity,
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, keys_ptr, slots_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n,
+    capacity,
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Put the rows' cells into the table; entries[row] = 64 slot + bit.
+    """Put the rows' cells into the table, and number their blocks; entries[row] = 64 slot + bit.
 
-    CHECKED: bit 0 of the fault is set where not just the first ``count`` rows have a batch item.
+    Numbers follow the rows, about: blocks around rows that lie side by side do so too. The upper half of the first
+    word of the status counts them. CHECKED: bit 0 of the fault is set where not just the first ``count`` rows have a
+    batch item.
     """
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
     first = tl.program_id(0) * BLOCK
     insert_rows(
-        first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n, capacity, volume,
-        COLUMNS, SHIFTS, BLOCKED, CHECKED, BLOCK,
+        first, coords_ptr, ranges_ptr, table_ptr, ids_ptr, keys_ptr, slots_ptr, entries_ptr, status_ptr, count_ptr,
+        fault_ptr, n, capacity, volume, COLUMNS, SHIFTS, BLOCKED, CHECKED, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def insert_rows(
-    first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n, capacity, volume,
+    first, coords_ptr, ranges_ptr, table_ptr, ids_ptr, keys_ptr, slots_ptr, entries_ptr, status_ptr, count_ptr,
+    fault_ptr, n, capacity, volume,
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`insert_kernel` for the rows from ``first`` on."""
@@ -63,12 +67,20 @@ def insert_rows(
     live = row < n
     fits = row < tl.where(volume < 0x4000000000000000, n, 0)
     key, bit, inside = cells_of(coords_ptr, row, fits, ranges_ptr, COLUMNS, SHIFTS)
-    slot, known = claim(table_ptr, key, inside, tl.minimum(row, capacity - 1), capacity, volume)
+    elsewhere = tl.minimum(row, capacity - 1)
     if BLOCKED:
-        flag = tl.full((BLOCK,), 1, tl.int64) << bit.to(tl.int64)
-        tl.atomic_or(table_ptr + 2 * slot + 1, flag, mask=inside, sem="relaxed")
+        slot, fresh = occupy(table_ptr, key, bit, inside, elsewhere, capacity, volume)
         tl.store(entries_ptr + row, tl.where(inside, slot.to(tl.int64) * 64 + bit, -1), mask=live)
+        mine = fresh.to(tl.int32)
+        total = tl.sum(mine, 0)
+        if total > 0:
+            before = (tl.atomic_add(status_ptr, total.to(tl.int64) << 32, sem="relaxed") >> 32).to(tl.int32)
+            block = before + tl.cumsum(mine, 0) - mine
+            tl.store(ids_ptr + slot, block, mask=fresh)
+            tl.store(keys_ptr + block, key, mask=fresh)
+            tl.store(slots_ptr + block, slot, mask=fresh)
     else:
+        slot, known = claim(table_ptr, key, inside, elsewhere, capacity, volume)
         tl.atomic_max(table_ptr + 2 * slot + 1, row.to(tl.int64) + 1, mask=inside, sem="relaxed")
         tl.atomic_add(status_ptr, tl.sum((inside & ~known).to(tl.int64), 0), sem="relaxed")
     if CHECKED:
@@ -80,31 +92,26 @@ def insert_rows(
 
 
 @triton.jit
-def number_kernel(table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, BLOCK: tl.constexpr):
-    """Number the occupied blocks, and give each as many places in the list of rows as it has cells.
-
-    The counter holds both numbers, blocks above and cells in the lower 32 bits.
-    """
-    number_blocks(tl.program_id(0) * BLOCK, table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, BLOCK)
+def info_kernel(table_ptr, slots_ptr, info_ptr, status_ptr, programs, BLOCK: tl.constexpr):
+    """Give each block as many places in the list of rows as it has cells, which the status counts below its blocks."""
+    give_places(table_ptr, slots_ptr, info_ptr, status_ptr, programs, BLOCK)
 
 
 @triton.jit
-def number_blocks(first, table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, BLOCK: tl.constexpr):
-    """`number_kernel` for the slots from ``first`` on."""
-    slot = first + tl.arange(0, BLOCK)
-    word = tl.load(table_ptr + 2 * slot + 1, mask=slot < capacity, other=0)
-    cells = popcount(word).to(tl.int64)
-    both = tl.where(cells > 0, cells + 0x100000000, 0)
-    total = tl.sum(both, 0)
-    if total > 0:
-        first_place = tl.atomic_add(status_ptr, total, sem="relaxed") + tl.cumsum(both, 0) - both
-        block = first_place >> 32
-        tl.store(ids_ptr + slot, block.to(tl.int32), mask=cells > 0)
-        place = first_place & 0xFFFFFFFF
-        tl.store(info_ptr + 2 * block, pack_half(word, place), mask=cells > 0)
+def give_places(table_ptr, slots_ptr, info_ptr, status_ptr, programs, BLOCK: tl.constexpr):
+    """`info_kernel` for every ``programs``-th run of BLOCK blocks."""
+    num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
+    for first in range(tl.program_id(0) * BLOCK, num_blocks, programs * BLOCK):
+        block = first + tl.arange(0, BLOCK)
+        live = block < num_blocks
+        slot = tl.load(slots_ptr + block, mask=live, other=0)
+        word = tl.load(table_ptr + 2 * slot + 1, mask=live, other=0)
+        cells = popcount(word).to(tl.int64)
+        place = tl.atomic_add(status_ptr, tl.sum(cells, 0), sem="relaxed") & 0xFFFFFFFF
+        place += tl.cumsum(cells, 0) - cells
+        tl.store(info_ptr + 2 * block, pack_half(word, place), mask=live)
         upper = pack_half(word >> 32, place + popcount(word & 0xFFFFFFFF))
-        tl.store(info_ptr + 2 * block + 1, upper, mask=cells > 0)
-        tl.store(keys_ptr + block, tl.load(table_ptr + 2 * slot, mask=cells > 0, other=1) - 1, mask=cells > 0)
+        tl.store(info_ptr + 2 * block + 1, upper, mask=live)
 
 
 @triton.jit
@@ -135,9 +142,9 @@ def table_kernel(
     coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, gates_ptr,
     report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHIFTS: tl.constexpr, MEASURED: tl.constexpr, REPORTED: tl.constexpr,
-    CHECKED: tl.constexpr, BLOCK: tl.constexpr, SLOTS_EACH: tl.constexpr, NUM_GATES: tl.constexpr,
+    CHECKED: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr, NUM_GATES: tl.constexpr,
 ):  # fmt: skip
-    """Zeros, ranges, blocks, their numbers and their rows in one launch; all programs wait for each other in between.
+    """Zeros, ranges, blocks, their places and their rows in one launch; all programs wait for each other in between.
 
     The slots come first in memory; ``zeros`` words from there on start as zeros. REPORTED: status and ranges, as
     unsigned numbers, go to ``report_ptr`` too. CHECKED: bit 0 of the fault, as by
@@ -155,12 +162,11 @@ def table_kernel(
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
     for first in range(program * BLOCK, n, programs * BLOCK):
         insert_rows(
-            first, coords_ptr, ranges_ptr, table_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n, capacity,
-            volume, COLUMNS, SHIFTS, True, CHECKED, BLOCK,
+            first, coords_ptr, ranges_ptr, table_ptr, ids_ptr, keys_ptr, rows_ptr, entries_ptr, status_ptr, count_ptr,
+            fault_ptr, n, capacity, volume, COLUMNS, SHIFTS, True, CHECKED, BLOCK,
         )  # fmt: skip
     wait_for_all(gates_ptr + 2, programs)
-    for first in range(program * SLOTS_EACH, capacity, programs * SLOTS_EACH):
-        number_blocks(first, table_ptr, ids_ptr, info_ptr, keys_ptr, status_ptr, capacity, SLOTS_EACH)
+    give_places(table_ptr, rows_ptr, info_ptr, status_ptr, programs, EACH)
     wait_for_all(gates_ptr + 3, programs)
     if REPORTED and program == 0:
         tl.store(report_ptr, tl.load(status_ptr))
@@ -205,8 +211,8 @@ def lookup_kernel(
 
 _I32, _I64 = torch.int32, torch.int64
 MEASURE = Launcher(ranges_kernel, (_I32, _I32, int, int))
-INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I64, _I64, _I32, _I32, int, int), num_warps=1)
-NUMBER = Launcher(number_kernel, (_I64, _I32, _I64, _I64, _I64, int))
+INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I64, _I32, _I32, int, int))
+INFO = Launcher(info_kernel, (_I64, _I32, _I64, _I64, int))
 PLACE = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, _I64, _I32, _I32, int))
 TABLE = Launcher(
     table_kernel,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparseconv.geometry import aside
-from sparseconv.geometry.aside import Aside, building, listing
+from sparseconv.geometry.aside import Aside, appending, building, listing
 
 HERE = torch.device("cpu")
 
@@ -121,6 +121,44 @@ def test_maps_wait_for_no_lists(features):
         with building():
             assert tiles not in torch.cuda.current_stream().before
     assert tiles in features.before
+
+
+def test_edges_wait_for_their_search_alone_and_features_for_them(features):
+    with Aside(HERE).run(), building() as earlier:
+        launch()
+        past = earlier.moment()
+    beside = Aside(HERE)
+    with beside.run():
+        with building():
+            search = launch()
+            found = beside.moment()
+            order = launch()
+        with listing():
+            tiles = launch()
+        with appending(found):
+            assert search in torch.cuda.current_stream().before
+            assert not {order, tiles} & torch.cuda.current_stream().before
+            pairs = launch()
+        assert pairs in features.before
+        with building():  # the next map
+            assert pairs not in torch.cuda.current_stream().before
+        with appending(past):  # a moment of another run says nothing of this one
+            assert order in torch.cuda.current_stream().before
+    with appending(found) as now:
+        assert now is None
+
+
+def test_what_edges_read_is_kept_until_maps_may_take_its_memory(features):
+    beside = Aside(HERE)
+    with beside.run():
+        with building():
+            launch()
+        with appending(beside.moment()):
+            pairs = launch()
+        beside.retire(torch.zeros(1))
+        assert pairs not in beside._maps.before
+        beside.retire(torch.zeros(1))
+        assert pairs in beside._maps.before
 
 
 def test_what_lists_read_is_kept_until_maps_may_take_its_memory(features):

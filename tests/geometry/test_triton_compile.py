@@ -26,7 +26,7 @@ by_key = (3, shifts, places, True, False, 0, 2)
 single = (3, 0, 0, False, True, 0, 1)
 jobs = [
     (triton_table.MEASURE, (4, 4, 512)), (triton_table.INSERT, (4, shifts, True, True, 128)),
-    (triton_table.INSERT, (4, 0, False, False, 128)), (triton_table.NUMBER, (1024,)),
+    (triton_table.INSERT, (4, 0, False, False, 128)), (triton_table.INFO, (512,)),
     (triton_table.PLACE, (True, 256)), (triton_table.LOOKUP, (4, shifts, True, 128)),
     (triton_search._AROUND, (4, shifts, 27, 32, 8)),
     (triton_search._MASKS, (*around, 1, True, 32, 512, 128, False)),
@@ -46,7 +46,7 @@ jobs = [
     (triton_counts.SCAN, (2048,)), (triton_pairs._REVERSE, (1024,)),
     (triton_pairs._CONFINE, (32,)),
     (triton_pairs._PAIRS, (*around, True, 512, 128)), (triton_pairs._PAIRS, (*by_key, False, 128, 128)),
-    (triton_cube_pairs.CUBE_PAIRS, (512, 8)), (triton_cube_pairs.CUBE_PAIRS, (128, 0)),
+    (triton_cube_pairs.CUBE_PAIRS, (512,)), (triton_cube_pairs.CUBE_PAIRS, (128,)),
     (build._CUBE_TILES, (128, 32)), (build._CUBE_TILES_64, (64, 32)),
     (build._TILES, (*around, 128, 32, False, True, True)), (build._TILES_64, (*by_key, 64, 256, True, False, False)),
     (build._RANK, (32, 64, 1024)),

@@ -12,7 +12,6 @@ if not torch.cuda.is_available():
 
 from sparseconv import VoxelGrid
 from sparseconv.geometry import (
-    triton_cube_pairs,
     triton_launch,
     triton_neighbors,
     triton_reach,
@@ -54,7 +53,6 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("case", EVERY_CASE)
 def test_edges_are_those_of_brute_force(case: Case, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = layout != "cells"
-    monkeypatch.setattr(triton_cube_pairs, "MANY_EDGES", 0 if layout == "blocks" else 10**9)
     if layout == "blocks":  # a launch for each pass, as for many rows
         monkeypatch.setattr(triton_table, "FUSED_ROWS", 0)
         monkeypatch.setattr(triton_neighbors, "FUSED_ROWS", 0)
