@@ -65,26 +65,30 @@ def read(folder: str) -> tuple:
     return len(sharded), torch.equal(values, features[rows]), sharded.batch_size
 
 
-def refused(folder: str) -> str:
-    try:
-        load(folder)
-    except ValueError as error:
-        return str(error)
-    return "loaded"
+def refused(*folders: str) -> list[str]:
+    said = []
+    for folder in folders:
+        try:
+            load(folder)
+            said.append("loaded")
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
 def test_files_are_read_by_any_number_of_ranks_and_torn_ones_refused(tmp_path):
     folder = str(tmp_path / "scene")
     total = sum(on_ranks(3, write_then_read, folder)[0])
-    for world in (2, 5):
+    for world in (2, 4):
         results = on_ranks(world, read, folder)
         assert sum(n for n, _, _ in results) == total
         assert all(equal and batch == 3 for _, equal, batch in results)
     piece = next(Path(folder).glob("__1_*.distcp"))
     piece.write_bytes(piece.read_bytes()[:100])
-    assert all("cannot be loaded" in line for line in on_ranks(2, refused, folder))
     (tmp_path / "nothing").mkdir()
-    assert all("cannot be loaded" in line for line in on_ranks(2, refused, str(tmp_path / "nothing")))
+    for said in on_ranks(2, refused, folder, str(tmp_path / "nothing")):
+        assert len(said) == 2
+        assert all("cannot be loaded" in line for line in said)
 
 
 def disagree(what: str) -> str:
