@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 import torch
 
@@ -12,6 +9,7 @@ import sparseconv as sc
 from sparseconv.autograd import number_of
 from sparseconv.backends.registry import backend
 from tests.cases import CASES, build, named, operands
+from tests.ranks import on_ranks
 
 
 class Layer(torch.nn.Module):
@@ -158,27 +156,19 @@ def test_a_map_lives_as_long_as_its_graph():
         torch.ops.sparseconv.convolution(x, w, None, 10**9, 5, 1, False, "auto")
 
 
-def _train(rank: int, port: int, results) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+def gradients_of_a_rank() -> list:
     net, x = network()
     wrapped = torch.nn.parallel.DistributedDataParallel(net)
-    wrapped(x * (rank + 1)).sum().backward()
-    results[rank] = [p.grad.numpy() for p in net.parameters()]
-    torch.distributed.destroy_process_group()
+    wrapped(x * (torch.distributed.get_rank() + 1)).sum().backward()
+    del wrapped
+    torch.distributed.barrier()  # nobody leaves while the other still talks
+    return [p.grad.numpy() for p in net.parameters()]
 
 
 def test_data_parallel_training_in_two_processes():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with torch.multiprocessing.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(_train, (port, results), nprocs=2)
-        got = dict(results)
+    got = on_ranks(2, gradients_of_a_rank)
     net, x = network()
     parts = [torch.autograd.grad(net(x * scale).sum(), net.parameters()) for scale in (1, 2)]
-    for rank in range(2):
-        for grad, one, two in zip(got[rank], *parts):
+    for grads in got:
+        for grad, one, two in zip(grads, *parts):
             assert torch.allclose(torch.from_numpy(grad), (one + two) / 2, atol=1e-4)

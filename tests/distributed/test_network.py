@@ -15,7 +15,7 @@ from sparseconv import nn
 from sparseconv.distributed import Sharded, shard
 from sparseconv.ops import avg_pool, global_avg_pool, global_sum_pool, max_pool, sum_pool, unpool
 from sparseconv.plan import shared_plan
-from tests.distributed.ranks import on_ranks
+from tests.ranks import on_ranks
 
 
 def scene() -> sc.VoxelGrid:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import sparseconv as sc
 from sparseconv.distributed import ShardedConvolutionPlan, load, save, shard
-from tests.distributed import ranks
-from tests.distributed.ranks import on_ranks
+from tests import ranks
+from tests.ranks import on_ranks
 
 
 def scene(n: int = 500, extent: int = 40) -> tuple[sc.VoxelGrid, torch.Tensor]:

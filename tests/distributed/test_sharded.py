@@ -10,7 +10,7 @@ import sparseconv as sc
 from sparseconv.distributed import ShardedConvolutionPlan, shard
 from sparseconv.pointwise import relu
 from tests.cases import CASES, Case, build, named, random_grid
-from tests.distributed.ranks import on_ranks
+from tests.ranks import on_ranks
 
 ORDERS = ["morton", "slab", "kd"]
 

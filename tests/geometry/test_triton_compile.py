@@ -13,7 +13,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparseconv.backends.triton_implicit_gemm import build, job_kernel, tiles
+from sparseconv.backends.triton_implicit_gemm import build_kernels, job_kernel, tiles
 from sparseconv.geometry import triton_counts, triton_neighbors, triton_order, triton_pairs, triton_reach
 from sparseconv.geometry import triton_chunks, triton_cube_pairs
 from sparseconv.geometry import triton_launch, triton_search, triton_table, triton_window
@@ -47,9 +47,10 @@ jobs = [
     (triton_pairs._CONFINE, (32,)),
     (triton_pairs._PAIRS, (*around, True, 512, 128)), (triton_pairs._PAIRS, (*by_key, False, 128, 128)),
     (triton_cube_pairs.CUBE_PAIRS, (512,)), (triton_cube_pairs.CUBE_PAIRS, (128,)),
-    (build._CUBE_TILES, (128, 32)), (build._CUBE_TILES_64, (64, 32)),
-    (build._TILES, (*around, 128, 32, False, True, True)), (build._TILES_64, (*by_key, 64, 256, True, False, False)),
-    (build._RANK, (32, 64, 1024)),
+    (build_kernels.CUBE_TILES, (128, 32)), (build_kernels.CUBE_TILES_64, (64, 32)),
+    (build_kernels.TILES, (*around, 128, 32, False, True, True)),
+    (build_kernels.TILES_64, (*by_key, 64, 256, True, False, False)),
+    (build_kernels.RANKS, (32, 64, 1024)),
 ]
 jobs += [
     (job_kernel._JOBS, (32, 128)), (tiles._ONE_TAP, (8, 256, 128, 2, 5, 8, False)),

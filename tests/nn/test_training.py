@@ -8,7 +8,6 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.utils.checkpoint import checkpoint
 
 import sparseconv as sc
@@ -20,6 +19,7 @@ from sparseconv.nn.spunet import SpUNet
 from sparseconv.nn.synchronized import SyncBatchNorm
 from sparseconv.plan import PlanSet
 from tests.cases import error
+from tests.ranks import on_ranks
 
 LABELS = 3
 
@@ -48,18 +48,16 @@ SIZES = [(5, 9), (7, 0), (1, 0)]  # voxels of the two processes
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
     """What two processes with gloo found; started once, since starting them is most of the time."""
-    folder = str(tmp_path_factory.mktemp("processes"))
-    mp.spawn(_enter, (folder,), nprocs=2)
-    return [torch.load(os.path.join(folder, f"{rank}.pt"), weights_only=True) for rank in range(2)]
+    folder = tmp_path_factory.mktemp("processes")
+    on_ranks(2, find, str(folder))
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
-def _enter(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+def find(folder):
+    rank = dist.get_rank()
     found = {"sharded": sharded(rank), "synchronised": [synchronised(rank, sizes) for sizes in SIZES]}
     torch.save(found, os.path.join(folder, f"{rank}.pt"))
     dist.barrier()  # nobody leaves while the other still talks
-    dist.destroy_process_group()
 
 
 def mean_gradients():

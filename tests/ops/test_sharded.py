@@ -9,7 +9,7 @@ import sparseconv as sc
 from sparseconv import ops
 from sparseconv.distributed import shard
 from sparseconv.plan import shared_plan
-from tests.distributed.ranks import on_ranks
+from tests.ranks import on_ranks
 
 
 def differences() -> list[str]:

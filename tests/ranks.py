@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT = datetime.timedelta(seconds=60)
+# ranks are forks of one process that has imported what they need, and done nothing else
+START = "forkserver"
+torch.multiprocessing.get_context(START).set_forkserver_preload(["sparseconv.distributed", "sparseconv.nn"])
 
 
 def _enter(rank: int, world: int, port: int, function: Callable[..., Any], args: tuple, results: Any) -> None:
@@ -32,9 +35,11 @@ def on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    with torch.multiprocessing.get_context("spawn").Manager() as manager:
+    with torch.multiprocessing.get_context(START).Manager() as manager:
         results = manager.dict()
-        torch.multiprocessing.spawn(_enter, (world, port, function, args, results), nprocs=world)
+        torch.multiprocessing.start_processes(
+            _enter, (world, port, function, args, results), nprocs=world, start_method=START
+        )
         returned = [results[rank] for rank in range(world)]
     for one in returned:
         if isinstance(one, RuntimeError):
