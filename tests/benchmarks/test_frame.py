@@ -559,6 +559,25 @@ def test_the_best_other_is_a_peer_and_must_not_be_faster_than_stated(monkeypatch
     assert not {"sparseconv", "cupy_gather_scatter", "triton_implicit_gemm", "dense conv3d"} & set(measured)
 
 
+@pytest.mark.parametrize(
+    ("status", "code"), [("crashed", 1), ("failed", 1), ("wrong", 1), ("measured", 1), ("skipped", 0)]
+)
+def test_a_figure_of_ours_that_breaks_is_not_covered_by_its_record(monkeypatch, tmp_path, capsys, status, code):
+    asked = {"implementation": "sparseconv", "case": "shell_64", "channels": 1024, "dtype": "fp16", "device": "cuda"}
+    claim = {"name": "a", "text": "forward", "measure": asked | {"quantity": "forward"}, "figure": 1.45, "unit": "ms"}
+    claim |= {"tolerance": 0.1, "stated": "1.45", "record": "card.json", "card": "NVIDIA Abacus"}
+    (tmp_path / "claims.json").write_text(json.dumps({"claims": [claim]}))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    report.write(tmp_path / "card.json", {}, [fake("sparseconv", 1.4513)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Abacus")
+    broken = {"status": status, "reason": "a bead came off"}
+    monkeypatch.setattr(verify.session, "run", lambda jobs, *rest, **named: [job.as_dict() | broken for job in jobs])
+    monkeypatch.setattr(verify.session, "compile_ours", lambda *rest: None)
+    assert verify.verify([], None, report.wide_console(), tmp_path / "claims.json") == code
+    assert code == 0 or "a bead came off" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("words", "code"), [("1.45", 0), ("1.40", 1)])
 def test_without_the_card_a_claim_is_held_against_its_record(tmp_path, monkeypatch, words, code):
     asked = {"implementation": "sparseconv", "case": "shell_64", "channels": 1024, "dtype": "fp16", "device": "cuda"}
