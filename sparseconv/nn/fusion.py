@@ -104,9 +104,9 @@ def norm_act(x: Any, norm: Any, activation: Any = None, residual: SparseTensor |
     return y if activation is None else apply(activation, y)
 
 
-def beside(x: SparseTensor, *others: SparseTensor) -> SparseTensor:
-    """``x.cat(*others)``, which a captured step makes again in its backward pass rather than keep it."""
-    if x.grid.count is None or any(other.grid is not x.grid for other in others):
+def beside(x: SparseTensor, *others: SparseTensor, again: bool = True) -> SparseTensor:
+    """``x.cat(*others)``; a captured step may make it ``again`` in its backward pass rather than keep it."""
+    if not again or x.grid.count is None or any(other.grid is not x.grid for other in others):
         return x.cat(*others)
     return x.with_features(joined(x.features, *(other.features for other in others)))
 

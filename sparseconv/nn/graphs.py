@@ -9,8 +9,9 @@ import torch
 
 from sparseconv.geometry.aside import Aside, forget_workspaces
 
-#: captures by which the memory of each stream is made smaller; bytes that pieces of it are multiples of
-TRIES, PIECE = 5, 2 << 20
+#: captures by which the memory of each stream is made smaller; bytes that pieces of it are multiples of, and from which
+#: torch takes no more than was asked for
+TRIES, PIECE, WHOLE = 5, 2 << 20, 10 << 20
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -91,8 +92,11 @@ class _Cut:
 
     def __init__(self, least: int) -> None:
         self._low, self._high = least, 0
-        self.piece = self.best = _up(least)
+        #: the next one to try, and the best of those tried
+        self.piece = self.best = _up(least) if least >= WHOLE else 0
         self._fewest: int | None = None
+        #: whether the last one tried is the best, and no smaller one worth a try
+        self.settled = False
 
     def seen(self, held: int) -> None:
         """Bytes that were held beginning with `piece`."""
@@ -102,13 +106,9 @@ class _Cut:
             self._high = min(self._high or self.piece, self.piece)
         else:
             self._low, self._high = max(self._low, self.piece, held // 2), self._high or held
-        if not self.settled:
-            self.piece = _up((self._low + self._high) // 2)
-
-    @property
-    def settled(self) -> bool:
-        """Whether no smaller piece is worth a try, and the last one tried was the best."""
-        return self._high - self._low <= PIECE and self.piece == self.best
+        close = self._high - self._low <= PIECE
+        self.settled = close and self.piece == self.best
+        self.piece = self.best if close else _up((self._low + self._high) // 2)
 
 
 def _up(count: int) -> int:

@@ -104,6 +104,6 @@ class MinkUNet(SparseModule):
             x = part(block)(conv_norm_act(x, part(conv), part(norm), self.relu))
         for conv, norm, block in self._up:
             skip = skips.pop()
-            x = conv_norm_act(x, part(conv), part(norm), self.relu, onto=skip)
-            x = part(block)(beside(x, skip))
+            x = beside(conv_norm_act(x, part(conv), part(norm), self.relu, onto=skip), skip, again=bool(skips))
+            x = part(block)(x)
         return self.final(x)

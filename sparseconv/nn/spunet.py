@@ -87,8 +87,8 @@ class SpUNet(SparseModule):
             x = enc(down(x))
         for s in reversed(range(len(self.up))):
             skip, up = skips.pop(), cast(Sequential, self.up[s])
-            x = conv_norm_act(x, *up, onto=skip)
-            x = self.dec[s](beside(x, skip))
+            x = beside(conv_norm_act(x, *up, onto=skip), skip, again=s > 0)
+            x = self.dec[s](x)
         if self.final is not None:
             x = self.final(x)
         return global_avg_pool(x.features, x.grid) if self.cls_mode else x

@@ -27,7 +27,8 @@ from sparseconv.nn.normalize import Norm
 from sparseconv.plan.convolution import ConvolutionPlan
 
 #: bytes from which the next convolution's input is computed again in the backward pass rather than kept: one more pass
-#: over memory, on scenes large enough that the device and not the host sets the pace; an eighth where there is no host
+#: over memory, on scenes large enough that the device and not the host sets the pace; where there is no host, five
+#: eighths
 RECOMPUTED_BYTES = 8 << 20
 #: channels up to which an input gradient is written onto another: at 128 its kernel would take 236 registers, not 162,
 #: and a multiprocessor would hold two programs, not three
@@ -83,13 +84,21 @@ class Parts(NamedTuple):
             if not isinstance(part, torch.Tensor):
                 _recipe_of(part).run(piece)
             elif part._version == version:
-                piece.copy_(part)
+                _copied(part, piece)
             else:
                 raise RuntimeError(
                     "features were changed in place after they were concatenated, and the backward pass needs them as "
                     "they were: change a copy"
                 )
         return made
+
+
+def _copied(x: torch.Tensor, onto: torch.Tensor) -> None:
+    """Write x (N, C) onto rows of any stride, 16 bytes at once where they lie so."""
+    places = (x.shape[1] * x.itemsize, onto.stride(0) * x.itemsize, x.data_ptr(), onto.data_ptr())
+    if x.is_contiguous() and not any(place % 16 for place in places):
+        x, onto = x.view(torch.complex128), onto.view(torch.complex128)
+    onto.copy_(x)
 
 
 class Shared:
@@ -172,6 +181,7 @@ class _Trained(torch.autograd.Function):
             z = stage.convolve(y, taps)
             if stage.call is not None and ctx.needs_input_grad[4 + 3 * at]:
                 stage.call.kernel_map.list_pairs()
+            del y  # before there is another one
             y, kept = normalize.forward(z, weight, bias, residual if at == last else None, stage.norm)
             middles.append(None if stage.call is None else z)
             statistics.append(kept)
@@ -524,7 +534,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 def _is_large(x: torch.Tensor, fixed: bool) -> bool:
     """Whether x is made again rather than kept; ``fixed``: it is on a grid of fixed size, as in a captured step."""
-    return x.numel() * x.itemsize >= (RECOMPUTED_BYTES >> 3 if fixed else RECOMPUTED_BYTES)
+    return x.numel() * x.itemsize >= (RECOMPUTED_BYTES * 5 // 8 if fixed else RECOMPUTED_BYTES)
 
 
 def _maker_of(x: torch.Tensor, fixed: bool) -> Any:

@@ -103,8 +103,9 @@ class UNet(SparseModule):
                 x = self.down[level](x)
         for level in reversed(range(len(self.up))):
             skip = skips.pop()
-            x = self._raise(level, x, skip)
-            x = self.decoder[level](beside(skip, x))
+            # the finest comes first in the backward pass, which needs it before anything has made room
+            x = beside(skip, self._raise(level, x, skip), again=level > 0)
+            x = self.decoder[level](x)
         return self.head(x)
 
     def _raise(self, level: int, x: SparseTensor, onto: SparseTensor) -> SparseTensor:

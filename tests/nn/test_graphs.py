@@ -21,9 +21,11 @@ def test_a_piece_is_found_that_is_little_more_than_enough(enough, known):
     cut = _Cut(enough * MIB * 9 // 10 if known else 0)
     seen = []
     for _ in range(TRIES):
-        seen.append(held(cut.piece))
+        tried = cut.piece
+        seen.append(held(tried))
         cut.seen(seen[-1])
         if cut.settled:
+            assert tried == cut.best
             break
     assert held(cut.best) == min(seen)
     assert held(cut.best) <= max(12 * MIB, enough * MIB * 1.04 + 2 * PIECE)
