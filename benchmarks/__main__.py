@@ -179,6 +179,7 @@ def network_table(rows: Sequence[dict[str, Any]]) -> Table:
     aims = {cell["case"]: cell for cell in report.targets()["networks"]}
     table = Table(title="U-Net, one scan: milliseconds, (must / goal)", title_justify="left")
     heads = ["step", "captured step", "inference", "captured inference", "fixed", "replay", "step MiB", "captured MiB"]
+    heads.append("at room 1")
     for head in ("network", "case", "voxels", *heads, "first step s"):
         table.add_column(head, justify="left" if head in ("network", "case") else "right")
     for row in rows:
@@ -192,7 +193,7 @@ def network_table(rows: Sequence[dict[str, Any]]) -> Table:
             found = row.get(quantity, {})
             aimed = aim.get(quantity.removeprefix("captured_"))
             cells.append(found.get("reason") or report.judged(found.get("median"), aimed))
-        for quantity in ("peak_mib", "captured_mib"):
+        for quantity in ("peak_mib", "captured_mib", "captured_room_1_mib"):
             mib = row["memory"].get(quantity)
             cells.append("-" if mib is None else report.judged(mib, aim.get("memory"), whole=True))
         table.add_row(*name, f"{row['voxels']:,}", *cells, f"{row['first_s']:.1f}")

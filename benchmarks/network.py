@@ -137,7 +137,8 @@ def measure(
     name: str, case: str, device: str = "cuda", seconds: float = 0.6, channels: tuple[int, ...] = CHANNELS
 ) -> dict[str, Any]:
     """A row: ms of a step and of inference with maps built, eager and captured, of inference at fixed geometry and
-    replayed; parameters; memory of a step."""
+    replayed; parameters; memory of a step: its peak, and all that a captured one holds, with the usual room and with
+    room for this very scene, to which the peak of an eager step compares."""
     row: dict[str, Any] = {"network": name, "case": case, "device": device}
     reason = cases.missing(case)
     if reason is not None:
@@ -185,7 +186,9 @@ def measure(
         del scene, wanted  # and with it the maps that the scene's grid keeps
         row["captured_inference"] = _captured_inference(clock, net, coords, x, seconds)
         row["captured_step"], held = _captured_step(clock, net, coords, x, labels, seconds)
-        row["memory"]["captured_mib"] = _mib(held)
+        row["memory"] |= {"captured_mib": _mib(held), "captured_room_1_mib": None}
+        if held is not None:
+            row["memory"]["captured_room_1_mib"] = _mib(_held(net, coords, x, labels, room=1))
     return row | {"status": "measured"}
 
 
@@ -262,19 +265,16 @@ def _captured_step(
     if clock.device != "cuda":
         return ON_A_CARD, None
 
-    def loss_of(y: Any, targets: torch.Tensor) -> torch.Tensor:
-        return SCALE * torch.nn.functional.cross_entropy(y.features.float(), targets)
-
     net.network.train()
     parameters = list(net.network.parameters())
-    loss = loss_of(net.network(net.scene(coords, x)), labels)
+    loss = _loss(net.network(net.scene(coords, x)), labels)
     grads = torch.autograd.grad(loss, parameters)
     loss = loss.detach()
     for p in parameters:
         p.grad = None
     before = _reserved()
     try:
-        step = nn.capture_step(net.network, loss_of, net.scene(coords, x), labels)
+        step = nn.capture_step(net.network, _loss, net.scene(coords, x), labels)
     except (RuntimeError, ValueError) as error:
         return {"reason": f"cannot be captured: {str(error).splitlines()[0]}"}, None
     value = step((coords, x), labels)
@@ -285,6 +285,22 @@ def _captured_step(
     if not (off[0] < 0.01 and off[1] < 0.1):
         return {"reason": f"a captured step is off by {off[0]:.2g} (loss) and {off[1]:.2g} (gradients)"}, held
     return found, held
+
+
+def _loss(y: Any, targets: torch.Tensor) -> torch.Tensor:
+    return SCALE * torch.nn.functional.cross_entropy(y.features.float(), targets)
+
+
+def _held(net: Any, coords: torch.Tensor, x: torch.Tensor, labels: torch.Tensor, room: float) -> int:
+    """The bytes that a captured step holds after a call."""
+    import sparseconv.nn as nn
+
+    for p in net.network.parameters():
+        p.grad = None
+    before = _reserved()
+    step = nn.capture_step(net.network, _loss, net.scene(coords, x), labels, room=room)
+    step((coords, x), labels)
+    return _reserved() - before
 
 
 def _off(found: Sequence[Any], wanted: Sequence[Any]) -> float:

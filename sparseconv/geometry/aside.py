@@ -25,7 +25,8 @@ class Aside:
     (tiles, jobs) are another, for which the next map's table does not wait. Edges by tap are a third, which waits for
     their search alone: they fill what sorts and tiles leave of the card.
 
-    Nobody but the caller waits for the sums of gradients, and what they read is kept until the next one's turn.
+    Nobody but the caller waits for the sums of gradients, and what they read is kept until the next one's turn. They
+    begin after the features so far, so their memory is that of the features (`scratch`).
 
     Args:
         device: whose current stream is that of the run.
@@ -40,7 +41,8 @@ class Aside:
         self._edges = torch.cuda.Stream(device, priority=-1)
         self._sums = torch.cuda.Stream(device) if summed else None
         self._kept: list[Any] = []
-        self._operands: tuple[torch.Tensor, ...] = ()
+        self._operands: list[torch.Tensor] = []
+        self._summing = False
         self._found: list[torch.Tensor] = []
         self._lane: torch.cuda.Stream | None = None
         self._retired: tuple[Any, tuple[torch.cuda.Event, ...]] | None = None
@@ -52,16 +54,16 @@ class Aside:
     @contextmanager
     def run(self) -> Iterator[None]:
         """Within it, `building` and `summing` on this thread are aside. Ends before later work of the stream."""
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.wait_stream(self._features)
         _state.aside = self
         try:
             yield
         finally:
             _state.aside = None
-            for lane in self._lanes:
+            for lane in self.lanes:
                 self._features.wait_stream(lane)
-            self._wait()
+            self.catch_up()
             self._retired = None
             self._kept.clear()
             self._found.clear()
@@ -83,7 +85,8 @@ class Aside:
         return Moment(self, self._maps.record_event())
 
     @property
-    def _lanes(self) -> tuple[torch.cuda.Stream, ...]:
+    def lanes(self) -> tuple[torch.cuda.Stream, ...]:
+        """The streams that keep their memory until the run ends: of maps, of lists and of edges."""
         return self._maps, self._lists, self._edges
 
     @contextmanager
@@ -123,25 +126,40 @@ class Aside:
         """What ``run`` finds of operands that are there; not to be read before it was `settle`d."""
         if self._sums is None:
             return run()
-        self._wait()
+        self.catch_up()
+        self._operands += operands
         self._sums.wait_stream(self._features)
-        with torch.cuda.stream(self._sums):
-            found = run()
-        self._operands = operands
+        self._summing = True
+        try:
+            with torch.cuda.stream(self._sums):
+                found = run()
+        finally:
+            self._summing = False
         self._found.append(found)
         return found
 
+    def scratch(self, *size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for launches here and now; of sums beside the features, taken from the features' until these wait."""
+        device = self._features.device
+        if not self._summing:
+            return torch.empty(size, dtype=dtype, device=device)
+        with torch.cuda.stream(self._features):
+            memory = torch.empty(size, dtype=dtype, device=device)
+        self._operands.append(memory)
+        return memory
+
     def settle(self, results: Sequence[torch.Tensor | None]) -> None:
         """Wait for all that was summed; sums that are not among these results were read too early."""
-        self._wait()
+        self.catch_up()
         there = {t.data_ptr() for t in results if t is not None}
         self.mixed |= any(t.data_ptr() not in there for t in self._found)
         self._found.clear()
 
-    def _wait(self) -> None:
+    def catch_up(self) -> None:
+        """Wait for all that was summed, and let go of what was read."""
         if self._operands and self._sums is not None:
             self._features.wait_stream(self._sums)
-            self._operands = ()
+            self._operands = []
 
 
 class Moment(NamedTuple):
@@ -170,6 +188,17 @@ def appending(since: Moment | None) -> AbstractContextManager[Aside | None]:
     """`building` of edges by tap, from maps that were launched until a moment."""
     aside = current()
     return _NOTHING if aside is None else aside.appending(since)
+
+
+def forget_workspaces() -> None:
+    """Let go of the workspaces that cuBLAS keeps for every stream; it takes one anew where it needs one."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def scratch(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An array for launches here and now, as the memory was."""
+    aside = current()
+    return torch.empty(size, dtype=dtype, device=device) if aside is None else aside.scratch(*size, dtype=dtype)
 
 
 def current() -> Aside | None:

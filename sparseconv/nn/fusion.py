@@ -13,7 +13,7 @@ from sparseconv.nn.convolution import ConvolutionModule
 from sparseconv.nn.features import ELU, GELU, LeakyReLU, Linear, ReLU, Sigmoid, SiLU, Tanh
 from sparseconv.nn.module import apply, features_of
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.nn.training import Layer, forked, serves, trained
+from sparseconv.nn.training import Layer, forked, joined, serves, trained
 from sparseconv.pointwise import Epilogue
 from sparseconv.tensor import SparseTensor
 
@@ -102,6 +102,13 @@ def norm_act(x: Any, norm: Any, activation: Any = None, residual: SparseTensor |
     y = apply(norm, x)
     y = y if residual is None else y + residual
     return y if activation is None else apply(activation, y)
+
+
+def beside(x: SparseTensor, *others: SparseTensor, again: bool = True) -> SparseTensor:
+    """``x.cat(*others)``; a captured step may make it ``again`` in its backward pass rather than keep it."""
+    if not again or x.grid.count is None or any(other.grid is not x.grid for other in others):
+        return x.cat(*others)
+    return x.with_features(joined(x.features, *(other.features for other in others)))
 
 
 def is_activation(module: Any) -> bool:

@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.aside import Aside
+from sparseconv.geometry.aside import Aside, forget_workspaces
+
+#: captures by which the memory of each stream is made smaller; bytes that pieces of it are multiples of, and from which
+#: torch takes no more than was asked for
+TRIES, PIECE, WHOLE = 5, 2 << 20, 10 << 20
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -25,10 +29,11 @@ def graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
     On streams of its own. The peak that torch keeps of its memory starts anew.
     """
     with torch.cuda.device(device):
-        stream, graph = torch.cuda.Stream(priority=-1), torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(priority=-1)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run()  # alone: what is timed on first use is timed here
+            forget_workspaces()
             torch.cuda.reset_peak_memory_stats()
             before, aside = torch.cuda.memory_allocated(), Aside(device)
             with aside.run():
@@ -36,9 +41,75 @@ def graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
             again = Aside(device, summed=not aside.mixed)
             most = max(0, torch.cuda.max_memory_allocated() - before - aside.memory)
         torch.cuda.current_stream().wait_stream(stream)
-        # what other threads ask of the device, such as pinned memory for the next scene, is no part of the capture
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), again.run():
-            # memory in one piece, of which a run is then cut: pieces of many sizes would take a quarter more
-            torch.empty(most, dtype=torch.uint8, device=device)
-            results = run()
+        forget_workspaces()  # the graph has its own, where its other memory is
+        cuts = {s: _Cut(least) for s, least in ((stream, most), *((lane, 0) for lane in again.lanes))}
+        for _ in range(TRIES):
+            graph, results = _captured(run, stream, again, {s: cut.piece for s, cut in cuts.items()})
+            held = _held(graph)
+            for s, cut in cuts.items():
+                cut.seen(held.get(s.cuda_stream, 0))
+            if all(cut.settled for cut in cuts.values()):
+                break
+            del graph, results  # its memory is the next one's
+        else:
+            graph, results = _captured(run, stream, again, {s: cut.best for s, cut in cuts.items()})
     return graph.replay, results
+
+
+def _captured(
+    run: Callable[[], Any], stream: torch.cuda.Stream, aside: Aside, pieces: dict[torch.cuda.Stream, int]
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The graph of a run whose streams begin with a piece of memory each."""
+    graph = torch.cuda.CUDAGraph()
+    # what other threads ask of the device, such as pinned memory for the next scene, is no part of the capture
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), aside.run():
+        for owner, piece in pieces.items():
+            with torch.cuda.stream(owner):
+                torch.empty(piece, dtype=torch.uint8, device=owner.device)
+        results = run()
+        forget_workspaces()
+    return graph, results
+
+
+def _held(graph: torch.cuda.CUDAGraph) -> dict[int, int]:
+    """Bytes of large arrays that a graph holds for each stream."""
+    held: dict[int, int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        if tuple(segment["segment_pool_id"]) == tuple(graph.pool()) and segment["segment_type"] == "large":
+            held[segment["stream"]] = held.get(segment["stream"], 0) + segment["total_size"]
+    return held
+
+
+class _Cut:
+    """The search for the piece of memory that all arrays of a stream can be cut from, as small as may be.
+
+    Pieces that torch takes as it goes along are of the wrong sizes. A run takes the same arrays in the same order every
+    time, so a piece that was enough is so again.
+
+    Args:
+        least: bytes that the arrays have at one moment, where that is known; else 0.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._low, self._high = least, 0
+        #: the next one to try, and the best of those tried
+        self.piece = self.best = _up(least) if least >= WHOLE else 0
+        self._fewest: int | None = None
+        #: whether the last one tried is the best, and no smaller one worth a try
+        self.settled = False
+
+    def seen(self, held: int) -> None:
+        """Bytes that were held beginning with `piece`."""
+        if self._fewest is None or held <= self._fewest:
+            self._fewest, self.best = held, self.piece
+        if held <= self.piece:
+            self._high = min(self._high or self.piece, self.piece)
+        else:
+            self._low, self._high = max(self._low, self.piece, held // 2), self._high or held
+        close = self._high - self._low <= PIECE
+        self.settled = close and self.piece == self.best
+        self.piece = self.best if close else _up((self._low + self._high) // 2)
+
+
+def _up(count: int) -> int:
+    return -(-count // PIECE) * PIECE

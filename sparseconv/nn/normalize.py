@@ -89,7 +89,7 @@ def _launchers(
     w, r, sums, tracked = weight or x, running or x, torch.float32, x if running is None else torch.int64
     number = 0.5  # any: they are fp32
     count = torch.int32
-    normalize = (x, x, w, w, sums, sums, r, r, tracked, x, count, *(int,) * 7, number, number, number)
+    normalize = (x, x, w, w, sums, sums, r, r, tracked, x, count, *(int,) * 8, number, number, number)
     return (
         Launcher(triton_norm.statistics_kernel, (x, sums, count, *(int,) * 3), 8),
         Launcher(triton_norm.normalize_kernel, normalize, 8),
@@ -150,14 +150,21 @@ def forward(
 
 
 def again(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, kept: torch.Tensor, norm: Norm
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    kept: torch.Tensor,
+    norm: Norm,
+    onto: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same bits of y (N, C) from x and what `forward` kept, where there was no residual."""
+    """The same bits of y (N, C) from x and what `forward` kept, where there was no residual; ``onto`` rows of any
+    stride where they are given."""
     run = _kernels_of(x, weight, norm)
-    y = torch.empty_like(x)
+    apart = onto is not None and (onto.stride(0) % run.constants[0] or onto.data_ptr() % 16)
+    y = torch.empty_like(x) if onto is None or apart else onto
     with run.on(x.device):
         _normalize(run, x, weight, bias, None, norm, 0, kept, y)
-    return y
+    return onto.copy_(y) if onto is not None and apart else y
 
 
 def _normalize(
@@ -185,7 +192,16 @@ def _normalize(
         count,
     )
     flags = (int(residual is not None), int(weight is not None), int(parts > 0 and running is not None), counted)
-    numbers = (x.shape[0], run.units, parts, *flags, norm.eps, norm.momentum, norm.slope)
+    numbers = (
+        x.shape[0],
+        run.units,
+        y.stride(0) // run.constants[0],
+        parts,
+        *flags,
+        norm.eps,
+        norm.momentum,
+        norm.slope,
+    )
     run.normalize(x.device, run.grids[2], (*pointers, *numbers), run.constants)
 
 
@@ -197,6 +213,7 @@ def backward(
     bias: torch.Tensor | None,
     kept: torch.Tensor,
     norm: Norm,
+    spent: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Gradients of x, weight, bias and residual from that of y.
 
@@ -205,6 +222,7 @@ def backward(
     Args:
         grad: (N, C), rows may be apart. x, weight, bias: those of `forward`; kept: its second result.
         y: the result, where a residual was added before an activation; else None.
+        spent: x is read for the last time: its gradient is written over it.
     """
     run = _kernels_of(x, weight, norm)
     at, device, rows, unit = run.at, x.device, x.shape[0], run.constants[0]
@@ -212,7 +230,7 @@ def backward(
     if column != 1 or row % unit or grad.data_ptr() % 16:
         grad, row = grad.clone(memory_format=torch.contiguous_format), x.shape[1]
     none = at(x)
-    dx = torch.empty_like(x)
+    dx = x if spent else torch.empty_like(x)
     weight_grad = bias_grad = None
     affine = affine_grad = (none, none)
     if weight is not None and bias is not None:

@@ -132,10 +132,11 @@ def normalize_kernel(
     running_mean_ptr,
     running_var_ptr,  # (C,), moved where ``follows``
     tracked_ptr,  # int64, one more where ``follows``
-    y_ptr,
+    y_ptr,  # (rows, C), its rows y_units * UNIT apart
     count_ptr,  # (1,) int32, read where ``counted``
     rows,
     units,
+    y_units,
     parts,
     adds,
     affine,
@@ -186,7 +187,8 @@ def normalize_kernel(
         z = tl.fma(x - mean[None, :], scale[None, :], bias[None, :]) + residual
         y = tl.where(live, _activated(z, slope), 0.0)
         mask = (row < rows - tile * BLOCK_N)[:, None] & inside[None, :]
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask)
+        y_at = _offsets(tile, y_units * UNIT, row, channel, BLOCK_N)
+        tl.store(y_ptr + y_at, y.to(y_ptr.dtype.element_ty), mask)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from sparseconv.nn.blocks import Activation, Bottleneck, ConvBlock, Norm, Residu
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, InverseConv
 from sparseconv.nn.features import Linear, ReLU
-from sparseconv.nn.fusion import conv_norm_act, hooked
+from sparseconv.nn.fusion import beside, conv_norm_act, hooked
 from sparseconv.nn.geometry import Axes
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
@@ -103,8 +103,9 @@ class UNet(SparseModule):
                 x = self.down[level](x)
         for level in reversed(range(len(self.up))):
             skip = skips.pop()
-            x = self._raise(level, x, skip)
-            x = self.decoder[level](skip.cat(x))
+            # the finest comes first in the backward pass, which needs it before anything has made room
+            x = beside(skip, self._raise(level, x, skip), again=level > 0)
+            x = self.decoder[level](x)
         return self.head(x)
 
     def _raise(self, level: int, x: SparseTensor, onto: SparseTensor) -> SparseTensor:

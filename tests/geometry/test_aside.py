@@ -217,3 +217,31 @@ def test_sums_fall_behind_until_the_next_or_the_end(features):
         assert sums[-1] in features.before
         alone.settle([])
         assert not alone.mixed
+
+
+def test_memory_of_sums_is_that_of_the_features(features):
+    """What features may write again begins after what a sum reads; it is kept until they wait."""
+    beside = Aside(HERE)
+    on = []
+
+    class Memory(torch.Tensor):
+        def __new__(cls, *size, **_):
+            on.append(torch.cuda.current_stream())
+            return torch.zeros(*size).as_subclass(cls)
+
+    def run():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", lambda size, **_: Memory(*size))
+            memory = aside.scratch(3, dtype=torch.float32, device=HERE)
+        assert torch.cuda.current_stream() is beside._sums
+        kept.append(weakref.ref(memory))
+        return torch.zeros(1)
+
+    kept = []
+    with beside.run():
+        beside.summed(run, torch.zeros(1))
+        assert on == [features]
+        assert kept[0]() is not None
+        beside.catch_up()
+        assert kept[0]() is None
+    assert aside.scratch(2, 3, dtype=torch.int32, device=HERE).shape == (2, 3)

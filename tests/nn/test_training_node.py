@@ -11,13 +11,14 @@ import weakref
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import sparseconv as sc
 from sparseconv import nn
 from sparseconv.geometry import FixedGrid
 from sparseconv.nn import normalize, training
-from sparseconv.nn.fusion import norm_act
+from sparseconv.nn.fusion import beside, norm_act
 from sparseconv.nn.synchronized import SyncBatchNorm
 from tests.cases import TOLERANCE, error
 from tests.nn.test_convolution import sparse
@@ -450,8 +451,8 @@ def test_a_forked_tensor_has_second_derivatives():
     x, weight = torch.randn(5, 3, generator=gen), torch.nn.Parameter(torch.randn(4, 3, generator=gen))
     x = x.to(DEVICE, torch.float64).requires_grad_()
     weight = torch.nn.Parameter(weight.detach().to(DEVICE, torch.float64))
-    assert torch.autograd.gradcheck(lambda x, w: training._Forked.apply(x, w), (x, weight))
-    assert torch.autograd.gradgradcheck(lambda x, w: training._Forked.apply(x, w), (x, weight))
+    assert torch.autograd.gradcheck(lambda x, w: training._Forked.apply(x, w, None), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda x, w: training._Forked.apply(x, w, None), (x, weight))
     assert training.forked(x.detach(), weight) is None
 
 
@@ -587,3 +588,87 @@ def test_a_step_keeps_less(torchs):
         del y
         torchs()
     assert kept[0] < 0.8 * kept[1]
+
+
+def on_fixed_rows(live=70):
+    x = sparse(voxels=90).to(DEVICE)
+    return sc.SparseTensor(fixed(x.grid, live), x.features)
+
+
+@pytest.mark.parametrize("width", [8, 5], ids=["aligned", "odd"])
+def test_a_concatenation_is_made_again_to_the_same_bits(width, monkeypatch):
+    """On a grid of fixed size, but for the finest, neither it nor what was raised to its level is kept; both gradients
+    of it read one."""
+    torch.manual_seed(0)
+    net, x = nn.UNet(4, 3, channels=(6, width, 12)).to(DEVICE), on_fixed_rows()
+    twin = copy.deepcopy(net)
+    monkeypatch.setattr(training, "RECOMPUTED_BYTES", 1 << 60)
+    kept = train(net, x)
+    monkeypatch.setattr(training, "RECOMPUTED_BYTES", 0)
+    made, run, whole = [], training.Parts.run, []
+    monkeypatch.setattr(training.Parts, "run", lambda self: made.append(1) or run(self))
+    cat = torch.cat
+
+    def seen(*args, **options):
+        y = cat(*args, **options)
+        if y.shape[1:] == (2 * width,):
+            whole.append(StorageWeakRef(y.untyped_storage()))
+        return y
+
+    monkeypatch.setattr(torch, "cat", seen)
+    loss = mixed(twin(x).features)
+    assert [kept.expired() for kept in whole] == [True]
+    loss.backward()
+    assert len(made) == 1
+    for p, want in zip(twin.parameters(), kept[2:], strict=False):
+        assert torch.equal(p.grad, want)
+
+
+def test_a_remade_concatenation_through_a_kept_graph_and_twice_differentiated(monkeypatch, torchs):
+    monkeypatch.setattr(training, "RECOMPUTED_BYTES", 0)
+    net, x = nn.UNet(4, 3, channels=(6, 8, 12)).to(DEVICE), on_fixed_rows()
+
+    def penalty():
+        features = x.features.clone().requires_grad_()
+        y = net(x.with_features(features)).features
+        (grad,) = torch.autograd.grad(y[:70].square().sum(), features, create_graph=True)
+        loss = grad[:70].square().mean()
+        first = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, retain_graph=True)
+        second = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        return second
+
+    loss = net(x).features[:70].square().mean()
+    first = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+    second = torch.autograd.grad(loss, list(net.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    with pytest.raises(RuntimeError, match=r"retain_graph|second time"):
+        torch.autograd.grad(loss, list(net.parameters()))
+    got = penalty()
+    torchs()
+    for a, b in zip(got, penalty(), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or error(a, b.double().cpu()) < 2e-3
+
+
+def test_features_changed_after_they_were_concatenated_are_an_error(monkeypatch):
+    monkeypatch.setattr(training, "RECOMPUTED_BYTES", 0)
+    x = on_fixed_rows()
+    first, last = nn.ConvBlock(4, 8).to(DEVICE), nn.ConvBlock(12, 8).to(DEVICE)
+    skip = x.features.clone()
+    y = last(beside(x.with_features(skip), first(x))).features
+    skip.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y[:70].sum().backward()
+
+
+def test_a_gradient_takes_the_place_of_what_is_read_for_the_last_time():
+    x, residual, grad, weight, bias = operands(130, 24, torch.float32)
+    norm = normalize.Norm(1e-5, 0.1, 0.0, None)
+    for y in (None, normalize.forward(x, weight, bias, residual, norm)[0]):
+        kept = normalize.forward(x, weight, bias, None if y is None else residual, norm)[1]
+        want = normalize.backward(grad, x, y, weight, bias, kept.clone(), norm)
+        spent = x.clone()
+        got = normalize.backward(grad, spent, y, weight, bias, kept.clone(), norm, True)
+        assert got[0].data_ptr() == spent.data_ptr()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

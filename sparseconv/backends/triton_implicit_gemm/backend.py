@@ -25,7 +25,7 @@ from sparseconv.backends.triton_implicit_gemm.steps import (
     precision_of,
 )
 from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, tuning_enabled
-from sparseconv.geometry.aside import listing
+from sparseconv.geometry.aside import listing, scratch
 from sparseconv.geometry.kernel_map import KernelMap
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class TritonImplicitGemm(Backend):
         """dL/dw (K, C_in/G, C_out): runs of each tap's pairs, summed in fp32 and added in a fixed order."""
         x, grad_out = _rows(x), _rows(grad_out)
         taps, group_in, c_out = kernel_map.num_taps, x.shape[1] // groups, grad_out.shape[1]
-        out = x.new_empty((taps, group_in, c_out))
+        out = scratch(taps, group_in, c_out, dtype=x.dtype, device=x.device)
         key = (
             "weight_grad",
             x.dtype,

@@ -23,6 +23,7 @@ from sparseconv.backends.triton_implicit_gemm.config import (
 from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM, jobs_of, most_jobs
 from sparseconv.backends.triton_implicit_gemm.launch import Fixed, Launch, Program, program_of
 from sparseconv.backends.triton_implicit_gemm.schedule import Schedule, schedule_of
+from sparseconv.geometry.aside import scratch
 from sparseconv.geometry.kernel_map import KernelMap
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Step:
         if self._last is None:
             self._sums(x, other, out, *more)
             return
-        partial = torch.empty(self._partial_shape, dtype=torch.float32, device=x.device)
+        partial = scratch(*self._partial_shape, dtype=torch.float32, device=x.device)
         self._sums(x, other, partial, *more)
         self._last(partial, out, *more)
 
