@@ -14,6 +14,8 @@ from sparseconv.geometry.triton_table import KEYS, STATUS, CoordinateTable, pack
 CELL_BITS = 15
 #: log2 of a cell's edge at least: a block of the table lies in one cell, whatever the rank
 LEAST_SHIFT = 4
+#: programs that share the cells between them when runs are numbered
+NUMBERED = 8
 
 
 def chunk_keys(table: CoordinateTable, keys: Pointer, chunk_rows: int, room: int, lost: int) -> torch.Tensor:
@@ -30,15 +32,17 @@ def chunk_keys(table: CoordinateTable, keys: Pointer, chunk_rows: int, room: int
     """
     coords, device = table.coords, table.coords.device
     n, columns = coords.shape
-    cells = torch.zeros((1 << CELL_BITS) + 2, dtype=torch.int32, device=device)
+    cells = torch.zeros(1 << CELL_BITS, dtype=torch.int32, device=device)
+    runs = torch.empty((1 << CELL_BITS) + 2, dtype=torch.int32, device=device)
     found = torch.empty(1, n, dtype=torch.int32, device=device)
     shifts, ranges, info = pack_shifts(table.shifts), table.pointers[0], table.pointers[3]
     programs = min(ceil_div(n, 256), 1056)
     with on_device(device):
         counted = (ranges, table.arena[KEYS], info, table.arena[STATUS], pointer(cells), programs)
         _COUNT(device, (programs,), counted, (columns, shifts, CELL_BITS, LEAST_SHIFT, 256))
-        _NUMBER(device, (1,), (ranges, pointer(cells), chunk_rows), (columns, CELL_BITS, LEAST_SHIFT, 4096))
-        args = (pointer(coords), ranges, pointer(cells), keys, pointer(found), n, room, lost)
+        numbered = (ranges, pointer(cells), pointer(runs), chunk_rows)
+        _NUMBER(device, (NUMBERED,), numbered, (columns, CELL_BITS, LEAST_SHIFT, NUMBERED))
+        args = (pointer(coords), ranges, pointer(runs), keys, pointer(found), n, room, lost)
         _KEYS(device, (ceil_div(n, 512),), args, (columns, CELL_BITS, 512))
     return found
 
@@ -103,38 +107,45 @@ def count_kernel(
 
 @triton.jit
 def number_kernel(
-    ranges_ptr, cells_ptr, chunk_rows,
-    COLUMNS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+    ranges_ptr, cells_ptr, runs_ptr, chunk_rows,
+    COLUMNS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """cells[cell] = rows in the cells before it // chunk_rows, and behind the cells their `cell_size`; one program."""
-    total = tl.zeros((), tl.int32)
-    for first in range(0, 1 << CELL_BITS, BLOCK):
-        cell = first + tl.arange(0, BLOCK)
-        rows = tl.load(cells_ptr + cell)
-        tl.store(cells_ptr + cell, (total + tl.cumsum(rows, 0) - rows) // chunk_rows)
-        total += tl.sum(rows, 0)
-    shift, above = cell_size(ranges_ptr, COLUMNS, CELL_BITS, LEAST)
-    tl.store(cells_ptr + (1 << CELL_BITS), shift)
-    tl.store(cells_ptr + (1 << CELL_BITS) + 1, above)
+    """runs[cell] = rows in the cells before it // chunk_rows, and behind the cells their `cell_size`.
+
+    Each program counts all cells before its own: the loads are on their way together.
+    """
+    EACH: tl.constexpr = (1 << CELL_BITS) // PROGRAMS
+    program = tl.program_id(0)
+    lane = tl.arange(0, EACH)
+    before = tl.zeros((EACH,), tl.int32)
+    for part in tl.static_range(PROGRAMS - 1):
+        before += tl.load(cells_ptr + part * EACH + lane, mask=lane < tl.where(part < program, EACH, 0), other=0)
+    rows = tl.load(cells_ptr + program * EACH + lane)
+    total = tl.sum(before, 0) + tl.cumsum(rows, 0) - rows
+    tl.store(runs_ptr + program * EACH + lane, total // chunk_rows)
+    if program == 0:
+        shift, above = cell_size(ranges_ptr, COLUMNS, CELL_BITS, LEAST)
+        tl.store(runs_ptr + (1 << CELL_BITS), shift)
+        tl.store(runs_ptr + (1 << CELL_BITS) + 1, above)
 
 
 @triton.jit
 def keys_kernel(
-    coords_ptr, ranges_ptr, cells_ptr, keys_ptr, found_ptr, n, room, lost,
+    coords_ptr, ranges_ptr, runs_ptr, keys_ptr, found_ptr, n, room, lost,
     COLUMNS: tl.constexpr, CELL_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """found[row] = the run of a row's cell above its Gray rank."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < n
-    shift = tl.load(cells_ptr + (1 << CELL_BITS))
-    above = tl.load(cells_ptr + (1 << CELL_BITS) + 1)
+    shift = tl.load(runs_ptr + (1 << CELL_BITS))
+    above = tl.load(runs_ptr + (1 << CELL_BITS) + 1)
     place = coords_ptr + row.to(tl.int64) * COLUMNS
     cell = offset_in(ranges_ptr, tl.load(place, mask=live, other=0), 0) << above
     for axis in tl.static_range(1, COLUMNS):
         q = offset_in(ranges_ptr, tl.load(place + axis, mask=live, other=0), axis)
         cell = add_to_cell(cell, q.to(tl.uint32, bitcast=True), axis, shift.to(tl.uint32), COLUMNS, CELL_BITS)
     cell = tl.minimum(cell.to(tl.uint32, bitcast=True), (1 << CELL_BITS) - 1)  # a dead row, of batch item -1, is last
-    chunk = tl.load(cells_ptr + cell, mask=live, other=0)
+    chunk = tl.load(runs_ptr + cell, mask=live, other=0)
     key = tl.load(keys_ptr + row, mask=live, other=0)
     last = (((1 << (room - 1)) - 1) << 1) | 1
     tl.store(found_ptr + row, tl.where(key == 0x7FFFFFFF, last, key >> lost) | (chunk << room), mask=live)
@@ -149,7 +160,7 @@ def offset_in(ranges_ptr, value, axis):
 
 _I32, _I64 = torch.int32, torch.int64
 _COUNT = Launcher(count_kernel, (_I32, _I64, _I64, _I64, _I32, int))
-_NUMBER = Launcher(number_kernel, (_I32, _I32, int), num_warps=8)
+_NUMBER = Launcher(number_kernel, (_I32, _I32, _I32, int), num_warps=16)
 _KEYS = Launcher(keys_kernel, (_I32, _I32, _I32, _I32, _I32, *(int,) * 3))
 
 

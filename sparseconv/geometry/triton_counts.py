@@ -79,10 +79,10 @@ def scan_counts(counters: Counters, starts: Pointer, pending: PendingCounts, tab
     totals, counts = counters.pointers
     offsets, report = pointer(pending.offsets), pending.report.pointer
     args = (counts, totals, starts, offsets, report, table.arena[STATUS], taps, chunks)
-    SCAN(pending.offsets.device, (max(taps, 1),), args, (SCAN_BLOCK,))
+    SCAN(pending.offsets.device, (max(taps, 1),), args, (4 * SCAN_BLOCK,))
 
 
-#: chunks that are summed at once
+#: chunks that four warps sum at once
 SCAN_BLOCK = 2048
 
 
@@ -125,4 +125,4 @@ def scan_tap(
 
 
 _I32, _I64 = torch.int32, torch.int64
-SCAN = Launcher(scan_kernel, (_I32, _I64, _I32, _I64, _I64, _I64, int, int))
+SCAN = Launcher(scan_kernel, (_I32, _I64, _I32, _I64, _I64, _I64, int, int), num_warps=16)

@@ -8,13 +8,16 @@ import torch
 import triton
 import triton.language as tl
 
+from sparseconv.geometry.aside import current
 from sparseconv.geometry.triton_cube import corners, look_at_run
-from sparseconv.geometry.triton_launch import IS_INTERPRETED, Launcher, pointer
+from sparseconv.geometry.triton_launch import IS_INTERPRETED, Launcher, crew_of, pointer
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
 
 if TYPE_CHECKING:
     from sparseconv.geometry.triton_neighbors import WindowSearch
 
+#: programs on each multiprocessor where edges are listed beside a sort, of 22 that fit: nothing of it waits for room
+BESIDE = 8
 # The card reads a sector of 32 bytes from memory first where its first write is a part of it, and takes as long to
 # write a part as to write all. So edges wait in shared memory, which Triton knows nothing of, until a line of 128 bytes
 # is whole: fewer than 32 for either side of a list, and 32 that are new; twice that many places, so that a slow lane
@@ -55,6 +58,8 @@ def _code(mirrored: bool, last: bool) -> str:
     code = _BEGIN + begin + side.format(4, "found", "row", 0, part)
     if mirrored:
         code += side.format(5, "row", "found", "$8", part)
+    if last:  # another list will wait there
+        code += "bar.warp.sync 0xffffffff; "
     return code + f"mov.b32 $0, {end}; }}"
 
 
@@ -68,7 +73,10 @@ def list_cube(search: WindowSearch, in_rows: torch.Tensor, out_rows: torch.Tenso
         *search.pointers, search.scratch[STARTS], pointer(search.pending.offsets), pointer(in_rows), pointer(out_rows),
         search.coords.shape[0], search.chunks,
     )  # fmt: skip
-    CUBE_PAIRS(in_rows.device, (search.chunks, 2), args, (search.chunk_rows,))
+    programs, device = 2 * search.chunks, in_rows.device
+    if current() is not None:
+        programs = crew_of(device, programs, BESIDE)
+    CUBE_PAIRS(device, (programs,), args, (search.chunk_rows,))
 
 
 # ---- kernels
@@ -79,39 +87,40 @@ def cube_pairs_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n, num_chunks, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`pairs_kernel` for the 27 cells around rows: taps 0 to 8 and 9 to 13 of a chunk in a program each."""
+    """`pairs_kernel` for the 27 cells around rows: taps 0 to 8 and 9 to 13 of a chunk one after another, or apart."""
     if not IS_INTERPRETED:
         tl.inline_asm_elementwise(OPEN, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    if tl.program_id(1) == 0:
-        list_runs(
-            info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr,
-            n, num_chunks, 0, 9, CHUNK,
-        )  # fmt: skip
-    else:
-        list_runs(
-            info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr,
-            n, num_chunks, 9, 5, CHUNK,
-        )  # fmt: skip
+    for half in range(tl.program_id(0), 2 * num_chunks, tl.num_programs(0)):
+        if half % 2 == 0:
+            list_runs(
+                half // 2, info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr,
+                out_rows_ptr, n, num_chunks, 0, 9, CHUNK,
+            )  # fmt: skip
+        else:
+            list_runs(
+                half // 2, info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr,
+                out_rows_ptr, n, num_chunks, 9, 5, CHUNK,
+            )  # fmt: skip
 
 
 @triton.jit
 def list_runs(
-    info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n, num_chunks,
-    FIRST: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
+    chunk, info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n,
+    num_chunks, FIRST: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The edges of one chunk of rows through TAPS taps of a plane from FIRST on; tap 13 is the centre."""
     lane = tl.arange(0, 32)
-    own0, twin0, at0, begin0, shift0 = open_list(starts_ptr, offsets_ptr, num_chunks, FIRST + 0)
-    own1, twin1, at1, begin1, shift1 = open_list(starts_ptr, offsets_ptr, num_chunks, FIRST + 1)
-    own2, twin2, at2, begin2, shift2 = open_list(starts_ptr, offsets_ptr, num_chunks, FIRST + 2)
-    own3, twin3, at3, begin3, shift3 = open_list(starts_ptr, offsets_ptr, num_chunks, FIRST + 3)
-    own4, twin4, at4, begin4, shift4 = open_list(starts_ptr, offsets_ptr, num_chunks, FIRST + 4)
+    own0, twin0, at0, begin0, shift0 = open_list(chunk, starts_ptr, offsets_ptr, num_chunks, FIRST + 0)
+    own1, twin1, at1, begin1, shift1 = open_list(chunk, starts_ptr, offsets_ptr, num_chunks, FIRST + 1)
+    own2, twin2, at2, begin2, shift2 = open_list(chunk, starts_ptr, offsets_ptr, num_chunks, FIRST + 2)
+    own3, twin3, at3, begin3, shift3 = open_list(chunk, starts_ptr, offsets_ptr, num_chunks, FIRST + 3)
+    own4, twin4, at4, begin4, shift4 = open_list(chunk, starts_ptr, offsets_ptr, num_chunks, FIRST + 4)
     if TAPS > 5:
-        own5, twin5, at5, begin5, shift5 = open_list(starts_ptr, offsets_ptr, num_chunks, FIRST + 5)
-        own6, twin6, at6, begin6, shift6 = open_list(starts_ptr, offsets_ptr, num_chunks, FIRST + 6)
-        own7, twin7, at7, begin7, shift7 = open_list(starts_ptr, offsets_ptr, num_chunks, FIRST + 7)
-        own8, twin8, at8, begin8, shift8 = open_list(starts_ptr, offsets_ptr, num_chunks, FIRST + 8)
-    first = tl.program_id(0) * CHUNK
+        own5, twin5, at5, begin5, shift5 = open_list(chunk, starts_ptr, offsets_ptr, num_chunks, FIRST + 5)
+        own6, twin6, at6, begin6, shift6 = open_list(chunk, starts_ptr, offsets_ptr, num_chunks, FIRST + 6)
+        own7, twin7, at7, begin7, shift7 = open_list(chunk, starts_ptr, offsets_ptr, num_chunks, FIRST + 7)
+        own8, twin8, at8, begin8, shift8 = open_list(chunk, starts_ptr, offsets_ptr, num_chunks, FIRST + 8)
+    first = chunk * CHUNK
     last = tl.minimum(first + CHUNK, n)
     entry = tl.load(entries_ptr + first + lane, mask=first + lane < last, other=-1)
     for start in range(first, last, 32):
@@ -164,13 +173,13 @@ def list_runs(
 
 
 @triton.jit
-def open_list(starts_ptr, offsets_ptr, num_chunks, tap):
+def open_list(chunk, starts_ptr, offsets_ptr, num_chunks, tap):
     """This chunk's part of the list of a tap, and of the mirrored tap.
 
     Returns the first edge of the line of 128 bytes in which either part begins, in bytes; the part's first place in
     its own, a lane each, and again; and how many places farther the mirrored part begins in its own.
     """
-    place = tl.load(offsets_ptr + tap) + tl.load(starts_ptr + tap * num_chunks + tl.program_id(0))
+    place = tl.load(offsets_ptr + tap) + tl.load(starts_ptr + tap * num_chunks + chunk)
     mirrored = place + tl.load(offsets_ptr + 26 - tap) - tl.load(offsets_ptr + tap)
     own = place >> 5 << 5
     twin = mirrored >> 5 << 5

@@ -362,12 +362,14 @@ def _stream(index: int, address: int) -> torch.cuda.Stream:
     return torch.cuda.current_stream(index)  # the one at that address
 
 
-def crew_of(device: torch.device, most: int) -> int:
-    """How many programs of a cooperative launch of four warps a device holds at once, ``most`` at most.
+def crew_of(device: torch.device, most: int, each: int = CREW) -> int:
+    """How many programs a device holds at once, ``each`` on a multiprocessor and ``most`` at most.
+
+    By default, of a cooperative launch of four warps.
 
     The interpreter runs programs one after another: one alone waits for nobody.
     """
-    return 1 if INTERPRETED else min(most, CREW * _processors(device.index))
+    return 1 if INTERPRETED else min(most, each * _processors(device.index))
 
 
 @cache

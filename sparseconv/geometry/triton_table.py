@@ -296,8 +296,8 @@ def _launch_build(table: CoordinateTable, checked: Unseen | None) -> None:
     ids, keys, places, entries = (arena[name] for name in names)  # slots by block lie where rows will
     told = _told(table, checked)
     insert = (pointer(table.coords), table.pointers[0], arena[SLOTS], ids, keys, places, entries, arena[STATUS])
-    constants = (columns, shifts, table.blocked, checked is not None, 128)
-    INSERT(device, (ceil_div(n, 128),), (*insert, *told, n, table.capacity), constants)
+    constants = (columns, shifts, table.blocked, checked is not None, 256)
+    INSERT(device, (ceil_div(n, 256),), (*insert, *told, n, table.capacity), constants)
     if table.blocked:
         programs = min(ceil_div(n, 512), 1056)
         INFO(device, (programs,), (arena[SLOTS], places, arena[INFOS], arena[STATUS], programs), (512,))

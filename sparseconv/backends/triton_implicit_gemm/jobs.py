@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sparseconv.geometry.aside import listing
 from sparseconv.geometry.kernel_map import KernelMap
 
 #: pairs of one job are a multiple of this
@@ -45,7 +46,8 @@ def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
     if jobs is None:
         from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_jobs_on_device
 
-        jobs = kernel_map.prepared[key] = cut_jobs_on_device(kernel_map.tap_offsets, count, JOB_QUANTUM)
+        with listing():
+            jobs = kernel_map.prepared[key] = cut_jobs_on_device(kernel_map.tap_offsets, count, JOB_QUANTUM)
     return jobs
 
 
