@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sparseconv.geometry.triton_neighbors import WindowSearch
 
 #: programs on each multiprocessor where edges are listed beside a sort, of 22 that fit: nothing of it waits for room
-BESIDE = 8
+BESIDE = 14
 # The card reads a sector of 32 bytes from memory first where its first write is a part of it, and takes as long to
 # write a part as to write all. So edges wait in shared memory, which Triton knows nothing of, until a line of 128 bytes
 # is whole: fewer than 32 for either side of a list, and 32 that are new; twice that many places, so that a slow lane
