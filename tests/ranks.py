@@ -15,7 +15,9 @@ import torch.distributed as dist
 TIMEOUT = datetime.timedelta(seconds=60)
 # ranks are forks of one process that has imported what they need, and done nothing else
 START = "forkserver"
-torch.multiprocessing.get_context(START).set_forkserver_preload(["sparseconv.distributed", "sparseconv.nn"])
+torch.multiprocessing.get_context(START).set_forkserver_preload(
+    ["pytest", "sparseconv.distributed", "sparseconv.nn", "sparseconv.pointwise.operations", "torch._dynamo"]
+)
 
 
 def _enter(rank: int, world: int, port: int, function: Callable[..., Any], args: tuple, results: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from sparseconv.products import sparse_scale_info  # noqa: E402
+from sparseconv.products import schedule, sparse_scale_info  # noqa: E402
 from sparseconv.products.schedule import table_text, work_items  # noqa: E402
 from sparseconv.products.table import PRODUCTS  # noqa: E402
 from tests.products import oracle  # noqa: E402
@@ -171,9 +171,11 @@ def test_infos_written_otherwise(name, way):
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", PRODUCT_NAMES)
-def test_long_segments_are_cut_and_joined(name):
-    # 1100 terms in one row beside rows of none and of few: three pieces, joined in their order
-    triples = [(t % 7, t % 5, 2, float(t % 3 - 1)) for t in range(1100)] + [(1, 1, 0, 2.0), (2, 3, 4, -1.0)]
+def test_long_segments_are_cut_and_joined(name, monkeypatch):
+    # 140 terms in one row beside rows of none and of few: three pieces of at most 64, joined in their order; kernels
+    # are told where pieces begin and end, and `work_items` is tested with those of 512
+    monkeypatch.setattr(schedule, "_PIECE", 64)
+    triples = [(t % 7, t % 5, 2, float(t % 3 - 1)) for t in range(140)] + [(1, 1, 0, 2.0), (2, 3, 4, -1.0)]
     case = Case("uneven", triples, 5, 7, 5)
     info = case.infos(torch.float32)[0]
     small = {"a": 2, "b": 3, "c": 4}
