@@ -4,6 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip
 CONSTRAINED := -c constraints.txt
+# Python compiles what is imported, once, and keeps it; pip would compile all, which is most of an installation's time.
+INSTALL := $(PIP) install -q --no-compile $(CONSTRAINED)
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test lint wheel bench notebooks docs clean
 demo: $(VENV)/.demo
@@ -35,34 +38,34 @@ clean:
 
 $(VENV)/.base: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install -q --upgrade $(CONSTRAINED) pip
+	$(INSTALL) --upgrade pip
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.base pyproject.toml
-	$(PIP) install -q $(CONSTRAINED) -e ".[demo]"
+	$(INSTALL) -e ".[demo]"
 	touch $@
 
 $(VENV)/.tests: $(VENV)/.base pyproject.toml
-	$(PIP) install -q $(CONSTRAINED) -e ".[demo,interop]" --group tests
+	$(INSTALL) -e ".[demo,interop]" --group tests
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.base pyproject.toml
-	$(PIP) install -q $(CONSTRAINED) -e . --group lint
+	$(INSTALL) -e . --group lint
 	touch $@
 
 $(VENV)/.build: $(VENV)/.base
-	$(PIP) install -q $(CONSTRAINED) build hatchling
+	$(INSTALL) build hatchling
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.base pyproject.toml
-	$(PIP) install -q $(CONSTRAINED) -e ".[demo]" --group bench
+	$(INSTALL) -e ".[demo]" --group bench
 	touch $@
 
 # reads the sources and imports nothing of them, so that torch is not needed; ruff sets the signatures
 $(VENV)/.docs: $(VENV)/.base pyproject.toml
-	$(PIP) install -q $(CONSTRAINED) --group docs
+	$(INSTALL) --group docs
 	touch $@
 
 $(VENV)/.notebooks: $(VENV)/.base pyproject.toml
-	$(PIP) install -q $(CONSTRAINED) -e ".[notebooks,interop]" --group tests
+	$(INSTALL) -e ".[notebooks,interop]" --group tests
 	touch $@
