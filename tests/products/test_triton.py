@@ -88,13 +88,20 @@ def test_integers_are_exact(case, name, batch):
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("axes", [{"a": 3, "b": 5, "c": 7}, {"a": 17, "b": 66, "c": 130}], ids=["narrow", "wide"])
+@pytest.mark.parametrize(
+    ("axes", "runs"),
+    [
+        ({"a": 3, "b": 5, "c": 7}, [(2, 1), (2, 6), (17, 0), (17, 1), (17, 2)]),
+        ({"a": 17, "b": 66, "c": 130}, [(2, 6), (17, 0), (17, 1)]),  # each flag and each batch with several tiles
+    ],
+    ids=["narrow", "wide"],
+)
 @pytest.mark.parametrize("name", PRODUCT_NAMES)
-def test_wide_channels_and_both_batches(name, axes):
+def test_wide_channels_and_both_batches(name, axes, runs):
     case = CASES[0]
     info = case.infos(torch.float32)[0]
-    for batch, flags in ((2, FLAGS[1]), (2, FLAGS[6]), (17, FLAGS[0]), (17, FLAGS[1]), (17, FLAGS[2])):
-        shared1, shared2, accumulated = flags
+    for batch, flags in runs:
+        shared1, shared2, accumulated = FLAGS[flags]
         x, y = inputs(name, case, shared1, shared2, batch=batch, axes=axes, dtype=torch.float32, integers=True)
         expected = oracle.product(name, x, y, case.triples, case.out_size, accumulated)
         assert torch.equal(run(name, x, y, info, accumulated), expected)
