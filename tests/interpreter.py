@@ -18,7 +18,7 @@ def hasten() -> None:
     for saving in (no_sums_for_nobody, known_dtypes, language_patched_once, block_types_kept):
         try:
             saving(interpreter)
-        except AttributeError:
+        except (AttributeError, TypeError):
             continue
 
 
