@@ -1,7 +1,7 @@
 """The README's figures of a card, written from the committed results, and the claims that go with them.
 
-Between the two marks of the README stands what `section` makes of ``h200_gpu.json``, ``h200_beside_spconv.json`` (maps,
-and spconv), ``h200_network.json`` and ``targets.json``; the claims about it, in ``sparseconv/bench/claims.json``, are
+Between the two marks of the README stands what `section` makes of ``h200_gpu.json``, ``h200_claims.json`` (maps),
+``h200_beside_spconv.json`` (spconv), ``h200_network.json`` and ``targets.json``; the claims about it, in ``sparseconv/bench/claims.json``, are
 made in the same pass. Claims without a card are written by hand and stay.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.worker import PREFIX
 from sparseconv.bench import cases, report, stated, verify
-from sparseconv.bench.stated import BESIDE, LAYERS
+from sparseconv.bench.stated import LAYERS, VERIFIED
 
 README = report.HERE.parents[1] / "README.md"
 BEGIN, END = "<!-- written by `python -m benchmarks readme` -->\n", "<!-- until here -->\n"
@@ -22,7 +22,7 @@ NETWORKS, TARGETS = "h200_network.json", "targets.json"
 #: Python is slower: the same maps took 0.59 and 0.95 ms on two machines with the same card
 TOLERANCE, HOST_TOLERANCE = 0.15, 0.9
 #: what of a network the host paces, and the milliseconds of a layer's under which it does
-HOSTS, HOST_MS = ("step", "inference", "fixed"), {"map": 1.0, "step": 0.5, "forward": 0.1}
+HOSTS, HOST_MS = ("step", "inference", "fixed"), {"map": 1.5, "step": 0.5, "forward": 0.1}
 UNITS = {"memory": "MiB", "captured_memory": "MiB", "cold_s": "s", "second_s": "s", "voxels": "", "parameters": ""}
 
 Claim = dict[str, Any]
@@ -175,7 +175,7 @@ class Section:
 
 
 def _layers_of(quantity: str) -> str:
-    return BESIDE if quantity in report.MAPS else LAYERS
+    return VERIFIED if quantity in report.MAPS else LAYERS
 
 
 def _is_paced_by_the_host(row: dict[str, Any], quantity: str) -> bool:
