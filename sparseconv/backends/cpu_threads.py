@@ -1,13 +1,14 @@
-"""Threads that each compute alone: independent parts of a convolution, each with its share of the cores."""
+"""Threads of a convolution on the CPU: those that each compute alone, and torch's own for a compiled function."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from threading import Barrier
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -58,3 +59,32 @@ def _pool(threads: int, cores: int, process: int) -> ThreadPoolExecutor:
     ready.wait()
     torch.set_num_threads(kept)
     return pool
+
+
+def together(function: int, argument: int, threads: int) -> None:
+    """Call a compiled function (its address) with a pointer on as many threads at once, without Python's lock.
+
+    They are torch's own threads where it uses GNU's OpenMP, as its Linux packages do: after an operation those wait
+    for the next one awake, in the way of any others.
+    """
+    call = _FUNCTION(function)
+    if threads == 1:
+        call(argument)
+    elif _team() is not None:
+        _team()(function, argument, threads, 0)
+    else:
+        share(lambda _: call(argument), range(threads), threads)
+
+
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def _team() -> Any:
+    """OpenMP's ``GOMP_parallel(function, argument, threads, flags)`` in this process, or None."""
+    try:
+        found = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    return found

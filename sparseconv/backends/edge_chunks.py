@@ -55,7 +55,7 @@ class EdgeChunks:
 
 def _cut(kernel_map: KernelMap, edges: int, tile: int, threads: int) -> EdgeChunks:
     rows, identity = kernel_map.num_out, kernel_map.identity_tap
-    ins, outs = (t.numpy() for t in _sorted(kernel_map))
+    ins, outs = (t.numpy() for t in sorted_edges(kernel_map))
     runs = list(pairwise(accumulate(kernel_map.tap_counts, initial=0)))
     if identity is not None:
         runs[identity] = (0, 0)
@@ -110,7 +110,7 @@ def _chunk(ins: np.ndarray, outs: np.ndarray, runs: list[tuple[int, int]], start
     )
 
 
-def _sorted(kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]:
+def sorted_edges(kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]:
     """Input and output rows of every edge by tap and then by output row: the map's own, where they lie so."""
     in_rows, out_rows, counts = kernel_map.in_rows, kernel_map.out_rows, kernel_map.tap_counts
     descents = np.flatnonzero(np.diff(out_rows.numpy()) < 0) + 1
@@ -120,3 +120,11 @@ def _sorted(kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]:
     order = torch.sort(out_rows, stable=True).indices
     order = order[torch.sort(taps[order], stable=True).indices]
     return in_rows[order], out_rows[order]
+
+
+def reversed_edges(kernel_map: KernelMap) -> tuple[KernelMap, list[int] | slice]:
+    """A map with the reversed edges, and which of this map's taps each of its own is.
+
+    The reversed edges of a tap are those of its mirror, where there is one: the chunks of the map serve twice.
+    """
+    return (kernel_map.reverse(), slice(None)) if kernel_map.mirror is None else (kernel_map, list(kernel_map.mirror))

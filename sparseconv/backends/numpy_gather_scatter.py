@@ -8,9 +8,9 @@ import torch
 
 from sparseconv.backends import cpu_products
 from sparseconv.backends.base import Backend, Request
-from sparseconv.backends.cpu_products import accumulate_gram, add_sums, buffer, fresh, multiply
+from sparseconv.backends.cpu_products import accumulate_gram, add_sums, buffer, fresh, multiply, turned
 from sparseconv.backends.cpu_threads import share
-from sparseconv.backends.edge_chunks import Chunk, EdgeChunks
+from sparseconv.backends.edge_chunks import Chunk, EdgeChunks, reversed_edges
 from sparseconv.geometry.kernel_map import KernelMap
 
 TILE = 128  # edges that share a weight; half of it where products go one by one, so that oneDNN meets few shapes
@@ -56,8 +56,8 @@ class NumpyGatherScatter(Backend):
         self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
     ) -> torch.Tensor:
         grad_x = fresh(kernel_map.num_in, weight.shape[1] * groups, grad_out.dtype)
-        edges, taps = _reversed(kernel_map)
-        _walk(grad_out, edges, groups, _turned(weight, groups)[taps], None, grad_x)
+        edges, taps = reversed_edges(kernel_map)
+        _walk(grad_out, edges, groups, turned(weight, groups)[taps], None, grad_x)
         return grad_x
 
     @torch.no_grad()
@@ -96,28 +96,12 @@ def _gradients(
     grad_x: torch.Tensor | None,
 ) -> torch.Tensor:
     """The weight's gradient; with a weight, that of x in ``grad_x``, too."""
-    edges, taps = _reversed(kernel_map)
-    turned = None if weight is None else _turned(weight, groups)[taps]
-    grams = _walk(grad_out, edges, groups, turned, None, grad_x, near=x)
+    edges, taps = reversed_edges(kernel_map)
+    transposed = None if weight is None else turned(weight, groups)[taps]
+    grams = _walk(grad_out, edges, groups, transposed, None, grad_x, near=x)
     grad_weight = torch.empty(kernel_map.num_taps, x.shape[1] // groups, grad_out.shape[1], dtype=x.dtype)
-    grad_weight[taps] = _turned(grams, groups)
+    grad_weight[taps] = turned(grams, groups)
     return grad_weight
-
-
-def _reversed(kernel_map: KernelMap) -> tuple[KernelMap, list[int] | slice]:
-    """A map with the reversed edges, and which of this map's taps each of its own is.
-
-    The reversed edges of a tap are those of its mirror, where there is one: the chunks of the map serve twice.
-    """
-    return (kernel_map.reverse(), slice(None)) if kernel_map.mirror is None else (kernel_map, list(kernel_map.mirror))
-
-
-def _turned(weight: torch.Tensor, groups: int) -> torch.Tensor:
-    """(K, a/G, b) -> (K, b/G, a): the channels of each group exchanged."""
-    if groups == 1:
-        return weight.transpose(1, 2)
-    k, a, b = weight.shape
-    return weight.reshape(k, a, groups, b // groups).permute(0, 3, 2, 1).reshape(k, b // groups, a * groups)
 
 
 def _walk(

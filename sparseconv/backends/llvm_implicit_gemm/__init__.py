@@ -1,0 +1,3 @@
+"""Sparse convolution as an implicit matrix product on the CPU. Importing this package loads no llvmlite."""
+
+from __future__ import annotations

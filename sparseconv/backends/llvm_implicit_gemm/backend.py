@@ -1,0 +1,154 @@
+"""The CPU's strategy where llvmlite is installed: an implicit matrix product, compiled for the CPU at hand."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from sparseconv.backends.base import Backend, Request
+from sparseconv.backends.cpu_products import fresh, turned
+from sparseconv.backends.cpu_threads import together
+from sparseconv.backends.edge_chunks import reversed_edges, sorted_edges
+from sparseconv.backends.llvm_implicit_gemm.compile import lanes, missing
+from sparseconv.backends.llvm_implicit_gemm.kernels import Operands, kernel
+from sparseconv.geometry.kernel_map import KernelMap
+
+CHUNK = 1 << 20  # bytes of the input and output rows of a chunk: half of an L2 cache
+BLOCK = 1 << 15  # bytes of the rows of the edges that a tile of the weight's gradient runs over: an L1 cache
+SHARED = 1 << 20  # multiplications from which a call is worth sharing among threads: some ten microseconds
+NARROW = 4  # channels of a group under which there is no product to speak of
+
+
+class LlvmImplicitGemm(Backend):
+    """Tiles of the edges of one tap, whose sums stay in vector registers; rows are read and written where they lie.
+
+    Output rows are cut into chunks that a cache holds. A chunk has one owner, who goes through its taps in order, so
+    nothing is raced for and every run gives the same bits. The weight's gradient is summed by as many parts as there
+    are threads, then over the parts in order.
+    """
+
+    name = "llvm_implicit_gemm"
+
+    def unsupported(self, request: Request) -> str | None:
+        if request.device.type != "cpu":
+            return f"it runs on the CPU and the plan is on {request.device}"
+        if request.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            return f"it has no arithmetic for {request.dtype}: use fp16, bf16, fp32 or fp64"
+        channels = min(request.c_in, request.c_out) // request.groups
+        if request.groups > 1 and channels < NARROW:
+            return f"{channels} channels a group are no product: it needs {NARROW}"
+        return missing()
+
+    @torch.no_grad()
+    def forward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
+        c_in, c_out = x.shape[1], weight.shape[2]
+        y = fresh(kernel_map.num_out, c_out, wide)
+        if 0 in y.shape:
+            return y.to(dtype)
+        x, weight = x.to(wide).contiguous(), weight.to(wide).contiguous()
+        start = torch.zeros(c_out, dtype=wide) if bias is None else bias.to(wide).contiguous()
+        operands = _operands(x, y, weight, kernel_map, groups, (c_in, c_out))
+        operands.bias = start.data_ptr()
+        _run("forward", operands, c_out // groups, wide, _threads(kernel_map.num_pairs * weight[0].numel()))
+        return y.to(dtype)
+
+    @torch.no_grad()
+    def input_grad(
+        self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
+    ) -> torch.Tensor:
+        edges, taps = reversed_edges(kernel_map)
+        return self.forward(grad_out, turned(weight, groups)[taps], edges, groups)
+
+    @torch.no_grad()
+    def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
+        dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
+        taps, c_in, c_out = kernel_map.num_taps, x.shape[1], grad_out.shape[1]
+        threads = _threads(kernel_map.num_pairs * c_in * c_out // groups)
+        grams = torch.zeros(threads, taps, c_in // groups, c_out, dtype=wide)
+        if grams.numel() and kernel_map.num_pairs:
+            x, grad_out = x.to(wide).contiguous(), grad_out.to(wide).contiguous()
+            operands = _operands(x, grad_out, grams[0], kernel_map, groups, (c_in, c_out))
+            operands.parts, operands.w_part = threads, grams[0].numel()
+            operands.edges = max(8, BLOCK // ((c_in + c_out) * wide.itemsize))
+            _run("weight_grad", operands, c_out // groups, wide, threads)
+        return (grams[0] if threads == 1 else grams.sum(0)).to(dtype)
+
+    def workspace_bytes(self, request: Request) -> int:
+        wide = torch.promote_types(request.dtype, torch.float32)
+        kernel_map, size = request.kernel_map, wide.itemsize
+        weight = kernel_map.num_taps * request.c_in * request.c_out // request.groups * size
+        threads = _threads(request.flops // 2)
+        rows = kernel_map.num_in * request.c_in + kernel_map.num_out * request.c_out
+        widened = 0 if wide == request.dtype else rows * size + weight
+        return widened + weight + (threads + 1 if threads > 1 else 1) * weight
+
+    def describe(self, request: Request) -> list[str]:
+        register, _ = lanes()
+        chunks = len(_chunks(request.kernel_map, request.c_in, request.c_out, 4)[2]) - 1
+        return [f"vectors of {register} bytes, {chunks} chunks of output rows, {_threads(request.flops // 2)} threads"]
+
+
+def _threads(multiplications: int) -> int:
+    return torch.get_num_threads() if multiplications >= SHARED else 1
+
+
+def _run(kind: str, operands: Operands, channels: int, dtype: torch.dtype, threads: int) -> None:
+    """Every part of a kernel's work, by threads that take one after another."""
+    together(kernel(kind, channels, dtype == torch.float64), ctypes.addressof(operands), threads)
+
+
+def _operands(
+    x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, kernel_map: KernelMap, groups: int, channels: tuple[int, int]
+) -> Operands:
+    """What both kernels read of contiguous x (N_in, C_in), y (N_out, C_out) and w (K, C_in/G, C_out)."""
+    c_in, c_out = channels
+    ins, outs, cuts, bounds = _chunks(kernel_map, c_in, c_out, x.itemsize)
+    return Operands(
+        chunks=len(cuts) - 1,
+        taps=kernel_map.num_taps,
+        groups=groups,
+        c_in=c_in // groups,
+        in_row=c_in,
+        out_row=c_out,
+        w_row=c_out,
+        w_tap=w[0].numel(),
+        x=x.data_ptr(),
+        y=y.data_ptr(),
+        w=w.data_ptr(),
+        ins=ins.data_ptr(),
+        outs=outs.data_ptr(),
+        cuts=cuts.ctypes.data,
+        bounds=bounds.ctypes.data,
+    )
+
+
+def _chunks(
+    kernel_map: KernelMap, c_in: int, c_out: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
+    """Edges by tap and then by output row; rows that begin chunks (M+1,); where taps' edges of each begin (M+1, K).
+
+    Kept with the map for the next call.
+    """
+    rows = max(64, CHUNK // (size * max(1, c_in + c_out)))
+    rows = min(rows, max(64, -(-kernel_map.num_out // (4 * torch.get_num_threads()))))
+    key = (LlvmImplicitGemm, rows)
+    if key not in kernel_map.prepared:
+        if LlvmImplicitGemm not in kernel_map.prepared:
+            kernel_map.prepared[LlvmImplicitGemm] = sorted_edges(kernel_map)
+        ins, outs = kernel_map.prepared[LlvmImplicitGemm]
+        cuts = np.append(np.arange(0, kernel_map.num_out, rows), kernel_map.num_out)
+        runs = pairwise(np.append(0, np.cumsum(kernel_map.tap_counts)).tolist())
+        bounds = [a + np.searchsorted(outs.numpy()[a:b], cuts) for a, b in runs]
+        kernel_map.prepared[key] = ins, outs, cuts, np.ascontiguousarray(np.stack(bounds, 1))
+    return kernel_map.prepared[key]

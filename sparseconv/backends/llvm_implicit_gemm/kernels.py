@@ -1,0 +1,300 @@
+"""The two loops of a sparse convolution on a CPU, written in LLVM's language for a number of output channels.
+
+Nothing is gathered and nothing is scattered: a tile of edges of one tap holds its sums in vector registers, reads its
+input rows where they lie, a channel at a time, and adds itself to its output rows, which one thread owns and the caches
+hold. The weight's gradient holds a tile of the weight in registers and runs over edges.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from sparseconv.backends.llvm_implicit_gemm.compile import binding, compiled, lanes
+
+#: input channels whose weights are multiplied before the next: 16 KB of them beside 64 output channels of fp32
+DEPTH = 64
+
+
+class Operands(ctypes.Structure):
+    """What a kernel reads: all strides in elements, all rows dense in their channels."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("next", "parts", "chunks", "taps", "groups", "c_in")),
+        *((name, ctypes.c_int64) for name in ("in_row", "out_row", "w_row", "w_tap", "w_part", "edges")),
+        *((name, ctypes.c_void_p) for name in ("x", "y", "w", "bias", "ins", "outs", "cuts", "bounds")),
+    )
+
+
+_PLACES = {name: place for place, (name, _) in enumerate(Operands._fields_)}
+
+
+@cache
+def kernel(kind: str, channels: int, double: bool) -> int:
+    """The address of ``forward`` or ``weight_grad`` (pointer to `Operands`) for ``channels`` output channels a group.
+
+    ``forward``: for every part (a chunk of rows [cuts[i], cuts[i+1])) that `next` hands out, y = bias + the sum over
+    taps k and edges [bounds[i, k], bounds[i+1, k]) of x[ins] @ w[k]. ``weight_grad``: every part p takes the chunks p,
+    p + parts, ..., and adds x[ins]^T @ y[outs] to the weight gradient of its own, ``w_part`` elements after the last.
+    """
+    emitter = _Emitter(kind, channels, double)
+    emitter.forward() if kind == "forward" else emitter.weight_grad()
+    return compiled(str(emitter.module), kind)
+
+
+def columns(channels: int, vector: int, most: int) -> list[list[tuple[int, int]]]:
+    """Channels cut into blocks of at most ``most`` vectors (first channel, width); widths are powers of two.
+
+    >>> columns(20, 16, 4)
+    [[(0, 16), (16, 4)]]
+    >>> [[width for _, width in block] for block in columns(96, 16, 4)]
+    [[16, 16, 16], [16, 16, 16]]
+    """
+    vectors, first = [], 0
+    while first < channels:
+        width = min(vector, 1 << (channels - first).bit_length() - 1)
+        vectors.append((first, width))
+        first += width
+    blocks = -(-len(vectors) // most)
+    return [vectors[i * len(vectors) // blocks : (i + 1) * len(vectors) // blocks] for i in range(blocks)]
+
+
+class _Emitter:
+    """One function of one module."""
+
+    def __init__(self, name: str, channels: int, double: bool) -> None:
+        from llvmlite import ir
+
+        self.ir, self.channels = ir, channels
+        register, self.registers = lanes()
+        self.number = ir.DoubleType() if double else ir.FloatType()
+        self.vector = register // (8 if double else 4)
+        self.suffix = "f64" if double else "f32"
+        self.i32, self.i64 = ir.IntType(32), ir.IntType(64)
+        self.module = ir.Module(name)
+        self.module.triple = binding().get_default_triple()
+        kind = ir.FunctionType(ir.VoidType(), [self.i64.as_pointer()])
+        self.function = ir.Function(self.module, kind, name)
+        self.entry = ir.IRBuilder(self.function.append_basic_block("entry"))  # where variables are made
+        self.b = ir.IRBuilder(self.function.append_basic_block("body"))
+        numbers, rows, places = self.number.as_pointer(), self.i32.as_pointer(), self.i64.as_pointer()
+        self.kinds = dict.fromkeys(("x", "y", "w", "bias"), numbers) | {
+            "ins": rows, "outs": rows, "cuts": places, "bounds": places
+        }  # fmt: skip
+        self.columns = columns(channels, self.vector, 4 if self.registers == 32 else 2)
+
+    # ---- the two loops
+
+    def forward(self) -> None:
+        taps, c_in, w_row = self.given("taps"), self.given("c_in"), self.given("w_row")
+        with self.parts(self.given("chunks")) as chunk:
+            self.start_rows(chunk)
+            with self.count(self.place(0), taps) as tap:
+                first, last = self.edges(chunk, tap)
+                with self.groups() as (x, y, w, _):
+                    w = self.b.gep(w, [self.b.mul(tap, self.given("w_tap"))])
+                    with self.count(self.place(0), c_in, DEPTH) as start:
+                        stop = self.least(self.b.add(start, self.place(DEPTH)), c_in)
+                        for block in self.columns:
+                            most = min(14, (24 if self.registers == 32 else 12) // len(block))
+                            with self.tiled(first, last, {most, 4, 1}) as tiles:
+                                for edge, rows in tiles:
+                                    self.product(x, y, w, w_row, edge, rows, block, start, stop)
+        self.finish()
+
+    def weight_grad(self) -> None:
+        taps, c_in, w_row, chunks = (self.given(name) for name in ("taps", "c_in", "w_row", "chunks"))
+        with (
+            self.parts(self.given("parts")) as part,
+            self.count(part, chunks, self.given("parts")) as chunk,
+            self.count(self.place(0), taps) as tap,
+        ):
+            first, last = self.edges(chunk, tap)
+            with self.groups() as (x, y, w, _):
+                w = self.b.gep(w, [self.b.mul(part, self.given("w_part"))])
+                w = self.b.gep(w, [self.b.mul(tap, self.given("w_tap"))])
+                step = self.given("edges")
+                with self.count(first, last, step) as start:
+                    stop = self.least(self.b.add(start, step), last)
+                    for block in self.columns:
+                        most = 4 if len(block) > 2 or (self.registers == 16 and len(block) == 2) else 8
+                        with self.tiled(self.place(0), c_in, {most, 1}) as tiles:
+                            for channel, rows in tiles:
+                                self.gram(x, y, w, w_row, channel, rows, block, start, stop)
+        self.finish()
+
+    def start_rows(self, chunk: Any) -> None:
+        """y = bias in the rows of a chunk."""
+        y, bias, row_length = self.given("y"), self.given("bias"), self.given("out_row")
+        cuts = self.given("cuts")
+        first, last = (self.b.load(self.b.gep(cuts, [at])) for at in (chunk, self.b.add(chunk, self.place(1))))
+        with self.count(first, last) as row, self.groups() as (_, _, _, group):
+            begin = self.b.mul(group, self.place(self.channels))
+            for at, width in (vector for block in self.columns for vector in block):
+                value = self.load(bias, self.b.add(begin, self.place(at)), width)
+                place = self.b.add(self.b.mul(row, row_length), self.b.add(begin, self.place(at)))
+                self.store(value, y, place, width)
+
+    def product(
+        self, x: Any, y: Any, w: Any, w_row: Any, edge: Any, rows: int, block: Any, start: Any, stop: Any
+    ) -> None:
+        """y[outs] += x[ins, start:stop] @ w[start:stop] for ``rows`` edges and a block of columns."""
+        ins = [self.row(x, "ins", "in_row", edge, i) for i in range(rows)]
+        outs = [self.row(y, "outs", "out_row", edge, i) for i in range(rows)]
+        sums = [[self.variable(self.zero(width), width) for _, width in block] for _ in range(rows)]
+        with self.count(start, stop) as channel:
+            weights = [
+                self.load(w, self.b.add(self.b.mul(channel, w_row), self.place(at)), width) for at, width in block
+            ]
+            for line, held in zip(ins, sums):
+                self.accumulate(self.b.load(self.b.gep(line, [channel])), weights, held, block)
+        for line, held in zip(outs, sums):
+            for (at, width), kept in zip(block, held):
+                total = self.b.fadd(self.load(line, self.place(at), width), self.b.load(kept))
+                self.store(total, line, self.place(at), width)
+
+    def gram(
+        self, x: Any, y: Any, w: Any, w_row: Any, channel: Any, rows: int, block: Any, start: Any, stop: Any
+    ) -> None:
+        """w[channel:channel + rows] += x[ins, channel:...]^T @ y[outs] over edges [start, stop)."""
+        lines = [self.b.gep(w, [self.b.mul(self.b.add(channel, self.place(i)), w_row)]) for i in range(rows)]
+        sums = [[self.variable(self.load(line, self.place(at), width), width) for at, width in block] for line in lines]
+        with self.count(start, stop) as edge:
+            near = self.row(y, "outs", "out_row", edge, 0)
+            met = [self.load(near, self.place(at), width) for at, width in block]
+            line = self.b.gep(self.row(x, "ins", "in_row", edge, 0), [channel])
+            for i, held in enumerate(sums):
+                self.accumulate(self.b.load(self.b.gep(line, [self.place(i)])), met, held, block)
+        for line, held in zip(lines, sums):
+            for (at, width), kept in zip(block, held):
+                self.store(self.b.load(kept), line, self.place(at), width)
+
+    def accumulate(self, factor: Any, vectors: list[Any], sums: list[Any], block: Any) -> None:
+        """sums += factor * vectors."""
+        spread = {width: self.spread(factor, width) for _, width in block}
+        for (_, width), vector, kept in zip(block, vectors, sums):
+            call = self.b.call(self.fma(width), [spread[width], vector, self.b.load(kept)])
+            self.b.store(call, kept)
+
+    # ---- control
+
+    @contextmanager
+    def parts(self, count: Any) -> Iterator[Any]:
+        """For every part below ``count`` that no other thread has taken."""
+        counter = self.b.gep(self.function.args[0], [self.place(_PLACES["next"])])
+        take, run, done = (self.function.append_basic_block(name) for name in ("take", "run", "done"))
+        self.b.branch(take)
+        self.b.position_at_end(take)
+        part = self.b.atomic_rmw("add", counter, self.place(1), "monotonic")
+        self.b.cbranch(self.b.icmp_signed("<", part, count), run, done)
+        self.b.position_at_end(run)
+        yield part
+        self.b.branch(take)
+        self.b.position_at_end(done)
+
+    @contextmanager
+    def count(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
+        """For every number from ``start`` below ``stop``."""
+        step = self.place(step) if isinstance(step, int) else step
+        at = self.variable(start)
+        look, run, done = (self.function.append_basic_block(name) for name in ("look", "run", "done"))
+        self.b.branch(look)
+        self.b.position_at_end(look)
+        now = self.b.load(at)
+        self.b.cbranch(self.b.icmp_signed("<", now, stop), run, done)
+        self.b.position_at_end(run)
+        yield now
+        self.b.store(self.b.add(now, step), at)
+        self.b.branch(look)
+        self.b.position_at_end(done)
+
+    @contextmanager
+    def groups(self) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """For every group: x, y and w at its first channels, and its number."""
+        x, y, w, c_in = (self.given(name) for name in ("x", "y", "w", "c_in"))
+        with self.count(self.place(0), self.given("groups")) as group:
+            columns = self.b.mul(group, self.place(self.channels))
+            own = (self.b.gep(x, [self.b.mul(group, c_in)]), self.b.gep(y, [columns]), self.b.gep(w, [columns]))
+            yield *own, group
+
+    @contextmanager
+    def tiled(self, first: Any, last: Any, sizes: set[int]) -> Iterator[Iterator[tuple[Any, int]]]:
+        """[first, last) in tiles of the largest size while they fit, then of the next."""
+
+        def tiles() -> Iterator[tuple[Any, int]]:
+            begin = first
+            for size in sorted(sizes, reverse=True):
+                whole = self.b.sdiv(self.b.sub(last, begin), self.place(size))
+                end = self.b.add(begin, self.b.mul(whole, self.place(size)))
+                with self.count(begin, end, size) as at:
+                    yield at, size
+                begin = end
+
+        yield tiles()
+
+    def finish(self) -> None:
+        self.b.ret_void()
+        self.entry.branch(self.function.blocks[1])
+
+    # ---- values
+
+    def place(self, value: int) -> Any:
+        return self.i64(value)
+
+    def given(self, name: str) -> Any:
+        """A field of the operands."""
+        value = self.entry.load(self.entry.gep(self.function.args[0], [self.place(_PLACES[name])]))
+        return self.entry.inttoptr(value, self.kinds[name]) if name in self.kinds else value
+
+    def variable(self, value: Any, width: int = 0) -> Any:
+        """A place that holds a value, in a register once LLVM has seen it."""
+        place = self.entry.alloca(self.kind(width) if width else self.i64)
+        self.b.store(value, place)
+        return place
+
+    def edges(self, chunk: Any, tap: Any) -> tuple[Any, Any]:
+        """The first edge of a tap in a chunk, and that in the next."""
+        taps, bounds = self.given("taps"), self.given("bounds")
+        first = self.b.add(self.b.mul(chunk, taps), tap)
+        return self.b.load(self.b.gep(bounds, [first])), self.b.load(self.b.gep(bounds, [self.b.add(first, taps)]))
+
+    def row(self, base: Any, rows: str, length: str, edge: Any, after: int) -> Any:
+        """Where the row of an edge begins."""
+        number = self.b.load(self.b.gep(self.given(rows), [self.b.add(edge, self.place(after))]))
+        return self.b.gep(base, [self.b.mul(self.b.sext(number, self.i64), self.given(length))])
+
+    def least(self, a: Any, b: Any) -> Any:
+        return self.b.select(self.b.icmp_signed("<", a, b), a, b)
+
+    def kind(self, width: int) -> Any:
+        return self.ir.VectorType(self.number, width)
+
+    def zero(self, width: int) -> Any:
+        return self.ir.Constant(self.kind(width), [0.0] * width)
+
+    def load(self, base: Any, place: Any, width: int) -> Any:
+        address = self.b.bitcast(self.b.gep(base, [place]), self.kind(width).as_pointer())
+        return self.b.load(address, align=self.vector_alignment)
+
+    def store(self, value: Any, base: Any, place: Any, width: int) -> None:
+        address = self.b.bitcast(self.b.gep(base, [place]), self.kind(width).as_pointer())
+        self.b.store(value, address, align=self.vector_alignment)
+
+    @property
+    def vector_alignment(self) -> int:
+        """That of a number: rows begin anywhere."""
+        return 8 if self.suffix == "f64" else 4
+
+    def spread(self, number: Any, width: int) -> Any:
+        nothing = self.ir.Constant(self.kind(width), self.ir.Undefined)
+        first = self.b.insert_element(nothing, number, self.i32(0))
+        zeros = self.ir.Constant(self.ir.VectorType(self.i32, width), [0] * width)
+        return self.b.shuffle_vector(first, nothing, zeros)
+
+    def fma(self, width: int) -> Any:
+        name, kind = f"llvm.fma.v{width}{self.suffix}", self.kind(width)
+        found = self.module.globals.get(name)
+        return found or self.ir.Function(self.module, self.ir.FunctionType(kind, [kind] * 3), name)
