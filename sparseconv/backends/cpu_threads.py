@@ -70,13 +70,13 @@ def together(function: int, argument: int, threads: int) -> None:
     call = _FUNCTION(function)
     if threads == 1:
         call(argument)
-    elif _team() is not None:
+    elif os.getpid() == _process and _team() is not None:
         _team()(function, argument, threads, 0)
-    else:
+    else:  # OpenMP's threads do not survive a fork
         share(lambda _: call(argument), range(threads), threads)
 
 
-_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_FUNCTION, _process = ctypes.CFUNCTYPE(None, ctypes.c_void_p), os.getpid()
 
 
 @cache

@@ -199,6 +199,15 @@ class NumpyGatherScatter(Sparseconv):
     devices = ("cpu",)
 
 
+class LlvmImplicitGemm(Sparseconv):
+    """This library's compiled CPU backend by name."""
+
+    name = "sparseconv:llvm_implicit_gemm"
+    backend = "llvm_implicit_gemm"
+    needs = ("llvmlite",)
+    devices = ("cpu",)
+
+
 class Dense(Convolution):
     """`torch.nn.functional.conv3d` over the bounding box, read at the voxels: what sparsity saves."""
 
@@ -238,6 +247,6 @@ def registry() -> dict[str, type[Convolution]]:
     """Every implementation by name, ours first."""
     from sparseconv.bench import peers
 
-    ours = (Sparseconv, ImplicitGemm, GatherScatter, NumpyGatherScatter, Dense)
+    ours = (Sparseconv, ImplicitGemm, GatherScatter, LlvmImplicitGemm, NumpyGatherScatter, Dense)
     everyone: tuple[type[Convolution], ...] = (*ours, *peers.PEERS)
     return {kind.name: kind for kind in everyone}

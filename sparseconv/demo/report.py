@@ -90,6 +90,7 @@ def installed_table() -> Table:
         ("numpy", _version("numpy")),
         ("triton", _version("triton", "triton-windows")),
         ("cupy", _version("cupy-cuda13x", "cupy-cuda12x", "cupy")),
+        ("llvmlite", _version("llvmlite")),
         ("cpu", f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"),
     ]
     for n in range(torch.cuda.device_count()):

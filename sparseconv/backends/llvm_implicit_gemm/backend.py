@@ -17,7 +17,7 @@ from sparseconv.backends.llvm_implicit_gemm.kernels import Operands, kernel
 from sparseconv.geometry.kernel_map import KernelMap
 
 CHUNK = 1 << 20  # bytes of the input and output rows of a chunk: half of an L2 cache
-BLOCK = 1 << 15  # bytes of the rows of the edges that a tile of the weight's gradient runs over: an L1 cache
+EDGES = 96  # that tiles of the weight's gradient run over one after another: their rows stay in an L1 cache
 SHARED = 1 << 20  # multiplications from which a call is worth sharing among threads: some ten microseconds
 NARROW = 4  # channels of a group under which there is no product to speak of
 
@@ -76,11 +76,11 @@ class LlvmImplicitGemm(Backend):
         taps, c_in, c_out = kernel_map.num_taps, x.shape[1], grad_out.shape[1]
         threads = _threads(kernel_map.num_pairs * c_in * c_out // groups)
         grams = torch.zeros(threads, taps, c_in // groups, c_out, dtype=wide)
-        if grams.numel() and kernel_map.num_pairs:
+        if grams.numel():
             x, grad_out = x.to(wide).contiguous(), grad_out.to(wide).contiguous()
             operands = _operands(x, grad_out, grams[0], kernel_map, groups, (c_in, c_out))
             operands.parts, operands.w_part = threads, grams[0].numel()
-            operands.edges = max(8, BLOCK // ((c_in + c_out) * wide.itemsize))
+            operands.edges = EDGES
             _run("weight_grad", operands, c_out // groups, wide, threads)
         return (grams[0] if threads == 1 else grams.sum(0)).to(dtype)
 

@@ -22,14 +22,25 @@ DEPTH = 64
 class Operands(ctypes.Structure):
     """What a kernel reads: all strides in elements, all rows dense in their channels."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("next", "parts", "chunks", "taps", "groups", "c_in")),
-        *((name, ctypes.c_int64) for name in ("in_row", "out_row", "w_row", "w_tap", "w_part", "edges")),
-        *((name, ctypes.c_void_p) for name in ("x", "y", "w", "bias", "ins", "outs", "cuts", "bounds")),
+    NUMBERS = (
+        "next",
+        "parts",
+        "chunks",
+        "taps",
+        "groups",
+        "c_in",
+        "in_row",
+        "out_row",
+        "w_row",
+        "w_tap",
+        "w_part",
+        "edges",
     )
+    ARRAYS = ("x", "y", "w", "bias", "ins", "outs", "cuts", "bounds")
+    _fields_ = [(name, ctypes.c_int64) for name in NUMBERS] + [(name, ctypes.c_void_p) for name in ARRAYS]
 
 
-_PLACES = {name: place for place, (name, _) in enumerate(Operands._fields_)}
+_PLACES = {name: place for place, name in enumerate(Operands.NUMBERS + Operands.ARRAYS)}
 
 
 @cache
@@ -71,8 +82,8 @@ class _Emitter:
         self.ir, self.channels = ir, channels
         register, self.registers = lanes()
         self.number = ir.DoubleType() if double else ir.FloatType()
-        self.vector = register // (8 if double else 4)
-        self.suffix = "f64" if double else "f32"
+        self.size, self.suffix = (8, "f64") if double else (4, "f32")
+        self.vector = register // self.size
         self.i32, self.i64 = ir.IntType(32), ir.IntType(64)
         self.module = ir.Module(name)
         self.module.triple = binding().get_default_triple()
@@ -84,6 +95,9 @@ class _Emitter:
         self.kinds = dict.fromkeys(("x", "y", "w", "bias"), numbers) | {
             "ins": rows, "outs": rows, "cuts": places, "bounds": places
         }  # fmt: skip
+        byte = self.ir.IntType(8).as_pointer()
+        asking = ir.FunctionType(ir.VoidType(), [byte, self.i32, self.i32, self.i32])
+        self.prefetch = ir.Function(self.module, asking, "llvm.prefetch.p0")
         self.columns = columns(channels, self.vector, 4 if self.registers == 32 else 2)
 
     # ---- the two loops
@@ -102,6 +116,8 @@ class _Emitter:
                             most = min(14, (24 if self.registers == 32 else 12) // len(block))
                             with self.tiled(first, last, {most, 4, 1}) as tiles:
                                 for edge, rows in tiles:
+                                    if rows == most and len(block) > 2:
+                                        self.announce(x, edge, rows, last, start)
                                     self.product(x, y, w, w_row, edge, rows, block, start, stop)
         self.finish()
 
@@ -155,6 +171,16 @@ class _Emitter:
             for (at, width), kept in zip(block, held):
                 total = self.b.fadd(self.load(line, self.place(at), width), self.b.load(kept))
                 self.store(total, line, self.place(at), width)
+
+    def announce(self, x: Any, edge: Any, rows: int, last: Any, start: Any) -> None:
+        """Ask for the input rows of the next tile: worth it where a tile takes longer than the asking."""
+        final = self.b.sub(last, self.place(1))
+        for i in range(rows):
+            row = self.row(x, "ins", "in_row", self.least(self.b.add(edge, self.place(rows + i)), final), 0)
+            line = self.b.gep(row, [start])
+            for at in range(0, DEPTH, 64 // self.size):  # 64 bytes at a time
+                place = self.b.bitcast(self.b.gep(line, [self.place(at)]), self.ir.IntType(8).as_pointer())
+                self.b.call(self.prefetch, [place, self.i32(0), self.i32(3), self.i32(1)])
 
     def gram(
         self, x: Any, y: Any, w: Any, w_row: Any, channel: Any, rows: int, block: Any, start: Any, stop: Any
@@ -277,16 +303,11 @@ class _Emitter:
 
     def load(self, base: Any, place: Any, width: int) -> Any:
         address = self.b.bitcast(self.b.gep(base, [place]), self.kind(width).as_pointer())
-        return self.b.load(address, align=self.vector_alignment)
+        return self.b.load(address, align=self.size)
 
     def store(self, value: Any, base: Any, place: Any, width: int) -> None:
         address = self.b.bitcast(self.b.gep(base, [place]), self.kind(width).as_pointer())
-        self.b.store(value, address, align=self.vector_alignment)
-
-    @property
-    def vector_alignment(self) -> int:
-        """That of a number: rows begin anywhere."""
-        return 8 if self.suffix == "f64" else 4
+        self.b.store(value, address, align=self.size)
 
     def spread(self, number: Any, width: int) -> Any:
         nothing = self.ir.Constant(self.kind(width), self.ir.Undefined)

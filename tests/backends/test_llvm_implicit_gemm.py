@@ -1,0 +1,193 @@
+"""What is the compiled CPU engine's own: every width of vectors, parts and threads, the same bits, no read too far."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+
+import pytest
+import torch
+
+from sparseconv.backends import cpu_threads
+from sparseconv.backends.base import Request
+from sparseconv.backends.llvm_implicit_gemm import backend as engine
+from sparseconv.backends.llvm_implicit_gemm import compile as compiler
+from sparseconv.backends.llvm_implicit_gemm import kernels
+from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
+from tests.backends.test_numpy_gather_scatter import plain, random_map
+
+BACKEND = LlvmImplicitGemm()
+
+
+def integers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randint(-3, 4, shape).to(dtype)
+
+
+def all_three(kernel_map, c_in, c_out, groups=1, dtype=torch.float32):
+    """Results of the verbs on integers, and what they must be to the bit."""
+    torch.manual_seed(c_in * 1000 + c_out)
+    x, w, g = (
+        integers(*shape, dtype=dtype)
+        for shape in (
+            (kernel_map.num_in, c_in),
+            (kernel_map.num_taps, c_in // groups, c_out),
+            (kernel_map.num_out, c_out),
+        )
+    )
+    bias = integers(c_out, dtype=dtype)
+    x64, w64 = x.double().requires_grad_(), w.double().requires_grad_()
+    y = torch.zeros(kernel_map.num_out, c_out, dtype=torch.float64)
+    terms = []
+    for part, taps in zip(x64.chunk(groups, 1), w64.chunk(groups, 2)):
+        picked = torch.einsum("ea,eab->eb", part[kernel_map.in_rows.long()], taps[kernel_map.pair_taps.long()])
+        terms.append(picked)
+    y = y.index_add(0, kernel_map.out_rows.long(), torch.cat(terms, 1))
+    want = torch.autograd.grad(y, (x64, w64), g.double()) if len(kernel_map.in_rows) else (x64 * 0, w64 * 0)
+    found = (
+        BACKEND.forward(x, w, kernel_map, groups, bias),
+        BACKEND.input_grad(g, w, kernel_map, groups),
+        BACKEND.weight_grad(x, g, kernel_map, groups),
+    )
+    return found, (y.detach() + bias.double(), *(t.detach() for t in want))
+
+
+def assert_equal(found, want):
+    for a, b in zip(found, want):
+        assert torch.equal(a.double(), b)
+
+
+@pytest.mark.parametrize(
+    ("channels", "vector", "most", "widths"),
+    [
+        (1, 16, 4, [[1]]),
+        (7, 16, 4, [[4, 2, 1]]),
+        (64, 16, 4, [[16] * 4]),
+        (80, 16, 4, [[16] * 2, [16] * 3]),
+        (20, 8, 2, [[8], [8, 4]]),
+    ],
+)
+def test_columns(channels, vector, most, widths):
+    blocks = kernels.columns(channels, vector, most)
+    assert [[width for _, width in block] for block in blocks] == widths
+    flat = [vector for block in blocks for vector in block]
+    assert [first for first, _ in flat] == [sum(width for _, width in flat[:i]) for i in range(len(flat))]
+
+
+@pytest.mark.parametrize("registers", [(64, 32), (32, 16), (16, 32), (16, 16)], ids=str)
+@pytest.mark.parametrize(("c_in", "c_out", "groups"), [(1, 1, 1), (5, 37, 1), (70, 66, 1), (12, 40, 2)])
+def test_integers_to_the_bit_with_the_registers_of_any_cpu(monkeypatch, registers, c_in, c_out, groups):
+    """This CPU runs them all: LLVM cuts vectors that are too long, and spills what does not fit."""
+    monkeypatch.setattr(kernels, "lanes", lambda: registers)
+    monkeypatch.setattr(engine, "kernel", kernels.kernel.__wrapped__)
+    kernel_map = random_map(3, 70, 90, 5)
+    assert_equal(*all_three(kernel_map, c_in, c_out, groups))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("identity", [None, 2])
+def test_integers_to_the_bit_in_every_dtype(dtype, identity):
+    found, want = all_three(random_map(1, 50, 50, 4, identity), 4, 8, dtype=dtype)
+    assert {t.dtype for t in found} == {dtype}
+    for a, b in zip(found, want):
+        assert torch.equal(a, b.to(dtype))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("teams", [True, False])
+def test_any_number_of_threads_gives_the_same_integers(monkeypatch, threads, teams):
+    monkeypatch.setattr(engine, "_threads", lambda multiplications: threads)
+    monkeypatch.setattr(engine, "CHUNK", 1 << 10)
+    if not teams:
+        monkeypatch.setattr(cpu_threads, "_team", lambda: None)
+    assert_equal(*all_three(random_map(5, 400, 300, 6), 24, 40))
+
+
+def test_two_runs_give_the_same_bits(monkeypatch):
+    monkeypatch.setattr(engine, "_threads", lambda multiplications: 3)
+    kernel_map = random_map(2, 500, 500, 8)
+    x, w, g = torch.randn(500, 20), torch.randn(8, 20, 36), torch.randn(500, 36)
+    runs = [
+        (BACKEND.forward(x, w, kernel_map, 1), BACKEND.input_grad(g, w, kernel_map, 1))
+        + (BACKEND.weight_grad(x, g, kernel_map, 1),)
+        for _ in range(4)
+    ]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run))
+
+
+def test_nothing_but_its_rows_is_read_or_written():
+    kernel_map = random_map(4, 30, 20, 3)
+    around = torch.full((40, 17), float("nan"))
+    x = around[5:35]
+    x.copy_(integers(30, 17))
+    w = integers(3, 17, 21)
+    assert torch.equal(BACKEND.forward(x, w, kernel_map, 1).double(), plain(x, w, kernel_map))
+    assert bool(around[:5].isnan().all())
+    assert bool(around[35:].isnan().all())
+
+
+def test_views_of_any_strides():
+    kernel_map = random_map(6, 60, 60, 4)
+    x, w, g = integers(24, 60).t(), integers(4, 16, 24).transpose(1, 2), integers(60, 32)[:, ::2]
+    dense = [t.contiguous() for t in (x, w, g)]
+    for verb, operands in (("forward", (0, 1)), ("input_grad", (2, 1)), ("weight_grad", (0, 2))):
+        call = getattr(BACKEND, verb)
+        a, b = ([several[i] for i in operands] for several in ((x, w, g), dense))
+        assert torch.equal(call(*a, kernel_map, 1), call(*b, kernel_map, 1))
+
+
+@pytest.mark.parametrize(
+    ("num_in", "num_out", "c_in", "c_out"), [(0, 0, 3, 5), (4, 0, 3, 5), (0, 4, 3, 5), (4, 4, 0, 5), (4, 4, 3, 0)]
+)
+def test_empty_in_every_way(num_in, num_out, c_in, c_out):
+    kernel_map = random_map(0, num_in, num_out, 2)
+    x, w, g = torch.ones(num_in, c_in), torch.ones(2, c_in, c_out), torch.ones(num_out, c_out)
+    y = BACKEND.forward(x, w, kernel_map, 1, torch.ones(c_out))
+    assert y.shape == g.shape
+    if 0 in (num_in, c_in):
+        assert bool((y == 1).all())
+    assert BACKEND.input_grad(g, w, kernel_map, 1).shape == x.shape
+    assert BACKEND.weight_grad(x, g, kernel_map, 1).shape == w.shape
+
+
+def test_a_forked_process_makes_its_own_threads():
+    """OpenMP's threads are gone in it, and a call to them would never return."""
+    kernel_map = random_map(7, 600, 600, 8)
+    x, w = torch.ones(600, 32), torch.ones(8, 32, 32)
+    want = BACKEND.forward(x, w, kernel_map, 1)
+    nothing = kernels.Operands()  # no parts: threads come and go
+    cpu_threads.together(kernels.kernel("forward", 32, False), ctypes.addressof(nothing), 2)
+
+    def child(queue):
+        engine._threads = lambda multiplications: 2
+        queue.put(bool(torch.equal(BACKEND.forward(x, w, kernel_map, 1), want)))
+
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert queue.get()
+
+
+def request(c_in: int, c_out: int, groups: int = 1, dtype=torch.float32, device: str = "cpu") -> Request:
+    return Request(random_map(0, 8, 8, 2), torch.device(device), dtype, c_in, c_out, groups)
+
+
+def test_refusals_say_what_to_do(monkeypatch):
+    assert BACKEND.unsupported(request(8, 8)) is None
+    assert "on cuda" in BACKEND.unsupported(request(8, 8, device="cuda"))
+    assert "int32" in BACKEND.unsupported(request(8, 8, dtype=torch.int32))
+    assert "1 channels a group" in BACKEND.unsupported(request(8, 8, groups=8))
+    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
+    compiler.missing.cache_clear()
+    try:
+        assert "sparseconv[cpu]" in BACKEND.unsupported(request(8, 8))
+    finally:
+        compiler.missing.cache_clear()
+
+
+def test_it_says_what_it_would_do():
+    (line,) = BACKEND.describe(request(16, 16))
+    assert line.startswith("vectors of ")
+    assert "1 chunks of output rows, 1 threads" in line
