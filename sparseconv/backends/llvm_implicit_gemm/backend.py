@@ -19,6 +19,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 CHUNK = 1 << 20  # bytes of the input and output rows of a chunk: half of an L2 cache
 EDGES = 96  # that tiles of the weight's gradient run over one after another: their rows stay in an L1 cache
 SHARED = 1 << 20  # multiplications from which a call is worth sharing among threads: some ten microseconds
+PARTS = 8  # of a weight's gradient at least, so that a thread that is late leaves some of its own to others
 NARROW = 4  # channels of a group under which there is no product to speak of
 
 
@@ -26,8 +27,8 @@ class LlvmImplicitGemm(Backend):
     """Tiles of the edges of one tap, whose sums stay in vector registers; rows are read and written where they lie.
 
     Output rows are cut into chunks that a cache holds. A chunk has one owner, who goes through its taps in order, so
-    nothing is raced for and every run gives the same bits. The weight's gradient is summed by as many parts as there
-    are threads, then over the parts in order.
+    nothing is raced for and every run gives the same bits. The weight's gradient is summed in parts of whole chunks,
+    then over the parts in order.
     """
 
     name = "llvm_implicit_gemm"
@@ -75,23 +76,24 @@ class LlvmImplicitGemm(Backend):
         dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
         taps, c_in, c_out = kernel_map.num_taps, x.shape[1], grad_out.shape[1]
         threads = _threads(kernel_map.num_pairs * c_in * c_out // groups)
-        grams = torch.zeros(threads, taps, c_in // groups, c_out, dtype=wide)
+        parts = _parts(threads)
+        grams = torch.zeros(parts, taps, c_in // groups, c_out, dtype=wide)
         if grams.numel():
             x, grad_out = x.to(wide).contiguous(), grad_out.to(wide).contiguous()
             operands = _operands(x, grad_out, grams[0], kernel_map, groups, (c_in, c_out))
-            operands.parts, operands.w_part = threads, grams[0].numel()
+            operands.parts, operands.w_part = parts, grams[0].numel()
             operands.edges = EDGES
             _run("weight_grad", operands, c_out // groups, wide, threads)
-        return (grams[0] if threads == 1 else grams.sum(0)).to(dtype)
+        return (grams[0] if parts == 1 else grams.sum(0)).to(dtype)
 
     def workspace_bytes(self, request: Request) -> int:
         wide = torch.promote_types(request.dtype, torch.float32)
         kernel_map, size = request.kernel_map, wide.itemsize
         weight = kernel_map.num_taps * request.c_in * request.c_out // request.groups * size
-        threads = _threads(request.flops // 2)
+        parts = _parts(_threads(request.flops // 2))
         rows = kernel_map.num_in * request.c_in + kernel_map.num_out * request.c_out
         widened = 0 if wide == request.dtype else rows * size + weight
-        return widened + weight + (threads + 1 if threads > 1 else 1) * weight
+        return widened + (parts + 2) * weight
 
     def describe(self, request: Request) -> list[str]:
         register, _ = lanes()
@@ -101,6 +103,10 @@ class LlvmImplicitGemm(Backend):
 
 def _threads(multiplications: int) -> int:
     return torch.get_num_threads() if multiplications >= SHARED else 1
+
+
+def _parts(threads: int) -> int:
+    return 1 if threads == 1 else max(PARTS, threads)
 
 
 def _run(kind: str, operands: Operands, channels: int, dtype: torch.dtype, threads: int) -> None:
