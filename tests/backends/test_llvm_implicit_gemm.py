@@ -179,9 +179,16 @@ def test_refusals_say_what_to_do(monkeypatch):
     assert "on cuda" in BACKEND.unsupported(request(8, 8, device="cuda"))
     assert "int32" in BACKEND.unsupported(request(8, 8, dtype=torch.int32))
     assert "1 channels a group" in BACKEND.unsupported(request(8, 8, groups=8))
-    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
+
+    def broken():
+        raise OSError("libLLVM.so: no such file")
+
+    monkeypatch.setattr(compiler, "lanes", broken)
     compiler.missing.cache_clear()
     try:
+        assert "cannot be used here: libLLVM.so" in BACKEND.unsupported(request(8, 8))
+        monkeypatch.setattr(compiler, "find_spec", lambda name: None)
+        compiler.missing.cache_clear()
         assert "sparseconv[cpu]" in BACKEND.unsupported(request(8, 8))
     finally:
         compiler.missing.cache_clear()

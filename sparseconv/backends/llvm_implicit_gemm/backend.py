@@ -27,8 +27,8 @@ class LlvmImplicitGemm(Backend):
     """Tiles of the edges of one tap, whose sums stay in vector registers; rows are read and written where they lie.
 
     Output rows are cut into chunks that a cache holds. A chunk has one owner, who goes through its taps in order, so
-    nothing is raced for and every run gives the same bits. The weight's gradient is summed in parts of whole chunks,
-    then over the parts in order.
+    nothing is raced for and every run with as many threads gives the same bits. The weight's gradient is summed in
+    parts of whole chunks, then over the parts in order.
     """
 
     name = "llvm_implicit_gemm"

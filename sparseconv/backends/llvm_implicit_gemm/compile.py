@@ -13,9 +13,13 @@ _engines: list[Any] = []  # whose code lives as long as they do
 
 @cache
 def missing() -> str | None:
-    """None where llvmlite is installed, else what to do."""
+    """None where llvmlite is installed and knows this CPU, else what to do."""
     if find_spec("llvmlite") is None:
         return "llvmlite, which compiles its kernels, is not installed: pip install 'sparseconv[cpu]'"
+    try:
+        lanes()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return f"llvmlite is installed and cannot be used here: {error}"
     return None
 
 
