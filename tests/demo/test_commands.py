@@ -130,7 +130,10 @@ def test_without_the_extra_one_sentence_names_it(package):
 @pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is another signal there")
 def test_an_interruption_keeps_what_was_reached(tmp_path):
     picture = tmp_path / "early.png"
-    process = outside("demo", "--steps", 100_000, "--voxel-size", 6, "--device", "cpu", "--output", picture)
+    process = outside(
+        *("demo", "--steps", 100_000, "--voxel-size", 6, "--device", "cpu", "--output", picture),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job would ignore it
+    )
     lines = []
     for line in process.stdout:
         lines.append(line)
