@@ -8,7 +8,7 @@ import torch
 
 from sparseconv.backends import cpu_products
 from sparseconv.backends.base import Backend, Request
-from sparseconv.backends.cpu_products import accumulate_gram, add_sums, buffer, fresh, multiply, turned
+from sparseconv.backends.cpu_products import accumulate_gram, add_sums, buffer, fresh, multiply, not_on_cpu, turned
 from sparseconv.backends.cpu_threads import share
 from sparseconv.backends.edge_chunks import Chunk, EdgeChunks, reversed_edges
 from sparseconv.geometry.kernel_map import KernelMap
@@ -32,11 +32,7 @@ class NumpyGatherScatter(Backend):
     name = "numpy_gather_scatter"
 
     def unsupported(self, request: Request) -> str | None:
-        if request.device.type != "cpu":
-            return f"it runs on the CPU and the plan is on {request.device}"
-        if request.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            return f"it has no arithmetic for {request.dtype}: use fp16, bf16, fp32 or fp64"
-        return None
+        return not_on_cpu(request)
 
     @torch.no_grad()
     def forward(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sparseconv.backends.base import Backend, Request
-from sparseconv.backends.cpu_products import fresh, turned
+from sparseconv.backends.cpu_products import fresh, not_on_cpu, turned
 from sparseconv.backends.cpu_threads import together
 from sparseconv.backends.edge_chunks import reversed_edges, sorted_edges
 from sparseconv.backends.llvm_implicit_gemm.compile import lanes, missing
@@ -34,14 +34,10 @@ class LlvmImplicitGemm(Backend):
     name = "llvm_implicit_gemm"
 
     def unsupported(self, request: Request) -> str | None:
-        if request.device.type != "cpu":
-            return f"it runs on the CPU and the plan is on {request.device}"
-        if request.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            return f"it has no arithmetic for {request.dtype}: use fp16, bf16, fp32 or fp64"
         channels = min(request.c_in, request.c_out) // request.groups
         if request.groups > 1 and channels < NARROW:
             return f"{channels} channels a group are no product: it needs {NARROW}"
-        return missing()
+        return not_on_cpu(request) or missing()
 
     @torch.no_grad()
     def forward(
