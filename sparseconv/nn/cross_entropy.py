@@ -63,9 +63,9 @@ def _serves(logits: torch.Tensor, target: torch.Tensor) -> bool:
 
 @cache
 def _has_kernels(device: torch.device) -> bool:
-    from sparseconv.nn.training import _has_kernels
+    from sparseconv.nn.normalize import has_kernels
 
-    return device.type == "cuda" and _has_kernels(device)
+    return device.type == "cuda" and has_kernels(device)
 
 
 class _CrossEntropy(torch.autograd.Function):

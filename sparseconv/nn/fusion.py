@@ -11,9 +11,10 @@ from sparseconv import pointwise
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.convolution import ConvolutionModule
 from sparseconv.nn.features import ELU, GELU, LeakyReLU, Linear, ReLU, Sigmoid, SiLU, Tanh
+from sparseconv.nn.joining import forked, joined
 from sparseconv.nn.module import apply, features_of
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.nn.training import Layer, forked, joined, serves, trained
+from sparseconv.nn.training import Layer, serves, trained
 from sparseconv.pointwise import Epilogue
 from sparseconv.tensor import SparseTensor
 

@@ -18,6 +18,21 @@ CREWS = (2, 2, 2)
 TILE = 4096
 
 
+def on_kernels(x: torch.Tensor) -> bool:
+    """Whether the kernels serve features of this kind where they are."""
+    return x.is_cuda and x.dtype in DTYPES and has_kernels(x.device)
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton is there and serves this card."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 class Norm(NamedTuple):
     """What of a batch norm is no tensor with a gradient: its numbers and its running statistics.
 

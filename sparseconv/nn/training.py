@@ -13,8 +13,6 @@ not kept where it is large; z's gradient takes z's place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +22,19 @@ from sparseconv.geometry.aside import current, forget_workspaces
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.nn import normalize
 from sparseconv.nn.normalize import Norm
+from sparseconv.nn.remaking import (
+    Recipe,
+    is_large,
+    keeps_graph,
+    maker_of,
+    makes_again,
+    others_save,
+    recipe_of,
+    versions,
+    without,
+)
 from sparseconv.plan.convolution import ConvolutionPlan
 
-#: bytes from which the next convolution's input is computed again in the backward pass rather than kept: one more pass
-#: over memory, on scenes large enough that the device and not the host sets the pace; where there is no host, five
-#: eighths
-RECOMPUTED_BYTES = 8 << 20
 #: channels up to which an input gradient is written onto another: at 128 its kernel would take 236 registers, not 162,
 #: and a multiprocessor would hold two programs, not three
 MOST_ONTO = 64
@@ -48,93 +53,6 @@ class Call(NamedTuple):
     @staticmethod
     def of(plan: ConvolutionPlan) -> Call:
         return Call(plan.kernel_map, number_of(plan.kernel_map), plan.groups, plan.backend)
-
-
-class Recipe(NamedTuple):
-    """How the result of a node is made again, as long as the norm's weight and bias are what they were."""
-
-    z: torch.Tensor
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    kept: torch.Tensor
-    norm: Norm
-    versions: tuple[int, ...]
-
-    def run(self, onto: torch.Tensor | None = None) -> torch.Tensor:
-        """A new tensor, or ``onto`` (N, C) of any row stride."""
-        if self.versions != _versions(self.weight, self.bias):
-            raise RuntimeError(
-                "the weight or bias of a batch norm was changed in place between the forward and the backward pass, "
-                "which needs them as they were: run backward before the optimiser's step"
-            )
-        return normalize.again(self.z, self.weight, self.bias, self.kept, self.norm, onto)
-
-
-class Parts(NamedTuple):
-    """How tensors side by side are made again: of each the tensor and its version, or the node that makes it."""
-
-    parts: tuple[tuple[Any, int], ...]
-    widths: tuple[int, ...]
-    rows: int
-    like: torch.Tensor  # (0,)
-
-    def run(self) -> torch.Tensor:
-        made = self.like.new_empty((self.rows, sum(self.widths)))
-        for (part, version), piece in zip(self.parts, made.split(self.widths, 1)):
-            if not isinstance(part, torch.Tensor):
-                _recipe_of(part).run(piece)
-            elif part._version == version:
-                _copied(part, piece)
-            else:
-                raise RuntimeError(
-                    "features were changed in place after they were concatenated, and the backward pass needs them as "
-                    "they were: change a copy"
-                )
-        return made
-
-
-def _copied(x: torch.Tensor, onto: torch.Tensor) -> None:
-    """Write x (N, C) onto rows of any stride, 16 bytes at once where they lie so."""
-    places = (x.shape[1] * x.itemsize, onto.stride(0) * x.itemsize, x.data_ptr(), onto.data_ptr())
-    if x.is_contiguous() and not any(place % 16 for place in places):
-        x, onto = x.view(torch.complex128), onto.view(torch.complex128)
-    onto.copy_(x)
-
-
-class Shared:
-    """What another node makes again, once for two nodes that need it."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-        self._made: torch.Tensor | None = None
-
-    def run(self) -> torch.Tensor:
-        """For the first of them."""
-        made: torch.Tensor = _recipe_of(self._source).run()
-        self._made = made
-        return made
-
-    def last(self) -> torch.Tensor:
-        """For the second; it is not kept any longer."""
-        made = self.run() if self._made is None else self._made
-        self._made = None
-        return made
-
-
-def _recipe_of(node: Any) -> Any:
-    if node.recipe is None:
-        raise RuntimeError("the graph was run backward before, which frees it: give that pass retain_graph=True")
-    return node.recipe
-
-
-def _keeps_graph() -> bool:
-    """Whether the backward pass under way may be followed by another one over the same graph."""
-    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return keeps
-
-
-def _versions(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    return tuple(t._version for t in tensors if t is not None)
 
 
 class Layer(NamedTuple):
@@ -160,6 +78,7 @@ class Stage(NamedTuple):
         return convolution(x, taps, None, call.edges, call.kernel_map.num_out, call.groups, call.backend)
 
 
+@makes_again
 class _Trained(torch.autograd.Function):
     """The node: layer after layer, each with the tensors (taps, weight, bias); the residual joins the last."""
 
@@ -186,22 +105,22 @@ class _Trained(torch.autograd.Function):
             middles.append(None if stage.call is None else z)
             statistics.append(kept)
             if at < last:
-                results.append(None if _is_large(y, stage.norm.alive is not None) else y)
+                results.append(None if is_large(y, stage.norm.alive is not None) else y)
         joined = residual is not None and stages[last].norm.slope != 1
         ctx.save_for_backward(x, y if joined else None, *tensors, *middles, *statistics, *results)
         ctx.stages, ctx.source = stages, source
         #: whether nobody else has a look at what was saved
-        ctx.own = source is not None or not _others_save()
+        ctx.own = source is not None or not others_save()
         ctx.around = residual is x and stages[last].norm.alive is not None and x.shape[1] <= MOST_ONTO
         ctx.recipe = None
         if residual is None:
-            ctx.recipe = Recipe(z, weight, bias, kept, stages[last].norm, _versions(weight, bias))
+            ctx.recipe = Recipe(z, weight, bias, kept, stages[last].norm, versions(weight, bias))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         (x, y, *saved), stages, needs = ctx.saved_tensors, ctx.stages, ctx.needs_input_grad
-        count, source, last_time = len(stages), ctx.source, not _keeps_graph()
+        count, source, last_time = len(stages), ctx.source, not keeps_graph()
         if current() is not None:
             forget_workspaces()  # of linear layers: their memory then serves what comes between them
         tensors, middles = saved[: 3 * count], saved[3 * count : 4 * count]
@@ -216,7 +135,7 @@ class _Trained(torch.autograd.Function):
             (norm, call), z = stages[at], middles[at]
             taps, weight, bias = tensors[3 * at : 3 * at + 3]
             if at == 0 and z is None and source is not None:
-                x = _recipe_of(source).run()
+                x = recipe_of(source).run()
             spent = z is not None and last_time and ctx.own
             dz, grads[3 * at + 1], grads[3 * at + 2], dres = normalize.backward(
                 grad, x if z is None else z, y, weight, bias, statistics[at], norm, spent
@@ -237,7 +156,7 @@ class _Trained(torch.autograd.Function):
                     _catch_up()
                     if last_time and ctx.own:
                         _let_go(middles[1:])  # read for the last time; the node holds them until it ends
-                    flow = _recipe_of(source).run()
+                    flow = recipe_of(source).run()
                 elif at == 0:
                     flow = x
                 elif results[at - 1] is not None:
@@ -376,8 +295,8 @@ def trained(x: torch.Tensor, layers: Sequence[Layer], residual: torch.Tensor | N
         how = Norm(norm.eps, norm.momentum or 0.0, slope, moved, alive)  # type: ignore[arg-type]
         stages.append(Stage(how, None if plan is None else Call.of(plan)))
         tensors += [taps, weight, bias]
-    source = _maker_of(x, layers[0].alive is not None)
-    with _without(x, source):
+    source = maker_of(x, layers[0].alive is not None)
+    with without(x, source):
         return _apply(x, residual, tuple(stages), source, *tensors)
 
 
@@ -399,80 +318,6 @@ def tensors_of(norm: torch.nn.BatchNorm1d) -> tuple[Any, ...]:
     return norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked
 
 
-class _Forked(torch.autograd.Function):
-    """(x, x @ weight^T) for x (N, C) that one other node alone takes: its gradient is added to in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, source: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(x, weight)
-        ctx.recipe = None if source is None else Shared(source)
-        return x.view_as(x), x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, grad_y: torch.Tensor) -> tuple:  # type: ignore[override]
-        (x, weight), (for_x, for_weight, _) = ctx.saved_tensors, ctx.needs_input_grad
-        grad_weight = None
-        if for_weight:
-            remade = ctx.recipe is not None and not torch.is_grad_enabled()
-            grad_weight = grad_y.t() @ (ctx.recipe.last() if remade else x)
-        if not for_x:
-            return None, grad_weight, None
-        if torch.is_grad_enabled():
-            return torch.addmm(grad, grad_y, weight), grad_weight, None
-        return grad.addmm_(grad_y, weight), grad_weight, None
-
-
-def forked(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """x (N, C) on a grid of fixed size for `trained` alone, and x @ weight^T: their gradients reach x as one.
-
-    None where they must not.
-    """
-    if (
-        type(weight) is not torch.nn.Parameter
-        or weight.dtype != x.dtype
-        or not (x.requires_grad and torch.is_grad_enabled())
-        or not _is_direct()
-    ):
-        return None
-    source = _maker_of(x, True)
-    if type(source) is _NODE:  # a node that makes it for one other alone
-        return None
-    with _without(x, source):
-        return _Forked.apply(x, weight, source)  # type: ignore[return-value]
-
-
-class _Joined(torch.autograd.Function):
-    """Tensors side by side, made again for whoever needs them in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, recipe: Parts, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.recipe = recipe
-        return torch.cat(parts, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        widths = ctx.recipe.widths
-        if not (torch.is_grad_enabled() or _keeps_graph()):
-            ctx.recipe = None
-        return None, *grad.split(widths, 1)
-
-
-def joined(*parts: torch.Tensor) -> torch.Tensor:
-    """``torch.cat(parts, 1)`` of features on a grid of fixed size, made again rather than kept for gradients."""
-    if all(type(t) is torch.Tensor and t.dtype == parts[0].dtype and on_kernels(t) for t in parts) and _is_direct():
-        makers = [_maker_of(t, True) for t in parts]
-        held = tuple((t.detach() if type(m) is not _NODE else m, t._version) for t, m in zip(parts, makers))
-        if any(type(m) is _NODE for m in makers):
-            recipe = Parts(held, tuple(t.shape[1] for t in parts), len(parts[0]), parts[0].new_empty(0))
-            return _Joined.apply(recipe, *parts)  # type: ignore[return-value]
-    return torch.cat(parts, 1)
-
-
-def _is_direct() -> bool:
-    """Whether nobody looks between operations."""
-    return not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
-
-
 def _lined_up(x: torch.Tensor) -> torch.Tensor:
     """x as kernels can read it: rows one after another, aligned."""
     if x.is_contiguous() and x.data_ptr() % 16 == 0:
@@ -492,7 +337,7 @@ def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
         rows < 2
         or not (training or mean is None)
         or type(x) not in _PLAIN
-        or not on_kernels(x)
+        or not normalize.on_kernels(x)
         or (weight is None) != (bias is None)
         or (training and mean is not None and (momentum is None or var is None or tracked is None))
         or torch.compiler.is_compiling()
@@ -515,73 +360,3 @@ def _is_near(tensor: Any, device: int) -> bool:
         and not tensor.data_ptr() % 16
         and tensor.is_contiguous()
     )
-
-
-def on_kernels(x: torch.Tensor) -> bool:
-    """Whether the kernels serve features of this kind where they are."""
-    return x.is_cuda and x.dtype in normalize.DTYPES and _has_kernels(x.device)
-
-
-@cache
-def _has_kernels(device: torch.device) -> bool:
-    """Whether Triton is there and serves this card."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _is_large(x: torch.Tensor, fixed: bool) -> bool:
-    """Whether x is made again rather than kept; ``fixed``: it is on a grid of fixed size, as in a captured step."""
-    return x.numel() * x.itemsize >= (RECOMPUTED_BYTES * 5 // 8 if fixed else RECOMPUTED_BYTES)
-
-
-def _maker_of(x: torch.Tensor, fixed: bool) -> Any:
-    """The node that can make x again and should, rather than that x is kept; None where x is small or not its own."""
-    source: Any = x.grad_fn
-    if (
-        type(source) not in _NODES
-        or source.recipe is None
-        or not _is_large(x, fixed)
-        or x._version
-        or not torch.is_grad_enabled()
-        or _others_save()
-    ):
-        return None
-    return source
-
-
-#: the classes of the nodes' ``grad_fn``
-_NODE: Any = _Trained._backward_cls  # type: ignore[attr-defined]
-_NODES = (_NODE, _Forked._backward_cls, _Joined._backward_cls)  # type: ignore[attr-defined]
-
-
-def _without(x: torch.Tensor, source: Any) -> AbstractContextManager[Any]:
-    """Within it, a node saves the node that can make x again in the place of x; None: it saves x."""
-    if source is None:
-        return _NOTHING
-    address = x.data_ptr()
-
-    def pack(tensor: torch.Tensor) -> Any:
-        # detached: a node that keeps its own result, as it is, would never go
-        return source if tensor.data_ptr() == address else tensor.detach()
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, _unpacked)
-
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
-
-
-def _unpacked(kept: Any) -> torch.Tensor:
-    """x as operations with a derivative take it; others make it when they come to it."""
-    if isinstance(kept, torch.Tensor):
-        return kept
-    made: torch.Tensor = _recipe_of(kept).run() if torch.is_grad_enabled() else torch.empty(0)
-    return made
-
-
-def _others_save() -> bool:
-    """Whether somebody else decides what graphs keep, such as activation checkpointing, or nobody may."""
-    state: Any = torch._C._autograd
-    return not state._saved_tensors_hooks_is_enabled() or state._top_saved_tensors_default_hooks(False) is not None

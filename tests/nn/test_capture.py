@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.nn import graphs, training
+from sparseconv.nn import graphs, normalize, remaking
 from sparseconv.nn.fusion import conv_norm_act
 from sparseconv.nn.minkunet import MinkUNet
 from tests.cases import error
@@ -280,8 +280,8 @@ def test_autocast_of_the_moment():
 def test_a_step_through_the_kernels_of_norms(monkeypatch):
     """On a card they serve every step; here Triton's interpreter runs them, and results are made again."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(training, "on_kernels", lambda x: True)
-    monkeypatch.setattr(training, "RECOMPUTED_BYTES", 0)
+    monkeypatch.setattr(normalize, "on_kernels", lambda x: True)
+    monkeypatch.setattr(remaking, "RECOMPUTED_BYTES", 0)
     net = unet()
     twin, step = copy.deepcopy(net), nn.capture_step(net, cross_entropy, *scan(0), room=2)
     for seed, voxels in ((1, 60), (2, 200)):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import sparseconv as sc
 from sparseconv import nn
 from sparseconv.geometry import FixedGrid
-from sparseconv.nn import normalize, training
+from sparseconv.nn import joining, normalize, remaking, training
 from sparseconv.nn.fusion import beside, norm_act
 from sparseconv.nn.synchronized import SyncBatchNorm
 from tests.cases import TOLERANCE, error
@@ -35,13 +35,13 @@ def _kernels(monkeypatch):
 
     if DEVICE == "cpu" and not INTERPRETED:
         pytest.skip("Triton was imported before its interpreter was asked for")
-    monkeypatch.setattr(training, "on_kernels", lambda x: x.dtype in normalize.DTYPES)
+    monkeypatch.setattr(normalize, "on_kernels", lambda x: x.dtype in normalize.DTYPES)
 
 
 @pytest.fixture
 def torchs(monkeypatch):
     """Call it to go back to torch's operations."""
-    return lambda: monkeypatch.setattr(training, "on_kernels", lambda x: False)
+    return lambda: monkeypatch.setattr(normalize, "on_kernels", lambda x: False)
 
 
 def operands(rows, channels, dtype, offset=0.0, seed=0):
@@ -183,7 +183,7 @@ def test_what_is_made_again_has_the_same_bits(monkeypatch):
     kept = train(net, x)
     calls, again = [], normalize.again
     monkeypatch.setattr(normalize, "again", lambda *a: calls.append(1) or again(*a))
-    monkeypatch.setattr(training, "RECOMPUTED_BYTES", 0)
+    monkeypatch.setattr(remaking, "RECOMPUTED_BYTES", 0)
     got = train(twin, x)
     assert len(calls) == 5  # stem, down, and the first half of each block: what a residual joined is kept
     assert all(torch.equal(a, b) for a, b in zip(got, kept, strict=True))
@@ -191,7 +191,7 @@ def test_what_is_made_again_has_the_same_bits(monkeypatch):
 
 @pytest.mark.parametrize("limit", [0, 1 << 60], ids=["made again", "kept"])
 def test_twice_through_a_kept_graph(monkeypatch, limit):
-    monkeypatch.setattr(training, "RECOMPUTED_BYTES", limit)
+    monkeypatch.setattr(remaking, "RECOMPUTED_BYTES", limit)
     net, x = network(), sparse().to(DEVICE)
     loss = net(x).features.square().mean()
     first = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
@@ -202,7 +202,7 @@ def test_twice_through_a_kept_graph(monkeypatch, limit):
 @pytest.mark.parametrize("limit", [0, 1 << 60], ids=["made again", "kept"])
 def test_a_graph_goes_with_its_result(monkeypatch, limit):
     """Without waiting for the garbage collector, whose next visit may come after many scenes."""
-    monkeypatch.setattr(training, "RECOMPUTED_BYTES", limit)
+    monkeypatch.setattr(remaking, "RECOMPUTED_BYTES", limit)
     net, x = network(), sparse().to(DEVICE)
     gc.collect()
     gc.disable()
@@ -227,7 +227,7 @@ def test_a_graph_goes_with_its_result(monkeypatch, limit):
 @pytest.mark.parametrize("limit", [0, 1 << 60], ids=["made again", "kept"])
 def test_second_derivative(monkeypatch, torchs, limit):
     """A penalty on the gradient of the input, as of a Wasserstein critic."""
-    monkeypatch.setattr(training, "RECOMPUTED_BYTES", limit)
+    monkeypatch.setattr(remaking, "RECOMPUTED_BYTES", limit)
     net, x = network(), sparse(voxels=60).to(DEVICE)
 
     def penalty():
@@ -244,7 +244,7 @@ def test_second_derivative(monkeypatch, torchs, limit):
 
 
 def test_a_changed_norm_is_an_error(monkeypatch):
-    monkeypatch.setattr(training, "RECOMPUTED_BYTES", 0)
+    monkeypatch.setattr(remaking, "RECOMPUTED_BYTES", 0)
     net = nn.Sequential(nn.ConvBlock(4, 8), nn.ConvBlock(8, 8)).to(DEVICE)
     y = net(sparse().to(DEVICE)).features.sum()
     with torch.no_grad():
@@ -255,7 +255,7 @@ def test_a_changed_norm_is_an_error(monkeypatch):
 
 def test_a_result_changed_in_place_is_kept_as_it_is(monkeypatch, torchs):
     """Only what still is the node's own result may be made again by it."""
-    monkeypatch.setattr(training, "RECOMPUTED_BYTES", 0)
+    monkeypatch.setattr(remaking, "RECOMPUTED_BYTES", 0)
 
     class Doubled(nn.SparseModule):
         def __init__(self):
@@ -277,7 +277,7 @@ def test_a_result_changed_in_place_is_kept_as_it_is(monkeypatch, torchs):
 
 
 def test_checkpointing_keeps_what_it_means_to_keep(monkeypatch):
-    monkeypatch.setattr(training, "RECOMPUTED_BYTES", 0)
+    monkeypatch.setattr(remaking, "RECOMPUTED_BYTES", 0)
     net, x = network().eval(), sparse().to(DEVICE)
     for norm in net.modules():
         if isinstance(norm, nn.BatchNorm):
@@ -429,7 +429,7 @@ def test_gradients_that_meet_at_a_block_s_input_are_one(width, monkeypatch, torc
     block = nn.ResidualBlock(8, width).to(DEVICE)
     ramp = torch.linspace(-1, 1, 90 * width, device=DEVICE).view(90, width)
     nodes, joined = [], []
-    forked, onto = training.forked, training.adjoint_onto
+    forked, onto = joining.forked, training.adjoint_onto
     monkeypatch.setattr("sparseconv.nn.fusion.forked", lambda *a: nodes.append(forked(*a)) or nodes[-1])
     monkeypatch.setattr(training, "adjoint_onto", lambda *a: joined.append(1) or onto(*a))
     results = []
@@ -451,9 +451,9 @@ def test_a_forked_tensor_has_second_derivatives():
     x, weight = torch.randn(5, 3, generator=gen), torch.nn.Parameter(torch.randn(4, 3, generator=gen))
     x = x.to(DEVICE, torch.float64).requires_grad_()
     weight = torch.nn.Parameter(weight.detach().to(DEVICE, torch.float64))
-    assert torch.autograd.gradcheck(lambda x, w: training._Forked.apply(x, w, None), (x, weight))
-    assert torch.autograd.gradgradcheck(lambda x, w: training._Forked.apply(x, w, None), (x, weight))
-    assert training.forked(x.detach(), weight) is None
+    assert torch.autograd.gradcheck(lambda x, w: joining._Forked.apply(x, w, None), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda x, w: joining._Forked.apply(x, w, None), (x, weight))
+    assert joining.forked(x.detach(), weight) is None
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
@@ -602,11 +602,11 @@ def test_a_concatenation_is_made_again_to_the_same_bits(width, monkeypatch):
     torch.manual_seed(0)
     net, x = nn.UNet(4, 3, channels=(6, width, 12)).to(DEVICE), on_fixed_rows()
     twin = copy.deepcopy(net)
-    monkeypatch.setattr(training, "RECOMPUTED_BYTES", 1 << 60)
+    monkeypatch.setattr(remaking, "RECOMPUTED_BYTES", 1 << 60)
     kept = train(net, x)
-    monkeypatch.setattr(training, "RECOMPUTED_BYTES", 0)
-    made, run, whole = [], training.Parts.run, []
-    monkeypatch.setattr(training.Parts, "run", lambda self: made.append(1) or run(self))
+    monkeypatch.setattr(remaking, "RECOMPUTED_BYTES", 0)
+    made, run, whole = [], joining.Parts.run, []
+    monkeypatch.setattr(joining.Parts, "run", lambda self: made.append(1) or run(self))
     cat = torch.cat
 
     def seen(*args, **options):
@@ -625,7 +625,7 @@ def test_a_concatenation_is_made_again_to_the_same_bits(width, monkeypatch):
 
 
 def test_a_remade_concatenation_through_a_kept_graph_and_twice_differentiated(monkeypatch, torchs):
-    monkeypatch.setattr(training, "RECOMPUTED_BYTES", 0)
+    monkeypatch.setattr(remaking, "RECOMPUTED_BYTES", 0)
     net, x = nn.UNet(4, 3, channels=(6, 8, 12)).to(DEVICE), on_fixed_rows()
 
     def penalty():
@@ -652,7 +652,7 @@ def test_a_remade_concatenation_through_a_kept_graph_and_twice_differentiated(mo
 
 
 def test_features_changed_after_they_were_concatenated_are_an_error(monkeypatch):
-    monkeypatch.setattr(training, "RECOMPUTED_BYTES", 0)
+    monkeypatch.setattr(remaking, "RECOMPUTED_BYTES", 0)
     x = on_fixed_rows()
     first, last = nn.ConvBlock(4, 8).to(DEVICE), nn.ConvBlock(12, 8).to(DEVICE)
     skip = x.features.clone()
