@@ -26,7 +26,7 @@ from sparseconv.geometry.triton_launch import (
     on_device,
     pointer,
 )
-from sparseconv.geometry.triton_order import Cut, sorts_here
+from sparseconv.geometry.triton_order import Cut, sort_rows, sorts_at_once
 from sparseconv.geometry.triton_search import (
     AROUND,
     LINES,
@@ -120,7 +120,7 @@ class WindowSearch:
         blocks = table.most_blocks if self.is_local else 0
         i32 = torch.int32
         arrays = [(i32, taps * self.chunks), (i32, n if narrow else 0), (i32, blocks * 3 ** (columns - 1))]
-        self._cut = Cut(n, window.key_bits) if narrow and sorts_here(n, self.unseen) else None
+        self._cut = Cut(n, window.key_bits) if narrow and sorts_at_once(n, self.unseen) else None
         arrays += [(torch.int64, 0), (i32, 0)] if self._cut is None else [(torch.int64, self._cut.words), (i32, n)]
         scratch = self._scratch = Arena(device, arrays)
         counters = self._counters = Counters(table, taps, self.chunks)
@@ -174,11 +174,11 @@ class WindowSearch:
 
     @property
     def order(self) -> torch.Tensor | Pointer:
-        """Rows in the order of their `keys`: (1, N_out) int64, or where they are few the place of (N_out,) int32."""
+        """Rows in the order of their `keys`: (1, N_out) int32, or where they are few the place of (N_out,) int32."""
         scratch = self.scratch
         with building():
             if self._cut is None:
-                return torch.sort(scratch.tensor(SORT_KEYS).view(1, -1), dim=-1, stable=True).indices
+                return sort_rows(scratch.tensor(SORT_KEYS).view(1, -1), self.unseen, self.window.key_bits)
             self._cut.launch(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], self.coords.device, self.unseen)
         return scratch[ORDER]
 

@@ -1,4 +1,4 @@
-"""The order that sorts rows by their keys on the GPU, in one launch where torch's sort would cost the host a dozen."""
+"""The order that sorts rows by their keys on the GPU; of few rows in one launch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from sparseconv.geometry.triton_launch import (
     power_of_2,
     wait_for_all,
 )
+from sparseconv.geometry.triton_radix import MOST_ROWS, Passes
 
-#: up to this many rows one launch is faster than torch's sort on the card and the host together: at 256 k it takes the
-#: card as long, and the host one launch for twelve
+#: up to this many rows they are sorted in one launch, whatever it takes the card: the host's launches cost more
 SORTED_ROWS = 600_000
-#: up to this many rows it is faster in a graph, where the host counts for nothing and edges are listed beside torch's
+#: up to this many rows they are in a graph, where the host counts for nothing
 GRAPH_ROWS = 160_000
 #: counts that a program sums at once
 SUMMED = tl.constexpr(2048)
@@ -61,19 +61,22 @@ COUNT = tl.constexpr(
 def sort_rows(keys: torch.Tensor, unseen: Unseen | None = None, bits: int = 31) -> torch.Tensor:
     """The rows in a stable order of ``keys`` (G, N) int32 or int64, not negative, in each group: (G, N).
 
-    int32 or int64, whichever costs less; int32 keys are compared by their last ``bits`` bits.
+    int32 for one group of int32 keys, which are compared by their last ``bits`` bits; int64 for others.
     """
     groups, n = keys.shape
-    if groups != 1 or keys.dtype != torch.int32 or not sorts_here(n, unseen):
+    if groups != 1 or keys.dtype != torch.int32:
         return torch.sort(keys, dim=-1, stable=True).indices
-    order, cut = torch.empty(1, n, dtype=torch.int32, device=keys.device), Cut(n, bits)
+    if not 0 < n <= MOST_ROWS:
+        return torch.sort(keys, dim=-1, stable=True).indices.int()
+    cut: Cut | Passes = Cut(n, bits) if sorts_at_once(n, unseen) else Passes(n, bits)
+    order = torch.empty(1, n, dtype=torch.int32, device=keys.device)
     scratch = torch.empty(cut.words, dtype=torch.int64, device=keys.device)
     cut.launch(pointer(keys), pointer(scratch), pointer(order), keys.device, unseen)
     return order
 
 
-def sorts_here(n: int, unseen: Unseen | None) -> bool:
-    """Whether n rows are sorted by a launch of this module, not by torch."""
+def sorts_at_once(n: int, unseen: Unseen | None) -> bool:
+    """Whether n rows are sorted in one launch, whose programs wait for one another."""
     return 0 < n <= (SORTED_ROWS if unseen is None else GRAPH_ROWS)
 
 

@@ -97,3 +97,31 @@ def test_reached_grids_are_those_of_the_cpu(kernel: int, stride: int, spread: in
         assert (got.batch_size, got.voxel_size, got.origin) == (want.batch_size, want.voxel_size, want.origin)
         some = want.coords[:: max(1, len(want) // 100)]
         assert torch.equal(got.lookup(some.cuda()).cpu(), want.lookup(some))
+
+
+@pytest.mark.parametrize("bits", [27, 31])
+@pytest.mark.parametrize("n", [1, 160_001, 1_026_536, 4_113_056])
+def test_a_captured_sort_is_stable_for_other_keys(n: int, bits: int) -> None:
+    from sparseconv.geometry.triton_launch import pointer
+    from sparseconv.geometry.triton_radix import Passes
+
+    generator = torch.Generator("cuda").manual_seed(n)
+    keys = torch.zeros(n, dtype=torch.int32, device="cuda")
+    order, passes = torch.empty_like(keys), Passes(n, bits)
+    scratch = torch.empty(passes.words, dtype=torch.int64, device="cuda")
+
+    def sort() -> None:
+        passes.launch(pointer(keys), pointer(scratch), pointer(order), keys.device)
+
+    sort()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sort()
+    for values in (1, 300, 2**bits):
+        few = torch.randint(0, 2**bits, (min(values, 2 * n),), generator=generator, device="cuda")
+        keys.copy_(few[torch.randint(0, len(few), (n,), generator=generator, device="cuda")])
+        for _ in range(3):
+            order.fill_(-1)
+            graph.replay()
+            assert torch.equal(order.long(), torch.sort(keys, stable=True).indices)

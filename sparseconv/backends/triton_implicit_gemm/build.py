@@ -7,13 +7,13 @@ from functools import lru_cache
 
 import torch
 
-from sparseconv.backends.triton_implicit_gemm.build_kernels import CUBE_TILES, CUBE_TILES_64, RANKS, TILES, TILES_64
+from sparseconv.backends.triton_implicit_gemm.build_kernels import CUBE_TILES, RANKS, TILES, TILES_64
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
 from sparseconv.geometry.aside import building, current
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.triton_launch import Arena, Pointer, ceil_div, on_device, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
-from sparseconv.geometry.triton_order import SORTED_ROWS, sort_rows
+from sparseconv.geometry.triton_order import sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges, ReversedEdges
 from sparseconv.geometry.triton_window import KEY_BITS
 
@@ -49,8 +49,7 @@ def schedule_ahead(kernel_map: KernelMap, block_m: int) -> None:
     if not isinstance(source, FoundEdges) or not source.search.is_cube:
         return
     n, lines = kernel_map.num_out, kernel_map.num_taps
-    tiles = CUBE_TILES if n <= SORTED_ROWS else CUBE_TILES_64
-    tiles.ahead(source.device, (block_m, power_of_2(lines + LOOKAHEAD)))
+    CUBE_TILES.ahead(source.device, (block_m, power_of_2(lines + LOOKAHEAD)))
     RANKS.ahead(source.device, _rank_constants(lines, ceil_div(n, block_m)))
 
 
@@ -124,7 +123,7 @@ def make_tiles(
         )  # fmt: skip
         with on_device(device):
             if cube:
-                (CUBE_TILES_64 if wide else CUBE_TILES)(device, (tiles,), args, (block_m, power_of_2(room)))
+                CUBE_TILES(device, (tiles,), args, (block_m, power_of_2(room)))
             else:
                 constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
                 (TILES_64 if wide else TILES)(device, (tiles,), args, constants)

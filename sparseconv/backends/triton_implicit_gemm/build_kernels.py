@@ -240,5 +240,4 @@ _I32, _I64 = torch.int32, torch.int64
 TILES = Launcher(tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 9, *(int,) * 8))
 TILES_64 = Launcher(tiles_kernel, (*SEARCH_TYPES, _I64, *(_I32,) * 8, *(int,) * 8))
 CUBE_TILES = Launcher(cube_tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 9, *(int,) * 8))
-CUBE_TILES_64 = Launcher(cube_tiles_kernel, (*SEARCH_TYPES, _I64, *(_I32,) * 8, *(int,) * 8))
 RANKS = Launcher(rank_kernel, (_I32, _I32, int))

@@ -1,0 +1,88 @@
+"""The sort with a launch for each digit against torch's, in Triton's interpreter or on a card."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from sparseconv.geometry import triton_launch, triton_order
+from sparseconv.geometry.triton_launch import pointer
+from sparseconv.geometry.triton_neighbors import search_window
+from sparseconv.geometry.triton_radix import Passes
+from sparseconv.geometry.triton_table import build_table
+from sparseconv.geometry.triton_window import encode_window
+from tests.geometry.triton_cases import CASES
+
+DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
+pytestmark = pytest.mark.skipif(
+    not triton_launch.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
+)
+
+
+def order_of(keys: torch.Tensor, bits: int) -> torch.Tensor:
+    """The order of keys (N,), by scratch memory in which all states of tiles seem to be there."""
+    passes = Passes(len(keys), bits)
+    scratch = torch.full((passes.words,), -1, dtype=torch.int64, device=keys.device)
+    order = torch.full((len(keys),), -1, dtype=torch.int32, device=keys.device)
+    passes.launch(pointer(keys), pointer(scratch), pointer(order), keys.device)
+    return order.long()
+
+
+def skewed(n: int, bits: int, values: int, share: float, seed: int) -> torch.Tensor:
+    """Keys (N,), about a ``share`` of them of ``values`` values, the others of any."""
+    generator = torch.Generator().manual_seed(seed)
+    few = torch.randint(0, 2**bits, (values,), generator=generator)
+    keys = torch.randint(0, 2**bits, (n,), generator=generator)
+    often = torch.rand(n, generator=generator) < share
+    return torch.where(often, few[torch.randint(0, values, (n,), generator=generator)], keys).int().to(DEVICE)
+
+
+@given(
+    n=st.one_of(st.integers(1, 700), st.sampled_from([3071, 3072, 3073, 4095, 4096, 4097, 9000])),
+    bits=st.sampled_from([1, 7, 8, 9, 10, 16, 27, 28, 31]),
+    values=st.sampled_from([1, 2, 40, 1000]),
+    share=st.sampled_from([0.0, 0.7, 1.0]),
+    seed=st.integers(0, 1000),
+)
+@example(n=12_289, bits=31, values=1000, share=0.7, seed=0)
+@example(n=12_300, bits=27, values=3, share=0.9, seed=1)
+@settings(max_examples=15)
+def test_the_order_is_that_of_a_stable_sort(n: int, bits: int, values: int, share: float, seed: int) -> None:
+    keys = skewed(n, bits, values, share, seed)
+    assert torch.equal(order_of(keys, bits), torch.sort(keys, stable=True).indices)
+
+
+@pytest.mark.slow
+def test_tiles_past_those_that_a_thread_looks_at_together() -> None:
+    keys = skewed(60_000, 31, 1000, 0.7, seed=2)
+    assert torch.equal(order_of(keys, 31), torch.sort(keys, stable=True).indices)
+
+
+@pytest.mark.parametrize("value", [0, 2**31 - 1])
+def test_equal_keys_stay_in_order(value: int) -> None:
+    keys = torch.full((5000,), value, dtype=torch.int32, device=DEVICE)
+    assert order_of(keys, 31).tolist() == list(range(5000))
+
+
+def test_a_search_of_many_rows_is_put_in_the_order_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_order, "SORTED_ROWS", 0)
+    case = CASES[3]
+    table = build_table(case.source(device=DEVICE))
+    search = search_window(table, table.coords, encode_window(case.offsets, (1,) * 3, None, table.coords.device))
+    order = search.order
+    assert isinstance(order, torch.Tensor)
+    assert order.dtype == torch.int32
+    assert torch.equal(order.long(), torch.sort(search.keys, stable=True).indices)
+
+
+@pytest.mark.parametrize(("groups", "n", "dtype"), [(2, 50, torch.int32), (1, 50, torch.int64), (1, 0, torch.int32)])
+def test_other_keys_are_sorted_by_torch(groups: int, n: int, dtype: torch.dtype) -> None:
+    keys = torch.randint(0, 9, (groups, n), dtype=dtype, device=DEVICE)
+    assert torch.equal(triton_order.sort_rows(keys).long(), torch.sort(keys, stable=True).indices)
