@@ -7,7 +7,7 @@ import torch
 from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_cube_pairs import CUBE_PAIRS
 from sparseconv.geometry.triton_launch import read_triton
-from sparseconv.geometry.triton_order import SORT, Cut
+from sparseconv.geometry.triton_order import sort_ahead
 from sparseconv.geometry.triton_search import SEARCH, search_constants, search_programs
 from sparseconv.geometry.triton_table import FUSED_ROWS, pack_shifts, rows_per_chunk
 from sparseconv.geometry.triton_window import bit_places
@@ -29,4 +29,4 @@ def expect_plans(coords: torch.Tensor) -> None:
     looks = (columns - 1, pack_shifts(shifts), bit_places(shifts), True, False, 27, 3)
     SEARCH.ahead(device, search_constants(looks, len(offsets), n, search_programs(device, len(offsets), n), True))
     CUBE_PAIRS.ahead(device, (rows_per_chunk(n),))
-    SORT.ahead(device, Cut(n, len(offsets)).constants)
+    sort_ahead(len(offsets), device)

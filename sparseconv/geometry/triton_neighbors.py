@@ -26,7 +26,7 @@ from sparseconv.geometry.triton_launch import (
     on_device,
     pointer,
 )
-from sparseconv.geometry.triton_order import Cut, sort_rows, sorts_at_once
+from sparseconv.geometry.triton_order import Passes, sort_rows
 from sparseconv.geometry.triton_search import (
     AROUND,
     LINES,
@@ -102,7 +102,7 @@ class WindowSearch:
         #: constants on the device that its launches read: kept as long as a graph that holds those launches may run
         self.kept: list[torch.Tensor] = []
         self._scratch: Arena | None = None
-        self._cut: Cut | None = None
+        self._passes: Passes | None = None
         self._pointers: tuple[Pointer, ...] | None = None
         #: when it was launched, in a run whose maps are aside
         self.moment: Moment | None = None
@@ -120,8 +120,9 @@ class WindowSearch:
         blocks = table.most_blocks if self.is_local else 0
         i32 = torch.int32
         arrays = [(i32, taps * self.chunks), (i32, n if narrow else 0), (i32, blocks * 3 ** (columns - 1))]
-        self._cut = Cut(n, window.key_bits) if narrow and sorts_at_once(n, self.unseen) else None
-        arrays += [(torch.int64, 0), (i32, 0)] if self._cut is None else [(torch.int64, self._cut.words), (i32, n)]
+        if narrow and 0 < n <= FUSED_ROWS:  # one allocation less for the host
+            self._passes = Passes(n, window.key_bits)
+            arrays += [(torch.int64, self._passes.words), (i32, n)]
         scratch = self._scratch = Arena(device, arrays)
         counters = self._counters = Counters(table, taps, self.chunks)
         #: the counts of the edges, on their way to the host
@@ -174,12 +175,12 @@ class WindowSearch:
 
     @property
     def order(self) -> torch.Tensor | Pointer:
-        """Rows in the order of their `keys`: (1, N_out) int32, or where they are few the place of (N_out,) int32."""
+        """Rows in the order of their `keys`: (1, N_out), or where they are few the place of (N_out,) int32."""
         scratch = self.scratch
         with building():
-            if self._cut is None:
-                return sort_rows(scratch.tensor(SORT_KEYS).view(1, -1), self.unseen, self.window.key_bits)
-            self._cut.launch(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], self.coords.device, self.unseen)
+            if self._passes is None:
+                return sort_rows(scratch.tensor(SORT_KEYS).view(1, -1), self.window.key_bits)
+            self._passes.launch(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], self.coords.device)
         return scratch[ORDER]
 
     @property

@@ -1,4 +1,4 @@
-"""The order that sorts rows by their keys on the GPU; of few rows in one launch."""
+"""The order that sorts rows by their keys on the GPU: a stable radix sort with a launch for each digit."""
 
 from __future__ import annotations
 
@@ -9,262 +9,379 @@ import triton.language as tl
 from sparseconv.geometry.triton_launch import (
     INTERPRETED,
     IS_INTERPRETED,
-    NUM_GATES,
     Launcher,
     Pointer,
-    Unseen,
     ceil_div,
     crew_of,
-    gates_of,
-    leave,
     on_device,
     pointer,
-    power_of_2,
-    wait_for_all,
-)
-from sparseconv.geometry.triton_radix import MOST_ROWS, Passes
-
-#: up to this many rows they are sorted in one launch, whatever it takes the card: the host's launches cost more
-SORTED_ROWS = 600_000
-#: up to this many rows they are in a graph, where the host counts for nothing
-GRAPH_ROWS = 160_000
-#: counts that a program sums at once
-SUMMED = tl.constexpr(2048)
-#: bits of a digit at most, parts that the rows are cut into at most, rows of a part at least
-DIGIT_BITS, PARTS, LEAST_ROWS = 9, 1024, 128
-
-# Each of a program's four warps counts digits in 2 KB of shared memory of its own, which Triton knows nothing of: in
-# the cache of global memory, a store for every row would cost as much as the rest of a pass.
-OPEN = tl.constexpr(".shared .align 16 .b32 digit_counters[2048]; mov.b32 $0, 0;")
-PUT = tl.constexpr(
-    "{ .reg .b32 at; mov.u32 at, digit_counters; add.u32 at, at, $1; st.shared.b32 [at], $2; mov.b32 $0, 0; }"
-)
-TAKE = tl.constexpr("{ .reg .b32 at; mov.u32 at, digit_counters; add.u32 at, at, $1; ld.shared.b32 $0, [at]; }")
-# The place of a lane's row: its warp's counter of the digit, and its rank among the lanes with the same digit, of those
-# whose flag is set; the counter moves on by all of them. In: digit, flag. A vote a bit finds the like lanes.
-_VOTE = (
-    "and.b32 bit, $1, {0}; setp.ne.u32 set, bit, 0; vote.sync.ballot.b32 all, set, 0xffffffff; "
-    "@!set not.b32 all, all; and.b32 same, same, all; "
-)
-COUNT = tl.constexpr(
-    "{ .reg .pred set, live, last; .reg .b32 bit, all, same, at, before; "
-    "setp.ne.u32 live, $2, 0; vote.sync.ballot.b32 same, live, 0xffffffff; "
-    + "".join(_VOTE.format(1 << bit) for bit in range(DIGIT_BITS))
-    + "mov.u32 at, %tid.x; shr.u32 at, at, 5; shl.b32 at, at, 9; add.u32 at, at, $1; shl.b32 at, at, 2; "
-    "mov.u32 bit, digit_counters; add.u32 at, at, bit; ld.shared.b32 before, [at]; bar.warp.sync 0xffffffff; "
-    "mov.u32 all, %lanemask_lt; and.b32 all, all, same; popc.b32 all, all; popc.b32 same, same; "
-    "sub.u32 bit, same, 1; setp.eq.and.u32 last, all, bit, live; add.u32 same, same, before; "
-    "@last st.shared.b32 [at], same; bar.warp.sync 0xffffffff; add.u32 $0, before, all; }"
 )
 
+#: bits of a digit: the fewest with which there are as few digits as with the most
+DIGIT_BITS = 8, 9
+#: warps of a program, and lines that each of its threads moves, for each of them
+WARPS, STEPS = 8, (16, 12)
+#: tiles before its own that a thread asks for their counts at once
+LOOK = 8
+#: warps of a program that counts all digits, and keys that each of its threads asks for at once
+COUNT_WARPS, COUNT_STEPS = 16, 8
+#: bytes of shared memory of which Triton knows nothing: counters by warp, then the lines of a tile
+ROOM = 40960
 
-def sort_rows(keys: torch.Tensor, unseen: Unseen | None = None, bits: int = 31) -> torch.Tensor:
+OPEN = tl.constexpr(f".shared .align 16 .b8 sort_room[{ROOM}]; mov.b32 $0, 0;")
+_AT = "{ .reg .b32 at; mov.u32 at, sort_room; add.u32 at, at, $1; "
+PUT = tl.constexpr(_AT + "st.shared.b32 [at], $2; mov.b32 $0, 0; }")
+PUT_LINE = tl.constexpr(_AT + "st.shared.b64 [at], $2; mov.b32 $0, 0; }")
+TAKE = tl.constexpr(_AT + "ld.shared.b32 $0, [at]; }")
+TAKE_LINE = tl.constexpr(_AT + "ld.shared.b64 $0, [at]; }")
+ADD_ONE = tl.constexpr(_AT + "red.shared.add.u32 [at], 1; mov.b32 $0, 0; }")
+# Of the lanes $3, those whose bit $2 of $1 is that of this lane.
+VOTE = tl.constexpr(
+    "{ .reg .pred set; .reg .b32 all; and.b32 all, $1, $2; setp.ne.u32 set, all, 0; "
+    "vote.sync.ballot.b32 all, set, 0xffffffff; @!set not.b32 all, all; and.b32 $0, $3, all; }"
+)
+# The counter at $1, and how many of the lanes $2 come before this one; it moves on by all of them.
+TAKE_PLACE = tl.constexpr(
+    _AT + ".reg .pred last; .reg .b32 other, next; ld.shared.b32 $0, [at]; bar.warp.sync 0xffffffff; "
+    "mov.u32 other, %lanemask_gt; and.b32 other, other, $2; setp.eq.u32 last, other, 0; "
+    "mov.u32 other, %lanemask_lt; and.b32 other, other, $2; popc.b32 other, other; add.u32 $0, $0, other; "
+    "add.u32 next, $0, 1; @last st.shared.b32 [at], next; bar.warp.sync 0xffffffff; }"
+)
+# A count has two bits above it, of a tile alone or of all up to it: whoever reads it needs nothing else of its writer.
+OF_TILE, OF_ALL = tl.constexpr(1 << 30), tl.constexpr(-1 << 31)
+#: so that there cannot be more rows
+MOST_ROWS = (1 << 30) - 1
+TELL = tl.constexpr("{ .reg .b32 word; or.b32 word, $2, $3; st.relaxed.gpu.global.b32 [$1], word; mov.b32 $0, 0; }")
+
+
+def _look_back(ahead: int) -> str:
+    """The sum of the counts at $1 and, $2 bytes before each other, of the tiles before it, up to one of all."""
+    words = [f"word{i}" for i in range(ahead)]
+    code = "{ .reg .pred p; .reg .b64 at, far; .reg .b32 count, " + ", ".join(words) + "; "
+    code += "mov.b64 at, $1; mov.b32 $0, 0; AGAIN: mov.b64 far, at; "
+    for word in words:
+        code += f"ld.relaxed.gpu.global.b32 {word}, [far]; sub.s64 far, far, $2; "
+    for word in words:
+        code += f"setp.lt.u32 p, {word}, {OF_TILE.value}; @p bra AGAIN; "
+        code += f"and.b32 count, {word}, {OF_TILE.value - 1}; add.u32 $0, $0, count; sub.s64 at, at, $2; "
+        code += f"setp.lt.s32 p, {word}, 0; @p bra DONE; "
+    return code + "bra AGAIN; DONE: }"
+
+
+LOOK_BACK = tl.constexpr(_look_back(LOOK))
+
+
+def sort_rows(keys: torch.Tensor, bits: int = 31) -> torch.Tensor:
     """The rows in a stable order of ``keys`` (G, N) int32 or int64, not negative, in each group: (G, N).
 
     int32 for one group of int32 keys, which are compared by their last ``bits`` bits; int64 for others.
     """
     groups, n = keys.shape
-    if groups != 1 or keys.dtype != torch.int32:
+    if groups != 1 or keys.dtype != torch.int32 or not 0 < n <= MOST_ROWS:
         return torch.sort(keys, dim=-1, stable=True).indices
-    if not 0 < n <= MOST_ROWS:
-        return torch.sort(keys, dim=-1, stable=True).indices.int()
-    cut: Cut | Passes = Cut(n, bits) if sorts_at_once(n, unseen) else Passes(n, bits)
-    order = torch.empty(1, n, dtype=torch.int32, device=keys.device)
-    scratch = torch.empty(cut.words, dtype=torch.int64, device=keys.device)
-    cut.launch(pointer(keys), pointer(scratch), pointer(order), keys.device, unseen)
+    order, passes = torch.empty(1, n, dtype=torch.int32, device=keys.device), Passes(n, bits)
+    scratch = torch.empty(passes.words, dtype=torch.int64, device=keys.device)
+    passes.launch(pointer(keys), pointer(scratch), pointer(order), keys.device)
     return order
 
 
-def sorts_at_once(n: int, unseen: Unseen | None) -> bool:
-    """Whether n rows are sorted in one launch, whose programs wait for one another."""
-    return 0 < n <= (SORTED_ROWS if unseen is None else GRAPH_ROWS)
-
-
-class Cut:
-    """How ``n`` rows are cut into parts, and the last ``bits`` bits of their keys into digits, for a sort."""
+class Passes:
+    """How the last ``bits`` bits of ``n`` keys are cut into digits, and keys into tiles, for a sort."""
 
     def __init__(self, n: int, bits: int) -> None:
         self.n = n
-        self._shift = max(LEAST_ROWS.bit_length(), (ceil_div(n, PARTS) - 1).bit_length() + 1) - 1
-        self._parts = ceil_div(n, 1 << self._shift)
-        self._passes = ceil_div(bits, DIGIT_BITS)
-        self._digit_bits = ceil_div(bits, self._passes)
-        #: words of 64 bits of its scratch memory: two lists of lines, and counts
-        self.words = 2 * n + (((2 * self._parts + 1) << self._digit_bits) + 2048 * INTERPRETED) // 2 + 1
-        #: of the kernel
-        self.constants = self._digit_bits, max(32, power_of_2(self._parts)), NUM_GATES
+        self._passes, self._bits, self._steps = _digits(bits)
+        self._tiles = ceil_div(n, 32 * WARPS * self._steps)
+        self._counted = ceil_div(n, 32 * COUNT_WARPS * COUNT_STEPS)
+        self._states = LOOK + self._passes * (self._tiles + 1)
+        #: words of 64 bits of its scratch memory: two lists of lines, states of tiles, and counts of at most 1024
+        self.words = 2 * n + (((self._states + self._passes * min(self._counted, 1024)) << self._bits) + 1) // 2
+        self.words += INTERPRETED * ROOM // 8
 
-    def launch(
-        self, keys: Pointer, scratch: Pointer, order: Pointer, device: torch.device, unseen: Unseen | None = None
-    ) -> None:
+    def launch(self, keys: Pointer, scratch: Pointer, order: Pointer, device: torch.device) -> None:
         """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `words`."""
-        sums = (self.constants[1] << self._digit_bits) // SUMMED.value
-        programs = crew_of(device, max(ceil_div(self._parts, 4), sums))
-        gates = gates_of(device, unseen)
-        args = (keys, scratch, order, gates, self.n, self._shift, self._parts, self._passes, programs)
+        counting = min(crew_of(device, self._counted, 1), 1024)
+        passes, states = self._passes, self._states
         with on_device(device):
-            SORT(device, (programs,), args, self.constants)
+            counted = (keys, scratch, self.n, states, counting)
+            DIGITS(device, (counting,), counted, (self._bits, passes, COUNT_WARPS, COUNT_STEPS))
+            for turn in range(passes):
+                args = (keys, scratch, order, self.n, states, counting, turn, passes, self._tiles)
+                MOVE(device, (self._tiles + (turn == 0) * passes,), args, (self._bits, WARPS, self._steps, LOOK))
+
+
+def _digits(bits: int) -> tuple[int, int, int]:
+    """Passes, bits of a digit, and lines that a thread moves, for keys of so many bits."""
+    passes = ceil_div(bits, max(DIGIT_BITS))
+    each, steps = next((each, steps) for each, steps in zip(DIGIT_BITS, STEPS) if each * passes >= bits)
+    return passes, each, steps
+
+
+def sort_ahead(bits: int, device: torch.device) -> None:
+    """Start to compile what sorts keys of so many bits."""
+    passes, each, steps = _digits(bits)
+    DIGITS.ahead(device, (each, passes, COUNT_WARPS, COUNT_STEPS))
+    MOVE.ahead(device, (each, WARPS, steps, LOOK))
 
 
 # ---- kernels
 
 
 @triton.jit
-def order_kernel(
-    keys_ptr, lines_ptr, order_ptr, gates_ptr, n, shift, parts, passes, programs,
-    BITS: tl.constexpr, WIDE: tl.constexpr, NUM_GATES: tl.constexpr,
+def digits_kernel(
+    keys_ptr, lines_ptr, n, states, programs,
+    BITS: tl.constexpr, PASSES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """A radix sort, BITS bits a pass, the last ones first; a warp moves a part of 2^shift neighbouring lines.
+    """counts[pass, program, digit] = keys with the digit, of those that the program counts; states of tiles are 0."""
+    BINS: tl.constexpr = 1 << BITS
+    THREADS: tl.constexpr = 32 * WARPS
+    program = tl.program_id(0)
+    lane = tl.arange(0, THREADS)
+    digit_of = tl.arange(0, BINS)
+    states_ptr = (lines_ptr + 2 * n.to(tl.int64)).to(tl.pointer_type(tl.int32))
+    counts_ptr = states_ptr + states * BINS
+    room_ptr = counts_ptr + PASSES * programs * BINS
+    open_room()
+    for turn in tl.static_range(PASSES):
+        put(room_ptr, turn * BINS + digit_of, digit_of & 0)
+    tl.debug_barrier()
+    for first in range(program * THREADS * STEPS, n, programs * THREADS * STEPS):
+        keys = ()  # type: tuple
+        for step in tl.static_range(STEPS):
+            row = first + step * THREADS + lane
+            keys = keys + (tl.load(keys_ptr + row, mask=row < n, other=-1),)
+        for step in tl.static_range(STEPS):
+            for turn in tl.static_range(PASSES):
+                counter = turn * BINS + ((keys[step] >> (turn * BITS)) & (BINS - 1))
+                # a key that is none is counted where nobody looks
+                add_one(room_ptr, tl.where(keys[step] < 0, PASSES * BINS, counter))
+    for first in range(program * THREADS, states * BINS, programs * THREADS):
+        tl.store(states_ptr + first + lane, 0, mask=first + lane < states * BINS)
+    tl.debug_barrier()
+    for turn in tl.static_range(PASSES):
+        count = take(room_ptr, turn * BINS + digit_of)
+        tl.store(counts_ptr + (turn * programs + program) * BINS + digit_of, count)
 
-    Lines are keys with their rows below them. In each pass: how many lines of each part have a digit (of the first,
-    counted by its warp; of others, by whoever put the lines there); the sums over parts before a part, and over digits
-    before a digit; then each line goes to its place, a row of 32 after another.
+
+@triton.jit
+def move_kernel(
+    keys_ptr, lines_ptr, order_ptr, n, states, counting, turn, passes, tiles,
+    BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    """Lines, which are keys with their rows below them, in the order of a digit; of the first pass the rows are new.
+
+    A program counts the digits of its tile, tells them to the programs behind it, puts its lines in order where it has
+    them, and writes them behind those of the tiles before it, whose counts it waits for: these have begun earlier.
+    Programs of their own sum the lines with a lesser digit, for all passes, in the first of them: what stands for the
+    count of all tiles before the first.
     """
     BINS: tl.constexpr = 1 << BITS
-    program = tl.program_id(0)
-    lane = tl.arange(0, 128)
+    THREADS: tl.constexpr = 32 * WARPS
+    TILE: tl.constexpr = THREADS * STEPS
+    LINES: tl.constexpr = WARPS * BINS * 4  # where they are put, behind the counters
+    lane = tl.arange(0, THREADS)
     digit_of = tl.arange(0, BINS)
-    four = tl.arange(0, 4)
-    here_ptr = lines_ptr + n  # of the pass before; the first reads keys
-    there_ptr = lines_ptr
-    counts_ptr = (lines_ptr + 2 * n.to(tl.int64)).to(tl.pointer_type(tl.int32))  # (BINS, parts)
-    next_ptr = counts_ptr + parts * BINS
-    totals_ptr = next_ptr + parts * BINS  # (BINS,)
-    own_ptr = totals_ptr + BINS  # (4, BINS): counters by warp, where there is no shared memory
-    open_counters()
-    counter = four[None, :] * 512 + digit_of[:, None]
-    steps = 1 << (shift - 7)
-    for first in range(4 * program, parts, 4 * programs):
-        part = first + four
-        put_counters(own_ptr, counter, tl.zeros((BINS, 4), tl.int32))
-        tl.debug_barrier()
-        row = ((first + lane // 32) << shift) + lane % 32
-        for _step in range(steps):
-            key0 = tl.load(keys_ptr + row, mask=row < n, other=0)
-            key1 = tl.load(keys_ptr + row + 32, mask=row + 32 < n, other=0)
-            key2 = tl.load(keys_ptr + row + 64, mask=row + 64 < n, other=0)
-            key3 = tl.load(keys_ptr + row + 96, mask=row + 96 < n, other=0)
-            count_digits(own_ptr, key0 & (BINS - 1), row < n)
-            count_digits(own_ptr, key1 & (BINS - 1), row + 32 < n)
-            count_digits(own_ptr, key2 & (BINS - 1), row + 64 < n)
-            count_digits(own_ptr, key3 & (BINS - 1), row + 96 < n)
-            row += 128
-        tl.debug_barrier()
-        counts = take_counters(own_ptr, counter)
-        tl.store(counts_ptr + digit_of[:, None] * parts + part[None, :], counts, mask=(part < parts)[None, :])
-        tl.debug_barrier()
-    waits = programs
-    wait_for_all(gates_ptr, waits)
-    last = passes - 1
-    for turn in range(passes):
-        sum_counts(counts_ptr, next_ptr, totals_ptr, program, programs, parts, BINS, WIDE)
-        waits += programs
-        wait_for_all(gates_ptr, waits)
-        total = tl.load(totals_ptr + digit_of)
-        begin = tl.cumsum(total, 0) - total
-        low = 32 + turn * BITS
-        for first in range(4 * program, parts, 4 * programs):
-            part = first + four
-            before = tl.load(
-                counts_ptr + digit_of[:, None] * parts + part[None, :], mask=(part < parts)[None, :], other=0
-            )
-            tl.debug_barrier()
-            put_counters(own_ptr, counter, before + begin[:, None])
-            tl.debug_barrier()
-            row = ((first + lane // 32) << shift) + lane % 32
-            for _step in range(steps):  # four loads are on their way together
-                line0 = line_of(keys_ptr, here_ptr, row, n, turn)
-                line1 = line_of(keys_ptr, here_ptr, row + 32, n, turn)
-                line2 = line_of(keys_ptr, here_ptr, row + 64, n, turn)
-                line3 = line_of(keys_ptr, here_ptr, row + 96, n, turn)
-                for part_of in tl.static_range(4):
-                    line = line0 if part_of == 0 else line1 if part_of == 1 else line2 if part_of == 2 else line3
-                    live = row + 32 * part_of < n
-                    place = count_digits(own_ptr, (line >> low).to(tl.int32) & (BINS - 1), live)
-                    if turn == last:
-                        tl.store(order_ptr + place, (line & 0xFFFFFFFF).to(tl.int32), mask=live)
-                    else:
-                        tl.store(there_ptr + place, line, mask=live)
-                        digit = (line >> (low + BITS)).to(tl.int32) & (BINS - 1)
-                        tl.atomic_add(next_ptr + digit * parts + (place >> shift), 1, mask=live, sem="relaxed")
-                row += 128
-        if turn < last:
-            waits += programs
-            wait_for_all(gates_ptr, waits)
-        swap = here_ptr
-        here_ptr = there_ptr
-        there_ptr = swap
-        counted = counts_ptr
-        counts_ptr = next_ptr
-        next_ptr = counted
-    leave(gates_ptr, programs, NUM_GATES)
-
-
-@triton.jit
-def line_of(keys_ptr, here_ptr, row, n, turn):
-    """A key with its row below it: in the first pass as it comes, later where the pass before has put it."""
+    states_ptr = (lines_ptr + 2 * n.to(tl.int64)).to(tl.pointer_type(tl.int32))
+    counts_ptr = states_ptr + states * BINS
+    room_ptr = counts_ptr + passes * counting * BINS
+    state_ptr = states_ptr + LOOK * BINS + digit_of  # of the first pass, for what comes before its tiles
+    tile = tl.program_id(0)
     if turn == 0:
-        line = (tl.load(keys_ptr + row, mask=row < n, other=0).to(tl.int64) << 32) | row
+        tile -= passes
+    if tile < 0:
+        of_pass = tile + passes
+        total = sum_counts(counts_ptr + of_pass * counting * BINS, counting, BINS)
+        tell(state_ptr + of_pass * (tiles + 1) * BINS, tl.cumsum(total, 0) - total, OF_ALL)
     else:
-        line = tl.load(here_ptr + row, mask=row < n, other=0)
-    return line
+        state_ptr += (turn * (tiles + 1) + tile) * BINS  # of the tile before
+        open_room()
+        first = tile * TILE
+        row = first + lane // 32 * (32 * STEPS) + lane % 32
+        if turn == 0:
+            lines = new_lines(keys_ptr, row, n, STEPS)
+        else:
+            lines = lines_at(lines_ptr + tl.where(turn % 2 == 1, 0, n), row, n, STEPS)
+        low = turn * BITS
+        own = lane // 32 * BINS  # the counters of a lane's warp
+        for warp in tl.static_range(WARPS):
+            put(room_ptr, warp * BINS + digit_of, digit_of & 0)
+        tl.debug_barrier()
+        for step in tl.static_range(STEPS):
+            add_one(room_ptr, own + digit_in(lines[step], low, BINS))
+        tl.debug_barrier()
+        counts = ()  # type: tuple
+        total = digit_of & 0
+        for warp in tl.static_range(WARPS):
+            counts = counts + (take(room_ptr, warp * BINS + digit_of),)
+            total += counts[warp]
+        tell(state_ptr + BINS, total, OF_TILE)
+        begin = tl.cumsum(total, 0) - total
+        if BINS < THREADS:  # some digits have two threads
+            tl.debug_barrier()
+        place = begin
+        for warp in tl.static_range(WARPS):
+            put(room_ptr, warp * BINS + digit_of, place)
+            place += counts[warp]
+        tl.debug_barrier()
+        for step in tl.static_range(STEPS):  # lines that are none have the last digit, and come last of all
+            digit = digit_in(lines[step], low, BINS)
+            put_line(room_ptr, LINES, take_place(room_ptr, own, digit, BITS), lines[step])
+        before = look_back(state_ptr, BINS)
+        tell(state_ptr + BINS, before + total, OF_ALL)
+        tl.debug_barrier()
+        put(room_ptr, digit_of, before - begin)
+        tl.debug_barrier()
+        if turn == passes - 1:
+            for step in tl.static_range(STEPS):
+                at = step * THREADS + lane
+                line = take_line(room_ptr, LINES, at)
+                to = take(room_ptr, digit_in(line, low, BINS)) + at
+                tl.store(order_ptr + to, (line & 0xFFFFFFFF).to(tl.int32), mask=first + at < n)
+        else:
+            there_ptr = lines_ptr + tl.where(turn % 2 == 1, n, 0)
+            for step in tl.static_range(STEPS):
+                at = step * THREADS + lane
+                line = take_line(room_ptr, LINES, at)
+                to = take(room_ptr, digit_in(line, low, BINS)) + at
+                tl.store(there_ptr + to, line, mask=first + at < n)
 
 
 @triton.jit
-def open_counters():
-    """Declare the counters in shared memory."""
+def new_lines(keys_ptr, row, n, STEPS: tl.constexpr):
+    """STEPS times 32 keys of each warp with their rows below them."""
+    lines = ()  # type: tuple
+    for step in tl.static_range(STEPS):
+        at = row + 32 * step
+        lines = lines + ((tl.load(keys_ptr + at, mask=at < n, other=-1).to(tl.int64) << 32) | at,)
+    return lines
+
+
+@triton.jit
+def lines_at(lines_ptr, row, n, STEPS: tl.constexpr):
+    """STEPS times 32 lines of each warp."""
+    lines = ()  # type: tuple
+    for step in tl.static_range(STEPS):
+        at = row + 32 * step
+        lines = lines + (tl.load(lines_ptr + at, mask=at < n, other=-1),)
+    return lines
+
+
+@triton.jit
+def sum_counts(counts_ptr, counting, BINS: tl.constexpr):
+    """The sum of ``counting`` lists of counts, sixteen of which are on their way together."""
+    digit = tl.arange(0, BINS)
+    total = digit & 0
+    for first in range(0, counting, 16):
+        for one in tl.static_range(16):
+            at = (first + one) * BINS + digit
+            total += tl.load(counts_ptr + at, mask=at < counting * BINS, other=0)
+    return total
+
+
+@triton.jit
+def digit_in(line, low, BINS: tl.constexpr):
+    """The digit of a line above its ``low`` lowest bits of the key."""
+    return ((line >> 32).to(tl.int32) >> low) & (BINS - 1)
+
+
+# ---- what the compiler has no words for: shared memory, votes, and words that other programs wait for
+
+
+@triton.jit
+def open_room():
+    """Declare the shared memory."""
     if not IS_INTERPRETED:
         tl.inline_asm_elementwise(OPEN, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def put_counters(own_ptr, counter, value):
-    """Set counters, whose numbers are 512 warp + digit."""
+def put(room_ptr, at, value):
+    """Set 32-bit words."""
     if IS_INTERPRETED:
-        tl.store(own_ptr + counter, value)
+        tl.store(room_ptr + at, value)
     else:
-        tl.inline_asm_elementwise(PUT, "=r,r,r", [counter * 4, value], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(PUT, "=r,r,r", [at * 4, value], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def take_counters(own_ptr, counter):
-    """Read counters."""
+def take(room_ptr, at):
+    """Read 32-bit words."""
     if IS_INTERPRETED:
-        return tl.load(own_ptr + counter)
+        return tl.load(room_ptr + at)
     else:
-        return tl.inline_asm_elementwise(TAKE, "=r,r", [counter * 4], dtype=tl.int32, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(TAKE, "=r,r", [at * 4], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def count_digits(own_ptr, digit, live):
-    """For 128 lanes, a thread each: the counter of a lane's digit in its warp, up to the lane; counters move on."""
+def add_one(room_ptr, at):
+    """Count up 32-bit words, for each thread that has one."""
     if IS_INTERPRETED:
-        lane = tl.arange(0, 128)
-        like = (digit[None, :] == digit[:, None]) & (lane[None, :] // 32 == lane[:, None] // 32) & live[None, :]
-        before = tl.load(own_ptr + lane // 32 * 512 + digit)
-        rank = tl.sum((like & (lane[None, :] < lane[:, None])).to(tl.int32), 1)
-        after = before + tl.sum(like.to(tl.int32), 1)
-        tl.store(own_ptr + lane // 32 * 512 + digit, after, mask=live & (before + rank == after - 1))
-        return before + rank
+        tl.atomic_add(room_ptr + at, 1)
     else:
+        tl.inline_asm_elementwise(ADD_ONE, "=r,r", [at * 4], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def put_line(room_ptr, lines, at, line):
+    """Set 64-bit words behind the first ``lines`` bytes."""
+    if IS_INTERPRETED:
+        tl.store((room_ptr + lines // 4).to(tl.pointer_type(tl.int64)) + at, line)
+    else:
+        tl.inline_asm_elementwise(PUT_LINE, "=r,r,l", [at * 8 + lines, line], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def take_line(room_ptr, lines, at):
+    """Read 64-bit words behind the first ``lines`` bytes."""
+    if IS_INTERPRETED:
+        return tl.load((room_ptr + lines // 4).to(tl.pointer_type(tl.int64)) + at)
+    else:
+        return tl.inline_asm_elementwise(TAKE_LINE, "=l,r", [at * 8 + lines], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def take_place(room_ptr, own, digit, BITS: tl.constexpr):
+    """For rows of 32 lanes, a thread each: the counter of a lane's digit in its warp, up to the lane; it moves on."""
+    if IS_INTERPRETED:
+        lane = tl.arange(0, own.shape[0])
+        like = (digit[None, :] == digit[:, None]) & (own[None, :] == own[:, None])
+        place = tl.load(room_ptr + own + digit) + tl.sum((like & (lane[None, :] < lane[:, None])).to(tl.int32), 1)
+        tl.atomic_add(room_ptr + own + digit, 1)
+        return place
+    else:
+        like = digit | -1
+        for bit in tl.static_range(BITS):
+            like = tl.inline_asm_elementwise(
+                VOTE, "=r,r,r,r", [digit, 1 << bit, like], dtype=tl.int32, is_pure=False, pack=1
+            )
         return tl.inline_asm_elementwise(
-            COUNT, "=r,r,r", [digit, live.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+            TAKE_PLACE, "=r,r,r", [(own + digit) * 4, like], dtype=tl.int32, is_pure=False, pack=1
         )
 
 
 @triton.jit
-def sum_counts(counts_ptr, next_ptr, totals_ptr, program, programs, parts, BINS: tl.constexpr, WIDE: tl.constexpr):
-    """counts[digit, part] = lines of the digit in the parts before; totals[digit]: in all; the next counts are 0."""
-    EACH: tl.constexpr = max(1, min(BINS, SUMMED // WIDE))
-    part = tl.arange(0, WIDE)[None, :]
-    for first in range(program * EACH, BINS, programs * EACH):
-        digit = first + tl.arange(0, EACH)
-        at = digit[:, None] * parts + part
-        counts = tl.load(counts_ptr + at, mask=part < parts, other=0)
-        tl.store(next_ptr + at, 0, mask=part < parts)
-        tl.store(counts_ptr + at, tl.cumsum(counts, 1) - counts, mask=part < parts)
-        tl.store(totals_ptr + digit, tl.sum(counts, 1))
+def tell(state_ptr, count, flag):
+    """Let other programs know a count."""
+    if IS_INTERPRETED:
+        tl.store(state_ptr, count | flag)
+    else:
+        tl.inline_asm_elementwise(
+            TELL, "=r,l,r,r", [state_ptr.to(tl.int64), count, flag], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def look_back(state_ptr, BINS: tl.constexpr):
+    """The counts of all tiles before one; the state of the last of them is given."""
+    if IS_INTERPRETED:
+        return tl.load(state_ptr) & (OF_TILE - 1)
+    else:
+        step = tl.full((), BINS * 4, tl.int64)
+        return tl.inline_asm_elementwise(
+            LOOK_BACK, "=r,l,l", [state_ptr.to(tl.int64), step], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 _I32, _I64 = torch.int32, torch.int64
-SORT = Launcher(order_kernel, (_I32, _I64, _I32, _I32, *(int,) * 5), cooperative=True)
+DIGITS = Launcher(digits_kernel, (_I32, _I64, *(int,) * 3), num_warps=COUNT_WARPS)
+MOVE = Launcher(move_kernel, (_I32, _I64, _I32, *(int,) * 6), num_warps=WARPS)

@@ -9,6 +9,9 @@ from sparseconv.pointwise.schema import Config
 
 Ints = tuple[int, ...]
 _INT32_LIMIT = 2**31 - 2**20  # below it, coordinates of a last, partly filled tile still fit
+#: halves along one axis from which programs are as wide as they come, if all are full: memory gives more where
+#: neighbours are asked for together, but the registers of a mask would leave a multiprocessor one program, not two
+MANY_HALVES = 2**24
 
 
 def broadcast_shape(shapes: Sequence[Sequence[int]], what: str = "operands") -> Ints:
@@ -155,10 +158,22 @@ def iterate(
     strides = tuple(tuple(column[i] for column in columns) for i in range(len(operands)))
     extents = [sum((n - 1) * abs(s) for n, s in zip(sizes, line)) for line in strides]
     wide = max([reach, *extents, *sizes]) >= _INT32_LIMIT
-    # Halves along one axis fill the memory's pipes best with 8 elements a thread, if they do little else than move.
-    moves = len(sizes) == 1 and itemsize <= 2 and len(operands) >= 3
-    warps = config.num_warps or (8 if across or moves else 4)
-    return Iteration(tuple(sizes), strides, _tile(sizes, strides, across, itemsize, config), wide, across, warps)
+    elements, warps = _program(sizes, len(operands), across, itemsize)
+    if config.elements is not None:
+        elements, warps = config.elements, min(warps, 8)
+    tile = _tile(sizes, strides, across, elements, config)
+    return Iteration(tuple(sizes), strides, tile, wide, across, config.num_warps or warps)
+
+
+def _program(sizes: Sequence[int], operands: int, across: bool, itemsize: int) -> Ints:
+    """Elements and warps of a program."""
+    if across:
+        return 4096, 8
+    if len(sizes) == 1 and itemsize == 2 and operands >= 3 and sizes[0] >= MANY_HALVES and sizes[0] % 8192 == 0:
+        return 8192, 32
+    # 16 bytes for each of 128 threads, twice over: enough loads in flight to fill the memory of a large card. Halves
+    # along one axis fill it best with 8 elements a thread, if they do little else than move.
+    return max(256, 4096 // max(itemsize, 1)), 8 if len(sizes) == 1 and itemsize <= 2 and operands >= 3 else 4
 
 
 def _merge(sizes: list[int], columns: list[Ints]) -> tuple[list[int], list[Ints]]:
@@ -188,9 +203,7 @@ def _row_axis(sizes: list[int], columns: list[Ints]) -> tuple[int, bool]:
     return second, False
 
 
-def _tile(sizes: Sequence[int], strides: Sequence[Ints], across: bool, itemsize: int, config: Config) -> Ints:
-    # 16 bytes for each of 128 threads, twice over: enough loads in flight to fill the memory of a large card.
-    elements = config.elements or (4096 if across else max(256, 4096 // max(itemsize, 1)))
+def _tile(sizes: Sequence[int], strides: Sequence[Ints], across: bool, elements: int, config: Config) -> Ints:
     if len(sizes) == 1:
         return (elements,)
     if config.tile_axes == 1:

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sparseconv.backends.triton_implicit_gemm import build_kernels, job_kernel, tiles
-from sparseconv.geometry import triton_counts, triton_neighbors, triton_order, triton_pairs, triton_radix, triton_reach
+from sparseconv.geometry import triton_counts, triton_neighbors, triton_order, triton_pairs, triton_reach
 from sparseconv.geometry import triton_chunks, triton_cube_pairs
 from sparseconv.geometry import triton_launch, triton_search, triton_table, triton_window
 
@@ -36,10 +36,10 @@ jobs = [
     (triton_chunks._KEYS, (4, 15, 512)),
     (triton_neighbors._PLANES, (*single, 128)), (triton_neighbors._COUNT, (128, 128)),
     (triton_neighbors._PLANE_KEYS, (False, 128)), (triton_neighbors._PLANE_KEYS_WIDE, (True, 128)),
-    (triton_table.TABLE, (4, 4, shifts, False, True, False, 128, 512, 7)), (triton_order.SORT, (9, 1024, 7)),
+    (triton_table.TABLE, (4, 4, shifts, False, True, False, 128, 512, 7)),
     (triton_table.TABLE, (4, 4, shifts, True, False, True, 128, 512, 7)),
-    (triton_radix.DIGITS, (8, 4, 16, 8)), (triton_radix.DIGITS, (9, 3, 16, 8)),
-    (triton_radix.MOVE, (8, 8, 16, 8)), (triton_radix.MOVE, (9, 8, 12, 8)),
+    (triton_order.DIGITS, (8, 4, 16, 8)), (triton_order.DIGITS, (9, 3, 16, 8)),
+    (triton_order.MOVE, (8, 8, 16, 8)), (triton_order.MOVE, (9, 8, 12, 8)),
     (triton_search.SEARCH, (*around, 32, 128, 128, 32, 32, 2048, 7, True)),
     (triton_search.SEARCH, (*by_key, 8, 128, 128, 32, 32, 2048, 7, False)),
     (triton_reach.MARK, (3, True, 128, 512, 1024, 7)), (triton_reach.MARK, (3, False, 128, 512, 1024, 7)),

@@ -103,7 +103,7 @@ def test_reached_grids_are_those_of_the_cpu(kernel: int, stride: int, spread: in
 @pytest.mark.parametrize("n", [1, 160_001, 1_026_536, 4_113_056])
 def test_a_captured_sort_is_stable_for_other_keys(n: int, bits: int) -> None:
     from sparseconv.geometry.triton_launch import pointer
-    from sparseconv.geometry.triton_radix import Passes
+    from sparseconv.geometry.triton_order import Passes
 
     generator = torch.Generator("cuda").manual_seed(n)
     keys = torch.zeros(n, dtype=torch.int32, device="cuda")

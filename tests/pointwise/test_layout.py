@@ -122,3 +122,20 @@ def test_masks_are_left_out_of_full_tiles_where_they_would_make_accesses_narrow(
     assert space((2**20,), (1,)).parts == 1
     assert space((2**20 + 1,), (1,)).parts == 2
     assert space((3,), (1,)).parts == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "itemsize", "config", "cut"),
+    [
+        (2**24, 2, Config(), ((8192,), 32)),
+        (2**24 + 8, 2, Config(), ((2048,), 8)),
+        (2**23, 2, Config(), ((2048,), 8)),
+        (2**24, 4, Config(), ((1024,), 4)),
+        (2**24, 2, Config(elements=512), ((512,), 8)),
+        (2**24, 2, Config(num_warps=4), ((8192,), 4)),
+    ],
+)
+def test_many_halves_in_full_tiles_get_the_widest_programs(size, itemsize, config, cut):
+    found = iterate((size,), [(1,)] * 3, itemsize=itemsize, config=config)
+    assert (found.tile, found.warps) == cut
+    assert found.programs == -(-size // found.tile[0])

@@ -85,7 +85,7 @@ def build_schedule(
         order = search.order
     else:
         with building():
-            order = sort_rows(row_keys(search, parts, significance, chunk_rows), search.unseen)
+            order = sort_rows(row_keys(search, parts, significance, chunk_rows))
     schedule = make_tiles(search, order, parts, block_m, chunk_rows is not None)
     aside = current()
     if aside is not None and isinstance(order, torch.Tensor):

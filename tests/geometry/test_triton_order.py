@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sparseconv.geometry import triton_launch, triton_order
+from sparseconv.geometry import triton_launch, triton_neighbors, triton_order
 from sparseconv.geometry.triton_launch import pointer
 from sparseconv.geometry.triton_neighbors import search_window
-from sparseconv.geometry.triton_radix import Passes
+from sparseconv.geometry.triton_order import Passes
 from sparseconv.geometry.triton_table import build_table
 from sparseconv.geometry.triton_window import encode_window
 from tests.geometry.triton_cases import CASES
@@ -72,7 +72,7 @@ def test_equal_keys_stay_in_order(value: int) -> None:
 
 
 def test_a_search_of_many_rows_is_put_in_the_order_of_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_order, "SORTED_ROWS", 0)
+    monkeypatch.setattr(triton_neighbors, "FUSED_ROWS", 0)
     case = CASES[3]
     table = build_table(case.source(device=DEVICE))
     search = search_window(table, table.coords, encode_window(case.offsets, (1,) * 3, None, table.coords.device))
