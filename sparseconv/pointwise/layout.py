@@ -158,22 +158,20 @@ def iterate(
     strides = tuple(tuple(column[i] for column in columns) for i in range(len(operands)))
     extents = [sum((n - 1) * abs(s) for n, s in zip(sizes, line)) for line in strides]
     wide = max([reach, *extents, *sizes]) >= _INT32_LIMIT
-    elements, warps = _program(sizes, len(operands), across, itemsize)
-    if config.elements is not None:
-        elements, warps = config.elements, min(warps, 8)
-    tile = _tile(sizes, strides, across, elements, config)
-    return Iteration(tuple(sizes), strides, tile, wide, across, config.num_warps or warps)
+    elements, warps = _program(sizes, len(operands), across, itemsize, config)
+    return Iteration(tuple(sizes), strides, _tile(sizes, strides, across, elements, config), wide, across, warps)
 
 
-def _program(sizes: Sequence[int], operands: int, across: bool, itemsize: int) -> Ints:
+def _program(sizes: Sequence[int], operands: int, across: bool, itemsize: int, config: Config) -> tuple[int, int]:
     """Elements and warps of a program."""
-    if across:
-        return 4096, 8
-    if len(sizes) == 1 and itemsize == 2 and operands >= 3 and sizes[0] >= MANY_HALVES and sizes[0] % 8192 == 0:
-        return 8192, 32
-    # 16 bytes for each of 128 threads, twice over: enough loads in flight to fill the memory of a large card. Halves
-    # along one axis fill it best with 8 elements a thread, if they do little else than move.
-    return max(256, 4096 // max(itemsize, 1)), 8 if len(sizes) == 1 and itemsize <= 2 and operands >= 3 else 4
+    # 16 bytes for each of 128 threads, twice over: enough loads in flight to fill the memory of a large card.
+    elements, warps = (4096, 8) if across else (max(256, 4096 // max(itemsize, 1)), 4)
+    if len(sizes) == 1 and itemsize <= 2 and operands >= 3:
+        warps = 8  # halves along one axis fill it best with 8 elements a thread, if they do little else than move
+        free = config.elements is None and config.num_warps is None
+        if free and itemsize == 2 and sizes[0] >= MANY_HALVES and sizes[0] % 8192 == 0:
+            elements, warps = 8192, 32
+    return config.elements or elements, config.num_warps or warps
 
 
 def _merge(sizes: list[int], columns: list[Ints]) -> tuple[list[int], list[Ints]]:

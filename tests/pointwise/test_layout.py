@@ -132,7 +132,7 @@ def test_masks_are_left_out_of_full_tiles_where_they_would_make_accesses_narrow(
         (2**23, 2, Config(), ((2048,), 8)),
         (2**24, 4, Config(), ((1024,), 4)),
         (2**24, 2, Config(elements=512), ((512,), 8)),
-        (2**24, 2, Config(num_warps=4), ((8192,), 4)),
+        (2**24, 2, Config(num_warps=4), ((2048,), 4)),
     ],
 )
 def test_many_halves_in_full_tiles_get_the_widest_programs(size, itemsize, config, cut):
