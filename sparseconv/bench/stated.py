@@ -9,9 +9,9 @@ from sparseconv.bench import report
 from sparseconv.bench.peers import PEERS
 
 SIZES = {"k": 1e3, "M": 1e6}
-#: the committed results of layers on a card: ours; beside the peer that the index has; and what the last whole
-#: verification of the claims measured, in which the maps are the newest
-LAYERS, BESIDE, VERIFIED = "h200_gpu.json", "h200_beside_spconv.json", "h200_claims.json"
+#: the committed results of layers on a card: ours; beside the peer that the index has; what the last whole
+#: verification of the claims measured, among it eager maps; and maps, of which those by a graph are the newest
+LAYERS, BESIDE, VERIFIED, MAPS = "h200_gpu.json", "h200_beside_spconv.json", "h200_claims.json", "h200_maps.json"
 
 
 def shown(value: float) -> str:

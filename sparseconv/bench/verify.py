@@ -2,7 +2,8 @@
 
 A claim has its ``text``; ``stated``, as it stands in the README, and ``figure``, that in its ``unit``; ``measure``
 (implementation, case, channels, dtype, device, quantity); ``tolerance``, the share by which ours may now be worse, or a
-peer better. A claim about a card names the ``card`` and the ``record``, the committed file that it was taken from:
+peer better. A time of ours that does not hold is measured again: what else a host has to do adds to times and takes
+nothing off them. A claim about a card names the ``card`` and the ``record``, the committed file that it was taken from:
 without that card the claim is held against its record. ``best other`` is the fastest of the peers that can be imported;
 where all are slower than stated, the one that was the fastest may not be installed. A claim that is ``derived`` is the
 ``least`` or the ``most`` of its cells' quotients, theirs over ours, and follows from them.
@@ -15,7 +16,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,6 @@ from sparseconv.bench.peers import PEERS
 from sparseconv.bench.timing import ceilings, clock_of
 
 Claim = dict[str, Any]
-Rows = dict[Job, runner.Row]
 CLAIMS = report.HERE / "claims.json"
 KEYS = {"name", "text", "stated", "figure", "unit", "measure", "tolerance"}
 #: quantities that are either right or wrong
@@ -38,8 +38,8 @@ EXACT = ("voxels", "parameters")
 NETWORK = "unet:"
 #: what figures of ours are found with; any other implementation is a peer
 OURS = ("sparseconv", f"{NETWORK}sparseconv", "demo")
-#: seconds of repeats a figure
-SECONDS = 0.3
+#: seconds of repeats a figure, and how often a time of ours is measured that does not hold
+SECONDS, TIMES = 0.3, 3
 
 
 def claims(file: Path = CLAIMS) -> list[Claim]:
@@ -70,30 +70,41 @@ def verify(
         if (not wanted or claim["name"] in wanted) and (not device or claim["measure"]["device"] == device)
     ]
     counts = {"measured": 0, "recorded": 0, "not checked": 0}
-    rows = measured_rows(asked, console, out)
-    for claim in asked:
-        how, value, reason = found(claim, rows)
-        unit = f" {claim['unit']}" if claim["unit"] else ""
-        if value is None:
-            console.print(f"[yellow]not checked[/] {claim['text']}: {reason}", highlight=False)
-        elif not holds(claim, value, how):
-            console.print(
-                f"[red]does not hold[/] {claim['text']}: {reason or f'{how} {value:.5g}{unit}'}, stated "
-                f"{claim['stated']} with a tolerance of {claim['tolerance']:.0%}",
-                highlight=False,
-            )
-            return 1
-        else:
-            console.print(
-                f"[green]holds[/] {claim['text']}: stated {claim['stated']}, {how} {value:.5g}{unit}", highlight=False
-            )
-        counts["not checked" if value is None else how] += 1
+    with Measurements(asked, console, out) as rows:
+        for claim in asked:
+            how, value, reason = found(claim, rows)
+            for _ in range(TIMES - 1):
+                if value is None or holds(claim, value, how) or not _is_a_time_of_ours(claim, how, value):
+                    break
+                rows.renew(claim)
+                how, value, reason = found(claim, rows)
+            unit = f" {claim['unit']}" if claim["unit"] else ""
+            if value is None:
+                console.print(f"[yellow]not checked[/] {claim['text']}: {reason}", highlight=False)
+            elif not holds(claim, value, how):
+                console.print(
+                    f"[red]does not hold[/] {claim['text']}: {reason or f'{how} {value:.5g}{unit}'}, stated "
+                    f"{claim['stated']} with a tolerance of {claim['tolerance']:.0%}",
+                    highlight=False,
+                )
+                return 1
+            else:
+                console.print(
+                    f"[green]holds[/] {claim['text']}: stated {claim['stated']}, {how} {value:.5g}{unit}",
+                    highlight=False,
+                )
+            counts["not checked" if value is None else how] += 1
     console.print(
         f"{counts['measured']} claims measured anew, {counts['recorded']} held against their record, "
         f"{counts['not checked']} not checked",
         highlight=False,
     )
     return 0
+
+
+def _is_a_time_of_ours(claim: Claim, how: str, value: float) -> bool:
+    asked = claim["measure"]
+    return how == "measured" and claim["unit"] == "ms" and asked["implementation"] in OURS and math.isfinite(value)
 
 
 def holds(claim: Claim, value: float, how: str = "measured") -> bool:
@@ -117,7 +128,7 @@ def holds(claim: Claim, value: float, how: str = "measured") -> bool:
     return value <= claim["figure"] * most if asked["implementation"] in OURS else value * most >= claim["figure"]
 
 
-def found(claim: Claim, rows: Rows) -> tuple[str, float | None, str]:
+def found(claim: Claim, rows: Mapping[Job, runner.Row]) -> tuple[str, float | None, str]:
     """How a claim's value was found, ``measured`` or ``recorded``; the value, None, or infinity where what should have
     been measured broke; why there is none."""
     asked = claim["measure"]
@@ -141,30 +152,55 @@ def _is_measured_here(claim: Claim) -> bool:
     return not claim.get("derived") and (claim["measure"]["device"] == "cpu" or here == claim.get("card"))
 
 
-def measured_rows(asked: Sequence[Claim], console: Console, out: Path | None = None) -> Rows:
-    """A row for every layer and network that the claims need and that can be measured here."""
-    jobs = {job for claim in asked if _is_measured_here(claim) for job in jobs_of(claim["measure"])}
-    ordered = sorted(jobs, key=lambda job: (job.implementation, job.dtype, job.case, job.channels, job.quantities))
-    networks = [job for job in ordered if job.implementation.startswith(NETWORK)]
-    layers = [job for job in ordered if job not in networks]
-    cards = [job for job in layers if job.device == "cuda"]
-    device = "cuda" if cards else "cpu"
-    machine, peak = (facts(device), ceilings(clock_of(device))) if out else ({}, None)
-    kept: list[runner.Row] = []
+class Measurements(dict[Job, runner.Row]):
+    """A row for every layer and network that the claims need and that can be measured here.
 
-    def keep(row: runner.Row) -> None:
-        kept.append(report.with_rates(row, peak))
-        if out is not None:
-            report.write(out, machine, kept, ceilings=peak)
+    What was measured is kept in the results file ``out``: of what was measured again, the last.
+    """
 
-    rows: Rows = {}
-    with tempfile.TemporaryDirectory() as folder:
+    def __init__(self, asked: Sequence[Claim], console: Console, out: Path | None = None) -> None:
+        self._console, self._out = console, out
+        self._jobs = {job for claim in asked if _is_measured_here(claim) for job in jobs_of(claim["measure"])}
+
+    def __enter__(self) -> Measurements:
+        self._folder = tempfile.TemporaryDirectory()
+        self._caches = Path(self._folder.name)
+        cards = [job for job in self._jobs if job.device == "cuda" and not _is_network(job)]
+        device = "cuda" if cards else "cpu"
+        if self._out is not None:
+            self._machine, self._peak = facts(device), ceilings(clock_of(device))
         if cards:
-            session.compile_ours(cards, console, os.cpu_count() or 1, Path(folder))
-        for several, worker in ((layers, "sparseconv.bench.worker"), (networks, "benchmarks.worker")):
+            session.compile_ours(_in_order(cards), self._console, os.cpu_count() or 1, self._caches)
+        self._measure(self._jobs)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._folder.cleanup()
+
+    def renew(self, claim: Claim) -> None:
+        """Measure what a claim is about once more."""
+        self._measure(jobs_of(claim["measure"]))
+
+    def _measure(self, jobs: Iterable[Job]) -> None:
+        ordered = _in_order(jobs)
+        for are_networks, worker in ((False, "sparseconv.bench.worker"), (True, "benchmarks.worker")):
+            several = [job for job in ordered if _is_network(job) == are_networks]
             if several:
-                rows |= zip(several, session.run(several, console, Path(folder), keep, worker=worker))
-    return rows
+                self |= zip(several, session.run(several, self._console, self._caches, self._keep, worker=worker))
+
+    def _keep(self, row: runner.Row) -> None:
+        if self._out is not None:
+            self[Job.of({key: row[key] for key in Job.__dataclass_fields__})] = row
+            kept = [report.with_rates(row, self._peak) for row in self.values()]
+            report.write(self._out, self._machine, kept, ceilings=self._peak)
+
+
+def _is_network(job: Job) -> bool:
+    return job.implementation.startswith(NETWORK)
+
+
+def _in_order(jobs: Iterable[Job]) -> list[Job]:
+    return sorted(jobs, key=lambda job: (job.implementation, job.dtype, job.case, job.channels, job.quantities))
 
 
 def jobs_of(asked: dict[str, Any]) -> list[Job]:
@@ -183,7 +219,7 @@ def jobs_of(asked: dict[str, Any]) -> list[Job]:
     return [Job(k, asked["case"], channels, asked["dtype"], False, wanted, asked["device"], SECONDS) for k in several]
 
 
-def measured(asked: dict[str, Any], rows: Rows) -> tuple[float | None, str]:
+def measured(asked: dict[str, Any], rows: Mapping[Job, runner.Row]) -> tuple[float | None, str]:
     """A figure of the measured rows, of a first start or of the demonstration, made here; or None and why."""
     name, quantity = asked["implementation"], asked["quantity"]
     if name == "demo":

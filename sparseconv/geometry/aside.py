@@ -21,8 +21,8 @@ class Aside:
     So nothing that maps are made from may be written, and no memory that they were given may be taken again, while
     features may read it: everything built aside is kept until the run ends.
 
-    Tables and searches, whose launches are cooperative and must not meet, are one queue with the sorts between them; the
-    lists made of them (tiles, jobs) are another, for which the next map's table does not wait. Edges by tap are a
+    Tables and searches, whose launches are cooperative and must not meet, are one queue, with the sorts between them;
+    the lists made of them (tiles, jobs) are another, for which the next map's table does not wait. Edges by tap are a
     third, which waits for their search alone: they fill what sorts and tiles leave of the card.
 
     Nobody but the caller waits for the sums of gradients, and what they read is kept until the next one's turn. They

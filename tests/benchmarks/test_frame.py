@@ -537,6 +537,29 @@ def test_claims_are_measured_anew_until_one_does_not_hold(tmp_path, capsys):
     assert [line.partition(" a step")[0] for line in said] == ["holds", "does not hold"]
 
 
+@pytest.mark.parametrize(
+    ("times", "unit", "code", "asked_for"),
+    [([2.0, 1.5], "ms", 0, 2), ([2.0, 1.9, 1.8], "ms", 1, 3), ([1.5], "ms", 0, 1), ([2.0], "MiB", 1, 1)],
+)
+def test_a_time_of_ours_that_does_not_hold_is_measured_again(monkeypatch, tmp_path, times, unit, code, asked_for):
+    """Not what is no time: a host's other work adds nothing to it."""
+    asked = {"implementation": "sparseconv", "case": "shell_16", "channels": 4, "dtype": "fp32", "device": "cpu"}
+    claim = {"name": "a", "text": "a step", "measure": asked | {"quantity": "step"}, "unit": unit, "tolerance": 0.1}
+    (tmp_path / "claims.json").write_text(json.dumps({"claims": [claim | {"figure": 1.45, "stated": "1.45"}]}))
+    left, kept = iter(times), tmp_path / "kept.json"
+
+    def run(jobs, console, caches, keep, **named):
+        rows = [job.as_dict() | {"status": "measured", "step": {"median": next(left)}} for job in jobs]
+        for row in rows:
+            keep(row)
+        return rows
+
+    monkeypatch.setattr(verify.session, "run", run)
+    assert verify.verify([], None, report.wide_console(), tmp_path / "claims.json", kept) == code
+    assert len(list(left)) == len(times) - asked_for
+    assert [row["step"]["median"] for row in report.read(kept)["rows"]] == [times[asked_for - 1]]
+
+
 @pytest.mark.parametrize(("theirs", "code"), [(2.0, 0), (1.4, 0), (1.2, 1)])
 def test_the_best_other_is_a_peer_and_must_not_be_faster_than_stated(monkeypatch, tmp_path, theirs, code):
     asked = {"implementation": "best other", "case": "shell_16", "channels": 4, "dtype": "fp16", "device": "cuda"}
