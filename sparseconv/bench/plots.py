@@ -100,13 +100,14 @@ def relative(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     ours = {(r["case"], r["channels"]): r for r in rows if r["implementation"] == OURS}
     others = list(dict.fromkeys(r["implementation"] for r in rows if r["implementation"] != OURS))
     keys = [k for k in ours if any((r["case"], r["channels"]) == k for r in rows if r["implementation"] != OURS)]
-    if not others or not keys:
+    known = [quantity for quantity in QUANTITIES if any(value(row, quantity) for row in ours.values())]
+    if not others or not keys or not known:
         return None
     height = 1.6 + 0.16 * len(keys) * (len(others) + 1)
-    figure = Figure(figsize=(11, height), layout="constrained")
-    panels = figure.subplots(1, len(QUANTITIES), sharey=True)
+    figure = Figure(figsize=(2 + 3 * len(known), height), layout="constrained")
+    panels = figure.subplots(1, len(known), sharey=True, squeeze=False)[0]
     thick = 0.8 / len(others)
-    for axes, (quantity, words) in zip(panels, QUANTITIES.items()):
+    for axes, quantity in zip(panels, known):
         for i, name in enumerate(others):
             theirs = {(r["case"], r["channels"]): r for r in rows if r["implementation"] == name}
             seen: set[str] = set()
@@ -122,7 +123,7 @@ def relative(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
                 axes.barh(at, b / a, thick * 0.9, color=_colour(name), label=name)
                 axes.text(b / a, at, f" {b / a:.2g}", va="center", fontsize=7)
         axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set_xlabel(f"{words}: their time over ours")
+        axes.set_xlabel(f"{QUANTITIES[quantity]}: their time over ours")
         axes.margins(x=0.15)
         _plain(axes)
     panels[0].set_yticks(range(len(keys)), [label(ours[key]) for key in keys], fontsize=8)
