@@ -1,10 +1,19 @@
-"""Generated files of these tests go to a folder of their own."""
+"""Generated files of these tests go to a folder of their own; where there is a card, they are tests of it."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        for item in items:
+            if item.path.is_relative_to(Path(__file__).parent):
+                item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture(scope="session", autouse=True)
