@@ -17,7 +17,8 @@ from sparseconv.backends.llvm_implicit_gemm.kernels import Operands, kernel
 from sparseconv.geometry.kernel_map import KernelMap
 
 CHUNK = 1 << 20  # bytes of the input and output rows of a chunk: half of an L2 cache
-EDGES = 96  # that tiles of the weight's gradient run over one after another: their rows stay in an L1 cache
+NEAR, BLOCK = 48 << 10, 256  # bytes of an L1 cache, and of the columns of a tile at most
+EDGES = 96  # that tiles of the weight's gradient run over one after another at most: their rows stay in an L1 cache
 SHARED = 1 << 20  # multiplications from which a call is worth sharing among threads: some ten microseconds
 PARTS = 8  # of a weight's gradient at least, so that a thread that is late leaves some of its own to others
 NARROW = 4  # channels of a group under which there is no product to speak of
@@ -57,6 +58,7 @@ class LlvmImplicitGemm(Backend):
         start = torch.zeros(c_out, dtype=wide) if bias is None else bias.to(wide).contiguous()
         operands = _operands(x, y, weight, kernel_map, groups, (c_in, c_out))
         operands.bias = start.data_ptr()
+        operands.whole = kernel_map.identity_tap if kernel_map.identity_tap is not None and c_in else -1
         _run("forward", operands, c_out // groups, wide, _threads(kernel_map.num_pairs * weight[0].numel()))
         return y.to(dtype)
 
@@ -78,7 +80,7 @@ class LlvmImplicitGemm(Backend):
             x, grad_out = x.to(wide).contiguous(), grad_out.to(wide).contiguous()
             operands = _operands(x, grad_out, grams[0], kernel_map, groups, (c_in, c_out))
             operands.parts, operands.w_part = parts, grams[0].numel()
-            operands.edges = EDGES
+            operands.edges = max(16, min(EDGES, NEAR // (x.itemsize * c_in // groups + BLOCK)))
             _run("weight_grad", operands, c_out // groups, wide, threads)
         return (grams[0] if parts == 1 else grams.sum(0)).to(dtype)
 

@@ -17,6 +17,7 @@ from sparseconv.backends.llvm_implicit_gemm.compile import binding, compiled, la
 
 #: input channels whose weights are multiplied before the next: 16 KB of them beside 64 output channels of fp32
 DEPTH = 64
+LINE = 64  # bytes of a cache line
 
 
 class Operands(ctypes.Structure):
@@ -35,6 +36,7 @@ class Operands(ctypes.Structure):
         "w_tap",
         "w_part",
         "edges",
+        "whole",
     )
     ARRAYS = ("x", "y", "w", "bias", "ins", "outs", "cuts", "bounds")
     _fields_ = [(name, ctypes.c_int64) for name in NUMBERS] + [(name, ctypes.c_void_p) for name in ARRAYS]
@@ -48,7 +50,8 @@ def kernel(kind: str, channels: int, double: bool) -> int:
     """The address of ``forward`` or ``weight_grad`` (pointer to `Operands`) for ``channels`` output channels a group.
 
     ``forward``: for every part (a chunk of rows [cuts[i], cuts[i+1])) that `next` hands out, y = bias + the sum over
-    taps k and edges [bounds[i, k], bounds[i+1, k]) of x[ins] @ w[k]. ``weight_grad``: every part p takes the chunks p,
+    taps k and edges [bounds[i, k], bounds[i+1, k]) of x[ins] @ w[k]. The tap ``whole``, one with an edge for every row,
+    comes first and begins the rows, which it need not read; -1 where there is none. ``weight_grad``: every part p takes the chunks p,
     p + parts, ..., and adds x[ins]^T @ y[outs] to the weight gradient of its own, ``w_part`` elements after the last.
     """
     emitter = _Emitter(kind, channels, double)
@@ -103,74 +106,112 @@ class _Emitter:
     # ---- the two loops
 
     def forward(self) -> None:
-        taps, c_in, w_row = self.given("taps"), self.given("c_in"), self.given("w_row")
+        c_in, w_row, whole = self.given("c_in"), self.given("w_row"), self.given("whole")
+        nought, none = self.place(0), self.b.icmp_signed("<", whole, self.place(0))
         with self.parts(self.given("chunks")) as chunk:
-            self.start_rows(chunk)
-            with self.count(self.place(0), taps) as tap:
+            with self.b.if_then(none):
+                self.start_rows(chunk)
+            with self.taps(self.b.select(none, nought, whole)) as (tap, later):
                 first, last = self.edges(chunk, tap)
-                with self.groups() as (x, y, w, _):
-                    w = self.b.gep(w, [self.b.mul(tap, self.given("w_tap"))])
-                    with self.count(self.place(0), c_in, DEPTH) as start:
+                with self.groups() as (x, y, w, bias):
+                    w, then = (self.b.gep(w, [self.b.mul(t, self.given("w_tap"))]) for t in (tap, later))
+                    with self.count(nought, c_in, DEPTH) as start:
                         stop = self.least(self.b.add(start, self.place(DEPTH)), c_in)
-                        for block in self.columns:
+                        begins = self.b.and_(
+                            self.b.icmp_signed("==", tap, whole), self.b.icmp_signed("==", start, nought)
+                        )
+                        deeper = self.b.icmp_signed("<", stop, c_in)
+                        after = self.b.select(deeper, self.b.gep(w, [self.b.mul(stop, w_row)]), then)
+                        here = self.b.gep(w, [self.b.mul(start, w_row)])
+                        for number, block in enumerate(self.columns):
+                            following = self.columns[number + 1 : number + 2]
+                            coming = self.b.gep(here, [self.place(following[0][0][0])]) if following else after
                             most = min(14, (24 if self.registers == 32 else 12) // len(block))
                             with self.tiled(first, last, {most, 4, 1}) as tiles:
                                 for edge, rows in tiles:
+                                    ahead = None
                                     if rows == most and len(block) > 2:
                                         self.announce(x, edge, rows, last, start)
-                                    self.product(x, y, w, w_row, edge, rows, block, start, stop)
+                                        ahead = self.share(coming, edge, rows, block)
+                                    self.product(x, y, w, w_row, edge, rows, block, start, stop, ahead, bias, begins)
         self.finish()
 
     def weight_grad(self) -> None:
-        taps, c_in, w_row, chunks = (self.given(name) for name in ("taps", "c_in", "w_row", "chunks"))
+        c_in, w_row, chunks = (self.given(name) for name in ("c_in", "w_row", "chunks"))
         with (
             self.parts(self.given("parts")) as part,
             self.count(part, chunks, self.given("parts")) as chunk,
-            self.count(self.place(0), taps) as tap,
+            self.taps(self.place(0)) as (tap, later),
         ):
             first, last = self.edges(chunk, tap)
             with self.groups() as (x, y, w, _):
                 w = self.b.gep(w, [self.b.mul(part, self.given("w_part"))])
-                w = self.b.gep(w, [self.b.mul(tap, self.given("w_tap"))])
+                w, then = (self.b.gep(w, [self.b.mul(t, self.given("w_tap"))]) for t in (tap, later))
                 step = self.given("edges")
                 with self.count(first, last, step) as start:
                     stop = self.least(self.b.add(start, step), last)
-                    for block in self.columns:
-                        most = 4 if len(block) > 2 or (self.registers == 16 and len(block) == 2) else 8
-                        with self.tiled(self.place(0), c_in, {most, 1}) as tiles:
+                    after = self.b.select(self.b.icmp_signed("<", stop, last), w, then)
+                    for number, block in enumerate(self.columns):
+                        following = self.columns[number + 1 : number + 2]
+                        coming = self.b.gep(w, [self.place(following[0][0][0])]) if following else after
+                        most = (6 if self.registers == 32 else 4) if len(block) > 2 else 8
+                        if self.registers == 16 and len(block) == 2:
+                            most = 4
+                        with self.tiled(self.place(0), c_in, {most, 2, 1}) as tiles:
                             for channel, rows in tiles:
+                                if rows == most and len(self.columns) > 1:
+                                    self.announce_sums(w, w_row, channel, rows, block, coming)
                                 self.gram(x, y, w, w_row, channel, rows, block, start, stop)
         self.finish()
 
     def start_rows(self, chunk: Any) -> None:
         """y = bias in the rows of a chunk."""
-        y, bias, row_length = self.given("y"), self.given("bias"), self.given("out_row")
         cuts = self.given("cuts")
         first, last = (self.b.load(self.b.gep(cuts, [at])) for at in (chunk, self.b.add(chunk, self.place(1))))
-        with self.count(first, last) as row, self.groups() as (_, _, _, group):
-            begin = self.b.mul(group, self.place(self.channels))
+        with self.count(first, last) as row, self.groups() as (_, y, _, bias):
+            line = self.b.gep(y, [self.b.mul(row, self.given("out_row"))])
             for at, width in (vector for block in self.columns for vector in block):
-                value = self.load(bias, self.b.add(begin, self.place(at)), width)
-                place = self.b.add(self.b.mul(row, row_length), self.b.add(begin, self.place(at)))
-                self.store(value, y, place, width)
+                self.store(self.load(bias, self.place(at), width), line, self.place(at), width)
 
     def product(
-        self, x: Any, y: Any, w: Any, w_row: Any, edge: Any, rows: int, block: Any, start: Any, stop: Any
+        self,
+        x: Any,
+        y: Any,
+        w: Any,
+        w_row: Any,
+        edge: Any,
+        rows: int,
+        block: Any,
+        start: Any,
+        stop: Any,
+        ahead: Any,
+        bias: Any,
+        begins: Any,
     ) -> None:
-        """y[outs] += x[ins, start:stop] @ w[start:stop] for ``rows`` edges and a block of columns."""
+        """y[outs] (or the bias, where it ``begins`` them) += x[ins, start:stop] @ w[start:stop] for ``rows`` edges and
+        a block of columns. A line of every row ``ahead`` is asked for on the way."""
         ins = [self.row(x, "ins", "in_row", edge, i) for i in range(rows)]
         outs = [self.row(y, "outs", "out_row", edge, i) for i in range(rows)]
         sums = [[self.variable(self.zero(width), width) for _, width in block] for _ in range(rows)]
         with self.count(start, stop) as channel:
+            if ahead is not None:
+                self.ask(self.b.gep(ahead, [self.b.mul(self.b.sub(channel, start), w_row)]))
             weights = [
                 self.load(w, self.b.add(self.b.mul(channel, w_row), self.place(at)), width) for at, width in block
             ]
             for line, held in zip(ins, sums):
                 self.accumulate(self.b.load(self.b.gep(line, [channel])), weights, held, block)
         for line, held in zip(outs, sums):
+            before = self.b.select(begins, bias, line)
             for (at, width), kept in zip(block, held):
-                total = self.b.fadd(self.load(line, self.place(at), width), self.b.load(kept))
+                total = self.b.fadd(self.load(before, self.place(at), width), self.b.load(kept))
                 self.store(total, line, self.place(at), width)
+
+    def share(self, coming: Any, edge: Any, rows: int, block: Any) -> Any:
+        """What a tile asks for of the weights that come next: another line of each of their rows than its neighbours."""
+        lines = max(1, self.size * sum(width for _, width in block) // LINE)
+        line = self.b.srem(self.b.sdiv(edge, self.place(rows)), self.place(lines))
+        return self.b.gep(coming, [self.b.mul(line, self.place(LINE // self.size))])
 
     def announce(self, x: Any, edge: Any, rows: int, last: Any, start: Any) -> None:
         """Ask for the input rows of the next tile: worth it where a tile takes longer than the asking."""
@@ -178,9 +219,23 @@ class _Emitter:
         for i in range(rows):
             row = self.row(x, "ins", "in_row", self.least(self.b.add(edge, self.place(rows + i)), final), 0)
             line = self.b.gep(row, [start])
-            for at in range(0, DEPTH, 64 // self.size):  # 64 bytes at a time
-                place = self.b.bitcast(self.b.gep(line, [self.place(at)]), self.ir.IntType(8).as_pointer())
-                self.b.call(self.prefetch, [place, self.i32(0), self.i32(3), self.i32(1)])
+            for at in range(0, DEPTH, LINE // self.size):
+                self.ask(self.b.gep(line, [self.place(at)]))
+
+    def announce_sums(self, w: Any, w_row: Any, channel: Any, rows: int, block: Any, coming: Any) -> None:
+        """Ask for the next tile of the weight's gradient, which for a column's last one is the first at ``coming``."""
+        below = self.b.add(channel, self.place(rows))
+        own = self.b.gep(w, [self.b.add(self.b.mul(below, w_row), self.place(block[0][0]))])
+        tile = self.b.select(self.b.icmp_signed("<", below, self.given("c_in")), own, coming)
+        for i in range(rows):
+            line = self.b.gep(tile, [self.b.mul(self.place(i), w_row)])
+            for at in range(0, sum(width for _, width in block), LINE // self.size):
+                self.ask(self.b.gep(line, [self.place(at)]), write=1)
+
+    def ask(self, line: Any, write: int = 0) -> None:
+        """Fetch a line into the nearest cache without waiting for it; one that does not exist is no fault."""
+        place = self.b.bitcast(line, self.ir.IntType(8).as_pointer())
+        self.b.call(self.prefetch, [place, self.i32(write), self.i32(3), self.i32(1)])
 
     def gram(
         self, x: Any, y: Any, w: Any, w_row: Any, channel: Any, rows: int, block: Any, start: Any, stop: Any
@@ -238,13 +293,25 @@ class _Emitter:
         self.b.position_at_end(done)
 
     @contextmanager
+    def taps(self, first: Any) -> Iterator[tuple[Any, Any]]:
+        """For every tap in a circle that begins with ``first``: the tap and the one after it."""
+        taps = self.given("taps")
+
+        def round_(tap: Any) -> Any:
+            return self.b.select(self.b.icmp_signed("<", tap, taps), tap, self.b.sub(tap, taps))
+
+        with self.count(self.place(0), taps) as turn:
+            tap = round_(self.b.add(turn, first))
+            yield tap, round_(self.b.add(tap, self.place(1)))
+
+    @contextmanager
     def groups(self) -> Iterator[tuple[Any, Any, Any, Any]]:
-        """For every group: x, y and w at its first channels, and its number."""
-        x, y, w, c_in = (self.given(name) for name in ("x", "y", "w", "c_in"))
+        """For every group: x, y, w and the bias at its first channels."""
+        x, *others = (self.given(name) for name in ("x", "y", "w", "bias"))
         with self.count(self.place(0), self.given("groups")) as group:
             columns = self.b.mul(group, self.place(self.channels))
-            own = (self.b.gep(x, [self.b.mul(group, c_in)]), self.b.gep(y, [columns]), self.b.gep(w, [columns]))
-            yield *own, group
+            y, w, bias = (self.b.gep(other, [columns]) for other in others)
+            yield self.b.gep(x, [self.b.mul(group, self.given("c_in"))]), y, w, bias
 
     @contextmanager
     def tiled(self, first: Any, last: Any, sizes: set[int]) -> Iterator[Iterator[tuple[Any, int]]]:
