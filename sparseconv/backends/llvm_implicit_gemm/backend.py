@@ -13,7 +13,7 @@ from sparseconv.backends.cpu_products import fresh, not_on_cpu, turned
 from sparseconv.backends.cpu_threads import together
 from sparseconv.backends.edge_chunks import reversed_edges, sorted_edges
 from sparseconv.backends.llvm_implicit_gemm.compile import lanes, missing
-from sparseconv.backends.llvm_implicit_gemm.kernels import Operands, kernel
+from sparseconv.backends.llvm_implicit_gemm.kernels import APART, Operands, kernel
 from sparseconv.geometry.kernel_map import KernelMap
 
 CHUNK = 1 << 20  # bytes of the input and output rows of a chunk: half of an L2 cache
@@ -109,6 +109,8 @@ def _parts(threads: int) -> int:
 
 def _run(kind: str, operands: Operands, channels: int, dtype: torch.dtype, threads: int) -> None:
     """Every part of a kernel's work, by threads that take one after another."""
+    taken = np.zeros(threads * APART, np.int64)
+    operands.regions, operands.taken = threads, taken.ctypes.data
     together(kernel(kind, channels, dtype == torch.float64), ctypes.addressof(operands), threads)
 
 

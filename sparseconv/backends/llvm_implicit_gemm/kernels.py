@@ -18,13 +18,15 @@ from sparseconv.backends.llvm_implicit_gemm.compile import binding, compiled, la
 #: input channels whose weights are multiplied before the next: 16 KB of them beside 64 output channels of fp32
 DEPTH = 64
 LINE = 64  # bytes of a cache line
+APART = 8  # places from a counter of parts to the next, which another thread counts up
 
 
 class Operands(ctypes.Structure):
     """What a kernel reads: all strides in elements, all rows dense in their channels."""
 
     NUMBERS = (
-        "next",
+        "arrived",
+        "regions",
         "parts",
         "chunks",
         "taps",
@@ -38,7 +40,7 @@ class Operands(ctypes.Structure):
         "edges",
         "whole",
     )
-    ARRAYS = ("x", "y", "w", "bias", "ins", "outs", "cuts", "bounds")
+    ARRAYS = ("x", "y", "w", "bias", "ins", "outs", "cuts", "bounds", "taken")
     _fields_ = [(name, ctypes.c_int64) for name in NUMBERS] + [(name, ctypes.c_void_p) for name in ARRAYS]
 
 
@@ -49,10 +51,11 @@ _PLACES = {name: place for place, name in enumerate(Operands.NUMBERS + Operands.
 def kernel(kind: str, channels: int, double: bool) -> int:
     """The address of ``forward`` or ``weight_grad`` (pointer to `Operands`) for ``channels`` output channels a group.
 
-    ``forward``: for every part (a chunk of rows [cuts[i], cuts[i+1])) that `next` hands out, y = bias + the sum over
-    taps k and edges [bounds[i, k], bounds[i+1, k]) of x[ins] @ w[k]. The tap ``whole``, one with an edge for every row,
-    comes first and begins the rows, which it need not read; -1 where there is none. ``weight_grad``: every part p takes the chunks p,
+    ``forward``: for every part (a chunk of rows [cuts[i], cuts[i+1])), y = bias + the sum over taps k and edges
+    [bounds[i, k], bounds[i+1, k]) of x[ins] @ w[k]. The tap ``whole``, one with an edge for every row, comes first and
+    begins the rows, which it need not read; -1 where there is none. ``weight_grad``: every part p takes the chunks p,
     p + parts, ..., and adds x[ins]^T @ y[outs] to the weight gradient of its own, ``w_part`` elements after the last.
+    Each of ``regions`` threads calls it once; ``taken`` holds ``APART`` zeros for each.
     """
     emitter = _Emitter(kind, channels, double)
     emitter.forward() if kind == "forward" else emitter.weight_grad()
@@ -96,7 +99,7 @@ class _Emitter:
         self.b = ir.IRBuilder(self.function.append_basic_block("body"))
         numbers, rows, places = self.number.as_pointer(), self.i32.as_pointer(), self.i64.as_pointer()
         self.kinds = dict.fromkeys(("x", "y", "w", "bias"), numbers) | {
-            "ins": rows, "outs": rows, "cuts": places, "bounds": places
+            "ins": rows, "outs": rows, "cuts": places, "bounds": places, "taken": places
         }  # fmt: skip
         byte = self.ir.IntType(8).as_pointer()
         asking = ir.FunctionType(ir.VoidType(), [byte, self.i32, self.i32, self.i32])
@@ -208,7 +211,7 @@ class _Emitter:
                 self.store(total, line, self.place(at), width)
 
     def share(self, coming: Any, edge: Any, rows: int, block: Any) -> Any:
-        """What a tile asks for of the weights that come next: another line of each of their rows than its neighbours."""
+        """What a tile asks for of the weights that come next: of each row, another line than its neighbours do."""
         lines = max(1, self.size * sum(width for _, width in block) // LINE)
         line = self.b.srem(self.b.sdiv(edge, self.place(rows)), self.place(lines))
         return self.b.gep(coming, [self.b.mul(line, self.place(LINE // self.size))])
@@ -264,17 +267,29 @@ class _Emitter:
 
     @contextmanager
     def parts(self, count: Any) -> Iterator[Any]:
-        """For every part below ``count`` that no other thread has taken."""
-        counter = self.b.gep(self.function.args[0], [self.place(_PLACES["next"])])
-        take, run, done = (self.function.append_basic_block(name) for name in ("take", "run", "done"))
-        self.b.branch(take)
-        self.b.position_at_end(take)
-        part = self.b.atomic_rmw("add", counter, self.place(1), "monotonic")
-        self.b.cbranch(self.b.icmp_signed("<", part, count), run, done)
-        self.b.position_at_end(run)
-        yield part
-        self.b.branch(take)
-        self.b.position_at_end(done)
+        """For every part below ``count`` that no other thread has taken.
+
+        They are divided into as many regions as threads, and a thread goes through one after another from its own on:
+        two that wrote side by side would wait for the same huge page to be cleared.
+        """
+        arrived = self.b.gep(self.function.args[0], [self.place(_PLACES["arrived"])])
+        own = self.b.atomic_rmw("add", arrived, self.place(1), "monotonic")
+        regions = self.given("regions")
+        with self.count(self.place(0), regions) as turn:
+            region = self.around(self.b.add(own, turn), regions)
+            begin, end = (
+                self.b.sdiv(self.b.mul(count, at), regions) for at in (region, self.b.add(region, self.place(1)))
+            )
+            counter = self.b.gep(self.given("taken"), [self.b.mul(region, self.place(APART))])
+            take, run, done = (self.function.append_basic_block(name) for name in ("take", "run", "done"))
+            self.b.branch(take)
+            self.b.position_at_end(take)
+            part = self.b.add(begin, self.b.atomic_rmw("add", counter, self.place(1), "monotonic"))
+            self.b.cbranch(self.b.icmp_signed("<", part, end), run, done)
+            self.b.position_at_end(run)
+            yield part
+            self.b.branch(take)
+            self.b.position_at_end(done)
 
     @contextmanager
     def count(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
@@ -296,13 +311,9 @@ class _Emitter:
     def taps(self, first: Any) -> Iterator[tuple[Any, Any]]:
         """For every tap in a circle that begins with ``first``: the tap and the one after it."""
         taps = self.given("taps")
-
-        def round_(tap: Any) -> Any:
-            return self.b.select(self.b.icmp_signed("<", tap, taps), tap, self.b.sub(tap, taps))
-
         with self.count(self.place(0), taps) as turn:
-            tap = round_(self.b.add(turn, first))
-            yield tap, round_(self.b.add(tap, self.place(1)))
+            tap = self.around(self.b.add(turn, first), taps)
+            yield tap, self.around(self.b.add(tap, self.place(1)), taps)
 
     @contextmanager
     def groups(self) -> Iterator[tuple[Any, Any, Any, Any]]:
@@ -358,6 +369,10 @@ class _Emitter:
         """Where the row of an edge begins."""
         number = self.b.load(self.b.gep(self.given(rows), [self.b.add(edge, self.place(after))]))
         return self.b.gep(base, [self.b.mul(self.b.sext(number, self.i64), self.given(length))])
+
+    def around(self, number: Any, count: Any) -> Any:
+        """A number below ``2 * count`` modulo ``count``."""
+        return self.b.select(self.b.icmp_signed("<", number, count), number, self.b.sub(number, count))
 
     def least(self, a: Any, b: Any) -> Any:
         return self.b.select(self.b.icmp_signed("<", a, b), a, b)
