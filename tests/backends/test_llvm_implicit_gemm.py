@@ -92,6 +92,24 @@ def test_integers_to_the_bit_in_every_dtype(dtype, identity):
         assert torch.equal(a, b.to(dtype))
 
 
+@pytest.mark.parametrize("registers", [(64, 32), (16, 16)], ids=str)
+@pytest.mark.parametrize(("c_in", "c_out", "groups"), [(3, 5, 1), (140, 130, 1), (12, 40, 2), (0, 7, 1)])
+@pytest.mark.parametrize("identity", [1, 4])
+def test_an_identity_tap_begins_rows_that_hold_anything(monkeypatch, registers, c_in, c_out, groups, identity):
+    """In several steps of depth, blocks of columns, groups and regions of chunks."""
+    monkeypatch.setattr(kernels, "lanes", lambda: registers)
+    monkeypatch.setattr(engine, "kernel", kernels.kernel.__wrapped__)
+    monkeypatch.setattr(engine, "fresh", lambda rows, columns, dtype: torch.full((rows, columns), torch.nan).to(dtype))
+    monkeypatch.setattr(engine, "_threads", lambda multiplications: 3)
+    monkeypatch.setattr(engine, "CHUNK", 1 << 10)
+    assert_equal(*all_three(random_map(8, 300, 300, 5, identity), c_in, c_out, groups))
+
+
+def test_more_threads_than_parts(monkeypatch):
+    monkeypatch.setattr(engine, "_threads", lambda multiplications: 7)
+    assert_equal(*all_three(random_map(9, 40, 40, 3, 1), 8, 8))
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("teams", [True, False])
 def test_any_number_of_threads_gives_the_same_integers(monkeypatch, threads, teams):
