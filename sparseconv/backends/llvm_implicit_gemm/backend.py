@@ -17,7 +17,7 @@ from sparseconv.backends.llvm_implicit_gemm.kernels import APART, Operands, kern
 from sparseconv.geometry.kernel_map import KernelMap
 
 CHUNK = 1 << 20  # bytes of the input and output rows of a chunk: half of an L2 cache
-NEAR, BLOCK = 48 << 10, 256  # bytes of an L1 cache, and of the columns of a tile at most
+NEAR, BLOCK = 36 << 10, 256  # bytes of most of an L1 cache, and of the columns of a tile
 EDGES = 96  # that tiles of the weight's gradient run over one after another at most: their rows stay in an L1 cache
 SHARED = 1 << 20  # multiplications from which a call is worth sharing among threads: some ten microseconds
 PARTS = 8  # of a weight's gradient at least, so that a thread that is late leaves some of its own to others

@@ -147,13 +147,18 @@ class _Emitter:
             self.taps(self.place(0)) as (tap, later),
         ):
             first, last = self.edges(chunk, tap)
+            upcoming, _ = self.edges(chunk, later)
+            _, total = self.edges(self.b.sub(chunks, self.place(1)), self.b.sub(self.given("taps"), self.place(1)))
             with self.groups() as (x, y, w, _):
                 w = self.b.gep(w, [self.b.mul(part, self.given("w_part"))])
                 w, then = (self.b.gep(w, [self.b.mul(t, self.given("w_tap"))]) for t in (tap, later))
                 step = self.given("edges")
                 with self.count(first, last, step) as start:
                     stop = self.least(self.b.add(start, step), last)
-                    after = self.b.select(self.b.icmp_signed("<", stop, last), w, then)
+                    more = self.b.icmp_signed("<", stop, last)
+                    after = self.b.select(more, w, then)
+                    ahead = self.least(self.b.select(more, stop, upcoming), self.b.sub(total, self.b.sub(stop, start)))
+                    shift, turn = self.b.sub(ahead, start), self.variable(self.place(0))
                     for number, block in enumerate(self.columns):
                         following = self.columns[number + 1 : number + 2]
                         coming = self.b.gep(w, [self.place(following[0][0][0])]) if following else after
@@ -162,9 +167,11 @@ class _Emitter:
                             most = 4
                         with self.tiled(self.place(0), c_in, {most, 2, 1}) as tiles:
                             for channel, rows in tiles:
+                                asked = None
                                 if rows == most and len(self.columns) > 1:
                                     self.announce_sums(w, w_row, channel, rows, block, coming)
-                                self.gram(x, y, w, w_row, channel, rows, block, start, stop)
+                                    asked = self.share_of_rows(x, y, shift, turn)
+                                self.gram(x, y, w, w_row, channel, rows, block, start, stop, asked)
         self.finish()
 
     def start_rows(self, chunk: Any) -> None:
@@ -235,18 +242,39 @@ class _Emitter:
             for at in range(0, sum(width for _, width in block), LINE // self.size):
                 self.ask(self.b.gep(line, [self.place(at)]), write=1)
 
-    def ask(self, line: Any, write: int = 0) -> None:
-        """Fetch a line into the nearest cache without waiting for it; one that does not exist is no fault."""
+    def share_of_rows(self, x: Any, y: Any, shift: Any, turn: Any) -> tuple[Any, Any, Any]:
+        """What a tile asks for of the rows that the next tiles meet, ``shift`` edges on: one line of each, by turns."""
+        each = self.place(LINE // self.size)
+        of_x = self.b.sdiv(self.b.add(self.given("c_in"), self.place(LINE // self.size - 1)), each)
+        of_y = self.place(-(-self.channels * self.size // LINE))
+        now = self.b.load(turn)
+        self.b.store(self.b.add(now, self.place(1)), turn)
+        line = self.b.urem(now, self.b.add(of_x, of_y))
+        is_x = self.b.icmp_signed("<", line, of_x)
+        base = self.b.select(is_x, x, y)
+        base = self.b.gep(base, [self.b.mul(self.b.select(is_x, line, self.b.sub(line, of_x)), each)])
+        numbers = self.b.gep(self.b.select(is_x, self.given("ins"), self.given("outs")), [shift])
+        return base, numbers, self.b.select(is_x, self.given("in_row"), self.given("out_row"))
+
+    def ask(self, line: Any, write: int = 0, cache: int = 3) -> None:
+        """Fetch a line without waiting for it into L1 (``cache`` 3) or L2 (2); one that does not exist is no fault."""
         place = self.b.bitcast(line, self.ir.IntType(8).as_pointer())
-        self.b.call(self.prefetch, [place, self.i32(write), self.i32(3), self.i32(1)])
+        self.b.call(self.prefetch, [place, self.i32(write), self.i32(cache), self.i32(1)])
 
     def gram(
-        self, x: Any, y: Any, w: Any, w_row: Any, channel: Any, rows: int, block: Any, start: Any, stop: Any
+        self, x: Any, y: Any, w: Any, w_row: Any, channel: Any, rows: int, block: Any, start: Any, stop: Any, asked: Any
     ) -> None:
-        """w[channel:channel + rows] += x[ins, channel:...]^T @ y[outs] over edges [start, stop)."""
+        """w[channel:channel + rows] += x[ins, channel:...]^T @ y[outs] over edges [start, stop).
+
+        What is ``asked`` for on the way: (place in a first row, the numbers of rows by edge, the length of a row).
+        """
         lines = [self.b.gep(w, [self.b.mul(self.b.add(channel, self.place(i)), w_row)]) for i in range(rows)]
         sums = [[self.variable(self.load(line, self.place(at), width), width) for at, width in block] for line in lines]
         with self.count(start, stop) as edge:
+            if asked is not None:
+                base, numbers, length = asked
+                number = self.b.sext(self.b.load(self.b.gep(numbers, [edge])), self.i64)
+                self.ask(self.b.gep(base, [self.b.mul(number, length)]), cache=2)
             near = self.row(y, "outs", "out_row", edge, 0)
             met = [self.load(near, self.place(at), width) for at, width in block]
             line = self.b.gep(self.row(x, "ins", "in_row", edge, 0), [channel])
