@@ -5,9 +5,9 @@
 Submanifold kernel 3 in fp32. Before a case is timed, the values of both are compared with one thread (spconv's CPU
 results change from run to run with more). Then the two take turns, so that a disturbance of the machine meets both;
 the least and the median of the runs that no other process interrupted are kept. *Map* is from coordinates to everything
-that a training step needs: ours includes what the backend derives from the edges; *plan* is ours without that. Peak
-memory is the rise of the process's high-water mark (VmHWM) over its resident size before a step, after freed memory
-went back to the system.
+that a training step needs: ours includes what the backend derives from the edges; *plan* is ours without that. A step
+begins without gradients, as after an optimiser's ``zero_grad``. Peak memory is the rise of the process's high-water
+mark (VmHWM) over its resident size before a step, after freed memory went back to the system.
 """
 
 from __future__ import annotations
@@ -133,6 +133,9 @@ class Ours:
     def plan_alone(self) -> sc.ConvolutionPlan:
         return sc.ConvolutionPlan(sc.VoxelGrid(self.coords), 3)
 
+    def forget(self) -> None:
+        self.x.grad = self.weight.grad = None
+
     def weight_grad(self) -> torch.Tensor | None:
         return self.weight.grad
 
@@ -162,6 +165,9 @@ class Spconv:
     def map(self) -> torch.Tensor:
         return self.run(None).features
 
+    def forget(self) -> None:
+        self.x.grad = self.layer.weight.grad = None
+
     def weight_grad(self) -> torch.Tensor:
         channels = self.g.shape[1]
         return self.layer.weight.grad.reshape(channels, 27, channels).permute(1, 2, 0)
@@ -181,6 +187,7 @@ def serve(engine: type[Ours | Spconv], coords: torch.Tensor, channels: int, thre
     run = engine(coords, channels)
 
     def step() -> None:
+        run.forget()
         run.forward().backward(run.g)
 
     calls: dict[str, Callable[[], object]] = {"forward": torch.no_grad()(run.forward), "step": step}
