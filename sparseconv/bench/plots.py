@@ -38,7 +38,7 @@ def draw(files: Iterable[Path], folder: Path) -> list[Path]:
             figure = painter(layers, found)
             if figure is None:
                 continue
-            figure.text(0.995, 0.995, under, ha="right", va="top", fontsize=7, color="#666666")
+            figure.suptitle(under, x=0.995, ha="right", fontsize=7, color="#666666")
             path = folder / f"{file.stem}_{kind}.png"
             figure.savefig(path, dpi=130)
             written.append(path)
