@@ -8,12 +8,14 @@ import multiprocessing
 import pytest
 import torch
 
+import sparseconv as sc
 from sparseconv.backends import cpu_threads
 from sparseconv.backends.base import Request
 from sparseconv.backends.llvm_implicit_gemm import backend as engine
 from sparseconv.backends.llvm_implicit_gemm import compile as compiler
 from sparseconv.backends.llvm_implicit_gemm import kernels
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
+from sparseconv.geometry.fixed_grid import FixedGrid
 from tests.backends.test_numpy_gather_scatter import plain, random_map
 
 BACKEND = LlvmImplicitGemm()
@@ -103,6 +105,21 @@ def test_an_identity_tap_begins_rows_that_hold_anything(monkeypatch, registers, 
     monkeypatch.setattr(engine, "_threads", lambda multiplications: 3)
     monkeypatch.setattr(engine, "CHUNK", 1 << 10)
     assert_equal(*all_three(random_map(8, 300, 300, 5, identity), c_in, c_out, groups))
+
+
+def test_rows_of_a_fixed_grid_that_are_dead_are_begun_too(monkeypatch):
+    """Its identity tap has an edge for each live row alone."""
+    monkeypatch.setattr(engine, "fresh", lambda rows, columns, dtype: torch.full((rows, columns), torch.nan).to(dtype))
+    place = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 3, 3], [0, 3, 4]], dtype=torch.int32)
+    grid = sc.VoxelGrid(place)
+    rows = torch.cat([place, torch.full((5, 3), -1, dtype=torch.int32)])
+    fixed = sc.ConvolutionPlan(FixedGrid(rows, torch.tensor([4], dtype=torch.int32), grid), 3)
+    x, weight, bias = torch.randn(9, 8), torch.randn(9, 8, 8), torch.randn(8)
+    x[4:] = torch.nan
+    got = BACKEND.forward(x, weight, fixed.kernel_map, 1, bias)
+    want = sc.ConvolutionPlan(grid, 3, backend="numpy_gather_scatter").execute(x[:4], weight, bias)
+    torch.testing.assert_close(got[:4], want)
+    torch.testing.assert_close(got[4:], bias.expand(5, 8))
 
 
 def test_more_threads_than_parts(monkeypatch):

@@ -58,7 +58,7 @@ class LlvmImplicitGemm(Backend):
         start = torch.zeros(c_out, dtype=wide) if bias is None else bias.to(wide).contiguous()
         operands = _operands(x, y, weight, kernel_map, groups, (c_in, c_out))
         operands.bias = start.data_ptr()
-        operands.whole = kernel_map.identity_tap if kernel_map.identity_tap is not None and c_in else -1
+        operands.whole = _whole_tap(kernel_map) if c_in else -1
         _run("forward", operands, c_out // groups, wide, _threads(kernel_map.num_pairs * weight[0].numel()))
         return y.to(dtype)
 
@@ -97,6 +97,12 @@ class LlvmImplicitGemm(Backend):
         register, _ = lanes()
         chunks = len(_chunks(request.kernel_map, request.c_in, request.c_out, 4)[2]) - 1
         return [f"vectors of {register} bytes, {chunks} chunks of output rows, {_threads(request.flops // 2)} threads"]
+
+
+def _whole_tap(kernel_map: KernelMap) -> int:
+    """The tap that has an edge for every row, -1 if none is known: rows that are dead have none."""
+    tap = kernel_map.identity_tap
+    return -1 if tap is None or kernel_map.tap_counts[tap] < kernel_map.num_out else tap
 
 
 def _threads(multiplications: int) -> int:
