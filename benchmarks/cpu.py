@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import sparseconv as sc
+from sparseconv import memory
 from sparseconv.backends import cpu_products, cpu_threads
 
 CASES = ("lidar_ouster_os1_3sweeps_005", "lidar_ouster_os2_010", "indoor_rooms_pcl_002", "shape_spot_256")
@@ -98,6 +99,7 @@ def peak(call: Callable[[], object]) -> int | None:
     vars(cpu_products._buffers).clear()
     cpu_threads._pool.cache_clear()  # its threads end, and give their buffers back
     gc.collect()
+    memory.release()
     time.sleep(0.1)
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")

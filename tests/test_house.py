@@ -15,6 +15,7 @@ import sparseconv
 
 ROOT = Path(sparseconv.__file__).parent
 FLOORS = {
+    "memory": 0,
     "products": 1,
     "pointwise": 1,
     "geometry": 1,

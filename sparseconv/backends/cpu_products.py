@@ -24,19 +24,6 @@ def not_on_cpu(request: Request) -> str | None:
     return None
 
 
-def fresh(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised matrix from numpy, which asks the kernel for huge pages: first writes cost a third or less.
-
-    It begins where a line of 64 bytes does, as torch's own do.
-    """
-    kind = np.dtype(np.int16) if dtype == torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype
-    size = rows * columns * kind.itemsize
-    memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    found = torch.from_numpy(memory[start : start + size].view(kind).reshape(rows, columns))
-    return found.view(dtype) if dtype == torch.bfloat16 else found
-
-
 def buffer(name: str, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised matrix that the next caller in this thread with this name gets again."""
     size = rows * columns * dtype.itemsize

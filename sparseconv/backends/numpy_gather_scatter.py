@@ -8,10 +8,11 @@ import torch
 
 from sparseconv.backends import cpu_products
 from sparseconv.backends.base import Backend, Request
-from sparseconv.backends.cpu_products import accumulate_gram, add_sums, buffer, fresh, multiply, not_on_cpu, turned
+from sparseconv.backends.cpu_products import accumulate_gram, add_sums, buffer, multiply, not_on_cpu, turned
 from sparseconv.backends.cpu_threads import share
 from sparseconv.backends.edge_chunks import Chunk, EdgeChunks, reversed_edges
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.memory import empty
 
 TILE = 128  # edges that share a weight; half of it where products go one by one, so that oneDNN meets few shapes
 BLOCK = 1 << 20  # bytes that one gathered block of a tap takes: an L2 cache
@@ -43,7 +44,7 @@ class NumpyGatherScatter(Backend):
         groups: int,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y = fresh(kernel_map.num_out, weight.shape[2], x.dtype)
+        y = empty((kernel_map.num_out, weight.shape[2]), x.dtype)
         _walk(x, kernel_map, groups, weight, bias, y)
         return y
 
@@ -51,7 +52,7 @@ class NumpyGatherScatter(Backend):
     def input_grad(
         self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
     ) -> torch.Tensor:
-        grad_x = fresh(kernel_map.num_in, weight.shape[1] * groups, grad_out.dtype)
+        grad_x = empty((kernel_map.num_in, weight.shape[1] * groups), grad_out.dtype)
         edges, taps = reversed_edges(kernel_map)
         _walk(grad_out, edges, groups, turned(weight, groups)[taps], None, grad_x)
         return grad_x
@@ -66,7 +67,7 @@ class NumpyGatherScatter(Backend):
         self, x: torch.Tensor, weight: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One walk: the rows of ``grad_out`` that an input row meets, once gathered, serve both."""
-        grad_x = fresh(len(x), x.shape[1], x.dtype)
+        grad_x = empty(x.shape, x.dtype)
         return grad_x, _gradients(x, weight, grad_out, kernel_map, groups, grad_x)
 
     def workspace_bytes(self, request: Request) -> int:

@@ -6,9 +6,9 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
+from sparseconv.memory import empty
 from sparseconv.products import cpu_matrices
 from sparseconv.products.cpu_bags import Formulation, Piece, formulate, weighted
 from sparseconv.products.table import Product
@@ -27,7 +27,7 @@ def segment_scale(x: torch.Tensor, terms: Terms, dtype: torch.dtype) -> torch.Te
     positions = terms.num_positions(rows, rows)
     terms = _composed(terms, dtype)
     if batch == 1 and terms.seg_out is None and terms.index1 is not None:
-        out = fresh((1, positions, channels), dtype)  # nothing is summed: every row straight to its place
+        out = _result((1, positions, channels), dtype)  # nothing is summed: every row straight to its place
         _place_rows(x[0].to(dtype), terms.index1, terms.scale, out[0])
         return _placed(out, terms)
     formulation = weighted(terms, terms.index1, None, channels)
@@ -48,20 +48,20 @@ def segment_product(
     shape = [dense[axis] for axis in row.axes_out]
     if cpu_matrices.pays_by_term(row, x, y, terms, positions, accumulated):
         batch = 1 if accumulated else max(x.shape[0], y.shape[0])
-        out = fresh((batch, terms.num_segments, *shape), dtype)
+        out = _result((batch, terms.num_segments, *shape), dtype)
         cpu_matrices.sum_by_term(row, x.to(dtype), y.to(dtype), terms, positions, out)
         return _placed(out, terms)
     formulation = cpu_matrices.formulate(row, x, y, terms, positions) or formulate(row, x, y, terms)
     return _placed(_summed(formulation, (x, y), terms, positions, shape, dtype, accumulated), terms)
 
 
-def fresh(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor from numpy, which asks the system for huge pages: first writes cost a fifth.
+def _result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor in fp32, or fp64 where that is ``dtype``.
 
     A large one is touched all over at once: threads that write piece after piece would wait for one page after another
     to be cleared, and clear them half as fast.
     """
-    out = torch.from_numpy(np.empty(tuple(shape), np.float64 if dtype == torch.float64 else np.float32))
+    out = empty(shape, torch.promote_types(dtype, torch.float32))
     if out.numel() >= 1 << 23:
         out.view(-1)[:: out.numel() >> 16].zero_()  # as few as torch shares among threads
     return out
@@ -102,7 +102,7 @@ def _summed(
         parts = [t.to(dtype).contiguous() if one is None else one for t, one in zip(inputs, shared)]
         found = formulation.prepare(pieces[0], batch)(*parts)
         return found.sum(0, keepdim=True) if accumulated and batch > 1 else found.contiguous()
-    out = fresh(outcome, dtype)
+    out = _result(outcome, dtype)
     adds = accumulated and step < batch
     _clear(out, pieces, adds)
     prepared: dict[Piece, Callable[..., torch.Tensor]] = {}

@@ -101,7 +101,7 @@ def test_an_identity_tap_begins_rows_that_hold_anything(monkeypatch, registers, 
     """In several steps of depth, blocks of columns, groups and regions of chunks."""
     monkeypatch.setattr(kernels, "lanes", lambda: registers)
     monkeypatch.setattr(engine, "kernel", kernels.kernel.__wrapped__)
-    monkeypatch.setattr(engine, "fresh", lambda rows, columns, dtype: torch.full((rows, columns), torch.nan).to(dtype))
+    monkeypatch.setattr(engine, "empty", lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
     monkeypatch.setattr(engine, "_threads", lambda multiplications: 3)
     monkeypatch.setattr(engine, "CHUNK", 1 << 10)
     assert_equal(*all_three(random_map(8, 300, 300, 5, identity), c_in, c_out, groups))
@@ -109,7 +109,7 @@ def test_an_identity_tap_begins_rows_that_hold_anything(monkeypatch, registers, 
 
 def test_rows_of_a_fixed_grid_that_are_dead_are_begun_too(monkeypatch):
     """Its identity tap has an edge for each live row alone."""
-    monkeypatch.setattr(engine, "fresh", lambda rows, columns, dtype: torch.full((rows, columns), torch.nan).to(dtype))
+    monkeypatch.setattr(engine, "empty", lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
     place = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 3, 3], [0, 3, 4]], dtype=torch.int32)
     grid = sc.VoxelGrid(place)
     rows = torch.cat([place, torch.full((5, 3), -1, dtype=torch.int32)])

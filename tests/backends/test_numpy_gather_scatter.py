@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparseconv as sc
+from sparseconv import memory
 from sparseconv.backends import cpu_products, cpu_threads
 from sparseconv.backends import numpy_gather_scatter as engine
 from sparseconv.backends.base import Request
@@ -92,7 +93,8 @@ def poisoned(monkeypatch):
         def empty(shape, dtype):
             return np.full(shape, 0xFF if np.issubdtype(dtype, np.integer) else np.nan, dtype)
 
-    monkeypatch.setattr(cpu_products, "np", Poison())
+    for room in (cpu_products, memory):
+        monkeypatch.setattr(room, "np", Poison())
     monkeypatch.setattr(engine, "_chunk_edges", lambda *_: 100)
     vars(cpu_products._buffers).clear()
     yield

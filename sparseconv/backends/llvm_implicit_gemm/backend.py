@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from sparseconv.backends.base import Backend, Request
-from sparseconv.backends.cpu_products import fresh, not_on_cpu, turned
+from sparseconv.backends.cpu_products import not_on_cpu, turned
 from sparseconv.backends.cpu_threads import together
 from sparseconv.backends.edge_chunks import reversed_edges, sorted_edges
 from sparseconv.backends.llvm_implicit_gemm.compile import lanes, missing
 from sparseconv.backends.llvm_implicit_gemm.kernels import APART, Operands, kernel
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.memory import empty
 
 CHUNK = 1 << 20  # bytes of the input and output rows of a chunk: half of an L2 cache
 NEAR, BLOCK = 36 << 10, 256  # bytes of most of an L1 cache, and of the columns of a tile
@@ -51,7 +52,7 @@ class LlvmImplicitGemm(Backend):
     ) -> torch.Tensor:
         dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
         c_in, c_out = x.shape[1], weight.shape[2]
-        y = fresh(kernel_map.num_out, c_out, wide)
+        y = empty((kernel_map.num_out, c_out), wide)
         if 0 in y.shape:
             return y.to(dtype)
         x, weight = x.to(wide).contiguous(), weight.to(wide).contiguous()
