@@ -145,7 +145,8 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
             tile = ConvConfig(
                 32, block_n, block_k, max(1, block_n // 32), 3, weight_copy=work.transposed, chunked=work.far
             )
-            return [tile, replace(tile, block_m=64)]
+            # one warp has no registers left beside 64 x 32 sums and 64 rows' addresses
+            return [tile, replace(tile, block_m=64, warps=2 if block_n == 32 else tile.warps)]
         warps = 8 if block_n == 128 else 4
         # wgmma takes tf32 operands along the contracted channels only
         tile = ConvConfig(128, block_n, block_k, warps, 3, weight_copy=not work.transposed, chunked=work.far)
@@ -219,7 +220,9 @@ def _weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
             return [replace(tile, block_o=128, block_p=16, programs=12 * work.processors), tile]
         if work.precision == "ieee" and min(c_in, c_out) >= 64:
             return [replace(tile, block_p=16, warps=2, stages=4, programs=6 * work.processors), tile]
-        return [tile, replace(tile, block_p=16, stages=4)]
+        # tcgen05 keeps the sums elsewhere: ptxas then gives four warps too few registers for the addresses
+        warps = 8 if work.precision == "tf32" and work.capability[0] == 10 else 4
+        return [tile, replace(tile, block_p=16, warps=warps, stages=4)]
     block_i = min(max(16, power_of_two(c_in)), 128)
     block_o = min(max(16, power_of_two(c_out)), 128)
     large = block_i * block_o >= 128 * 128
