@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-_state = threading.local()
+
+
+class _State(threading.local):
+    aside: Aside | None = None
+
+
+_state = _State()
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
@@ -203,4 +209,4 @@ def scratch(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 def current() -> Aside | None:
     """That of the run of this thread."""
-    return getattr(_state, "aside", None)
+    return _state.aside

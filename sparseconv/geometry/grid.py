@@ -368,7 +368,7 @@ def _table_on_gpu(coords: torch.Tensor) -> CoordinateTable | None:
     from sparseconv.geometry.triton_table import build_table
 
     expect_plans(coords)
-    return build_table(coords, reported=True, awaited=True)
+    return build_table(coords, reported=True)
 
 
 def _checked_coords(coords: torch.Tensor) -> torch.Tensor:

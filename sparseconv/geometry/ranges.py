@@ -41,8 +41,8 @@ class IndexRange:
     end: Ints
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "start", tuple(int(v) for v in self.start))
-        object.__setattr__(self, "end", tuple(int(v) for v in self.end))
+        object.__setattr__(self, "start", tuple(map(int, self.start)))
+        object.__setattr__(self, "end", tuple(map(int, self.end)))
         if len(self.start) != len(self.end):
             raise ValueError(f"start and end must have the same rank; got {self.start} and {self.end}")
 
@@ -58,7 +58,7 @@ class IndexRange:
     @property
     def shape(self) -> Ints:
         """Points along each axis, never negative."""
-        return tuple(max(0, e - s) for s, e in zip(self.start, self.end))
+        return tuple([e - s if e > s else 0 for s, e in zip(self.start, self.end)])
 
     @property
     def size(self) -> int:

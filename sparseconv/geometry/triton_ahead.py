@@ -20,9 +20,12 @@ def expect_plans(coords: torch.Tensor) -> None:
 
     Nearly every grid gets that map. Where the kernels lie in Triton's cache, this costs some milliseconds once.
     """
-    device, (n, columns) = coords.device, coords.shape
+    device = coords.device
+    if device.index in _seen:
+        return
+    n, columns = coords.shape
     offsets, shifts = CUBE
-    if device.index in _seen or columns != len(shifts) or not 0 < n <= FUSED_ROWS:
+    if columns != len(shifts) or not 0 < n <= FUSED_ROWS:
         return
     _seen.add(device.index)
     read_triton()

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_cells import axis_blocks, axis_range, popcount
-from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, on_device, pointer
+from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, pointer
 from sparseconv.geometry.triton_table import KEYS, STATUS, CoordinateTable, pack_shifts
 
 #: bits of a cell's number: the batch item above, then the Morton code of its place, as fine as fits
@@ -37,13 +37,12 @@ def chunk_keys(table: CoordinateTable, keys: Pointer, chunk_rows: int, room: int
     found = torch.empty(1, n, dtype=torch.int32, device=device)
     shifts, ranges, info = pack_shifts(table.shifts), table.pointers[0], table.pointers[3]
     programs = min(ceil_div(n, 256), 1056)
-    with on_device(device):
-        counted = (ranges, table.arena[KEYS], info, table.arena[STATUS], pointer(cells), programs)
-        _COUNT(device, (programs,), counted, (columns, shifts, CELL_BITS, LEAST_SHIFT, 256))
-        numbered = (ranges, pointer(cells), pointer(runs), chunk_rows)
-        _NUMBER(device, (NUMBERED,), numbered, (columns, CELL_BITS, LEAST_SHIFT, NUMBERED))
-        args = (pointer(coords), ranges, pointer(runs), keys, pointer(found), n, room, lost)
-        _KEYS(device, (ceil_div(n, 512),), args, (columns, CELL_BITS, 512))
+    counted = (ranges, table.arena[KEYS], info, table.arena[STATUS], pointer(cells), programs)
+    _COUNT(device, (programs,), counted, (columns, shifts, CELL_BITS, LEAST_SHIFT, 256))
+    numbered = (ranges, pointer(cells), pointer(runs), chunk_rows)
+    _NUMBER(device, (NUMBERED,), numbered, (columns, CELL_BITS, LEAST_SHIFT, NUMBERED))
+    args = (pointer(coords), ranges, pointer(runs), keys, pointer(found), n, room, lost)
+    _KEYS(device, (ceil_div(n, 512),), args, (columns, CELL_BITS, 512))
     return found
 
 

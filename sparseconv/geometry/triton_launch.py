@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import ctypes
 import inspect
-import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,6 +26,8 @@ CREW, MOST_REGISTERS = 4, 128
 NUM_GATES = 7
 #: arguments of the launcher that kernels share: those of the longest, and two that Triton adds
 SHARED_ARGUMENTS = 32
+#: what stands in a report where its kernel has yet to write: no number that any would
+UNWRITTEN = int.from_bytes(b"\x80" * 8, "little", signed=True)
 Pointer = Any  # an address on a card; a tensor where kernels are interpreted
 
 
@@ -78,7 +80,8 @@ class Launcher:
         """What launches on a device with these constants: called with both sides of the grid and the arguments."""
         ready = self._ready.get((device_index, constants))
         if ready is None:
-            ready = self._ready[device_index, constants] = self._prepare(constants, device_index)
+            with torch.cuda.device(device_index):
+                ready = self._ready[device_index, constants] = self._prepare(constants, device_index)
         return ready
 
     def ahead(self, device: torch.device, constants: tuple) -> None:
@@ -120,17 +123,14 @@ class Launcher:
             kernel, rest = self.compile(constants), constants
             run = kernel.run
         function, metadata = kernel.function, kernel.packed_metadata
-        if at_once is not None:
-            start, how = at_once
+        start, how = (run, ()) if at_once is None else (at_once[0], (*at_once[1], None, None))
+        told = (function, *how, metadata, None, None, None)
 
-            def launch(x: int, y: int, args: tuple) -> None:
-                stream = stream_of(device_index)
-                start(x, y, 1, stream, function, *how, None, None, metadata, None, None, None, *args, *rest)
-
-        else:
-
-            def launch(x: int, y: int, args: tuple) -> None:
-                run(x, y, 1, stream_of(device_index), function, metadata, None, None, None, *args, *rest)
+        def launch(x: int, y: int, args: tuple) -> None:
+            if _current_device() != device_index:
+                with torch.cuda.device(device_index):
+                    return launch(x, y, args)
+            start(*((x, y, 1, stream_of(device_index)) + told + args + rest))
 
         return launch
 
@@ -209,9 +209,11 @@ class Arena:
     """
 
     def __init__(self, device: torch.device, arrays: Sequence[tuple[torch.dtype, int]], zeroed: int = 0) -> None:
-        sizes = [(length * dtype.itemsize + 127) & -128 for dtype, length in arrays]
-        starts = [0, *itertools.accumulate(sizes)]
-        total, clean = starts[-1], starts[zeroed]
+        starts, total = [], 0
+        for dtype, length in arrays:
+            starts.append(total)
+            total += (length * dtype.itemsize + 127) & -128
+        clean = starts[zeroed] if zeroed < len(starts) else total
         if total and clean == total:
             self.memory = torch.zeros(total, dtype=torch.uint8, device=device)
         else:
@@ -220,10 +222,14 @@ class Arena:
                 self.memory.narrow(0, 0, clean).zero_()
         self._arrays = arrays
         self._starts = starts
-        self._address = 0 if INTERPRETED else self.memory.data_ptr()
+        if INTERPRETED:
+            self.pointers: list[Pointer] = [self.tensor(index) for index in range(len(arrays))]
+        else:
+            address = self.memory.data_ptr()
+            self.pointers = [address + start for start in starts]
 
     def __getitem__(self, index: int) -> Pointer:
-        return self.tensor(index) if INTERPRETED else self._address + self._starts[index]
+        return self.pointers[index]
 
     def length_before(self, index: int) -> int:
         """Bytes before the i-th array."""
@@ -252,8 +258,8 @@ class Arena:
 class Report:
     """Integers (L,) int64 that a kernel leaves in pinned memory; queue more work before `read`, and nobody waits.
 
-    It is made, and its kernel launched, on one stream. The memory goes back to a stock of that stream: whoever takes it
-    next launches a later kernel, so that a report which nobody reads need not be waited for.
+    It is made, and its kernel launched, on one stream. A number has arrived where it is not `UNWRITTEN`, so no event is
+    recorded, and nobody waits for the end of the kernel. The memory goes back to a stock of that stream.
     """
 
     _slip: _Slip | None = None
@@ -261,41 +267,38 @@ class Report:
     def __init__(self, length: int, device: torch.device) -> None:
         self._length = length
         self._values: list[int] | None = None
-        self._sent, self._noted = False, False
-        room = max(64, power_of_2(length))
-        if INTERPRETED:
-            self._stock: list[_Slip] = []
-        else:
-            self._stock = _stock(device.index, driver.active.get_current_stream(device.index), room)
+        room = 64 if length <= 64 else power_of_2(length)
+        self._stock = [] if INTERPRETED else _stock(device.index, _current_stream(device.index), room)
         try:
-            self._slip = self._stock.pop()
+            slip = self._stock.pop()
+            if not slip.has(slip.length):  # nobody read it, and its kernel has yet to write
+                self._stock.insert(0, slip)
+                slip = _Slip(room, device)
         except IndexError:
-            self._slip = _Slip(room, device)
-        self.pointer = self._slip.pointer
-
-    def sent(self, noted: bool = True) -> None:
-        """Note that the kernel which writes it was launched; not ``noted``: a read follows, before any other launch."""
-        if self._slip is not None and self._slip.event is not None:
-            if noted:
-                self._slip.event.record(self._slip.stream)
-            self._sent, self._noted = True, noted
+            slip = _Slip(room, device)
+        slip.clear(length)
+        self._slip, self.pointer = slip, slip.pointer
 
     @property
     def has_arrived(self) -> bool:
         """Whether `read` would wait for nothing."""
         slip = self._slip
-        return slip is None or not self._sent or bool((slip.event if self._noted else slip.stream).query())
+        return slip is None or slip.has(self._length)
 
     def read(self) -> list[int]:
-        """The integers; waits for the kernel."""
-        slip = self._slip
-        if self._values is None and slip is not None:
-            if self._sent:
-                (slip.event if self._noted else slip.stream).synchronize()
+        """The integers; waits for the kernel. Raises RuntimeError where that failed."""
+        slip, over = self._slip, False
+        while self._values is None and slip is not None:
             values = slip.values[: self._length]
-            if self._values is None:  # a thread that was faster may have given the memory away meanwhile
-                self._values = values
-            self._give_back()
+            if UNWRITTEN not in values:
+                if self._values is None:  # a thread that was faster may have given the memory away meanwhile
+                    self._values = values
+                self._give_back()
+            elif over:
+                raise RuntimeError("a report is read whose kernel was not launched")
+            else:
+                over = slip.stream is None or slip.stream.query()  # raises what a kernel failed with
+                time.sleep(0)  # for other threads
         return self._values or []
 
     def _give_back(self) -> None:
@@ -316,9 +319,6 @@ class KeptReport:
         self._values = torch.empty(length, dtype=torch.int64, device=device)
         self.pointer = pointer(self._values)
 
-    def sent(self) -> None:
-        """Nothing is on its way."""
-
     def read(self) -> list[int]:
         """Raises RuntimeError."""
         raise RuntimeError(
@@ -336,25 +336,29 @@ class Unseen:
 
 
 class _Slip:
-    """Pinned memory for one report, and the moment from which it can be read."""
+    """Pinned memory for one report, and the stream whose kernels write it."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.memory = torch.empty(length, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.pointer = pointer(self.memory)
         #: the same integers for Python, at a fraction of what a tensor takes
         self.values = (ctypes.c_int64 * length).from_address(self.memory.data_ptr())
-        self.event: Any = None if INTERPRETED else torch.cuda.Event()
-        self.stream: Any = None if INTERPRETED else stream_of(device)
+        self.stream: Any = None if INTERPRETED else _stream(device.index, _current_stream(device.index))
+        self.length = 0
+
+    def clear(self, length: int) -> None:
+        """Wait for so many numbers from now on."""
+        self.length = length
+        ctypes.memset(self.values, 0x80, 8 * length)
+
+    def has(self, length: int) -> bool:
+        """Whether so many numbers were written."""
+        return UNWRITTEN not in self.values[:length]
 
 
 @cache
 def _stock(index: int, stream: int, length: int) -> list[_Slip]:
     return []
-
-
-def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The current stream of a device, at a fraction of what torch.cuda.current_stream costs the host."""
-    return _stream(device.index, driver.active.get_current_stream(device.index))
 
 
 @cache
@@ -383,7 +387,7 @@ def gates_of(device: torch.device, unseen: Unseen | None = None) -> Pointer:
         return pointer(unseen.gates)
     if INTERPRETED:
         return torch.zeros(NUM_GATES + 1, dtype=torch.int32)
-    return _gates(device.index, driver.active.get_current_stream(device.index)).data_ptr()
+    return _gates(device.index, _current_stream(device.index)).data_ptr()
 
 
 @cache
@@ -412,26 +416,10 @@ def leave(gates_ptr, programs, NUM_GATES: tl.constexpr):
             tl.store(gates_ptr + gate, 0)
 
 
-def on_device(device: torch.device) -> Any:
-    """A context in which kernels go to ``device``; free of charge where it is the current one."""
-    if INTERPRETED or device.index == _current_device():
-        return _NOTHING
-    return torch.cuda.device(device)
-
-
 #: torch.cuda.current_device without its look at whether CUDA is set up, which a tensor on a card says
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
+#: the address of the current stream of a device
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 
 if not INTERPRETED and torch.cuda.is_initialized():  # kernels will be asked for: 0.5 s beside the imports that follow

@@ -23,7 +23,6 @@ from sparseconv.geometry.triton_launch import (
     Pointer,
     Unseen,
     ceil_div,
-    on_device,
     pointer,
 )
 from sparseconv.geometry.triton_order import Passes, sort_rows
@@ -127,20 +126,18 @@ class WindowSearch:
         counters = self._counters = Counters(table, taps, self.chunks)
         #: the counts of the edges, on their way to the host
         self.pending = PendingCounts(taps, table)
-        with on_device(device):
-            if narrow and 0 < n <= FUSED_ROWS and taps:
-                launch_search(self, scratch, counters, self.pending)
-            else:
-                if self.is_local:
-                    launch_around(table, scratch[AROUND], blocks)
-                if n and taps and narrow:
-                    launch_masks(self, window.key_words, scratch[SORT_KEYS], counters, n, KEY_BITS, 0)
-                elif n and taps:
-                    totals, counts = counters.pointers
-                    args = (pointer(self.neighbors), counts, totals, n, self.chunks)
-                    _COUNT(device, (self.chunks, taps), args, (self.chunk_rows, 128))
-                scan_counts(counters, scratch[STARTS], self.pending, table)
-        self.pending.report.sent()
+        if narrow and 0 < n <= FUSED_ROWS and taps:
+            launch_search(self, scratch, counters, self.pending)
+        else:
+            if self.is_local:
+                launch_around(table, scratch[AROUND], blocks)
+            if n and taps and narrow:
+                launch_masks(self, window.key_words, scratch[SORT_KEYS], counters, n, KEY_BITS, 0)
+            elif n and taps:
+                totals, counts = counters.pointers
+                args = (pointer(self.neighbors), counts, totals, n, self.chunks)
+                _COUNT(device, (self.chunks, taps), args, (self.chunk_rows, 128))
+            scan_counts(counters, scratch[STARTS], self.pending, table)
         aside = current()
         self.moment = None if aside is None else aside.moment()
         return scratch
@@ -237,8 +234,7 @@ class WindowSearch:
         planes = torch.empty(taps, n, dtype=torch.int32, device=self.coords.device)
         if n and taps:
             args = (*self.pointers, pointer(planes), n, self.capacity)
-            with on_device(planes.device):
-                _PLANES(planes.device, (ceil_div(n, 128), self.window.num_runs), args, (*self.constants, 128))
+            _PLANES(planes.device, (ceil_div(n, 128), self.window.num_runs), args, (*self.constants, 128))
         return planes
 
 
@@ -281,15 +277,13 @@ def row_keys(
     ranked = tap_order(search.window.offsets) if significance is None else tuple(significance)
     keys = torch.empty(len(parts), n, dtype=torch.int64 if wide else torch.int32, device=device)
     if n and taps and taps <= KEY_BITS and search.given is None:
-        with on_device(device):
-            search.kept.append(words := key_words(ranked, parts, device))
-            launch_masks(search, words, pointer(keys), None, chunk, room, lost, len(parts))
+        search.kept.append(words := key_words(ranked, parts, device))
+        launch_masks(search, words, pointer(keys), None, chunk, room, lost, len(parts))
     elif n and taps:
         search.kept.append(bits := _key_bits(ranked, parts, WIDE_KEY_BITS if wide else KEY_BITS, device))
         args = (pointer(search.neighbors), pointer(bits), pointer(keys), n, taps, chunk, room, lost)
-        with on_device(device):
-            launcher = _PLANE_KEYS_WIDE if wide else _PLANE_KEYS
-            launcher(device, (ceil_div(n, 128), len(parts)), args, (wide, 128))
+        launcher = _PLANE_KEYS_WIDE if wide else _PLANE_KEYS
+        launcher(device, (ceil_div(n, 128), len(parts)), args, (wide, 128))
     return keys
 
 

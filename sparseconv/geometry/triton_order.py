@@ -13,7 +13,6 @@ from sparseconv.geometry.triton_launch import (
     Pointer,
     ceil_div,
     crew_of,
-    on_device,
     pointer,
 )
 
@@ -102,12 +101,11 @@ class Passes:
         """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `words`."""
         counting = min(crew_of(device, self._counted, 1), 1024)
         passes, states = self._passes, self._states
-        with on_device(device):
-            counted = (keys, scratch, self.n, states, counting)
-            DIGITS(device, (counting,), counted, (self._bits, passes, COUNT_WARPS, COUNT_STEPS))
-            for turn in range(passes):
-                args = (keys, scratch, order, self.n, states, counting, turn, passes, self._tiles)
-                MOVE(device, (self._tiles + (turn == 0) * passes,), args, (self._bits, WARPS, self._steps, LOOK))
+        counted = (keys, scratch, self.n, states, counting)
+        DIGITS(device, (counting,), counted, (self._bits, passes, COUNT_WARPS, COUNT_STEPS))
+        for turn in range(passes):
+            args = (keys, scratch, order, self.n, states, counting, turn, passes, self._tiles)
+            MOVE(device, (self._tiles + (turn == 0) * passes,), args, (self._bits, WARPS, self._steps, LOOK))
 
 
 def _digits(bits: int) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from sparseconv.geometry.aside import Moment
 from sparseconv.geometry.triton_cube_pairs import list_cube
-from sparseconv.geometry.triton_launch import Launcher, ceil_div, on_device, pointer, power_of_2
+from sparseconv.geometry.triton_launch import Launcher, ceil_div, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
 from sparseconv.geometry.triton_window import Ints, encode_window, entry_of, look, take
@@ -50,15 +50,14 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
             *search.pointers, scratch[STARTS], pointer(pending.offsets), pointer(in_rows), pointer(out_rows),
             n, search.capacity, search.chunks, window.num_taps,
         )  # fmt: skip
-        with on_device(device):
-            if search.unseen is not None and most < search.most_edges:
-                known = (pointer(pending.offsets), pointer(search.unseen.fault), most, window.num_taps)
-                _CONFINE(device, (1,), known, (power_of_2(window.num_taps + 1),))
-            if search.is_cube:
-                list_cube(search, in_rows, out_rows)
-            else:
-                grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
-                _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
+        if search.unseen is not None and most < search.most_edges:
+            known = (pointer(pending.offsets), pointer(search.unseen.fault), most, window.num_taps)
+            _CONFINE(device, (1,), known, (power_of_2(window.num_taps + 1),))
+        if search.is_cube:
+            list_cube(search, in_rows, out_rows)
+        else:
+            grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
+            _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
     return in_rows, out_rows, offsets
 
 
@@ -183,9 +182,8 @@ def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:
     taps, n = neighbors.shape
     table = torch.full((taps, num_in), -1, dtype=torch.int32, device=neighbors.device)
     if taps and n:
-        with on_device(neighbors.device):
-            args = (pointer(neighbors), pointer(table), n, num_in)
-            _REVERSE(neighbors.device, (ceil_div(n, 1024), taps), args, (1024,))
+        args = (pointer(neighbors), pointer(table), n, num_in)
+        _REVERSE(neighbors.device, (ceil_div(n, 1024), taps), args, (1024,))
     return table
 
 

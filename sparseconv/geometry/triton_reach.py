@@ -20,7 +20,6 @@ from sparseconv.geometry.triton_launch import (
     ceil_div,
     crew_of,
     gates_of,
-    on_device,
     pointer,
 )
 from sparseconv.geometry.triton_reach_kernels import CLAIM, DECODE, EMIT, EMIT_UNSEEN, MARK
@@ -66,8 +65,7 @@ def reach(
     sizes = _sizes(coords, moves, extent, batch_size)
     if sizes is None:
         return None
-    with on_device(coords.device):
-        return (_marked if sizes.cells <= MOST_MARKED else _claimed)(coords, moves, sizes)
+    return (_marked if sizes.cells <= MOST_MARKED else _claimed)(coords, moves, sizes)
 
 
 def reach_unseen(
@@ -102,11 +100,10 @@ def reach_unseen(
     reached = torch.empty(rows, columns, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     report = torch.empty(2, dtype=torch.int64, device=device)
-    with on_device(device):
-        arena = _mark(coords, moves, sizes, pointer(report), unseen)
-        found = (arena[FOUND], arena[PLACES], arena[STARTS], pointer(reached))
-        more = (pointer(report), pointer(count), pointer(unseen.fault))
-        EMIT_UNSEEN(device, (ceil_div(rows, 32),), (*found, *more, rows, *sizes.box), (columns - 1, 32))
+    arena = _mark(coords, moves, sizes, pointer(report), unseen)
+    found = (arena[FOUND], arena[PLACES], arena[STARTS], pointer(reached))
+    more = (pointer(report), pointer(count), pointer(unseen.fault))
+    EMIT_UNSEEN(device, (ceil_div(rows, 32),), (*found, *more, rows, *sizes.box), (columns - 1, 32))
     return reached, count, moves.data
 
 
@@ -205,7 +202,6 @@ def _marked(coords: torch.Tensor, moves: _Moves, sizes: _Sizes) -> torch.Tensor:
     columns, device = coords.shape[1], coords.device
     report = Report(2, device)
     arena = _mark(coords, moves, sizes, report.pointer)
-    report.sent()
     count, words = report.read()
     reached = torch.empty(count, columns, dtype=torch.int32, device=device)
     if count:

@@ -18,7 +18,6 @@ from sparseconv.geometry.triton_launch import (
     ceil_div,
     crew_of,
     gates_of,
-    on_device,
     pointer,
     power_of_2,
 )
@@ -33,7 +32,7 @@ FUSED_ROWS = 600_000
 MAX_ROWS = 2**29
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CoordinateTable:
     """Occupied blocks of cells, found by open addressing; everything stays on the device.
 
@@ -61,7 +60,7 @@ class CoordinateTable:
 
     @property
     def blocked(self) -> bool:
-        return any(self.shifts)
+        return self.shifts[-1] > 0
 
     @property
     def has_duplicates(self) -> bool:
@@ -108,8 +107,7 @@ def measure_ranges(coords: torch.Tensor, out: torch.Tensor | None = None) -> tor
     if out is None:
         out = torch.zeros(coords.shape[1], 2, dtype=torch.int32, device=coords.device)
     if coords.shape[0]:
-        with on_device(coords.device):
-            _launch_ranges(coords, pointer(out))
+        _launch_ranges(coords, pointer(out))
     return out
 
 
@@ -119,12 +117,12 @@ def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]
         raise ValueError("the ranges of this table were given: they are not in its arena")
     if table.report is not None:
         found, overflow, *encoded = table.report.read()
-        ranges = _decode(list(zip(encoded[::2], encoded[1::2])))
+        ranges = _decode(encoded)
     else:
         status, spread = table.arena.read(STATUS, RANGES)
         found, overflow = status.tolist()
-        ranges = decode_ranges(spread.view(-1, 2))
-    table.read.update(distinct=found & 0xFFFFFFFF, overflow=overflow)
+        ranges = decode_ranges(spread)
+    table.read["distinct"], table.read["overflow"] = found & 0xFFFFFFFF, overflow
     if table.blocked:
         table.read["blocks"] = found >> 32
     return ranges
@@ -132,11 +130,11 @@ def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]
 
 def decode_ranges(ranges: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(low, high) of each column, inclusive, on the host; waits for the device. No row: low > high."""
-    return _decode([(hi & 0xFFFFFFFF, lo & 0xFFFFFFFF) for hi, lo in ranges.tolist()])
+    return _decode([v & 0xFFFFFFFF for v in ranges.flatten().tolist()])
 
 
-def _decode(encoded: list[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(2**31 - 1 - lo for _, lo in encoded), tuple(hi - 2**31 for hi, _ in encoded)
+def _decode(encoded: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple([2**31 - 1 - v for v in encoded[1::2]]), tuple([v - 2**31 for v in encoded[::2]])
 
 
 def build_table(
@@ -145,7 +143,6 @@ def build_table(
     *,
     blocked: bool | None = None,
     reported: bool = False,
-    awaited: bool = False,
     unseen: Unseen | None = None,
     checked: bool = False,
 ) -> CoordinateTable:
@@ -153,10 +150,10 @@ def build_table(
 
     ``ranges`` are those of ``measure_ranges`` where they are known; ``blocked=False`` makes a table of single cells.
     Duplicate rows and key overflow are found on the device: `raise_for_status` reports them at the next reading.
-    ``reported`` sends status and ranges to the host, for a `read_table` that follows; ``awaited``: at once. With given
-    ranges, rows outside of them are in no cell and never found; so are the dead ones of ``unseen`` rows, whose batch
-    item is negative. ``checked``: their fault flag is raised, on the device, unless the first ``count`` rows alone are
-    real, and the table has as many cells.
+    ``reported`` sends status and ranges to the host, for a `read_table` that follows. With given ranges, rows outside
+    of them are in no cell and never found; so are the dead ones of ``unseen`` rows, whose batch item is negative.
+    ``checked``: their fault flag is raised, on the device, unless the first ``count`` rows alone are real, and the
+    table has as many cells.
     """
     n, columns = coords.shape
     if n >= MAX_ROWS:
@@ -167,39 +164,33 @@ def build_table(
         blocked = n > SINGLE_CELL_ROWS
     shifts = (0, *BLOCK_SHIFTS[columns - 1]) if blocked else (0,) * columns
     capacity = max(64, n + n // 2) if blocked else max(64, 2 * n)
-    chunks = -(-n // rows_per_chunk(n))
     # two windows on the rows themselves or on coarser ones, 16 taps and 32: their totals before their counts
-    spare = [(0, 16 * chunks + 96), (16 * chunks + 96, 32 * chunks + 96)]
-    i32, i64, some = torch.int32, torch.int64, max(1, n)
-    arrays = [(i64, 2 * capacity), (i64, 2), (i32, 2 * columns), (i32, sum(spare[1]))]
+    unit = 16 * -(-n // rows_per_chunk(n))
+    spare = [(0, unit + 96), (unit + 96, 2 * unit + 96)]
+    i32, i64, some = torch.int32, torch.int64, n or 1
+    arrays = [(i64, 2 * capacity), (i64, 2), (i32, 2 * columns), (i32, 3 * unit + 192)]
     if blocked:
-        arrays += [(i32, capacity), (i64, 2 * some), (i64, some), (i32, some), (i64, some)]
+        arrays += ((i32, capacity), (i64, 2 * some), (i64, some), (i32, some), (i64, some))
     fused = blocked and 0 < n <= FUSED_ROWS
-    arena = Arena(device, arrays, zeroed=0 if fused else 4)
-    spread = arena[RANGES] if ranges is None else pointer(ranges)
-    if blocked:
-        pointers = (spread, arena[SLOTS], arena[IDS], arena[INFOS], arena[ROWS])
-    else:
-        pointers = (spread, arena[SLOTS], arena[COUNTS], arena[SLOTS], arena[COUNTS])
-    reported = reported and fused and ranges is None
-    report = Report(2 + 2 * columns, device) if reported else None
+    arena = Arena(device, arrays, 0 if fused else 4)
+    places = arena.pointers
+    spread = places[RANGES] if ranges is None else pointer(ranges)
+    ids, infos, rows = (IDS, INFOS, ROWS) if blocked else (COUNTS, SLOTS, COUNTS)
+    pointers = (spread, places[SLOTS], places[ids], places[infos], places[rows])
+    report = Report(2 + 2 * columns, device) if reported and fused and ranges is None else None
     table = CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare, report, unseen)
-    if n:
-        with on_device(device):
-            if fused:
-                _launch_table(table, unseen if checked else None)
-                if report is not None:
-                    report.sent(noted=not awaited)
-                return table
-            if ranges is None:
-                _launch_ranges(coords, spread)
-            _launch_build(table, unseen if checked else None)
+    if fused:
+        _launch_table(table, unseen if checked else None)
+    elif n:
+        if ranges is None:
+            _launch_ranges(coords, spread)
+        _launch_build(table, unseen if checked else None)
     return table
 
 
 def rows_per_chunk(n: int) -> int:
     """Rows whose edges are counted together: at most about sixteen thousand chunks."""
-    return max(128, power_of_2(max(1, n)) // 16384)
+    return 128 if n <= 1 << 21 else power_of_2(n) >> 14
 
 
 def encode_ranges(low: Sequence[int], high: Sequence[int]) -> torch.Tensor:
@@ -221,8 +212,7 @@ def lookup(table: CoordinateTable, coords: torch.Tensor) -> torch.Tensor:
         constants = (coords.shape[1], pack_shifts(table.shifts), table.blocked, 128)
         grid = (ceil_div(coords.shape[0], 128),)
         args = (pointer(coords), *table.pointers, pointer(found), coords.shape[0], table.capacity)
-        with on_device(coords.device):
-            LOOKUP(coords.device, grid, args, constants)
+        LOOKUP(coords.device, grid, args, constants)
     return found
 
 
@@ -271,16 +261,16 @@ def _width(columns: int) -> int:
 def _launch_table(table: CoordinateTable, checked: Unseen | None) -> None:
     arena, coords = table.arena, table.coords
     n, columns = coords.shape
-    programs = crew_of(coords.device, ceil_div(n, 128))
-    arrays = [arena[array] for array in (SLOTS, STATUS, IDS, INFOS, KEYS, ROWS, ENTRIES)]
-    zeros = arena.length_before(IDS) // 4
-    report = arena[STATUS] if table.report is None else table.report.pointer
-    told = _told(table, checked)
-    sizes = (n, table.capacity, zeros, programs)
-    args = (pointer(coords), table.pointers[0], *arrays, gates_of(coords.device, table.unseen), report, *told, *sizes)
+    device, places = coords.device, arena.pointers
+    programs = crew_of(device, ceil_div(n, 128))
+    args = (
+        pointer(coords), table.pointers[0], *places[:RANGES], *places[IDS:], gates_of(device, table.unseen),
+        places[STATUS] if table.report is None else table.report.pointer, *_told(table, checked),
+        n, table.capacity, arena.length_before(IDS) // 4, programs,
+    )  # fmt: skip
     measured, reported = table.given_ranges is not None, table.report is not None
     shape = columns, _width(columns), pack_shifts(table.shifts)
-    TABLE(coords.device, (programs,), args, (*shape, measured, reported, checked is not None, 128, 512, NUM_GATES))
+    TABLE(device, (programs,), args, (*shape, measured, reported, checked is not None, 128, 512, NUM_GATES))
 
 
 def _told(table: CoordinateTable, checked: Unseen | None) -> tuple[Pointer, Pointer]:

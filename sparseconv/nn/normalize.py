@@ -60,7 +60,6 @@ class Kernels:
     reduce: Any
     input_grad: Any
     at: Callable[[torch.Tensor], Any]  # what a launch takes for a tensor
-    on: Callable[[torch.device], Any]
     units: int
     constants: tuple[int, int, int]  # UNIT, BLOCK_N, BLOCK_C
     grids: tuple[tuple[int, int], ...]  # (parts, blocks of channels) of statistics, reduce, and of passes that write
@@ -97,8 +96,8 @@ def kernels(
 @cache
 def _launchers(
     x: torch.dtype, weight: torch.dtype | None, running: torch.dtype | None
-) -> tuple[Any, Any, Any, Any, Any, Any]:
-    from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, on_device, pointer
+) -> tuple[Any, Any, Any, Any, Any]:
+    from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, pointer
     from sparseconv.nn import triton_norm
 
     w, r, sums, tracked = weight or x, running or x, torch.float32, x if running is None else torch.int64
@@ -111,7 +110,6 @@ def _launchers(
         Launcher(triton_norm.reduce_kernel, (x, x, x, w, w, sums, sums, x, count, *(int,) * 6, number), 8),
         Launcher(triton_norm.input_grad_kernel, (x, x, w, w, sums, sums, w, w, x, count, *(int,) * 6, number), 8),
         pointer if INTERPRETED else torch.Tensor.data_ptr,
-        on_device,
     )
 
 
@@ -152,13 +150,12 @@ def forward(
     y = torch.empty_like(x)
     kept = torch.empty(run.size, dtype=torch.float32, device=device)
     count, counted = _count_of(run, kept, norm)
-    with run.on(device):
-        run.statistics(
-            *(device, run.grids[0]),
-            (run.at(x), run.beyond(kept), count, x.shape[0], run.units, counted),
-            run.constants,
-        )
-        _normalize(run, x, weight, bias, residual, norm, run.grids[0][0], kept, y)
+    run.statistics(
+        *(device, run.grids[0]),
+        (run.at(x), run.beyond(kept), count, x.shape[0], run.units, counted),
+        run.constants,
+    )
+    _normalize(run, x, weight, bias, residual, norm, run.grids[0][0], kept, y)
     if norm.running is not None:
         torch.autograd.graph.increment_version(norm.running)
     return y, kept
@@ -177,8 +174,7 @@ def again(
     run = _kernels_of(x, weight, norm)
     apart = onto is not None and (onto.stride(0) % run.constants[0] or onto.data_ptr() % 16)
     y = torch.empty_like(x) if onto is None or apart else onto
-    with run.on(x.device):
-        _normalize(run, x, weight, bias, None, norm, 0, kept, y)
+    _normalize(run, x, weight, bias, None, norm, 0, kept, y)
     return onto.copy_(y) if onto is not None and apart else y
 
 
@@ -258,21 +254,20 @@ def backward(
     else:
         dz, dz_row, slope, y_at = torch.empty_like(x), run.units, 1.0, at(y)
     dz_at = at(dz)
-    with run.on(device):
-        run.reduce(
-            *(device, run.grids[1]),
-            (
-                *(at(grad), none, y_at, *affine, statistics, sums, dz_at, count),
-                *(rows, run.units, grad_row, int(y is not None), has_affine, counted, norm.slope),
-            ),
-            run.constants,
-        )
-        run.input_grad(
-            *(device, run.grids[2]),
-            (
-                *(dz_at, none, *affine, statistics, sums, *affine_grad, at(dx), count),
-                *(rows, run.units, dz_row, run.grids[1][0], has_affine, counted, slope),
-            ),
-            run.constants,
-        )
+    run.reduce(
+        *(device, run.grids[1]),
+        (
+            *(at(grad), none, y_at, *affine, statistics, sums, dz_at, count),
+            *(rows, run.units, grad_row, int(y is not None), has_affine, counted, norm.slope),
+        ),
+        run.constants,
+    )
+    run.input_grad(
+        *(device, run.grids[2]),
+        (
+            *(dz_at, none, *affine, statistics, sums, *affine_grad, at(dx), count),
+            *(rows, run.units, dz_row, run.grids[1][0], has_affine, counted, slope),
+        ),
+        run.constants,
+    )
     return dx, weight_grad, bias_grad, dz

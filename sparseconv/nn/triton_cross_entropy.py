@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, ceil_div, on_device, pointer, power_of_2
+from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, ceil_div, pointer, power_of_2
 
 #: logits of a tile, and programs of a launch at most
 TILE, MOST_PARTS = 2048, 1024
@@ -19,10 +19,9 @@ def forward(logits: torch.Tensor, target: torch.Tensor, ignored: int, mean: bool
     parts = 1 if INTERPRETED else min(MOST_PARTS, ceil_div(rows, block_n))
     sums = torch.empty(2, parts, dtype=torch.float32, device=device)
     result = torch.empty(2, dtype=torch.float32, device=device)
-    with on_device(device):
-        args = (pointer(logits), pointer(target), pointer(sums), rows, classes, ignored)
-        _LOSSES(device, (parts,), args, (block_n, block_c))
-        _MEAN(device, (1,), (pointer(sums), pointer(result), parts, int(mean)), (MOST_PARTS,))
+    args = (pointer(logits), pointer(target), pointer(sums), rows, classes, ignored)
+    _LOSSES(device, (parts,), args, (block_n, block_c))
+    _MEAN(device, (1,), (pointer(sums), pointer(result), parts, int(mean)), (MOST_PARTS,))
     return result[0], result[1:]
 
 
@@ -33,9 +32,8 @@ def backward(
     count, classes = logits.shape
     block_n, block_c = _blocks(classes)
     out, grad = torch.empty_like(logits), grad / rows  # a new array: aligned
-    with on_device(logits.device):
-        args = (*map(pointer, (grad, logits, target, out)), count, classes, ignored)
-        _GRADIENT(logits.device, (ceil_div(count, block_n),), args, (block_n, block_c))
+    args = (*map(pointer, (grad, logits, target, out)), count, classes, ignored)
+    _GRADIENT(logits.device, (ceil_div(count, block_n),), args, (block_n, block_c))
     return out
 
 

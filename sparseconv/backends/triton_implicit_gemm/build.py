@@ -11,7 +11,7 @@ from sparseconv.backends.triton_implicit_gemm.build_kernels import CUBE_TILES, R
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
 from sparseconv.geometry.aside import building, current
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.triton_launch import Arena, Pointer, ceil_div, on_device, pointer, power_of_2
+from sparseconv.geometry.triton_launch import Arena, Pointer, ceil_div, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
 from sparseconv.geometry.triton_order import sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges, ReversedEdges
@@ -121,16 +121,15 @@ def make_tiles(
             pointer(weight_taps), table, out_rows, slots_of if split else out_rows, counts, tile_rows, tile_taps,
             n, search.window.num_runs, taps, search.capacity, slots, padded // block_m, lines, room,
         )  # fmt: skip
-        with on_device(device):
-            if cube:
-                CUBE_TILES(device, (tiles,), args, (block_m, power_of_2(room)))
-            else:
-                constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
-                (TILES_64 if wide else TILES)(device, (tiles,), args, constants)
-            if in_order:
-                torch.arange(tiles, dtype=torch.int32, device=device, out=schedule.tile_order)
-            else:
-                _rank(counts, launch_order, tiles, lines, device)
+        if cube:
+            CUBE_TILES(device, (tiles,), args, (block_m, power_of_2(room)))
+        else:
+            constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
+            (TILES_64 if wide else TILES)(device, (tiles,), args, constants)
+        if in_order:
+            torch.arange(tiles, dtype=torch.int32, device=device, out=schedule.tile_order)
+        else:
+            _rank(counts, launch_order, tiles, lines, device)
     return schedule
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.backends.triton_implicit_gemm.jobs import Jobs
-from sparseconv.geometry.triton_launch import Arena, Launcher, ceil_div, on_device, pointer, power_of_2
+from sparseconv.geometry.triton_launch import Arena, Launcher, ceil_div, pointer, power_of_2
 
 #: pairs of a job and a tap that one program compares
 CELLS = 512
@@ -28,8 +28,7 @@ def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> J
     arena = Arena(device, ((_I64, count), (_I64, count), (_I32, count), (_I32, taps + 1)))
     lanes, block = _constants(taps)
     args = (pointer(tap_offsets), arena[0], arena[1], arena[2], arena[3], taps, count, quantum)
-    with on_device(device):
-        _JOBS(device, (ceil_div(count, block),), args, (lanes, block))
+    _JOBS(device, (ceil_div(count, block),), args, (lanes, block))
     return PackedJobs(arena)
 
 

@@ -337,11 +337,9 @@ def _dense_first(schedule: Schedule) -> torch.Tensor:
     if not counts.is_cuda:
         return torch.sort(counts, descending=True, stable=True).indices.to(torch.int32)
     from sparseconv.backends.triton_implicit_gemm.build import rank_tiles  # Triton is loaded where it is used
-    from sparseconv.geometry.triton_launch import on_device
 
     order = torch.empty_like(counts)
-    with on_device(counts.device):
-        rank_tiles(counts, order, taps)
+    rank_tiles(counts, order, taps)
     return order
 
 

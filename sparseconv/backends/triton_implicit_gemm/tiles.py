@@ -11,7 +11,7 @@ import triton.language as tl
 from sparseconv.backends.triton_implicit_gemm.build import rank_tiles
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.triton_launch import Launcher, on_device, pointer, power_of_2
+from sparseconv.geometry.triton_launch import Launcher, pointer, power_of_2
 from sparseconv.geometry.triton_pairs import FoundEdges
 
 
@@ -56,8 +56,7 @@ def one_tap_schedule(kernel_map: KernelMap, block_m: int) -> Schedule:
     arrays = (*pairs, count, schedule.neighbors, schedule.out_rows, *lists)
     args = (*map(pointer, arrays), taps, slots, kernel_map.num_out)
     constants = (power_of_2(lists_of), SLOT_ALIGNMENT, block_m, each, room, power_of_2(room), unseen is not None)
-    with on_device(device):
-        _ONE_TAP(device, (runs,), args, constants)
+    _ONE_TAP(device, (runs,), args, constants)
     return schedule
 
 
@@ -69,9 +68,8 @@ def retile_on_gpu(schedule: Schedule, block_m: int) -> Schedule:
     lists = (new.tile_counts, new.tile_rows, new.tile_taps, new.tile_order)
     if tiles:
         args = (*map(pointer, (schedule.neighbors, *lists[:3])), slots, lines, room)
-        with on_device(device):
-            _LISTS(device, (tiles,), args, (block_m, 16, power_of_2(room)))
-            rank_tiles(new.tile_counts, new.tile_order, lines)
+        _LISTS(device, (tiles,), args, (block_m, 16, power_of_2(room)))
+        rank_tiles(new.tile_counts, new.tile_order, lines)
     return replace(new, neighbors=schedule.neighbors, out_rows=schedule.out_rows)
 
 
