@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 
-
 class _State(threading.local):
     aside: Aside | None = None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cache, cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.line_search import edges_by_lines
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
+
+if TYPE_CHECKING:
+    from sparseconv.geometry.triton_window import TapWindow
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,19 @@ class Window:
     def fine(self, coarse: torch.Tensor, tap: int) -> torch.Tensor:
         """What coords (M, 1+D) int64 of coarse voxels see through a tap, (M, 1+D) int64."""
         return coarse * _row((1, *self.stride), coarse) + _row((0, *self.offsets[tap]), coarse)
+
+    @cached_property
+    def is_strided(self) -> bool:
+        """Whether coarse voxels lie farther apart than fine ones, along an axis."""
+        return any(s != 1 for s in self.stride)
+
+    @cached_property
+    def encoded(self) -> dict[int, TapWindow]:
+        """The window as kernels on a device read it, on no torus, by the device's number."""
+        return {}
+
+    def __reduce__(self) -> tuple:
+        return Window, (self.projection, self.stride, self.offsets)
 
     @cached_property
     def symmetry(self) -> tuple[int | None, tuple[int, ...] | None]:
@@ -169,15 +185,12 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     identity, mirror = None, None
     if coarse is fine:
         identity, mirror = window.symmetry if torus is None else _symmetry(window, torus)
-    if fine.device.type == "cuda":
-        from sparseconv.geometry.triton_pairs import find_edges_on_gpu  # Triton is loaded where it is used
-
+    if fine.coords.is_cuda:
         most = None if fine.count is None else fine.most_pairs(coarse, window, boundary)  # type: ignore[attr-defined]
         with building() as aside:
-            source = find_edges_on_gpu(fine, coarse.coords, window.offsets, window.stride, torus, most)
-        found = KernelMap(
-            len(fine), len(coarse), len(window.offsets), source=source, identity_tap=identity, mirror=mirror
-        )
+            source = _on_gpu().find_edges_on_gpu(fine, coarse.coords, window, torus, most)
+        sizes = fine.num_voxels, coarse.num_voxels, len(window.offsets)
+        found = KernelMap(*sizes, source=source, identity_tap=identity, mirror=mirror)
         if aside is not None:
             aside.keep(found)
         if fine.count is not None:
@@ -193,6 +206,13 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     for tap in range(len(window.offsets)):
         table[tap] = fine.lookup(wrap(window.fine(queries, tap), torus))
     return KernelMap(len(fine), len(coarse), len(window.offsets), neighbors=table, identity_tap=identity, mirror=mirror)
+
+
+@cache
+def _on_gpu() -> Any:
+    from sparseconv.geometry import triton_pairs  # Triton is loaded where it is used
+
+    return triton_pairs
 
 
 def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:

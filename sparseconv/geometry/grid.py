@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -74,7 +74,7 @@ class VoxelGrid:
         self.batch_size = batch_size
         #: the bounding box of the voxels, without the batch
         self.extent = (
-            IndexRange(low[1:], tuple(h + 1 for h in high[1:])) if low else IndexRange((0,) * rank, (0,) * rank)
+            IndexRange(low[1:], tuple([h + 1 for h in high[1:]])) if low else IndexRange((0,) * rank, (0,) * rank)
         )
         if batch_size * math.prod(self.extent.shape) >= KEY_LIMIT:
             self._space  # noqa: B018 (raises)
@@ -103,9 +103,7 @@ class VoxelGrid:
         """The table of the rows that a grid on a GPU keeps."""
         table = self.derived.get("cells")
         if table is None:
-            from sparseconv.geometry.triton_table import build_table  # Triton is loaded where it is used
-
-            table = self.derived["cells"] = build_table(self.coords, reported=True)
+            table = self.derived["cells"] = _on_gpu()[0].build_table(self.coords, reported=True)
         return table
 
     @cached_property
@@ -172,9 +170,7 @@ class VoxelGrid:
         if coords.device != self.device:
             raise ValueError(f"coords are on {coords.device}, the grid is on {self.device}: move one of them")
         if self.device.type == "cuda" and len(self) and coords.dtype == torch.int32:
-            from sparseconv.geometry.triton_table import lookup  # Triton is loaded where it is used
-
-            return lookup(self.cells, coords).long()
+            return _on_gpu()[0].lookup(self.cells, coords).long()
         inside = self._space.contains(coords)
         return torch.where(inside, self._table.find(self._space.keys(coords.long())), -1)
 
@@ -194,7 +190,7 @@ class VoxelGrid:
         grid.batch_size, grid.origin, grid.extent, grid.coords = self.batch_size, self.origin, extent, coords
         grid.voxel_size = tuple(v * s for v, s in zip(self.voxel_size, scale))
         grid.derived = {}
-        if coords.device.type == "cuda":
+        if coords.is_cuda:
             grid.cells  # noqa: B018 (kept)
         return grid
 
@@ -353,34 +349,37 @@ def _bounds(coords: torch.Tensor) -> tuple[Ints, Ints]:
 
 def _measure(coords: torch.Tensor, table: CoordinateTable | None) -> tuple[Ints, Ints]:
     """Smallest and largest value of each column, read at once; where there is a table of the rows, from that."""
-    if table is None:
-        return _bounds(coords)
-    from sparseconv.geometry.triton_table import read_table  # Triton is loaded where it is used
-
-    return read_table(table)
+    return _bounds(coords) if table is None else _on_gpu()[0].read_table(table)
 
 
 def _table_on_gpu(coords: torch.Tensor) -> CoordinateTable | None:
     """A table of the rows of a grid on a GPU, on its way; None elsewhere, and where there is no row."""
-    if coords.device.type != "cuda" or coords.shape[0] == 0:
+    if not coords.is_cuda or coords.shape[0] == 0:
         return None
-    from sparseconv.geometry.triton_ahead import expect_plans  # Triton is loaded where it is used
-    from sparseconv.geometry.triton_table import build_table
-
+    tables, expect_plans = _on_gpu()
     expect_plans(coords)
-    return build_table(coords, reported=True)
+    return tables.build_table(coords, reported=True)
+
+
+@cache
+def _on_gpu() -> tuple[Any, Any]:
+    from sparseconv.geometry import triton_table  # Triton is loaded where it is used
+    from sparseconv.geometry.triton_ahead import expect_plans
+
+    return triton_table, expect_plans
 
 
 def _checked_coords(coords: torch.Tensor) -> torch.Tensor:
     if not isinstance(coords, torch.Tensor):
         raise TypeError(f"coords must be a torch tensor; got {type(coords).__name__}: use torch.as_tensor")
-    if coords.is_floating_point() or coords.is_complex() or coords.dtype == torch.bool:
+    narrow = coords.dtype is torch.int32
+    if not narrow and (coords.is_floating_point() or coords.is_complex() or coords.dtype == torch.bool):
         raise TypeError(f"coords must be integers; got {coords.dtype}: voxelize() turns positions into voxels")
     if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:
         raise ValueError(
             f"coords must be (N, 1+D): a batch column and 1 to 4 spatial axes; got shape {tuple(coords.shape)}"
         )
-    if coords.dtype != torch.int32:
+    if not narrow:
         low, high = _bounds(coords)
         if low and (min(low) < INT32.min or max(high) >= INT32.max):
             raise ValueError(f"voxel indices must fit in 32 bits; got values from {min(low)} to {max(high)}")

@@ -92,19 +92,18 @@ class KernelMap:
         self._reverse: KernelMap | weakref.ref[KernelMap] | None = None
         #: edges that were found but not written down yet; both forms are written on first use
         self.source = source
-        if neighbors is None and pairs is None and source is None:
+        if source is not None:
+            self.device = source.device
+        elif neighbors is not None:
+            self.device = neighbors.device
+        elif pairs is not None:
+            self.device = pairs[0].device
+        else:
             raise ValueError("a KernelMap is made from neighbors, from pairs or from a source: give one of them")
         if neighbors is not None:
             self.__dict__["neighbors"] = neighbors
         if pairs is not None:
             self.__dict__["_pairs"] = pairs
-
-    @property
-    def device(self) -> torch.device:
-        if self.source is not None:
-            return self.source.device
-        given = self.__dict__.get("neighbors")
-        return (self._pairs[0] if given is None else given).device
 
     @cached_property
     def neighbors(self) -> torch.Tensor:
@@ -288,7 +287,7 @@ class KernelMap:
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, prepared={}, _reverse=None, source=None)
+        self.__dict__.update(state, prepared={}, _reverse=None, source=None, device=state["_pairs"][0].device)
 
     def __repr__(self) -> str:
         mean = self.num_pairs / max(1, self.num_out)

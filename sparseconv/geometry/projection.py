@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -119,7 +120,7 @@ class IndexProjection:
     def rank_out(self) -> int:
         return len(self.matrix)
 
-    @property
+    @cached_property
     def counts(self) -> Ints:
         """Points of a region along each axis, with its step."""
         return tuple((s - 1) // d + 1 for s, d in zip(self.shape, self.step))

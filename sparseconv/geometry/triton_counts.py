@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import torch
 import triton
 import triton.language as tl
@@ -53,6 +51,13 @@ class Counters:
         self._own: torch.Tensor | None = None
         if self._start is None:
             self._own = torch.zeros(length, dtype=torch.int32, device=table.coords.device)
+        #: totals and counts, for the kernels
+        self.pointers: tuple[Pointer, Pointer]
+        if INTERPRETED:
+            self.pointers = self._memory[: 2 * taps].view(torch.int64), self.counts
+        else:
+            base = self._arena[COUNTS] + 4 * (self._start or 0) if self._own is None else self._own.data_ptr()
+            self.pointers = base, base + 4 * self._first
 
     @property
     def _memory(self) -> torch.Tensor:
@@ -63,14 +68,6 @@ class Counters:
         """(K, C) int32."""
         taps, chunks = self.shape
         return self._memory[self._first : self._first + taps * chunks].view(taps, chunks)
-
-    @cached_property
-    def pointers(self) -> tuple[Pointer, Pointer]:
-        """Totals and counts, for the kernels."""
-        if INTERPRETED:
-            return self._memory[: 2 * self.shape[0]].view(torch.int64), self.counts
-        base = self._arena[COUNTS] + 4 * (self._start or 0) if self._own is None else self._own.data_ptr()
-        return base, base + 4 * self._first
 
 
 def scan_counts(counters: Counters, starts: Pointer, pending: PendingCounts, table: CoordinateTable) -> None:

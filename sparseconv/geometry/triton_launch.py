@@ -304,6 +304,8 @@ class Report:
     def _give_back(self) -> None:
         slip = self.__dict__.pop("_slip", None)  # in one step: one thread alone gets it
         if slip is not None:
+            if self._values is not None:
+                slip.length = 0  # nothing is to come
             self._stock.append(slip)
 
     def __del__(self) -> None:

@@ -83,21 +83,22 @@ class WindowSearch:
         given: torch.Tensor | None = None,
         unseen: Unseen | None = None,
     ) -> None:
+        #: N_out
+        self.rows = coords.shape[0]
+        #: RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES and LENGTH of the kernels
+        self.constants: tuple = (1, 0, 0, False, False, GIVEN, 1)
         #: whether the target rows are those of the table, so that a row's own block tells the blocks around it
-        self.is_local = (
-            table is not None
-            and coords is table.coords
-            and table.blocked
-            and 0 <= window.reach <= 2 ** min(table.shifts[1:])
-            and coords.shape[0] > 0
-        )
+        self.is_local = False
         #: whether each row looks at the 27 cells around it, for which there are kernels of their own
-        self.is_cube = self.is_local and table is not None and window.is_cube and table.shifts == CUBE[1]
+        self.is_cube = False
+        if table is not None:
+            same = coords is table.coords and self.rows > 0
+            self.is_local, self.is_cube, self.constants = _looks(window, table.shifts, same)
         self.table, self.window, self.given = table, window, given
         self.unseen = unseen if table is None else table.unseen
         self.coords = coords if self.is_local else aligned(coords)
-        self.chunk_rows = rows_per_chunk(coords.shape[0])
-        self.chunks = ceil_div(coords.shape[0], self.chunk_rows)
+        self.chunk_rows = rows_per_chunk(self.rows)
+        self.chunks = ceil_div(self.rows, self.chunk_rows)
         #: constants on the device that its launches read: kept as long as a graph that holds those launches may run
         self.kept: list[torch.Tensor] = []
         self._scratch: Arena | None = None
@@ -111,22 +112,21 @@ class WindowSearch:
     def _run(self) -> Arena:
         """Fill the scratch memory, and send the counts of edges on their way."""
         table, window = self.table, self.window
-        device, (n, columns) = self.coords.device, self.coords.shape
-        taps = window.num_taps
-        narrow = taps <= KEY_BITS
         if table is None:
             raise ValueError("a search without a table of rows has no scratch memory: its edges were given")
+        n, taps, i32 = self.rows, window.num_taps, torch.int32
+        narrow = taps <= KEY_BITS
+        fused = narrow and 0 < n <= FUSED_ROWS
         blocks = table.most_blocks if self.is_local else 0
-        i32 = torch.int32
-        arrays = [(i32, taps * self.chunks), (i32, n if narrow else 0), (i32, blocks * 3 ** (columns - 1))]
-        if narrow and 0 < n <= FUSED_ROWS:  # one allocation less for the host
+        arrays = [(i32, taps * self.chunks), (i32, n if narrow else 0), (i32, blocks * self.constants[5])]
+        if fused:  # one allocation less for the host
             self._passes = Passes(n, window.key_bits)
-            arrays += [(torch.int64, self._passes.words), (i32, n)]
-        scratch = self._scratch = Arena(device, arrays)
+            arrays += ((torch.int64, self._passes.words), (i32, n))
+        scratch = self._scratch = Arena(self.coords.device, arrays)
         counters = self._counters = Counters(table, taps, self.chunks)
         #: the counts of the edges, on their way to the host
         self.pending = PendingCounts(taps, table)
-        if narrow and 0 < n <= FUSED_ROWS and taps:
+        if fused and taps:
             launch_search(self, scratch, counters, self.pending)
         else:
             if self.is_local:
@@ -136,7 +136,7 @@ class WindowSearch:
             elif n and taps:
                 totals, counts = counters.pointers
                 args = (pointer(self.neighbors), counts, totals, n, self.chunks)
-                _COUNT(device, (self.chunks, taps), args, (self.chunk_rows, 128))
+                _COUNT(self.coords.device, (self.chunks, taps), args, (self.chunk_rows, 128))
             scan_counts(counters, scratch[STARTS], self.pending, table)
         aside = current()
         self.moment = None if aside is None else aside.moment()
@@ -211,16 +211,6 @@ class WindowSearch:
         return self._pointers
 
     @cached_property
-    def constants(self) -> tuple:
-        """RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES and LENGTH of the kernels."""
-        if self.table is None:
-            return 1, 0, 0, False, False, GIVEN, 1
-        shifts, rank = self.table.shifts, self.coords.shape[1] - 1
-        sides = 3**rank if self.is_local else 0
-        places, blocked = bit_places(shifts), self.table.blocked
-        return rank, pack_shifts(shifts), places, blocked, self.window.periodic, sides, self.window.run_length
-
-    @cached_property
     def neighbors(self) -> torch.Tensor:
         """(K, N_out) int32: the source row of each target row through each tap; -1 absent."""
         return self.look_up()
@@ -236,6 +226,16 @@ class WindowSearch:
             args = (*self.pointers, pointer(planes), n, self.capacity)
             _PLANES(planes.device, (ceil_div(n, 128), self.window.num_runs), args, (*self.constants, 128))
         return planes
+
+
+@lru_cache(maxsize=512)
+def _looks(window: TapWindow, shifts: tuple[int, ...], same: bool) -> tuple[bool, bool, tuple]:
+    """`is_local`, `is_cube` and the constants of searches in a table of such blocks; ``same``: for its own rows."""
+    rank, blocked = len(shifts) - 1, any(shifts)
+    local = same and blocked and 0 <= window.reach <= 2 ** min(shifts[1:])
+    sides = 3**rank if local else 0
+    constants = rank, pack_shifts(shifts), bit_places(shifts), blocked, window.periodic, sides, window.run_length
+    return local, local and window.is_cube and shifts == CUBE[1], constants
 
 
 def search_window(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> WindowSearch:

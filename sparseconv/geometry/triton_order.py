@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -94,8 +96,8 @@ class Passes:
         self._counted = ceil_div(n, 32 * COUNT_WARPS * COUNT_STEPS)
         self._states = LOOK + self._passes * (self._tiles + 1)
         #: words of 64 bits of its scratch memory: two lists of lines, states of tiles, and counts of at most 1024
-        self.words = 2 * n + (((self._states + self._passes * min(self._counted, 1024)) << self._bits) + 1) // 2
-        self.words += INTERPRETED * ROOM // 8
+        counters = (self._states + self._passes * min(self._counted, 1024)) << self._bits
+        self.words = 2 * n + (counters + 1) // 2 + INTERPRETED * ROOM // 8
 
     def launch(self, keys: Pointer, scratch: Pointer, order: Pointer, device: torch.device) -> None:
         """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `words`."""
@@ -108,6 +110,7 @@ class Passes:
             MOVE(device, (self._tiles + (turn == 0) * passes,), args, (self._bits, WARPS, self._steps, LOOK))
 
 
+@cache
 def _digits(bits: int) -> tuple[int, int, int]:
     """Passes, bits of a digit, and lines that a thread moves, for keys of so many bits."""
     passes = ceil_div(bits, max(DIGIT_BITS))

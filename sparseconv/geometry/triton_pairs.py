@@ -15,9 +15,10 @@ from sparseconv.geometry.triton_cube_pairs import list_cube
 from sparseconv.geometry.triton_launch import Launcher, ceil_div, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
-from sparseconv.geometry.triton_window import Ints, encode_window, entry_of, look, take
+from sparseconv.geometry.triton_window import encode_window, entry_of, look, take
 
 if TYPE_CHECKING:
+    from sparseconv.geometry.edges import Window
     from sparseconv.geometry.grid import VoxelGrid
     from sparseconv.geometry.ranges import IndexRange
 
@@ -36,7 +37,7 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
         in_rows (P,) int32, out_rows (P,) int32, and the offsets of the taps (K+1,) on the host, empty where it does not
         know them; on the device they are ``search.pending.offsets``.
     """
-    n, device = search.coords.shape[0], search.coords.device
+    n, device = search.rows, search.coords.device
     scratch = search.scratch
     pending = search.pending
     offsets = pending.read() if search.unseen is None else ()
@@ -159,22 +160,21 @@ class ReversedEdges:
 
 
 def find_edges_on_gpu(
-    fine: VoxelGrid,
-    coords: torch.Tensor,
-    offsets: tuple[Ints, ...],
-    stride: Ints,
-    torus: IndexRange | None,
-    most: int | None = None,
+    fine: VoxelGrid, coords: torch.Tensor, window: Window, torus: IndexRange | None, most: int | None = None
 ) -> FoundEdges:
     """The edges that a window joins: fine = stride * coords + offsets[k], folded into the torus if there is one.
 
     The table of the fine rows is the one that their grid keeps. ``most``: see `pairs_of`.
     """
-    table = fine.cells
-    folded = None if torus is None else (torus.start, torus.shape)
-    window = encode_window(offsets, stride, folded, coords.device)
-    search = search_window(table, table.coords if coords is fine.coords else coords, window)
-    return FoundEdges(search, len(fine), most)
+    table, index = fine.cells, coords.get_device()
+    taps = None if torus is not None else window.encoded.get(index)
+    if taps is None:
+        folded = None if torus is None else (torus.start, torus.shape)
+        taps = encode_window(window.offsets, window.stride, folded, coords.device)
+        if torus is None:
+            window.encoded[index] = taps
+    search = search_window(table, table.coords if coords is fine.coords else coords, taps)
+    return FoundEdges(search, fine.num_voxels, most)
 
 
 def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:

@@ -47,7 +47,7 @@ class TapWindow:
     periodic: bool
     reach: int  # the largest offset along any axis; -1 where the window is no neighbourhood (stride or torus)
 
-    @property
+    @cached_property
     def num_runs(self) -> int:
         return len(self.run_lengths)
 
@@ -86,7 +86,7 @@ class TapWindow:
             seen += length
         return len(runs)
 
-    @property
+    @cached_property
     def num_taps(self) -> int:
         return len(self.offsets)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -76,7 +77,7 @@ class ConvolutionPlan:
             if fits(target, source, window, edge) is not target:
                 raise ValueError(f"some windows of the given target leave the extent {edge.extent or source.extent}")
             coarse = target
-        elif target == "full" or (target is None and any(s != 1 for s in window.stride)):
+        elif target == "full" or (target is None and window.is_strided):
             coarse = coarse_grid(source, window, edge)
         elif target is None:
             coarse = fits(source, source, window, edge)
@@ -378,7 +379,7 @@ class ConvolutionPlan:
         size = "x".join(map(str, self.kernel_size)) if self.kernel_size else f"{self.num_taps} taps"
         kind = "transposed" if self.is_transposed else "submanifold" if self._target is self._source else "convolution"
         words = [f"{kind} {size}"]
-        if any(s != 1 for s in self.window.stride):
+        if self.window.is_strided:
             words.append("stride " + "x".join(map(str, self.window.stride)))
         if any(d != 1 for d in self.projection.step):
             words.append("dilation " + "x".join(map(str, self.projection.step)))
@@ -410,7 +411,12 @@ def checked_window(
     if backend != "auto" and backend not in BACKENDS:
         raise ValueError(f"no backend {backend!r}; there are {', '.join(BACKENDS)}, and 'auto'")
     window = Window.of(source.rank, kernel_size, stride, dilation, padding, taps)
-    return window, boundary if isinstance(boundary, Boundary) else Boundary(boundary)  # type: ignore[arg-type]
+    return window, boundary if isinstance(boundary, Boundary) else _plain_boundary(boundary)
+
+
+@cache
+def _plain_boundary(kind: Any) -> Boundary:
+    return Boundary(kind)
 
 
 def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> Any:

@@ -55,7 +55,7 @@ def fixed(coords: torch.Tensor, rows: int, like: VoxelGrid, **options) -> FixedG
 
 def as_on_a_card(fine: FixedGrid, coarse: FixedGrid, window: Window) -> KernelMap:
     """The map that a card would build, through the interpreter on the CPU."""
-    source = find_edges_on_gpu(fine, coarse.coords, window.offsets, window.stride, None)
+    source = find_edges_on_gpu(fine, coarse.coords, window, None)
     found = KernelMap(len(fine), len(coarse), len(window.offsets), source=source)
     found.num_pairs, found.meets_all = len(fine), window.is_tiling
     return found
@@ -94,7 +94,7 @@ def test_more_edges_than_places_are_a_fault_and_leave_other_memory_alone(
 
     monkeypatch.setattr(torch, "empty", guarded)
     monkeypatch.setattr(torch, "empty_like", lambda like: guarded(*like.shape, dtype=like.dtype))
-    source = find_edges_on_gpu(grid, coarse.coords, window.offsets, window.stride, None, most)
+    source = find_edges_on_gpu(grid, coarse.coords, window, None, most)
     in_rows, out_rows, offsets = source.pairs()
     assert len(in_rows) == len(out_rows) == most
     assert len(made) == 2

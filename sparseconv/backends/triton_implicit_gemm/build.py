@@ -101,25 +101,26 @@ def make_tiles(
     in_order: bool = False,
 ) -> Schedule:
     """The schedule of rows in the ``order`` of each group: (G, N_out) integers, or the place of (N_out,) int32."""
-    n, device, taps = search.coords.shape[0], search.coords.device, search.window.num_taps
-    lines = max(map(len, parts), default=0)
+    n, device, window = search.rows, search.coords.device, search.window
+    taps, plain = window.num_taps, parts == window.all_taps
+    lines = taps if plain else max(map(len, parts), default=0)
     padded = -(-n // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
     slots, room = len(parts) * padded, lines + LOOKAHEAD
     tiles = slots // block_m
-    split, plain = len(parts) > 1, parts == search.window.all_taps
-    cube = search.is_cube and plain
-    sizes = (lines + 1) * slots, slots, tiles, tiles * room, (1 + cube) * tiles * room, tiles, split * len(parts) * n
-    arena = Arena(device, [(torch.int32, size) for size in sizes])
+    split, cube, i32 = len(parts) > 1, plain and search.is_cube, torch.int32
+    lists, turned = tiles * room, (1 + cube) * tiles * room
+    arrays = (i32, (lines + 1) * slots), (i32, slots), (i32, tiles), (i32, lists), (i32, turned), (i32, tiles)
+    arena = Arena(device, (*arrays, (i32, len(parts) * n)) if split else arrays)
     schedule = PackedSchedule(block_m, arena, (lines + 1, tiles, room), len(parts) if split else 0)
     if tiles:
         line_of, weight_taps = _encode_parts(parts, device)
         search.kept += (line_of, weight_taps)
         wide = isinstance(order, torch.Tensor) and order.dtype == torch.int64
-        table, out_rows, counts, tile_rows, tile_taps, launch_order, slots_of = map(arena.__getitem__, range(7))
+        table, out_rows, counts, tile_rows, tile_taps, launch_order, *slots_of = arena.pointers
         args = (
             *search.pointers, pointer(order) if isinstance(order, torch.Tensor) else order, pointer(line_of),
-            pointer(weight_taps), table, out_rows, slots_of if split else out_rows, counts, tile_rows, tile_taps,
-            n, search.window.num_runs, taps, search.capacity, slots, padded // block_m, lines, room,
+            pointer(weight_taps), table, out_rows, *(slots_of or (out_rows,)), counts, tile_rows, tile_taps,
+            n, window.num_runs, taps, search.capacity, slots, padded // block_m, lines, room,
         )  # fmt: skip
         if cube:
             CUBE_TILES(device, (tiles,), args, (block_m, power_of_2(room)))

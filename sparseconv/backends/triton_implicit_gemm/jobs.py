@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,11 +46,16 @@ def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
     key = ("jobs", count)
     jobs = kernel_map.prepared.get(key)
     if jobs is None:
-        from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_jobs_on_device
-
         with listing():
-            jobs = kernel_map.prepared[key] = cut_jobs_on_device(kernel_map.tap_offsets, count, JOB_QUANTUM)
+            jobs = kernel_map.prepared[key] = _kernel().cut_jobs_on_device(kernel_map.tap_offsets, count, JOB_QUANTUM)
     return jobs
+
+
+@cache
+def _kernel() -> Any:
+    from sparseconv.backends.triton_implicit_gemm import job_kernel  # Triton is loaded where it is used
+
+    return job_kernel
 
 
 def most_jobs(num_taps: int, num_pairs: int, max_jobs: int, quantum: int) -> int:

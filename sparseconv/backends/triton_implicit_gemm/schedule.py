@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
+from typing import Any
 
 import torch
 
@@ -240,9 +241,7 @@ def retile(schedule: Schedule, block_m: int) -> Schedule:
         raise ValueError("a schedule of several groups of taps cannot be cut anew: build it for its tile size")
     table = schedule.neighbors
     if table.is_cuda:
-        from sparseconv.backends.triton_implicit_gemm.tiles import retile_on_gpu  # Triton is loaded where it is used
-
-        return retile_on_gpu(schedule, block_m)
+        return _on_gpu()[1].retile_on_gpu(schedule, block_m)
     row_taps = torch.arange(table.shape[0] - 1, dtype=torch.int32, device=table.device)[None]
     counts, tile_rows, tile_taps, order = tile_lists(table, block_m, row_taps)
     return Schedule(block_m, table, schedule.out_rows, counts, tile_rows, tile_taps, order)
@@ -273,12 +272,17 @@ def schedule_of(
     return schedule
 
 
+@cache
+def _on_gpu() -> tuple[Any, Any]:
+    from sparseconv.backends.triton_implicit_gemm import build, tiles  # Triton is loaded where it is used
+
+    return build, tiles
+
+
 def schedule_ahead(kernel_map: KernelMap, config: ConvConfig) -> None:
     """Start to compile what `schedule_of` launches for the first of a map's configurations."""
     if config.split == 1 and not config.chunked and kernel_map.device.type == "cuda":
-        from sparseconv.backends.triton_implicit_gemm.build import schedule_ahead  # Triton is loaded where it is used
-
-        schedule_ahead(kernel_map, config.block_m)
+        _on_gpu()[0].schedule_ahead(kernel_map, config.block_m)
 
 
 def _schedule(
@@ -304,11 +308,9 @@ def _schedule(
             straight.tile_taps,
         )
     if _meets_once(kernel_map):
-        from sparseconv.backends.triton_implicit_gemm.tiles import one_tap_schedule
-
         if split > 1 or chunked or in_order:
             return schedule_of(kernel_map, block_m)
-        return one_tap_schedule(kernel_map, block_m)
+        return _on_gpu()[1].one_tap_schedule(kernel_map, block_m)
     if split > 1:
         return _build(kernel_map, block_m, plane_groups(kernel_map.num_taps, split))
     name = "chunked schedule" if chunked else "schedule"
@@ -336,10 +338,8 @@ def _dense_first(schedule: Schedule) -> torch.Tensor:
     counts = schedule.tile_counts.clamp(max=(2 * taps + 3) // 5)
     if not counts.is_cuda:
         return torch.sort(counts, descending=True, stable=True).indices.to(torch.int32)
-    from sparseconv.backends.triton_implicit_gemm.build import rank_tiles  # Triton is loaded where it is used
-
     order = torch.empty_like(counts)
-    rank_tiles(counts, order, taps)
+    _on_gpu()[0].rank_tiles(counts, order, taps)
     return order
 
 
@@ -360,21 +360,17 @@ def _on_device(mirror: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def _meets_once(kernel_map: KernelMap) -> bool:
-    if kernel_map.device.type != "cuda" or "row_order" in kernel_map.prepared:
+    if "row_order" in kernel_map.prepared or kernel_map.device.type != "cuda":
         return False
-    from sparseconv.backends.triton_implicit_gemm.tiles import meets_once  # Triton is loaded where it is used
-
-    return meets_once(kernel_map)
+    return _on_gpu()[1].meets_once(kernel_map)
 
 
 def _build(
     kernel_map: KernelMap, block_m: int, groups: Sequence[Sequence[int]] | None, chunk_rows: int | None = None
 ) -> Schedule:
     rows = kernel_map.prepared.get("row_order")
-    if kernel_map.device.type == "cuda" and rows is None:
-        from sparseconv.backends.triton_implicit_gemm.build import schedule_on_gpu  # Triton is loaded where it is used
-
-        return schedule_on_gpu(kernel_map, block_m, groups, chunk_rows)
+    if rows is None and kernel_map.device.type == "cuda":
+        return _on_gpu()[0].schedule_on_gpu(kernel_map, block_m, groups, chunk_rows)
     schedule = build_schedule(
         kernel_map.neighbors, kernel_map.num_taps, block_m, base_order=rows, chunk_rows=chunk_rows, groups=groups
     )
