@@ -55,9 +55,9 @@ class VoxelGrid:
         table = _table_on_gpu(coords)  # on its way while the rest is looked at
         if duplicates not in ("error", "first"):
             raise ValueError(f"duplicates must be 'error' or 'first'; got {duplicates!r}")
-        self.voxel_size: Floats = _floats(1.0 if voxel_size is None else voxel_size, rank, "voxel_size")
-        self.origin: Floats = _floats(0.0 if origin is None else origin, rank, "origin")
-        if min(self.voxel_size) <= 0:
+        self.voxel_size: Floats = (1.0,) * rank if voxel_size is None else _floats(voxel_size, rank, "voxel_size")
+        self.origin: Floats = (0.0,) * rank if origin is None else _floats(origin, rank, "origin")
+        if voxel_size is not None and min(self.voxel_size) <= 0:
             raise ValueError(f"voxel_size must be positive; got {voxel_size}")
         #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
         self.derived: dict[Any, Any] = {}

@@ -270,9 +270,9 @@ class Report:
         room = 64 if length <= 64 else power_of_2(length)
         self._stock = [] if INTERPRETED else _stock(device.index, _current_stream(device.index), room)
         try:
-            slip = self._stock.pop()
+            slip = self._stock.pop(0)
             if not slip.has(slip.length):  # nobody read it, and its kernel has yet to write
-                self._stock.insert(0, slip)
+                self._stock.append(slip)
                 slip = _Slip(room, device)
         except IndexError:
             slip = _Slip(room, device)

@@ -62,7 +62,7 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
     return in_rows, out_rows, offsets
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FoundEdges:
     """The edges of one window on a GPU, counted but not written down: an `EdgeSource` of a kernel map."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 from sparseconv.geometry import triton_launch
-from sparseconv.geometry.triton_launch import Launcher
+from sparseconv.geometry.triton_launch import UNWRITTEN, Launcher, Report
 
 
 class Function:
@@ -52,7 +53,7 @@ def test_many_threads_compile_a_kernel_once():
 @pytest.mark.usefixtures("card")
 def test_who_asks_for_a_kernel_that_failed_ahead_is_told_why(monkeypatch):
     monkeypatch.setattr(triton_launch, "INTERPRETED", False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: triton_launch._NOTHING)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     function = Function(ValueError("no such instruction"))
     launcher = Launcher(function, (int,))
     launcher.ahead(torch.device("cuda", 0), (1,))
@@ -70,3 +71,100 @@ def test_a_shared_launcher_leaves_tritons_own_kernel_alone():
     assert (kernel.src, kernel.module, kernel.function, kernel._run) == ("its own", 1, 2, 3)
     assert list(shared.src.signature.values()) == ["i64"] * triton_launch.SHARED_ARGUMENTS
     assert shared.module is shared.function is shared._run is None
+
+
+def test_a_launch_goes_to_its_device_whichever_is_current(card, monkeypatch):
+    now, launched = [0], []
+
+    @contextmanager
+    def device(index):
+        before, now[0] = now[0], index
+        yield
+        now[0] = before
+
+    def run(*args):
+        launched.append((now[0], args))
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(triton_launch, "_current_device", lambda: now[0])
+    streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 10 + index))
+    monkeypatch.setattr(triton_launch, "driver", streams)
+    monkeypatch.setattr(triton_launch, "_entry", lambda run: None)
+    launcher = Launcher(Function(), ("*fp32", int))
+    monkeypatch.setattr(
+        launcher, "compile", lambda constants: SimpleNamespace(run=run, function=7, packed_metadata="told")
+    )
+    for index in (0, 1):
+        launcher.on(index, (64,))(3, 1, (1000, 5))
+    rest = (7, "told", None, None, None, 1000, 5, 64)
+    assert launched == [(0, (3, 1, 1, 10, *rest)), (1, (3, 1, 1, 11, *rest))]
+    assert now == [0]
+
+
+class Stream:
+    """Stands for a stream; ``work`` is done at the second question."""
+
+    def __init__(self, work=lambda: None):
+        self.work, self.asked = work, 0
+
+    def query(self):
+        self.asked += 1
+        if self.asked == 2:
+            self.work()
+        return self.asked >= 2
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """The one stream of a card whose kernels a test stands for."""
+    found, stock = Stream(), []
+    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(triton_launch, "_current_stream", lambda index: 0)
+    monkeypatch.setattr(triton_launch, "_stream", lambda index, address: found)
+    monkeypatch.setattr(triton_launch, "_stock", lambda index, address, length: stock)
+    return found
+
+
+def write(report, *numbers):
+    report._slip.values[: len(numbers)] = numbers
+
+
+def test_a_report_is_read_when_all_of_its_numbers_are_there(stream):
+    report = Report(3, torch.device("cpu"))
+    write(report, 5, 6)
+    assert not report.has_arrived
+    stream.work = lambda: write(report, 5, 6, -1)
+    assert report.read() == [5, 6, -1]
+    assert stream.asked == 2
+    assert report.has_arrived
+    assert report.read() == [5, 6, -1]
+
+
+def test_a_report_whose_kernel_failed_or_was_not_launched_is_an_error(stream):
+    with pytest.raises(RuntimeError, match="not launched"):
+        Report(2, torch.device("cpu")).read()
+
+    def fail():
+        raise RuntimeError("an illegal memory access")
+
+    stream.asked, stream.work = 0, fail
+    with pytest.raises(RuntimeError, match="illegal"):
+        Report(2, torch.device("cpu")).read()
+
+
+def test_the_memory_of_a_report_that_nobody_read_waits_for_its_kernel(stream):
+    device = torch.device("cpu")
+    first = Report(2, device)
+    late = first._slip
+    del first
+    second = Report(2, device)
+    assert second._slip is not late
+    late.values[:2] = [1, 2]  # the kernel of the first, at last
+    assert not second.has_arrived
+    third = Report(2, device)
+    assert third._slip is late
+    assert third._slip.values[:2] == [UNWRITTEN] * 2
+    write(second, 3, 4)
+    slip = second._slip
+    assert second.read() == [3, 4]
+    assert Report(1, device)._slip is slip

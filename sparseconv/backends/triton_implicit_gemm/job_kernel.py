@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,7 @@ def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> J
     taps, device = tap_offsets.shape[0] - 1, tap_offsets.device
     arena = Arena(device, ((_I64, count), (_I64, count), (_I32, count), (_I32, taps + 1)))
     lanes, block = _constants(taps)
-    args = (pointer(tap_offsets), arena[0], arena[1], arena[2], arena[3], taps, count, quantum)
+    args = (pointer(tap_offsets), *arena.pointers, taps, count, quantum)
     _JOBS(device, (ceil_div(count, block),), args, (lanes, block))
     return PackedJobs(arena)
 
@@ -61,6 +63,7 @@ def jobs_ahead(taps: int, device: torch.device) -> None:
     _JOBS.ahead(device, _constants(taps))
 
 
+@cache
 def _constants(taps: int) -> tuple[int, int]:
     lanes = power_of_2(max(taps, 1))
     return lanes, max(1, min(128, CELLS // lanes))
