@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -31,7 +31,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue
 
-_maps: WeakValueDictionary[int, KernelMap] = WeakValueDictionary()
+_maps: dict[int, weakref.ref[KernelMap]] = {}
 _numbers = itertools.count(1)
 _lock = threading.Lock()
 
@@ -41,19 +41,22 @@ def number_of(kernel_map: KernelMap) -> int:
     with _lock:
         number = kernel_map.prepared.get("number")
         if number is None:
-            number = next(_numbers)
-            _maps[number] = kernel_map
-            kernel_map.prepared["number"] = number
+            number = kernel_map.prepared["number"] = next(_numbers)
+            _maps[number] = weakref.ref(kernel_map, partial(_maps.pop, number))
     return number
 
 
 def _alive(number: int) -> KernelMap | None:
     """The map for a graph node to hold; none while torch traces with a symbol for the number, for any scene."""
-    return _maps.get(number) if isinstance(number, int) else None
+    return _maps.get(number, _gone)() if isinstance(number, int) else None
+
+
+def _gone() -> None:
+    """Stands for a map that is no more."""
 
 
 def _map(number: int) -> KernelMap:
-    found = _maps.get(number)
+    found = _maps.get(number, _gone)()
     if found is None:
         raise RuntimeError(
             f"kernel map {number} is gone: keep the plan alive as long as its graph (a compiled module must hold it)"

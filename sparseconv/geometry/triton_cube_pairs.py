@@ -71,7 +71,7 @@ def list_cube(search: WindowSearch, in_rows: torch.Tensor, out_rows: torch.Tenso
     """Write the edges (P,) int32 of a search that `is_cube`, in the order of `pairs_of`."""
     args = (
         *search.pointers, search.scratch[STARTS], pointer(search.pending.offsets), pointer(in_rows), pointer(out_rows),
-        search.coords.shape[0], search.chunks,
+        search.rows, search.chunks,
     )  # fmt: skip
     programs, device = 2 * search.chunks, in_rows.device
     if current() is not None:

@@ -202,8 +202,8 @@ def pointer(tensor: torch.Tensor) -> Pointer:
     return tensor if INTERPRETED else tensor.data_ptr()
 
 
-class Arena:
-    """Arrays cut from one allocation, each aligned to 128 bytes: ``arena[i]`` is the pointer of the i-th.
+class Arena(list[Pointer]):
+    """The pointers of arrays cut from one allocation, each aligned to 128 bytes.
 
     ``arrays`` lists (dtype, length); the first ``zeroed`` of them start as zeros, the others as the memory was.
     """
@@ -222,14 +222,8 @@ class Arena:
                 self.memory.narrow(0, 0, clean).zero_()
         self._arrays = arrays
         self._starts = starts
-        if INTERPRETED:
-            self.pointers: list[Pointer] = [self.tensor(index) for index in range(len(arrays))]
-        else:
-            address = self.memory.data_ptr()
-            self.pointers = [address + start for start in starts]
-
-    def __getitem__(self, index: int) -> Pointer:
-        return self.pointers[index]
+        address = self.memory.data_ptr()
+        super().__init__(map(self.tensor, range(len(arrays))) if INTERPRETED else [address + at for at in starts])
 
     def length_before(self, index: int) -> int:
         """Bytes before the i-th array."""

@@ -85,6 +85,8 @@ class WindowSearch:
     ) -> None:
         #: N_out
         self.rows = coords.shape[0]
+        #: slots of the table; of a given one, the length of its rows
+        self.capacity = self.rows if table is None else table.capacity
         #: RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES and LENGTH of the kernels
         self.constants: tuple = (1, 0, 0, False, False, GIVEN, 1)
         #: whether the target rows are those of the table, so that a row's own block tells the blocks around it
@@ -189,11 +191,6 @@ class WindowSearch:
     def around(self) -> torch.Tensor | None:
         """(blocks, 3^D) int32: the blocks around each block; None where target rows are looked up by key."""
         return self.scratch.tensor(AROUND).view(-1, 3 ** (self.coords.shape[1] - 1)) if self.is_local else None
-
-    @property
-    def capacity(self) -> int:
-        """Slots of the table; of a given one, the length of its rows."""
-        return self.coords.shape[0] if self.table is None else self.table.capacity
 
     @property
     def pointers(self) -> tuple[Pointer, ...]:

@@ -37,8 +37,7 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
         in_rows (P,) int32, out_rows (P,) int32, and the offsets of the taps (K+1,) on the host, empty where it does not
         know them; on the device they are ``search.pending.offsets``.
     """
-    n, device = search.rows, search.coords.device
-    scratch = search.scratch
+    device, scratch = search.coords.device, search.scratch
     pending = search.pending
     offsets = pending.read() if search.unseen is None else ()
     if offsets or most is None:
@@ -46,17 +45,18 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
     in_rows = torch.empty(most, dtype=torch.int32, device=device)
     out_rows = torch.empty_like(in_rows)
     if most:
-        window, mirrored = search.window, search.is_local and search.window.is_symmetric
-        args = (
-            *search.pointers, scratch[STARTS], pointer(pending.offsets), pointer(in_rows), pointer(out_rows),
-            n, search.capacity, search.chunks, window.num_taps,
-        )  # fmt: skip
+        window = search.window
         if search.unseen is not None and most < search.most_edges:
             known = (pointer(pending.offsets), pointer(search.unseen.fault), most, window.num_taps)
             _CONFINE(device, (1,), known, (power_of_2(window.num_taps + 1),))
         if search.is_cube:
             list_cube(search, in_rows, out_rows)
         else:
+            mirrored = search.is_local and window.is_symmetric
+            args = (
+                *search.pointers, scratch[STARTS], pointer(pending.offsets), pointer(in_rows), pointer(out_rows),
+                search.rows, search.capacity, search.chunks, window.num_taps,
+            )  # fmt: skip
             grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
             _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
     return in_rows, out_rows, offsets

@@ -219,7 +219,7 @@ def _mark(coords: torch.Tensor, moves: _Moves, sizes: _Sizes, report: Pointer, u
     arrays = [(i64, lines), (i32, lines), (i32, 2 * MOST_PROGRAMS), (i64, words), (i32, words), (i32, words)]
     arena = Arena(device, arrays)
     args = (
-        pointer(coords), pointer(moves.data), *(arena[i] for i in range(6)), gates_of(device, unseen), report,
+        pointer(coords), pointer(moves.data), *arena, gates_of(device, unseen), report,
         n, sizes.batches, moves.steps, lines, programs, *sizes.box,
     )  # fmt: skip
     MARK(device, (programs,), args, (columns - 1, moves.is_box, 128, 512, MOST_PROGRAMS, NUM_GATES))

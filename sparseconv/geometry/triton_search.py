@@ -72,7 +72,7 @@ def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
 
 def launch_search(search: WindowSearch, scratch: Arena, counters: Counters, pending: PendingCounts) -> None:
     """Surroundings, masks and sums of counts in one launch."""
-    table, window, n = search.table, search.window, search.coords.shape[0]
+    table, window, n = search.table, search.window, search.rows
     if table is None:
         return
     taps, device = window.num_taps, pending.offsets.device

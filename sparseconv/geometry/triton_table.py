@@ -173,10 +173,9 @@ def build_table(
         arrays += ((i32, capacity), (i64, 2 * some), (i64, some), (i32, some), (i64, some))
     fused = blocked and 0 < n <= FUSED_ROWS
     arena = Arena(device, arrays, 0 if fused else 4)
-    places = arena.pointers
-    spread = places[RANGES] if ranges is None else pointer(ranges)
+    spread = arena[RANGES] if ranges is None else pointer(ranges)
     ids, infos, rows = (IDS, INFOS, ROWS) if blocked else (COUNTS, SLOTS, COUNTS)
-    pointers = (spread, places[SLOTS], places[ids], places[infos], places[rows])
+    pointers = (spread, arena[SLOTS], arena[ids], arena[infos], arena[rows])
     report = Report(2 + 2 * columns, device) if reported and fused and ranges is None else None
     table = CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare, report, unseen)
     if fused:
@@ -261,11 +260,11 @@ def _width(columns: int) -> int:
 def _launch_table(table: CoordinateTable, checked: Unseen | None) -> None:
     arena, coords = table.arena, table.coords
     n, columns = coords.shape
-    device, places = coords.device, arena.pointers
+    device = coords.device
     programs = crew_of(device, ceil_div(n, 128))
     args = (
-        pointer(coords), table.pointers[0], *places[:RANGES], *places[IDS:], gates_of(device, table.unseen),
-        places[STATUS] if table.report is None else table.report.pointer, *_told(table, checked),
+        pointer(coords), table.pointers[0], *arena[:RANGES], *arena[IDS:], gates_of(device, table.unseen),
+        arena[STATUS] if table.report is None else table.report.pointer, *_told(table, checked),
         n, table.capacity, arena.length_before(IDS) // 4, programs,
     )  # fmt: skip
     measured, reported = table.given_ranges is not None, table.report is not None

@@ -116,7 +116,7 @@ def make_tiles(
         line_of, weight_taps = _encode_parts(parts, device)
         search.kept += (line_of, weight_taps)
         wide = isinstance(order, torch.Tensor) and order.dtype == torch.int64
-        table, out_rows, counts, tile_rows, tile_taps, launch_order, *slots_of = arena.pointers
+        table, out_rows, counts, tile_rows, tile_taps, launch_order, *slots_of = arena
         args = (
             *search.pointers, pointer(order) if isinstance(order, torch.Tensor) else order, pointer(line_of),
             pointer(weight_taps), table, out_rows, *(slots_of or (out_rows,)), counts, tile_rows, tile_taps,

@@ -29,7 +29,7 @@ def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> J
     taps, device = tap_offsets.shape[0] - 1, tap_offsets.device
     arena = Arena(device, ((_I64, count), (_I64, count), (_I32, count), (_I32, taps + 1)))
     lanes, block = _constants(taps)
-    args = (pointer(tap_offsets), *arena.pointers, taps, count, quantum)
+    args = (pointer(tap_offsets), *arena, taps, count, quantum)
     _JOBS(device, (ceil_div(count, block),), args, (lanes, block))
     return PackedJobs(arena)
 
