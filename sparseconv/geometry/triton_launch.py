@@ -263,13 +263,7 @@ class Report:
         self._values: list[int] | None = None
         room = 64 if length <= 64 else power_of_2(length)
         self._stock = [] if INTERPRETED else _stock(device.index, _current_stream(device.index), room)
-        try:
-            slip = self._stock.pop(0)
-            if not slip.has(slip.length):  # nobody read it, and its kernel has yet to write
-                self._stock.append(slip)
-                slip = _Slip(room, device)
-        except IndexError:
-            slip = _Slip(room, device)
+        slip = _free(self._stock) or _Slip(room, device)
         slip.clear(length)
         self._slip, self.pointer = slip, slip.pointer
 
@@ -350,6 +344,19 @@ class _Slip:
     def has(self, length: int) -> bool:
         """Whether so many numbers were written."""
         return UNWRITTEN not in self.values[:length]
+
+
+def _free(stock: list[_Slip]) -> _Slip | None:
+    """One that no kernel will write any more: some were given back unread."""
+    for _ in range(len(stock)):
+        try:
+            slip = stock.pop(0)
+        except IndexError:  # another thread took the last
+            break
+        if slip.has(slip.length):
+            return slip
+        stock.append(slip)
+    return None
 
 
 @cache

@@ -168,3 +168,15 @@ def test_the_memory_of_a_report_that_nobody_read_waits_for_its_kernel(stream):
     slip = second._slip
     assert second.read() == [3, 4]
     assert Report(1, device)._slip is slip
+
+
+def test_a_report_whose_kernel_never_runs_keeps_no_other_memory_from_use(stream):
+    device = torch.device("cpu")
+    Report(1, device)
+    slips = set()
+    for _ in range(5):
+        report = Report(1, device)
+        slips.add(id(report._slip))
+        write(report, 7)
+        assert report.read() == [7]
+    assert len(slips) == 1
