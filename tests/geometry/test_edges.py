@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -66,3 +68,13 @@ def test_equal_arguments_share_a_window_and_others_do_not() -> None:
     for bad in ((3.0, 3), 3.0):  # equal to integers, but none
         with pytest.raises(TypeError, match="kernel_size must be one integer or 2 of them"):
             Window.of(2, bad)  # type: ignore[arg-type]
+
+
+def test_a_window_travels_without_what_a_card_reads_of_it():
+    window = Window.of(3, 3)
+    window.encoded[0] = None
+    assert window.encoded is Window.of(3, 3).encoded
+    other = pickle.loads(pickle.dumps(window))
+    assert other == window
+    assert not other.encoded
+    del window.encoded[0]
