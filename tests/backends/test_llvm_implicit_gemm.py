@@ -232,4 +232,4 @@ def test_refusals_say_what_to_do(monkeypatch):
 def test_it_says_what_it_would_do():
     (line,) = BACKEND.describe(request(16, 16))
     assert line.startswith("vectors of ")
-    assert "1 chunks of output rows, 1 threads" in line
+    assert "1 chunk of output rows, 1 thread" in line

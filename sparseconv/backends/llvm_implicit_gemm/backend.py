@@ -97,7 +97,9 @@ class LlvmImplicitGemm(Backend):
     def describe(self, request: Request) -> list[str]:
         register, _ = lanes()
         chunks = len(_chunks(request.kernel_map, request.c_in, request.c_out, 4)[2]) - 1
-        return [f"vectors of {register} bytes, {chunks} chunks of output rows, {_threads(request.flops // 2)} threads"]
+        counted = {"chunk": chunks, "thread": _threads(request.flops // 2)}
+        words = [f"{count} {name}{'s' * (count != 1)}" for name, count in counted.items()]
+        return [f"vectors of {register} bytes, {words[0]} of output rows, {words[1]}"]
 
 
 def _whole_tap(kernel_map: KernelMap) -> int:
