@@ -10,8 +10,8 @@ from sparseconv.bench.peers import PEERS
 
 SIZES = {"k": 1e3, "M": 1e6}
 #: the committed results of layers on a card: ours; beside the peer that the index has; what the last whole
-#: verification of the claims measured, among it eager maps; and maps, of which those by a graph are the newest
-LAYERS, BESIDE, VERIFIED, MAPS = "h200_gpu.json", "h200_beside_spconv.json", "h200_claims.json", "h200_maps.json"
+#: verification of the claims measured, among it maps
+LAYERS, BESIDE, VERIFIED = "h200_gpu.json", "h200_beside_spconv.json", "h200_claims.json"
 
 
 def shown(value: float) -> str:
@@ -82,7 +82,7 @@ def best_other(case: str, channels: int, quantity: str) -> float | None:
     cells = [cell for cell in report.targets()["layers"] if cell["case"] == case and name in cell]
     found = [cell[name]["best_other"] for cell in cells if cell["channels"] == channels or name == "map"]
     names = [kind.name for kind in PEERS]
-    theirs = [row for record in (BESIDE, VERIFIED) for row in rows_of(record)]
+    theirs = [row for record in (LAYERS, BESIDE, VERIFIED) for row in rows_of(record)]
     theirs = [row for row in theirs if _is_usual(row, "fp16") and row["implementation"] in names]
     found += [_in_row(row, case, channels, name) for row in theirs]
     return min((figure for figure in found if figure is not None), default=None)
