@@ -48,7 +48,7 @@ class Section:
             "*captured*, as a graph that serves every scene; *step* is forward and both gradients. Short eager "
             "figures, maps above all, are the host's pace, and twice as long on some.",
             "",
-            "![Their time over ours, case by case: forward, training step, map](docs/pictures/h200_claims_relative.png)",
+            "![Their time over ours: forward, training step, map](docs/pictures/h200_claims_relative.png)",
             "",
         ]
 
