@@ -60,7 +60,10 @@ def _piece(size: int) -> np.ndarray:
         finally:
             _lock.release()
     if found is None:
-        found = mmap.mmap(-1, -(-size // HUGE) * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            found = mmap.mmap(-1, -(-size // HUGE) * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError:  # too little is left: numpy finds less than whole pages, or says what was asked for
+            return np.empty(size + 64, np.uint8)
         with suppress(OSError):  # a system without huge pages
             found.madvise(mmap.MADV_HUGEPAGE)
     bytes_ = np.frombuffer(found, np.uint8)

@@ -110,6 +110,18 @@ def test_who_finds_the_list_taken_waits_for_nobody():
 
 
 @LINUX
+def test_where_the_system_has_no_memory_left(monkeypatch):
+    with pytest.raises(MemoryError, match="Unable to allocate"):
+        memory.empty((1 << 60,), torch.float32)
+
+    def refused(*args, **kwargs):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(memory.mmap, "mmap", refused)
+    assert memory.empty((40 << 20,), torch.int8).data_ptr() % 64 == 0
+
+
+@LINUX
 def test_threads_never_share_a_piece():
     wrong = []
 
