@@ -7,7 +7,6 @@ import torch
 from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_cube_pairs import CUBE_PAIRS
 from sparseconv.geometry.triton_launch import read_triton
-from sparseconv.geometry.triton_order import sort_ahead
 from sparseconv.geometry.triton_search import SEARCH, search_constants, search_programs
 from sparseconv.geometry.triton_table import FUSED_ROWS, pack_shifts, rows_per_chunk
 from sparseconv.geometry.triton_window import bit_places
@@ -30,6 +29,6 @@ def expect_plans(coords: torch.Tensor) -> None:
     _seen.add(device.index)
     read_triton()
     looks = (columns - 1, pack_shifts(shifts), bit_places(shifts), True, False, 27, 3)
-    SEARCH.ahead(device, search_constants(looks, len(offsets), n, search_programs(device, len(offsets), n), True))
+    taps = len(offsets)
+    SEARCH.ahead(device, search_constants(looks, taps, n, search_programs(device, taps, n), True, taps))
     CUBE_PAIRS.ahead(device, (rows_per_chunk(n),))
-    sort_ahead(len(offsets), device)

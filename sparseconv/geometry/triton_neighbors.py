@@ -36,6 +36,7 @@ from sparseconv.geometry.triton_search import (
     launch_around,
     launch_masks,
     launch_search,
+    search_programs,
 )
 from sparseconv.geometry.triton_table import (
     ENTRIES,
@@ -105,6 +106,8 @@ class WindowSearch:
         self.kept: list[torch.Tensor] = []
         self._scratch: Arena | None = None
         self._passes: Passes | None = None
+        #: whether the rows are in order, as they are where the search's own launch has sorted them
+        self._is_sorted = False
         self._pointers: tuple[Pointer, ...] | None = None
         #: when it was launched, in a run whose maps are aside
         self.moment: Moment | None = None
@@ -121,15 +124,19 @@ class WindowSearch:
         fused = narrow and 0 < n <= FUSED_ROWS
         blocks = table.most_blocks if self.is_local else 0
         arrays = [(i32, taps * self.chunks), (i32, n if narrow else 0), (i32, blocks * self.constants[5])]
+        aside = current()
+        # the host is faster with one launch; aside, edges run beside launches of the sort's own
+        together = self._is_sorted = fused and taps > 0 and aside is None and not window.meets_once
         if fused:  # one allocation less for the host
-            self._passes = Passes(n, window.key_bits)
-            arrays += ((torch.int64, self._passes.words), (i32, n))
+            crew = search_programs(self.coords.device, taps, n) if together else 0
+            self._passes = passes = Passes(n, window.key_bits, crew)
+            arrays += ((torch.int64, passes.words), (i32, n))
         scratch = self._scratch = Arena(self.coords.device, arrays)
         counters = self._counters = Counters(table, taps, self.chunks)
         #: the counts of the edges, on their way to the host
         self.pending = PendingCounts(taps, table)
         if fused and taps:
-            launch_search(self, scratch, counters, self.pending)
+            launch_search(self, scratch, counters, self.pending, passes if together else None)
         else:
             if self.is_local:
                 launch_around(table, scratch[AROUND], blocks)
@@ -140,7 +147,6 @@ class WindowSearch:
                 args = (pointer(self.neighbors), counts, totals, n, self.chunks)
                 _COUNT(self.coords.device, (self.chunks, taps), args, (self.chunk_rows, 128))
             scan_counts(counters, scratch[STARTS], self.pending, table)
-        aside = current()
         self.moment = None if aside is None else aside.moment()
         return scratch
 
@@ -176,6 +182,8 @@ class WindowSearch:
     def order(self) -> torch.Tensor | Pointer:
         """Rows in the order of their `keys`: (1, N_out), or where they are few the place of (N_out,) int32."""
         scratch = self.scratch
+        if self._is_sorted:
+            return scratch[ORDER]
         with building():
             if self._passes is None:
                 return sort_rows(scratch.tensor(SORT_KEYS).view(1, -1), self.window.key_bits)

@@ -1,4 +1,4 @@
-"""The order that sorts rows by their keys on the GPU: a stable radix sort with a launch for each digit."""
+"""The order that sorts rows by their keys on the GPU: a stable radix sort, a launch for each digit or in another's."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sparseconv.geometry.triton_launch import (
     ceil_div,
     crew_of,
     pointer,
+    wait_for_all,
 )
 
 #: bits of a digit: the fewest with which there are as few digits as with the most
@@ -26,10 +27,14 @@ WARPS, STEPS = 8, (16, 12)
 LOOK = 8
 #: warps of a program that counts all digits, and keys that each of its threads asks for at once
 COUNT_WARPS, COUNT_STEPS = 16, 8
+#: the same of programs that are all there at once, several on a multiprocessor, and keys that one counts
+CREW_WARPS, CREW_STEPS, CREW_KEYS = 4, 8, 2048
 #: bytes of shared memory of which Triton knows nothing: counters by warp, then the lines of a tile
-ROOM = 40960
+ROOM, CREW_ROOM = 40960, 16384
 
-OPEN = tl.constexpr(f".shared .align 16 .b8 sort_room[{ROOM}]; mov.b32 $0, 0;")
+OPEN, OPEN_CREW = (
+    tl.constexpr(f".shared .align 16 .b8 sort_room[{room}]; mov.b32 $0, 0;") for room in (ROOM, CREW_ROOM)
+)
 _AT = "{ .reg .b32 at; mov.u32 at, sort_room; add.u32 at, at, $1; "
 PUT = tl.constexpr(_AT + "st.shared.b32 [at], $2; mov.b32 $0, 0; }")
 PUT_LINE = tl.constexpr(_AT + "st.shared.b64 [at], $2; mov.b32 $0, 0; }")
@@ -87,27 +92,40 @@ def sort_rows(keys: torch.Tensor, bits: int = 31) -> torch.Tensor:
 
 
 class Passes:
-    """How the last ``bits`` bits of ``n`` keys are cut into digits, and keys into tiles, for a sort."""
+    """How the last ``bits`` bits of ``n`` keys are cut into digits, and keys into tiles, for a sort.
 
-    def __init__(self, n: int, bits: int) -> None:
+    ``crew``: by so many programs of a cooperative launch that has more to do; else by launches of its own.
+    """
+
+    def __init__(self, n: int, bits: int, crew: int = 0) -> None:
         self.n = n
         self._passes, self._bits, self._steps = _digits(bits)
-        self._tiles = ceil_div(n, 32 * WARPS * self._steps)
-        self._counted = ceil_div(n, 32 * COUNT_WARPS * COUNT_STEPS)
-        self._states = LOOK + self._passes * (self._tiles + 1)
-        #: words of 64 bits of its scratch memory: two lists of lines, states of tiles, and counts of at most 1024
-        counters = (self._states + self._passes * min(self._counted, 1024)) << self._bits
-        self.words = 2 * n + (counters + 1) // 2 + INTERPRETED * ROOM // 8
+        if crew:
+            self.tiles = ceil_div(n, 32 * CREW_WARPS * CREW_STEPS)
+            self.counting = min(crew, ceil_div(n, CREW_KEYS))
+            lists = self.counting
+        else:
+            self.tiles = ceil_div(n, 32 * WARPS * self._steps)
+            self.counting = ceil_div(n, 32 * COUNT_WARPS * COUNT_STEPS)
+            lists = min(self.counting, 1024)
+        self.states = LOOK + self._passes * (self.tiles + 1)
+        #: words of 64 bits of its scratch memory: two lists of lines, states of tiles, and lists of counts
+        self.words = 2 * n + (((self.states + self._passes * lists) << self._bits) + 1) // 2 + INTERPRETED * ROOM // 8
 
     def launch(self, keys: Pointer, scratch: Pointer, order: Pointer, device: torch.device) -> None:
         """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `words`."""
-        counting = min(crew_of(device, self._counted, 1), 1024)
-        passes, states = self._passes, self._states
+        counting = min(crew_of(device, self.counting, 1), 1024)
+        passes, states = self._passes, self.states
         counted = (keys, scratch, self.n, states, counting)
         DIGITS(device, (counting,), counted, (self._bits, passes, COUNT_WARPS, COUNT_STEPS))
         for turn in range(passes):
-            args = (keys, scratch, order, self.n, states, counting, turn, passes, self._tiles)
-            MOVE(device, (self._tiles + (turn == 0) * passes,), args, (self._bits, WARPS, self._steps, LOOK))
+            args = (keys, scratch, order, self.n, states, counting, turn, passes, self.tiles)
+            MOVE(device, (self.tiles + (turn == 0) * passes,), args, (self._bits, WARPS, self._steps, LOOK))
+
+
+def crew_constants(bits: int) -> tuple[int, int, int, int, int]:
+    """The constants of `sort_together` for keys of so many bits; all 0 for none."""
+    return (*_digits(bits)[:2], CREW_WARPS, CREW_STEPS, LOOK) if bits else (0,) * 5
 
 
 @cache
@@ -116,13 +134,6 @@ def _digits(bits: int) -> tuple[int, int, int]:
     passes = ceil_div(bits, max(DIGIT_BITS))
     each, steps = next((each, steps) for each, steps in zip(DIGIT_BITS, STEPS) if each * passes >= bits)
     return passes, each, steps
-
-
-def sort_ahead(bits: int, device: torch.device) -> None:
-    """Start to compile what sorts keys of so many bits."""
-    passes, each, steps = _digits(bits)
-    DIGITS.ahead(device, (each, passes, COUNT_WARPS, COUNT_STEPS))
-    MOVE.ahead(device, (each, WARPS, steps, LOOK))
 
 
 # ---- kernels
@@ -134,15 +145,23 @@ def digits_kernel(
     BITS: tl.constexpr, PASSES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """counts[pass, program, digit] = keys with the digit, of those that the program counts; states of tiles are 0."""
+    open_room(OPEN)
+    count_digits(tl.program_id(0), programs, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)
+
+
+@triton.jit
+def count_digits(
+    program, programs, keys_ptr, lines_ptr, n, states,
+    BITS: tl.constexpr, PASSES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """`digits_kernel` for one of ``programs`` programs."""
     BINS: tl.constexpr = 1 << BITS
     THREADS: tl.constexpr = 32 * WARPS
-    program = tl.program_id(0)
     lane = tl.arange(0, THREADS)
     digit_of = tl.arange(0, BINS)
     states_ptr = (lines_ptr + 2 * n.to(tl.int64)).to(tl.pointer_type(tl.int32))
     counts_ptr = states_ptr + states * BINS
     room_ptr = counts_ptr + PASSES * programs * BINS
-    open_room()
     for turn in tl.static_range(PASSES):
         put(room_ptr, turn * BINS + digit_of, digit_of & 0)
     tl.debug_barrier()
@@ -176,6 +195,21 @@ def move_kernel(
     Programs of their own sum the lines with a lesser digit, for all passes, in the first of them: what stands for the
     count of all tiles before the first.
     """
+    open_room(OPEN)
+    tile = tl.program_id(0)
+    if turn == 0:
+        tile -= passes
+    move_tile(
+        tile, keys_ptr, lines_ptr, order_ptr, n, states, counting, turn, passes, tiles, BITS, WARPS, STEPS, LOOK
+    )
+
+
+@triton.jit
+def move_tile(
+    tile, keys_ptr, lines_ptr, order_ptr, n, states, counting, turn, passes, tiles,
+    BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    """`move_kernel` for one tile; before the first there is one for each pass, where lesser digits are summed."""
     BINS: tl.constexpr = 1 << BITS
     THREADS: tl.constexpr = 32 * WARPS
     TILE: tl.constexpr = THREADS * STEPS
@@ -186,16 +220,12 @@ def move_kernel(
     counts_ptr = states_ptr + states * BINS
     room_ptr = counts_ptr + passes * counting * BINS
     state_ptr = states_ptr + LOOK * BINS + digit_of  # of the first pass, for what comes before its tiles
-    tile = tl.program_id(0)
-    if turn == 0:
-        tile -= passes
     if tile < 0:
         of_pass = tile + passes
         total = sum_counts(counts_ptr + of_pass * counting * BINS, counting, BINS)
         tell(state_ptr + of_pass * (tiles + 1) * BINS, tl.cumsum(total, 0) - total, OF_ALL)
     else:
         state_ptr += (turn * (tiles + 1) + tile) * BINS  # of the tile before
-        open_room()
         first = tile * TILE
         row = first + lane // 32 * (32 * STEPS) + lane % 32
         if turn == 0:
@@ -248,6 +278,32 @@ def move_kernel(
 
 
 @triton.jit
+def sort_together(
+    keys_ptr, lines_ptr, order_ptr, gates_ptr, n, states, counting, tiles, programs,
+    PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, LOOK: tl.constexpr,
+):  # fmt: skip
+    """The order of keys that all programs of a cooperative launch know; they meet at PASSES gates from here on.
+
+    The last ``counting`` of them count digits: the first ones may have been kept busy.
+    """
+    open_room(OPEN_CREW)
+    program = tl.program_id(0)
+    if program >= programs - counting:
+        count_digits(programs - 1 - program, counting, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)
+    for turn in range(PASSES):
+        wait_for_all(gates_ptr + turn, programs)
+        first = program
+        if turn == 0:
+            first -= PASSES
+        for tile in range(first, tiles, programs):
+            tl.debug_barrier()  # the tile before has been read out of shared memory
+            move_tile(
+                tile, keys_ptr, lines_ptr, order_ptr, n, states, counting, turn, PASSES, tiles,
+                BITS, WARPS, STEPS, LOOK,
+            )  # fmt: skip
+
+
+@triton.jit
 def new_lines(keys_ptr, row, n, STEPS: tl.constexpr):
     """STEPS times 32 keys of each warp with their rows below them."""
     lines = ()  # type: tuple
@@ -289,8 +345,8 @@ def digit_in(line, low, BINS: tl.constexpr):
 
 
 @triton.jit
-def open_room():
-    """Declare the shared memory."""
+def open_room(OPEN: tl.constexpr):
+    """Declare the shared memory, once in a kernel."""
     if not IS_INTERPRETED:
         tl.inline_asm_elementwise(OPEN, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 

@@ -1,4 +1,4 @@
-"""The passes of a search on the GPU: blocks around blocks, tap masks and sort keys, and sums of edge counts."""
+"""The passes of a search on the GPU: blocks around blocks, tap masks and sort keys, sums of edge counts, row order."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from sparseconv.geometry.triton_launch import (
     power_of_2,
     wait_for_all,
 )
+from sparseconv.geometry.triton_order import Passes, crew_constants, sort_together
 from sparseconv.geometry.triton_table import KEYS, STATUS, CoordinateTable, pack_shifts, rows_per_chunk
 from sparseconv.geometry.triton_window import entry_of, look
 
@@ -70,8 +71,10 @@ def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
     _AROUND(table.coords.device, (programs,), args, constants)
 
 
-def launch_search(search: WindowSearch, scratch: Arena, counters: Counters, pending: PendingCounts) -> None:
-    """Surroundings, masks and sums of counts in one launch."""
+def launch_search(
+    search: WindowSearch, scratch: Arena, counters: Counters, pending: PendingCounts, passes: Passes | None
+) -> None:
+    """Surroundings, masks and sums of counts in one launch, and the ``passes`` of a sort by it."""
     table, window, n = search.table, search.window, search.rows
     if table is None:
         return
@@ -82,10 +85,12 @@ def launch_search(search: WindowSearch, scratch: Arena, counters: Counters, pend
         *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals,
         gates_of(device, table.unseen),
         table.arena[KEYS] if table.blocked else scratch[SORT_KEYS], table.arena[STATUS],
-        scratch[STARTS], pointer(pending.offsets), pending.report.pointer,
-        n, window.num_runs, taps, search.capacity, search.chunks, programs,
+        scratch[STARTS], pointer(pending.offsets), pending.report.pointer, *scratch[LINES:],
+        n, window.num_runs, taps, search.capacity, search.chunks,
+        *((0, 0, 0) if passes is None else (passes.states, passes.counting, passes.tiles)), programs,
     )  # fmt: skip
-    constants = search_constants(search.constants, taps, n, programs, search.is_cube)
+    sorted_bits = 0 if passes is None else window.key_bits
+    constants = search_constants(search.constants, taps, n, programs, search.is_cube, sorted_bits)
     SEARCH(device, (programs,), args, constants)
 
 
@@ -94,12 +99,15 @@ def search_programs(device: torch.device, taps: int, n: int) -> int:
     return crew_of(device, max(taps, ceil_div(n, 128)))
 
 
-def search_constants(looks: tuple, taps: int, n: int, programs: int, is_cube: bool) -> tuple:
-    """The constants of `search_kernel` for ``n`` target rows; ``looks`` are those of a look-up."""
+def search_constants(looks: tuple, taps: int, n: int, programs: int, is_cube: bool, bits: int) -> tuple:
+    """The constants of `search_kernel` for ``n`` target rows, to be sorted by so many ``bits`` of their keys, none if 0.
+
+    ``looks`` are those of a look-up.
+    """
     lanes, chunk = power_of_2(3 ** looks[0]), rows_per_chunk(n)
     each = max(1, (256 if n <= 32 * programs else 1024) // lanes)  # more look-ups in flight where there are many
     scan = min(SCAN_BLOCK, max(128, power_of_2(ceil_div(n, chunk))))
-    return (*looks, power_of_2(taps), chunk, 128, lanes, each, scan, NUM_GATES, is_cube)
+    return (*looks, power_of_2(taps), chunk, 128, lanes, each, scan, NUM_GATES, is_cube, *crew_constants(bits))
 
 
 # ---- kernels
@@ -213,13 +221,17 @@ def read_masks(
 def search_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     words_ptr, keys_ptr, counts_ptr, totals_ptr, gates_ptr, block_keys_ptr, status_ptr,
-    starts_ptr, offsets_ptr, report_ptr,
-    n, num_runs, num_taps, capacity, num_chunks, programs,
+    starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
+    n, num_runs, num_taps, capacity, num_chunks, states, counting, tiles, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, BLOCKS_EACH: tl.constexpr, SCAN: tl.constexpr, NUM_GATES: tl.constexpr, CUBE: tl.constexpr,
+    PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Surroundings, masks and sums of counts in one launch, whose programs wait for each other in between."""
+    """Surroundings, masks and sums of counts in one launch, whose programs wait for each other in between.
+
+    PASSES: the rows in the order of their keys, too.
+    """
     if SIDES > 0:
         find_around(
             ranges_ptr, table_ptr, ids_ptr, block_keys_ptr, status_ptr, around_ptr, capacity, programs,
@@ -237,6 +249,11 @@ def search_kernel(
         scan_tap(
             tap, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, SCAN
         )
+    if PASSES > 0:
+        sort_together(
+            keys_ptr, lines_ptr, order_ptr, gates_ptr + 2, n, states, counting, tiles, programs,
+            PASSES, BITS, WARPS, STEPS, LOOK,
+        )  # fmt: skip
     leave(gates_ptr, programs, NUM_GATES)
 
 
@@ -248,6 +265,6 @@ _MASKS = Launcher(masks_kernel, _MASK_TYPES, num_warps=1)
 _CUBE_MASKS = Launcher(masks_kernel, _MASK_TYPES)  # a row a thread, see `count_in_warps`
 SEARCH = Launcher(
     search_kernel,
-    (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, *(int,) * 6),
+    (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, _I64, _I32, *(int,) * 9),
     cooperative=True,
 )

@@ -1,4 +1,4 @@
-"""The sort with a launch for each digit against torch's, in Triton's interpreter or on a card."""
+"""The sorts, with a launch for each digit and in a search's own, against torch's; in the interpreter or on a card."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sparseconv.geometry import triton_launch, triton_neighbors, triton_order
+from sparseconv.geometry import triton_launch, triton_neighbors, triton_order, triton_search
 from sparseconv.geometry.triton_launch import pointer
 from sparseconv.geometry.triton_neighbors import search_window
 from sparseconv.geometry.triton_order import Passes
@@ -80,6 +80,22 @@ def test_a_search_of_many_rows_is_put_in_the_order_of_its_keys(monkeypatch: pyte
     assert isinstance(order, torch.Tensor)
     assert order.dtype == torch.int32
     assert torch.equal(order.long(), torch.sort(search.keys, stable=True).indices)
+
+
+@pytest.mark.parametrize("offsets", [CASES[3].offsets, ((0, 0, 0), (0, 0, 1), (1, 0, 0))], ids=["cube", "three"])
+@pytest.mark.parametrize("n", [1, 1023, 1024, 1025, 2600])
+def test_a_search_of_few_rows_sorts_them_too(n: int, offsets: tuple[tuple[int, ...], ...]) -> None:
+    cells = torch.randperm(16**3, generator=torch.Generator().manual_seed(n))[:n]
+    coords = torch.stack([cells & 0, cells >> 8, cells >> 4 & 15, cells & 15], 1).int().to(DEVICE)
+    table = build_table(coords)
+    search = search_window(table, table.coords, encode_window(offsets, (1,) * 3, None, table.coords.device))
+    place, scratch = search.order, search.scratch
+    order = scratch.tensor(triton_search.ORDER)
+    assert place.data_ptr() == order.data_ptr() if triton_launch.INTERPRETED else place == order.data_ptr()
+    assert torch.equal(order.long(), torch.sort(search.keys[0], stable=True).indices)
+    search.release()  # whoever asks again gets it made anew
+    _ = search.order
+    assert torch.equal(search.scratch.tensor(triton_search.ORDER), order)
 
 
 @pytest.mark.parametrize(("groups", "n", "dtype"), [(2, 50, torch.int32), (1, 50, torch.int64), (1, 0, torch.int32)])
