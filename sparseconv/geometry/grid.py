@@ -76,7 +76,7 @@ class VoxelGrid:
         self.extent = (
             IndexRange(low[1:], tuple([h + 1 for h in high[1:]])) if low else IndexRange((0,) * rank, (0,) * rank)
         )
-        if batch_size * math.prod(self.extent.shape) >= KEY_LIMIT:
+        if batch_size * math.prod([h - v + 1 for v, h in zip(low[1:], high[1:])]) >= KEY_LIMIT:
             self._space  # noqa: B018 (raises)
         if table is not None:
             self.derived["cells"] = table

@@ -204,28 +204,36 @@ def pointer(tensor: torch.Tensor) -> Pointer:
     return tensor if INTERPRETED else tensor.data_ptr()
 
 
+class Kinds(tuple[torch.dtype, ...]):
+    """The dtypes of an arena's arrays, one after another."""
+
+    def __init__(self, _: Sequence[torch.dtype]) -> None:
+        #: bytes of a number of each
+        self.sizes = [dtype.itemsize for dtype in self]
+
+
 class Arena(list[Pointer]):
     """The pointers of arrays cut from one allocation, each aligned to 128 bytes.
 
-    ``arrays`` lists (dtype, length); the first ``zeroed`` of them start as zeros, the others as the memory was.
+    ``lengths`` are those of arrays of these ``kinds``, the last of which may be left out; the first ``zeroed`` of them
+    start as zeros, the others as the memory was.
     """
 
-    def __init__(self, device: torch.device, arrays: Sequence[tuple[torch.dtype, int]], zeroed: int = 0) -> None:
+    def __init__(self, device: torch.device, kinds: Kinds, lengths: Sequence[int], zeroed: int = 0) -> None:
         starts, total = [], 0
-        for dtype, length in arrays:
+        for size, length in zip(kinds.sizes, lengths):
             starts.append(total)
-            total += (length * dtype.itemsize + 127) & -128
-        clean = starts[zeroed] if zeroed < len(starts) else total
-        if total and clean == total:
+            total += (length * size + 127) & -128
+        clean = (starts[zeroed] if zeroed < len(starts) else total) if zeroed else 0
+        if clean and clean == total:
             self.memory = torch.zeros(total, dtype=torch.uint8, device=device)
         else:
             self.memory = torch.empty(total, dtype=torch.uint8, device=device)
             if clean:
                 self.memory.narrow(0, 0, clean).zero_()
-        self._arrays = arrays
-        self._starts = starts
+        self._kinds, self._lengths, self._starts = kinds, lengths, starts
         address = self.memory.data_ptr()
-        super().__init__(map(self.tensor, range(len(arrays))) if INTERPRETED else [address + at for at in starts])
+        super().__init__(map(self.tensor, range(len(lengths))) if INTERPRETED else [address + at for at in starts])
 
     def length_before(self, index: int) -> int:
         """Bytes before the i-th array."""
@@ -233,22 +241,23 @@ class Arena(list[Pointer]):
 
     def length_of(self, index: int) -> int:
         """Numbers of the i-th array."""
-        return self._arrays[index][1]
+        return self._lengths[index]
 
     def read(self, first: int, last: int) -> list[torch.Tensor]:
         """The arrays from the first to the last of these, on the host, in one copy."""
         begin = self._starts[first]
-        end = self._starts[last] + self._arrays[last][1] * self._arrays[last][0].itemsize
+        end = self._starts[last] + self._lengths[last] * self._kinds.sizes[last]
         host = self.memory.narrow(0, begin, end - begin).cpu()
         parts = []
-        for (dtype, length), start in zip(self._arrays[first : last + 1], self._starts[first : last + 1]):
-            parts.append(host.narrow(0, start - begin, length * dtype.itemsize).view(dtype))
+        for index in range(first, last + 1):
+            length = self._lengths[index] * self._kinds.sizes[index]
+            parts.append(host.narrow(0, self._starts[index] - begin, length).view(self._kinds[index]))
         return parts
 
     def tensor(self, index: int) -> torch.Tensor:
         """The i-th array as a tensor that keeps the whole arena alive."""
-        dtype, length = self._arrays[index]
-        return self.memory.narrow(0, self._starts[index], length * dtype.itemsize).view(dtype)
+        length = self._lengths[index] * self._kinds.sizes[index]
+        return self.memory.narrow(0, self._starts[index], length).view(self._kinds[index])
 
 
 class Report:

@@ -30,6 +30,7 @@ from sparseconv.geometry.triton_search import (
     AROUND,
     LINES,
     ORDER,
+    SCRATCH,
     SEARCH_TYPES,
     SORT_KEYS,
     STARTS,
@@ -119,19 +120,19 @@ class WindowSearch:
         table, window = self.table, self.window
         if table is None:
             raise ValueError("a search without a table of rows has no scratch memory: its edges were given")
-        n, taps, i32 = self.rows, window.num_taps, torch.int32
+        n, taps = self.rows, window.num_taps
         narrow = taps <= KEY_BITS
         fused = narrow and 0 < n <= FUSED_ROWS
         blocks = table.most_blocks if self.is_local else 0
-        arrays = [(i32, taps * self.chunks), (i32, n if narrow else 0), (i32, blocks * self.constants[5])]
+        lengths = [taps * self.chunks, n if narrow else 0, blocks * self.constants[5]]
         aside = current()
         # the host is faster with one launch; aside, edges run beside launches of the sort's own
         together = self._is_sorted = fused and taps > 0 and aside is None and not window.meets_once
         if fused:  # one allocation less for the host
             crew = search_programs(self.coords.device, taps, n) if together else 0
             self._passes = passes = Passes(n, window.key_bits, crew)
-            arrays += ((torch.int64, passes.words), (i32, n))
-        scratch = self._scratch = Arena(self.coords.device, arrays)
+            lengths += (passes.words, n)
+        scratch = self._scratch = Arena(self.coords.device, SCRATCH, lengths)
         counters = self._counters = Counters(table, taps, self.chunks)
         #: the counts of the edges, on their way to the host
         self.pending = PendingCounts(taps, table)

@@ -14,6 +14,7 @@ import torch
 from sparseconv.geometry.triton_launch import (
     NUM_GATES,
     Arena,
+    Kinds,
     Pointer,
     Report,
     Unseen,
@@ -195,6 +196,8 @@ def _moves(
 
 #: the arrays that `_mark` leaves
 BITS, RANKS, SUMS, FOUND, PLACES, STARTS = range(6)
+_I32, _I64 = torch.int32, torch.int64
+_KINDS = Kinds((_I64, _I32, _I32, _I64, _I32, _I32))
 
 
 def _marked(coords: torch.Tensor, moves: _Moves, sizes: _Sizes) -> torch.Tensor:
@@ -215,9 +218,7 @@ def _mark(coords: torch.Tensor, moves: _Moves, sizes: _Sizes, report: Pointer, u
     (n, columns), device = coords.shape, coords.device
     lines, words = ceil_div(sizes.cells, 4096), min(sizes.most, ceil_div(sizes.cells, 64))
     programs = min(crew_of(device, max(ceil_div(n, 128), ceil_div(lines, 512))), MOST_PROGRAMS)
-    i32, i64 = torch.int32, torch.int64
-    arrays = [(i64, lines), (i32, lines), (i32, 2 * MOST_PROGRAMS), (i64, words), (i32, words), (i32, words)]
-    arena = Arena(device, arrays)
+    arena = Arena(device, _KINDS, (lines, lines, 2 * MOST_PROGRAMS, words, words, words))
     args = (
         pointer(coords), pointer(moves.data), *arena, gates_of(device, unseen), report,
         n, sizes.batches, moves.steps, lines, programs, *sizes.box,

@@ -14,6 +14,7 @@ from sparseconv.geometry.triton_cube import count_in_warps, mask_of_cube
 from sparseconv.geometry.triton_launch import (
     NUM_GATES,
     Arena,
+    Kinds,
     Launcher,
     Pointer,
     ceil_div,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 #: the arrays of a search's scratch: edges of tap k before chunk c, sort keys, the blocks around a block, and a sort's
 STARTS, SORT_KEYS, AROUND, LINES, ORDER = range(5)
+_I32, _I64 = torch.int32, torch.int64
+SCRATCH = Kinds((_I32, _I32, _I32, _I64, _I32))
 
 
 def launch_masks(
@@ -257,7 +260,6 @@ def search_kernel(
     leave(gates_ptr, programs, NUM_GATES)
 
 
-_I32, _I64 = torch.int32, torch.int64
 SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
 _AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int))
 _MASK_TYPES = (*SEARCH_TYPES, _I32, _I32, _I32, _I64, *(int,) * 9)

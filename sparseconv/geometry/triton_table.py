@@ -12,6 +12,7 @@ import torch
 from sparseconv.geometry.triton_launch import (
     NUM_GATES,
     Arena,
+    Kinds,
     Pointer,
     Report,
     Unseen,
@@ -93,8 +94,10 @@ class CoordinateTable:
         return None
 
 
-#: the arrays of a table's arena; those up to COUNTS start as zeros
+#: the arrays of a table's arena; those up to COUNTS start as zeros, and single cells have no others
 SLOTS, STATUS, RANGES, COUNTS, IDS, INFOS, KEYS, ROWS, ENTRIES = range(9)
+_I32, _I64 = torch.int32, torch.int64
+_KINDS = Kinds((_I64, _I64, _I32, _I32, _I32, _I64, _I64, _I32, _I64))
 
 
 def measure_ranges(coords: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -167,12 +170,12 @@ def build_table(
     # two windows on the rows themselves or on coarser ones, 16 taps and 32: their totals before their counts
     unit = 16 * -(-n // rows_per_chunk(n))
     spare = [(0, unit + 96), (unit + 96, 2 * unit + 96)]
-    i32, i64, some = torch.int32, torch.int64, n or 1
-    arrays = [(i64, 2 * capacity), (i64, 2), (i32, 2 * columns), (i32, 3 * unit + 192)]
+    lengths = [2 * capacity, 2, 2 * columns, 3 * unit + 192]
     if blocked:
-        arrays += ((i32, capacity), (i64, 2 * some), (i64, some), (i32, some), (i64, some))
+        some = n or 1
+        lengths += (capacity, 2 * some, some, some, some)
     fused = blocked and 0 < n <= FUSED_ROWS
-    arena = Arena(device, arrays, 0 if fused else 4)
+    arena = Arena(device, _KINDS, lengths, 0 if fused else 4)
     spread = arena[RANGES] if ranges is None else pointer(ranges)
     ids, infos, rows = (IDS, INFOS, ROWS) if blocked else (COUNTS, SLOTS, COUNTS)
     pointers = (spread, arena[SLOTS], arena[ids], arena[infos], arena[rows])

@@ -11,7 +11,7 @@ from sparseconv.backends.triton_implicit_gemm.build_kernels import CUBE_TILES, R
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
 from sparseconv.geometry.aside import building, current
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.triton_launch import Arena, Pointer, ceil_div, pointer, power_of_2
+from sparseconv.geometry.triton_launch import Arena, Kinds, Pointer, ceil_div, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
 from sparseconv.geometry.triton_order import sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges, ReversedEdges
@@ -20,6 +20,7 @@ from sparseconv.geometry.triton_window import KEY_BITS
 #: rows up to which a search keeps its scratch memory, some 50 bytes a row: small maps are wanted in two orders of rows
 #: (taps split in groups or not), and to search again costs the host more than to build a schedule
 KEPT_ROWS = 65_536
+_KINDS = Kinds((torch.int32,) * 7)
 
 
 def schedule_on_gpu(
@@ -107,10 +108,10 @@ def make_tiles(
     padded = -(-n // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
     slots, room = len(parts) * padded, lines + LOOKAHEAD
     tiles = slots // block_m
-    split, cube, i32 = len(parts) > 1, plain and search.is_cube, torch.int32
-    lists, turned = tiles * room, (1 + cube) * tiles * room
-    arrays = (i32, (lines + 1) * slots), (i32, slots), (i32, tiles), (i32, lists), (i32, turned), (i32, tiles)
-    arena = Arena(device, (*arrays, (i32, len(parts) * n)) if split else arrays)
+    split, cube = len(parts) > 1, plain and search.is_cube
+    lists = tiles * room
+    lengths = (lines + 1) * slots, slots, tiles, lists, (1 + cube) * lists, tiles
+    arena = Arena(device, _KINDS, (*lengths, len(parts) * n) if split else lengths)
     schedule = PackedSchedule(block_m, arena, (lines + 1, tiles, room), len(parts) if split else 0)
     if tiles:
         line_of, weight_taps = _encode_parts(parts, device)

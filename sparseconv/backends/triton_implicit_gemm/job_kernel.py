@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 
 from sparseconv.backends.triton_implicit_gemm.jobs import Jobs
-from sparseconv.geometry.triton_launch import Arena, Launcher, ceil_div, pointer, power_of_2
+from sparseconv.geometry.triton_launch import Arena, Kinds, Launcher, ceil_div, pointer, power_of_2
 
 #: pairs of a job and a tap that one program compares
 CELLS = 512
+_I32, _I64 = torch.int32, torch.int64
+_KINDS = Kinds((_I64, _I64, _I32, _I32))
 
 
 def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> Jobs:
@@ -27,7 +29,7 @@ def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> J
         The jobs, on the device of the offsets.
     """
     taps, device = tap_offsets.shape[0] - 1, tap_offsets.device
-    arena = Arena(device, ((_I64, count), (_I64, count), (_I32, count), (_I32, taps + 1)))
+    arena = Arena(device, _KINDS, (count, count, count, taps + 1))
     lanes, block = _constants(taps)
     args = (pointer(tap_offsets), *arena, taps, count, quantum)
     _JOBS(device, (ceil_div(count, block),), args, (lanes, block))
@@ -119,5 +121,4 @@ def jobs_kernel(
     tl.store(order_ptr + rank, job, mask=job < count)
 
 
-_I32, _I64 = torch.int32, torch.int64
 _JOBS = Launcher(jobs_kernel, (_I64, _I64, _I64, _I32, _I32, int, int, int))
