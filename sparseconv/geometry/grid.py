@@ -62,6 +62,7 @@ class VoxelGrid:
         #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
         self.derived: dict[Any, Any] = {}
         self.coords = coords
+        search = None if table is None else _on_gpu()[1].search_ahead(table)
         low, high = _measure(coords, table)
         if low and low[0] < 0:
             raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}")
@@ -80,6 +81,8 @@ class VoxelGrid:
             self._space  # noqa: B018 (raises)
         if table is not None:
             self.derived["cells"] = table
+            if search is not None:
+                self.derived["search"] = search
         pair = self._table.first_duplicate() if table is None or table.has_duplicates else None
         if pair is not None and duplicates == "error":
             raise ValueError(
@@ -356,17 +359,16 @@ def _table_on_gpu(coords: torch.Tensor) -> CoordinateTable | None:
     """A table of the rows of a grid on a GPU, on its way; None elsewhere, and where there is no row."""
     if not coords.is_cuda or coords.shape[0] == 0:
         return None
-    tables, expect_plans = _on_gpu()
-    expect_plans(coords)
+    tables, ahead = _on_gpu()
+    ahead.expect_plans(coords)
     return tables.build_table(coords, reported=True)
 
 
 @cache
 def _on_gpu() -> tuple[Any, Any]:
-    from sparseconv.geometry import triton_table  # Triton is loaded where it is used
-    from sparseconv.geometry.triton_ahead import expect_plans
+    from sparseconv.geometry import triton_ahead, triton_table  # Triton is loaded where it is used
 
-    return triton_table, expect_plans
+    return triton_table, triton_ahead
 
 
 def _checked_coords(coords: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,20 @@
-"""Kernels that the first plan of a process will need, compiled beside the first grid's own."""
+"""What plans will likely ask of a grid, before they do: kernels compiled, and the search of the last plan launched."""
 
 from __future__ import annotations
 
 import torch
 
+from sparseconv.geometry.aside import current
 from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_cube_pairs import CUBE_PAIRS
 from sparseconv.geometry.triton_launch import read_triton
+from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH, search_constants, search_programs
-from sparseconv.geometry.triton_table import FUSED_ROWS, pack_shifts, rows_per_chunk
-from sparseconv.geometry.triton_window import bit_places
+from sparseconv.geometry.triton_table import FUSED_ROWS, CoordinateTable, pack_shifts, rows_per_chunk
+from sparseconv.geometry.triton_window import TapWindow, bit_places
 
+#: the window that the last plan looked through from a grid's own rows, by device, until a search was launched for it
+_asked: dict[int | None, TapWindow] = {}
 _seen: set[int | None] = set()
 
 
@@ -32,3 +36,26 @@ def expect_plans(coords: torch.Tensor) -> None:
     taps = len(offsets)
     SEARCH.ahead(device, search_constants(looks, taps, n, search_programs(device, taps, n), True, taps))
     CUBE_PAIRS.ahead(device, (rows_per_chunk(n),))
+
+
+def search_ahead(table: CoordinateTable) -> WindowSearch | None:
+    """The search of a new grid's own rows that the last plan on its device asked for; None where none is expected.
+
+    The host has the time: it would wait for what the table says of the rows. A search of which nobody asks is the last
+    one until a plan asks again.
+    """
+    device, (n, columns) = table.coords.device, table.coords.shape
+    window = _asked.get(device.index)
+    if window is None or len(window.stride) != columns - 1 or not 0 < n <= FUSED_ROWS or current() is not None:
+        return None
+    _asked.pop(device.index, None)
+    return search_window(table, table.coords, window)
+
+
+def own_search(table: CoordinateTable, window: TapWindow, ahead: WindowSearch | None) -> WindowSearch:
+    """The search of a table's own rows: the one launched ``ahead``, where that is the one."""
+    if table.unseen is None:
+        _asked[table.coords.device.index] = window
+    if ahead is not None and ahead.window is window and ahead.table is table:
+        return ahead
+    return search_window(table, table.coords, window)

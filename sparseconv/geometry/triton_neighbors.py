@@ -127,7 +127,7 @@ class WindowSearch:
         lengths = [taps * self.chunks, n if narrow else 0, blocks * self.constants[5]]
         aside = current()
         # the host is faster with one launch; aside, edges run beside launches of the sort's own
-        together = self._is_sorted = fused and taps > 0 and aside is None and not window.meets_once
+        together = self._is_sorted = fused and taps > 0 and aside is None
         if fused:  # one allocation less for the host
             crew = search_programs(self.coords.device, taps, n) if together else 0
             self._passes = passes = Passes(n, window.key_bits, crew)

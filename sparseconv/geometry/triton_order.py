@@ -199,9 +199,7 @@ def move_kernel(
     tile = tl.program_id(0)
     if turn == 0:
         tile -= passes
-    move_tile(
-        tile, keys_ptr, lines_ptr, order_ptr, n, states, counting, turn, passes, tiles, BITS, WARPS, STEPS, LOOK
-    )
+    move_tile(tile, keys_ptr, lines_ptr, order_ptr, n, states, counting, turn, passes, tiles, BITS, WARPS, STEPS, LOOK)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.aside import Moment
+from sparseconv.geometry.triton_ahead import own_search
 from sparseconv.geometry.triton_cube_pairs import list_cube
 from sparseconv.geometry.triton_launch import Launcher, ceil_div, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
@@ -173,7 +174,10 @@ def find_edges_on_gpu(
         taps = encode_window(window.offsets, window.stride, folded, coords.device)
         if torus is None:
             window.encoded[index] = taps
-    search = search_window(table, table.coords if coords is fine.coords else coords, taps)
+    if coords is fine.coords:
+        search = own_search(table, taps, fine.derived.pop("search", None))
+    else:
+        search = search_window(table, coords, taps)
     return FoundEdges(search, fine.num_voxels, most)
 
 

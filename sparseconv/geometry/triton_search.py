@@ -103,9 +103,9 @@ def search_programs(device: torch.device, taps: int, n: int) -> int:
 
 
 def search_constants(looks: tuple, taps: int, n: int, programs: int, is_cube: bool, bits: int) -> tuple:
-    """The constants of `search_kernel` for ``n`` target rows, to be sorted by so many ``bits`` of their keys, none if 0.
+    """The constants of `search_kernel` for ``n`` target rows; ``looks`` are those of a look-up.
 
-    ``looks`` are those of a look-up.
+    ``bits`` of the keys are sorted by; 0: rows are not sorted.
     """
     lanes, chunk = power_of_2(3 ** looks[0]), rows_per_chunk(n)
     each = max(1, (256 if n <= 32 * programs else 1024) // lanes)  # more look-ups in flight where there are many

@@ -11,7 +11,7 @@ from sparseconv.backends.triton_implicit_gemm.build_kernels import CUBE_TILES, R
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
 from sparseconv.geometry.aside import building, current
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.triton_launch import Arena, Kinds, Pointer, ceil_div, pointer, power_of_2
+from sparseconv.geometry.triton_launch import Arena, Kinds, Pointer, ceil_div, gates_of, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
 from sparseconv.geometry.triton_order import sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges, ReversedEdges
@@ -20,6 +20,8 @@ from sparseconv.geometry.triton_window import KEY_BITS
 #: rows up to which a search keeps its scratch memory, some 50 bytes a row: small maps are wanted in two orders of rows
 #: (taps split in groups or not), and to search again costs the host more than to build a schedule
 KEPT_ROWS = 65_536
+#: tiles up to which the last of their programs ranks them alone: a launch less for the host
+RANKED_AT_LAST = 1024
 _KINDS = Kinds((torch.int32,) * 7)
 
 
@@ -50,8 +52,11 @@ def schedule_ahead(kernel_map: KernelMap, block_m: int) -> None:
     if not isinstance(source, FoundEdges) or not source.search.is_cube:
         return
     n, lines = kernel_map.num_out, kernel_map.num_taps
-    CUBE_TILES.ahead(source.device, (block_m, power_of_2(lines + LOOKAHEAD)))
-    RANKS.ahead(source.device, _rank_constants(lines, ceil_div(n, block_m)))
+    tiles = ceil_div(n, SLOT_ALIGNMENT) * (SLOT_ALIGNMENT // block_m)
+    bins = _bins(lines) if tiles <= RANKED_AT_LAST else 0
+    CUBE_TILES.ahead(source.device, (block_m, power_of_2(lines + LOOKAHEAD), bins))
+    if not bins:
+        RANKS.ahead(source.device, _rank_constants(lines, tiles))
 
 
 def build_schedule(
@@ -118,19 +123,22 @@ def make_tiles(
         search.kept += (line_of, weight_taps)
         wide = isinstance(order, torch.Tensor) and order.dtype == torch.int64
         table, out_rows, counts, tile_rows, tile_taps, launch_order, *slots_of = arena
+        at_last = not in_order and tiles <= RANKED_AT_LAST and current() is None
+        bins = _bins(lines) if at_last else 0
         args = (
             *search.pointers, pointer(order) if isinstance(order, torch.Tensor) else order, pointer(line_of),
             pointer(weight_taps), table, out_rows, *(slots_of or (out_rows,)), counts, tile_rows, tile_taps,
+            launch_order, gates_of(device) if at_last else counts,
             n, window.num_runs, taps, search.capacity, slots, padded // block_m, lines, room,
         )  # fmt: skip
         if cube:
-            CUBE_TILES(device, (tiles,), args, (block_m, power_of_2(room)))
+            CUBE_TILES(device, (tiles,), args, (block_m, power_of_2(room), bins))
         else:
-            constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain)
+            constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain, bins)
             (TILES_64 if wide else TILES)(device, (tiles,), args, constants)
         if in_order:
             torch.arange(tiles, dtype=torch.int32, device=device, out=schedule.tile_order)
-        else:
+        elif not at_last:
             _rank(counts, launch_order, tiles, lines, device)
     return schedule
 
@@ -202,8 +210,13 @@ def _rank(counts: Pointer, order: Pointer, tiles: int, lines: int, device: torch
     RANKS(device, (ceil_div(tiles, constants[1]),), (counts, order, tiles), constants)
 
 
+def _bins(lines: int) -> int:
+    """Numbers of live taps that a tile may have, and one for no tile."""
+    return power_of_2(lines + 2)
+
+
 def _rank_constants(lines: int, tiles: int) -> tuple[int, int, int]:
-    return power_of_2(lines + 2), 64 if tiles <= 4096 else 256, 1024  # many tiles are read by fewer programs
+    return _bins(lines), 64 if tiles <= 4096 else 256, 1024  # many tiles are read by fewer programs
 
 
 @lru_cache(maxsize=512)

@@ -1,0 +1,89 @@
+"""The search that is launched before a plan asks for it, in Triton's interpreter or on a card."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from sparseconv.geometry import triton_ahead, triton_launch
+from sparseconv.geometry.triton_ahead import own_search, search_ahead
+from sparseconv.geometry.triton_table import CoordinateTable, build_table
+from sparseconv.geometry.triton_window import TapWindow, encode_window
+from tests.geometry.triton_cases import CASES
+
+DEVICE = torch.device("cpu") if triton_launch.INTERPRETED else torch.device("cuda", 0)
+CUBE, PLANE = CASES[3], CASES[1]
+pytestmark = pytest.mark.skipif(
+    not triton_launch.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
+)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ahead, "_asked", {})
+
+
+def table_of(rank: int = 3) -> CoordinateTable:
+    return build_table((CUBE if rank == 3 else PLANE).source(device=DEVICE))
+
+
+def cube() -> TapWindow:
+    return encode_window(CUBE.offsets, (1, 1, 1), None, DEVICE)
+
+
+def test_nothing_is_launched_before_a_plan_has_asked() -> None:
+    assert search_ahead(table_of()) is None
+
+
+def test_the_next_grid_gets_the_search_that_the_last_plan_asked_for() -> None:
+    first = own_search(table_of(), cube(), None)
+    table = table_of()
+    ahead = search_ahead(table)
+    assert ahead is not None
+    assert ahead.table is table
+    assert own_search(table, cube(), ahead) is ahead
+    assert torch.equal(ahead.neighbors, first.neighbors)
+    assert ahead.pending.read() == first.pending.read()
+
+
+def test_a_search_of_which_nobody_asks_is_the_last_one() -> None:
+    own_search(table_of(), cube(), None)
+    assert search_ahead(table_of()) is not None
+    assert search_ahead(table_of()) is None
+    own_search(table_of(), cube(), None)
+    assert search_ahead(table_of()) is not None
+
+
+def test_a_plan_through_another_window_searches_for_itself() -> None:
+    own_search(table_of(), cube(), None)
+    table = table_of()
+    ahead = search_ahead(table)
+    line = encode_window(((0, 0, 0), (0, 0, 1)), (1, 1, 1), None, DEVICE)
+    found = own_search(table, line, ahead)
+    assert found is not ahead
+    assert found.window is line
+    after = search_ahead(table_of())
+    assert after is not None
+    assert after.window is line
+
+
+def test_a_search_of_another_table_is_not_taken() -> None:
+    own_search(table_of(), cube(), None)
+    ahead = search_ahead(table_of())
+    assert own_search(table_of(), cube(), ahead) is not ahead
+
+
+def test_grids_of_another_rank_are_not_searched() -> None:
+    own_search(table_of(), cube(), None)
+    assert search_ahead(table_of(rank=2)) is None
+
+
+def test_grids_of_more_rows_than_a_launch_has_programs_for_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_search(table_of(), cube(), None)
+    monkeypatch.setattr(triton_ahead, "FUSED_ROWS", 10)
+    assert search_ahead(table_of()) is None
