@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_cells import axis_blocks, axis_range, count_blocks, find
-from sparseconv.geometry.triton_counts import SCAN_BLOCK, Counters, PendingCounts, scan_tap
+from sparseconv.geometry.triton_counts import Counters, PendingCounts, scan_tap
 from sparseconv.geometry.triton_cube import count_in_warps, mask_of_cube
 from sparseconv.geometry.triton_launch import (
     NUM_GATES,
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 #: the arrays of a search's scratch: edges of tap k before chunk c, sort keys, the blocks around a block, and a sort's
 STARTS, SORT_KEYS, AROUND, LINES, ORDER = range(5)
+#: chunks that a program of a search sums at once: one number for all sizes, so that none is compiled for
+SCANNED = 1024
 _I32, _I64 = torch.int32, torch.int64
 SCRATCH = Kinds((_I32, _I32, _I32, _I64, _I32))
 
@@ -109,8 +111,7 @@ def search_constants(looks: tuple, taps: int, n: int, programs: int, is_cube: bo
     """
     lanes, chunk = power_of_2(3 ** looks[0]), rows_per_chunk(n)
     each = max(1, (256 if n <= 32 * programs else 1024) // lanes)  # more look-ups in flight where there are many
-    scan = min(SCAN_BLOCK, max(128, power_of_2(ceil_div(n, chunk))))
-    return (*looks, power_of_2(taps), chunk, 128, lanes, each, scan, NUM_GATES, is_cube, *crew_constants(bits))
+    return (*looks, power_of_2(taps), chunk, 128, lanes, each, SCANNED, NUM_GATES, is_cube, *crew_constants(bits))
 
 
 # ---- kernels
