@@ -1,7 +1,8 @@
 """Modules and networks."""
 
 from sparseconv.nn.blocks import Bottleneck, ConvBlock, ResidualBlock
-from sparseconv.nn.captured import capture, capture_step
+from sparseconv.nn.captured_inference import capture
+from sparseconv.nn.captured_step import capture_step
 from sparseconv.nn.containers import Add, Cat, Residual, Sequential, ToDense
 from sparseconv.nn.convnext import ConvNeXtUNet
 from sparseconv.nn.convolution import Conv, ConvTranspose, InverseConv, SubmanifoldConv

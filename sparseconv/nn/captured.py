@@ -1,4 +1,4 @@
-"""Whole steps on new scenes, their maps built anew, captured once as a CUDA graph and replayed."""
+"""What captured calls share: scenes in arrays of a fixed size, the graph over them, and its faults."""
 
 from __future__ import annotations
 
@@ -12,117 +12,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from sparseconv.geometry.aside import current
 from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, fault_of, forget_tables
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.nn import graphs
-from sparseconv.nn.cross_entropy import FasterLoss
-from sparseconv.nn.results import Scene, apart, apart_in_memory, rows_of
+from sparseconv.nn.results import Scene, apart, rows_of
 from sparseconv.tensor import SparseTensor
 
 
-def capture(
-    network: torch.nn.Module,
-    example: SparseTensor,
-    *,
-    room: float = 1.25,
-    max_voxels: int | None = None,
-    extent: IndexRange | Sequence[int] | None = None,
-) -> CapturedInference:
-    """A network's inference, maps included, as one CUDA graph: a call that costs the host next to nothing.
-
-    The graph works on arrays of a fixed number of rows, of which a scene fills the first; everything that depends on
-    the scene is decided on the device. `FixedGrid` says what a map may be made of; normalisation by batch item and
-    pooling of whole items are not offered.
-
-    A call runs on the current stream and gives new tensors, of the scene's own rows; calls on several streams must wait
-    for one another, since they share the graph's memory. What does not fit:
-
-    - a scene that the host sees to be too large (rows, batch items, an ordinary grid's extent) runs without the graph,
-      as if nothing had been captured, with a warning;
-    - a scene of which the device finds that a voxel lies outside of the extent or occurs twice, or that a coarser grid
-      has no room for it, gives NaN (-1 in integers), and a later call or `check` raises the reason.
-
-    The weights are the network's own: a call after they were changed captures again first, which takes some tenths of a
-    second. Without a GPU a call is the plain call of the network.
-
-    Args:
-        network: in ``eval()``; its output is a `SparseTensor` on the input's grid, a tensor whose rows are the voxels',
-            a tensor of a size that no scene changes, or a tuple, list or dict of these.
-        example: a scene as they will come, on the network's device; it gives dtype, batch size and typical sizes.
-        room: rows of every grid over those that it has for the example, at least 1.
-        max_voxels: voxels of the largest scene; default: those of the example times ``room``. Rounded up to 256.
-        extent: the box that voxels lie in; default: the example's, grown by an eighth on each side.
-
-    Raises:
-        TypeError, ValueError: arguments that do not fit, a network in training, a result whose number of rows the host
-            cannot know, or one that changes with the rows that are no voxels.
-        RuntimeError: the example does not fit into ``extent``, or the network does what no graph can hold.
-
-    >>> import sparseconv as sc
-    >>> from sparseconv import nn
-    >>> network = nn.UNet(4, 3, channels=(8, 16)).eval()
-    >>> scans = [sc.voxelize(torch.rand(n, 3), voxel_size=0.1)[0] for n in (500, 450)]
-    >>> fast = nn.capture(network, SparseTensor(scans[0], torch.randn(len(scans[0]), 4)))
-    >>> fast(SparseTensor(scans[1], torch.randn(len(scans[1]), 4))).channels
-    3
-    >>> logits = fast((scans[1].coords, torch.randn(len(scans[1]), 4)))  # no grid, which would wait for the device
-    >>> logits.shape == (len(scans[1]), 3)
-    True
-    """
-    return CapturedInference(network, example, None, 0, room, max_voxels, extent)
-
-
-def capture_step(
-    network: torch.nn.Module,
-    loss: Callable[[Any, Any], torch.Tensor],
-    example: SparseTensor,
-    targets: Any,
-    *,
-    ignore: float = -100,
-    room: float = 1.25,
-    max_voxels: int | None = None,
-    extent: IndexRange | Sequence[int] | None = None,
-) -> CapturedStep:
-    """A training step, maps and gradients included, as one CUDA graph: ``step(scene, targets)`` gives the loss.
-
-    The gradients of the network's parameters are then in ``p.grad``, written anew by every call into the same memory
-    (clone what must outlive the next one); running statistics have moved. An optimiser's step stays outside, and its
-    changes are seen by the next call. Modes, autocast, ``requires_grad`` and hooks are those of the moment of capture;
-    hooks on gradients that accumulate, as of data parallelism, are not called. Random numbers are new in every call. To
-    scale the loss, let ``loss`` return ``scaler.scale(...)``: the value is then the scaled one.
-
-    A scene that does not fit on the device has the loss NaN and gradients of 0, and a later call raises; other words
-    about scenes are those of `capture`.
-
-    Args:
-        loss: (the network's output, targets) -> a scalar. It must leave out rows whose target is ``ignore``, as
-            torch's cross-entropy does: that is tried on the example.
-        targets: of the example: a tensor, or a tuple, list or dict of tensors. Those with a row for each voxel get dead
-            rows of ``ignore``, others keep their shape; None where the loss needs none.
-        ignore: the target of rows that are no voxels.
-
-    The other arguments and errors are those of `capture`; the network may be in training.
-
-    >>> import sparseconv as sc
-    >>> from sparseconv import nn
-    >>> network = nn.UNet(4, 3, channels=(8, 16))
-    >>> grid, _ = sc.voxelize(torch.rand(500, 3), voxel_size=0.1)
-    >>> scene, labels = SparseTensor(grid, torch.randn(len(grid), 4)), torch.randint(0, 3, (len(grid),))
-    >>> loss = lambda y, targets: torch.nn.functional.cross_entropy(y.features.float(), targets)
-    >>> step = nn.capture_step(network, loss, scene, labels)
-    >>> optimiser = torch.optim.SGD(network.parameters(), 0.1)
-    >>> for _ in range(3):
-    ...     value = step(scene, labels)
-    ...     optimiser.step()
-    >>> bool(value < 2)
-    True
-    """
-    return CapturedStep(network, example, targets, ignore, room, max_voxels, extent, loss)
-
-
-class _Captured:
+class Captured:
     """What both kinds share: arrays that a scene is copied into, the graph over them, and its faults."""
 
     def __init__(
@@ -392,88 +290,3 @@ class _Captured:
 
     def _try_loss(self, output: Any, padded: Any, of_rows: Any, targets: Any) -> None:
         """Raise ValueError where a loss counts the rows that are no voxels."""
-
-
-class CapturedInference(_Captured):
-    """What `capture` made: a call for a scene; ``max_voxels`` is the most that it may have."""
-
-    def __init__(self, network: torch.nn.Module, *args: Any) -> None:
-        if isinstance(network, torch.nn.Module) and network.training:
-            raise ValueError("the network is in training: call network.eval() before nn.capture, or use capture_step")
-        super().__init__(network, *args)
-
-    def __call__(self, scene: Scene) -> Any:
-        """A `SparseTensor`, or (coords (N, 1+D) int32, features (N, C)) -> the network's result in new tensors.
-
-        What would be a `SparseTensor` on the scene's grid is one, or its features where the scene came without a grid.
-        """
-        coords, features, _ = self._given(scene, None)
-        self._raise()
-        if not self._fits(scene, len(coords)):
-            with self._as_captured():
-                whole = self._whole(scene)
-                return rows_of(self._body(whole, None), scene, len(coords), whole.grid)
-        self._run(coords, features, [])
-        return rows_of(self._results, scene, self.max_voxels, bad=self._bad)
-
-    @torch.no_grad()
-    def _body(self, scene: SparseTensor, targets: Any) -> Any:
-        with self._autocast():
-            return self.network(scene)
-
-    def _state_now(self) -> Any:
-        """Their versions too: weights that are folded into others are read from copies."""
-        return super()._state_now(), [t._version for t in self._tensors if not t.is_inference()]
-
-
-class CapturedStep(_Captured):
-    """What `capture_step` made: a call for a scene and its targets; ``max_voxels`` is the most that it may have."""
-
-    def __init__(self, network: torch.nn.Module, *args: Any) -> None:
-        *rest, self._loss = args
-        if isinstance(network, torch.nn.Module):
-            self._parameters = [p for p in network.parameters() if p.requires_grad]
-        super().__init__(network, *rest)
-
-    def __call__(self, scene: Scene, targets: Any = None) -> torch.Tensor:
-        """A scene as `CapturedInference` takes it, targets like the example's -> the loss (), a new tensor."""
-        coords, features, leaves = self._given(scene, targets)
-        self._raise()
-        if self._fits(scene, len(coords)):
-            self._run(coords, features, leaves)
-            loss, grads = self._results
-            loss = loss.clone()
-        else:
-            with self._as_captured():
-                loss, grads = self._body(self._whole(scene), targets)
-        for p, grad in zip(self._parameters, grads):
-            if p.grad is not grad:
-                p.grad = grad
-        return loss
-
-    def _body(self, scene: SparseTensor, targets: Any) -> Any:
-        # on one thread, whose maps are aside and which has one workspace of cuBLAS
-        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-            with self._autocast():
-                output = self.network(scene)
-                with FasterLoss():
-                    loss = self._loss(output, targets)
-                del output
-            if scene.grid.fault is not None:  # no gradient goes through the NaN
-                loss = torch.where(scene.grid.fault[0] != 0, float("nan"), loss)
-            grads = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        aside = current()
-        if aside is not None:
-            aside.settle(grads)
-        return loss.detach(), apart_in_memory(grads)
-
-    def _try_loss(self, output: Any, padded: Any, of_rows: Any, targets: Any) -> None:
-        with_dead, without = self._loss(output, padded), self._loss(of_rows, targets)
-        if not isinstance(without, torch.Tensor) or without.ndim:
-            raise ValueError(f"the loss must be a scalar tensor; got {without!r}")
-        off = apart(with_dead, without)
-        if off:
-            raise ValueError(
-                f"the loss counts rows that are no voxels: it is {float(with_dead):.4g} with them and "
-                f"{float(without):.4g} without. Leave out rows whose target is `ignore`, as cross-entropy does"
-            )

@@ -7,14 +7,9 @@ import triton.language as tl
 
 
 @triton.jit
-def load_index(ptr, HIDDEN: tl.constexpr):
+def load_index(ptr):
     """One int32 load; hidden in inline assembly so that the pipeliner does not stage it as it does the tiles."""
-    if HIDDEN:
-        return tl.inline_asm_elementwise(
-            "ld.global.nc.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        return tl.load(ptr)
+    return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -103,7 +98,10 @@ def conv_kernel(
     tile = tl.load(tile_order_ptr + pid // (NUM_PACKS * BLOCKS_N))
     pack = (pid // BLOCKS_N) % NUM_PACKS
     n0 = (pid % BLOCKS_N) * BLOCK_N
-    slots = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = tile * BLOCK_M
+    ms = tl.arange(0, BLOCK_M)
+    slots = first + ms
+    neighbors_ptr += first  # a step then adds one number to it, not one for each row
     list_start = tile * list_stride
     steps = tl.load(tile_counts_ptr + tile) * BLOCKS_K
     ks = tl.arange(0, BLOCK_K)
@@ -114,7 +112,7 @@ def conv_kernel(
         tap = tl.load(tile_taps_ptr + list_start)
         row = tl.load(tile_rows_ptr + list_start)
         row = row.to(tl.int64) if WIDE else row
-        idx = tl.load(neighbors_ptr + (row * num_slots + slots))
+        idx = tl.load(neighbors_ptr + row * num_slots + ms)
         kb = 0
         for step in tl.range(steps, num_stages=STAGES):
             k0 = kb * BLOCK_K
@@ -126,10 +124,10 @@ def conv_kernel(
             acc = product(a, b, acc, HIDDEN, PRECISION)
             kb = (step + 1) % BLOCKS_K
             at = list_start + (step + 1) // BLOCKS_K
-            tap = load_index(tile_taps_ptr + at, HIDDEN)
-            row = load_index(tile_rows_ptr + at, HIDDEN)
+            tap = load_index(tile_taps_ptr + at)
+            row = load_index(tile_rows_ptr + at)
             row = row.to(tl.int64) if WIDE else row
-            idx = load_index(neighbors_ptr + (row * num_slots + slots), HIDDEN)
+            idx = load_index(neighbors_ptr + row * num_slots + ms)
     else:
         for step in tl.range(steps, num_stages=STAGES):
             k0 = (step % BLOCKS_K) * BLOCK_K
@@ -137,7 +135,7 @@ def conv_kernel(
             tap = tl.load(tile_taps_ptr + at)
             row = tl.load(tile_rows_ptr + at)
             row = row.to(tl.int64) if WIDE else row
-            idx = tl.load(neighbors_ptr + (row * num_slots + slots))
+            idx = tl.load(neighbors_ptr + row * num_slots + ms)
             a = load_feats(in_base, idx, stride_feats_n, k0 + ks, limit, EVEN_K, WIDE)
             b = load_weight(
                 weight_ptr, tap, k0, n0, pack, stride_weight_k, stride_weight_c,
@@ -193,10 +191,17 @@ def combine_kernel(
 
 
 @triton.jit
-def load_pair(ptr, at, last, HIDDEN: tl.constexpr):
-    """Row numbers at positions ``at`` of a job's list, -1 beyond its last one."""
-    index = load_index(ptr + tl.maximum(tl.minimum(at, last), 0), HIDDEN)
-    return tl.where(at <= last, index, -1)
+def load_pair(ptr, start, ps, count, HIDDEN: tl.constexpr):
+    """Row numbers at positions ``start + ps`` of a job's list, -1 beyond its ``count``; hidden as in `load_index`."""
+    ptr += start
+    count -= start
+    if HIDDEN:  # by a predicate: an address that is clamped, and a value then dropped, take more instructions
+        return tl.inline_asm_elementwise(
+            "{.reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; @p ld.global.nc.b32 $0, [$1];}",
+            "=r,l,r,r", [ptr + ps, ps, count], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.load(ptr + ps, mask=ps < count, other=-1)
 
 
 @triton.jit
@@ -228,7 +233,6 @@ def weight_grad_kernel(
     o0 = (pid % BLOCKS_O) * BLOCK_O
     begin = tl.load(job_begin_ptr + job)
     count = (tl.load(job_end_ptr + job) - begin).to(tl.int32)
-    last = count - 1
     in_rows_ptr += begin
     out_rows_ptr += begin
     i = i0 + tl.arange(0, BLOCK_I)
@@ -240,18 +244,18 @@ def weight_grad_kernel(
     ps = tl.arange(0, BLOCK_P)
     acc = tl.zeros((BLOCK_I, BLOCK_O), tl.float32)
     if HIDDEN:
-        ii = load_pair(in_rows_ptr, ps, last, HIDDEN)
-        oo = load_pair(out_rows_ptr, ps, last, HIDDEN)
+        ii = load_pair(in_rows_ptr, 0, ps, count, HIDDEN)
+        oo = load_pair(out_rows_ptr, 0, ps, count, HIDDEN)
         for p in tl.range(0, count, BLOCK_P, num_stages=STAGES):
             a = load_feats(feats_ptr, ii, stride_feats_n, i, in_limit, EVEN_I, WIDE)
             b = load_feats(grad_ptr, oo, stride_grad_n, o, out_limit, EVEN_O, WIDE)
             acc = product(tl.trans(a), b, acc, HIDDEN, PRECISION)
-            ii = load_pair(in_rows_ptr, p + BLOCK_P + ps, last, HIDDEN)
-            oo = load_pair(out_rows_ptr, p + BLOCK_P + ps, last, HIDDEN)
+            ii = load_pair(in_rows_ptr, p + BLOCK_P, ps, count, HIDDEN)
+            oo = load_pair(out_rows_ptr, p + BLOCK_P, ps, count, HIDDEN)
     else:
         for p in tl.range(0, count, BLOCK_P, num_stages=STAGES):
-            ii = load_pair(in_rows_ptr, p + ps, last, HIDDEN)
-            oo = load_pair(out_rows_ptr, p + ps, last, HIDDEN)
+            ii = load_pair(in_rows_ptr, p, ps, count, HIDDEN)
+            oo = load_pair(out_rows_ptr, p, ps, count, HIDDEN)
             a = load_feats(feats_ptr, ii, stride_feats_n, i, in_limit, EVEN_I, WIDE)
             b = load_feats(grad_ptr, oo, stride_grad_n, o, out_limit, EVEN_O, WIDE)
             acc = product(tl.trans(a), b, acc, HIDDEN, PRECISION)
