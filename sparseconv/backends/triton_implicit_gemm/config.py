@@ -230,8 +230,11 @@ def _weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
     if work.gluon and work.dtype not in HALF:
         # mma wants the most of what each warp reads from shared memory: 64 x 64 of the product
         tile = replace(tile, block_p=32 if large else 64, warps=4)
+    elif work.gluon and block_i == block_o == 32:
+        # wgmma takes 64 rows of the product at least: half of them would be zeros, copied and multiplied; mma takes 32
+        return [replace(tile, programs=each * work.processors) for each in (5, 12, 4)]
     elif work.gluon:
-        tile = replace(tile, block_i=max(block_i, 64))  # wgmma takes 64 rows of the product at least
+        tile = replace(tile, block_i=max(block_i, 64))
     resident = SHARED_BYTES // (weight_grad_shared_bytes(tile, work.dtype.itemsize) + 1024)
     resident = max(1, min(2 if large else 6, resident))
     waves = 1 if max(c_in, c_out) <= 128 else 4

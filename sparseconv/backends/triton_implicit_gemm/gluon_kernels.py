@@ -46,16 +46,27 @@ def shared_layout(columns, unit):
 
 
 @gluon.constexpr_function
-def pairs_layout(columns, unit):
-    """How the rows of pairs lie in shared memory: as wgmma reads halves; of single numbers, so that 8 neighbours in
-    each of 4 rows, which mma takes at once, lie in different banks."""
-    return shared_layout(columns, unit) if unit == 8 else gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+def takes_wgmma(rows, unit):
+    """Whether wgmma sums a weight gradient: it takes halves, of 64 rows of the sums or more; mma takes all else."""
+    return unit == 8 and rows >= 64
+
+
+@gluon.constexpr_function
+def pairs_layout(columns, unit, wgmma):
+    """How the rows of pairs lie in shared memory: as wgmma reads them; for mma, so that 8 halves in each of 8 rows, or
+    8 neighbours of single numbers in each of 4, which it takes at once, lie in different banks."""
+    if wgmma:
+        return shared_layout(columns, unit)
+    if unit == 8:
+        rows = max(1, 64 // columns)  # in a line of all banks
+        return gl.SwizzledSharedLayout(8, rows, 8 // rows, [1, 0])
+    return gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
 
 
 @gluon.constexpr_function
 def grad_layout(rows, columns, warps, unit):
-    """Who holds what of a weight gradient's sums: wgmma takes halves, mma single numbers."""
-    if unit == 8:
+    """Who holds what of a weight gradient's sums."""
+    if takes_wgmma(rows, unit):
         down = warps if rows >= 16 * warps else rows // 16
         return gl.NVMMADistributedLayout(
             version=[3, 0], warps_per_cta=[down, warps // down], instr_shape=[16, columns // (warps // down), 16]
@@ -267,18 +278,18 @@ def read_pairs(in_rows_ptr, out_rows_ptr, at_in, at_out, last):
 
 
 @gluon.jit
-def add_pairs(a, b, acc, UNIT: gl.constexpr):
+def add_pairs(a, b, acc, UNIT: gl.constexpr, WGMMA: gl.constexpr):
     """acc + a^T b over the pairs of a step. wgmma takes halves as they lie, and runs on; single numbers it would want
-    transposed, both sides, so mma takes those from registers."""
-    if UNIT == 8:
+    transposed, both sides, so mma takes those from registers, and few channels of halves, of which it wastes none."""
+    if WGMMA:
         fence_async_shared()
         acc = warpgroup_mma(a.permute((1, 0)), b, acc, is_async=True)
         return warpgroup_mma_wait(num_outstanding=1, deps=[acc])
     else:
         MMA: gl.constexpr = acc.type.layout
         for k in gl.static_range(a.shape[0] // 16):
-            x = a.slice(16 * k, 16).permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 1))
-            y = b.slice(16 * k, 16).load(gl.DotOperandLayout(1, MMA, 1))
+            x = a.slice(16 * k, 16).permute((1, 0)).load(gl.DotOperandLayout(0, MMA, UNIT // 4))
+            y = b.slice(16 * k, 16).load(gl.DotOperandLayout(1, MMA, UNIT // 4))
             acc = mma_v2(x, y, acc, input_precision="tf32")
         return acc
 
@@ -304,6 +315,7 @@ def weight_grad_kernel(
     A_LAYOUT: gl.constexpr = row_layout(BLOCK_I, WARPS, UNIT)
     B_LAYOUT: gl.constexpr = row_layout(BLOCK_O, WARPS, UNIT)
     MMA: gl.constexpr = grad_layout(BLOCK_I, BLOCK_O, WARPS, UNIT)
+    WGMMA: gl.constexpr = takes_wgmma(BLOCK_I, UNIT)
     pid = gl.program_id(0)
     job = gl.load(job_order_ptr + pid // (GROUPS * BLOCKS_I * BLOCKS_O))
     group = (pid // (BLOCKS_I * BLOCKS_O)) % GROUPS
@@ -320,8 +332,8 @@ def weight_grad_kernel(
     at_out = gl.arange(0, BLOCK_P, layout=gl.SliceLayout(1, B_LAYOUT))
     i = i0 + gl.arange(0, BLOCK_I, layout=gl.SliceLayout(0, A_LAYOUT))
     o = o0 + gl.arange(0, BLOCK_O, layout=gl.SliceLayout(0, B_LAYOUT))
-    a_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, BLOCK_I], pairs_layout(BLOCK_I, UNIT))
-    b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, BLOCK_O], pairs_layout(BLOCK_O, UNIT))
+    a_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, BLOCK_I], pairs_layout(BLOCK_I, UNIT, WGMMA))
+    b_shared = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_P, BLOCK_O], pairs_layout(BLOCK_O, UNIT, WGMMA))
     acc = gl.zeros([BLOCK_I, BLOCK_O], gl.float32, layout=MMA)
     ii, oo = read_pairs(in_rows_ptr, out_rows_ptr, at_in, at_out, last)
     for s in gl.static_range(STAGES - 1):
@@ -335,7 +347,7 @@ def weight_grad_kernel(
     fill = STAGES - 1
     for _ in range((count + BLOCK_P - 1) // BLOCK_P):
         async_copy.wait_group(STAGES - 2)
-        acc = add_pairs(a_shared.index(use), b_shared.index(use), acc, UNIT)
+        acc = add_pairs(a_shared.index(use), b_shared.index(use), acc, UNIT, WGMMA)
         copy_rows(feats_ptr, a_shared.index(fill), ii, stride_feats_n, i, GROUP_IN, EVEN_I, WIDE)
         copy_rows(grad_ptr, b_shared.index(fill), oo, stride_grad_n, o, GROUP_OUT, EVEN_O, WIDE)
         async_copy.commit_group()
@@ -344,7 +356,7 @@ def weight_grad_kernel(
         ii, oo = read_pairs(in_rows_ptr, out_rows_ptr, at_in, at_out, last)
         use = gl.where(use == STAGES - 1, 0, use + 1)
         fill = gl.where(fill == STAGES - 1, 0, fill + 1)
-    if UNIT == 8:
+    if WGMMA:
         acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
     async_copy.wait_group(0)
     rows = i0 + gl.arange(0, BLOCK_I, layout=gl.SliceLayout(1, MMA))
