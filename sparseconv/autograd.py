@@ -19,7 +19,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -64,12 +64,13 @@ def _map(number: int) -> KernelMap:
     return found
 
 
-def _backend(kernel_map: KernelMap, x: torch.Tensor, c_in: int, c_out: int, groups: int, name: str) -> Backend:
-    key = ("backend", name, x.dtype, c_in, c_out, groups)
+def _backend(kernel_map: KernelMap, x: torch.Tensor, weight: tuple[int, ...], groups: int, name: str) -> Backend:
+    """What serves these features with a weight of that shape."""
+    key = ("backend", name, x.dtype, weight, groups)
     chosen = kernel_map.prepared.get(key)
     if chosen is None:
-        chosen = choose(Request(kernel_map, x.device, x.dtype, c_in, c_out, groups), name)
-        kernel_map.prepared[key] = chosen
+        request = Request(kernel_map, x.device, x.dtype, weight[1] * groups, weight[2], groups)
+        chosen = kernel_map.prepared[key] = choose(request, name)
     return chosen
 
 
@@ -92,7 +93,7 @@ def _convolution(
     backend: str,
 ) -> torch.Tensor:
     kernel_map = _map(edges)
-    serving = _backend(kernel_map, x, weight.shape[1] * groups, weight.shape[2], groups, backend)
+    serving = _backend(kernel_map, x, weight.shape, groups, backend)
     if adjoint:
         return serving.input_grad(x, weight, kernel_map, groups)
     return serving.forward(x, weight, kernel_map, groups, bias)
@@ -102,7 +103,7 @@ def _weight_gradient(
     x: torch.Tensor, grad: torch.Tensor, edges: int, taps: int, groups: int, backend: str
 ) -> torch.Tensor:
     kernel_map = _map(edges)
-    serving = _backend(kernel_map, x, x.shape[1], grad.shape[1], groups, backend)
+    serving = _backend(kernel_map, x, (taps, x.shape[1] // groups, grad.shape[1]), groups, backend)
     return serving.weight_grad(x, grad, kernel_map, groups)
 
 
@@ -110,12 +111,17 @@ def _gradients(
     x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, edges: int, groups: int, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kernel_map = _map(edges)
-    serving = _backend(kernel_map, x, weight.shape[1] * groups, weight.shape[2], groups, backend)
-    return serving.gradients(x, weight, grad, kernel_map, groups)
+    return _backend(kernel_map, x, weight.shape, groups, backend).gradients(x, weight, grad, kernel_map, groups)
 
 
 #: types of tensors to which nobody listens, and of absent ones
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+#: how many dispatch modes there are, whether there are functional transforms, and whether autocast is on for any device
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+casts: Callable[[], bool] = torch._C._is_any_autocast_enabled
+#: the tensor that a functional transform wrapped which has ended, else the one given
+_unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 
 
 def _direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
@@ -127,115 +133,131 @@ def _direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     return (
         type(x) in _PLAIN
         and _PLAIN.issuperset(map(type, others))
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch.is_autocast_enabled(x.device.type)
+        and not _modes()
+        and not (casts() and torch.is_autocast_enabled(x.device.type))
     )
 
 
 def _is_last(*tensors: torch.Tensor) -> bool:
     """Whether both gradients of a convolution are wanted as they are, without derivatives of their own."""
-    return not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active() and _direct(*tensors)
+    return not torch.is_grad_enabled() and not _transforms() and _direct(*tensors)
 
 
-def _call(function: type[_Linear], x: torch.Tensor, other: torch.Tensor, *rest: Any) -> torch.Tensor:
-    if torch._C._are_functorch_transforms_active():  # which see through autograd functions only
-        return function.apply(x, other, *rest)
-    if not _direct(x, other):
-        return getattr(torch.ops.sparseconv, function.name)(x, other, *rest)
+def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
+    tensors = args[: function.num_tensors]
+    if _transforms():  # which see through autograd functions only
+        return function.apply(*tensors, args[len(tensors) :])
+    if not _direct(*tensors):
+        return getattr(torch.ops.sparseconv, function.name)(*args)
     if torch.is_grad_enabled():
-        bias = rest[0]  # or a number
-        if x.requires_grad or other.requires_grad or (isinstance(bias, torch.Tensor) and bias.requires_grad):
-            return _at_once(function, function.kernel).apply(x, other, *rest)
-    return function.kernel(x, other, *rest)
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return function.at_once(*args)
+    return function.kernel(*args)
 
 
-@cache
-def _at_once(function: type[_Linear], run: Callable[..., torch.Tensor]) -> type[torch.autograd.Function]:
-    """The same derivative with the older signature of ``forward``, whose call costs some 12 us less than the one that
-    torch.func needs: torch binds the arguments of the latter through ``inspect`` each time."""
+def _at_once(function: type[_Linear], run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """An operator with the same derivative by the older signature of ``forward``, whose call costs some 12 us less than
+    the one that torch.func needs: torch binds the arguments of the latter through ``inspect`` each time.
+
+    Nor does it look for functional transforms, another 2 us: what one that is over has wrapped is unwrapped here.
+    """
 
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
         function.setup_context(ctx, args, None)
-        return run(*args)
+        return run(*args[:-1], *args[-1])
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
-    return type(f"{function.__name__}AtOnce", (torch.autograd.Function,), body)
+    made: Any = type(f"{function.__name__}AtOnce", (torch.autograd.Function,), body)
+    apply = super(torch.autograd.Function, made).apply
+
+    def at_once(*args: Any) -> torch.Tensor:
+        tensors = [t if t is None else _unwrapped(t) for t in args[: function.num_tensors]]
+        return apply(*tensors, args[len(tensors) :])
+
+    return at_once
 
 
 class _Linear(torch.autograd.Function):
-    """An operator's derivative; it goes under the operator's ``Autograd`` key, or runs the kernel directly."""
+    """An operator's derivative; it goes under the operator's ``Autograd`` key, or runs the kernel directly.
+
+    It takes the operator's tensors, and one tuple of the operator's other arguments.
+    """
 
     name: ClassVar[str]
+    num_tensors: ClassVar[int]
     kernel: ClassVar[Callable[..., torch.Tensor]]
+    at_once: ClassVar[Callable[..., torch.Tensor]]
 
     @classmethod
     def run(cls, *args: Any) -> torch.Tensor:
-        if _direct(args[0], args[1]):
+        if _direct(*args[: cls.num_tensors]):
             return cls.kernel(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.sparseconv, cls.name)(*args)
 
 
 class _Convolution(_Linear):
-    name = "convolution"
+    name, num_tensors = "convolution", 3
     kernel = staticmethod(_convolution)
 
     @staticmethod
     def forward(*args: Any) -> torch.Tensor:
-        return _Convolution.run(*args)
+        return _Convolution.run(*args[:-1], *args[-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        x, weight, _, edges, _, groups, adjoint, backend = inputs
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
-        ctx.call = (edges, x.shape[0], weight.shape[0], groups, adjoint, backend)
-        ctx.kernel_map = _alive(edges)
-        if ctx.needs_input_grad[1] and ctx.kernel_map is not None:
-            ctx.kernel_map.list_pairs()
+        x, weight, _, ctx.call = inputs
+        of_x, of_weight, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        ctx.sizes = x.shape[0], weight.shape[0]
+        ctx.kernel_map = kernel_map = _alive(ctx.call[0])
+        if of_weight and kernel_map is not None:
+            kernel_map.list_pairs()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        edges, rows, taps, groups, adjoint, backend = ctx.call
-        grad_x = grad_weight = grad_bias = None
-        if x is not None and weight is not None and not adjoint and _is_last(grad, x, weight):
+        (edges, _, groups, adjoint, backend), (of_x, of_weight, of_bias, _) = ctx.call, ctx.needs_input_grad
+        grad_x = grad_weight = None
+        if of_x and of_weight and not adjoint and _is_last(grad, x, weight):
             grad_x, grad_weight = _gradients(x, weight, grad, edges, groups, backend)
-            return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, *(None,) * 5
-        if ctx.needs_input_grad[1]:  # first: its partial sums then lie where the input gradient will be
-            fine, coarse = (grad, x) if adjoint else (x, grad)
-            grad_weight = _call(_WeightGradient, fine, coarse, edges, taps, groups, backend)
-        if ctx.needs_input_grad[0]:
-            grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, not adjoint, backend)
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        else:
+            rows, taps = ctx.sizes
+            if of_weight:  # first: its partial sums then lie where the input gradient will be
+                fine, coarse = (grad, x) if adjoint else (x, grad)
+                grad_weight = _call(_WeightGradient, fine, coarse, edges, taps, groups, backend)
+            if of_x:
+                grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, not adjoint, backend)
+        return grad_x, grad_weight, grad.sum(0) if of_bias else None, None
 
 
 class _WeightGradient(_Linear):
-    name = "weight_gradient"
+    name, num_tensors = "weight_gradient", 2
     kernel = staticmethod(_weight_gradient)
 
     @staticmethod
     def forward(*args: Any) -> torch.Tensor:
-        return _WeightGradient.run(*args)
+        return _WeightGradient.run(*args[:-1], *args[-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        x, grad, edges, _, groups, backend = inputs
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, grad if ctx.needs_input_grad[0] else None)
-        ctx.call = (edges, x.shape[0], grad.shape[0], groups, backend)
-        ctx.kernel_map = _alive(edges)
+        x, grad, ctx.call = inputs
+        of_x, of_grad, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_grad else None, grad if of_x else None)
+        ctx.sizes = x.shape[0], grad.shape[0]
+        ctx.kernel_map = _alive(ctx.call[0])
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple:  # type: ignore[override]
         x, grad = ctx.saved_tensors
-        edges, rows_in, rows_out, groups, backend = ctx.call
+        (edges, _, groups, backend), (rows_in, rows_out), (of_x, of_grad, _) = ctx.call, ctx.sizes, ctx.needs_input_grad
         grad_x = grad_grad = None
-        if ctx.needs_input_grad[0]:
+        if of_x:
             grad_x = _call(_Convolution, grad, cotangent, None, edges, rows_in, groups, True, backend)
-        if ctx.needs_input_grad[1]:
+        if of_grad:
             grad_grad = _call(_Convolution, x, cotangent, None, edges, rows_out, groups, False, backend)
-        return grad_x, grad_grad, None, None, None, None
+        return grad_x, grad_grad, None
 
 
 def _without_autocast(kind: str, name: str) -> Any:
@@ -249,7 +271,8 @@ def _without_autocast(kind: str, name: str) -> Any:
 
 
 for _function in (_Convolution, _WeightGradient):
-    _library.impl(_function.name, _at_once(_function, _function.run).apply, "Autograd")
+    _function.at_once = staticmethod(_at_once(_function, _function.kernel))
+    _library.impl(_function.name, _at_once(_function, _function.run), "Autograd")
     for _kind in ("CPU", "CUDA"):
         _library.impl(_function.name, _function.kernel, _kind)
         _library.impl(_function.name, _without_autocast(_kind.lower(), _function.name), f"Autocast{_kind}")
@@ -295,7 +318,7 @@ def adjoint_onto(
     if not _direct(grad, weight, other):
         return adjoint(grad, weight, edges, rows, groups, backend) + other
     kernel_map = _map(edges)
-    serving = _backend(kernel_map, grad, weight.shape[1] * groups, weight.shape[2], groups, backend)
+    serving = _backend(kernel_map, grad, weight.shape, groups, backend)
     return serving.input_grad_onto(grad, weight, kernel_map, groups, other)
 
 
@@ -359,7 +382,7 @@ def _forward_fused(
     backend: str,
 ) -> torch.Tensor:
     kernel_map = _map(edges)
-    serving = _backend(kernel_map, x, weight.shape[1] * groups, weight.shape[2], groups, backend)
+    serving = _backend(kernel_map, x, weight.shape, groups, backend)
     return serving.forward_fused(x, weight, kernel_map, groups, bias, residual, epilogue)
 
 
@@ -381,7 +404,7 @@ def fused_convolution(
     """
     call = (edges, rows, groups, backend)
     tensors = (x, weight, bias, residual)
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    traced = torch.compiler.is_compiling() or _transforms()
     if traced or not _direct(*tensors):
         z = convolution(x, weight, bias, *call)
         z = z if residual is None else z + residual

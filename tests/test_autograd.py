@@ -143,6 +143,22 @@ def test_hessians_through_torch_func():
     assert torch.allclose(got, torch.autograd.grad((first * along).sum(), leaf)[0])
 
 
+def test_what_a_transform_left_behind_is_what_it_wrapped():
+    case = named("submanifold")[0]
+    plan = build(case)
+    x, w, g = (t.requires_grad_() for t in operands(plan, case))
+    left: list[torch.Tensor] = []
+
+    def loss(x):
+        left.append(x)
+        return plan.execute(x, w.detach()).sum()
+
+    torch.func.grad(loss)(x)
+    got = torch.autograd.grad(plan.execute(left[0], w), (x, w), g)
+    for a, b in zip(got, torch.autograd.grad(plan.execute(x, w), (x, w), g)):
+        assert torch.equal(a, b)
+
+
 def test_checkpointing_recomputes_the_same():
     net, x = network()
     want = torch.autograd.grad(net(x).square().sum(), net.parameters())

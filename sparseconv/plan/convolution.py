@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from sparseconv.autograd import convolution, fused_convolution, number_of
+from sparseconv.autograd import casts, convolution, fused_convolution, number_of
 from sparseconv.backends.base import Request
 from sparseconv.backends.registry import BACKENDS
 from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, fits
@@ -23,6 +23,8 @@ from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 Axes = int | Sequence[int]
 Held = VoxelGrid | weakref.ref[VoxelGrid]
+#: the tensors that `ConvolutionPlan.execute` takes
+OPERANDS = ("x", "weight", "bias", "residual")
 
 
 class ConvolutionPlan:
@@ -278,10 +280,12 @@ class ConvolutionPlan:
         residual: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
-        for name, tensor in (("x", x), ("weight", weight), ("bias", bias), ("residual", residual)):
-            if tensor is not None and tensor.device != self.device:
-                raise ValueError(f"the plan is on {self.device} but {name} is on {tensor.device}: move one of them")
-        x, weight, bias, residual = _autocast(x, weight, bias, residual)
+        device = self.kernel_map.device
+        for name, tensor in zip(OPERANDS, (x, weight, bias, residual)):
+            if tensor is not None and tensor.device != device:
+                raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
+        if torch.compiler.is_compiling() or casts():  # a question that cannot be traced
+            x, weight, bias, residual = _autocast(x, weight, bias, residual)
         taps = self._packed.pack(weight, by_tap(weight, self.kernel_size, self.num_taps))
         self._check(x, weight, taps, bias, residual)
         return x, taps, bias, residual
@@ -295,26 +299,25 @@ class ConvolutionPlan:
         residual: torch.Tensor | None,
     ) -> None:
         rows, groups = self.kernel_map.num_in, self.groups
-        if x.ndim != 2 or x.shape[0] != rows:
-            raise ValueError(f"x must be ({rows}, C_in), one row a voxel of the source grid; got {tuple(x.shape)}")
-        if not x.is_floating_point():
-            raise TypeError(f"x must be floating point; got {x.dtype}")
-        if taps.shape[1] * groups != x.shape[1]:
+        shape, (_, group_in, c_out), dtype = x.shape, taps.shape, x.dtype
+        if len(shape) != 2 or shape[0] != rows:
+            raise ValueError(f"x must be ({rows}, C_in), one row a voxel of the source grid; got {tuple(shape)}")
+        if not dtype.is_floating_point:
+            raise TypeError(f"x must be floating point; got {dtype}")
+        if group_in * groups != shape[1]:
             raise ValueError(
-                f"x has {x.shape[1]} channels, but the weight {tuple(weight.shape)} takes {taps.shape[1] * groups} "
-                f"(C_in/G = {taps.shape[1]} in {groups} groups)"
+                f"x has {shape[1]} channels, but the weight {tuple(weight.shape)} takes {group_in * groups} "
+                f"(C_in/G = {group_in} in {groups} groups)"
             )
-        if taps.shape[2] % groups:
-            raise ValueError(f"C_out = {taps.shape[2]} must be a multiple of groups = {groups}")
-        if bias is not None and bias.shape != (taps.shape[2],):
-            raise ValueError(f"bias must be ({taps.shape[2]},); got {tuple(bias.shape)}")
-        if residual is not None and residual.shape != (self.kernel_map.num_out, taps.shape[2]):
-            raise ValueError(
-                f"residual must be ({self.kernel_map.num_out}, {taps.shape[2]}); got {tuple(residual.shape)}"
-            )
-        for name, other in (("weight", weight), ("bias", bias), ("residual", residual)):
-            if other is not None and other.dtype != x.dtype:
-                raise TypeError(f"x is {x.dtype} but the {name} is {other.dtype}: cast one, or use torch.autocast")
+        if c_out % groups:
+            raise ValueError(f"C_out = {c_out} must be a multiple of groups = {groups}")
+        if bias is not None and bias.shape != (c_out,):
+            raise ValueError(f"bias must be ({c_out},); got {tuple(bias.shape)}")
+        if residual is not None and residual.shape != (self.kernel_map.num_out, c_out):
+            raise ValueError(f"residual must be ({self.kernel_map.num_out}, {c_out}); got {tuple(residual.shape)}")
+        for name, tensor in zip(OPERANDS, (x, weight, bias, residual)):
+            if tensor is not None and tensor.dtype != dtype:
+                raise TypeError(f"x is {dtype} but the {name} is {tensor.dtype}: cast one, or use torch.autocast")
 
     def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
         """What an operation over edges works on: here x (N_in, C) and this plan; a sharded plan adds its halo."""

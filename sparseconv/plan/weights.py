@@ -14,25 +14,26 @@ def by_tap(weight: torch.Tensor, kernel: tuple[int, ...] | None, taps: int) -> t
     Three dimensions are always (K, C_in/G, C_out); 2 + D of them, D > 1, are torch's (C_out, C_in/G, *kernel).
     ``kernel`` is None where the taps are an explicit list, which has no such layout.
     """
-    if weight.ndim == 3:
-        if weight.shape[0] != taps:
+    shape = weight.shape
+    if len(shape) == 3:
+        if shape[0] != taps:
             hint = " (a torch conv1d weight (C_out, C_in, k) goes in as weight.permute(2, 1, 0))"
             raise ValueError(
-                f"a weight of 3 dimensions is (K, C_in/G, C_out) with K = {taps} taps; got {tuple(weight.shape)}"
-                + (hint if weight.shape[2] == taps else "")
+                f"a weight of 3 dimensions is (K, C_in/G, C_out) with K = {taps} taps; got {tuple(shape)}"
+                + (hint if shape[2] == taps else "")
             )
         return weight
-    if kernel is not None and len(kernel) > 1 and weight.ndim == 2 + len(kernel):
-        if tuple(weight.shape[2:]) != kernel:
+    if kernel is not None and len(kernel) > 1 and len(shape) == 2 + len(kernel):
+        if tuple(shape[2:]) != kernel:
             raise ValueError(
-                f"a weight of {weight.ndim} dimensions is (C_out, C_in/G, {', '.join(map(str, kernel))}) here; got "
-                f"{tuple(weight.shape)}: other libraries' layouts go through permute first"
+                f"a weight of {len(shape)} dimensions is (C_out, C_in/G, {', '.join(map(str, kernel))}) here; got "
+                f"{tuple(shape)}: other libraries' layouts go through permute first"
             )
-        return weight.reshape(*weight.shape[:2], math.prod(kernel)).permute(2, 1, 0)
+        return weight.reshape(*shape[:2], math.prod(kernel)).permute(2, 1, 0)
     accepted = f"(K = {taps}, C_in/G, C_out)"
     if kernel is not None and len(kernel) > 1:
         accepted += f" or (C_out, C_in/G, {', '.join(map(str, kernel))})"
-    raise ValueError(f"the weight must be {accepted}; got {tuple(weight.shape)}")
+    raise ValueError(f"the weight must be {accepted}; got {tuple(shape)}")
 
 
 class PackedWeights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -106,18 +106,18 @@ class TritonImplicitGemm(Backend):
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         """dL/dw (K, C_in/G, C_out): runs of each tap's pairs, summed in fp32 and added in a fixed order."""
         x, grad_out = _rows(x), _rows(grad_out)
-        taps, group_in, c_out = kernel_map.num_taps, x.shape[1] // groups, grad_out.shape[1]
-        out = scratch(taps, group_in, c_out, dtype=x.dtype, device=x.device)
+        (_, c_in), (_, c_out), dtype = x.shape, grad_out.shape, x.dtype
+        out = scratch(kernel_map.num_taps, c_in // groups, c_out, dtype=dtype, device=x.device)
         key = (
             "weight_grad",
-            x.dtype,
-            group_in,
+            dtype,
+            c_in,
             c_out,
             groups,
-            x.stride(0),
-            grad_out.stride(0),
+            x.stride(),
+            grad_out.stride(),
             (x.data_ptr() | grad_out.data_ptr()) % 16 == 0,
-            precision_of(x.dtype),
+            precision_of(dtype),
         )
         step = kernel_map.prepared.get(key)
         if step is None:
@@ -127,12 +127,12 @@ class TritonImplicitGemm(Backend):
                 key,
                 (x, grad_out, out),
                 kernel_map,
-                (x.shape[1], c_out, groups),
+                (c_in, c_out, groups),
                 (_aligned(x, x.stride(0)) and _aligned(grad_out, grad_out.stride(0)), False),
                 weight_grad_candidates,
-                lambda config, work: WeightGradRecipe(config, work, x, grad_out, taps),
+                partial(WeightGradRecipe, x=x, grad_out=grad_out, num_taps=kernel_map.num_taps),
             )
-        _run(step, x, grad_out, out)
+        step(x, grad_out, out)
         return out
 
     def workspace_bytes(self, request: Request) -> int:
@@ -176,37 +176,39 @@ class TritonImplicitGemm(Backend):
         if residual is not None and not residual.is_contiguous():
             residual = residual.contiguous()
         num_out = kernel_map.num_in if transposed else kernel_map.num_out
-        c_out = weight.shape[1] * groups if transposed else weight.shape[2]
-        out = x.new_empty((num_out, c_out))
+        shape, dtype = weight.shape, x.dtype
+        c_out = shape[1] * groups if transposed else shape[2]
+        out = x.new_empty(num_out, c_out)
         if not num_out or not c_out:
             return out
         key = (
             transposed,
-            x.dtype,
+            dtype,
             None if bias is None else bias.dtype,
             None if residual is None else residual.dtype,
-            weight.shape,
+            shape,
             groups,
-            x.stride(0),
+            x.stride(),
             (x.data_ptr() | weight.data_ptr()) % 16 == 0,
             epilogue,
-            precision_of(x.dtype),
+            precision_of(dtype),
         )
-        step = kernel_map.prepared.get(key)
         tensors = (x, weight, out, x if bias is None else bias, x if residual is None else residual)
+        step = kernel_map.prepared.get(key)
         if step is None:
             channels = (c_out, x.shape[1]) if transposed else (x.shape[1], c_out)
+            recipe = partial(ConvRecipe, x=x, weight=weight, transposed=transposed)
             step = self._bind(
                 key,
                 tensors,
                 kernel_map,
                 (*channels, groups),
-                (_aligned(x, x.stride(0)) and _aligned(weight, weight.shape[2]), transposed),
+                (_aligned(x, x.stride(0)) and _aligned(weight, shape[2]), transposed),
                 conv_candidates,
-                lambda config, work: ConvRecipe(config, work, x, weight, transposed, bias, residual, epilogue),
-                None if transposed else lambda: self._gradients_ahead(x, weight, out, kernel_map, groups),
+                partial(recipe, bias=bias, residual=residual, epilogue=epilogue),
+                None if transposed else partial(self._gradients_ahead, x, weight, out, kernel_map, groups),
             )
-        _run(step, *tensors)
+        step(*tensors)
         return out
 
     def _bind(
@@ -323,25 +325,10 @@ def _card(device: torch.device) -> tuple[int, tuple[int, int]]:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x, copied only if its rows are not contiguous runs of channels."""
-    if (x.stride(1) != 1 and x.shape[1] > 1) or x.stride(0) < x.shape[1]:
-        return x.contiguous()
-    return x
+    if x.is_contiguous() or (x.shape[1] <= x.stride(0) and (x.stride(1) == 1 or x.shape[1] <= 1)):
+        return x
+    return x.contiguous()
 
 
 def _aligned(x: torch.Tensor, stride: int) -> bool:
     return x.data_ptr() % 16 == 0 and stride * x.element_size() % 16 == 0
-
-
-def _elsewhere(x: torch.Tensor) -> bool:
-    """Whether a tensor lies on a GPU that is not the current one."""
-    index = x.get_device()
-    return index >= 0 and index != torch.cuda.current_device()
-
-
-def _run(step: Callable[..., None], *tensors: torch.Tensor) -> None:
-    """Run a step on the device of its tensors."""
-    if _elsewhere(tensors[0]):
-        with torch.cuda.device(tensors[0].device):
-            step(*tensors)
-    else:
-        step(*tensors)

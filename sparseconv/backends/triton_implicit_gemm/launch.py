@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
 import torch
-
-_address = torch.Tensor.data_ptr
 
 
 class Program:
@@ -66,7 +65,9 @@ class Program:
 
     def through_triton(self, grid: int, arguments: tuple[Any, ...]) -> None:
         """Launch as Triton does, which looks at every argument: the way of the interpreter and of unaligned views."""
-        self.kernel[grid, 1, 1](*arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
+        device = arguments[0].device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.kernel[grid, 1, 1](*arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
 
 
 @functools.cache
@@ -84,7 +85,7 @@ class Fixed:
 
     def __init__(self, arrays: tuple[torch.Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
         self.arguments = (*arrays, *numbers)
-        addresses = tuple(map(_address, arrays))
+        addresses = tuple(array.data_ptr() for array in arrays)
         #: the addresses together: a multiple of 16 where all are
         self.bits = functools.reduce(operator.or_, addresses, 0)
         self.addresses = (*addresses, *numbers)
@@ -105,7 +106,7 @@ class Launch:
         self._program.compile()
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        """Launch on the current stream of the current device."""
+        """Launch on the current stream of the tensors' device."""
         start = self._start
         if start is None:
             index = tensors[0].get_device()
@@ -113,15 +114,16 @@ class Launch:
                 self._through_triton(tensors)
                 return
             start = self._start = self._program.start(index)
-        pointers = tuple(map(_address, tensors))
-        bits = self._fixed.bits
-        for pointer in pointers:
+        pointers, bits = [], self._fixed.bits
+        for tensor in tensors:
+            pointer = tensor.data_ptr()
+            pointers.append(pointer)
             bits |= pointer
         hook = self._program.hooks.launch_enter_hook
         if bits & 15 or (hook is not None and getattr(hook, "calls", hook)):
             self._through_triton(tensors)
         else:
-            start(self._grid, 1, pointers + self._rest)
+            start(self._grid, 1, (*pointers, *self._rest))
 
     def _through_triton(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self._program.through_triton(self._grid, (*tensors, *self._fixed.arguments, *self._numbers))

@@ -7,6 +7,7 @@ the first use of a layer on a new map costs little more than any other.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -311,9 +312,13 @@ def _unit(work: Work, *strides: int) -> int:
     return unit if work.aligned and not any(stride % unit for stride in strides) else 1
 
 
+#: torch.backends.cuda.matmul.allow_tf32 without its look for a name, which takes a microsecond
+_allows_tf32: Callable[[], bool] = torch._C._get_cublas_allow_tf32
+
+
 def precision_of(dtype: torch.dtype) -> str:
     """How products of fp32 numbers are taken, by torch's own switch; halves have one way only."""
-    return "tf32" if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    return "tf32" if dtype != torch.float32 or _allows_tf32() else "ieee"
 
 
 @functools.cache
