@@ -203,7 +203,7 @@ def forget_workspaces() -> None:
 def scratch(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An array for launches here and now, as the memory was."""
     aside = current()
-    return torch.empty(size, dtype=dtype, device=device) if aside is None else aside.scratch(*size, dtype=dtype)
+    return torch.empty(*size, dtype=dtype, device=device) if aside is None else aside.scratch(*size, dtype=dtype)
 
 
 def current() -> Aside | None:
