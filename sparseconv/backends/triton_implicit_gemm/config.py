@@ -240,6 +240,8 @@ def _weight_grad_candidates(work: Work) -> list[WeightGradConfig]:
     waves = 1 if max(c_in, c_out) <= 128 else 4
     once = replace(tile, programs=waves * resident * work.processors)
     twice = replace(once, programs=2 * once.programs)
+    if work.gluon and large and waves == 1 and work.dtype in HALF:
+        return [once, twice, replace(tile, warps=4, programs=3 * work.processors)]
     if work.gluon:
         return [once, twice]
     return [once, replace(twice, block_i=min(block_i, 64), block_o=min(block_o, 64), warps=4), replace(once, stages=3)]
