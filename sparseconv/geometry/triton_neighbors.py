@@ -18,6 +18,7 @@ from sparseconv.geometry.triton_counts import (
 )
 from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_launch import (
+    INTERPRETED,
     Arena,
     Launcher,
     Pointer,
@@ -25,7 +26,7 @@ from sparseconv.geometry.triton_launch import (
     ceil_div,
     pointer,
 )
-from sparseconv.geometry.triton_order import Passes, sort_rows
+from sparseconv.geometry.triton_order import Passes, sort_rows, ticket_behind
 from sparseconv.geometry.triton_search import (
     AROUND,
     LINES,
@@ -131,7 +132,7 @@ class WindowSearch:
         if fused:  # one allocation less for the host
             crew = search_programs(self.coords.device, taps, n) if together else 0
             self._passes = passes = Passes(n, window.key_bits, crew)
-            lengths += (passes.words, n)
+            lengths += (passes.words, ticket_behind(n) + 1)
         scratch = self._scratch = Arena(self.coords.device, SCRATCH, lengths)
         counters = self._counters = Counters(table, taps, self.chunks)
         #: the counts of the edges, on their way to the host
@@ -190,6 +191,14 @@ class WindowSearch:
                 return sort_rows(scratch.tensor(SORT_KEYS).view(1, -1), self.window.key_bits)
             self._passes.launch(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], self.coords.device)
         return scratch[ORDER]
+
+    @property
+    def ticket(self) -> Pointer | None:
+        """A zero (1,) int32 for programs that count themselves, who leave it zero; None where rows are not sorted."""
+        if not self._is_sorted or self._scratch is None:
+            return None
+        at = ticket_behind(self.rows)
+        return self._scratch.tensor(ORDER)[at:] if INTERPRETED else self._scratch[ORDER] + 4 * at
 
     @property
     def most_edges(self) -> int:

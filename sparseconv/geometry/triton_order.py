@@ -123,6 +123,11 @@ class Passes:
             MOVE(device, (self.tiles + (turn == 0) * passes,), args, (self._bits, WARPS, self._steps, LOOK))
 
 
+def ticket_behind(n: int) -> int:
+    """Where `sort_together` leaves a zero behind the order of n rows: at a multiple of 16 bytes."""
+    return (n + 3) & -4
+
+
 def crew_constants(bits: int) -> tuple[int, int, int, int, int]:
     """The constants of `sort_together` for keys of so many bits; all 0 for none."""
     return (*_digits(bits)[:2], CREW_WARPS, CREW_STEPS, LOOK) if bits else (0,) * 5
@@ -280,12 +285,15 @@ def sort_together(
     keys_ptr, lines_ptr, order_ptr, gates_ptr, n, states, counting, tiles, programs,
     PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
-    """The order of keys that all programs of a cooperative launch know; they meet at PASSES gates from here on.
+    """The order of keys that all programs of a cooperative launch know, and a zero behind it.
 
-    The last ``counting`` of them count digits: the first ones may have been kept busy.
+    They meet at PASSES gates from here on. The last ``counting`` of them count digits: the first ones may have been
+    kept busy.
     """
     open_room(OPEN_CREW)
     program = tl.program_id(0)
+    if program == 0:
+        tl.store(order_ptr + (n + 3) // 4 * 4, 0)
     if program >= programs - counting:
         count_digits(programs - 1 - program, counting, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)
     for turn in range(PASSES):

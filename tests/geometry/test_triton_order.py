@@ -90,12 +90,13 @@ def test_a_search_of_few_rows_sorts_them_too(n: int, offsets: tuple[tuple[int, .
     table = build_table(coords)
     search = search_window(table, table.coords, encode_window(offsets, (1,) * 3, None, table.coords.device))
     place, scratch = search.order, search.scratch
-    order = scratch.tensor(triton_search.ORDER)
+    order = scratch.tensor(triton_search.ORDER)[:n]
     assert place.data_ptr() == order.data_ptr() if triton_launch.INTERPRETED else place == order.data_ptr()
     assert torch.equal(order.long(), torch.sort(search.keys[0], stable=True).indices)
     search.release()  # whoever asks again gets it made anew
     _ = search.order
-    assert torch.equal(search.scratch.tensor(triton_search.ORDER), order)
+    assert torch.equal(search.scratch.tensor(triton_search.ORDER)[:n], order)
+    assert int(search.scratch.tensor(triton_search.ORDER)[-1]) == 0
 
 
 @pytest.mark.parametrize(("groups", "n", "dtype"), [(2, 50, torch.int32), (1, 50, torch.int64), (1, 0, torch.int32)])

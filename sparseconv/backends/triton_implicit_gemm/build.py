@@ -11,7 +11,7 @@ from sparseconv.backends.triton_implicit_gemm.build_kernels import CUBE_TILES, R
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
 from sparseconv.geometry.aside import building, current
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.triton_launch import Arena, Kinds, Pointer, ceil_div, gates_of, pointer, power_of_2
+from sparseconv.geometry.triton_launch import Arena, Kinds, Pointer, ceil_div, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
 from sparseconv.geometry.triton_order import sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges, ReversedEdges
@@ -123,12 +123,12 @@ def make_tiles(
         search.kept += (line_of, weight_taps)
         wide = isinstance(order, torch.Tensor) and order.dtype == torch.int64
         table, out_rows, counts, tile_rows, tile_taps, launch_order, *slots_of = arena
-        at_last = not in_order and tiles <= RANKED_AT_LAST and current() is None
-        bins = _bins(lines) if at_last else 0
+        ticket = None if in_order or tiles > RANKED_AT_LAST else search.ticket
+        bins = 0 if ticket is None else _bins(lines)
         args = (
             *search.pointers, pointer(order) if isinstance(order, torch.Tensor) else order, pointer(line_of),
             pointer(weight_taps), table, out_rows, *(slots_of or (out_rows,)), counts, tile_rows, tile_taps,
-            launch_order, gates_of(device) if at_last else counts,
+            launch_order, counts if ticket is None else ticket,
             n, window.num_runs, taps, search.capacity, slots, padded // block_m, lines, room,
         )  # fmt: skip
         if cube:
@@ -138,7 +138,7 @@ def make_tiles(
             (TILES_64 if wide else TILES)(device, (tiles,), args, constants)
         if in_order:
             torch.arange(tiles, dtype=torch.int32, device=device, out=schedule.tile_order)
-        elif not at_last:
+        elif ticket is None:
             _rank(counts, launch_order, tiles, lines, device)
     return schedule
 

@@ -16,7 +16,7 @@ from sparseconv.geometry.triton_window import entry_of, look, take
 def tiles_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     order_ptr, line_of_ptr, weight_taps_ptr, out_ptr, out_rows_ptr, slots_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr,
-    launch_order_ptr, gate_ptr, n, num_runs, num_taps, capacity, num_slots, tiles_per_group, num_lines, room,
+    launch_order_ptr, ticket_ptr, n, num_runs, num_taps, capacity, num_slots, tiles_per_group, num_lines, room,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, BLOCK_M: tl.constexpr, ROOM: tl.constexpr, SPLIT: tl.constexpr,
     MASKED: tl.constexpr, PLAIN: tl.constexpr, BINS: tl.constexpr,
@@ -92,7 +92,7 @@ def tiles_kernel(
     else:
         tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
     if BINS > 0:
-        rank_at_last(counts_ptr, launch_order_ptr, gate_ptr, BINS)
+        rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, BINS)
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def end_lists(count, rows_ptr, taps_ptr, num_lines, room, ROOM: tl.constexpr):
 def cube_tiles_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     order_ptr, line_of_ptr, weight_taps_ptr, out_ptr, out_rows_ptr, slots_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr,
-    launch_order_ptr, gate_ptr, n, num_runs, num_taps, capacity, num_slots, tiles_per_group, num_lines, room,
+    launch_order_ptr, ticket_ptr, n, num_runs, num_taps, capacity, num_slots, tiles_per_group, num_lines, room,
     BLOCK_M: tl.constexpr, ROOM: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """`tiles_kernel` for the 27 cells around rows, in one group of taps."""
@@ -190,7 +190,7 @@ def cube_tiles_kernel(
     tl.store(counts_ptr + tile, count)
     tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
     if BINS > 0:
-        rank_at_last(counts_ptr, launch_order_ptr, gate_ptr, BINS)
+        rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, BINS)
 
 
 @triton.jit
@@ -242,12 +242,12 @@ def rank_kernel(counts_ptr, order_ptr, num_tiles, BINS: tl.constexpr, MINE: tl.c
 
 
 @triton.jit
-def rank_at_last(counts_ptr, order_ptr, gate_ptr, BINS: tl.constexpr):
-    """`rank_kernel` by the last of the programs that count, one each; the gate is zero before and after."""
+def rank_at_last(counts_ptr, order_ptr, ticket_ptr, BINS: tl.constexpr):
+    """`rank_kernel` by the last of the programs, who count themselves at a ticket that is zero before and after."""
     tl.debug_barrier()
     tiles = tl.num_programs(0)
-    if tl.atomic_add(gate_ptr, 1, sem="acq_rel") == tiles - 1:
-        tl.store(gate_ptr, 0)
+    if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tiles - 1:
+        tl.store(ticket_ptr, 0)
         lane = tl.arange(0, 64)
         bin_of = tl.arange(0, BINS)
         total = tl.zeros((BINS,), tl.int32)
