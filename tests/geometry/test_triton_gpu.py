@@ -66,6 +66,51 @@ def test_two_builds_give_the_same_bits_and_wait_for_nothing() -> None:
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.parametrize("kernel", [3, 5, 2])
+def test_the_search_that_begins_before_its_plan_finds_the_same_edges(kernel: int) -> None:
+    for seed, count in enumerate((30_000, 12_345, 90_000, 1)):
+        coords = scattered(count, 25, seed)
+        cpu = ConvolutionPlan(VoxelGrid(coords), kernel).kernel_map
+        ConvolutionPlan(VoxelGrid(coords.cuda()), kernel)
+        grid = VoxelGrid(coords.cuda())
+        assert "search" in grid.derived  # of the plan before, through the same window
+        gpu = ConvolutionPlan(grid, kernel).kernel_map
+        assert "search" not in grid.derived
+        assert gpu.tap_counts == cpu.tap_counts
+        assert torch.equal(gpu.neighbors.cpu(), cpu.neighbors)
+        assert gpu.in_rows.shape == cpu.in_rows.shape
+
+
+def test_a_grid_that_is_refused_takes_its_search_along() -> None:
+    coords = scattered(20_000, 25).cuda()
+    for _ in range(2):
+        ConvolutionPlan(VoxelGrid(coords), 3)
+        with pytest.raises(ValueError, match="the same voxel"):
+            VoxelGrid(torch.cat([coords, coords[7:8]]))
+        grid = VoxelGrid(coords)
+        assert "search" not in grid.derived  # nobody asked for the last one
+        assert ConvolutionPlan(grid, 3).kernel_map.tap_counts[13] == len(coords)
+    ConvolutionPlan(VoxelGrid(coords), 3)
+    twice = torch.cat([coords, coords[7:8]])
+    assert torch.equal(VoxelGrid(twice, duplicates="first").coords, coords)
+
+
+def test_a_schedule_may_be_built_while_a_graph_is_captured() -> None:
+    coords = scattered(20_000, 25).cuda()
+    x, w = torch.randn(len(coords), 32, device="cuda").half(), torch.randn(27, 32, 32, device="cuda").half()
+    plan = ConvolutionPlan(VoxelGrid(coords), 3)
+    want = plan.execute(x, w)  # compiled, tried and kept
+    fresh = ConvolutionPlan(VoxelGrid(coords), 3)
+    assert fresh.kernel_map.num_pairs == plan.kernel_map.num_pairs
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = fresh.execute(x, w)
+    for _ in range(2):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
+
+
 def test_counts_that_nobody_reads_leave_the_next_ones_right() -> None:
     coords = scattered(20_000, 25)
     cpu, gpu = VoxelGrid(coords), VoxelGrid(coords.cuda())
