@@ -9,17 +9,44 @@ from sparseconv.geometry.triton_launch import IS_INTERPRETED
 
 #: slots of a table that does not fit in the second-level cache
 MANY_SLOTS = tl.constexpr(1 << 21)
-# A search that goes on does so thread by thread: a loop over whole tensors would wait for the longest of all at each
-# step. In: table, key + 1, slot, whether to go on, capacity. Out: slot, and whether the key was found there.
-_STEP = (
-    "{{ .reg .pred go, end; .reg .b64 at, seen; .reg .b32 slot; mov.b32 slot, $4; mov.b64 seen, 0; "
-    "setp.ne.s32 go, $5, 0; @!go bra DONE; NEXT: add.s32 slot, slot, 1; setp.ge.s32 end, slot, $6; "
-    "@end mov.b32 slot, 0; mad.wide.s32 at, slot, 16, $2; {read} setp.eq.s64 end, seen, 0; @end bra DONE; "
-    "setp.ne.s64 go, seen, $3; @go bra NEXT; DONE: setp.eq.s64 end, seen, $3; selp.b32 $1, 1, 0, end; "
-    "mov.b32 $0, slot; }}"
-)
-FIND_ON = tl.constexpr(_STEP.format(read="ld.global.b64 seen, [at];"))
-CLAIM_ON = tl.constexpr(_STEP.format(read="atom.global.relaxed.gpu.cas.b64 seen, [at], 0, $3;"))
+
+
+def _go_on(pack: int, read: str) -> str:
+    """Searches that go on, thread by thread: a loop over whole tensors would wait for the longest of all at each step.
+
+    A thread's ``pack`` keys do so together: it waits for the longest of them, not for their sum. In, ``pack`` of each:
+    table, key + 1, slot, whether to go on, capacity. Out: slots, and whether the keys were found there.
+    """
+    out = [[f"${place * pack + key}" for key in range(pack)] for place in range(7)]
+    slots, found, tables, keys, begins, going, capacities = out
+    each = range(pack)
+    names = ", ".join(f"at{i}, seen{i}" for i in each), ", ".join(f"slot{i}" for i in each)
+    code = "{ .reg .pred end, any, " + ", ".join(f"go{i}" for i in each) + "; "
+    code += f".reg .b64 {names[0]}; .reg .b32 {names[1]}; setp.ne.s32 any, {going[0]}, 0; "
+    for i in each:
+        code += f"mov.b32 slot{i}, {begins[i]}; mov.b64 seen{i}, 0; setp.ne.s32 go{i}, {going[i]}, 0; "
+        code += f"or.pred any, any, go{i}; "
+    code += "@!any bra DONE; NEXT: "
+    for i in each:
+        code += f"@go{i} add.s32 slot{i}, slot{i}, 1; setp.ge.s32 end, slot{i}, {capacities[i]}; "
+        code += f"@end mov.b32 slot{i}, 0; mad.wide.s32 at{i}, slot{i}, 16, {tables[i]}; "
+        code += f"@go{i} " + read.format(seen=f"seen{i}", at=f"at{i}", key=keys[i])
+    for i in each:
+        code += f"setp.ne.and.s64 go{i}, seen{i}, 0, go{i}; setp.ne.and.s64 go{i}, seen{i}, {keys[i]}, go{i}; "
+    code += "mov.pred any, go0; " + "".join(f"or.pred any, any, go{i}; " for i in each[1:]) + "@any bra NEXT; DONE: "
+    for i in each:
+        code += f"setp.eq.s64 end, seen{i}, {keys[i]}; selp.b32 {found[i]}, 1, 0, end; mov.b32 {slots[i]}, slot{i}; "
+    return code + "}"
+
+
+def _registers(pack: int) -> str:
+    return ",".join(["=&r"] * 2 * pack + ["l"] * 2 * pack + ["r"] * 3 * pack)
+
+
+_READ = "ld.global.b64 {seen}, [{at}]; "
+FIND_ON, FIND_TWO, FIND_FOUR = (tl.constexpr(_go_on(pack, _READ)) for pack in (1, 2, 4))
+OF_ONE, OF_TWO, OF_FOUR = (tl.constexpr(_registers(pack)) for pack in (1, 2, 4))
+CLAIM_ON = tl.constexpr(_go_on(1, "atom.global.relaxed.gpu.cas.b64 {seen}, [{at}], 0, {key}; "))
 # Lanes side by side whose keys are alike claim once: the first of them for all. In: key + 1 (0: no wish), bit of the
 # block's word. Out: the first lane, + 32 for that lane itself, and the bits from a lane to the last of its kind, in two
 # halves.
@@ -76,6 +103,20 @@ def count_blocks(ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr):
 
 
 @triton.jit
+def spans_of(ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr):
+    """Lowest value, number of values and block numbers of each column."""
+    lows = ()  # type: tuple
+    extents = ()  # type: tuple
+    counts = ()  # type: tuple
+    for axis in tl.static_range(COLUMNS):
+        low, extent = axis_range(ranges_ptr, axis)
+        lows = lows + (low,)
+        extents = extents + (extent,)
+        counts = counts + (axis_blocks(extent, (SHIFTS >> (4 * axis)) & 15),)
+    return lows, extents, counts
+
+
+@triton.jit
 def add_axis(key, bit, inside, value, ranges_ptr, axis, SHIFT: tl.constexpr):
     """Extend a block key and a bit number by one axis; blocks outside of the box are not ``inside``."""
     low, extent = axis_range(ranges_ptr, axis)
@@ -87,14 +128,27 @@ def add_axis(key, bit, inside, value, ranges_ptr, axis, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def cells_of(coords_ptr, row, live, ranges_ptr, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr):
-    """Block keys and bit numbers of the cells in some rows of coordinates, and which lie inside the box."""
-    key = row.to(tl.int64) * 0
-    bit = row * 0
+def load_rows(coords_ptr, row, live, COLUMNS: tl.constexpr):
+    """The coordinates of some rows, column by column; -1 where there is no row."""
+    values = ()  # type: tuple
+    for axis in tl.static_range(COLUMNS):
+        values = values + (tl.load(coords_ptr + row.to(tl.int64) * COLUMNS + axis, mask=live, other=-1),)
+    return values
+
+
+@triton.jit
+def cells_of(values, live, lows, extents, counts, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr):
+    """Block keys and bit numbers of the cells at some coordinates, and which lie inside the box of `spans_of`."""
+    key = values[0].to(tl.int64) * 0
+    bit = values[0] * 0
     inside = live
     for axis in tl.static_range(COLUMNS):
-        value = tl.load(coords_ptr + row.to(tl.int64) * COLUMNS + axis, mask=live, other=0).to(tl.int64)
-        key, bit, inside = add_axis(key, bit, inside, value, ranges_ptr, axis, (SHIFTS >> (4 * axis)) & 15)
+        shift = (SHIFTS >> (4 * axis)) & 15
+        q = values[axis].to(tl.int64) - lows[axis]
+        block = q >> shift
+        inside = inside & (block >= 0) & (q < extents[axis])
+        key = key * counts[axis] + block
+        bit = (bit << shift) | (q & ((1 << shift) - 1)).to(tl.int32)
     return key, bit, inside
 
 
@@ -123,8 +177,8 @@ def before_second_slot(key, capacity):
 
 
 @triton.jit
-def find(table_ptr, key, wanted, capacity, volume):
-    """The slot of each wanted key, and whether it is there."""
+def find(table_ptr, key, wanted, capacity, volume, PACK: tl.constexpr = 1):
+    """The slot of each wanted key, and whether it is there; ``PACK`` keys of a thread go on together."""
     slot = tl.where(wanted, first_slot(key, capacity, volume), 0)
     seen = tl.load(table_ptr + 2 * slot, mask=wanted, other=0)
     going = wanted & (seen != 0) & (seen != key + 1)
@@ -137,9 +191,11 @@ def find(table_ptr, key, wanted, capacity, volume):
             going = going & (seen != 0) & (seen != key + 1)
         return slot, wanted & (seen == key + 1)
     else:
+        CODE: tl.constexpr = FIND_FOUR if PACK == 4 else FIND_TWO if PACK == 2 else FIND_ON
+        KINDS: tl.constexpr = OF_FOUR if PACK == 4 else OF_TWO if PACK == 2 else OF_ONE
         slot, later = tl.inline_asm_elementwise(
-            FIND_ON, "=r,=r,l,l,r,r,r", [table_ptr.to(tl.int64), key + 1, slot, going.to(tl.int32), capacity],
-            dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+            CODE, KINDS, [table_ptr.to(tl.int64), key + 1, slot, going.to(tl.int32), capacity],
+            dtype=(tl.int32, tl.int32), is_pure=False, pack=PACK,
         )  # fmt: skip
         return slot, wanted & ((seen == key + 1) | (later != 0))
 
@@ -167,7 +223,7 @@ def claim(table_ptr, key, wanted, elsewhere, capacity, volume):
         return slot, known
     else:
         slot, later = tl.inline_asm_elementwise(
-            CLAIM_ON, "=r,=r,l,l,r,r,r", [table_ptr.to(tl.int64), key + 1, slot, going.to(tl.int32), capacity],
+            CLAIM_ON, OF_ONE, [table_ptr.to(tl.int64), key + 1, slot, going.to(tl.int32), capacity],
             dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
         return slot, known | (later != 0)
@@ -199,7 +255,7 @@ def occupy(table_ptr, key, bit, wanted, elsewhere, capacity, volume):
         going = claims & (old != 0) & (old != key)
         slot = tl.where(going, before_second_slot(key - 1, capacity), slot)
         slot, later = tl.inline_asm_elementwise(
-            CLAIM_ON, "=r,=r,l,l,r,r,r", [table, key, slot, going.to(tl.int32), capacity],
+            CLAIM_ON, OF_ONE, [table, key, slot, going.to(tl.int32), capacity],
             dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
         word = (high.to(tl.int64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.int64)

@@ -110,7 +110,7 @@ def search_constants(looks: tuple, taps: int, n: int, programs: int, is_cube: bo
     ``bits`` of the keys are sorted by; 0: rows are not sorted.
     """
     lanes, chunk = power_of_2(3 ** looks[0]), rows_per_chunk(n)
-    each = max(1, (256 if n <= 32 * programs else 1024) // lanes)  # more look-ups in flight where there are many
+    each = max(1, (256 if n <= 32 * programs else 512) // lanes)  # more look-ups in flight where there are many
     return (*looks, power_of_2(taps), chunk, 128, lanes, each, SCANNED, NUM_GATES, is_cube, *crew_constants(bits))
 
 
@@ -151,7 +151,7 @@ def find_around(
         block = start + tl.arange(0, BLOCK)
         key = tl.load(keys_ptr + block, mask=block < num_blocks, other=0)[:, None] + delta[None, :]
         real = (block < num_blocks)[:, None] & (side < SIDES)[None, :]
-        slot, hit = find(table_ptr, key, real & (key >= 0), capacity, volume)
+        slot, hit = find(table_ptr, key, real & (key >= 0), capacity, volume, BLOCK * LANES // 128)
         number = tl.load(ids_ptr + slot, mask=hit, other=-1)
         tl.store(around_ptr + block.to(tl.int64)[:, None] * SIDES + side[None, :], number, mask=real)
 

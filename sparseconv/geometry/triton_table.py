@@ -272,7 +272,7 @@ def _launch_table(table: CoordinateTable, checked: Unseen | None) -> None:
     )  # fmt: skip
     measured, reported = table.given_ranges is not None, table.report is not None
     shape = columns, _width(columns), pack_shifts(table.shifts)
-    TABLE(device, (programs,), args, (*shape, measured, reported, checked is not None, 128, 512, NUM_GATES))
+    TABLE(device, (programs,), args, (*shape, measured, reported, checked is not None, 128, 128, NUM_GATES))
 
 
 def _told(table: CoordinateTable, checked: Unseen | None) -> tuple[Pointer, Pointer]:
