@@ -16,8 +16,9 @@ from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
 if TYPE_CHECKING:
     from sparseconv.geometry.triton_neighbors import WindowSearch
 
-#: programs on each multiprocessor where edges are listed beside a sort, of 22 that fit: nothing of it waits for room
-BESIDE = 14
+#: programs on each multiprocessor where edges are listed beside a sort, of 22 that fit: nothing of it waits for room;
+#: where rows are few, the sort ends first, and they have time
+BESIDE, BESIDE_FEW, FEW_ROWS = 14, 10, 1 << 18
 # The card reads a sector of 32 bytes from memory first where its first write is a part of it, and takes as long to
 # write a part as to write all. So edges wait in shared memory, which Triton knows nothing of, until a line of 128 bytes
 # is whole: fewer than 32 for either side of a list, and 32 that are new; twice that many places, so that a slow lane
@@ -75,7 +76,7 @@ def list_cube(search: WindowSearch, in_rows: torch.Tensor, out_rows: torch.Tenso
     )  # fmt: skip
     programs, device = 2 * search.chunks, in_rows.device
     if current() is not None:
-        programs = crew_of(device, programs, BESIDE)
+        programs = crew_of(device, programs, BESIDE_FEW if search.rows <= FEW_ROWS else BESIDE)
     CUBE_PAIRS(device, (programs,), args, (search.chunk_rows,))
 
 

@@ -28,7 +28,7 @@ LOOK = 8
 #: warps of a program that counts all digits, and keys that each of its threads asks for at once
 COUNT_WARPS, COUNT_STEPS = 16, 8
 #: the same of programs that are all there at once, several on a multiprocessor, and keys that one counts
-CREW_WARPS, CREW_STEPS, CREW_KEYS = 4, 8, 2048
+CREW_WARPS, CREW_STEPS, CREW_KEYS = 4, 8, 4096
 #: bytes of shared memory of which Triton knows nothing: counters by warp, then the lines of a tile
 ROOM, CREW_ROOM = 40960, 16384
 
@@ -94,30 +94,29 @@ def sort_rows(keys: torch.Tensor, bits: int = 31) -> torch.Tensor:
 class Passes:
     """How the last ``bits`` bits of ``n`` keys are cut into digits, and keys into tiles, for a sort.
 
-    ``crew``: by so many programs of a cooperative launch that has more to do; else by launches of its own.
+    ``crew``: the programs of a cooperative launch that has written the keys, and counts their digits too; by 0, a
+    launch of its own does. ``together``: it moves the lines, too.
     """
 
-    def __init__(self, n: int, bits: int, crew: int = 0) -> None:
+    def __init__(self, n: int, bits: int, crew: int = 0, together: bool = False) -> None:
         self.n = n
         self._passes, self._bits, self._steps = _digits(bits)
-        if crew:
-            self.tiles = ceil_div(n, 32 * CREW_WARPS * CREW_STEPS)
-            self.counting = min(crew, ceil_div(n, CREW_KEYS))
-            lists = self.counting
-        else:
-            self.tiles = ceil_div(n, 32 * WARPS * self._steps)
-            self.counting = ceil_div(n, 32 * COUNT_WARPS * COUNT_STEPS)
-            lists = min(self.counting, 1024)
+        self.tiles = ceil_div(n, 32 * CREW_WARPS * CREW_STEPS if together else 32 * WARPS * self._steps)
         self.states = LOOK + self._passes * (self.tiles + 1)
+        self.counting = ceil_div(n, CREW_KEYS if crew else 32 * COUNT_WARPS * COUNT_STEPS)
+        self._is_counted, lists = crew > 0, min(self.counting, crew or 1024)
+        if crew:
+            self.counting = lists
         #: words of 64 bits of its scratch memory: two lists of lines, states of tiles, and lists of counts
         self.words = 2 * n + (((self.states + self._passes * lists) << self._bits) + 1) // 2 + INTERPRETED * ROOM // 8
 
     def launch(self, keys: Pointer, scratch: Pointer, order: Pointer, device: torch.device) -> None:
         """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `words`."""
-        counting = min(crew_of(device, self.counting, 1), 1024)
-        passes, states = self._passes, self.states
-        counted = (keys, scratch, self.n, states, counting)
-        DIGITS(device, (counting,), counted, (self._bits, passes, COUNT_WARPS, COUNT_STEPS))
+        passes, states, counting = self._passes, self.states, self.counting
+        if not self._is_counted:
+            counting = min(crew_of(device, counting, 1), 1024)
+            counted = (keys, scratch, self.n, states, counting)
+            DIGITS(device, (counting,), counted, (self._bits, passes, COUNT_WARPS, COUNT_STEPS))
         for turn in range(passes):
             args = (keys, scratch, order, self.n, states, counting, turn, passes, self.tiles)
             MOVE(device, (self.tiles + (turn == 0) * passes,), args, (self._bits, WARPS, self._steps, LOOK))
@@ -128,9 +127,9 @@ def ticket_behind(n: int) -> int:
     return (n + 3) & -4
 
 
-def crew_constants(bits: int) -> tuple[int, int, int, int, int]:
+def crew_constants(bits: int, together: bool) -> tuple[int, ...]:
     """The constants of `sort_together` for keys of so many bits; all 0 for none."""
-    return (*_digits(bits)[:2], CREW_WARPS, CREW_STEPS, LOOK) if bits else (0,) * 5
+    return (*_digits(bits)[:2], CREW_WARPS, CREW_STEPS, LOOK, int(together)) if bits else (0,) * 6
 
 
 @cache
@@ -284,19 +283,20 @@ def move_tile(
 def sort_together(
     keys_ptr, lines_ptr, order_ptr, gates_ptr, n, states, counting, tiles, programs,
     PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, LOOK: tl.constexpr,
+    MOVES: tl.constexpr,
 ):  # fmt: skip
-    """The order of keys that all programs of a cooperative launch know, and a zero behind it.
+    """Count the digits of keys that all programs of a cooperative launch know, by the last ``counting`` of them: the
+    first ones may have been kept busy.
 
-    They meet at PASSES gates from here on. The last ``counting`` of them count digits: the first ones may have been
-    kept busy.
+    MOVES: their order, too, and a zero behind it; the programs meet at PASSES gates from here on.
     """
     open_room(OPEN_CREW)
     program = tl.program_id(0)
-    if program == 0:
+    if MOVES and program == 0:
         tl.store(order_ptr + (n + 3) // 4 * 4, 0)
     if program >= programs - counting:
         count_digits(programs - 1 - program, counting, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)
-    for turn in range(PASSES):
+    for turn in range(PASSES if MOVES else 0):
         wait_for_all(gates_ptr + turn, programs)
         first = program
         if turn == 0:

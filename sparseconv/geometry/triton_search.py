@@ -77,9 +77,9 @@ def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
 
 
 def launch_search(
-    search: WindowSearch, scratch: Arena, counters: Counters, pending: PendingCounts, passes: Passes | None
+    search: WindowSearch, scratch: Arena, counters: Counters, pending: PendingCounts, passes: Passes, together: bool
 ) -> None:
-    """Surroundings, masks and sums of counts in one launch, and the ``passes`` of a sort by it."""
+    """Surroundings, masks and sums of counts in one launch; of a cube's keys the digits, and ``together`` their order."""
     table, window, n = search.table, search.window, search.rows
     if table is None:
         return
@@ -92,10 +92,9 @@ def launch_search(
         table.arena[KEYS] if table.blocked else scratch[SORT_KEYS], table.arena[STATUS],
         scratch[STARTS], pointer(pending.offsets), pending.report.pointer, *scratch[LINES:],
         n, window.num_runs, taps, search.capacity, search.chunks,
-        *((0, 0, 0) if passes is None else (passes.states, passes.counting, passes.tiles)), programs,
+        passes.states, passes.counting, passes.tiles, programs,
     )  # fmt: skip
-    sorted_bits = 0 if passes is None else window.key_bits
-    constants = search_constants(search.constants, taps, n, programs, search.is_cube, sorted_bits)
+    constants = search_constants(search.constants, taps, n, window.key_bits if search.is_cube else 0, together)
     SEARCH(device, (programs,), args, constants)
 
 
@@ -104,14 +103,14 @@ def search_programs(device: torch.device, taps: int, n: int) -> int:
     return crew_of(device, max(taps, ceil_div(n, 128)))
 
 
-def search_constants(looks: tuple, taps: int, n: int, programs: int, is_cube: bool, bits: int) -> tuple:
+def search_constants(looks: tuple, taps: int, n: int, bits: int, together: bool) -> tuple:
     """The constants of `search_kernel` for ``n`` target rows; ``looks`` are those of a look-up.
 
-    ``bits`` of the keys are sorted by; 0: rows are not sorted.
+    ``bits`` of a cube's keys are counted, and where ``together`` sorted by; 0: the window is another.
     """
     lanes, chunk = power_of_2(3 ** looks[0]), rows_per_chunk(n)
-    each = max(1, (256 if n <= 32 * programs else 512) // lanes)  # more look-ups in flight where there are many
-    return (*looks, power_of_2(taps), chunk, 128, lanes, each, SCANNED, NUM_GATES, is_cube, *crew_constants(bits))
+    sort = crew_constants(bits, together)
+    return (*looks, power_of_2(taps), chunk, 128, lanes, max(1, 512 // lanes), SCANNED, NUM_GATES, bits > 0, *sort)
 
 
 # ---- kernels
@@ -231,10 +230,11 @@ def search_kernel(
     SIDES: tl.constexpr, LENGTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, BLOCKS_EACH: tl.constexpr, SCAN: tl.constexpr, NUM_GATES: tl.constexpr, CUBE: tl.constexpr,
     PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, LOOK: tl.constexpr,
+    MOVES: tl.constexpr,
 ):  # fmt: skip
     """Surroundings, masks and sums of counts in one launch, whose programs wait for each other in between.
 
-    PASSES: the rows in the order of their keys, too.
+    PASSES: the digits of their keys are counted, too; MOVES: and the rows put in order.
     """
     if SIDES > 0:
         find_around(
@@ -256,7 +256,7 @@ def search_kernel(
     if PASSES > 0:
         sort_together(
             keys_ptr, lines_ptr, order_ptr, gates_ptr + 2, n, states, counting, tiles, programs,
-            PASSES, BITS, WARPS, STEPS, LOOK,
+            PASSES, BITS, WARPS, STEPS, LOOK, MOVES,
         )  # fmt: skip
     leave(gates_ptr, programs, NUM_GATES)
 

@@ -82,13 +82,12 @@ def test_a_search_of_many_rows_is_put_in_the_order_of_its_keys(monkeypatch: pyte
     assert torch.equal(order.long(), torch.sort(search.keys, stable=True).indices)
 
 
-@pytest.mark.parametrize("offsets", [CASES[3].offsets, ((0, 0, 0), (0, 0, 1), (1, 0, 0))], ids=["cube", "three"])
 @pytest.mark.parametrize("n", [1, 1023, 1024, 1025, 2600])
-def test_a_search_of_few_rows_sorts_them_too(n: int, offsets: tuple[tuple[int, ...], ...]) -> None:
+def test_a_search_of_few_rows_sorts_them_too(n: int) -> None:
     cells = torch.randperm(16**3, generator=torch.Generator().manual_seed(n))[:n]
     coords = torch.stack([cells & 0, cells >> 8, cells >> 4 & 15, cells & 15], 1).int().to(DEVICE)
     table = build_table(coords)
-    search = search_window(table, table.coords, encode_window(offsets, (1,) * 3, None, table.coords.device))
+    search = search_window(table, table.coords, encode_window(CASES[3].offsets, (1,) * 3, None, table.coords.device))
     place, scratch = search.order, search.scratch
     order = scratch.tensor(triton_search.ORDER)[:n]
     assert place.data_ptr() == order.data_ptr() if triton_launch.INTERPRETED else place == order.data_ptr()
@@ -97,6 +96,35 @@ def test_a_search_of_few_rows_sorts_them_too(n: int, offsets: tuple[tuple[int, .
     _ = search.order
     assert torch.equal(search.scratch.tensor(triton_search.ORDER)[:n], order)
     assert int(search.scratch.tensor(triton_search.ORDER)[-1]) == 0
+
+
+@pytest.mark.parametrize("n", [1, 3072, 5000])
+def test_the_digits_that_a_search_has_counted_serve_a_sort_of_its_own(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = Passes.__init__
+    monkeypatch.setattr(Passes, "__init__", lambda self, *args: together(self, *args[:3], together=False))
+    launched: list[bool] = []
+    launch_search = triton_neighbors.launch_search
+    monkeypatch.setattr(
+        triton_neighbors, "launch_search", lambda *args: launched.append(args[-1]) or launch_search(*args[:-1], False)
+    )
+    cells = torch.randperm(32**3, generator=torch.Generator().manual_seed(n))[:n]
+    table = build_table(torch.stack([cells & 0, cells >> 10, cells >> 5 & 31, cells & 31], 1).int().to(DEVICE))
+    search = search_window(table, table.coords, encode_window(CASES[3].offsets, (1,) * 3, None, table.coords.device))
+    search._is_sorted = False  # as in a run whose maps are aside
+    _ = search.order
+    assert launched == [True]
+    order = search.scratch.tensor(triton_search.ORDER)[:n]
+    assert torch.equal(order.long(), torch.sort(search.keys[0], stable=True).indices)
+
+
+@pytest.mark.parametrize("offsets", [((0, 0, 0), (0, 0, 1), (1, 0, 0)), CASES[5].offsets], ids=["three", "cross"])
+def test_other_windows_are_sorted_by_launches_of_their_own(offsets: tuple[tuple[int, ...], ...]) -> None:
+    table = build_table(CASES[3].source(device=DEVICE))
+    search = search_window(table, table.coords, encode_window(offsets, (1,) * 3, None, table.coords.device))
+    assert search.ticket is None
+    _ = search.order
+    order = search.scratch.tensor(triton_search.ORDER)[: search.rows]
+    assert torch.equal(order.long(), torch.sort(search.keys[0], stable=True).indices)
 
 
 @pytest.mark.parametrize(("groups", "n", "dtype"), [(2, 50, torch.int32), (1, 50, torch.int64), (1, 0, torch.int32)])
