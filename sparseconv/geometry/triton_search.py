@@ -79,7 +79,7 @@ def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
 def launch_search(
     search: WindowSearch, scratch: Arena, counters: Counters, pending: PendingCounts, passes: Passes, together: bool
 ) -> None:
-    """Surroundings, masks and sums of counts in one launch; of a cube's keys the digits, and ``together`` their order."""
+    """Surroundings, masks and sums of counts in one launch; digits of a cube's keys, and ``together`` their order."""
     table, window, n = search.table, search.window, search.rows
     if table is None:
         return
