@@ -185,7 +185,7 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
         turns = c_out // block_n
         if whole and turns > 1 and not work.transposed and not copy and 12 * work.num_rows * block_n <= PARTIAL_BYTES:
             # less waste for sums that are written and read; not where both gradients hold their memory already
-            found.append(replace(tile, split=3, turns=turns))
+            found.insert(0, replace(tile, split=3, turns=turns))
         return found
     shallow = replace(tile, stages=2)
     if block_n == 128 and work.dtype not in HALF:
