@@ -9,8 +9,8 @@ from sparseconv.bench import report
 from sparseconv.bench.peers import PEERS
 
 SIZES = {"k": 1e3, "M": 1e6}
-#: the committed results of layers on a card: ours; beside the peer that the index has; what the last whole
-#: verification of the claims measured, among it maps
+#: the committed results of layers on a card: ours, shuffled rows and first gradients among them; beside the peer that
+#: the index has; what the last whole verification of the claims measured
 LAYERS, BESIDE, VERIFIED = "h200_gpu.json", "h200_beside_spconv.json", "h200_claims.json"
 
 
