@@ -9,7 +9,7 @@ from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_cube_pairs import CUBE_PAIRS
 from sparseconv.geometry.triton_launch import read_triton
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
-from sparseconv.geometry.triton_search import SEARCH, search_constants
+from sparseconv.geometry.triton_search import SEARCH, search_constants, search_programs
 from sparseconv.geometry.triton_table import FUSED_ROWS, CoordinateTable, pack_shifts, rows_per_chunk
 from sparseconv.geometry.triton_window import TapWindow, bit_places
 
@@ -34,7 +34,8 @@ def expect_plans(coords: torch.Tensor) -> None:
     read_triton()
     looks = (columns - 1, pack_shifts(shifts), bit_places(shifts), True, False, 27, 3)
     taps = len(offsets)
-    SEARCH.ahead(device, search_constants(looks, taps, n, taps, True))
+    together = search_programs(device, taps, n, True)[2]
+    SEARCH.ahead(device, search_constants(looks, taps, n, taps, together))
     CUBE_PAIRS.ahead(device, (rows_per_chunk(n),))
 
 

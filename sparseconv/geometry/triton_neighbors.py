@@ -127,18 +127,18 @@ class WindowSearch:
         blocks = table.most_blocks if self.is_local else 0
         lengths = [taps * self.chunks, n if narrow else 0, blocks * self.constants[5]]
         aside = current()
-        # the host is faster with one launch; aside, edges run beside launches of the sort's own
-        together = self._is_sorted = fused and self.is_cube and aside is None
-        if fused:  # one allocation less for the host
-            crew = search_programs(self.coords.device, taps, n) if self.is_cube else 0
-            self._passes = passes = Passes(n, window.key_bits, crew, together)
+        device = self.coords.device
+        if fused:  # one allocation less for the host, which is faster with one launch; aside, edges run beside a sort's
+            sorting = self.is_cube and aside is None
+            programs, spare, self._is_sorted = search_programs(device, taps, n, sorting)
+            self._passes = passes = Passes(n, window.key_bits, spare if self.is_cube else 0, self._is_sorted)
             lengths += (passes.words, ticket_behind(n) + 1)
-        scratch = self._scratch = Arena(self.coords.device, SCRATCH, lengths)
+        scratch = self._scratch = Arena(device, SCRATCH, lengths)
         counters = self._counters = Counters(table, taps, self.chunks)
         #: the counts of the edges, on their way to the host
         self.pending = PendingCounts(taps, table)
         if fused and taps:
-            launch_search(self, scratch, counters, self.pending, passes, together)
+            launch_search(self, scratch, counters, self.pending, passes, programs, self._is_sorted)
         else:
             if self.is_local:
                 launch_around(table, scratch[AROUND], blocks)

@@ -29,12 +29,15 @@ LOOK = 8
 COUNT_WARPS, COUNT_STEPS = 16, 8
 #: the same of programs that are all there at once, several on a multiprocessor, and keys that one counts
 CREW_WARPS, CREW_STEPS, CREW_KEYS = 4, 8, 4096
+#: lines that each of their threads holds at most, where they sort together
+HELD = 10
 #: bytes of shared memory of which Triton knows nothing: counters by warp, then the lines of a tile
-ROOM, CREW_ROOM = 40960, 16384
+ROOM, CREW_ROOM = 40960, 18432
 
 OPEN, OPEN_CREW = (
     tl.constexpr(f".shared .align 16 .b8 sort_room[{room}]; mov.b32 $0, 0;") for room in (ROOM, CREW_ROOM)
 )
+COPY = tl.constexpr("mov.b32 $0, $1;")
 _AT = "{ .reg .b32 at; mov.u32 at, sort_room; add.u32 at, at, $1; "
 PUT = tl.constexpr(_AT + "st.shared.b32 [at], $2; mov.b32 $0, 0; }")
 PUT_LINE = tl.constexpr(_AT + "st.shared.b64 [at], $2; mov.b32 $0, 0; }")
@@ -75,6 +78,12 @@ def _look_back(ahead: int) -> str:
 
 
 LOOK_BACK = tl.constexpr(_look_back(LOOK))
+#: programs that sort together, but for one, and digits whose counts one of them sums: as many as a load brings
+LISTS, SUMMED = tl.constexpr(512), tl.constexpr(4)
+#: programs that sum
+SUMMING = (1 << max(DIGIT_BITS)) // SUMMED.value
+#: a count that they tell has a mark above it, so often this: of which pass it is, and of whom
+MARK = tl.constexpr(1 << 24)
 
 
 def sort_rows(keys: torch.Tensor, bits: int = 31) -> torch.Tensor:
@@ -95,20 +104,27 @@ class Passes:
     """How the last ``bits`` bits of ``n`` keys are cut into digits, and keys into tiles, for a sort.
 
     ``crew``: the programs of a cooperative launch that has written the keys, and counts their digits too; by 0, a
-    launch of its own does. ``together``: it moves the lines, too.
+    launch of its own does. ``together``: it moves the lines, too; no more than `most_together` of them.
     """
 
     def __init__(self, n: int, bits: int, crew: int = 0, together: bool = False) -> None:
         self.n = n
         self._passes, self._bits, self._steps = _digits(bits)
-        self.tiles = ceil_div(n, 32 * CREW_WARPS * CREW_STEPS if together else 32 * WARPS * self._steps)
+        self.tiles = ceil_div(n, 32 * WARPS * self._steps)
         self.states = LOOK + self._passes * (self.tiles + 1)
         self.counting = ceil_div(n, CREW_KEYS if crew else 32 * COUNT_WARPS * COUNT_STEPS)
-        self._is_counted, lists = crew > 0, min(self.counting, crew or 1024)
+        self._is_counted = crew > 0
         if crew:
-            self.counting = lists
-        #: words of 64 bits of its scratch memory: two lists of lines, states of tiles, and lists of counts
-        self.words = 2 * n + (((self.states + self._passes * lists) << self._bits) + 1) // 2 + INTERPRETED * ROOM // 8
+            self.counting = min(self.counting, crew)
+        lists = self.states + self._passes * min(self.counting, crew or 1024)
+        #: where they are moved together, the rows of a program: a whole number of steps
+        self.share = 0
+        if together:
+            threads = 32 * CREW_WARPS
+            self.share = ceil_div(n, _sorters(crew) * threads) * threads
+            lists = ceil_div(n, self.share) + 1
+        #: words of 64 bits of its scratch memory: two lists of lines, then states of tiles and lists of counts
+        self.words = 2 * n + (lists << self._bits) // 2 + INTERPRETED * ROOM // 8
 
     def launch(self, keys: Pointer, scratch: Pointer, order: Pointer, device: torch.device) -> None:
         """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `words`."""
@@ -127,9 +143,18 @@ def ticket_behind(n: int) -> int:
     return (n + 3) & -4
 
 
+def most_together(crew: int) -> int:
+    """Rows that so many programs sort together: each holds its lines in registers."""
+    return _sorters(crew) * 32 * CREW_WARPS * HELD
+
+
+def _sorters(crew: int) -> int:
+    return min(crew, LISTS.value - 1)
+
+
 def crew_constants(bits: int, together: bool) -> tuple[int, ...]:
-    """The constants of `sort_together` for keys of so many bits; all 0 for none."""
-    return (*_digits(bits)[:2], CREW_WARPS, CREW_STEPS, LOOK, int(together)) if bits else (0,) * 6
+    """The constants of `sort_together`, or of `count_digits` alone, for keys of so many bits; all 0 for none."""
+    return (*_digits(bits)[:2], CREW_WARPS, HELD if together else CREW_STEPS, int(together)) if bits else (0,) * 5
 
 
 @cache
@@ -199,25 +224,12 @@ def move_kernel(
     Programs of their own sum the lines with a lesser digit, for all passes, in the first of them: what stands for the
     count of all tiles before the first.
     """
+    BINS: tl.constexpr = 1 << BITS
+    digit_of = tl.arange(0, BINS)
     open_room(OPEN)
     tile = tl.program_id(0)
     if turn == 0:
         tile -= passes
-    move_tile(tile, keys_ptr, lines_ptr, order_ptr, n, states, counting, turn, passes, tiles, BITS, WARPS, STEPS, LOOK)
-
-
-@triton.jit
-def move_tile(
-    tile, keys_ptr, lines_ptr, order_ptr, n, states, counting, turn, passes, tiles,
-    BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, LOOK: tl.constexpr,
-):  # fmt: skip
-    """`move_kernel` for one tile; before the first there is one for each pass, where lesser digits are summed."""
-    BINS: tl.constexpr = 1 << BITS
-    THREADS: tl.constexpr = 32 * WARPS
-    TILE: tl.constexpr = THREADS * STEPS
-    LINES: tl.constexpr = WARPS * BINS * 4  # where they are put, behind the counters
-    lane = tl.arange(0, THREADS)
-    digit_of = tl.arange(0, BINS)
     states_ptr = (lines_ptr + 2 * n.to(tl.int64)).to(tl.pointer_type(tl.int32))
     counts_ptr = states_ptr + states * BINS
     room_ptr = counts_ptr + passes * counting * BINS
@@ -228,105 +240,202 @@ def move_tile(
         tell(state_ptr + of_pass * (tiles + 1) * BINS, tl.cumsum(total, 0) - total, OF_ALL)
     else:
         state_ptr += (turn * (tiles + 1) + tile) * BINS  # of the tile before
-        first = tile * TILE
-        row = first + lane // 32 * (32 * STEPS) + lane % 32
-        if turn == 0:
-            lines = new_lines(keys_ptr, row, n, STEPS)
-        else:
-            lines = lines_at(lines_ptr + tl.where(turn % 2 == 1, 0, n), row, n, STEPS)
+        first = tile * (32 * WARPS * STEPS)
+        lines = load_lines(keys_ptr, lines_ptr, first, n, turn, STEPS, WARPS, STEPS)
         low = turn * BITS
-        own = lane // 32 * BINS  # the counters of a lane's warp
-        for warp in tl.static_range(WARPS):
-            put(room_ptr, warp * BINS + digit_of, digit_of & 0)
-        tl.debug_barrier()
-        for step in tl.static_range(STEPS):
-            add_one(room_ptr, own + digit_in(lines[step], low, BINS))
-        tl.debug_barrier()
-        counts = ()  # type: tuple
-        total = digit_of & 0
-        for warp in tl.static_range(WARPS):
-            counts = counts + (take(room_ptr, warp * BINS + digit_of),)
-            total += counts[warp]
+        total = count_lines(room_ptr, lines, low, STEPS, BITS, WARPS, STEPS)
         tell(state_ptr + BINS, total, OF_TILE)
         begin = tl.cumsum(total, 0) - total
-        if BINS < THREADS:  # some digits have two threads
-            tl.debug_barrier()
-        place = begin
-        for warp in tl.static_range(WARPS):
-            put(room_ptr, warp * BINS + digit_of, place)
-            place += counts[warp]
-        tl.debug_barrier()
-        for step in tl.static_range(STEPS):  # lines that are none have the last digit, and come last of all
-            digit = digit_in(lines[step], low, BINS)
-            put_line(room_ptr, LINES, take_place(room_ptr, own, digit, BITS), lines[step])
+        order_lines(room_ptr, lines, begin, low, STEPS, BITS, WARPS, STEPS)
         before = look_back(state_ptr, BINS)
         tell(state_ptr + BINS, before + total, OF_ALL)
-        tl.debug_barrier()
-        put(room_ptr, digit_of, before - begin)
-        tl.debug_barrier()
-        if turn == passes - 1:
-            for step in tl.static_range(STEPS):
-                at = step * THREADS + lane
-                line = take_line(room_ptr, LINES, at)
-                to = take(room_ptr, digit_in(line, low, BINS)) + at
-                tl.store(order_ptr + to, (line & 0xFFFFFFFF).to(tl.int32), mask=first + at < n)
-        else:
-            there_ptr = lines_ptr + tl.where(turn % 2 == 1, n, 0)
-            for step in tl.static_range(STEPS):
-                at = step * THREADS + lane
-                line = take_line(room_ptr, LINES, at)
-                to = take(room_ptr, digit_in(line, low, BINS)) + at
-                tl.store(there_ptr + to, line, mask=first + at < n)
+        write_lines(
+            room_ptr, lines_ptr, order_ptr, before - begin, first, n, turn, turn == passes - 1, STEPS,
+            BITS, WARPS, STEPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def clear_lists(lines_ptr, n, share, programs, BITS: tl.constexpr):
+    """Nobody has told anything: to be seen to before the programs meet ahead of `sort_together`."""
+    BINS: tl.constexpr = 1 << BITS
+    lists_ptr = (lines_ptr + 2 * n.to(tl.int64)).to(tl.pointer_type(tl.int32))
+    for one in range(tl.program_id(0), (n + share - 1) // share + 1, programs):
+        tl.store(lists_ptr + one * BINS + tl.arange(0, BINS), 0)
 
 
 @triton.jit
 def sort_together(
-    keys_ptr, lines_ptr, order_ptr, gates_ptr, n, states, counting, tiles, programs,
-    PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, LOOK: tl.constexpr,
-    MOVES: tl.constexpr,
+    own, programs, keys_ptr, lines_ptr, order_ptr, gates_ptr, n, share,
+    PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Count the digits of keys that all programs of a cooperative launch know, by the last ``counting`` of them: the
-    first ones may have been kept busy.
+    """The order of keys that all programs of a cooperative launch know, and a zero behind it.
 
-    MOVES: their order, too, and a zero behind it; the programs meet at PASSES gates from here on.
+    Each has ``share`` rows, at most STEPS for a thread, or none. In each pass it tells how often it has each digit;
+    who sums a few digits tells each program how many come before its own, and in a last list how many there are. A
+    count says what it is, so that nobody waits for more than he reads. Between passes they meet: at PASSES - 1 gates.
     """
-    open_room(OPEN_CREW)
-    program = tl.program_id(0)
-    if MOVES and program == 0:
+    BINS: tl.constexpr = 1 << BITS
+    digit_of = tl.arange(0, BINS)
+    lists = (n + share - 1) // share
+    first = own * share
+    steps = tl.where(own < lists, share // (32 * WARPS), 0)
+    lists_ptr = (lines_ptr + 2 * n.to(tl.int64)).to(tl.pointer_type(tl.int32))
+    room_ptr = lists_ptr + (lists + 1) * BINS + own * (WARPS * BINS + 64 * WARPS * STEPS)  # one for each
+    if own == 0:
         tl.store(order_ptr + (n + 3) // 4 * 4, 0)
-    if program >= programs - counting:
-        count_digits(programs - 1 - program, counting, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)
-    for turn in range(PASSES if MOVES else 0):
-        wait_for_all(gates_ptr + turn, programs)
-        first = program
-        if turn == 0:
-            first -= PASSES
-        for tile in range(first, tiles, programs):
-            tl.debug_barrier()  # the tile before has been read out of shared memory
-            move_tile(
-                tile, keys_ptr, lines_ptr, order_ptr, n, states, counting, turn, PASSES, tiles,
-                BITS, WARPS, STEPS, LOOK,
-            )  # fmt: skip
+    party = tl.minimum(tl.maximum(lists, BINS // SUMMED), programs)  # others have nothing to do
+    for turn in range(tl.where(own < party, PASSES, 0)):
+        if turn > 0:
+            wait_for_all(gates_ptr + turn - 1, party)
+        lines = load_lines(keys_ptr, lines_ptr, first, n, turn, steps, WARPS, STEPS)
+        low = turn * BITS
+        total = count_lines(room_ptr, lines, low, steps, BITS, WARPS, STEPS)
+        mark = 2 * turn + 1
+        if own < lists:
+            tl.store(lists_ptr + own * BINS + digit_of, total + mark * MARK)
+        for digits in range(own * SUMMED, BINS, programs * SUMMED):
+            sum_lists(lists_ptr + digits, lists, mark, BINS)
+        begin = tl.cumsum(total, 0) - total
+        order_lines(room_ptr, lines, begin, low, steps, BITS, WARPS, STEPS)
+        which = tl.arange(0, 2)[:, None]
+        at = tl.where(which == 0, own, lists) * BINS + digit_of[None, :]
+        count = told(lists_ptr + at, which < tl.where(own < lists, 2, 0), mark + 1)
+        before = tl.sum(tl.where(which == 0, count, tl.cumsum(count, 1) - count), 0)
+        write_lines(
+            room_ptr, lines_ptr, order_ptr, before - begin, first, n, turn, turn == PASSES - 1, steps,
+            BITS, WARPS, STEPS,
+        )  # fmt: skip
 
 
 @triton.jit
-def new_lines(keys_ptr, row, n, STEPS: tl.constexpr):
-    """STEPS times 32 keys of each warp with their rows below them."""
-    lines = ()  # type: tuple
-    for step in tl.static_range(STEPS):
-        at = row + 32 * step
-        lines = lines + ((tl.load(keys_ptr + at, mask=at < n, other=-1).to(tl.int64) << 32) | at,)
+def sum_lists(lists_ptr, lists, mark, BINS: tl.constexpr):
+    """Counts of SUMMED digits, told by ``lists`` programs, become those of the programs before; behind them, of all."""
+    one = tl.arange(0, LISTS)[:, None]
+    at = lists_ptr + one * BINS + tl.arange(0, SUMMED)[None, :]
+    count = told(at, one < lists, mark)
+    tl.store(at, tl.cumsum(count, 0) - count + (mark + 1) * MARK, mask=one <= lists)
+
+
+@triton.jit
+def told(at, mask, mark):
+    """The counts at addresses, once all of them have the ``mark``."""
+    count = tl.load(at, mask=mask, other=mark * MARK, volatile=True) - mark * MARK
+    while tl.min(tl.min(count, 1), 0) < 0:
+        count = tl.load(at, mask=mask, other=mark * MARK, volatile=True) - mark * MARK
+    return count
+
+
+# ---- the lines of a program, ``steps`` of STEPS for each thread: counted, put in order, written
+
+
+@triton.jit
+def load_lines(keys_ptr, lines_ptr, first, n, turn, steps, WARPS: tl.constexpr, STEPS: tl.constexpr):
+    """The lines from ``first`` on, a run of them for each warp; new ones in the first pass."""
+    lane = numbers(32 * WARPS)
+    row = first + lane // 32 * (32 * steps)
+    end = tl.minimum(row + 32 * steps, n)
+    row += lane % 32
+    if turn == 0:
+        lines = new_lines(keys_ptr, row, end, STEPS)
+    else:
+        lines = lines_at(lines_ptr + tl.where(turn % 2 == 1, 0, n), row, end, STEPS)
     return lines
 
 
 @triton.jit
-def lines_at(lines_ptr, row, n, STEPS: tl.constexpr):
-    """STEPS times 32 lines of each warp."""
+def new_lines(keys_ptr, row, end, STEPS: tl.constexpr):
+    """Keys with their rows below them."""
     lines = ()  # type: tuple
     for step in tl.static_range(STEPS):
         at = row + 32 * step
-        lines = lines + (tl.load(lines_ptr + at, mask=at < n, other=-1),)
+        key = tl.load(keys_ptr + at, mask=at < end, other=-1)
+        lines = lines + ((key.to(tl.int64) << 32) | at,)
     return lines
+
+
+@triton.jit
+def lines_at(lines_ptr, row, end, STEPS: tl.constexpr):
+    """Lines as they are."""
+    lines = ()  # type: tuple
+    for step in tl.static_range(STEPS):
+        at = row + 32 * step
+        lines = lines + (tl.load(lines_ptr + at, mask=at < end, other=-1),)
+    return lines
+
+
+@triton.jit
+def count_lines(
+    room_ptr, lines, low, steps, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr
+):  # fmt: skip
+    """How often each digit occurs, in all and, in shared memory, in each warp."""
+    BINS: tl.constexpr = 1 << BITS
+    digit_of = numbers(BINS)
+    own = numbers(32 * WARPS) // 32 * BINS  # the counters of a lane's warp
+    for warp in tl.static_range(WARPS):
+        put(room_ptr, warp * BINS + digit_of, digit_of & 0)
+    tl.debug_barrier()
+    for step in tl.static_range(STEPS):
+        if step < steps:
+            add_one(room_ptr, own + digit_in(lines[step], low, BINS))
+    tl.debug_barrier()
+    total = digit_of & 0
+    for warp in tl.static_range(WARPS):
+        total += take(room_ptr, warp * BINS + digit_of)
+    return total
+
+
+@triton.jit
+def order_lines(
+    room_ptr, lines, begin, low, steps, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr
+):  # fmt: skip
+    """Counted lines go to shared memory, behind the counters, in the order of a digit; where each of them begins."""
+    BINS: tl.constexpr = 1 << BITS
+    digit_of = numbers(BINS)
+    own = numbers(32 * WARPS) // 32 * BINS
+    places = ()  # type: tuple
+    place = begin
+    for warp in tl.static_range(WARPS):
+        places = places + (place,)
+        place += take(room_ptr, warp * BINS + digit_of)
+    tl.debug_barrier()
+    for warp in tl.static_range(WARPS):
+        put(room_ptr, warp * BINS + digit_of, places[warp])
+    tl.debug_barrier()
+    for step in tl.static_range(STEPS):  # lines that are none have the last digit, and come last of all
+        if step < steps:
+            digit = digit_in(lines[step], low, BINS)
+            put_line(room_ptr, WARPS * BINS * 4, take_place(room_ptr, own, digit, BITS), lines[step])
+
+
+@triton.jit
+def write_lines(
+    room_ptr, lines_ptr, order_ptr, shift, first, n, turn, last, steps,
+    BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """The lines of shared memory, of the ``last`` pass their rows, to where they belong: ``shift`` by their digit."""
+    BINS: tl.constexpr = 1 << BITS
+    THREADS: tl.constexpr = 32 * WARPS
+    lane = numbers(THREADS)
+    low = turn * BITS
+    tl.debug_barrier()
+    put(room_ptr, numbers(BINS), shift)
+    tl.debug_barrier()
+    if last:
+        for step in tl.static_range(STEPS):
+            if step < steps:
+                at = step * THREADS + lane
+                line = take_line(room_ptr, WARPS * BINS * 4, at)
+                to = take(room_ptr, digit_in(line, low, BINS)) + at
+                tl.store(order_ptr + to, (line & 0xFFFFFFFF).to(tl.int32), mask=first + at < n)
+    else:
+        there_ptr = lines_ptr + tl.where(turn % 2 == 1, n, 0)
+        for step in tl.static_range(STEPS):
+            if step < steps:
+                at = step * THREADS + lane
+                line = take_line(room_ptr, WARPS * BINS * 4, at)
+                to = take(room_ptr, digit_in(line, low, BINS)) + at
+                tl.store(there_ptr + to, line, mask=first + at < n)
 
 
 @triton.jit
@@ -355,6 +464,16 @@ def open_room(OPEN: tl.constexpr):
     """Declare the shared memory, once in a kernel."""
     if not IS_INTERPRETED:
         tl.inline_asm_elementwise(OPEN, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def numbers(COUNT: tl.constexpr):
+    """0, 1, 2 and so on, which the compiler does not know: all that it works out ahead of a loop fills registers."""
+    number = tl.arange(0, COUNT)
+    if IS_INTERPRETED:
+        return number
+    else:
+        return tl.inline_asm_elementwise(COPY, "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

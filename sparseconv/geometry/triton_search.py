@@ -25,7 +25,17 @@ from sparseconv.geometry.triton_launch import (
     power_of_2,
     wait_for_all,
 )
-from sparseconv.geometry.triton_order import Passes, crew_constants, sort_together
+from sparseconv.geometry.triton_order import (
+    OPEN_CREW,
+    SUMMING,
+    Passes,
+    clear_lists,
+    count_digits,
+    crew_constants,
+    most_together,
+    open_room,
+    sort_together,
+)
 from sparseconv.geometry.triton_table import KEYS, STATUS, CoordinateTable, pack_shifts, rows_per_chunk
 from sparseconv.geometry.triton_window import entry_of, look
 
@@ -77,14 +87,19 @@ def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
 
 
 def launch_search(
-    search: WindowSearch, scratch: Arena, counters: Counters, pending: PendingCounts, passes: Passes, together: bool
+    search: WindowSearch,
+    scratch: Arena,
+    counters: Counters,
+    pending: PendingCounts,
+    passes: Passes,
+    programs: int,
+    together: bool,
 ) -> None:
     """Surroundings, masks and sums of counts in one launch; digits of a cube's keys, and ``together`` their order."""
     table, window, n = search.table, search.window, search.rows
     if table is None:
         return
     taps, device = window.num_taps, pending.offsets.device
-    programs = search_programs(device, taps, n)
     totals, counts = counters.pointers
     args = (
         *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals,
@@ -92,15 +107,21 @@ def launch_search(
         table.arena[KEYS] if table.blocked else scratch[SORT_KEYS], table.arena[STATUS],
         scratch[STARTS], pointer(pending.offsets), pending.report.pointer, *scratch[LINES:],
         n, window.num_runs, taps, search.capacity, search.chunks,
-        passes.states, passes.counting, passes.tiles, programs,
+        passes.states, passes.counting, passes.share, programs,
     )  # fmt: skip
     constants = search_constants(search.constants, taps, n, window.key_bits if search.is_cube else 0, together)
     SEARCH(device, (programs,), args, constants)
 
 
-def search_programs(device: torch.device, taps: int, n: int) -> int:
-    """Programs of a `search_kernel` over ``n`` target rows."""
-    return crew_of(device, max(taps, ceil_div(n, 128)))
+def search_programs(device: torch.device, taps: int, n: int, sorting: bool) -> tuple[int, int, bool]:
+    """Programs of a `search_kernel` over ``n`` target rows, how many of them no tap keeps busy when the keys are there,
+    and whether these sort, where that is wished: each must be able to hold its lines."""
+    rows = ceil_div(n, 128)
+    programs = crew_of(device, max(rows, SUMMING) + taps if sorting else max(taps, rows))
+    spare = max(1, programs - taps)
+    if sorting and n > most_together(spare):
+        return search_programs(device, taps, n, False)
+    return programs, spare, sorting
 
 
 def search_constants(looks: tuple, taps: int, n: int, bits: int, together: bool) -> tuple:
@@ -225,17 +246,18 @@ def search_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     words_ptr, keys_ptr, counts_ptr, totals_ptr, gates_ptr, block_keys_ptr, status_ptr,
     starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
-    n, num_runs, num_taps, capacity, num_chunks, states, counting, tiles, programs,
+    n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, BLOCKS_EACH: tl.constexpr, SCAN: tl.constexpr, NUM_GATES: tl.constexpr, CUBE: tl.constexpr,
-    PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, LOOK: tl.constexpr,
-    MOVES: tl.constexpr,
+    PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """Surroundings, masks and sums of counts in one launch, whose programs wait for each other in between.
 
     PASSES: the digits of their keys are counted, too; MOVES: and the rows put in order.
     """
+    if MOVES:
+        clear_lists(lines_ptr, n, share, programs, BITS)
     if SIDES > 0:
         find_around(
             ranges_ptr, table_ptr, ids_ptr, block_keys_ptr, status_ptr, around_ptr, capacity, programs,
@@ -254,10 +276,14 @@ def search_kernel(
             tap, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, SCAN
         )
     if PASSES > 0:
-        sort_together(
-            keys_ptr, lines_ptr, order_ptr, gates_ptr + 2, n, states, counting, tiles, programs,
-            PASSES, BITS, WARPS, STEPS, LOOK, MOVES,
-        )  # fmt: skip
+        open_room(OPEN_CREW)
+        place = programs - 1 - tl.program_id(0)  # from the last on: the first programs have summed taps
+        if MOVES:
+            sort_together(
+                place, programs, keys_ptr, lines_ptr, order_ptr, gates_ptr + 2, n, share, PASSES, BITS, WARPS, STEPS
+            )  # fmt: skip
+        elif place < counting:
+            count_digits(place, counting, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)
     leave(gates_ptr, programs, NUM_GATES)
 
 

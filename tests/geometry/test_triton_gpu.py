@@ -170,3 +170,24 @@ def test_a_captured_sort_is_stable_for_other_keys(n: int, bits: int) -> None:
             order.fill_(-1)
             graph.replay()
             assert torch.equal(order.long(), torch.sort(keys, stable=True).indices)
+
+
+@pytest.mark.parametrize("n", [1, 128, 129, 15_192, 64_128, 64_129, 256_512, 256_513, 600_000])
+def test_a_search_sorts_its_rows_each_time(n: int) -> None:
+    from sparseconv.geometry.triton_neighbors import search_window
+    from sparseconv.geometry.triton_search import ORDER
+    from sparseconv.geometry.triton_table import build_table
+    from sparseconv.geometry.triton_window import encode_window
+
+    side = max(4, round((2 * n) ** (1 / 3)))  # half of the cells, so that masks differ
+    cells = torch.randperm(side**3, generator=torch.Generator().manual_seed(n))[:n].sort().values
+    coords = torch.stack([cells & 0, cells // side**2, cells // side % side, cells % side], 1).int().cuda()
+    offsets = tuple((x, y, z) for x in (-1, 0, 1) for y in (-1, 0, 1) for z in (-1, 0, 1))
+    table = build_table(coords)
+    window = encode_window(offsets, (1,) * 3, None, coords.device)
+    for _ in range(20):
+        search = search_window(table, table.coords, window)
+        _ = search.order
+        order, keys = search.scratch.tensor(ORDER), search.keys[0]
+        assert torch.equal(order[:n].long(), torch.sort(keys, stable=True).indices)
+        assert search.ticket is None or int(order[-1]) == 0

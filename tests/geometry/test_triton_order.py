@@ -6,6 +6,8 @@ import os
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +17,18 @@ if not torch.cuda.is_available():
 from sparseconv.geometry import triton_launch, triton_neighbors, triton_order, triton_search
 from sparseconv.geometry.triton_launch import pointer
 from sparseconv.geometry.triton_neighbors import search_window
-from sparseconv.geometry.triton_order import Passes
+from sparseconv.geometry.triton_order import (
+    CREW_WARPS,
+    HELD,
+    Passes,
+    clear_lists,
+    most_together,
+    sort_together,
+    ticket_behind,
+)
 from sparseconv.geometry.triton_table import build_table
 from sparseconv.geometry.triton_window import encode_window
+from tests.geometry.crew import beside
 from tests.geometry.triton_cases import CASES
 
 DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
@@ -82,7 +93,33 @@ def test_a_search_of_many_rows_is_put_in_the_order_of_its_keys(monkeypatch: pyte
     assert torch.equal(order.long(), torch.sort(search.keys, stable=True).indices)
 
 
-@pytest.mark.parametrize("n", [1, 1023, 1024, 1025, 2600])
+@triton.jit
+def crew_kernel(keys_ptr, lines_ptr, order_ptr, gates_ptr, n, share, PROGRAMS: tl.constexpr):
+    clear_lists(lines_ptr, n, share, 1, 9)
+    sort_beside(PROGRAMS, keys_ptr, lines_ptr, order_ptr, gates_ptr, n, share, 3, 9, CREW_WARPS, HELD)
+
+
+def sort_beside(programs: int, *args: object) -> None:
+    beside(programs, lambda own: sort_together(own, programs, *args))
+
+
+@pytest.mark.skipif(not triton_launch.INTERPRETED, reason="on a card a search does this")
+@pytest.mark.parametrize(
+    ("n", "programs", "values", "share"),
+    [(1, 3, 1, 0.0), (127, 2, 9, 1.0), (640, 5, 1000, 0.7), (641, 5, 1, 1.0), (700, 4, 1000, 0.7), (3840, 3, 40, 0.7)],
+)
+def test_programs_that_are_all_there_sort_together(n: int, programs: int, values: int, share: float) -> None:
+    keys, passes = skewed(n, 27, values, share, seed=n), Passes(n, 27, programs, together=True)
+    assert n <= most_together(programs)
+    stale = triton_order.MARK.value * (1 + 2**32)  # counts of nothing, as if they had been told
+    scratch = torch.full((passes.words + programs * triton_order.ROOM // 8,), stale, dtype=torch.int64)
+    order = torch.full((ticket_behind(n) + 1,), -1, dtype=torch.int32)
+    crew_kernel[(1,)](keys, scratch, order, torch.zeros(2, dtype=torch.int32), n, passes.share, programs)
+    assert torch.equal(order[:n].long(), torch.sort(keys, stable=True).indices)
+    assert int(order[-1]) == 0
+
+
+@pytest.mark.parametrize("n", [1, 127, 128, 129, 1023, 1024, 1025, 2600])
 def test_a_search_of_few_rows_sorts_them_too(n: int) -> None:
     cells = torch.randperm(16**3, generator=torch.Generator().manual_seed(n))[:n]
     coords = torch.stack([cells & 0, cells >> 8, cells >> 4 & 15, cells & 15], 1).int().to(DEVICE)
@@ -90,29 +127,24 @@ def test_a_search_of_few_rows_sorts_them_too(n: int) -> None:
     search = search_window(table, table.coords, encode_window(CASES[3].offsets, (1,) * 3, None, table.coords.device))
     place, scratch = search.order, search.scratch
     order = scratch.tensor(triton_search.ORDER)[:n]
+    assert (search.ticket is None) == (triton_launch.INTERPRETED and n > most_together(1))
     assert place.data_ptr() == order.data_ptr() if triton_launch.INTERPRETED else place == order.data_ptr()
     assert torch.equal(order.long(), torch.sort(search.keys[0], stable=True).indices)
     search.release()  # whoever asks again gets it made anew
     _ = search.order
     assert torch.equal(search.scratch.tensor(triton_search.ORDER)[:n], order)
-    assert int(search.scratch.tensor(triton_search.ORDER)[-1]) == 0
+    assert search.ticket is None or int(search.scratch.tensor(triton_search.ORDER)[-1]) == 0
 
 
 @pytest.mark.parametrize("n", [1, 3072, 5000])
 def test_the_digits_that_a_search_has_counted_serve_a_sort_of_its_own(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = Passes.__init__
-    monkeypatch.setattr(Passes, "__init__", lambda self, *args: together(self, *args[:3], together=False))
-    launched: list[bool] = []
-    launch_search = triton_neighbors.launch_search
-    monkeypatch.setattr(
-        triton_neighbors, "launch_search", lambda *args: launched.append(args[-1]) or launch_search(*args[:-1], False)
-    )
+    programs = triton_search.search_programs  # as in a run whose maps are aside
+    monkeypatch.setattr(triton_neighbors, "search_programs", lambda *args: programs(*args[:-1], False))
     cells = torch.randperm(32**3, generator=torch.Generator().manual_seed(n))[:n]
     table = build_table(torch.stack([cells & 0, cells >> 10, cells >> 5 & 31, cells & 31], 1).int().to(DEVICE))
     search = search_window(table, table.coords, encode_window(CASES[3].offsets, (1,) * 3, None, table.coords.device))
-    search._is_sorted = False  # as in a run whose maps are aside
+    assert search.ticket is None
     _ = search.order
-    assert launched == [True]
     order = search.scratch.tensor(triton_search.ORDER)[:n]
     assert torch.equal(order.long(), torch.sort(search.keys[0], stable=True).indices)
 
