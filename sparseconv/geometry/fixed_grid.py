@@ -25,6 +25,8 @@ FAULTS = {
     2: "a derived grid has more voxels than its rows hold: give more room",
     4: "a map has more edges than there is room for: give more room, or an example with as many neighbours a voxel",
 }
+#: places at which the programs of a launch meet, and one more
+GATES = 16
 #: rows of derived grids come in multiples of this
 ROWS = 256
 #: edges of every map, at least, for which there is room
@@ -104,10 +106,10 @@ class FixedGrid(VoxelGrid):
             raise ValueError(f"the extent must have {like.rank} axes, none of them empty; got {extent}")
         coords = coords.detach().contiguous()
         with building() as aside:
-            zeros = coords.new_zeros(12)  # gates, and the fault flag
+            zeros = coords.new_zeros(GATES + 4)  # gates, and the fault flag
         if aside is not None:
             aside.keep(self)
-        self._set(coords, count, zeros[8:9], zeros[:8], extent, like.voxel_size, like, room)
+        self._set(coords, count, zeros[GATES : GATES + 1], zeros[:GATES], extent, like.voxel_size, like, room)
         if self.device.type == "cuda":
             self.derived["cells"] = self._make_cells(checked=True)
         else:

@@ -13,6 +13,7 @@ from sparseconv.geometry.lookup import KEY_LIMIT, KeySpace, SortedTable
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
 
 if TYPE_CHECKING:
+    from sparseconv.geometry.triton_neighbors import WindowSearch
     from sparseconv.geometry.triton_table import CoordinateTable
 
 INT32 = torch.iinfo(torch.int32)
@@ -52,7 +53,7 @@ class VoxelGrid:
     ) -> None:
         coords = _checked_coords(coords)
         rank = coords.shape[1] - 1
-        table = _table_on_gpu(coords)  # on its way while the rest is looked at
+        table, search = _table_on_gpu(coords)  # on its way while the rest is looked at
         if duplicates not in ("error", "first"):
             raise ValueError(f"duplicates must be 'error' or 'first'; got {duplicates!r}")
         self.voxel_size: Floats = (1.0,) * rank if voxel_size is None else _floats(voxel_size, rank, "voxel_size")
@@ -62,7 +63,8 @@ class VoxelGrid:
         #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
         self.derived: dict[Any, Any] = {}
         self.coords = coords
-        search = None if table is None else _on_gpu()[1].search_ahead(table)
+        if table is not None and search is None:
+            search = _on_gpu()[1].search_ahead(table)
         low, high = _measure(coords, table)
         if low and low[0] < 0:
             raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}")
@@ -355,13 +357,16 @@ def _measure(coords: torch.Tensor, table: CoordinateTable | None) -> tuple[Ints,
     return _bounds(coords) if table is None else _on_gpu()[0].read_table(table)
 
 
-def _table_on_gpu(coords: torch.Tensor) -> CoordinateTable | None:
-    """A table of the rows of a grid on a GPU, on its way; None elsewhere, and where there is no row."""
+def _table_on_gpu(coords: torch.Tensor) -> tuple[CoordinateTable | None, WindowSearch | None]:
+    """A table of the rows of a grid on a GPU, on its way, and the search that it came with; None elsewhere, and where
+    there is no row."""
     if not coords.is_cuda or coords.shape[0] == 0:
-        return None
+        return None, None
     tables, ahead = _on_gpu()
     ahead.expect_plans(coords)
-    return tables.build_table(coords, reported=True)
+    table, search = ahead.whole_ahead(coords) or (tables.build_table(coords, reported=True), None)
+    table.is_given = True
+    return table, search
 
 
 @cache

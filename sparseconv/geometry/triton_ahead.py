@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sparseconv.geometry.aside import current
@@ -16,6 +18,9 @@ from sparseconv.geometry.triton_window import TapWindow, bit_places
 #: the window that the last plan looked through from a grid's own rows, by device, until a search was launched for it
 _asked: dict[int | None, TapWindow] = {}
 _seen: set[int | None] = set()
+#: what launches table and search of a new grid's rows, and what else the last map was asked for; by device
+Whole = Callable[[torch.Tensor], "tuple[CoordinateTable, WindowSearch] | None"]
+_whole: dict[int | None, Whole] = {}
 
 
 def expect_plans(coords: torch.Tensor) -> None:
@@ -37,6 +42,26 @@ def expect_plans(coords: torch.Tensor) -> None:
     together = search_programs(device, taps, n, True)[2]
     SEARCH.ahead(device, search_constants(looks, taps, n, taps, together))
     CUBE_PAIRS.ahead(device, (rows_per_chunk(n),))
+
+
+def expect_whole(device: torch.device, launch: Whole) -> None:
+    """Have the next new grid's map launched whole, by a function of its rows that may decline with None."""
+    _whole[device.index] = launch
+
+
+def whole_ahead(coords: torch.Tensor) -> tuple[CoordinateTable, WindowSearch] | None:
+    """Table and search of a new grid's rows in one launch with what else its map will likely be asked for.
+
+    None where none is expected, or not such a one. A map of which nobody asks is the last one until somebody does.
+    """
+    index = coords.device.index
+    launch = _whole.get(index)
+    if launch is None or current() is not None:
+        return None
+    found = launch(coords)
+    if found is not None:
+        _whole.pop(index, None)
+    return found
 
 
 def search_ahead(table: CoordinateTable) -> WindowSearch | None:

@@ -18,14 +18,19 @@ class PendingCounts:
     Args:
         taps: of the window.
         table: the one that was searched; its status is read along.
+        sent: `offsets` and `report`, where a launch that was made before writes them.
     """
 
-    def __init__(self, taps: int, table: CoordinateTable) -> None:
+    def __init__(self, taps: int, table: CoordinateTable, sent: tuple[torch.Tensor, Report] | None = None) -> None:
         device = table.coords.device
-        #: (K+1,) int64 on the device: tap k owns the edges [offsets[k], offsets[k+1])
-        self.offsets = torch.empty(taps + 1, dtype=torch.int64, device=device)
         #: offsets, distinct rows, overflow
-        self.report: Report | KeptReport = (Report if table.unseen is None else KeptReport)(taps + 3, device)
+        self.report: Report | KeptReport
+        if sent is None:
+            #: (K+1,) int64 on the device: tap k owns the edges [offsets[k], offsets[k+1])
+            self.offsets = torch.empty(taps + 1, dtype=torch.int64, device=device)
+            self.report = (Report if table.unseen is None else KeptReport)(taps + 3, device)
+        else:
+            self.offsets, self.report = sent
         self._table: CoordinateTable | None = table
         self._values: tuple[int, ...] = ()
 
@@ -40,14 +45,22 @@ class PendingCounts:
         return self._values
 
 
-class Counters:
-    """Zeros in which edges are counted: totals of the taps (K,) int64, and counts (K, C) int32 by chunk."""
+def first_count(taps: int) -> int:
+    """Where the counts begin behind the totals of so many taps, in 32-bit words."""
+    return (2 * taps + 3) & -4
 
-    def __init__(self, table: CoordinateTable, taps: int, chunks: int) -> None:
+
+class Counters:
+    """Zeros in which edges are counted: totals of the taps (K,) int64, and counts (K, C) int32 by chunk.
+
+    ``start``: of the table's spare zeros that were taken before.
+    """
+
+    def __init__(self, table: CoordinateTable, taps: int, chunks: int, start: int | None = None) -> None:
         self.shape = taps, chunks
-        self._first = (2 * taps + 3) & -4
+        self._first = first_count(taps)
         length = self._first + taps * chunks
-        self._start, self._arena = table.spare_zeros(length), table.arena
+        self._start, self._arena = table.spare_zeros(length) if start is None else start, table.arena
         self._own: torch.Tensor | None = None
         if self._start is None:
             self._own = torch.zeros(length, dtype=torch.int32, device=table.coords.device)
@@ -74,9 +87,8 @@ def scan_counts(counters: Counters, starts: Pointer, pending: PendingCounts, tab
     """Launch `scan_kernel`."""
     taps, chunks = counters.shape
     totals, counts = counters.pointers
-    offsets, report = pointer(pending.offsets), pending.report.pointer
-    args = (counts, totals, starts, offsets, report, table.arena[STATUS], taps, chunks)
-    SCAN(pending.offsets.device, (max(taps, 1),), args, (4 * SCAN_BLOCK,))
+    args = (counts, totals, starts, pointer(pending.offsets), pending.report.pointer, table.arena[STATUS], taps, chunks)
+    SCAN(table.coords.device, (max(taps, 1),), args, (4 * SCAN_BLOCK,))
 
 
 #: chunks that four warps sum at once

@@ -23,9 +23,9 @@ from triton.runtime import driver
 #: programs of a cooperative launch on each multiprocessor, of 128 threads, and the registers that a thread may have
 CREW, MOST_REGISTERS = 4, 128
 #: times that the programs of a cooperative launch may wait for each other
-NUM_GATES = 7
+NUM_GATES = 10
 #: arguments of the launcher that kernels share: those of the longest, and two that Triton adds
-SHARED_ARGUMENTS = 32
+SHARED_ARGUMENTS = 56
 #: what stands in a report where its kernel has yet to write: no number that any would
 UNWRITTEN = int.from_bytes(b"\x80" * 8, "little", signed=True)
 #: looks at a report, half a microsecond each, before others have their turn: most maps are not that far behind
@@ -70,6 +70,7 @@ class Launcher:
         self.options = {"launch_cooperative_grid": True, "maxnreg": MOST_REGISTERS} if cooperative else options
         self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
         self._compiled: dict[tuple, Future] = {}
+        self._begun: set[tuple] = set()
 
     def __call__(self, device: torch.device, grid: tuple[int, ...], args: tuple, constants: tuple = ()) -> None:
         if INTERPRETED:
@@ -86,9 +87,22 @@ class Launcher:
                 ready = self._ready[device_index, constants] = self._prepare(constants, device_index)
         return ready
 
+    def if_ready(self, device: torch.device, constants: tuple) -> Callable[[int, int, tuple], None] | None:
+        """What launches, where no compiler is waited for; else its thread is started, and None."""
+        ready = self._ready.get((device.index, constants))
+        if ready is None and INTERPRETED:
+            return lambda x, y, args: self.function[x, y](*args, *constants)
+        if ready is None:
+            kernel = self._compiled.get((device.index, constants))
+            if kernel is not None and kernel.done():
+                return self.on(device.index, constants)
+            self.ahead(device, constants)
+        return ready
+
     def ahead(self, device: torch.device, constants: tuple) -> None:
         """Compile on a thread of its own what a device will soon be asked to launch; that launch says what fails."""
-        if not INTERPRETED and (device.index, constants) not in self._compiled:
+        if not INTERPRETED and (device.index, constants) not in self._begun:
+            self._begun.add((device.index, constants))
             threading.Thread(target=self._compile_for, args=(device, constants), name="sparseconv compiler").start()
 
     def _compile_for(self, device: torch.device, constants: tuple) -> None:
@@ -212,6 +226,15 @@ class Kinds(tuple[torch.dtype, ...]):
         self.sizes = [dtype.itemsize for dtype in self]
 
 
+def lay_out(kinds: Kinds, lengths: Sequence[int], start: int = 0) -> tuple[list[int], int]:
+    """Where arrays begin that follow one another from ``start``, each aligned to 128 bytes, and where they end."""
+    starts = []
+    for size, length in zip(kinds.sizes, lengths):
+        starts.append(start)
+        start += (length * size + 127) & -128
+    return starts, start
+
+
 class Arena(list[Pointer]):
     """The pointers of arrays cut from one allocation, each aligned to 128 bytes.
 
@@ -220,20 +243,30 @@ class Arena(list[Pointer]):
     """
 
     def __init__(self, device: torch.device, kinds: Kinds, lengths: Sequence[int], zeroed: int = 0) -> None:
-        starts, total = [], 0
-        for size, length in zip(kinds.sizes, lengths):
-            starts.append(total)
-            total += (length * size + 127) & -128
+        starts, total = lay_out(kinds, lengths)
         clean = (starts[zeroed] if zeroed < len(starts) else total) if zeroed else 0
         if clean and clean == total:
-            self.memory = torch.zeros(total, dtype=torch.uint8, device=device)
+            memory = torch.zeros(total, dtype=torch.uint8, device=device)
         else:
-            self.memory = torch.empty(total, dtype=torch.uint8, device=device)
+            memory = torch.empty(total, dtype=torch.uint8, device=device)
             if clean:
-                self.memory.narrow(0, 0, clean).zero_()
-        self._kinds, self._lengths, self._starts = kinds, lengths, starts
-        address = self.memory.data_ptr()
-        super().__init__(map(self.tensor, range(len(lengths))) if INTERPRETED else [address + at for at in starts])
+                memory.narrow(0, 0, clean).zero_()
+        self._cut(memory, memory.data_ptr(), kinds, lengths, starts)
+
+    @classmethod
+    def of(
+        cls, memory: torch.Tensor, address: int, kinds: Kinds, lengths: Sequence[int], starts: Sequence[int]
+    ) -> Arena:
+        """Arrays that begin at these bytes of memory (B,) uint8 at an address, which others may share."""
+        arena = cls.__new__(cls)
+        arena._cut(memory, address, kinds, lengths, starts)
+        return arena
+
+    def _cut(
+        self, memory: torch.Tensor, address: int, kinds: Kinds, lengths: Sequence[int], starts: Sequence[int]
+    ) -> None:
+        self.memory, self._kinds, self._lengths, self._starts = memory, kinds, lengths, starts
+        self.extend(map(self.tensor, range(len(lengths))) if INTERPRETED else [address + at for at in starts])
 
     def length_before(self, index: int) -> int:
         """Bytes before the i-th array."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,17 +12,14 @@ import triton.language as tl
 
 from sparseconv.geometry.aside import Moment, building, current
 from sparseconv.geometry.triton_chunks import chunk_keys
-from sparseconv.geometry.triton_counts import (
-    Counters,
-    PendingCounts,
-    scan_counts,
-)
+from sparseconv.geometry.triton_counts import Counters, PendingCounts, scan_counts
 from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_launch import (
     INTERPRETED,
     Arena,
     Launcher,
     Pointer,
+    Report,
     Unseen,
     ceil_div,
     pointer,
@@ -65,6 +63,14 @@ from sparseconv.geometry.triton_window import (
 WIDE_KEY_BITS = 62
 
 
+class Sent(NamedTuple):
+    """Where a launch leaves what a search finds."""
+
+    scratch: Arena
+    start: int | None  # of the table's spare zeros, in which edges are counted
+    counted: tuple[torch.Tensor, Report]  # offsets of the taps, and they on their way to the host
+
+
 class WindowSearch:
     """The edges between the rows of a table and target rows, found but not written down: three passes write them.
 
@@ -76,6 +82,7 @@ class WindowSearch:
         window: of the same device, with ``single=True`` for a table that is not blocked.
         given: (K, N_out) int32: the table of a search that has none of rows.
         unseen: of given edges between rows whose number the host does not know; a table has its own.
+        sent: where a launch leaves all this that was made before, with the rows in order.
     """
 
     def __init__(
@@ -85,6 +92,7 @@ class WindowSearch:
         window: TapWindow,
         given: torch.Tensor | None = None,
         unseen: Unseen | None = None,
+        sent: Sent | None = None,
     ) -> None:
         #: N_out
         self.rows = coords.shape[0]
@@ -113,8 +121,25 @@ class WindowSearch:
         self._pointers: tuple[Pointer, ...] | None = None
         #: when it was launched, in a run whose maps are aside
         self.moment: Moment | None = None
-        if table is not None:
+        #: what else the launch makes that fills the scratch memory, under keys of those who take it
+        self.made: dict[Any, Any] = {}
+        if table is not None and sent is not None:
+            self._is_sorted = True
+            self._begin(table, *sent)
+        elif table is not None:
             self.scratch  # noqa: B018 (found with it)
+
+    def _begin(
+        self,
+        table: CoordinateTable,
+        scratch: Arena,
+        start: int | None = None,
+        counted: tuple[torch.Tensor, Report] | None = None,
+    ) -> None:
+        taps = self.window.num_taps
+        self._scratch, self.counters = scratch, Counters(table, taps, self.chunks, start)
+        #: the counts of the edges, on their way to the host
+        self.pending = PendingCounts(taps, table, counted)
 
     def _run(self) -> Arena:
         """Fill the scratch memory, and send the counts of edges on their way."""
@@ -133,10 +158,9 @@ class WindowSearch:
             programs, spare, self._is_sorted = search_programs(device, taps, n, sorting)
             self._passes = passes = Passes(n, window.key_bits, spare if self.is_cube else 0, self._is_sorted)
             lengths += (passes.words, ticket_behind(n) + 1)
-        scratch = self._scratch = Arena(device, SCRATCH, lengths)
-        counters = self._counters = Counters(table, taps, self.chunks)
-        #: the counts of the edges, on their way to the host
-        self.pending = PendingCounts(taps, table)
+        scratch = Arena(device, SCRATCH, lengths)
+        self._begin(table, scratch)
+        counters = self.counters
         if fused and taps:
             launch_search(self, scratch, counters, self.pending, passes, programs, self._is_sorted)
         else:
@@ -156,9 +180,9 @@ class WindowSearch:
         """Give the scratch memory back."""
         aside = current()
         if aside is not None and self._scratch is not None:
-            aside.retire((self._scratch, self._counters))
+            aside.retire((self._scratch, self.counters))
         self._scratch = self._pointers = None
-        self.__dict__.pop("_counters", None)
+        self.__dict__.pop("counters", None)
 
     @property
     def scratch(self) -> Arena:
@@ -171,14 +195,14 @@ class WindowSearch:
     def counts(self) -> torch.Tensor:
         """(K, C) int32: the edges of tap k among the target rows [c, c + 1) * chunk_rows."""
         self.scratch  # noqa: B018 (counted with it)
-        return self._counters.counts
+        return self.counters.counts
 
     @property
     def keys(self) -> torch.Tensor | None:
         """(1, N_out) int32 sort keys, see row_keys; None above 31 taps and for given edges."""
         if self.table is None or self.window.num_taps > KEY_BITS:
             return None
-        return self.scratch.tensor(SORT_KEYS).view(1, -1)
+        return self.scratch.tensor(SORT_KEYS)[: self.rows].view(1, -1)
 
     @property
     def order(self) -> torch.Tensor | Pointer:

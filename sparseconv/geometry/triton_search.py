@@ -99,7 +99,7 @@ def launch_search(
     table, window, n = search.table, search.window, search.rows
     if table is None:
         return
-    taps, device = window.num_taps, pending.offsets.device
+    taps, device = window.num_taps, table.coords.device
     totals, counts = counters.pointers
     args = (
         *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals,
@@ -256,6 +256,8 @@ def search_kernel(
 
     PASSES: the digits of their keys are counted, too; MOVES: and the rows put in order.
     """
+    if PASSES > 0:
+        open_room(OPEN_CREW)
     if MOVES:
         clear_lists(lines_ptr, n, share, programs, BITS)
     if SIDES > 0:
@@ -264,27 +266,48 @@ def search_kernel(
             RANK + 1, SHIFTS, SIDES, LANES, BLOCKS_EACH,
         )  # fmt: skip
         wait_for_all(gates_ptr, programs)
+    search_rows(
+        coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
+        words_ptr, keys_ptr, counts_ptr, totals_ptr, gates_ptr + 1, status_ptr,
+        starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
+        n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
+        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, TAPS, CHUNK, BLOCK, SCAN, CUBE,
+        PASSES, BITS, WARPS, STEPS, MOVES,
+    )  # fmt: skip
+    leave(gates_ptr, programs, NUM_GATES)
+
+
+@triton.jit
+def search_rows(
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr, gates_ptr, status_ptr,
+    starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
+    n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    SIDES: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
+    CUBE: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+    MOVES: tl.constexpr,
+):  # fmt: skip
+    """`search_kernel` once all surroundings are known; the programs meet at PASSES gates, at one if no rows move."""
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
         words_ptr, keys_ptr, counts_ptr, totals_ptr,
         n, num_runs, num_taps, capacity, num_chunks, n, 31, 0, programs,
         RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK, CUBE,
     )  # fmt: skip
-    wait_for_all(gates_ptr + 1, programs)
+    wait_for_all(gates_ptr, programs)
     for tap in range(tl.program_id(0), num_taps, programs):
         scan_tap(
             tap, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, SCAN
         )
     if PASSES > 0:
-        open_room(OPEN_CREW)
         place = programs - 1 - tl.program_id(0)  # from the last on: the first programs have summed taps
         if MOVES:
             sort_together(
-                place, programs, keys_ptr, lines_ptr, order_ptr, gates_ptr + 2, n, share, PASSES, BITS, WARPS, STEPS
+                place, programs, keys_ptr, lines_ptr, order_ptr, gates_ptr + 1, n, share, PASSES, BITS, WARPS, STEPS
             )  # fmt: skip
         elif place < counting:
             count_digits(place, counting, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)
-    leave(gates_ptr, programs, NUM_GATES)
 
 
 SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)

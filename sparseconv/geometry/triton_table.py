@@ -26,6 +26,7 @@ from sparseconv.geometry.triton_table_kernels import INFO, INSERT, LOOKUP, MEASU
 
 #: log2 of a block's edge along each axis, by rank: at most 64 cells, one bit each of a 64-bit word, at most 16 in line
 BLOCK_SHIFTS = {1: (4,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}
+_BLOCKED = {rank + 1: (0, *shifts) for rank, shifts in BLOCK_SHIFTS.items()}
 #: up to this many rows a table of single cells is built: two launches fewer outweigh its more frequent look-ups
 SINGLE_CELL_ROWS = 0
 #: up to this many rows the passes of a build share one launch, which the host is faster with
@@ -56,6 +57,7 @@ class CoordinateTable:
     spare: list[tuple[int, int]]  # (start, length) of the zeros kept for the counts of the windows searched first
     report: Report | None  # status and ranges on their way to the host, where they were asked for
     unseen: Unseen | None = None  # of rows whose number the host does not know: nothing of theirs is ever read back
+    is_given: bool = False  # whether somebody gave the rows, and not a plan: their maps are asked for one after another
 
     read: dict[str, int] = field(default_factory=dict)  # "distinct", "overflow" and "blocks", once they were read
 
@@ -97,7 +99,7 @@ class CoordinateTable:
 #: the arrays of a table's arena; those up to COUNTS start as zeros, and single cells have no others
 SLOTS, STATUS, RANGES, COUNTS, IDS, INFOS, KEYS, ROWS, ENTRIES = range(9)
 _I32, _I64 = torch.int32, torch.int64
-_KINDS = Kinds((_I64, _I64, _I32, _I32, _I32, _I64, _I64, _I32, _I64))
+TABLE_KINDS = Kinds((_I64, _I64, _I32, _I32, _I32, _I64, _I64, _I32, _I64))
 
 
 def measure_ranges(coords: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -165,29 +167,53 @@ def build_table(
     device = coords.device
     if blocked is None:
         blocked = n > SINGLE_CELL_ROWS
-    shifts = (0, *BLOCK_SHIFTS[columns - 1]) if blocked else (0,) * columns
-    capacity = max(64, n + n // 2) if blocked else max(64, 2 * n)
-    # two windows on the rows themselves or on coarser ones, 16 taps and 32: their totals before their counts
-    unit = 16 * -(-n // rows_per_chunk(n))
-    spare = [(0, unit + 96), (unit + 96, 2 * unit + 96)]
-    lengths = [2 * capacity, 2, 2 * columns, 3 * unit + 192]
-    if blocked:
-        some = n or 1
-        lengths += (capacity, 2 * some, some, some, some)
+    lengths = table_lengths(n, columns, blocked)
     fused = blocked and 0 < n <= FUSED_ROWS
-    arena = Arena(device, _KINDS, lengths, 0 if fused else 4)
-    spread = arena[RANGES] if ranges is None else pointer(ranges)
-    ids, infos, rows = (IDS, INFOS, ROWS) if blocked else (COUNTS, SLOTS, COUNTS)
-    pointers = (spread, arena[SLOTS], arena[ids], arena[infos], arena[rows])
+    arena = Arena(device, TABLE_KINDS, lengths, 0 if fused else 4)
     report = Report(2 + 2 * columns, device) if reported and fused and ranges is None else None
-    table = CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare, report, unseen)
+    table = table_in(arena, coords, ranges, report, unseen)
     if fused:
         _launch_table(table, unseen if checked else None)
     elif n:
         if ranges is None:
-            _launch_ranges(coords, spread)
+            _launch_ranges(coords, table.pointers[0])
         _launch_build(table, unseen if checked else None)
     return table
+
+
+def table_lengths(n: int, columns: int, blocked: bool = True) -> list[int]:
+    """Those of the arrays in the arena of a table of n rows, whose kinds are `TABLE_KINDS`."""
+    capacity = max(64, n + n // 2) if blocked else max(64, 2 * n)
+    lengths = [2 * capacity, 2, 2 * columns, 3 * _counts_of_16(n) + 192]
+    if blocked:
+        some = n or 1
+        lengths += (capacity, 2 * some, some, some, some)
+    return lengths
+
+
+def table_in(
+    arena: Arena,
+    coords: torch.Tensor,
+    ranges: torch.Tensor | None = None,
+    report: Report | None = None,
+    unseen: Unseen | None = None,
+) -> CoordinateTable:
+    """The table of coords (N, 1+D) int32 that a launch writes into an arena."""
+    n, columns = coords.shape
+    capacity = arena.length_of(SLOTS) // 2
+    spread = arena[RANGES] if ranges is None else pointer(ranges)
+    blocked = len(arena) > IDS
+    ids, infos, rows = (IDS, INFOS, ROWS) if blocked else (COUNTS, SLOTS, COUNTS)
+    pointers = (spread, arena[SLOTS], arena[ids], arena[infos], arena[rows])
+    # two windows on the rows themselves or on coarser ones, 16 taps and 32: their totals before their counts
+    unit = _counts_of_16(n)
+    spare = [(0, unit + 96), (unit + 96, 2 * unit + 96)]
+    shifts = _BLOCKED[columns] if blocked else (0,) * columns
+    return CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare, report, unseen)
+
+
+def _counts_of_16(n: int) -> int:
+    return 16 * -(-n // rows_per_chunk(n))
 
 
 def rows_per_chunk(n: int) -> int:

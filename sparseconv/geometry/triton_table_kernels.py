@@ -171,6 +171,22 @@ def table_kernel(
     unsigned numbers, go to ``report_ptr`` too. CHECKED: bit 0 of the fault, as by
     `insert_kernel` and `check_cells`.
     """
+    fill_table(
+        coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, gates_ptr,
+        report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
+        COLUMNS, WIDTH, SHIFTS, MEASURED, REPORTED, CHECKED, BLOCK, EACH,
+    )  # fmt: skip
+    leave(gates_ptr, programs, NUM_GATES)
+
+
+@triton.jit
+def fill_table(
+    coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, gates_ptr,
+    report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHIFTS: tl.constexpr, MEASURED: tl.constexpr, REPORTED: tl.constexpr,
+    CHECKED: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """`table_kernel` up to its last act; the programs meet at four gates, and not after the last rows."""
     program = tl.program_id(0)
     words_ptr = table_ptr.to(tl.pointer_type(tl.int32))
     end = zeros // 32 * 32  # arrays begin at multiples of 128 bytes: the compiler learns it here
@@ -204,7 +220,6 @@ def table_kernel(
         place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
     if CHECKED and program == 0:
         check_cells(status_ptr, count_ptr, fault_ptr)
-    leave(gates_ptr, programs, NUM_GATES)
 
 
 @triton.jit

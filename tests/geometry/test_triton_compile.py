@@ -13,7 +13,7 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparseconv.backends.triton_implicit_gemm import build_kernels, job_kernel, tiles
+from sparseconv.backends.triton_implicit_gemm import build_kernels, job_kernel, tiles, whole
 from sparseconv.geometry import triton_counts, triton_neighbors, triton_order, triton_pairs, triton_reach
 from sparseconv.geometry import triton_chunks, triton_cube_pairs
 from sparseconv.geometry import triton_launch, triton_search, triton_table, triton_window
@@ -36,14 +36,14 @@ jobs = [
     (triton_chunks._KEYS, (4, 15, 512)),
     (triton_neighbors._PLANES, (*single, 128)), (triton_neighbors._COUNT, (128, 128)),
     (triton_neighbors._PLANE_KEYS, (False, 128)), (triton_neighbors._PLANE_KEYS_WIDE, (True, 128)),
-    (triton_table.TABLE, (4, 4, shifts, False, True, False, 128, 128, 7)),
-    (triton_table.TABLE, (4, 4, shifts, True, False, True, 128, 128, 7)),
+    (triton_table.TABLE, (4, 4, shifts, False, True, False, 128, 128, 10)),
+    (triton_table.TABLE, (4, 4, shifts, True, False, True, 128, 128, 10)),
     (triton_order.DIGITS, (8, 4, 16, 8)), (triton_order.DIGITS, (9, 3, 16, 8)),
     (triton_order.MOVE, (8, 8, 16, 8)), (triton_order.MOVE, (9, 8, 12, 8)),
-    (triton_search.SEARCH, (*around, 32, 128, 128, 32, 16, 1024, 7, True, 3, 9, 4, 10, 1)),
-    (triton_search.SEARCH, (*around, 32, 128, 128, 32, 16, 1024, 7, True, 3, 9, 4, 8, 0)),
-    (triton_search.SEARCH, (*by_key, 8, 128, 128, 32, 16, 1024, 7, False, *(0,) * 5)),
-    (triton_reach.MARK, (3, True, 128, 512, 1024, 7)), (triton_reach.MARK, (3, False, 128, 512, 1024, 7)),
+    (triton_search.SEARCH, (*around, 32, 128, 128, 32, 16, 1024, 10, True, 3, 9, 4, 10, 1)),
+    (triton_search.SEARCH, (*around, 32, 128, 128, 32, 16, 1024, 10, True, 3, 9, 4, 8, 0)),
+    (triton_search.SEARCH, (*by_key, 8, 128, 128, 32, 16, 1024, 10, False, *(0,) * 5)),
+    (triton_reach.MARK, (3, True, 128, 512, 1024, 10)), (triton_reach.MARK, (3, False, 128, 512, 1024, 10)),
     (triton_reach.EMIT, (3, 32)), (triton_reach.EMIT_UNSEEN, (3, 32)),
     (triton_reach.CLAIM, (4, True, 128)), (triton_reach.DECODE, (3, 256)),
     (triton_counts.SCAN, (8192,)), (triton_pairs._REVERSE, (1024,)),
@@ -54,6 +54,8 @@ jobs = [
     (build_kernels.TILES, (*around, 128, 32, False, True, True, 32)),
     (build_kernels.TILES_64, (*by_key, 64, 256, True, False, False, 0)),
     (build_kernels.RANKS, (32, 64, 1024)),
+    (whole.WHOLE, (128, 32, 32, 32, 16, 10, 3, 9, 4, 10)),
+    (whole.WHOLE, (64, 32, 32, 32, 16, 10, 3, 9, 4, 10)),
 ]
 jobs += [
     (job_kernel._JOBS, (32, 128)), (tiles._ONE_TAP, (8, 256, 128, 2, 5, 8, False)),

@@ -152,7 +152,21 @@ def cube_tiles_kernel(
     BLOCK_M: tl.constexpr, ROOM: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """`tiles_kernel` for the 27 cells around rows, in one group of taps."""
-    tile = tl.program_id(0)
+    cut_cube(
+        tl.program_id(0), tl.num_programs(0), info_ptr, rows_ptr, entries_ptr, around_ptr, order_ptr, line_of_ptr,
+        out_ptr, out_rows_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr, n, num_slots, num_lines, room, BLOCK_M, ROOM,
+    )  # fmt: skip
+    if BINS > 0:
+        rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, BINS)
+
+
+@triton.jit
+def cut_cube(
+    tile, tiles, info_ptr, rows_ptr, entries_ptr, around_ptr, order_ptr, line_of_ptr,
+    out_ptr, out_rows_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr, n, num_slots, num_lines, room,
+    BLOCK_M: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """One tile of `cube_tiles_kernel`, of so many; the order of launch is not its own."""
     slot = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real = slot < n
     row = tl.load(order_ptr + slot, mask=real, other=0).to(tl.int32)
@@ -177,20 +191,18 @@ def cube_tiles_kernel(
     alive |= store_plane(
         out_ptr, slot, num_slots, found18, found19, found20, found21, found22, found23, found24, found25, found26, 18
     )  # fmt: skip
-    lists = tile.to(tl.int64) * room
+    lists = tl.cast(tile, tl.int64) * room
     count = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
     end_lists(count, tile_rows_ptr + lists, tile_taps_ptr + lists, num_lines, room, ROOM)
-    turned_ptr = tile_taps_ptr + tl.num_programs(0).to(tl.int64) * room + lists
+    turned_ptr = tile_taps_ptr + tl.cast(tiles, tl.int64) * room + lists
     taps = tl.arange(0, 32)
     here = (tl.reduce(alive, 0, either) >> taps) & 1
     tl.store(turned_ptr + (tl.cumsum(here, 0) - here), 26 - taps, mask=here > 0)
     rest = tl.arange(0, ROOM)
     tl.store(turned_ptr + rest, 26, mask=(rest >= count) & (rest < room))
-    tl.store(out_ptr + num_lines.to(tl.int64) * num_slots + slot, -1)
+    tl.store(out_ptr + num_slots.to(tl.int64) * num_lines + slot, -1)
     tl.store(counts_ptr + tile, count)
     tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
-    if BINS > 0:
-        rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, BINS)
 
 
 @triton.jit
@@ -223,7 +235,12 @@ def either(a, b):
 @triton.jit
 def rank_kernel(counts_ptr, order_ptr, num_tiles, BINS: tl.constexpr, MINE: tl.constexpr, BLOCK: tl.constexpr):
     """order[number of tiles that go before a tile] = tile: more taps first, then the lower number."""
-    first = tl.program_id(0) * MINE
+    rank_run(tl.program_id(0) * MINE, counts_ptr, order_ptr, num_tiles, BINS, MINE, BLOCK)
+
+
+@triton.jit
+def rank_run(first, counts_ptr, order_ptr, num_tiles, BINS: tl.constexpr, MINE: tl.constexpr, BLOCK: tl.constexpr):
+    """`rank_kernel` for MINE tiles from the ``first`` on."""
     tile = first + tl.arange(0, MINE)
     bin_of = tl.arange(0, BINS)
     mine = BINS - 1 - tl.load(counts_ptr + tile, mask=tile < num_tiles, other=0)

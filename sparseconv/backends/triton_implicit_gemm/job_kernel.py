@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 
 from sparseconv.backends.triton_implicit_gemm.jobs import Jobs
-from sparseconv.geometry.triton_launch import Arena, Kinds, Launcher, ceil_div, pointer, power_of_2
+from sparseconv.backends.triton_implicit_gemm.packed import JOB_KINDS, PackedJobs, job_lengths
+from sparseconv.geometry.triton_launch import Arena, Launcher, ceil_div, pointer, power_of_2
 
 #: pairs of a job and a tap that one program compares
 CELLS = 512
 _I32, _I64 = torch.int32, torch.int64
-_KINDS = Kinds((_I64, _I64, _I32, _I32))
 
 
 def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> Jobs:
@@ -29,44 +29,21 @@ def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> J
         The jobs, on the device of the offsets.
     """
     taps, device = tap_offsets.shape[0] - 1, tap_offsets.device
-    arena = Arena(device, _KINDS, (count, count, count, taps + 1))
-    lanes, block = _constants(taps)
+    arena = Arena(device, JOB_KINDS, job_lengths(count, taps))
+    lanes, block = job_constants(taps)
     args = (pointer(tap_offsets), *arena, taps, count, quantum)
     _JOBS(device, (ceil_div(count, block),), args, (lanes, block))
     return PackedJobs(arena)
 
 
-class PackedJobs(Jobs):
-    """Jobs in one allocation, whose arrays become tensors when they are asked for."""
-
-    _arena: Arena
-    ARRAYS = ("begin", "end", "order", "tap_jobs")
-
-    def __init__(self, arena: Arena) -> None:
-        self.__dict__["_arena"] = arena
-
-    @property
-    def count(self) -> int:
-        return self._arena.length_of(0)
-
-    @property
-    def one_each(self) -> bool:
-        return self.count == self._arena.length_of(3) - 1
-
-    def __getattr__(self, name: str) -> torch.Tensor:
-        if name not in self.ARRAYS:
-            raise AttributeError(name)
-        array = self.__dict__[name] = self._arena.tensor(self.ARRAYS.index(name))
-        return array
-
-
 def jobs_ahead(taps: int, device: torch.device) -> None:
     """Start to compile what `cut_jobs_on_device` launches."""
-    _JOBS.ahead(device, _constants(taps))
+    _JOBS.ahead(device, job_constants(taps))
 
 
 @cache
-def _constants(taps: int) -> tuple[int, int]:
+def job_constants(taps: int) -> tuple[int, int]:
+    """Lanes for taps, and jobs that a program writes."""
     lanes = power_of_2(max(taps, 1))
     return lanes, max(1, min(128, CELLS // lanes))
 
@@ -77,6 +54,18 @@ def jobs_kernel(
     TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program finds the length of the jobs anew, then writes BLOCK of them."""
+    cut_run(
+        tl.program_id(0), offsets_ptr, begin_ptr, end_ptr, order_ptr, tap_jobs_ptr, num_taps, count, quantum,
+        TAPS, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def cut_run(
+    run, offsets_ptr, begin_ptr, end_ptr, order_ptr, tap_jobs_ptr, num_taps, count, quantum,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The BLOCK jobs of one program of `jobs_kernel`."""
     tap = tl.arange(0, TAPS)
     start = tl.load(offsets_ptr + tap, mask=tap < num_taps, other=0)
     stop = tl.load(offsets_ptr + tap + 1, mask=tap < num_taps, other=0)
@@ -98,10 +87,10 @@ def jobs_kernel(
     last = tl.cumsum(parts, 0)
     first = last - parts
     share = (quanta + tl.maximum(parts, 1) - 1) // tl.maximum(parts, 1) * quantum
-    if tl.program_id(0) == 0:
+    if run == 0:
         tl.store(tap_jobs_ptr, 0)
         tl.store(tap_jobs_ptr + tap + 1, last, mask=tap < num_taps)
-    job = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    job = run * BLOCK + tl.arange(0, BLOCK)
     mine = (job[:, None] >= first[None, :]) & (job[:, None] < last[None, :])
     owned = tl.sum(mine.to(tl.int32), 1)  # 0 for jobs beyond the last
     my_tap = tl.sum(tl.where(mine, tap[None, :], 0), 1)

@@ -46,16 +46,20 @@ def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
     key = ("jobs", count)
     jobs = kernel_map.prepared.get(key)
     if jobs is None:
-        with listing():
-            jobs = kernel_map.prepared[key] = _kernel().cut_jobs_on_device(kernel_map.tap_offsets, count, JOB_QUANTUM)
+        kernel, whole = _on_gpu()
+        jobs = whole.jobs_made(kernel_map, count)
+        if jobs is None:
+            with listing():
+                jobs = kernel.cut_jobs_on_device(kernel_map.tap_offsets, count, JOB_QUANTUM)
+        kernel_map.prepared[key] = jobs
     return jobs
 
 
 @cache
-def _kernel() -> Any:
-    from sparseconv.backends.triton_implicit_gemm import job_kernel  # Triton is loaded where it is used
+def _on_gpu() -> tuple[Any, Any]:
+    from sparseconv.backends.triton_implicit_gemm import job_kernel, whole  # Triton is loaded where it is used
 
-    return job_kernel
+    return job_kernel, whole
 
 
 def most_jobs(num_taps: int, num_pairs: int, max_jobs: int, quantum: int) -> int:

@@ -273,10 +273,10 @@ def schedule_of(
 
 
 @cache
-def _on_gpu() -> tuple[Any, Any]:
-    from sparseconv.backends.triton_implicit_gemm import build, tiles  # Triton is loaded where it is used
+def _on_gpu() -> tuple[Any, Any, Any]:
+    from sparseconv.backends.triton_implicit_gemm import build, tiles, whole  # Triton is loaded where it is used
 
-    return build, tiles
+    return build, tiles, whole
 
 
 def schedule_ahead(kernel_map: KernelMap, config: ConvConfig) -> None:
@@ -370,7 +370,9 @@ def _build(
 ) -> Schedule:
     rows = kernel_map.prepared.get("row_order")
     if rows is None and kernel_map.device.type == "cuda":
-        return _on_gpu()[0].schedule_on_gpu(kernel_map, block_m, groups, chunk_rows)
+        build, _, whole = _on_gpu()
+        made = whole.schedule_made(kernel_map, block_m) if groups is None and chunk_rows is None else None
+        return made or build.schedule_on_gpu(kernel_map, block_m, groups, chunk_rows)
     schedule = build_schedule(
         kernel_map.neighbors, kernel_map.num_taps, block_m, base_order=rows, chunk_rows=chunk_rows, groups=groups
     )

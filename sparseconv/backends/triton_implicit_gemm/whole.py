@@ -1,0 +1,280 @@
+"""The 3 x 3 x 3 map of few rows in one launch: table, search, order, tiles and jobs, as the last one was asked for.
+
+The host takes longer to launch the parts of such a map than the card to make them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from sparseconv.backends.triton_implicit_gemm.build import KEPT_ROWS, bins_of, encode_parts
+from sparseconv.backends.triton_implicit_gemm.build_kernels import cut_cube, rank_run
+from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_run, job_constants
+from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM
+from sparseconv.backends.triton_implicit_gemm.packed import (
+    JOB_KINDS,
+    SCHEDULE_KINDS,
+    PackedJobs,
+    PackedSchedule,
+    job_lengths,
+    schedule_lengths,
+)
+from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule
+from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.triton_ahead import expect_whole
+from sparseconv.geometry.triton_counts import first_count
+from sparseconv.geometry.triton_cube import CUBE
+from sparseconv.geometry.triton_launch import (
+    NUM_GATES,
+    Arena,
+    Launcher,
+    Report,
+    ceil_div,
+    gates_of,
+    lay_out,
+    leave,
+    pointer,
+    power_of_2,
+    wait_for_all,
+)
+from sparseconv.geometry.triton_neighbors import Sent, WindowSearch
+from sparseconv.geometry.triton_order import OPEN_CREW, Passes, clear_lists, most_together, open_room, ticket_behind
+from sparseconv.geometry.triton_pairs import FoundEdges
+from sparseconv.geometry.triton_search import SCRATCH, find_around, search_constants, search_programs, search_rows
+from sparseconv.geometry.triton_table import (
+    IDS,
+    SLOTS,
+    TABLE_KINDS,
+    CoordinateTable,
+    rows_per_chunk,
+    table_in,
+    table_lengths,
+)
+from sparseconv.geometry.triton_table_kernels import fill_table
+from sparseconv.geometry.triton_window import TapWindow
+
+#: rows up to which a map is made whole: the card makes those of more in less time by launches that fill it better
+WHOLE_ROWS = 160_000
+#: rows of a tile at most, so that a thread has one
+WIDEST_TILE = 128
+TAPS, COLUMNS = len(CUBE[0]), len(CUBE[1])
+#: what the last map of given rows was asked for, by device: its window, rows of a tile, and jobs
+_asked: dict[int | None, tuple[TapWindow, int, int]] = {}
+
+
+def schedule_made(kernel_map: KernelMap, block_m: int) -> Schedule | None:
+    """The schedule of a map in one group of taps that was launched with its search; the next map's will be."""
+    source = kernel_map.source
+    if not isinstance(source, FoundEdges):
+        return None
+    search = source.search
+    launch = search.made.get("launch")
+    if launch is None or launch.block_m != block_m:
+        _expect(search, block_m, 0)
+        return None
+    expect_whole(search.coords.device, launch)
+    if kernel_map.num_out > KEPT_ROWS:
+        source.wrote("schedule")
+    return search.made["schedule"]
+
+
+def jobs_made(kernel_map: KernelMap, count: int) -> PackedJobs | None:
+    """So many jobs of a map that were launched with its search; the next map's will be."""
+    source = kernel_map.source
+    if not isinstance(source, FoundEdges):
+        return None
+    search = source.search
+    launch = search.made.get("launch")
+    if launch is None or launch.count != count:
+        _expect(search, 0, count)
+        return None
+    return search.made["jobs"]
+
+
+def _expect(search: WindowSearch, block_m: int, count: int) -> None:
+    """Have the next map launched whole, with what was ever asked of such maps last."""
+    table = search.table
+    if table is None or not table.is_given or not search.is_cube:
+        return
+    device = table.coords.device
+    _, last_block, last_count = _asked.get(device.index, (None, 0, 0))
+    asked = search.window, block_m or last_block, count or last_count
+    _asked[device.index] = asked
+    if 0 < asked[1] <= WIDEST_TILE:
+        expect_whole(device, _launch_of(*asked))
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the arrays of a map lie in two allocations, what lasts and scratch memory: lengths and first bytes."""
+
+    table: tuple[list[int], list[int]]
+    jobs: tuple[tuple[int, ...], list[int]]
+    schedule: list[int]
+    lasting: int  # bytes
+    scratch: tuple[list[int], list[int]]
+    passing: int
+    numbers: tuple[int, ...]  # what the kernel takes that depends on them alone
+    programs: int
+
+
+class WholeLaunch:
+    """Launches the map of a new grid whole: through ``window``, in tiles of ``block_m`` rows, with ``count`` jobs."""
+
+    def __init__(self, window: TapWindow, block_m: int, count: int) -> None:
+        self.window, self.block_m, self.count = window, block_m, count
+        device = window.data.device
+        #: rows that the programs of a launch can sort together there, and want to
+        self.most_rows = min(WHOLE_ROWS, most_together(search_programs(device, TAPS, WHOLE_ROWS, True)[1]))
+        self._line_of, _ = encode_parts(window.all_taps, device)
+        self._fixed = pointer(window.data), pointer(window.key_words), pointer(self._line_of)
+        room = TAPS + LOOKAHEAD
+        sort = search_constants((COLUMNS - 1,), TAPS, WHOLE_ROWS, TAPS, True)[-5:]
+        self._constants = (block_m, power_of_2(room), bins_of(TAPS), *job_constants(TAPS), NUM_GATES, *sort)
+        self._places: dict[int, Places] = {}
+
+    def __call__(self, coords: torch.Tensor) -> tuple[CoordinateTable, WindowSearch] | None:
+        """The table of coords (N, 4) int32 and their search, with the schedule and jobs in what it made.
+
+        None where the rows are too many, and where the kernel is not compiled yet: that has then begun.
+        """
+        (n, columns), address, device = coords.shape, pointer(coords), coords.device
+        if columns != COLUMNS or n > self.most_rows or coords.data_ptr() % 16:
+            return None
+        launch = WHOLE.if_ready(device, self._constants)
+        if launch is None:
+            return None
+        step = 1 << max(8, n.bit_length() - 5)  # few sizes, so that a stream of scenes finds its places known
+        rows = (n + step - 1) & -step
+        places = self._places.get(rows) or self._place(rows, device)
+        slots, chunks = (n + SLOT_ALIGNMENT - 1) & -SLOT_ALIGNMENT, ceil_div(n, rows_per_chunk(n))
+        tiles = slots // self.block_m
+        lasting = torch.empty(places.lasting, dtype=torch.uint8, device=device)
+        passing = torch.empty(places.passing, dtype=torch.uint8, device=device)
+        begin = lasting.data_ptr()
+        arena = Arena.of(lasting, begin, TABLE_KINDS, *places.table)
+        scratch = Arena.of(passing, passing.data_ptr(), SCRATCH, *places.scratch)
+        offsets = torch.empty(TAPS + 1, dtype=torch.int64, device=device)
+        jobs = Arena.of(lasting, begin, JOB_KINDS, *places.jobs)
+        lists = Arena.of(lasting, begin, SCHEDULE_KINDS, schedule_lengths(TAPS, slots, tiles, True), places.schedule)
+        report, counted = Report(2 + 2 * COLUMNS, device), Report(TAPS + 3, device)
+        table = table_in(arena, coords, None, report)
+        start = table.spare_zeros(COUNTED.value + TAPS * chunks)
+        args = (
+            address, *arena, *scratch, *self._fixed, gates_of(device), report.pointer, counted.pointer,
+            pointer(offsets), *lists, *jobs, n, chunks, slots, tiles, start, *places.numbers,
+        )  # fmt: skip
+        launch(places.programs, 1, args)  # the card begins; what follows is for the host alone
+        search = WindowSearch(table, coords, self.window, sent=Sent(scratch, start, (offsets, counted)))
+        search.kept.append(self._line_of)
+        schedule = PackedSchedule(self.block_m, lists, (TAPS + 1, tiles, TAPS + LOOKAHEAD))
+        search.made = {"launch": self, "schedule": schedule, "jobs": PackedJobs(jobs)}
+        return table, search
+
+    def _place(self, rows: int, device: torch.device) -> Places:
+        """Places of so many rows at most, found once."""
+        slots = ceil_div(rows, SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        programs, spare, _ = search_programs(device, TAPS, rows, True)
+        passes = Passes(rows, TAPS, spare, True)
+        chunks = ceil_div(rows, rows_per_chunk(rows))
+        table, jobs = table_lengths(rows, COLUMNS), job_lengths(self.count, TAPS)
+        scratch = [TAPS * chunks, rows, 3 ** (COLUMNS - 1) * rows, passes.words, ticket_behind(rows) + 1]
+        at_table, end = lay_out(TABLE_KINDS, table)
+        at_jobs, end = lay_out(JOB_KINDS, jobs, end)
+        lists = schedule_lengths(TAPS, slots, slots // self.block_m, True)
+        schedule, lasting = lay_out(SCHEDULE_KINDS, lists, end)
+        at_scratch, passing = lay_out(SCRATCH, scratch)
+        numbers = (table[SLOTS] // 2, at_table[IDS] // 4, passes.share, self.count, programs)
+        found = Places(
+            (table, at_table), (jobs, at_jobs), schedule, lasting, (scratch, at_scratch), passing, numbers, programs
+        )
+        self._places[rows] = found
+        return found
+
+
+_launch_of = lru_cache(maxsize=64)(WholeLaunch)
+
+
+# ---- the kernel
+
+
+SHIFTS = tl.constexpr(sum(shift << (4 * axis) for axis, shift in enumerate(CUBE[1])))
+QUANTUM, COUNTED = tl.constexpr(JOB_QUANTUM), tl.constexpr(first_count(TAPS))
+
+
+@triton.jit
+def whole_kernel(
+    coords_ptr, table_ptr, status_ptr, ranges_ptr, counts_ptr, ids_ptr, info_ptr, block_keys_ptr, rows_ptr, entries_ptr,
+    starts_ptr, keys_ptr, around_ptr, lines_ptr, order_ptr, window_ptr, words_ptr, line_of_ptr, gates_ptr,
+    report_ptr, counted_ptr, offsets_ptr,
+    out_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, launch_order_ptr,
+    begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr,
+    n, num_chunks, num_slots, tiles, spare, capacity, zeros, share, jobs, programs,
+    BLOCK_M: tl.constexpr, ROOM: tl.constexpr, BINS: tl.constexpr, LANES: tl.constexpr, JOBS_EACH: tl.constexpr,
+    NUM_GATES: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+    MOVES: tl.constexpr,
+):  # fmt: skip
+    """`table_kernel`, `search_kernel`, `cube_tiles_kernel`, `rank_kernel`, `jobs_kernel` of 27 cells around rows.
+
+    Blocks around blocks need no rows, so the programs do not meet between these.
+    """
+    open_room(OPEN_CREW)
+    clear_lists(lines_ptr, n, share, programs, BITS)
+    fill_table(
+        coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, block_keys_ptr, rows_ptr, entries_ptr,
+        gates_ptr, report_ptr, ranges_ptr, ranges_ptr, n, capacity, zeros, programs,
+        4, 4, SHIFTS, False, True, False, 128, 128,
+    )  # fmt: skip
+    find_around(
+        ranges_ptr,
+        table_ptr,
+        ids_ptr,
+        block_keys_ptr,
+        status_ptr,
+        around_ptr,
+        capacity,
+        programs,
+        4,
+        SHIFTS,
+        27,
+        32,
+        16,
+    )
+    wait_for_all(gates_ptr + 4, programs)
+    totals_ptr = (counts_ptr + spare).to(tl.pointer_type(tl.int64))
+    search_rows(
+        coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
+        words_ptr, keys_ptr, counts_ptr + spare + COUNTED, totals_ptr, gates_ptr + 5, status_ptr,
+        starts_ptr, offsets_ptr, counted_ptr, lines_ptr, order_ptr,
+        n, 9, 27, capacity, num_chunks, 0, 0, share, programs,
+        3, SHIFTS, 0, True, False, 27, 32, 128, 128, 1024, True, PASSES, BITS, WARPS, STEPS, MOVES,
+    )  # fmt: skip
+    wait_for_all(gates_ptr + 5 + PASSES, programs)
+    program = tl.program_id(0)
+    for tile in range(program, tiles, programs):
+        cut_cube(
+            tile, tiles, info_ptr, rows_ptr, entries_ptr, around_ptr, order_ptr, line_of_ptr, out_ptr, out_rows_ptr,
+            tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, n, num_slots, 27, 31, BLOCK_M, ROOM,
+        )  # fmt: skip
+    for run in range(programs - 1 - program, (jobs + JOBS_EACH - 1) // JOBS_EACH, programs):
+        cut_run(run, offsets_ptr, begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr, 27, jobs, QUANTUM, LANES, JOBS_EACH)
+    wait_for_all(gates_ptr + 6 + PASSES, programs)
+    for first in range(program * 64, tiles, programs * 64):
+        rank_run(first, tile_counts_ptr, launch_order_ptr, tiles, BINS, 64, 1024)
+    leave(gates_ptr, programs, NUM_GATES)
+
+
+_I32, _I64 = torch.int32, torch.int64
+WHOLE = Launcher(
+    whole_kernel,
+    (
+        _I32, *TABLE_KINDS, *SCRATCH, _I32, _I32, _I32, _I32, _I64, _I64, _I64, *SCHEDULE_KINDS[:6], *JOB_KINDS,
+        *(int,) * 10,
+    ),
+    cooperative=True,
+)  # fmt: skip
