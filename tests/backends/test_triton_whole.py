@@ -1,0 +1,232 @@
+"""Maps that are launched whole: the same arrays as by launches of their own, and asked for as the last one was."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from sparseconv import ConvolutionPlan, VoxelGrid
+from sparseconv.backends.triton_implicit_gemm import whole
+from sparseconv.backends.triton_implicit_gemm.build import build_schedule
+from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_jobs_on_device
+from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM, jobs_of
+from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+from sparseconv.backends.triton_implicit_gemm.whole import WHOLE_ROWS, WholeLaunch, jobs_made, schedule_made
+from sparseconv.geometry import triton_ahead, triton_launch
+from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.triton_ahead import whole_ahead
+from sparseconv.geometry.triton_cube import CUBE
+from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
+from sparseconv.geometry.triton_pairs import FoundEdges, pairs_of
+from sparseconv.geometry.triton_table import CoordinateTable, build_table, lookup, read_table
+from sparseconv.geometry.triton_window import TapWindow, encode_window
+
+DEVICE = torch.device("cpu") if triton_launch.INTERPRETED else torch.device("cuda", 0)
+LISTS = "neighbors", "out_rows", "tile_counts", "tile_rows", "tile_taps", "tile_order", "turned_taps"
+JOBS = "begin", "end", "order", "tap_jobs"
+pytestmark = pytest.mark.skipif(
+    not triton_launch.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
+)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ahead, "_whole", {})
+    monkeypatch.setattr(whole, "_asked", {})
+
+
+def rows(count: int, seed: int = 0) -> torch.Tensor:
+    """So many distinct voxels of two scenes in a random order, half of the cells of a box around the origin."""
+    generator = torch.Generator().manual_seed(seed)
+    side = 2 + round(count ** (1 / 3))
+    cells = torch.randperm(2 * side**3, generator=generator)[:count]
+    places = torch.stack([cells // side**3, cells // side**2 % side, cells // side % side, cells % side], 1)
+    return (places - torch.tensor([0, 2, 1, side])).int().contiguous().to(DEVICE)
+
+
+def cube() -> TapWindow:
+    return encode_window(CUBE[0], (1, 1, 1), None, DEVICE)
+
+
+def launched(coords: torch.Tensor, block_m: int = 128, count: int = 40) -> tuple[CoordinateTable, WindowSearch]:
+    launch = WholeLaunch(cube(), block_m, count)
+    found, began = launch(coords), time.monotonic()
+    while found is None and time.monotonic() < began + 90:  # it compiles meanwhile
+        time.sleep(0.05)
+        found = launch(coords)
+    assert found is not None
+    return found
+
+
+def map_of(search: WindowSearch) -> KernelMap:
+    return KernelMap(search.rows, search.rows, 27, source=FoundEdges(search, search.rows))
+
+
+def given(coords: torch.Tensor) -> WindowSearch:
+    """The search of a table that is none of a plan's making."""
+    table = build_table(coords)
+    table.is_given = True
+    return search_window(table, coords, cube())
+
+
+@pytest.mark.parametrize(
+    ("count", "block_m", "jobs"), [(1, 128, 27), (127, 64, 40), (256, 128, 28), (257, 16, 200), (1000, 128, 60)]
+)
+def test_one_launch_leaves_what_several_do(count: int, block_m: int, jobs: int) -> None:
+    coords = rows(count, jobs)
+    table, search = launched(coords, block_m, jobs)
+    apart = given(coords)
+    lists = build_schedule(apart, block_m)
+    for name in LISTS:
+        assert torch.equal(getattr(search.made["schedule"], name), getattr(lists, name)), name
+    one, other = pairs_of(search), pairs_of(apart)
+    assert one[2] == other[2]
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
+    cut = cut_jobs_on_device(apart.pending.offsets, jobs, JOB_QUANTUM)
+    for name in JOBS:
+        assert torch.equal(getattr(search.made["jobs"], name), getattr(cut, name)), name
+    assert search.keys is not None
+    assert apart.keys is not None
+    assert torch.equal(search.keys, apart.keys)
+    assert torch.equal(search.counts, apart.counts)
+    assert torch.equal(search.neighbors, apart.neighbors)
+    assert torch.equal(lookup(table, coords).cpu(), torch.arange(count, dtype=torch.int32))
+    low, high = read_table(table)
+    assert low == tuple(coords.min(0).values.tolist())
+    assert high == tuple(coords.max(0).values.tolist())
+    assert not table.has_duplicates
+
+
+def test_its_search_is_made_anew_after_its_release() -> None:
+    coords = rows(300)
+    _, search = launched(coords)
+    before = pairs_of(search)
+    search.release()
+    lists = build_schedule(search, 128)
+    for name in LISTS:
+        assert torch.equal(getattr(search.made["schedule"], name), getattr(lists, name)), name
+    assert torch.equal(pairs_of(search)[0], before[0])
+
+
+def test_other_windows_search_its_table() -> None:
+    coords = rows(300)
+    table, _ = launched(coords)
+    for offsets in (((0, 0, 0), (0, 0, 1)), tuple(itertools.product((-2, 0, 2), repeat=3))):
+        window = encode_window(offsets, (1, 1, 1), None, DEVICE)
+        found, want = (search_window(one, coords, window) for one in (table, build_table(coords)))
+        assert torch.equal(found.neighbors, want.neighbors)
+        assert torch.equal(found.counts, want.counts)
+
+
+def test_rows_that_occur_twice_are_found() -> None:
+    coords = rows(200)
+    coords[150] = coords[7]
+    table, search = launched(coords)
+    read_table(table)
+    assert table.has_duplicates
+    with pytest.raises(ValueError, match="rows 7 and 150 of coords are the same voxel"):
+        search.pending.read()
+
+
+def test_the_next_map_is_launched_as_the_last_one_was_asked_for() -> None:
+    first, coords = map_of(given(rows(200))), rows(300)
+    assert whole_ahead(coords) is None
+    assert schedule_made(first, 64) is None
+    assert jobs_made(first, 30) is None
+    launched(coords, 64, 30)  # compiles, on a card
+    found = whole_ahead(coords)
+    assert found is not None
+    table, search = found
+    assert whole_ahead(coords) is None, "a map of which nobody asks is the last one"
+    table.is_given = True
+    second = map_of(search)
+    assert schedule_made(second, 64) is search.made["schedule"]
+    assert jobs_made(second, 30) is search.made["jobs"]
+    again = whole_ahead(coords)
+    assert again is not None
+    again[0].is_given = True
+    third = map_of(again[1])
+    assert schedule_made(third, 128) is None, "others are not taken, and asked for the next time"
+    assert jobs_made(third, 27) is None
+    launched(coords, 128, 27)
+    last = whole_ahead(coords)
+    assert last is not None
+    assert last[1].made["schedule"].block_m == 128
+    assert last[1].made["jobs"].count == 27
+
+
+def test_maps_of_plans_making_and_wide_tiles_are_not_asked_for() -> None:
+    coords = rows(100)
+    made = map_of(search_window(build_table(coords), coords, cube()))
+    assert schedule_made(made, 128) is None
+    assert whole_ahead(coords) is None
+    assert schedule_made(map_of(given(coords)), 256) is None
+    assert whole_ahead(coords) is None
+
+
+def test_rows_of_another_kind_are_declined() -> None:
+    launch = WholeLaunch(cube(), 128, 40)
+    assert launch(rows(100)[:, :3].contiguous()) is None
+    assert launch(torch.zeros(401, dtype=torch.int32, device=DEVICE)[1:].view(100, 4)) is None
+    assert launch(torch.zeros(launch.most_rows + 1, 4, dtype=torch.int32, device=DEVICE)) is None
+
+
+# ---- on a card, through grids and plans
+
+
+def arrays(coords: torch.Tensor) -> tuple[bool, list[torch.Tensor]]:
+    """Whether a grid's map was launched whole, and what it holds."""
+    plan = ConvolutionPlan(VoxelGrid(coords), 3)
+    edges = plan.kernel_map
+    lists, cut = schedule_of(edges, 128), jobs_of(edges, 396)
+    assert isinstance(edges.source, FoundEdges)
+    found = [getattr(lists, name) for name in LISTS] + [getattr(cut, name) for name in JOBS]
+    return bool(edges.source.search.made), [*found, edges.in_rows, edges.out_rows, edges.tap_offsets]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(triton_launch.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_stream_of_scenes() -> None:
+    sizes = [15_000, 1, 700, 64_000, 15_001, 120_000, WHOLE_ROWS, 33_000]
+    scenes = [rows(size, size) for size in sizes]
+    wanted = []
+    for coords in scenes:
+        triton_ahead._whole.clear()
+        is_whole, found = arrays(coords)
+        assert not is_whole
+        wanted.append(found)
+    launched(scenes[0], 128, 396)
+    arrays(scenes[0])
+    seen = []
+    for _ in range(3):
+        for coords, want in zip(scenes, wanted):
+            is_whole, found = arrays(coords)
+            seen.append(is_whole)
+            for a, b in zip(found, want):
+                assert torch.equal(a, b)
+    assert sum(seen) > len(seen) // 2  # few pairs have fewer jobs, which the next map is then launched with
+    twice = torch.cat([scenes[0], scenes[0][:1]])
+    arrays(scenes[0])
+    with pytest.raises(ValueError, match="rows 0 and 15000 of coords are the same voxel"):
+        VoxelGrid(twice)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            _, found = arrays(scenes[3])
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted[3]))
+    torch.cuda.synchronize()
+
+
+def test_there_are_gates_enough_for_grids_of_fixed_size() -> None:
+    from sparseconv.geometry.fixed_grid import GATES
+
+    assert triton_launch.NUM_GATES + 1 <= GATES
