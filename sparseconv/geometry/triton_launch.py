@@ -33,6 +33,9 @@ LOOKS = 256
 Pointer = Any  # an address on a card; a tensor where kernels are interpreted
 
 
+#: times that a kernel is compiled ahead before whoever launches it is told what fails
+TRIES = 3
+
 #: what a launcher is called with that a C compiler made
 BUILT_FORM = ("self", "gridX", "gridY", "gridZ", "stream", "function", "args")
 _reading = threading.Lock()
@@ -71,6 +74,8 @@ class Launcher:
         self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
         self._compiled: dict[tuple, Future] = {}
         self._begun: set[tuple] = set()
+        #: what threads of their own failed with, who try again a few times
+        self.failures: dict[tuple, list[Exception]] = {}
 
     def __call__(self, device: torch.device, grid: tuple[int, ...], args: tuple, constants: tuple = ()) -> None:
         if INTERPRETED:
@@ -106,8 +111,15 @@ class Launcher:
             threading.Thread(target=self._compile_for, args=(device, constants), name="sparseconv compiler").start()
 
     def _compile_for(self, device: torch.device, constants: tuple) -> None:
-        with suppress(Exception), torch.cuda.device(device):
-            self.compile(constants)
+        key = device.index, constants
+        try:
+            with torch.cuda.device(device):
+                self.compile(constants)
+        except Exception as error:
+            failures = self.failures.setdefault(key, [])
+            failures.append(error)
+            if len(failures) < TRIES:
+                self._begun.discard(key)
 
     def compile(self, constants: tuple) -> Any:
         """Triton's compiled kernel for these constants on the current device; once, whichever threads ask."""

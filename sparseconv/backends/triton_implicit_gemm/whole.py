@@ -47,6 +47,7 @@ from sparseconv.geometry.triton_order import OPEN_CREW, Passes, clear_lists, mos
 from sparseconv.geometry.triton_pairs import FoundEdges
 from sparseconv.geometry.triton_search import SCRATCH, find_around, search_constants, search_programs, search_rows
 from sparseconv.geometry.triton_table import (
+    FUSED_ROWS,
     IDS,
     SLOTS,
     TABLE_KINDS,
@@ -58,8 +59,8 @@ from sparseconv.geometry.triton_table import (
 from sparseconv.geometry.triton_table_kernels import fill_table
 from sparseconv.geometry.triton_window import TapWindow
 
-#: rows up to which a map is made whole: the card makes those of more in less time by launches that fill it better
-WHOLE_ROWS = 160_000
+#: rows up to which a map is made whole
+WHOLE_ROWS = FUSED_ROWS
 #: rows of a tile at most, so that a thread has one
 WIDEST_TILE = 128
 TAPS, COLUMNS = len(CUBE[0]), len(CUBE[1])
