@@ -13,7 +13,7 @@ from sparseconv.geometry.triton_launch import read_triton
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH, search_constants, search_programs
 from sparseconv.geometry.triton_table import FUSED_ROWS, CoordinateTable, pack_shifts, rows_per_chunk
-from sparseconv.geometry.triton_window import TapWindow, bit_places
+from sparseconv.geometry.triton_window import KEY_BITS, TapWindow, bit_places
 
 #: the window that the last plan looked through from a grid's own rows, by device, until a search was launched for it
 _asked: dict[int | None, TapWindow] = {}
@@ -67,15 +67,20 @@ def whole_ahead(coords: torch.Tensor) -> tuple[CoordinateTable, WindowSearch] | 
 def search_ahead(table: CoordinateTable) -> WindowSearch | None:
     """The search of a new grid's own rows that the last plan on its device asked for; None where none is expected.
 
-    The host has the time: it would wait for what the table says of the rows. A search of which nobody asks is the last
-    one until a plan asks again.
+    The host has the time: it would wait for what the table says of the rows. Of many rows it does wait: there are up to
+    100 bytes of scratch memory a block, and it knows the blocks before the rows are in their places; they are sorted
+    as the last schedule was, so that the card is not done with all that before the host comes to ask for more. A search
+    of which nobody asks is the last one until a plan asks again.
     """
     device, (n, columns) = table.coords.device, table.coords.shape
     window = _asked.get(device.index)
-    if window is None or len(window.stride) != columns - 1 or not 0 < n <= FUSED_ROWS or current() is not None:
+    if window is None or len(window.stride) != columns - 1 or n == 0 or current() is not None:
+        return None
+    many = n > FUSED_ROWS
+    if many and window.num_taps > KEY_BITS:  # a table of all edges is too much for what may be asked of nobody
         return None
     _asked.pop(device.index, None)
-    return search_window(table, table.coords, window)
+    return search_window(table, table.coords, window, patient=many)
 
 
 def own_search(table: CoordinateTable, window: TapWindow, ahead: WindowSearch | None) -> WindowSearch:

@@ -320,3 +320,50 @@ def below(bit):
 def bits_of_few(word):
     """Bits set in int32 words of four bits at most: cheaper than counting all 32."""
     return word - (word >> 1) - (word >> 2) - (word >> 3)
+
+
+@triton.jit
+def cell_size(ranges_ptr, COLUMNS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr):
+    """log2 of a cell's edge, and the bits that the batch item's number is moved up by."""
+    _low, batches = axis_range(ranges_ptr, 0)
+    longest = tl.full((), 1, tl.int64)
+    for axis in tl.static_range(1, COLUMNS):
+        _low, extent = axis_range(ranges_ptr, axis)
+        longest = tl.maximum(longest, extent)
+    batch_bits = tl.zeros((), tl.int32)
+    shift = tl.zeros((), tl.int32)
+    for bit in tl.static_range(CELL_BITS):
+        batch_bits += (batches > (1 << bit)).to(tl.int32)
+    each = (CELL_BITS - batch_bits) // (COLUMNS - 1)
+    for bit in tl.static_range(32):
+        shift += (longest > (tl.full((), 1, tl.int64) << (each + bit))).to(tl.int32)
+    return tl.maximum(shift, LEAST), each * (COLUMNS - 1)
+
+
+@triton.jit
+def add_to_cell(cell, q, axis, shift, COLUMNS: tl.constexpr, CELL_BITS: tl.constexpr):
+    """Put the bits of a place along one axis where the Morton code has them."""
+    coarse = (q >> shift).to(tl.int32)
+    RANK: tl.constexpr = COLUMNS - 1
+    for bit in tl.static_range(CELL_BITS // RANK):
+        cell |= ((coarse >> bit) & 1) << (RANK * bit + (RANK - axis))
+    return cell
+
+
+@triton.jit
+def cell_of(
+    keys_ptr, block, live, ranges_ptr, shift, above, COLUMNS: tl.constexpr, SHIFTS: tl.constexpr,
+    CELL_BITS: tl.constexpr,
+):  # fmt: skip
+    """The cells of blocks, by their keys; ``shift`` and ``above`` are the `cell_size`."""
+    key = tl.load(keys_ptr + block, mask=live, other=0)
+    cell = block & 0
+    for back in tl.static_range(COLUMNS - 1):
+        axis = COLUMNS - 1 - back
+        _low, extent = axis_range(ranges_ptr, axis)
+        step = (SHIFTS >> (4 * axis)) & 15
+        count = axis_blocks(extent, step)
+        rest = key // count
+        cell = add_to_cell(cell, (key - rest * count) << step, axis, shift, COLUMNS, CELL_BITS)
+        key = rest
+    return tl.minimum(cell | (key << above).to(tl.int32), (1 << CELL_BITS) - 1)

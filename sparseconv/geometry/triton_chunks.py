@@ -6,14 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_cells import axis_blocks, axis_range, popcount
-from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, pointer
-from sparseconv.geometry.triton_table import KEYS, STATUS, CoordinateTable, pack_shifts
+from sparseconv.geometry.triton_cells import add_to_cell, cell_of, cell_size, popcount
+from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, Pointer, ceil_div, pointer
+from sparseconv.geometry.triton_table import BEHIND, CELL_BITS, KEYS, LEAST_SHIFT, STATUS, CoordinateTable, pack_shifts
 
-#: bits of a cell's number: the batch item above, then the Morton code of its place, as fine as fits
-CELL_BITS = 15
-#: log2 of a cell's edge at least: a block of the table lies in one cell, whatever the rank
-LEAST_SHIFT = 4
 #: programs that share the cells between them when runs are numbered
 NUMBERED = 8
 
@@ -21,7 +17,8 @@ NUMBERED = 8
 def chunk_keys(table: CoordinateTable, keys: Pointer, chunk_rows: int, room: int, lost: int) -> torch.Tensor:
     """(1, N) int32 sort keys with the number of a row's run of neighbours above ``room`` bits of its Gray rank.
 
-    Cells are taken along the Morton curve; cell c belongs to run (rows in the cells before c) // chunk_rows. A cell
+    A cell's number has the batch item above, then the Morton code of its place, as fine as CELL_BITS allow. Cells are
+    taken along that curve; cell c belongs to run (rows in the cells before c) // chunk_rows. A cell
     is never cut, so that runs do not depend on the order of the rows; one of more rows than a run makes a longer one.
 
     Args:
@@ -30,51 +27,36 @@ def chunk_keys(table: CoordinateTable, keys: Pointer, chunk_rows: int, room: int
         chunk_rows: rows of a run, about.
         room: bits of the rank that are kept, after ``lost`` have been cut off below.
     """
-    coords, device = table.coords, table.coords.device
-    n, columns = coords.shape
-    cells = torch.zeros(1 << CELL_BITS, dtype=torch.int32, device=device)
-    runs = torch.empty((1 << CELL_BITS) + 2, dtype=torch.int32, device=device)
-    found = torch.empty(1, n, dtype=torch.int32, device=device)
-    shifts, ranges, info = pack_shifts(table.shifts), table.pointers[0], table.pointers[3]
-    programs = min(ceil_div(n, 256), 1056)
-    counted = (ranges, table.arena[KEYS], info, table.arena[STATUS], pointer(cells), programs)
-    _COUNT(device, (programs,), counted, (columns, shifts, CELL_BITS, LEAST_SHIFT, 256))
-    numbered = (ranges, pointer(cells), pointer(runs), chunk_rows)
-    _NUMBER(device, (NUMBERED,), numbered, (columns, CELL_BITS, LEAST_SHIFT, NUMBERED))
-    args = (pointer(coords), ranges, pointer(runs), keys, pointer(found), n, room, lost)
-    _KEYS(device, (ceil_div(n, 512),), args, (columns, CELL_BITS, 512))
+    runs, _kept = number_runs(table, chunk_rows)  # what is kept goes when the launches are in line
+    found = torch.empty(1, table.coords.shape[0], dtype=torch.int32, device=table.coords.device)
+    put_runs(table, runs, keys, pointer(found), room, lost)
     return found
 
 
+def number_runs(table: CoordinateTable, chunk_rows: int) -> tuple[Pointer, torch.Tensor | None]:
+    """Launch what `put_runs` takes of the cells of a table, and what keeps it where that is not the table."""
+    device, columns = table.coords.device, table.coords.shape[1]
+    cells, ranges, kept = table.cells, table.pointers[0], None
+    if cells is None:
+        kept = torch.zeros(2 * BEHIND, dtype=torch.int32, device=device)
+        cells = pointer(kept)
+        programs = min(ceil_div(table.coords.shape[0], 256), 1056)
+        counted = (ranges, table.arena[KEYS], table.pointers[3], table.arena[STATUS], cells, programs)
+        _COUNT(device, (programs,), counted, (columns, pack_shifts(table.shifts), CELL_BITS, LEAST_SHIFT, 256))
+    runs = cells[BEHIND:] if INTERPRETED else cells + 4 * BEHIND
+    numbered = (ranges, cells, runs, chunk_rows)
+    _NUMBER(device, (NUMBERED,), numbered, (columns, CELL_BITS, LEAST_SHIFT, NUMBERED))
+    return runs, kept
+
+
+def put_runs(table: CoordinateTable, runs: Pointer, keys: Pointer, found: Pointer, room: int, lost: int) -> None:
+    """Launch the last pass of `chunk_keys`: from Gray ranks (N,) int32 to keys (N,) int32 elsewhere."""
+    n, columns = table.coords.shape
+    args = (pointer(table.coords), table.pointers[0], runs, keys, found, n, room, lost)
+    _KEYS(table.coords.device, (ceil_div(n, 512),), args, (columns, CELL_BITS, 512))
+
+
 # ---- kernels
-
-
-@triton.jit
-def cell_size(ranges_ptr, COLUMNS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr):
-    """log2 of a cell's edge, and the bits that the batch item's number is moved up by."""
-    _low, batches = axis_range(ranges_ptr, 0)
-    longest = tl.full((), 1, tl.int64)
-    for axis in tl.static_range(1, COLUMNS):
-        _low, extent = axis_range(ranges_ptr, axis)
-        longest = tl.maximum(longest, extent)
-    batch_bits = tl.zeros((), tl.int32)
-    shift = tl.zeros((), tl.int32)
-    for bit in tl.static_range(CELL_BITS):
-        batch_bits += (batches > (1 << bit)).to(tl.int32)
-    each = (CELL_BITS - batch_bits) // (COLUMNS - 1)
-    for bit in tl.static_range(32):
-        shift += (longest > (tl.full((), 1, tl.int64) << (each + bit))).to(tl.int32)
-    return tl.maximum(shift, LEAST), each * (COLUMNS - 1)
-
-
-@triton.jit
-def add_to_cell(cell, q, axis, shift, COLUMNS: tl.constexpr, CELL_BITS: tl.constexpr):
-    """Put the bits of a place along one axis where the Morton code has them."""
-    coarse = (q >> shift).to(tl.int32)
-    RANK: tl.constexpr = COLUMNS - 1
-    for bit in tl.static_range(CELL_BITS // RANK):
-        cell |= ((coarse >> bit) & 1) << (RANK * bit + (RANK - axis))
-    return cell
 
 
 @triton.jit
@@ -88,19 +70,9 @@ def count_kernel(
     for first in range(tl.program_id(0) * BLOCK, num_blocks, programs * BLOCK):
         block = first + tl.arange(0, BLOCK)
         live = block < num_blocks
-        key = tl.load(keys_ptr + block, mask=live, other=0)
         rows = popcount(tl.load(info_ptr + 2 * block, mask=live, other=0) & 0xFFFFFFFF)
         rows += popcount(tl.load(info_ptr + 2 * block + 1, mask=live, other=0) & 0xFFFFFFFF)
-        cell = block & 0
-        for back in tl.static_range(COLUMNS - 1):
-            axis = COLUMNS - 1 - back
-            _low, extent = axis_range(ranges_ptr, axis)
-            step = (SHIFTS >> (4 * axis)) & 15
-            count = axis_blocks(extent, step)
-            rest = key // count
-            cell = add_to_cell(cell, (key - rest * count) << step, axis, shift, COLUMNS, CELL_BITS)
-            key = rest
-        cell = tl.minimum(cell | (key << above).to(tl.int32), (1 << CELL_BITS) - 1)
+        cell = cell_of(keys_ptr, block, live, ranges_ptr, shift, above, COLUMNS, SHIFTS, CELL_BITS)
         tl.atomic_add(cells_ptr + cell, rows, mask=live, sem="relaxed")
 
 

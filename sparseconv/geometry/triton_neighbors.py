@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.aside import Moment, building, current
-from sparseconv.geometry.triton_chunks import chunk_keys
+from sparseconv.geometry.triton_chunks import chunk_keys, number_runs, put_runs
 from sparseconv.geometry.triton_counts import Counters, PendingCounts, scan_counts
 from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_launch import (
     INTERPRETED,
     Arena,
+    Kinds,
     Launcher,
     Pointer,
     Report,
@@ -59,6 +60,11 @@ from sparseconv.geometry.triton_window import (
     tap_order,
 )
 
+#: rows of the runs that the last schedule of more than FUSED_ROWS rows was sorted by, by device, until an order began
+#: that nobody had asked for
+_sorted: dict[int | None, int | None] = {}
+#: the arrays of a search whose rows are sorted ahead: keys of runs behind the others
+_SORTED_SCRATCH, _RUN_KEYS = Kinds((*SCRATCH, torch.int32)), len(SCRATCH)
 #: key bits of windows with more than 31 taps: the most significant taps
 WIDE_KEY_BITS = 62
 
@@ -83,6 +89,8 @@ class WindowSearch:
         given: (K, N_out) int32: the table of a search that has none of rows.
         unseen: of given edges between rows whose number the host does not know; a table has its own.
         sent: where a launch leaves all this that was made before, with the rows in order.
+        patient: whether to wait for the table's report, as the caller will anyway: memory is then taken for blocks, and
+            not for as many as there are rows, which are sorted as those of the last schedule were.
     """
 
     def __init__(
@@ -93,6 +101,7 @@ class WindowSearch:
         given: torch.Tensor | None = None,
         unseen: Unseen | None = None,
         sent: Sent | None = None,
+        patient: bool = False,
     ) -> None:
         #: N_out
         self.rows = coords.shape[0]
@@ -118,48 +127,55 @@ class WindowSearch:
         self._passes: Passes | None = None
         #: whether the rows are in order, as they are where the search's own launch has sorted them
         self._is_sorted = False
+        #: what was sorted ahead: rows of a run, and `ordered` by them
+        self._ahead: tuple[int | None, torch.Tensor | Pointer] | None = None
         self._pointers: tuple[Pointer, ...] | None = None
         #: when it was launched, in a run whose maps are aside
         self.moment: Moment | None = None
         #: what else the launch makes that fills the scratch memory, under keys of those who take it
         self.made: dict[Any, Any] = {}
         if table is not None and sent is not None:
-            self._is_sorted = True
-            self._begin(table, *sent)
+            self._is_sorted, self._scratch = True, sent.scratch
+            self._begin(table, sent.start, sent.counted)
         elif table is not None:
-            self.scratch  # noqa: B018 (found with it)
+            with building():
+                self._run(patient)
 
     def _begin(
         self,
         table: CoordinateTable,
-        scratch: Arena,
         start: int | None = None,
         counted: tuple[torch.Tensor, Report] | None = None,
     ) -> None:
         taps = self.window.num_taps
-        self._scratch, self.counters = scratch, Counters(table, taps, self.chunks, start)
+        self.counters = Counters(table, taps, self.chunks, start)
         #: the counts of the edges, on their way to the host
         self.pending = PendingCounts(taps, table, counted)
 
-    def _run(self) -> Arena:
+    def _run(self, patient: bool = False) -> Arena:
         """Fill the scratch memory, and send the counts of edges on their way."""
         table, window = self.table, self.window
         if table is None:
             raise ValueError("a search without a table of rows has no scratch memory: its edges were given")
-        n, taps = self.rows, window.num_taps
+        n, taps, device = self.rows, window.num_taps, self.coords.device
         narrow = taps <= KEY_BITS
         fused = narrow and 0 < n <= FUSED_ROWS
-        blocks = table.most_blocks if self.is_local else 0
+        self._begin(table)
+        sort = _SortAhead.of(self) if patient else None  # begins while the host would wait
+        if patient and table.report is not None:
+            blocks = table.report.read()[0] >> 32
+        else:
+            blocks = table.most_blocks if self.is_local else 0
         lengths = [taps * self.chunks, n if narrow else 0, blocks * self.constants[5]]
         aside = current()
-        device = self.coords.device
         if fused:  # one allocation less for the host, which is faster with one launch; aside, edges run beside a sort's
             sorting = self.is_cube and aside is None
             programs, spare, self._is_sorted = search_programs(device, taps, n, sorting)
             self._passes = passes = Passes(n, window.key_bits, spare if self.is_cube else 0, self._is_sorted)
             lengths += (passes.words, ticket_behind(n) + 1)
-        scratch = Arena(device, SCRATCH, lengths)
-        self._begin(table, scratch)
+        elif sort is not None:
+            lengths += sort.lengths
+        scratch = self._scratch = Arena(device, _SORTED_SCRATCH, lengths)
         counters = self.counters
         if fused and taps:
             launch_search(self, scratch, counters, self.pending, passes, programs, self._is_sorted)
@@ -173,6 +189,8 @@ class WindowSearch:
                 args = (pointer(self.neighbors), counts, totals, n, self.chunks)
                 _COUNT(self.coords.device, (self.chunks, taps), args, (self.chunk_rows, 128))
             scan_counts(counters, scratch[STARTS], self.pending, table)
+            if sort is not None:
+                self._ahead = sort.chunk_rows, sort.launch(table, scratch)
         self.moment = None if aside is None else aside.moment()
         return scratch
 
@@ -181,7 +199,7 @@ class WindowSearch:
         aside = current()
         if aside is not None and self._scratch is not None:
             aside.retire((self._scratch, self.counters))
-        self._scratch = self._pointers = None
+        self._scratch = self._pointers = self._ahead = None
         self.__dict__.pop("counters", None)
 
     @property
@@ -215,6 +233,18 @@ class WindowSearch:
                 return sort_rows(scratch.tensor(SORT_KEYS).view(1, -1), self.window.key_bits)
             self._passes.launch(scratch[SORT_KEYS], scratch[LINES], scratch[ORDER], self.coords.device)
         return scratch[ORDER]
+
+    def ordered(self, chunk_rows: int | None = None) -> torch.Tensor | Pointer:
+        """`order`, or that of the keys of runs of so many rows, see `row_keys`."""
+        ahead, self._ahead = self._ahead, None
+        if self.is_local and self.rows > FUSED_ROWS and current() is None:
+            _sorted[self.coords.device.index] = chunk_rows
+        if ahead is not None and ahead[0] == chunk_rows:
+            return ahead[1]
+        if chunk_rows is None and self.table is not None and self.window.num_taps <= KEY_BITS:
+            return self.order
+        with building():
+            return sort_rows(row_keys(self, self.window.all_taps, None, chunk_rows))
 
     @property
     def ticket(self) -> Pointer | None:
@@ -267,6 +297,40 @@ class WindowSearch:
         return planes
 
 
+class _SortAhead:
+    """The order that the last schedule of so many rows asked for, begun before somebody asks for it here."""
+
+    def __init__(self, search: WindowSearch, table: CoordinateTable, chunk_rows: int | None) -> None:
+        n, window = search.rows, search.window
+        self.chunk_rows, bits = chunk_rows, window.key_bits
+        self._runs: tuple[Pointer, torch.Tensor | None] | None = None
+        if chunk_rows is not None:
+            _, self._room, self._lost = _key_room(n, window.num_taps, chunk_rows, KEY_BITS)
+            self._runs, bits = number_runs(table, chunk_rows), KEY_BITS
+        self._passes = Passes(n, bits)
+        #: of the last arrays of the scratch memory
+        self.lengths = self._passes.words, n, 0 if chunk_rows is None else n
+
+    @classmethod
+    def of(cls, search: WindowSearch) -> _SortAhead | None:
+        """That of a search for its table's own rows; None where no schedule asked."""
+        if not search.is_local or search.table is None:
+            return None
+        chunk_rows = _sorted.pop(search.coords.device.index, -1)
+        if chunk_rows is not None and not 0 < chunk_rows < search.rows:
+            return None
+        return cls(search, search.table, chunk_rows)
+
+    def launch(self, table: CoordinateTable, scratch: Arena) -> Pointer:
+        """The place of the order (N,) int32, once there are Gray ranks."""
+        keys = scratch[SORT_KEYS]
+        if self._runs is not None:
+            put_runs(table, self._runs[0], keys, scratch[_RUN_KEYS], self._room, self._lost)
+            keys = scratch[_RUN_KEYS]
+        self._passes.launch(keys, scratch[LINES], scratch[ORDER], table.coords.device)
+        return scratch[ORDER]
+
+
 @lru_cache(maxsize=512)
 def _looks(window: TapWindow, shifts: tuple[int, ...], same: bool) -> tuple[bool, bool, tuple]:
     """`is_local`, `is_cube` and the constants of searches in a table of such blocks; ``same``: for its own rows."""
@@ -277,9 +341,11 @@ def _looks(window: TapWindow, shifts: tuple[int, ...], same: bool) -> tuple[bool
     return local, local and window.is_cube and shifts == CUBE[1], constants
 
 
-def search_window(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> WindowSearch:
+def search_window(
+    table: CoordinateTable, coords: torch.Tensor, window: TapWindow, patient: bool = False
+) -> WindowSearch:
     """Find what target rows see: row of (stride * coords[r] + offsets[k], folded into the torus) for each r and k."""
-    return WindowSearch(table, coords, window)
+    return WindowSearch(table, coords, window, patient=patient)
 
 
 def search_table(neighbors: torch.Tensor, unseen: Unseen | None = None) -> WindowSearch:
@@ -305,13 +371,10 @@ def row_keys(
     n, taps = search.coords.shape[0], search.window.num_taps
     device = search.coords.device
     wide = max(map(len, parts), default=0) > KEY_BITS
-    chunk_bits, chunk = 0, max(n, 1)
-    if chunk_rows is not None and n > chunk_rows:
-        chunk, chunk_bits = chunk_rows, (-(-n // chunk_rows) - 1).bit_length()
-    room = (WIDE_KEY_BITS if wide else KEY_BITS) - chunk_bits
-    lost = max(0, min(max(map(len, parts), default=0), WIDE_KEY_BITS) - room)
+    key_bits = WIDE_KEY_BITS if wide else KEY_BITS
+    chunk, room, lost = _key_room(n, max(map(len, parts), default=0), chunk_rows, key_bits)
     plain = significance is None and parts == (tuple(range(taps)),)
-    if chunk_bits and plain and not wide and search.is_local and search.table is not None:
+    if room < key_bits and plain and not wide and search.is_local and search.table is not None:
         return chunk_keys(search.table, search.scratch[SORT_KEYS], chunk, room, lost)
     ranked = tap_order(search.window.offsets) if significance is None else tuple(significance)
     keys = torch.empty(len(parts), n, dtype=torch.int64 if wide else torch.int32, device=device)
@@ -324,6 +387,14 @@ def row_keys(
         launcher = _PLANE_KEYS_WIDE if wide else _PLANE_KEYS
         launcher(device, (ceil_div(n, 128), len(parts)), args, (wide, 128))
     return keys
+
+
+def _key_room(n: int, taps: int, chunk_rows: int | None, key_bits: int) -> tuple[int, int, int]:
+    """Rows of a run, the bits that its number leaves the Gray rank of so many taps, and how many that one loses."""
+    if chunk_rows is None or n <= chunk_rows:
+        return max(n, 1), key_bits, max(0, min(taps, WIDE_KEY_BITS) - key_bits)
+    room = key_bits - (-(-n // chunk_rows) - 1).bit_length()
+    return chunk_rows, room, max(0, min(taps, WIDE_KEY_BITS) - room)
 
 
 @lru_cache(maxsize=512)

@@ -44,7 +44,7 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
     if offsets or most is None:
         most = offsets[-1] if offsets else search.most_edges
     in_rows = torch.empty(most, dtype=torch.int32, device=device)
-    out_rows = torch.empty_like(in_rows)
+    out_rows = torch.empty(most, dtype=torch.int32, device=device)
     if most:
         window = search.window
         if search.unseen is not None and most < search.most_edges:

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from sparseconv.geometry.triton_launch import (
+    INTERPRETED,
     NUM_GATES,
     Arena,
     Kinds,
@@ -22,7 +23,7 @@ from sparseconv.geometry.triton_launch import (
     pointer,
     power_of_2,
 )
-from sparseconv.geometry.triton_table_kernels import INFO, INSERT, LOOKUP, MEASURE, PLACE, TABLE
+from sparseconv.geometry.triton_table_kernels import CLEAR, INFO, INSERT, LOOKUP, MEASURE, PLACE, TABLE
 
 #: log2 of a block's edge along each axis, by rank: at most 64 cells, one bit each of a 64-bit word, at most 16 in line
 BLOCK_SHIFTS = {1: (4,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}
@@ -31,6 +32,12 @@ _BLOCKED = {rank + 1: (0, *shifts) for rank, shifts in BLOCK_SHIFTS.items()}
 SINGLE_CELL_ROWS = 0
 #: up to this many rows the passes of a build share one launch, which the host is faster with
 FUSED_ROWS = 600_000
+#: bits of the numbers of the cells by which more rows are put in runs (`triton_chunks`)
+CELL_BITS = 15
+#: log2 of such a cell's edge at least: a block of the table lies in one cell, whatever the rank
+LEAST_SHIFT = 4
+#: where the cells' runs begin behind their rows, with two words at their own end
+BEHIND = (1 << CELL_BITS) + 64
 MAX_ROWS = 2**29
 
 
@@ -56,6 +63,7 @@ class CoordinateTable:
     pointers: tuple[Pointer, ...]  # ranges, slots, block numbers, infos and rows as the kernels take them
     spare: list[tuple[int, int]]  # (start, length) of the zeros kept for the counts of the windows searched first
     report: Report | None  # status and ranges on their way to the host, where they were asked for
+    cells: Pointer | None = None  # rows of each cell, counted where there are many, and memory for the cells' runs
     unseen: Unseen | None = None  # of rows whose number the host does not know: nothing of theirs is ever read back
     is_given: bool = False  # whether somebody gave the rows, and not a plan: their maps are asked for one after another
 
@@ -169,13 +177,16 @@ def build_table(
         blocked = n > SINGLE_CELL_ROWS
     lengths = table_lengths(n, columns, blocked)
     fused = blocked and 0 < n <= FUSED_ROWS
-    arena = Arena(device, TABLE_KINDS, lengths, 0 if fused else 4)
-    report = Report(2 + 2 * columns, device) if reported and fused and ranges is None else None
+    cleared = fused or (blocked and n > 0 and ranges is None)  # by the first launch
+    arena = Arena(device, TABLE_KINDS, lengths, 0 if cleared else 4)
+    report = Report(2 + 2 * columns, device) if reported and blocked and n and ranges is None else None
     table = table_in(arena, coords, ranges, report, unseen)
     if fused:
         _launch_table(table, unseen if checked else None)
     elif n:
-        if ranges is None:
+        if cleared:
+            _launch_clear(table)
+        elif ranges is None:
             _launch_ranges(coords, table.pointers[0])
         _launch_build(table, unseen if checked else None)
     return table
@@ -184,7 +195,7 @@ def build_table(
 def table_lengths(n: int, columns: int, blocked: bool = True) -> list[int]:
     """Those of the arrays in the arena of a table of n rows, whose kinds are `TABLE_KINDS`."""
     capacity = max(64, n + n // 2) if blocked else max(64, 2 * n)
-    lengths = [2 * capacity, 2, 2 * columns, 3 * _counts_of_16(n) + 192]
+    lengths = [2 * capacity, 2, 2 * columns, 3 * _counts_of_16(n) + 192 + _cells_of(n)]
     if blocked:
         some = n or 1
         lengths += (capacity, 2 * some, some, some, some)
@@ -208,12 +219,21 @@ def table_in(
     # two windows on the rows themselves or on coarser ones, 16 taps and 32: their totals before their counts
     unit = _counts_of_16(n)
     spare = [(0, unit + 96), (unit + 96, 2 * unit + 96)]
+    cells = None
+    if _cells_of(n) and blocked:
+        place, begin = arena[COUNTS], 3 * unit + 192
+        cells = place[begin:] if INTERPRETED else place + 4 * begin
     shifts = _BLOCKED[columns] if blocked else (0,) * columns
-    return CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare, report, unseen)
+    return CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare, report, cells, unseen)
 
 
 def _counts_of_16(n: int) -> int:
     return 16 * -(-n // rows_per_chunk(n))
+
+
+def _cells_of(n: int) -> int:
+    """Words for the rows of each cell, and for the cells' runs."""
+    return 2 * BEHIND if n > FUSED_ROWS else 0
 
 
 def rows_per_chunk(n: int) -> int:
@@ -282,6 +302,18 @@ def _launch_ranges(coords: torch.Tensor, out: Pointer) -> None:
     MEASURE(coords.device, (blocks,), (pointer(coords), out, n, 512 * blocks), (columns, _width(columns), 512))
 
 
+def _launch_clear(table: CoordinateTable) -> None:
+    arena, coords = table.arena, table.coords
+    n, columns = coords.shape
+    device = coords.device
+    programs = crew_of(device, ceil_div(n, 512))
+    args = (
+        pointer(coords), table.pointers[0], arena[SLOTS], gates_of(device, table.unseen),
+        n, arena.length_before(IDS) // 4, programs,
+    )  # fmt: skip
+    CLEAR(device, (programs,), args, (columns, _width(columns), 512, NUM_GATES))
+
+
 def _width(columns: int) -> int:
     return 2 if columns == 2 else 4 if columns <= 4 else 8
 
@@ -293,12 +325,17 @@ def _launch_table(table: CoordinateTable, checked: Unseen | None) -> None:
     programs = crew_of(device, ceil_div(n, 128))
     args = (
         pointer(coords), table.pointers[0], *arena[:RANGES], *arena[IDS:], gates_of(device, table.unseen),
-        arena[STATUS] if table.report is None else table.report.pointer, *_told(table, checked),
+        _reported(table), *_told(table, checked),
         n, table.capacity, arena.length_before(IDS) // 4, programs,
     )  # fmt: skip
     measured, reported = table.given_ranges is not None, table.report is not None
     shape = columns, _width(columns), pack_shifts(table.shifts)
     TABLE(device, (programs,), args, (*shape, measured, reported, checked is not None, 128, 128, NUM_GATES))
+
+
+def _reported(table: CoordinateTable) -> Pointer:
+    """Where status and ranges go for the host; something of that kind where it does not ask."""
+    return table.arena[STATUS] if table.report is None else table.report.pointer
 
 
 def _told(table: CoordinateTable, checked: Unseen | None) -> tuple[Pointer, Pointer]:
@@ -307,20 +344,25 @@ def _told(table: CoordinateTable, checked: Unseen | None) -> tuple[Pointer, Poin
 
 
 def _launch_build(table: CoordinateTable, checked: Unseen | None) -> None:
-    arena, device = table.arena, table.coords.device
-    n, columns = table.coords.shape
-    shifts = pack_shifts(table.shifts)
-    names = (IDS, KEYS, ROWS, ENTRIES) if table.blocked else (SLOTS,) * 4
-    ids, keys, places, entries = (arena[name] for name in names)  # slots by block lie where rows will
-    told = _told(table, checked)
-    insert = (pointer(table.coords), table.pointers[0], arena[SLOTS], ids, keys, places, entries, arena[STATUS])
-    constants = (columns, shifts, table.blocked, checked is not None, 256)
-    INSERT(device, (ceil_div(n, 256),), (*insert, *told, n, table.capacity), constants)
-    if table.blocked:
+    arena, coords, capacity = table.arena, table.coords, table.capacity
+    (n, columns), device = coords.shape, coords.device
+    blocked, is_checked = table.blocked, checked is not None
+    count, fault = _told(table, checked)
+    slots, status, spread = arena[SLOTS], arena[STATUS], table.pointers[0]
+    if blocked:
+        _, _, _, _, ids, infos, keys, places, entries = arena  # slots by block lie where rows will
+    else:
+        ids = infos = keys = places = entries = slots
+    insert = (pointer(coords), spread, slots, ids, keys, places, entries, status, count, fault, n, capacity)
+    INSERT(device, (ceil_div(n, 256),), insert, (columns, pack_shifts(table.shifts), blocked, is_checked, 256))
+    if blocked:
         programs = min(ceil_div(n, 512), 1056)
-        INFO(device, (programs,), (arena[SLOTS], places, arena[INFOS], arena[STATUS], programs), (512,))
-        rows = (entries, ids, arena[INFOS], places, arena[STATUS], *told, n)
-        PLACE(device, (ceil_div(n, 256),), rows, (checked is not None, 256))
+        cells, bits = (ids, 0) if table.cells is None else (table.cells, CELL_BITS)
+        info = (slots, places, infos, status, spread, keys, cells, programs)
+        INFO(device, (programs,), info, (columns, pack_shifts(table.shifts), bits, LEAST_SHIFT, 512))
+        rows = (entries, ids, infos, places, status, spread, _reported(table), count, fault, n)
+        constants = (columns, _width(columns), table.report is not None, is_checked, 256)
+        PLACE(device, (ceil_div(n, 256),), rows, constants)
 
 
 # ---- readable twin

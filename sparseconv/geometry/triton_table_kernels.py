@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_cells import (
+    cell_of,
+    cell_size,
     cells_of,
     claim,
     count_blocks,
@@ -28,8 +30,38 @@ def ranges_kernel(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDT
 
 
 @triton.jit
+def clear_kernel(
+    coords_ptr, ranges_ptr, table_ptr, gates_ptr, n, zeros, programs,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NUM_GATES: tl.constexpr,
+):  # fmt: skip
+    """Zeros, as `table_kernel` writes them, then ranges among them; the programs of a cooperative launch meet."""
+    write_zeros(table_ptr, zeros, programs)
+    top, bottom = spread_of(coords_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
+    wait_for_all(gates_ptr, programs)
+    raise_ranges(ranges_ptr, top, bottom, COLUMNS, WIDTH)
+    leave(gates_ptr, programs, NUM_GATES)
+
+
+@triton.jit
+def write_zeros(table_ptr, zeros, programs):
+    """This program's share of so many words of zeros from the slots on."""
+    words_ptr = table_ptr.to(tl.pointer_type(tl.int32))
+    end = zeros // 32 * 32  # arrays begin at multiples of 128 bytes: the compiler learns it here
+    for first in range(tl.program_id(0) * 2048, end, programs * 2048):
+        word = first + tl.arange(0, 2048)
+        tl.store(words_ptr + word, tl.zeros((2048,), tl.int32), mask=word < end)
+
+
+@triton.jit
 def measure_rows(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """The ranges of every ``stride``-th run of BLOCK rows, this program's first."""
+    top, bottom = spread_of(coords_ptr, n, stride, COLUMNS, WIDTH, BLOCK)
+    raise_ranges(ranges_ptr, top, bottom, COLUMNS, WIDTH)
+
+
+@triton.jit
+def spread_of(coords_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """What `measure_rows` finds of each column."""
     column = tl.arange(0, WIDTH)
     tops = tl.zeros((BLOCK, WIDTH), tl.uint32)
     bottoms = tl.zeros((BLOCK, WIDTH), tl.uint32)
@@ -40,8 +72,13 @@ def measure_rows(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH
         biased = value.to(tl.uint32, bitcast=True) ^ 0x80000000
         tops = tl.maximum(tops, tl.where(live, biased, 0))
         bottoms = tl.maximum(bottoms, tl.where(live, ~biased, 0))
-    top = tl.max(tops, 0)
-    bottom = tl.max(bottoms, 0)
+    return tl.max(tops, 0), tl.max(bottoms, 0)
+
+
+@triton.jit
+def raise_ranges(ranges_ptr, top, bottom, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Let the ranges hold what was found."""
+    column = tl.arange(0, WIDTH)
     ranges_ptr = ranges_ptr.to(tl.pointer_type(tl.uint32))
     tl.atomic_max(ranges_ptr + 2 * column, top, mask=column < COLUMNS, sem="relaxed")
     tl.atomic_max(ranges_ptr + 2 * column + 1, bottom, mask=column < COLUMNS, sem="relaxed")
@@ -113,14 +150,28 @@ def report_wrong(fault_ptr, wrong):
 
 
 @triton.jit
-def info_kernel(table_ptr, slots_ptr, info_ptr, status_ptr, programs, BLOCK: tl.constexpr):
-    """Give each block as many places in the list of rows as it has cells, which the status counts below its blocks."""
-    give_places(table_ptr, slots_ptr, info_ptr, status_ptr, programs, BLOCK)
+def info_kernel(
+    table_ptr, slots_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, cells_ptr, programs,
+    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Give each block as many places in the list of rows as it has cells, which the status counts below its blocks.
+
+    CELL_BITS: they are counted by the coarse cells of `triton_chunks`, too.
+    """
+    give_places(
+        table_ptr, slots_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, cells_ptr, programs,
+        COLUMNS, SHIFTS, CELL_BITS, LEAST, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit
-def give_places(table_ptr, slots_ptr, info_ptr, status_ptr, programs, BLOCK: tl.constexpr):
+def give_places(
+    table_ptr, slots_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, cells_ptr, programs,
+    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """`info_kernel` for every ``programs``-th run of BLOCK blocks."""
+    if CELL_BITS > 0:
+        shift, above = cell_size(ranges_ptr, COLUMNS, CELL_BITS, LEAST)
     num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
     for first in range(tl.program_id(0) * BLOCK, num_blocks, programs * BLOCK):
         block = first + tl.arange(0, BLOCK)
@@ -128,6 +179,9 @@ def give_places(table_ptr, slots_ptr, info_ptr, status_ptr, programs, BLOCK: tl.
         slot = tl.load(slots_ptr + block, mask=live, other=0)
         word = tl.load(table_ptr + 2 * slot + 1, mask=live, other=0)
         cells = popcount(word).to(tl.int64)
+        if CELL_BITS > 0:
+            cell = cell_of(keys_ptr, block, live, ranges_ptr, shift, above, COLUMNS, SHIFTS, CELL_BITS)
+            tl.atomic_add(cells_ptr + cell, cells.to(tl.int32), mask=live, sem="relaxed")
         place = tl.atomic_add(status_ptr, tl.sum(cells, 0), sem="relaxed") & 0xFFFFFFFF
         place += tl.cumsum(cells, 0) - cells
         tl.store(info_ptr + 2 * block, pack_half(word, place), mask=live)
@@ -137,10 +191,15 @@ def give_places(table_ptr, slots_ptr, info_ptr, status_ptr, programs, BLOCK: tl.
 
 @triton.jit
 def rows_kernel(
-    entries_ptr, ids_ptr, info_ptr, rows_ptr, status_ptr, count_ptr, fault_ptr, n,
-    CHECKED: tl.constexpr, BLOCK: tl.constexpr,
+    entries_ptr, ids_ptr, info_ptr, rows_ptr, status_ptr, ranges_ptr, report_ptr, count_ptr, fault_ptr, n,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, REPORTED: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """rows[first place of the block + rank of the cell in it] = row; entries[row] = 64 block + bit."""
+    """rows[first place of the block + rank of the cell in it] = row; entries[row] = 64 block + bit.
+
+    REPORTED and CHECKED: as in `table_kernel`; the host knows before the rows are there.
+    """
+    if REPORTED and tl.program_id(0) == 0:
+        report(report_ptr, status_ptr, ranges_ptr, COLUMNS, WIDTH)
     if CHECKED and tl.program_id(0) == 0:
         check_cells(status_ptr, count_ptr, fault_ptr)
     place_rows(tl.program_id(0) * BLOCK, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
@@ -188,11 +247,7 @@ def fill_table(
 ):  # fmt: skip
     """`table_kernel` up to its last act; the programs meet at four gates, and not after the last rows."""
     program = tl.program_id(0)
-    words_ptr = table_ptr.to(tl.pointer_type(tl.int32))
-    end = zeros // 32 * 32  # arrays begin at multiples of 128 bytes: the compiler learns it here
-    for first in range(program * 2048, end, programs * 2048):
-        word = first + tl.arange(0, 2048)
-        tl.store(words_ptr + word, tl.zeros((2048,), tl.int32), mask=word < end)
+    write_zeros(table_ptr, zeros, programs)
     wait_for_all(gates_ptr, programs)
     if not MEASURED:
         measure_rows(coords_ptr, ranges_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
@@ -208,18 +263,26 @@ def fill_table(
     if CHECKED:
         report_wrong(fault_ptr, wrong)
     wait_for_all(gates_ptr + 2, programs)
-    give_places(table_ptr, rows_ptr, info_ptr, status_ptr, programs, EACH)
+    give_places(
+        table_ptr, rows_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, ids_ptr, programs, COLUMNS, SHIFTS, 0, 0, EACH
+    )
     wait_for_all(gates_ptr + 3, programs)
     if REPORTED and program == 0:
-        tl.store(report_ptr, tl.load(status_ptr))
-        tl.store(report_ptr + 1, tl.load(status_ptr + 1))
-        side = tl.arange(0, 2 * WIDTH)
-        spread = tl.load(ranges_ptr + side, mask=side < 2 * COLUMNS, other=0).to(tl.uint32, bitcast=True)
-        tl.store(report_ptr + 2 + side, spread.to(tl.int64), mask=side < 2 * COLUMNS)
+        report(report_ptr, status_ptr, ranges_ptr, COLUMNS, WIDTH)
     for first in range(program * BLOCK, n, programs * BLOCK):
         place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
     if CHECKED and program == 0:
         check_cells(status_ptr, count_ptr, fault_ptr)
+
+
+@triton.jit
+def report(report_ptr, status_ptr, ranges_ptr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Status and ranges, as unsigned numbers."""
+    tl.store(report_ptr, tl.load(status_ptr))
+    tl.store(report_ptr + 1, tl.load(status_ptr + 1))
+    side = tl.arange(0, 2 * WIDTH)
+    spread = tl.load(ranges_ptr + side, mask=side < 2 * COLUMNS, other=0).to(tl.uint32, bitcast=True)
+    tl.store(report_ptr + 2 + side, spread.to(tl.int64), mask=side < 2 * COLUMNS)
 
 
 @triton.jit
@@ -254,9 +317,10 @@ def lookup_kernel(
 
 _I32, _I64 = torch.int32, torch.int64
 MEASURE = Launcher(ranges_kernel, (_I32, _I32, int, int))
+CLEAR = Launcher(clear_kernel, (_I32, _I32, _I64, _I32, int, int, int), cooperative=True)
 INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I64, _I32, _I32, int, int))
-INFO = Launcher(info_kernel, (_I64, _I32, _I64, _I64, int))
-PLACE = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, _I64, _I32, _I32, int))
+INFO = Launcher(info_kernel, (_I64, _I32, _I64, _I64, _I32, _I64, _I32, int))
+PLACE = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32, int))
 TABLE = Launcher(
     table_kernel,
     (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, _I32, _I32, *(int,) * 4),

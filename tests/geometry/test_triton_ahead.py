@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sparseconv.geometry import triton_ahead, triton_launch
+from sparseconv.geometry import triton_ahead, triton_launch, triton_neighbors, triton_table
 from sparseconv.geometry.triton_ahead import own_search, search_ahead
-from sparseconv.geometry.triton_table import CoordinateTable, build_table
+from sparseconv.geometry.triton_table import CoordinateTable, build_table, read_table
 from sparseconv.geometry.triton_window import TapWindow, encode_window
 from tests.geometry.triton_cases import CASES
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ahead, "_asked", {})
+    monkeypatch.setattr(triton_neighbors, "_sorted", {})
 
 
 def table_of(rank: int = 3) -> CoordinateTable:
@@ -83,7 +85,57 @@ def test_grids_of_another_rank_are_not_searched() -> None:
     assert search_ahead(table_of(rank=2)) is None
 
 
-def test_grids_of_more_rows_than_a_launch_has_programs_for_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (triton_ahead, triton_neighbors, triton_table):
+        monkeypatch.setattr(module, "FUSED_ROWS", 10)
+
+
+@pytest.mark.usefixtures("_many_rows")
+def test_many_rows_are_searched_when_their_blocks_are_known() -> None:
+    first = own_search(table_of(), cube(), None)
+    table = build_table(CUBE.source(device=DEVICE), reported=True)
+    ahead = search_ahead(table)
+    assert ahead is not None
+    assert own_search(table, cube(), ahead) is ahead
+    assert torch.equal(ahead.neighbors, first.neighbors)
+    assert ahead.pending.read() == first.pending.read()
+    low, high = read_table(table)
+    blocks = table.read["blocks"]
+    assert ahead.around is not None
+    assert ahead.around.shape == (blocks, 27)
+    assert blocks < len(table.coords)
+    assert (low, high) == (tuple(table.coords.amin(0).tolist()), tuple(table.coords.amax(0).tolist()))
+    assert not table.has_duplicates
+
+
+@pytest.mark.usefixtures("_many_rows")
+@pytest.mark.parametrize("chunk_rows", [None, 16])
+def test_many_rows_are_sorted_as_the_last_schedule_was(chunk_rows: int | None) -> None:
+    first = own_search(table_of(), cube(), None)
+    assert search_ahead(table_of())._ahead is None  # no schedule was asked for yet
     own_search(table_of(), cube(), None)
-    monkeypatch.setattr(triton_ahead, "FUSED_ROWS", 10)
+    want = torch.as_tensor(first.ordered(chunk_rows)).clone()
+    ahead = search_ahead(table_of())
+    assert ahead._ahead is not None
+    begun = ahead._ahead[1]
+    assert ahead.ordered(chunk_rows) is begun
+    assert torch.equal(begun, want.view(-1))
+    assert torch.equal(ahead.ordered(chunk_rows), want)  # and whoever asks again
+    own_search(table_of(), cube(), None)
+    other = search_ahead(table_of())
+    assert not torch.equal(other.ordered(16 if chunk_rows is None else None).view(-1), want.view(-1))
+    own_search(table_of(), cube(), None)
+    unwanted = search_ahead(table_of())
+    assert unwanted._ahead is not None
+    unwanted.release()
+    assert unwanted._ahead is None
+    own_search(table_of(), cube(), None)
+    assert search_ahead(table_of())._ahead is None  # nobody asked for the last one
+
+
+@pytest.mark.usefixtures("_many_rows")
+def test_edges_of_many_rows_are_not_all_written_down_for_nobody() -> None:
+    every = encode_window(tuple(itertools.product(range(-1, 2), range(-1, 2), range(-2, 2))), (1, 1, 1), None, DEVICE)
+    own_search(table_of(), every, None)
     assert search_ahead(table_of()) is None

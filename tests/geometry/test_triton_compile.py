@@ -25,9 +25,10 @@ around = (3, shifts, places, True, False, 27, 3)
 by_key = (3, shifts, places, True, False, 0, 2)
 single = (3, 0, 0, False, True, 0, 1)
 jobs = [
-    (triton_table.MEASURE, (4, 4, 512)), (triton_table.INSERT, (4, shifts, True, True, 128)),
-    (triton_table.INSERT, (4, 0, False, False, 128)), (triton_table.INFO, (512,)),
-    (triton_table.PLACE, (True, 256)), (triton_table.LOOKUP, (4, shifts, True, 128)),
+    (triton_table.MEASURE, (4, 4, 512)), (triton_table.CLEAR, (4, 4, 512, 7)),
+    (triton_table.INSERT, (4, shifts, True, True, 128)),
+    (triton_table.INSERT, (4, 0, False, False, 128)), (triton_table.INFO, (4, shifts, 15, 4, 512)),
+    (triton_table.PLACE, (4, 4, True, True, 256)), (triton_table.LOOKUP, (4, shifts, True, 128)),
     (triton_search._AROUND, (4, shifts, 27, 32, 8)),
     (triton_search._MASKS, (*around, 1, True, 32, 512, 128, False)),
     (triton_search._MASKS, (*by_key, 2, False, 8, 128, 32, False)),
@@ -50,7 +51,7 @@ jobs = [
     (triton_pairs._CONFINE, (32,)),
     (triton_pairs._PAIRS, (*around, True, 512, 128)), (triton_pairs._PAIRS, (*by_key, False, 128, 128)),
     (triton_cube_pairs.CUBE_PAIRS, (512,)), (triton_cube_pairs.CUBE_PAIRS, (128,)),
-    (build_kernels.CUBE_TILES, (128, 32, 32)), (build_kernels.CUBE_TILES, (64, 32, 0)),
+    (build_kernels.CUBE_TILES, (128, 32, 32)), (build_kernels.CUBE_TILES, (64, 32, -1)),
     (build_kernels.TILES, (*around, 128, 32, False, True, True, 32)),
     (build_kernels.TILES_64, (*by_key, 64, 256, True, False, False, 0)),
     (build_kernels.RANKS, (32, 64, 1024)),

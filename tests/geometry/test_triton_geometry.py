@@ -171,7 +171,8 @@ def test_keys_order_rows_by_gray_code() -> None:
 
 
 @pytest.mark.parametrize(("rank", "spread", "batches"), [(3, 40, 1), (3, 300, 3), (2, 60, 1), (4, 30, 2), (1, 900, 5)])
-def test_runs_of_neighbours(rank: int, spread: int, batches: int) -> None:
+def test_runs_of_neighbours(rank: int, spread: int, batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_table, "FUSED_ROWS", 0)
     generator = torch.Generator().manual_seed(spread)
     coords = torch.randint(-spread, spread, (300, 1 + rank), generator=generator)
     coords[:, 0] %= batches
@@ -187,7 +188,8 @@ def test_runs_of_neighbours(rank: int, spread: int, batches: int) -> None:
     room = 31 - bits
     lost = max(0, taps - room)
     want = torch.where(plain == 2**31 - 1, 2**room - 1, plain >> lost) | (chunks.int() << room)
-    assert torch.equal(row_keys(search, (tuple(range(taps)),), chunk_rows=64)[0].cpu(), want)
+    for _ in range(2):  # by zeros that the table keeps, then by others
+        assert torch.equal(row_keys(search, (tuple(range(taps)),), chunk_rows=64)[0].cpu(), want)
 
 
 def test_runs_of_rows_where_rows_are_not_the_table_s() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 
 import pytest
 import torch
@@ -93,6 +94,73 @@ def test_a_grid_that_is_refused_takes_its_search_along() -> None:
     ConvolutionPlan(VoxelGrid(coords), 3)
     twice = torch.cat([coords, coords[7:8]])
     assert torch.equal(VoxelGrid(twice, duplicates="first").coords, coords)
+
+
+def ball(edge: int, seed: int) -> torch.Tensor:
+    """Most cells of a cube in any order, (N, 4) int32: more rows than are put into a table by one launch."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    cells = torch.randperm(edge**3, generator=generator, device="cuda")[: edge**3 * 7 // 8 + seed]
+    return torch.stack([cells * 0, cells // edge**2, cells // edge % edge, cells % edge], 1).int()
+
+
+def ends_of(kernel_map) -> torch.Tensor:
+    return sorted_ends(kernel_map.in_rows, kernel_map.out_rows, kernel_map.tap_offsets)
+
+
+def sorted_ends(in_rows: torch.Tensor, out_rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The edges by tap and target row: lists of the second half of the taps are by source row on a card."""
+    tap = torch.repeat_interleave(torch.arange(len(offsets) - 1, device="cuda"), offsets.diff())
+    return ((tap << 44) | (out_rows.long() << 22) | in_rows.long()).sort().values
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_edges_of_many_rows_on_streams_and_threads_of_their_own(chunked: bool) -> None:
+    from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+
+    coords = ball(90, 5)
+    want = ConvolutionPlan(VoxelGrid(coords), 3).kernel_map
+    edges = ends_of(want)
+    torch.cuda.synchronize()
+    good = []
+
+    def work() -> None:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(6):
+                kernel_map = ConvolutionPlan(VoxelGrid(coords), 3).kernel_map
+                schedule_of(kernel_map, 128, False, 1, chunked)
+                good.append(torch.equal(ends_of(kernel_map), edges))
+            early = ConvolutionPlan(VoxelGrid(coords), 3).kernel_map
+            stream.synchronize()
+        good.append(torch.equal(ends_of(early), edges))  # of another stream than its search's
+        torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert good == [True] * 21
+
+
+def test_a_grid_of_many_rows_that_is_refused_takes_its_search_along() -> None:
+    from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+
+    coords = ball(90, 3)
+    for chunked in (False, True):
+        want = ConvolutionPlan(VoxelGrid(coords), 3).kernel_map
+        rows = schedule_of(want, 128, False, 1, chunked).out_rows
+        with pytest.raises(ValueError, match="the same voxel"):
+            VoxelGrid(torch.cat([coords, coords[7:8]]))
+        for _ in range(2):  # nobody asked for the last search; then one is there, sorted as before
+            grid = VoxelGrid(coords)
+            ahead = grid.derived.get("search")
+            got = ConvolutionPlan(grid, 3).kernel_map
+            assert torch.equal(schedule_of(got, 128, False, 1, chunked).out_rows, rows)
+            assert got.tap_counts == want.tap_counts
+        assert ahead is not None
+        assert ahead is got.source.search
+        assert len(ahead.around) == grid.cells.read["blocks"] < len(coords)
 
 
 def test_a_schedule_may_be_built_while_a_graph_is_captured() -> None:

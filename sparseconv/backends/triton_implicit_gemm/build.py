@@ -16,7 +16,6 @@ from sparseconv.geometry.triton_launch import Arena, Pointer, ceil_div, pointer,
 from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
 from sparseconv.geometry.triton_order import sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges, ReversedEdges
-from sparseconv.geometry.triton_window import KEY_BITS
 
 #: rows up to which a search keeps its scratch memory, some 50 bytes a row: small maps are wanted in two orders of rows
 #: (taps split in groups or not), and to search again costs the host more than to build a schedule
@@ -86,9 +85,8 @@ def build_schedule(
     parts = search.window.all_taps if groups is None else tuple(tuple(group) for group in groups)
     if groups is not None and sorted(tap for part in parts for tap in part) != list(range(taps)):
         raise ValueError(f"groups must hold each of the {taps} taps exactly once; got {parts}")
-    plain = significance is None and groups is None and chunk_rows is None
-    if plain and search.table is not None and taps <= KEY_BITS:
-        order = search.order
+    if significance is None and groups is None:
+        order = search.ordered(chunk_rows)
     else:
         with building():
             order = sort_rows(row_keys(search, parts, significance, chunk_rows))
@@ -123,7 +121,7 @@ def make_tiles(
         wide = isinstance(order, torch.Tensor) and order.dtype == torch.int64
         table, out_rows, counts, tile_rows, tile_taps, launch_order, *slots_of = arena
         ticket = None if in_order or tiles > RANKED_AT_LAST else search.ticket
-        bins = 0 if ticket is None else bins_of(lines)
+        bins = -1 if in_order else 0 if ticket is None else bins_of(lines)
         args = (
             *search.pointers, pointer(order) if isinstance(order, torch.Tensor) else order, pointer(line_of),
             pointer(weight_taps), table, out_rows, *(slots_of or (out_rows,)), counts, tile_rows, tile_taps,
@@ -135,9 +133,7 @@ def make_tiles(
         else:
             constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain, bins)
             (TILES_64 if wide else TILES)(device, (tiles,), args, constants)
-        if in_order:
-            torch.arange(tiles, dtype=torch.int32, device=device, out=schedule.tile_order)
-        elif ticket is None:
+        if bins == 0:
             _rank(counts, launch_order, tiles, lines, device)
     return schedule
 

@@ -24,7 +24,7 @@ def tiles_kernel(
     """One program makes one tile: its columns of the permuted table, its output rows and its list of live taps.
 
     Rows are looked up anew in their new order: cheaper than to gather single words of a table in the old one.
-    BINS: the last program ranks the tiles.
+    BINS: the last program ranks the tiles; negative: they are launched as they lie; 0: somebody else ranks them.
     """
     tile = tl.program_id(0)
     group = tile // tiles_per_group
@@ -93,6 +93,8 @@ def tiles_kernel(
         tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
     if BINS > 0:
         rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, BINS)
+    elif BINS < 0:
+        tl.store(launch_order_ptr + tile, tile)
 
 
 @triton.jit
@@ -158,6 +160,8 @@ def cube_tiles_kernel(
     )  # fmt: skip
     if BINS > 0:
         rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, BINS)
+    elif BINS < 0:
+        tl.store(launch_order_ptr + tl.program_id(0), tl.program_id(0))
 
 
 @triton.jit

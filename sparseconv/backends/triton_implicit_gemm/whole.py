@@ -100,7 +100,7 @@ def jobs_made(kernel_map: KernelMap, count: int) -> PackedJobs | None:
 def _expect(search: WindowSearch, block_m: int, count: int) -> None:
     """Have the next map launched whole, with what was ever asked of such maps last."""
     table = search.table
-    if table is None or not table.is_given or not search.is_cube:
+    if table is None or not table.is_given or not search.is_cube or search.rows > WHOLE_ROWS:
         return
     device = table.coords.device
     _, last_block, last_count = _asked.get(device.index, (None, 0, 0))
