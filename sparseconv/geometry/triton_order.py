@@ -133,9 +133,10 @@ class Passes:
             counting = min(crew_of(device, counting, 1), 1024)
             counted = (keys, scratch, self.n, states, counting)
             DIGITS(device, (counting,), counted, (self._bits, passes, COUNT_WARPS, COUNT_STEPS))
+        constants, tiles = (self._bits, WARPS, self._steps, LOOK), self.tiles
         for turn in range(passes):
-            args = (keys, scratch, order, self.n, states, counting, turn, passes, self.tiles)
-            MOVE(device, (self.tiles + (turn == 0) * passes,), args, (self._bits, WARPS, self._steps, LOOK))
+            args = (keys, scratch, order, self.n, states, counting, turn, passes, tiles)
+            MOVE(device, (tiles if turn else tiles + passes,), args, constants)
 
 
 def ticket_behind(n: int) -> int:
