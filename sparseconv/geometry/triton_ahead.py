@@ -21,6 +21,8 @@ _seen: set[int | None] = set()
 #: what launches table and search of a new grid's rows, and what else the last map was asked for; by device
 Whole = Callable[[torch.Tensor], "tuple[CoordinateTable, WindowSearch] | None"]
 _whole: dict[int | None, Whole] = {}
+#: what makes the lists that the last search of many rows was asked for, by device
+_lists: dict[int | None, Callable[[WindowSearch], None]] = {}
 
 
 def expect_plans(coords: torch.Tensor) -> None:
@@ -64,6 +66,11 @@ def whole_ahead(coords: torch.Tensor) -> tuple[CoordinateTable, WindowSearch] | 
     return found
 
 
+def expect_lists(device: torch.device, make: Callable[[WindowSearch], None]) -> None:
+    """Have lists made of the next new grid's search, if that has too many rows for one launch."""
+    _lists[device.index] = make
+
+
 def search_ahead(table: CoordinateTable) -> WindowSearch | None:
     """The search of a new grid's own rows that the last plan on its device asked for; None where none is expected.
 
@@ -80,7 +87,12 @@ def search_ahead(table: CoordinateTable) -> WindowSearch | None:
     if many and window.num_taps > KEY_BITS:  # a table of all edges is too much for what may be asked of nobody
         return None
     _asked.pop(device.index, None)
-    return search_window(table, table.coords, window, patient=many)
+    search = search_window(table, table.coords, window, patient=many)
+    if many:
+        make = _lists.pop(device.index, None)
+        if make is not None:
+            make(search)
+    return search
 
 
 def own_search(table: CoordinateTable, window: TapWindow, ahead: WindowSearch | None) -> WindowSearch:

@@ -237,14 +237,18 @@ class WindowSearch:
     def ordered(self, chunk_rows: int | None = None) -> torch.Tensor | Pointer:
         """`order`, or that of the keys of runs of so many rows, see `row_keys`."""
         ahead, self._ahead = self._ahead, None
-        if self.is_local and self.rows > FUSED_ROWS and current() is None:
-            _sorted[self.coords.device.index] = chunk_rows
+        self.expect_order(chunk_rows)
         if ahead is not None and ahead[0] == chunk_rows:
             return ahead[1]
         if chunk_rows is None and self.table is not None and self.window.num_taps <= KEY_BITS:
             return self.order
         with building():
             return sort_rows(row_keys(self, self.window.all_taps, None, chunk_rows))
+
+    def expect_order(self, chunk_rows: int | None) -> None:
+        """Have the next new grid's rows, if they are many, sorted by keys of runs of so many; -1: have them not."""
+        if self.is_local and self.rows > FUSED_ROWS and current() is None:
+            _sorted[self.coords.device.index] = chunk_rows
 
     @property
     def ticket(self) -> Pointer | None:
@@ -316,7 +320,7 @@ class _SortAhead:
         """That of a search for its table's own rows; None where no schedule asked."""
         if not search.is_local or search.table is None:
             return None
-        chunk_rows = _sorted.pop(search.coords.device.index, -1)
+        chunk_rows = _sorted.pop(search.coords.device.index, -1)  # -1: nobody asked
         if chunk_rows is not None and not 0 < chunk_rows < search.rows:
             return None
         return cls(search, search.table, chunk_rows)

@@ -19,9 +19,9 @@ from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_jobs_on_devi
 from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM, jobs_of
 from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
 from sparseconv.backends.triton_implicit_gemm.whole import WHOLE_ROWS, WholeLaunch, jobs_made, schedule_made
-from sparseconv.geometry import triton_ahead, triton_launch
+from sparseconv.geometry import triton_ahead, triton_launch, triton_neighbors, triton_table
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.triton_ahead import whole_ahead
+from sparseconv.geometry.triton_ahead import own_search, search_ahead, whole_ahead
 from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
 from sparseconv.geometry.triton_pairs import FoundEdges, pairs_of
@@ -38,7 +38,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_ahead, "_whole", {})
+    for kept in ("_asked", "_whole", "_lists"):
+        monkeypatch.setattr(triton_ahead, kept, {})
+    monkeypatch.setattr(triton_neighbors, "_sorted", {})
     monkeypatch.setattr(whole, "_asked", {})
 
 
@@ -161,6 +163,38 @@ def test_the_next_map_is_launched_as_the_last_one_was_asked_for() -> None:
     assert last is not None
     assert last[1].made["schedule"].block_m == 128
     assert last[1].made["jobs"].count == 27
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 64])
+def test_lists_of_many_rows_are_made_behind_their_search(
+    chunk_rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (triton_ahead, triton_neighbors, triton_table):
+        monkeypatch.setattr(module, "FUSED_ROWS", 10)
+    monkeypatch.setattr(whole, "WHOLE_ROWS", 10)
+    coords = rows(300)
+
+    def searched() -> WindowSearch:
+        table = build_table(coords, reported=True)
+        table.is_given = True
+        return own_search(table, cube(), search_ahead(table))
+
+    first = searched()
+    assert schedule_made(map_of(first), 64, chunk_rows) is None
+    want = build_schedule(first, 64, chunk_rows=chunk_rows)
+    second = searched()
+    assert schedule_made(map_of(second), 128, chunk_rows) is None, "others are not taken"
+    third = searched()
+    assert third.made["schedule"].block_m == 128
+    assert schedule_made(map_of(third), 64, chunk_rows) is None
+    fourth = searched()
+    made = schedule_made(map_of(fourth), 64, chunk_rows)
+    assert made is fourth.made["schedule"]
+    for name in LISTS:
+        assert torch.equal(getattr(made, name), getattr(want, name)), name
+    assert searched().made, "asked for, it is made for the next one, too"
+    assert not searched().made, "and not if nobody asked"
+    assert triton_neighbors._sorted.get(DEVICE.index, -1) == -1
 
 
 def test_maps_of_plans_making_and_wide_tiles_are_not_asked_for() -> None:

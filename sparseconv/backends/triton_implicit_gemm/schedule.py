@@ -371,7 +371,7 @@ def _build(
     rows = kernel_map.prepared.get("row_order")
     if rows is None and kernel_map.device.type == "cuda":
         build, _, whole = _on_gpu()
-        made = whole.schedule_made(kernel_map, block_m) if groups is None and chunk_rows is None else None
+        made = whole.schedule_made(kernel_map, block_m, chunk_rows) if groups is None else None
         return made or build.schedule_on_gpu(kernel_map, block_m, groups, chunk_rows)
     schedule = build_schedule(
         kernel_map.neighbors, kernel_map.num_taps, block_m, base_order=rows, chunk_rows=chunk_rows, groups=groups

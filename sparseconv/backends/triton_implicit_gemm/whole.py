@@ -1,6 +1,7 @@
 """The 3 x 3 x 3 map of few rows in one launch: table, search, order, tiles and jobs, as the last one was asked for.
 
-The host takes longer to launch the parts of such a map than the card to make them.
+The host takes longer to launch the parts of such a map than the card to make them. Where rows are many, it would still
+be late with the tiles: they are launched behind the order, before somebody asks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.backends.triton_implicit_gemm.build import KEPT_ROWS, bins_of, encode_parts
+from sparseconv.backends.triton_implicit_gemm.build import KEPT_ROWS, bins_of, build_schedule, encode_parts
 from sparseconv.backends.triton_implicit_gemm.build_kernels import cut_cube, rank_run
 from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_run, job_constants
 from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM
@@ -26,7 +27,7 @@ from sparseconv.backends.triton_implicit_gemm.packed import (
 )
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.triton_ahead import expect_whole
+from sparseconv.geometry.triton_ahead import expect_lists, expect_whole
 from sparseconv.geometry.triton_counts import first_count
 from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_launch import (
@@ -61,6 +62,8 @@ from sparseconv.geometry.triton_window import TapWindow
 
 #: rows up to which a map is made whole
 WHOLE_ROWS = FUSED_ROWS
+#: rows up to which the schedule of more is made before it is asked for: of a map that was, it takes memory beside
+LISTED_ROWS = 2_000_000
 #: rows of a tile at most, so that a thread has one
 WIDEST_TILE = 128
 TAPS, COLUMNS = len(CUBE[0]), len(CUBE[1])
@@ -68,17 +71,24 @@ TAPS, COLUMNS = len(CUBE[0]), len(CUBE[1])
 _asked: dict[int | None, tuple[TapWindow, int, int]] = {}
 
 
-def schedule_made(kernel_map: KernelMap, block_m: int) -> Schedule | None:
+def schedule_made(kernel_map: KernelMap, block_m: int, chunk_rows: int | None = None) -> Schedule | None:
     """The schedule of a map in one group of taps that was launched with its search; the next map's will be."""
     source = kernel_map.source
     if not isinstance(source, FoundEdges):
         return None
     search = source.search
     launch = search.made.get("launch")
-    if launch is None or launch.block_m != block_m:
-        _expect(search, block_m, 0)
+    if launch is None or (launch.block_m, launch.chunk_rows) != (block_m, chunk_rows):
+        if search.rows > WHOLE_ROWS:
+            _expect_lists(search, ListsLaunch(block_m, chunk_rows))
+        elif chunk_rows is None:
+            _expect(search, block_m, 0)
         return None
-    expect_whole(search.coords.device, launch)
+    if isinstance(launch, WholeLaunch):
+        expect_whole(search.coords.device, launch)
+    else:
+        _expect_lists(search, launch)
+        search.expect_order(chunk_rows)
     if kernel_map.num_out > KEPT_ROWS:
         source.wrote("schedule")
     return search.made["schedule"]
@@ -91,7 +101,7 @@ def jobs_made(kernel_map: KernelMap, count: int) -> PackedJobs | None:
         return None
     search = source.search
     launch = search.made.get("launch")
-    if launch is None or launch.count != count:
+    if not isinstance(launch, WholeLaunch) or launch.count != count:
         _expect(search, 0, count)
         return None
     return search.made["jobs"]
@@ -110,6 +120,12 @@ def _expect(search: WindowSearch, block_m: int, count: int) -> None:
         expect_whole(device, _launch_of(*asked))
 
 
+def _expect_lists(search: WindowSearch, launch: ListsLaunch) -> None:
+    """Have the next map's schedule made ahead."""
+    if search.table is not None and search.table.is_given and search.is_cube and search.rows <= LISTED_ROWS:
+        expect_lists(search.coords.device, launch)
+
+
 @dataclass(frozen=True)
 class Places:
     """Where the arrays of a map lie in two allocations, what lasts and scratch memory: lengths and first bytes."""
@@ -124,8 +140,24 @@ class Places:
     programs: int
 
 
+class ListsLaunch:
+    """Makes the schedule of a new grid's search of many rows, before the host finds out that it will be asked for."""
+
+    def __init__(self, block_m: int, chunk_rows: int | None) -> None:
+        self.block_m, self.chunk_rows = block_m, chunk_rows
+
+    def __call__(self, search: WindowSearch) -> None:
+        """Leave it in what the search made."""
+        if search.is_cube and search.rows <= LISTED_ROWS:
+            schedule = build_schedule(search, self.block_m, chunk_rows=self.chunk_rows)
+            search.expect_order(-1)  # nobody has asked yet
+            search.made = {"launch": self, "schedule": schedule}
+
+
 class WholeLaunch:
     """Launches the map of a new grid whole: through ``window``, in tiles of ``block_m`` rows, with ``count`` jobs."""
+
+    chunk_rows: int | None = None
 
     def __init__(self, window: TapWindow, block_m: int, count: int) -> None:
         self.window, self.block_m, self.count = window, block_m, count
