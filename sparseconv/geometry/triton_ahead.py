@@ -21,8 +21,10 @@ _seen: set[int | None] = set()
 #: what launches table and search of a new grid's rows, and what else the last map was asked for; by device
 Whole = Callable[[torch.Tensor], "tuple[CoordinateTable, WindowSearch] | None"]
 _whole: dict[int | None, Whole] = {}
-#: what makes the lists that the last search of many rows was asked for, by device
-_lists: dict[int | None, Callable[[WindowSearch], None]] = {}
+#: rows up to which lists are made of a search before they are asked for: they take memory beside those of the last map
+LISTED_ROWS = 2_000_000
+#: what makes the lists that the last search of many rows was asked for, by device and kind
+_lists: dict[int | None, dict[str, Callable[[WindowSearch], None]]] = {}
 
 
 def expect_plans(coords: torch.Tensor) -> None:
@@ -66,9 +68,11 @@ def whole_ahead(coords: torch.Tensor) -> tuple[CoordinateTable, WindowSearch] | 
     return found
 
 
-def expect_lists(device: torch.device, make: Callable[[WindowSearch], None]) -> None:
-    """Have lists made of the next new grid's search, if that has too many rows for one launch."""
-    _lists[device.index] = make
+def expect_lists(search: WindowSearch, kind: str, make: Callable[[WindowSearch], None]) -> None:
+    """Have lists made of the next new grid's search as of this one, if both have too many rows for one launch."""
+    table = search.table
+    if table is not None and table.is_given and search.is_cube and FUSED_ROWS < search.rows <= LISTED_ROWS:
+        _lists.setdefault(table.coords.device.index, {})[kind] = make
 
 
 def search_ahead(table: CoordinateTable) -> WindowSearch | None:
@@ -88,9 +92,8 @@ def search_ahead(table: CoordinateTable) -> WindowSearch | None:
         return None
     _asked.pop(device.index, None)
     search = search_window(table, table.coords, window, patient=many)
-    if many:
-        make = _lists.pop(device.index, None)
-        if make is not None:
+    if many and search.is_cube and n <= LISTED_ROWS:
+        for make in _lists.pop(device.index, {}).values():
             make(search)
     return search
 

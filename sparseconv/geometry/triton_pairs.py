@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.aside import Moment
-from sparseconv.geometry.triton_ahead import own_search
+from sparseconv.geometry.triton_ahead import expect_lists, own_search
 from sparseconv.geometry.triton_cube_pairs import list_cube
 from sparseconv.geometry.triton_launch import Launcher, ceil_div, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
+from sparseconv.geometry.triton_table import read_table
 from sparseconv.geometry.triton_window import encode_window, entry_of, look, take
 
 if TYPE_CHECKING:
@@ -93,9 +94,12 @@ class FoundEdges:
 
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows, out_rows and tap_offsets; waits for the counts alone."""
-        in_rows, out_rows, _ = pairs_of(self.search, self.most)
+        search = self.search
+        listed = search.made.pop("edges", None)
+        in_rows, out_rows, _ = pairs_of(search, self.most) if listed is None else listed
+        expect_lists(search, "edges", list_ahead)
         self.wrote("pairs")
-        return in_rows, out_rows, self.search.pending.offsets
+        return in_rows, out_rows, search.pending.offsets
 
     def counts(self) -> tuple[int, ...]:
         """The edges of each tap, on the host; waits for them."""
@@ -179,6 +183,18 @@ def find_edges_on_gpu(
     else:
         search = search_window(table, coords, taps)
     return FoundEdges(search, fine.num_voxels, most)
+
+
+def list_ahead(search: WindowSearch) -> None:
+    """Leave the edges by tap in what a search made, before somebody asks; waits for its counts.
+
+    Of rows that occur twice there are none to be listed: their grid will say so.
+    """
+    table = search.table
+    if table is not None:
+        read_table(table)
+        if not table.read["overflow"] and not table.has_duplicates:
+            search.made["edges"] = pairs_of(search)
 
 
 def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:

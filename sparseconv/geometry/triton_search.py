@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 STARTS, SORT_KEYS, AROUND, LINES, ORDER = range(5)
 #: chunks that a program of a search sums at once: one number for all sizes, so that none is compiled for
 SCANNED = 1024
+#: programs that read masks at most, as many as an H200 holds: each adds its totals to those of all, one after another
+MASKING = 2112
 _I32, _I64 = torch.int32, torch.int64
 SCRATCH = Kinds((_I32, _I32, _I32, _I64, _I32))
 
@@ -62,7 +64,7 @@ def launch_masks(
 ) -> None:
     """Masks of all target rows -> ``keys``; where there are ``counters``, counts of their edges too."""
     n, window = search.coords.shape[0], search.window
-    programs = min(ceil_div(n, 128), 4224)
+    programs = min(ceil_div(n, 128), MASKING)
     totals, counts = (keys, keys) if counters is None else counters.pointers
     args = (
         *search.pointers, pointer(words), keys, counts, totals,

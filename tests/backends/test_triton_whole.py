@@ -192,8 +192,20 @@ def test_lists_of_many_rows_are_made_behind_their_search(
     assert made is fourth.made["schedule"]
     for name in LISTS:
         assert torch.equal(getattr(made, name), getattr(want, name)), name
+    assert "edges" not in fourth.made
+    edges = FoundEdges(fourth, 300).pairs()
     assert searched().made, "asked for, it is made for the next one, too"
     assert not searched().made, "and not if nobody asked"
+    schedule_made(map_of(fourth), 64, chunk_rows)
+    FoundEdges(fourth, 300).pairs()
+    fifth = searched()
+    listed = fifth.made["edges"][0]
+    again = FoundEdges(fifth, 300).pairs()
+    assert again[0] is listed
+    for a, b in zip(again, edges):
+        assert torch.equal(a, b)
+    coords[5] = coords[250]
+    assert "edges" not in searched().made
     assert triton_neighbors._sorted.get(DEVICE.index, -1) == -1
 
 

@@ -62,8 +62,6 @@ from sparseconv.geometry.triton_window import TapWindow
 
 #: rows up to which a map is made whole
 WHOLE_ROWS = FUSED_ROWS
-#: rows up to which the schedule of more is made before it is asked for: of a map that was, it takes memory beside
-LISTED_ROWS = 2_000_000
 #: rows of a tile at most, so that a thread has one
 WIDEST_TILE = 128
 TAPS, COLUMNS = len(CUBE[0]), len(CUBE[1])
@@ -80,14 +78,14 @@ def schedule_made(kernel_map: KernelMap, block_m: int, chunk_rows: int | None = 
     launch = search.made.get("launch")
     if launch is None or (launch.block_m, launch.chunk_rows) != (block_m, chunk_rows):
         if search.rows > WHOLE_ROWS:
-            _expect_lists(search, ListsLaunch(block_m, chunk_rows))
+            expect_lists(search, "schedule", ListsLaunch(block_m, chunk_rows))
         elif chunk_rows is None:
             _expect(search, block_m, 0)
         return None
     if isinstance(launch, WholeLaunch):
         expect_whole(search.coords.device, launch)
     else:
-        _expect_lists(search, launch)
+        expect_lists(search, "schedule", launch)
         search.expect_order(chunk_rows)
     if kernel_map.num_out > KEPT_ROWS:
         source.wrote("schedule")
@@ -120,12 +118,6 @@ def _expect(search: WindowSearch, block_m: int, count: int) -> None:
         expect_whole(device, _launch_of(*asked))
 
 
-def _expect_lists(search: WindowSearch, launch: ListsLaunch) -> None:
-    """Have the next map's schedule made ahead."""
-    if search.table is not None and search.table.is_given and search.is_cube and search.rows <= LISTED_ROWS:
-        expect_lists(search.coords.device, launch)
-
-
 @dataclass(frozen=True)
 class Places:
     """Where the arrays of a map lie in two allocations, what lasts and scratch memory: lengths and first bytes."""
@@ -148,10 +140,9 @@ class ListsLaunch:
 
     def __call__(self, search: WindowSearch) -> None:
         """Leave it in what the search made."""
-        if search.is_cube and search.rows <= LISTED_ROWS:
-            schedule = build_schedule(search, self.block_m, chunk_rows=self.chunk_rows)
-            search.expect_order(-1)  # nobody has asked yet
-            search.made = {"launch": self, "schedule": schedule}
+        schedule = build_schedule(search, self.block_m, chunk_rows=self.chunk_rows)
+        search.expect_order(-1)  # nobody has asked yet
+        search.made |= {"launch": self, "schedule": schedule}
 
 
 class WholeLaunch:
