@@ -80,6 +80,10 @@ class Convolution(ABC):
         """Called after a step whose choices were made before: from now on `prepare` makes all that it used."""
         return
 
+    def settle(self) -> None:
+        """Called before maps are timed: let what is compiled meanwhile come to an end."""
+        return
+
     @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y (N, C) from x (N, C) in the rows of the coordinates; differentiable in x and in ``weight``."""
@@ -137,6 +141,14 @@ class Sparseconv(Convolution):
         kept = [key for key in self.plan.kernel_map.prepared if isinstance(key, tuple)]
         self._used = [key for key in kept if key[0] in ("schedule", "jobs")] or None
         self.lazy = self._used is None
+
+    def settle(self) -> None:
+        self.prepare()  # the first map that knows what maps are asked for
+        if self.coords.is_cuda:
+            from sparseconv.geometry.triton_launch import await_compilers
+
+            await_compilers()
+            self.prepare()
 
     def captured(self, room: float) -> CapturedMap | None:
         from sparseconv.bench.captured import CapturedMap

@@ -198,6 +198,7 @@ def _map(clock: Clock, job: Job, convolution: Convolution, step: Callable[[], No
 
     That difference stands beside it in any case: it has the host's work of a first launch, too.
     """
+    convolution.settle()
     alone = clock.time(convolution.prepare, job.seconds)
     found: dict[str, Any] = {"prepare": alone.as_dict()}
     convolution.prepare()

@@ -33,6 +33,8 @@ LOOKS = 256
 Pointer = Any  # an address on a card; a tensor where kernels are interpreted
 
 
+#: the name of threads that compile ahead
+COMPILER = "sparseconv compiler"
 #: times that a kernel is compiled ahead before whoever launches it is told what fails
 TRIES = 3
 
@@ -108,7 +110,7 @@ class Launcher:
         """Compile on a thread of its own what a device will soon be asked to launch; that launch says what fails."""
         if not INTERPRETED and (device.index, constants) not in self._begun:
             self._begun.add((device.index, constants))
-            threading.Thread(target=self._compile_for, args=(device, constants), name="sparseconv compiler").start()
+            threading.Thread(target=self._compile_for, args=(device, constants), name=COMPILER).start()
 
     def _compile_for(self, device: torch.device, constants: tuple) -> None:
         key = device.index, constants
@@ -190,6 +192,13 @@ def _build_shared_launcher() -> None:
         driver.active.launcher_cls(_SHARED, SimpleNamespace(**told))
 
 
+def await_compilers() -> None:
+    """Wait for all that is being compiled ahead."""
+    for thread in threading.enumerate():
+        if thread.name == COMPILER:
+            thread.join()
+
+
 @cache
 def read_triton() -> None:
     """Once, whichever threads ask: the digest of Triton's files, which is part of every kernel's name in its cache, and
@@ -199,7 +208,7 @@ def read_triton() -> None:
 
         triton_key()
     if _builds_launchers():  # both by a C compiler: what it calls of the driver, then the shared launcher
-        threading.Thread(target=_build_shared_launcher, name="sparseconv compiler").start()
+        threading.Thread(target=_build_shared_launcher, name=COMPILER).start()
 
 
 def _entry(run: Any) -> tuple[Callable[..., None], tuple[bool, bool]] | None:
@@ -482,4 +491,4 @@ _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawSt
 
 
 if not INTERPRETED and torch.cuda.is_initialized():  # kernels will be asked for: 0.5 s beside the imports that follow
-    threading.Thread(target=read_triton, name="sparseconv compiler").start()
+    threading.Thread(target=read_triton, name=COMPILER).start()

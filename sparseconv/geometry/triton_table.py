@@ -38,6 +38,9 @@ CELL_BITS = 15
 LEAST_SHIFT = 4
 #: where the cells' runs begin behind their rows, with two words at their own end
 BEHIND = (1 << CELL_BITS) + 64
+#: rows of fixed size whose cells are counted with the table; those of more by a launch of their own: edges, which begin
+#: beside it, would otherwise fill the card before the tiles
+COUNTED_ROWS = 2_000_000
 MAX_ROWS = 2**29
 
 
@@ -220,7 +223,7 @@ def table_in(
     unit = _counts_of_16(n)
     spare = [(0, unit + 96), (unit + 96, 2 * unit + 96)]
     cells = None
-    if _cells_of(n) and blocked:
+    if _cells_of(n) and blocked and (unseen is None or n <= COUNTED_ROWS):
         place, begin = arena[COUNTS], 3 * unit + 192
         cells = place[begin:] if INTERPRETED else place + 4 * begin
     shifts = _BLOCKED[columns] if blocked else (0,) * columns

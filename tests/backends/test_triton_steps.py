@@ -19,6 +19,7 @@ from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
     weight_grad_candidates,
 )
 from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe, interpreted  # noqa: E402
+from sparseconv.backends.triton_implicit_gemm.tuning import first_of_the_fastest  # noqa: E402
 from sparseconv.geometry.kernel_map import KernelMap  # noqa: E402
 from sparseconv.pointwise import relu  # noqa: E402
 from sparseconv.pointwise.epilogue import Epilogue  # noqa: E402
@@ -174,3 +175,14 @@ def test_a_choice_depends_on_the_size_of_a_map_and_not_on_its_rows():
     assert work_of(request(1000, 500), True) == work_of(request(1010, 505), True)
     assert work_of(request(1000, 500), True) != work_of(request(1400, 700), True)
     assert work_of(request(1000, 500), True) != work_of(request(1000, 900), True)
+
+
+def test_a_schedule_of_its_own_is_not_worth_a_few_microseconds() -> None:
+    wide, deep, own = ConvConfig(128, 32, 32, 4, 2), ConvConfig(128, 32, 32, 4, 3), ConvConfig(64, 32, 32, 4, 2)
+    assert wide.lists == deep.lists != own.lists
+    assert first_of_the_fastest([(wide, 0.0200), (deep, 0.0195), (own, 0.0180)]) is deep
+    assert first_of_the_fastest([(wide, 0.0200), (deep, 0.0198), (own, 0.0180)]) is wide
+    assert first_of_the_fastest([(wide, 0.0300), (deep, 0.0240), (own, 0.0180)]) is own
+    assert first_of_the_fastest([(wide, 0.790), (own, 0.770)]) is own
+    sums, more = (WeightGradConfig(32, 32, pairs, 4, 2, 528) for pairs in (128, 64))
+    assert first_of_the_fastest([(sums, 0.0200), (more, 0.0190)]) is more

@@ -177,10 +177,12 @@ def test_a_map_is_learnt_from_a_step_that_tries_nothing(monkeypatch):
 
         return call
 
-    for name in ("prepare", "forward", "learn"):
+    for name in ("prepare", "forward", "learn", "settle"):
         monkeypatch.setattr(kind, name, noted(name))
     measure.measure(Job("sparseconv", "uniform_8_12", 8, quantities=(measure.MAP,), **TINY))
     assert told[:5] == ["prepare", "forward", "prepare", "forward", "learn"]
+    settled = told.index("settle")
+    assert told[settled : settled + 4] == ["settle", "prepare", "prepare", "prepare"], "timed after it has settled"
 
 
 def test_a_captured_map_is_judged_on_two_scenes_before_it_is_timed(monkeypatch):

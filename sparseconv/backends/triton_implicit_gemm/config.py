@@ -44,6 +44,11 @@ class ConvConfig:
     #: weight tiles brought by the copy engine (Gluon only; channels in whole tiles, one group)
     bulk: bool = False
 
+    @property
+    def lists(self) -> tuple[int, int, bool, bool]:
+        """What its schedule depends on: configurations that agree share one."""
+        return self.block_m, self.split, self.chunked, self.in_order
+
 
 @dataclass(frozen=True)
 class WeightGradConfig:
