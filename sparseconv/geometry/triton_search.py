@@ -26,18 +26,17 @@ from sparseconv.geometry.triton_launch import (
     wait_for_all,
 )
 from sparseconv.geometry.triton_order import (
-    OPEN_CREW,
     SUMMING,
     Passes,
     clear_lists,
     count_digits,
     crew_constants,
     most_together,
-    open_room,
     sort_together,
 )
 from sparseconv.geometry.triton_table import KEYS, STATUS, CoordinateTable, pack_shifts, rows_per_chunk
 from sparseconv.geometry.triton_window import entry_of, look
+from sparseconv.geometry.triton_words import OPEN_CREW, open_room
 
 if TYPE_CHECKING:
     from sparseconv.geometry.triton_neighbors import WindowSearch

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sparseconv.geometry import triton_launch, triton_neighbors, triton_order, triton_search
+from sparseconv.geometry import triton_launch, triton_neighbors, triton_order, triton_search, triton_words
 from sparseconv.geometry.triton_launch import pointer
 from sparseconv.geometry.triton_neighbors import search_window
 from sparseconv.geometry.triton_order import (
@@ -112,7 +112,7 @@ def test_programs_that_are_all_there_sort_together(n: int, programs: int, values
     keys, passes = skewed(n, 27, values, share, seed=n), Passes(n, 27, programs, together=True)
     assert n <= most_together(programs)
     stale = triton_order.MARK.value * (1 + 2**32)  # counts of nothing, as if they had been told
-    scratch = torch.full((passes.words + programs * triton_order.ROOM // 8,), stale, dtype=torch.int64)
+    scratch = torch.full((passes.words + programs * triton_words.ROOM // 8,), stale, dtype=torch.int64)
     order = torch.full((ticket_behind(n) + 1,), -1, dtype=torch.int32)
     crew_kernel[(1,)](keys, scratch, order, torch.zeros(2, dtype=torch.int32), n, passes.share, programs)
     assert torch.equal(order[:n].long(), torch.sort(keys, stable=True).indices)

@@ -44,7 +44,7 @@ from sparseconv.geometry.triton_launch import (
     wait_for_all,
 )
 from sparseconv.geometry.triton_neighbors import Sent, WindowSearch
-from sparseconv.geometry.triton_order import OPEN_CREW, Passes, clear_lists, most_together, open_room, ticket_behind
+from sparseconv.geometry.triton_order import Passes, clear_lists, most_together, ticket_behind
 from sparseconv.geometry.triton_pairs import FoundEdges
 from sparseconv.geometry.triton_search import SCRATCH, find_around, search_constants, search_programs, search_rows
 from sparseconv.geometry.triton_table import (
@@ -59,6 +59,7 @@ from sparseconv.geometry.triton_table import (
 )
 from sparseconv.geometry.triton_table_kernels import fill_table
 from sparseconv.geometry.triton_window import TapWindow
+from sparseconv.geometry.triton_words import OPEN_CREW, open_room
 
 #: rows up to which a map is made whole
 WHOLE_ROWS = FUSED_ROWS
