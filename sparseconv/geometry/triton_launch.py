@@ -321,48 +321,43 @@ class Report:
     recorded, and nobody waits for the end of the kernel. The memory goes back to a stock of that stream.
     """
 
-    _slip: _Slip | None = None
+    _values: list[int] | None = None
 
     def __init__(self, length: int, device: torch.device) -> None:
-        self._length = length
-        self._values: list[int] | None = None
-        room = 64 if length <= 64 else power_of_2(length)
-        self._stock = [] if INTERPRETED else _stock(device.index, _current_stream(device.index), room)
-        slip = _free(self._stock) or _Slip(room, device)
-        slip.clear(length)
-        self._slip, self.pointer = slip, slip.pointer
+        loan = _lend(length, device)
+        self._loan: _Loan | None = loan
+        self._span = slice(0, length)
+        self.pointer = loan.slip.pointer
+
+    def cut(self, first: int) -> Report:
+        """The integers from ``first`` on as a report of their own; this one keeps those before them."""
+        rest = Report.__new__(Report)
+        rest._loan, rest._span = self._loan, slice(first, self._span.stop)
+        rest.pointer = self.pointer[first:] if INTERPRETED else self.pointer + 8 * first
+        self._span = slice(0, first)
+        return rest
 
     @property
     def has_arrived(self) -> bool:
         """Whether `read` would wait for nothing."""
-        slip = self._slip
-        return slip is None or slip.has(self._length)
+        loan = self._loan
+        return loan is None or loan.slip.has(self._span)
 
     def read(self) -> list[int]:
         """The integers; waits for the kernel. Raises RuntimeError where that failed."""
-        slip, over, looks = self._slip, False, 0
-        while self._values is None and slip is not None:
-            values, looks = slip.values[: self._length], looks + 1
+        loan, over, looks = self._loan, False, 0  # a thread that is faster does not take the memory from this one
+        while self._values is None and loan is not None:
+            slip = loan.slip
+            values, looks = slip.values[self._span], looks + 1
             if UNWRITTEN not in values:
-                if self._values is None:  # a thread that was faster may have given the memory away meanwhile
-                    self._values = values
-                self._give_back()
+                self._values = values
+                self._loan = None
             elif over:
                 raise RuntimeError("a report is read whose kernel was not launched")
             elif looks % LOOKS == 0:
                 over = slip.stream is None or slip.stream.query()  # raises what a kernel failed with
                 time.sleep(0)  # for other threads; the system takes 70 us for it
         return self._values or []
-
-    def _give_back(self) -> None:
-        slip = self.__dict__.pop("_slip", None)  # in one step: one thread alone gets it
-        if slip is not None:
-            if self._values is not None:
-                slip.length = 0  # nothing is to come
-            self._stock.append(slip)
-
-    def __del__(self) -> None:
-        self._give_back()
 
 
 class KeptReport:
@@ -390,8 +385,29 @@ class Unseen:
     gates: torch.Tensor  # for cooperative launches: not those of the stream, for a graph may be replayed on another one
 
 
+class _Loan:
+    """A slip that its stock gets back when nobody holds this any more."""
+
+    __slots__ = ("slip", "stock")
+
+    def __init__(self, slip: _Slip, stock: list[_Slip]) -> None:
+        self.slip, self.stock = slip, stock
+
+    def __del__(self) -> None:
+        self.stock.append(self.slip)
+
+
+def _lend(length: int, device: torch.device) -> _Loan:
+    """A slip of the current stream's stock that waits for so many numbers."""
+    room = 64 if length <= 64 else power_of_2(length)
+    stock = [] if INTERPRETED else _stock(device.index, _current_stream(device.index), room)
+    slip = _free(stock) or _Slip(room, device)
+    slip.clear(length)
+    return _Loan(slip, stock)
+
+
 class _Slip:
-    """Pinned memory for one report, and the stream whose kernels write it."""
+    """Pinned memory for reports, and the stream whose kernels write it."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.memory = torch.empty(length, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -399,16 +415,16 @@ class _Slip:
         #: the same integers for Python, at a fraction of what a tensor takes
         self.values = (ctypes.c_int64 * length).from_address(self.memory.data_ptr())
         self.stream: Any = None if INTERPRETED else _stream(device.index, _current_stream(device.index))
-        self.length = 0
+        self.awaited = slice(0)
 
     def clear(self, length: int) -> None:
         """Wait for so many numbers from now on."""
-        self.length = length
+        self.awaited = slice(0, length)
         ctypes.memset(self.values, 0x80, 8 * length)
 
-    def has(self, length: int) -> bool:
-        """Whether so many numbers were written."""
-        return UNWRITTEN not in self.values[:length]
+    def has(self, span: slice) -> bool:
+        """Whether these numbers were written."""
+        return UNWRITTEN not in self.values[span]
 
 
 def _free(stock: list[_Slip]) -> _Slip | None:
@@ -418,7 +434,7 @@ def _free(stock: list[_Slip]) -> _Slip | None:
             slip = stock.pop(0)
         except IndexError:  # another thread took the last
             break
-        if slip.has(slip.length):
+        if slip.has(slip.awaited):
             return slip
         stock.append(slip)
     return None

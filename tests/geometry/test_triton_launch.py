@@ -125,8 +125,12 @@ def stream(monkeypatch):
     return found
 
 
+def slip_of(report):
+    return report._loan.slip
+
+
 def write(report, *numbers):
-    report._slip.values[: len(numbers)] = numbers
+    slip_of(report).values[: len(numbers)] = numbers
 
 
 def test_a_report_is_read_when_all_of_its_numbers_are_there(stream):
@@ -155,19 +159,19 @@ def test_a_report_whose_kernel_failed_or_was_not_launched_is_an_error(stream):
 def test_the_memory_of_a_report_that_nobody_read_waits_for_its_kernel(stream):
     device = torch.device("cpu")
     first = Report(2, device)
-    late = first._slip
+    late = slip_of(first)
     del first
     second = Report(2, device)
-    assert second._slip is not late
+    assert slip_of(second) is not late
     late.values[:2] = [1, 2]  # the kernel of the first, at last
     assert not second.has_arrived
     third = Report(2, device)
-    assert third._slip is late
-    assert third._slip.values[:2] == [UNWRITTEN] * 2
+    assert slip_of(third) is late
+    assert slip_of(third).values[:2] == [UNWRITTEN] * 2
     write(second, 3, 4)
-    slip = second._slip
+    slip = slip_of(second)
     assert second.read() == [3, 4]
-    assert Report(1, device)._slip is slip
+    assert slip_of(Report(1, device)) is slip
 
 
 def test_a_report_whose_kernel_never_runs_keeps_no_other_memory_from_use(stream):
@@ -176,7 +180,7 @@ def test_a_report_whose_kernel_never_runs_keeps_no_other_memory_from_use(stream)
     slips = set()
     for _ in range(5):
         report = Report(1, device)
-        slips.add(id(report._slip))
+        slips.add(id(slip_of(report)))
         write(report, 7)
         assert report.read() == [7]
     assert len(slips) == 1

@@ -187,7 +187,8 @@ class WholeLaunch:
         offsets = torch.empty(TAPS + 1, dtype=torch.int64, device=device)
         jobs = Arena.of(lasting, begin, JOB_KINDS, *places.jobs)
         lists = Arena.of(lasting, begin, SCHEDULE_KINDS, schedule_lengths(TAPS, slots, tiles, True), places.schedule)
-        report, counted = Report(2 + 2 * COLUMNS, device), Report(TAPS + 3, device)
+        report = Report(5 + 2 * COLUMNS + TAPS, device)
+        counted = report.cut(2 + 2 * COLUMNS)
         table = table_in(arena, coords, None, report)
         start = table.spare_zeros(COUNTED.value + TAPS * chunks)
         args = (
