@@ -167,6 +167,30 @@ class Aside:
             self._operands = []
 
 
+class Fork:
+    """A stream beside another one, for launches that follow a mark in that and not all that came after it.
+
+    Threads that share the other stream share its fork: a later mark only makes them wait for more.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream, self._beside = stream, torch.cuda.Stream(stream.device)
+        self._since, self._until = torch.cuda.Event(), torch.cuda.Event()
+
+    def mark(self) -> None:
+        """Launches beside follow what was launched so far."""
+        self._since.record(self._stream)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Within it, launches follow the mark; whatever the stream is asked for behind it follows them."""
+        self._beside.wait_event(self._since)
+        with torch.cuda.stream(self._beside):
+            yield
+        self._until.record(self._beside)
+        self._stream.wait_event(self._until)
+
+
 class Moment(NamedTuple):
     """What maps of a run had come to."""
 

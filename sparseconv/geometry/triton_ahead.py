@@ -23,7 +23,7 @@ Whole = Callable[[torch.Tensor], "tuple[CoordinateTable, WindowSearch] | None"]
 _whole: dict[int | None, Whole] = {}
 #: rows up to which lists are made of a search before they are asked for: they take memory beside those of the last map
 LISTED_ROWS = 2_000_000
-#: what makes the lists that the last search of many rows was asked for, by device and kind
+#: what makes the lists that the last search was asked for, by device and kind
 _lists: dict[int | None, dict[str, Callable[[WindowSearch], None]]] = {}
 
 
@@ -65,14 +65,24 @@ def whole_ahead(coords: torch.Tensor) -> tuple[CoordinateTable, WindowSearch] | 
     found = launch(coords)
     if found is not None:
         _whole.pop(index, None)
+        _make_lists(found[1])
     return found
 
 
 def expect_lists(search: WindowSearch, kind: str, make: Callable[[WindowSearch], None]) -> None:
-    """Have lists made of the next new grid's search as of this one, if both have too many rows for one launch."""
+    """Have lists made of the next new grid's search as of this one."""
     table = search.table
-    if table is not None and table.is_given and search.is_cube and FUSED_ROWS < search.rows <= LISTED_ROWS:
+    if table is not None and table.is_given and search.is_cube and search.rows <= LISTED_ROWS:
         _lists.setdefault(table.coords.device.index, {})[kind] = make
+
+
+def _make_lists(search: WindowSearch) -> None:
+    """Make the lists that the last search was asked for, but no other than were made with this one."""
+    lists = _lists.pop(search.coords.device.index, None)
+    if lists is not None and search.is_cube and search.rows <= LISTED_ROWS:
+        for kind, make in lists.items():
+            if kind not in search.made:
+                make(search)
 
 
 def search_ahead(table: CoordinateTable) -> WindowSearch | None:
@@ -92,9 +102,7 @@ def search_ahead(table: CoordinateTable) -> WindowSearch | None:
         return None
     _asked.pop(device.index, None)
     search = search_window(table, table.coords, window, patient=many)
-    if many and search.is_cube and n <= LISTED_ROWS:
-        for make in _lists.pop(device.index, {}).values():
-            make(search)
+    _make_lists(search)
     return search
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import triton
@@ -10,8 +10,9 @@ import triton.language as tl
 
 from sparseconv.geometry.aside import current
 from sparseconv.geometry.triton_cube import corners, look_at_run
-from sparseconv.geometry.triton_launch import IS_INTERPRETED, Launcher, crew_of, pointer
+from sparseconv.geometry.triton_launch import IS_INTERPRETED, Launcher, Pointer, ceil_div, crew_of, pointer
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
+from sparseconv.geometry.triton_table import STATUS, CoordinateTable
 
 if TYPE_CHECKING:
     from sparseconv.geometry.triton_neighbors import WindowSearch
@@ -68,14 +69,20 @@ APPEND, APPEND_ONE = tl.constexpr(_code(True, False)), tl.constexpr(_code(False,
 CLOSE, CLOSE_ONE = tl.constexpr(_code(True, True)), tl.constexpr(_code(False, True))
 
 
-def list_cube(search: WindowSearch, in_rows: torch.Tensor, out_rows: torch.Tensor) -> None:
-    """Write the edges (P,) int32 of a search that `is_cube`, in the order of `pairs_of`."""
+def list_cube(search: WindowSearch, in_rows: Pointer, out_rows: Pointer, most: int, beside: bool = False) -> None:
+    """Write the edges of a search that `is_cube`, in the order of `pairs_of`, to two arrays of ``most`` int32.
+
+    None are written where there are more, nor where rows occur twice: their lists would not be as long as was counted.
+    ``beside``: other launches are to have room on the card.
+    """
+    table = cast(CoordinateTable, search.table)  # where cells around rows are looked at, there is one
+    device, scratch, programs = search.coords.device, search.scratch, 2 * search.chunks
+    distinct = search.rows if search.unseen is None else -1
     args = (
-        *search.pointers, search.scratch[STARTS], pointer(search.pending.offsets), pointer(in_rows), pointer(out_rows),
-        search.rows, search.chunks,
+        *search.pointers, scratch[STARTS], pointer(search.pending.offsets), table.arena[STATUS], in_rows, out_rows,
+        search.rows, search.chunks, ceil_div(most, 32), distinct,
     )  # fmt: skip
-    programs, device = 2 * search.chunks, in_rows.device
-    if current() is not None:
+    if beside or current() is not None:
         programs = crew_of(device, programs, BESIDE_FEW if search.rows <= FEW_ROWS else BESIDE)
     CUBE_PAIRS(device, (programs,), args, (search.chunk_rows,))
 
@@ -86,12 +93,18 @@ def list_cube(search: WindowSearch, in_rows: torch.Tensor, out_rows: torch.Tenso
 @triton.jit
 def cube_pairs_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
-    starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n, num_chunks, CHUNK: tl.constexpr,
+    starts_ptr, offsets_ptr, status_ptr, in_rows_ptr, out_rows_ptr, n, num_chunks, lines, distinct,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """`pairs_kernel` for the 27 cells around rows: taps 0 to 8 and 9 to 13 of a chunk one after another, or apart."""
+    """`pairs_kernel` for the 27 cells around rows: taps 0 to 8 and 9 to 13 of a chunk one after another, or apart.
+
+    For edges that fill no more than so many ``lines`` of 32, and ``distinct`` rows; -1: nobody knows how many.
+    """
     if not IS_INTERPRETED:
         tl.inline_asm_elementwise(OPEN, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    for half in range(tl.program_id(0), 2 * num_chunks, tl.num_programs(0)):
+    found = (tl.load(status_ptr) & 0xFFFFFFFF).to(tl.int32)
+    fits = ((tl.load(offsets_ptr + 27) + 31) // 32 <= lines) & ((distinct < 0) | (found == distinct))
+    for half in range(tl.program_id(0), tl.where(fits, 2 * num_chunks, 0), tl.num_programs(0)):
         if half % 2 == 0:
             list_runs(
                 half // 2, info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr,
@@ -227,4 +240,4 @@ def close(in_rows_ptr, out_rows_ptr, own, twin, at, begin, shift, LIST: tl.const
 
 
 _I32, _I64 = torch.int32, torch.int64
-CUBE_PAIRS = Launcher(cube_pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, int, int), num_warps=1)
+CUBE_PAIRS = Launcher(cube_pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I64, _I32, _I32, *(int,) * 4), num_warps=1)

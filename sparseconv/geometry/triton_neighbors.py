@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.aside import Moment, building, current
+from sparseconv.geometry.aside import Fork, Moment, building, current
 from sparseconv.geometry.triton_chunks import chunk_keys, number_runs, put_runs
 from sparseconv.geometry.triton_counts import Counters, PendingCounts, scan_counts
 from sparseconv.geometry.triton_cube import CUBE
@@ -23,6 +23,7 @@ from sparseconv.geometry.triton_launch import (
     Report,
     Unseen,
     ceil_div,
+    fork_of,
     pointer,
 )
 from sparseconv.geometry.triton_order import Passes, sort_rows, ticket_behind
@@ -132,6 +133,8 @@ class WindowSearch:
         self._pointers: tuple[Pointer, ...] | None = None
         #: when it was launched, in a run whose maps are aside
         self.moment: Moment | None = None
+        #: a stream that follows the search, and not what was launched behind it; marked where that is much
+        self.fork: Fork | None = None
         #: what else the launch makes that fills the scratch memory, under keys of those who take it
         self.made: dict[Any, Any] = {}
         if table is not None and sent is not None:
@@ -189,6 +192,10 @@ class WindowSearch:
                 args = (pointer(self.neighbors), counts, totals, n, self.chunks)
                 _COUNT(self.coords.device, (self.chunks, taps), args, (self.chunk_rows, 128))
             scan_counts(counters, scratch[STARTS], self.pending, table)
+            if patient:
+                self.fork = fork_of(device)
+                if self.fork is not None:
+                    self.fork.mark()
             if sort is not None:
                 self._ahead = sort.chunk_rows, sort.launch(table, scratch)
         self.moment = None if aside is None else aside.moment()

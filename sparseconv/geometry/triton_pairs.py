@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +14,13 @@ import triton.language as tl
 from sparseconv.geometry.aside import Moment
 from sparseconv.geometry.triton_ahead import expect_lists, own_search
 from sparseconv.geometry.triton_cube_pairs import list_cube
-from sparseconv.geometry.triton_launch import Launcher, ceil_div, pointer, power_of_2
+from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, ceil_div, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
-from sparseconv.geometry.triton_table import read_table
 from sparseconv.geometry.triton_window import encode_window, entry_of, look, take
+
+#: room for edges that are listed ahead, over those that the last map would have had
+SPARE = 1.125
 
 if TYPE_CHECKING:
     from sparseconv.geometry.edges import Window
@@ -52,7 +55,7 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
             known = (pointer(pending.offsets), pointer(search.unseen.fault), most, window.num_taps)
             _CONFINE(device, (1,), known, (power_of_2(window.num_taps + 1),))
         if search.is_cube:
-            list_cube(search, in_rows, out_rows)
+            list_cube(search, pointer(in_rows), pointer(out_rows), most)
         else:
             mirrored = search.is_local and window.is_symmetric
             args = (
@@ -95,9 +98,13 @@ class FoundEdges:
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows, out_rows and tap_offsets; waits for the counts alone."""
         search = self.search
-        listed = search.made.pop("edges", None)
-        in_rows, out_rows, _ = pairs_of(search, self.most) if listed is None else listed
-        expect_lists(search, "edges", list_ahead)
+        lists = search.made.pop("edges", None)
+        room, total = (0, 0) if lists is None else (lists.shape[0] // 2, self.total())
+        if lists is None or total > room:
+            in_rows, out_rows, _ = pairs_of(search, self.most)
+        else:
+            in_rows, out_rows = lists[:total], lists[room : room + total]
+        expect_lists(search, "edges", partial(list_ahead, in_rows.shape[0] / max(1, search.rows)))
         self.wrote("pairs")
         return in_rows, out_rows, search.pending.offsets
 
@@ -185,16 +192,21 @@ def find_edges_on_gpu(
     return FoundEdges(search, fine.num_voxels, most)
 
 
-def list_ahead(search: WindowSearch) -> None:
-    """Leave the edges by tap in what a search made, before somebody asks; waits for its counts.
+def list_ahead(per_row: float, search: WindowSearch) -> None:
+    """Leave the edges by tap in what a search made, before somebody asks: int32 in rows, and as many out rows.
 
-    Of rows that occur twice there are none to be listed: their grid will say so.
+    With room for ``per_row`` edges a row, as the last map had, and an eighth more.
     """
-    table = search.table
-    if table is not None:
-        read_table(table)
-        if not table.read["overflow"] and not table.has_duplicates:
-            search.made["edges"] = pairs_of(search)
+    room = 32 * ceil_div(min(search.most_edges, int(SPARE * per_row * search.rows) + 1), 32)
+    lists = torch.empty(2 * room, dtype=torch.int32, device=search.coords.device)
+    in_rows = pointer(lists)
+    out_rows = lists[room:] if INTERPRETED else in_rows + 4 * room
+    if search.fork is None:
+        list_cube(search, in_rows, out_rows, room)
+    else:  # they would wait for a sort and tiles
+        with search.fork.beside():
+            list_cube(search, in_rows, out_rows, room, beside=True)
+    search.made["edges"] = lists
 
 
 def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:

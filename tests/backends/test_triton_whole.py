@@ -19,12 +19,12 @@ from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_jobs_on_devi
 from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM, jobs_of
 from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
 from sparseconv.backends.triton_implicit_gemm.whole import WHOLE_ROWS, WholeLaunch, jobs_made, schedule_made
-from sparseconv.geometry import triton_ahead, triton_launch, triton_neighbors, triton_table
+from sparseconv.geometry import triton_ahead, triton_launch, triton_neighbors, triton_pairs, triton_table
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.triton_ahead import own_search, search_ahead, whole_ahead
 from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
-from sparseconv.geometry.triton_pairs import FoundEdges, pairs_of
+from sparseconv.geometry.triton_pairs import FoundEdges, list_ahead, pairs_of
 from sparseconv.geometry.triton_table import CoordinateTable, build_table, lookup, read_table
 from sparseconv.geometry.triton_window import TapWindow, encode_window
 
@@ -199,14 +199,71 @@ def test_lists_of_many_rows_are_made_behind_their_search(
     schedule_made(map_of(fourth), 64, chunk_rows)
     FoundEdges(fourth, 300).pairs()
     fifth = searched()
-    listed = fifth.made["edges"][0]
+    listed = fifth.made["edges"]
     again = FoundEdges(fifth, 300).pairs()
-    assert again[0] is listed
+    assert again[0].data_ptr() == listed.data_ptr()
     for a, b in zip(again, edges):
         assert torch.equal(a, b)
-    coords[5] = coords[250]
-    assert "edges" not in searched().made
+    searched()
+    searched()
     assert triton_neighbors._sorted.get(DEVICE.index, -1) == -1
+
+
+def test_edges_are_listed_behind_a_map_that_is_launched_whole() -> None:
+    coords = rows(300)
+    first = map_of(given(coords))
+    schedule_made(first, 128)
+    jobs_made(first, 40)
+    want = first.in_rows, first.out_rows, first.tap_offsets
+    launched(coords)  # compiles, on a card
+    for _ in range(2):
+        table, search = whole_ahead(coords) or (None, None)
+        assert table is not None
+        assert search is not None
+        table.is_given = True
+        edges, lists = map_of(search), search.made["edges"]
+        assert 2 * edges.num_pairs < len(lists) < 2.4 * edges.num_pairs
+        schedule_made(edges, 128)
+        for a, b in zip((edges.in_rows, edges.out_rows, edges.tap_offsets), want):
+            assert torch.equal(a, b)
+        assert edges.in_rows.data_ptr() == lists.data_ptr()
+    table, search = launched(rows(300, 1))
+    assert "edges" not in search.made, "nobody asked for those of this kind of launch"
+
+
+@pytest.fixture
+def _marked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(triton_pairs.torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(-7))
+
+
+@pytest.mark.usefixtures("_marked_memory")
+def test_more_edges_than_lists_made_ahead_have_room_for_are_listed_again() -> None:
+    coords = rows(300)
+    search, want = given(coords), pairs_of(given(coords))
+    list_ahead(0.5, search)
+    lists = search.made["edges"]
+    assert len(lists) < 2 * len(want[0])
+    assert (lists == -7).all()
+    edges = FoundEdges(search, 300).pairs()
+    assert torch.equal(edges[0], want[0])
+    assert torch.equal(edges[1], want[1])
+    again = given(coords)
+    list_ahead(len(want[0]) / 300, again)
+    lists = again.made["edges"].view(2, -1)
+    assert (lists[:, : len(want[0])] != -7).all()
+    assert (lists[:, len(want[0]) :] == -7).all()
+
+
+@pytest.mark.usefixtures("_marked_memory")
+def test_edges_of_rows_that_occur_twice_are_not_listed_ahead() -> None:
+    coords = rows(300)
+    coords[40:] = coords[39]
+    search = given(coords)
+    list_ahead(27.0, search)
+    assert (search.made["edges"] == -7).all()
+    with pytest.raises(ValueError, match="are the same voxel"):
+        FoundEdges(search, 300).pairs()
 
 
 def test_maps_of_plans_making_and_wide_tiles_are_not_asked_for() -> None:

@@ -140,7 +140,9 @@ class ListsLaunch:
         self.block_m, self.chunk_rows = block_m, chunk_rows
 
     def __call__(self, search: WindowSearch) -> None:
-        """Leave it in what the search made."""
+        """Leave it in what the search made; of few rows, that would be launched with it."""
+        if search.rows <= WHOLE_ROWS:
+            return
         schedule = build_schedule(search, self.block_m, chunk_rows=self.chunk_rows)
         search.expect_order(-1)  # nobody has asked yet
         search.made |= {"launch": self, "schedule": schedule}
