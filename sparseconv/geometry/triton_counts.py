@@ -64,13 +64,14 @@ class Counters:
         self._own: torch.Tensor | None = None
         if self._start is None:
             self._own = torch.zeros(length, dtype=torch.int32, device=table.coords.device)
-        #: totals and counts, for the kernels
-        self.pointers: tuple[Pointer, Pointer]
+
+    @property
+    def pointers(self) -> tuple[Pointer, Pointer]:
+        """Totals and counts, for the kernels."""
         if INTERPRETED:
-            self.pointers = self._memory[: 2 * taps].view(torch.int64), self.counts
-        else:
-            base = self._arena[COUNTS] + 4 * (self._start or 0) if self._own is None else self._own.data_ptr()
-            self.pointers = base, base + 4 * self._first
+            return self._memory[: 2 * self.shape[0]].view(torch.int64), self.counts
+        base = self._arena[COUNTS] + 4 * (self._start or 0) if self._own is None else self._own.data_ptr()
+        return base, base + 4 * self._first
 
     @property
     def _memory(self) -> torch.Tensor:

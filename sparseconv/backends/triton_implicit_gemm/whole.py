@@ -121,7 +121,8 @@ def _expect(search: WindowSearch, block_m: int, count: int) -> None:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the arrays of a map lie in two allocations, what lasts and scratch memory: lengths and first bytes."""
+    """Where the arrays of a map lie, lengths and first bytes: in two allocations, what lasts and scratch memory; in
+    one where few rows keep that."""
 
     table: tuple[list[int], list[int]]
     jobs: tuple[tuple[int, ...], list[int]]
@@ -182,7 +183,7 @@ class WholeLaunch:
         slots, chunks = (n + SLOT_ALIGNMENT - 1) & -SLOT_ALIGNMENT, ceil_div(n, rows_per_chunk(n))
         tiles = slots // self.block_m
         lasting = torch.empty(places.lasting, dtype=torch.uint8, device=device)
-        passing = torch.empty(places.passing, dtype=torch.uint8, device=device)
+        passing = torch.empty(places.passing, dtype=torch.uint8, device=device) if places.passing else lasting
         begin = lasting.data_ptr()
         arena = Arena.of(lasting, begin, TABLE_KINDS, *places.table)
         scratch = Arena.of(passing, passing.data_ptr(), SCRATCH, *places.scratch)
@@ -216,7 +217,9 @@ class WholeLaunch:
         at_jobs, end = lay_out(JOB_KINDS, jobs, end)
         lists = schedule_lengths(TAPS, slots, slots // self.block_m, True)
         schedule, lasting = lay_out(SCHEDULE_KINDS, lists, end)
-        at_scratch, passing = lay_out(SCRATCH, scratch)
+        at_scratch, passing = lay_out(SCRATCH, scratch, lasting if rows <= KEPT_ROWS else 0)
+        if rows <= KEPT_ROWS:
+            lasting, passing = passing, 0
         numbers = (table[SLOTS] // 2, at_table[IDS] // 4, passes.share, self.count, programs)
         found = Places(
             (table, at_table), (jobs, at_jobs), schedule, lasting, (scratch, at_scratch), passing, numbers, programs
