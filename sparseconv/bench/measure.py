@@ -116,6 +116,7 @@ def _measured(job: Job, kind: type[Convolution]) -> dict[str, Any]:
     if job.quantities == (COMPILE,):
         with torch.no_grad():
             convolution.forward(x)
+        convolution.settle()
         clock.wait()
         return row
     results = _results(convolution, x, grad)

@@ -77,12 +77,14 @@ def expect_lists(search: WindowSearch, kind: str, make: Callable[[WindowSearch],
 
 
 def _make_lists(search: WindowSearch) -> None:
-    """Make the lists that the last search was asked for, but no other than were made with this one."""
+    """Make the lists that the last search was asked for and that were not made with this one, by name: edges first."""
     lists = _lists.pop(search.coords.device.index, None)
     if lists is not None and search.is_cube and search.rows <= LISTED_ROWS:
-        for kind, make in lists.items():
+        for kind, make in sorted(lists.items()):
             if kind not in search.made:
                 make(search)
+    if search.fork is not None:
+        search.fork.join()
 
 
 def search_ahead(table: CoordinateTable) -> WindowSearch | None:

@@ -203,7 +203,7 @@ def list_ahead(per_row: float, search: WindowSearch) -> None:
     out_rows = lists[room:] if INTERPRETED else in_rows + 4 * room
     if search.fork is None:
         list_cube(search, in_rows, out_rows, room)
-    else:  # they would wait for a sort and tiles
+    else:  # not behind the sort
         with search.fork.beside():
             list_cube(search, in_rows, out_rows, room, beside=True)
     search.made["edges"] = lists

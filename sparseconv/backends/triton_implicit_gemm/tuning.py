@@ -26,8 +26,8 @@ SAMPLE_MS = 0.3
 #: show what a card's power limit does to long ones
 MARGIN = 0.02
 #: milliseconds by which one must be faster that takes another schedule than what is expected: every new map would have
-#: both, for 0.02 ms of the card and more of the host
-OWN_LISTS_MS = 0.003
+#: both, for 0.02 ms of the card and 0.1 of the host, which the layers over it share
+OWN_LISTS_MS = 0.01
 #: device cycles that the host is given to launch one step
 HEAD_START_CYCLES = 100_000
 
