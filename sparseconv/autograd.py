@@ -16,7 +16,6 @@ the map (a plan, a graph node) keeps it alive. The schema says SymInt, so that a
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -33,16 +32,15 @@ if TYPE_CHECKING:
 
 _maps: dict[int, weakref.ref[KernelMap]] = {}
 _numbers = itertools.count(1)
-_lock = threading.Lock()
 
 
 def number_of(kernel_map: KernelMap) -> int:
     """The number under which operators find this map while it lives."""
-    with _lock:
-        number = kernel_map.prepared.get("number")
-        if number is None:
-            number = kernel_map.prepared["number"] = next(_numbers)
-            _maps[number] = weakref.ref(kernel_map, partial(_maps.pop, number))
+    number = kernel_map.prepared.get("number")
+    if number is None:
+        mine = next(_numbers)
+        _maps[mine] = weakref.ref(kernel_map, partial(_maps.pop, mine))  # found before another thread reads the number
+        number = kernel_map.prepared.setdefault("number", mine)
     return number
 
 

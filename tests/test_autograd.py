@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.autograd import number_of
+from sparseconv.autograd import _alive, number_of
 from sparseconv.backends.registry import choose
+from sparseconv.geometry.kernel_map import KernelMap
 from tests.cases import CASES, build, named, operands
 from tests.ranks import on_ranks
 
@@ -195,3 +198,24 @@ def test_data_parallel_training_in_two_processes():
     for grads in got:
         for grad, one, two in zip(grads, *parts):
             assert torch.allclose(torch.from_numpy(grad), (one + two) / 2, atol=1e-4)
+
+
+def test_threads_find_one_number_for_a_map():
+    for _ in range(50):
+        kernel_map = KernelMap(1, 1, 1, neighbors=torch.zeros(1, 1, dtype=torch.int32))
+        start, numbers = threading.Barrier(4), []
+
+        def ask(kernel_map=kernel_map, start=start, numbers=numbers):
+            start.wait()
+            number = number_of(kernel_map)
+            numbers.append((number, _alive(number) is kernel_map))
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        number = number_of(kernel_map)
+        assert numbers == [(number, True)] * 4
+        del kernel_map, ask, threads
+        assert _alive(number) is None

@@ -12,7 +12,7 @@ import torch
 
 from sparseconv.geometry.aside import building
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
-from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.kernel_map import KernelMap, undifferentiated
 from sparseconv.geometry.line_search import edges_by_lines
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
@@ -47,7 +47,7 @@ class Window:
             raise ValueError(
                 "give either kernel_size (a box of taps) or taps (an explicit list), not both, not neither"
             )
-        if taps is None and all(map(_is_plain, (kernel_size, stride, dilation, padding))):
+        if taps is None and _is_plain(kernel_size) and _is_plain(stride) and _is_plain(dilation) and _is_plain(padding):
             return _box_window(rank, kernel_size, stride, dilation, padding)
         listed = taps.tolist() if isinstance(taps, torch.Tensor) else taps
         return _window(
@@ -189,7 +189,7 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
         most = None if fine.count is None else fine.most_pairs(coarse, window, boundary)  # type: ignore[attr-defined]
         with building() as aside:
             source = _on_gpu().find_edges_on_gpu(fine, coarse.coords, window, torus, most)
-        sizes = fine.num_voxels, coarse.num_voxels, len(window.offsets)
+        sizes = source.num_in, coarse.num_voxels, len(window.offsets)
         found = KernelMap(*sizes, source=source, identity_tap=identity, mirror=mirror)
         if aside is not None:
             aside.keep(found)
@@ -264,7 +264,7 @@ def _reach_on_gpu(
     from sparseconv.geometry.triton_reach import reach  # Triton is loaded where it is used
 
     size = grid.batch_size, window.offsets, window.stride, torus
-    with torch._C._DisableFuncTorch():  # voxels do not depend on what torch.func differentiates
+    with undifferentiated():
         return reach(grid.coords, grid.extent, *size, to_fine=to_fine, within=within)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -74,13 +73,10 @@ class VoxelGrid:
             raise ValueError(f"coords name batch item {high[0]}, but batch_size is {batch_size}")
         elif batch_size < 0:
             raise ValueError(f"batch_size must not be negative; got {batch_size}")
-        self.batch_size = batch_size
-        #: the bounding box of the voxels, without the batch
-        self.extent = (
-            IndexRange(low[1:], tuple([h + 1 for h in high[1:]])) if low else IndexRange((0,) * rank, (0,) * rank)
-        )
-        if batch_size * math.prod([h - v + 1 for v, h in zip(low[1:], high[1:])]) >= KEY_LIMIT:
-            self._space  # noqa: B018 (raises)
+        self.batch_size, self._low, self._high = batch_size, low, high
+        longest = max(high) - min(low) + 1 if low else 1  # of all columns: no axis has more cells
+        if batch_size * longest**rank >= KEY_LIMIT:
+            self._space  # noqa: B018 (raises where there are so many indeed)
         if table is not None:
             self.derived["cells"] = table
             if search is not None:
@@ -98,6 +94,13 @@ class VoxelGrid:
             self.coords = coords[self._table.rows[first].sort().values]
             del self.__dict__["_table"]
             self.derived.clear()
+
+    @cached_property
+    def extent(self) -> IndexRange:
+        """The bounding box of the voxels, without the batch."""
+        if not self._low:
+            return IndexRange((0,) * self.rank, (0,) * self.rank)
+        return IndexRange(self._low[1:], [h + 1 for h in self._high[1:]])
 
     @cached_property
     def _space(self) -> KeySpace:
@@ -139,7 +142,7 @@ class VoxelGrid:
     @property
     def rank(self) -> int:
         """D, the number of spatial axes."""
-        return self.coords.shape[1] - 1
+        return len(self.origin)
 
     @property
     def device(self) -> torch.device:
@@ -382,16 +385,15 @@ def _checked_coords(coords: torch.Tensor) -> torch.Tensor:
     narrow = coords.dtype is torch.int32
     if not narrow and (coords.is_floating_point() or coords.is_complex() or coords.dtype == torch.bool):
         raise TypeError(f"coords must be integers; got {coords.dtype}: voxelize() turns positions into voxels")
-    if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:
-        raise ValueError(
-            f"coords must be (N, 1+D): a batch column and 1 to 4 spatial axes; got shape {tuple(coords.shape)}"
-        )
+    shape = coords.shape
+    if len(shape) != 2 or not 2 <= shape[1] <= 5:
+        raise ValueError(f"coords must be (N, 1+D): a batch column and 1 to 4 spatial axes; got shape {tuple(shape)}")
     if not narrow:
         low, high = _bounds(coords)
         if low and (min(low) < INT32.min or max(high) >= INT32.max):
             raise ValueError(f"voxel indices must fit in 32 bits; got values from {min(low)} to {max(high)}")
-        return coords.int().contiguous()
-    return coords.detach().contiguous()
+        coords = coords.int()
+    return coords.contiguous()  # integers have no gradient to be detached from
 
 
 def _floats(value: float | Sequence[float], rank: int, name: str) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +13,8 @@ from sparseconv.geometry.aside import Moment, appending, building
 
 if TYPE_CHECKING:
     from sparseconv.products import SparseProductInfo
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class EdgeSource(Protocol):
@@ -116,7 +119,7 @@ class KernelMap:
             with building():  # by no index that a graph could not copy
                 return torch.stack([twin.neighbors[tap] for tap in self.mirror])
         if self.source is not None:
-            with torch._C._DisableFuncTorch(), building():  # edges do not depend on what torch.func differentiates
+            with undifferentiated(), building():
                 return self.source.neighbors
         in_rows, out_rows, _ = self._pairs
         table = torch.full((self.num_taps, self.num_out), -1, dtype=torch.int32, device=in_rows.device)
@@ -130,7 +133,7 @@ class KernelMap:
             if twin is not None and "_pairs" in twin.__dict__:
                 out_rows, in_rows, offsets = twin._pairs
                 return in_rows, out_rows, offsets
-            with torch._C._DisableFuncTorch(), appending(self.source.moment):
+            with undifferentiated(), appending(self.source.moment):
                 in_rows, out_rows, offsets = self.source.pairs()
             if twin is not None:  # both directions read the same arrays
                 twin.__dict__["_pairs"] = (out_rows, in_rows, offsets)
@@ -296,3 +299,8 @@ class KernelMap:
             f"KernelMap({self.num_in:,} -> {self.num_out:,} rows, {self.num_taps} taps, {self.num_pairs:,} pairs, "
             f"{mean:.1f} an output{identity}, {self.device})"
         )
+
+
+def undifferentiated() -> AbstractContextManager[Any]:
+    """A context without the transforms of torch.func: edges do not depend on what these differentiate."""
+    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else _NOTHING

@@ -29,7 +29,7 @@ def per_axis(value: int | Sequence[int], rank: int, name: str, minimum: int | No
     return values
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class IndexRange:
     """A box of integer points: ``start`` inclusive, ``end`` exclusive, one integer an axis.
 
@@ -40,11 +40,11 @@ class IndexRange:
     start: Ints
     end: Ints
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "start", tuple(map(int, self.start)))
-        object.__setattr__(self, "end", tuple(map(int, self.end)))
-        if len(self.start) != len(self.end):
-            raise ValueError(f"start and end must have the same rank; got {self.start} and {self.end}")
+    def __init__(self, start: Iterable[int], end: Iterable[int]) -> None:
+        first, last = tuple(map(int, start)), tuple(map(int, end))
+        if len(first) != len(last):
+            raise ValueError(f"start and end must have the same rank; got {first} and {last}")
+        self.__dict__.update(start=first, end=last)
 
     @classmethod
     def of_shape(cls, shape: Sequence[int]) -> IndexRange:

@@ -14,7 +14,7 @@ from sparseconv.backends.base import Request
 from sparseconv.backends.registry import BACKENDS
 from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.kernel_map import KernelMap, undifferentiated
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.plan.explanation import Explanation, explain
@@ -144,7 +144,7 @@ class ConvolutionPlan:
         is_transposed: bool,
     ) -> None:
         fine, coarse = (target, source) if is_transposed else (source, target)
-        with torch._C._DisableFuncTorch():  # edges do not depend on what torch.func differentiates
+        with undifferentiated():
             edges = find_edges(fine, coarse, window, boundary)
         kernel_map = edges.reverse() if is_transposed else edges
         self._set(source, target, window, boundary, kernel_map, box, groups, backend, is_transposed)

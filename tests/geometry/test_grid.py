@@ -162,6 +162,7 @@ def test_a_grid_pickles_and_moves():
     other = pickle.loads(pickle.dumps(grid))
     assert torch.equal(other.coords, grid.coords)
     assert (other.voxel_size, other.origin, other.batch_size) == ((0.5, 0.25), (1.0, 1.0), 2)
+    assert other.extent == grid.extent == IndexRange((-3, 2), (2, 5))
     assert other.lookup(grid.coords).tolist() == [0, 1]
     assert grid.to("cpu") is grid
     assert grid.positions().tolist() == [[1.75, 1.625], [-0.25, 2.125]]

@@ -307,20 +307,26 @@ def _schedule(
             straight.slots,
             straight.tile_taps,
         )
-    if _meets_once(kernel_map):
+    by_gpu = _is_cuda(kernel_map.device) and "row_order" not in kernel_map.prepared
+    if by_gpu and _on_gpu()[1].meets_once(kernel_map):
         if split > 1 or chunked or in_order:
             return schedule_of(kernel_map, block_m)
         return _on_gpu()[1].one_tap_schedule(kernel_map, block_m)
     if split > 1:
-        return _build(kernel_map, block_m, plane_groups(kernel_map.num_taps, split))
+        return _build(kernel_map, by_gpu, block_m, plane_groups(kernel_map.num_taps, split))
     name = "chunked schedule" if chunked else "schedule"
     base = kernel_map.prepared.get(name)
     if base is None:
-        base = kernel_map.prepared[name] = _build(kernel_map, block_m, None, CHUNK_ROWS if chunked else None)
+        base = kernel_map.prepared[name] = _build(kernel_map, by_gpu, block_m, None, CHUNK_ROWS if chunked else None)
     schedule = retile(base, block_m)
     if in_order:
         return schedule.launched(_dense_first(schedule))
     return _in_order(schedule) if chunked and schedule is not base else schedule
+
+
+@cache
+def _is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"  # a string that torch prints anew each time
 
 
 def _in_order(schedule: Schedule) -> Schedule:
@@ -359,20 +365,18 @@ def _on_device(mirror: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return (taps.pin_memory() if device.type == "cuda" else taps).to(device, non_blocking=True)
 
 
-def _meets_once(kernel_map: KernelMap) -> bool:
-    if "row_order" in kernel_map.prepared or kernel_map.device.type != "cuda":
-        return False
-    return _on_gpu()[1].meets_once(kernel_map)
-
-
 def _build(
-    kernel_map: KernelMap, block_m: int, groups: Sequence[Sequence[int]] | None, chunk_rows: int | None = None
+    kernel_map: KernelMap,
+    by_gpu: bool,
+    block_m: int,
+    groups: Sequence[Sequence[int]] | None,
+    chunk_rows: int | None = None,
 ) -> Schedule:
-    rows = kernel_map.prepared.get("row_order")
-    if rows is None and kernel_map.device.type == "cuda":
+    if by_gpu:
         build, _, whole = _on_gpu()
         made = whole.schedule_made(kernel_map, block_m, chunk_rows) if groups is None else None
         return made or build.schedule_on_gpu(kernel_map, block_m, groups, chunk_rows)
+    rows = kernel_map.prepared.get("row_order")
     schedule = build_schedule(
         kernel_map.neighbors, kernel_map.num_taps, block_m, base_order=rows, chunk_rows=chunk_rows, groups=groups
     )
