@@ -21,8 +21,9 @@ _seen: set[int | None] = set()
 #: what launches table and search of a new grid's rows, and what else the last map was asked for; by device
 Whole = Callable[[torch.Tensor], "tuple[CoordinateTable, WindowSearch] | None"]
 _whole: dict[int | None, Whole] = {}
-#: rows up to which lists are made of a search before they are asked for: they take memory beside those of the last map
-LISTED_ROWS = 2_000_000
+#: rows from which and up to which lists are made of a search before they are asked for: of fewer the card is done
+#: before the host could wait for it; those of more take much memory beside the last map's
+LISTED_ROWS = 65_536, 2_000_000
 #: what makes the lists that the last search was asked for, by device and kind
 _lists: dict[int | None, dict[str, Callable[[WindowSearch], None]]] = {}
 
@@ -72,14 +73,18 @@ def whole_ahead(coords: torch.Tensor) -> tuple[CoordinateTable, WindowSearch] | 
 def expect_lists(search: WindowSearch, kind: str, make: Callable[[WindowSearch], None]) -> None:
     """Have lists made of the next new grid's search as of this one."""
     table = search.table
-    if table is not None and table.is_given and search.is_cube and search.rows <= LISTED_ROWS:
+    if table is not None and table.is_given and _has_lists(search):
         _lists.setdefault(table.coords.device.index, {})[kind] = make
+
+
+def _has_lists(search: WindowSearch) -> bool:
+    return search.is_cube and LISTED_ROWS[0] < search.rows <= LISTED_ROWS[1]
 
 
 def _make_lists(search: WindowSearch) -> None:
     """Make the lists that the last search was asked for and that were not made with this one, by name: edges first."""
     lists = _lists.pop(search.coords.device.index, None)
-    if lists is not None and search.is_cube and search.rows <= LISTED_ROWS:
+    if lists is not None and _has_lists(search):
         for kind, make in sorted(lists.items()):
             if kind not in search.made:
                 make(search)
