@@ -167,34 +167,6 @@ class Aside:
             self._operands = []
 
 
-class Fork:
-    """A stream beside another one, for launches that follow a mark in that and not all that came after it.
-
-    They go first where both wait for room. Threads that share the other stream share its fork: a later mark, or more
-    that is launched beside it, only makes them wait for more.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream, self._beside = stream, torch.cuda.Stream(stream.device, priority=-1)
-        self._since, self._until = torch.cuda.Event(), torch.cuda.Event()
-
-    def mark(self) -> None:
-        """Launches beside follow what was launched so far."""
-        self._since.record(self._stream)
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Within it, launches follow the mark."""
-        self._beside.wait_event(self._since)
-        with torch.cuda.stream(self._beside):
-            yield
-
-    def join(self) -> None:
-        """Whatever the stream is asked for from now on follows what was launched beside it."""
-        self._until.record(self._beside)
-        self._stream.wait_event(self._until)
-
-
 class Moment(NamedTuple):
     """What maps of a run had come to."""
 

@@ -82,14 +82,12 @@ def _has_lists(search: WindowSearch) -> bool:
 
 
 def _make_lists(search: WindowSearch) -> None:
-    """Make the lists that the last search was asked for and that were not made with this one, by name: edges first."""
+    """Make the lists that the last search was asked for, but those that were made with this one."""
     lists = _lists.pop(search.coords.device.index, None)
     if lists is not None and _has_lists(search):
-        for kind, make in sorted(lists.items()):
+        for kind, make in lists.items():
             if kind not in search.made:
                 make(search)
-    if search.fork is not None:
-        search.fork.join()
 
 
 def search_ahead(table: CoordinateTable) -> WindowSearch | None:

@@ -69,11 +69,10 @@ APPEND, APPEND_ONE = tl.constexpr(_code(True, False)), tl.constexpr(_code(False,
 CLOSE, CLOSE_ONE = tl.constexpr(_code(True, True)), tl.constexpr(_code(False, True))
 
 
-def list_cube(search: WindowSearch, in_rows: Pointer, out_rows: Pointer, most: int, beside: bool = False) -> None:
+def list_cube(search: WindowSearch, in_rows: Pointer, out_rows: Pointer, most: int) -> None:
     """Write the edges of a search that `is_cube`, in the order of `pairs_of`, to two arrays of ``most`` int32.
 
     None are written where there are more, nor where rows occur twice: their lists would not be as long as was counted.
-    ``beside``: other launches are to have room on the card.
     """
     table = cast(CoordinateTable, search.table)  # where cells around rows are looked at, there is one
     device, scratch, programs = search.coords.device, search.scratch, 2 * search.chunks
@@ -82,7 +81,7 @@ def list_cube(search: WindowSearch, in_rows: Pointer, out_rows: Pointer, most: i
         *search.pointers, scratch[STARTS], pointer(search.pending.offsets), table.arena[STATUS], in_rows, out_rows,
         search.rows, search.chunks, ceil_div(most, 32), distinct,
     )  # fmt: skip
-    if beside or current() is not None:
+    if current() is not None:
         programs = crew_of(device, programs, BESIDE_FEW if search.rows <= FEW_ROWS else BESIDE)
     CUBE_PAIRS(device, (programs,), args, (search.chunk_rows,))
 

@@ -20,8 +20,6 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-from sparseconv.geometry.aside import Fork
-
 #: programs of a cooperative launch on each multiprocessor, of 128 threads, and the registers that a thread may have
 CREW, MOST_REGISTERS = 4, 128
 #: times that the programs of a cooperative launch may wait for each other
@@ -445,16 +443,6 @@ def _free(stock: list[_Slip]) -> _Slip | None:
 @cache
 def _stock(index: int, stream: int, length: int) -> list[_Slip]:
     return []
-
-
-def fork_of(device: torch.device) -> Fork | None:
-    """What lies beside the current stream; None where kernels are interpreted."""
-    return None if INTERPRETED else _fork(device.index, _current_stream(device.index))
-
-
-@cache
-def _fork(index: int, address: int) -> Fork:
-    return Fork(_stream(index, address))
 
 
 @cache

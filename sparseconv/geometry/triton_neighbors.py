@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.aside import Fork, Moment, building, current
+from sparseconv.geometry.aside import Moment, building, current
 from sparseconv.geometry.triton_chunks import chunk_keys, number_runs, put_runs
 from sparseconv.geometry.triton_counts import Counters, PendingCounts, scan_counts
 from sparseconv.geometry.triton_cube import CUBE
@@ -23,7 +23,6 @@ from sparseconv.geometry.triton_launch import (
     Report,
     Unseen,
     ceil_div,
-    fork_of,
     pointer,
 )
 from sparseconv.geometry.triton_order import Passes, sort_rows, ticket_behind
@@ -64,6 +63,10 @@ from sparseconv.geometry.triton_window import (
 #: rows of the runs that the last schedule of more than FUSED_ROWS rows was sorted by, by device, until an order began
 #: that nobody had asked for
 _sorted: dict[int | None, int | None] = {}
+#: blocks a row of the last grid of many rows, by device
+_blocks: dict[int | None, float] = {}
+#: room for what is made before its number is known, over what the last one of its kind would have taken
+SPARE = 1.125
 #: the arrays of a search whose rows are sorted ahead: keys of runs behind the others
 _SORTED_SCRATCH, _RUN_KEYS = Kinds((*SCRATCH, torch.int32)), len(SCRATCH)
 #: key bits of windows with more than 31 taps: the most significant taps
@@ -90,8 +93,8 @@ class WindowSearch:
         given: (K, N_out) int32: the table of a search that has none of rows.
         unseen: of given edges between rows whose number the host does not know; a table has its own.
         sent: where a launch leaves all this that was made before, with the rows in order.
-        patient: whether to wait for the table's report, as the caller will anyway: memory is then taken for blocks, and
-            not for as many as there are rows, which are sorted as those of the last schedule were.
+        patient: whether to wait for the table's report, as the caller will anyway: memory is then taken for about as
+            many blocks as there are, and not for as many as rows, which are sorted as those of the last schedule were.
     """
 
     def __init__(
@@ -133,8 +136,6 @@ class WindowSearch:
         self._pointers: tuple[Pointer, ...] | None = None
         #: when it was launched, in a run whose maps are aside
         self.moment: Moment | None = None
-        #: a stream that follows the search, and not what was launched behind it; marked where that is much
-        self.fork: Fork | None = None
         #: what else the launch makes that fills the scratch memory, under keys of those who take it
         self.made: dict[Any, Any] = {}
         if table is not None and sent is not None:
@@ -166,7 +167,7 @@ class WindowSearch:
         self._begin(table)
         sort = _SortAhead.of(self) if patient else None  # begins while the host would wait
         if patient and table.report is not None:
-            blocks = table.report.read()[0] >> 32
+            blocks = int(SPARE * _blocks.get(device.index, 0.0) * n) or table.report.read()[0] >> 32
         else:
             blocks = table.most_blocks if self.is_local else 0
         lengths = [taps * self.chunks, n if narrow else 0, blocks * self.constants[5]]
@@ -185,6 +186,13 @@ class WindowSearch:
         else:
             if self.is_local:
                 launch_around(table, scratch[AROUND], blocks)
+            if patient and table.report is not None:  # not waited for before: the card would have nothing to do
+                found = table.report.read()[0] >> 32
+                _blocks[device.index] = found / n
+                if found > blocks:
+                    lengths[AROUND] = found * self.constants[5]
+                    scratch = self._scratch = Arena(device, _SORTED_SCRATCH, lengths)
+                    launch_around(table, scratch[AROUND], found)
             if n and taps and narrow:
                 launch_masks(self, window.key_words, scratch[SORT_KEYS], counters, n, KEY_BITS, 0)
             elif n and taps:
@@ -192,10 +200,6 @@ class WindowSearch:
                 args = (pointer(self.neighbors), counts, totals, n, self.chunks)
                 _COUNT(self.coords.device, (self.chunks, taps), args, (self.chunk_rows, 128))
             scan_counts(counters, scratch[STARTS], self.pending, table)
-            if patient:
-                self.fork = fork_of(device)
-                if self.fork is not None:
-                    self.fork.mark()
             if sort is not None:
                 self._ahead = sort.chunk_rows, sort.launch(table, scratch)
         self.moment = None if aside is None else aside.moment()
@@ -272,7 +276,7 @@ class WindowSearch:
 
     @property
     def around(self) -> torch.Tensor | None:
-        """(blocks, 3^D) int32: the blocks around each block; None where target rows are looked up by key."""
+        """(B, 3^D) int32: the blocks around each block, if there are so many; None where rows are looked up by key."""
         return self.scratch.tensor(AROUND).view(-1, 3 ** (self.coords.shape[1] - 1)) if self.is_local else None
 
     @property

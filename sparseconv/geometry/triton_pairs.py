@@ -15,12 +15,9 @@ from sparseconv.geometry.aside import Moment
 from sparseconv.geometry.triton_ahead import expect_lists, own_search
 from sparseconv.geometry.triton_cube_pairs import list_cube
 from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, ceil_div, pointer, power_of_2
-from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
+from sparseconv.geometry.triton_neighbors import SPARE, WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
 from sparseconv.geometry.triton_window import encode_window, entry_of, look, take
-
-#: room for edges that are listed ahead, over those that the last map would have had
-SPARE = 1.125
 
 if TYPE_CHECKING:
     from sparseconv.geometry.edges import Window
@@ -201,11 +198,7 @@ def list_ahead(per_row: float, search: WindowSearch) -> None:
     lists = torch.empty(2 * room, dtype=torch.int32, device=search.coords.device)
     in_rows = pointer(lists)
     out_rows = lists[room:] if INTERPRETED else in_rows + 4 * room
-    if search.fork is None:
-        list_cube(search, in_rows, out_rows, room)
-    else:  # not behind the sort
-        with search.fork.beside():
-            list_cube(search, in_rows, out_rows, room, beside=True)
+    list_cube(search, in_rows, out_rows, room)
     search.made["edges"] = lists
 
 

@@ -75,14 +75,14 @@ def launch_masks(
 
 
 def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
-    """The blocks around each block of a table, of which there are ``blocks`` at most."""
+    """The blocks around each block of a table, of the first ``blocks`` of them at most."""
     arena, columns = table.arena, table.coords.shape[1]
     sides = 3 ** (columns - 1)
     lanes = power_of_2(sides)
     block = max(1, 256 // lanes)
     ranges, slots, ids, _, _ = table.pointers
     programs = min(ceil_div(blocks, block), 4096)
-    args = (ranges, slots, ids, arena[KEYS], arena[STATUS], around, table.capacity, programs)
+    args = (ranges, slots, ids, arena[KEYS], arena[STATUS], around, table.capacity, blocks, programs)
     constants = (columns, pack_shifts(table.shifts), sides, lanes, block)
     _AROUND(table.coords.device, (programs,), args, constants)
 
@@ -140,19 +140,20 @@ def search_constants(looks: tuple, taps: int, n: int, bits: int, together: bool)
 
 @triton.jit
 def around_kernel(
-    ranges_ptr, table_ptr, ids_ptr, keys_ptr, status_ptr, around_ptr, capacity, programs,
+    ranges_ptr, table_ptr, ids_ptr, keys_ptr, status_ptr, around_ptr, capacity, most, programs,
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, SIDES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """around[block, side] = the number of the block there, -1 if it is empty."""
+    """around[block, side] = the number of the block there, -1 if it is empty; of ``most`` blocks at most."""
+    num_blocks = tl.minimum((tl.load(status_ptr) >> 32).to(tl.int32), most)
     find_around(
-        ranges_ptr, table_ptr, ids_ptr, keys_ptr, status_ptr, around_ptr, capacity, programs,
+        ranges_ptr, table_ptr, ids_ptr, keys_ptr, num_blocks, around_ptr, capacity, programs,
         COLUMNS, SHIFTS, SIDES, LANES, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def find_around(
-    ranges_ptr, table_ptr, ids_ptr, keys_ptr, status_ptr, around_ptr, capacity, programs,
+    ranges_ptr, table_ptr, ids_ptr, keys_ptr, num_blocks, around_ptr, capacity, programs,
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, SIDES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`around_kernel` for every ``programs``-th run of BLOCK blocks."""
@@ -167,7 +168,6 @@ def find_around(
         delta = delta * axis_blocks(extent, (SHIFTS >> (4 * axis)) & 15) + (rest // scale - 1)
         rest = rest % scale
         scale = scale // 3 if axis < COLUMNS - 1 else 1
-    num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
     for start in range(tl.program_id(0) * BLOCK, num_blocks, programs * BLOCK):
         block = start + tl.arange(0, BLOCK)
         key = tl.load(keys_ptr + block, mask=block < num_blocks, other=0)[:, None] + delta[None, :]
@@ -262,8 +262,9 @@ def search_kernel(
     if MOVES:
         clear_lists(lines_ptr, n, share, programs, BITS)
     if SIDES > 0:
+        num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
         find_around(
-            ranges_ptr, table_ptr, ids_ptr, block_keys_ptr, status_ptr, around_ptr, capacity, programs,
+            ranges_ptr, table_ptr, ids_ptr, block_keys_ptr, num_blocks, around_ptr, capacity, programs,
             RANK + 1, SHIFTS, SIDES, LANES, BLOCKS_EACH,
         )  # fmt: skip
         wait_for_all(gates_ptr, programs)
@@ -312,7 +313,7 @@ def search_rows(
 
 
 SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
-_AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int))
+_AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int, int))
 _MASK_TYPES = (*SEARCH_TYPES, _I32, _I32, _I32, _I64, *(int,) * 9)
 _MASKS = Launcher(masks_kernel, _MASK_TYPES, num_warps=1)
 _CUBE_MASKS = Launcher(masks_kernel, _MASK_TYPES)  # a row a thread, see `count_in_warps`

@@ -41,7 +41,8 @@ def _nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     for kept in ("_asked", "_whole", "_lists"):
         monkeypatch.setattr(triton_ahead, kept, {})
     monkeypatch.setattr(triton_ahead, "LISTED_ROWS", (10, 2_000_000))
-    monkeypatch.setattr(triton_neighbors, "_sorted", {})
+    for kept in ("_sorted", "_blocks"):
+        monkeypatch.setattr(triton_neighbors, kept, {})
     monkeypatch.setattr(whole, "_asked", {})
 
 

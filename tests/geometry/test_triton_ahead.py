@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 def _nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ahead, "_asked", {})
     monkeypatch.setattr(triton_neighbors, "_sorted", {})
+    monkeypatch.setattr(triton_neighbors, "_blocks", {})
 
 
 def table_of(rank: int = 3) -> CoordinateTable:
@@ -107,6 +108,24 @@ def test_many_rows_are_searched_when_their_blocks_are_known() -> None:
     assert blocks < len(table.coords)
     assert (low, high) == (tuple(table.coords.amin(0).tolist()), tuple(table.coords.amax(0).tolist()))
     assert not table.has_duplicates
+
+
+@pytest.mark.usefixtures("_many_rows")
+@pytest.mark.parametrize("guessed", [0.02, 0.9])
+def test_blocks_of_many_rows_are_searched_before_their_number_is_known(guessed: float) -> None:
+    """That of the last grid is expected; where there are more, their surroundings are found again."""
+    first = own_search(table_of(), cube(), None)
+    table = build_table(CUBE.source(device=DEVICE), reported=True)
+    triton_neighbors._blocks[table.coords.device.index] = guessed
+    ahead = search_ahead(table)
+    assert ahead is not None
+    assert ahead.around is not None
+    read_table(table)
+    blocks = table.read["blocks"]
+    assert len(ahead.around) == max(blocks, int(1.125 * guessed * len(table.coords)))
+    assert torch.equal(ahead.neighbors, first.neighbors)
+    assert ahead.pending.read() == first.pending.read()
+    assert triton_neighbors._blocks[table.coords.device.index] == blocks / len(table.coords)
 
 
 @pytest.mark.usefixtures("_many_rows")

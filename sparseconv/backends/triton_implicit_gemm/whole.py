@@ -261,21 +261,11 @@ def whole_kernel(
         gates_ptr, report_ptr, ranges_ptr, ranges_ptr, n, capacity, zeros, programs,
         4, 4, SHIFTS, False, True, False, 128, 128,
     )  # fmt: skip
+    num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
     find_around(
-        ranges_ptr,
-        table_ptr,
-        ids_ptr,
-        block_keys_ptr,
-        status_ptr,
-        around_ptr,
-        capacity,
-        programs,
-        4,
-        SHIFTS,
-        27,
-        32,
-        16,
-    )
+        ranges_ptr, table_ptr, ids_ptr, block_keys_ptr, num_blocks, around_ptr, capacity, programs,
+        4, SHIFTS, 27, 32, 16,
+    )  # fmt: skip
     wait_for_all(gates_ptr + 4, programs)
     totals_ptr = (counts_ptr + spare).to(tl.pointer_type(tl.int64))
     search_rows(
