@@ -174,7 +174,7 @@ class Sparseconv(Convolution):
     def details(self) -> dict[str, Any]:
         request = self.plan.request(self.channels, self.channels, self.dtype)
         backend = self._serving(request)
-        found: dict[str, Any] = {"backend": backend.name}
+        found: dict[str, Any] = {"backend": backend.name, "map": [" ".join(map(str, key)) for key in self._used or ()]}
         report = getattr(backend, "explain", None)
         if report is not None:
             said = report(request)

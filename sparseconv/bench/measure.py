@@ -14,7 +14,7 @@ import torch
 
 from sparseconv.bench import cases, check
 from sparseconv.bench.implementations import Convolution, registry
-from sparseconv.bench.timing import DTYPES, Clock, clock_of, precision
+from sparseconv.bench.timing import DTYPES, Clock, Spread, clock_of, precision
 
 #: from coordinates to everything that a training step needs
 MAP = "map"
@@ -197,19 +197,25 @@ def _memory(clock: Clock, step: Callable[[], None]) -> dict[str, Any]:
 def _map(clock: Clock, job: Job, convolution: Convolution, step: Callable[[], None]) -> dict[str, Any]:
     """What `prepare` takes where it makes all of the map; else what a step on new coordinates takes beyond a step.
 
-    That difference stands beside it in any case: it has the host's work of a first launch, too.
+    That difference stands beside it in any case: it has the host's work of a first launch, too. `prepare` is repeated
+    in three parts, between the others: a host that has something else to do for a second does not set the median.
     """
     convolution.settle()
-    alone = clock.time(convolution.prepare, job.seconds)
-    found: dict[str, Any] = {"prepare": alone.as_dict()}
-    convolution.prepare()
+
+    def part() -> list[float]:
+        return clock.samples(convolution.prepare, job.seconds / 3)
+
+    samples = part()
     plain = clock.time(step, job.seconds)
+    samples += part()
 
     def anew() -> None:
         convolution.prepare()
         step()
 
     both = clock.time(anew, job.seconds)
+    alone = Spread.of(samples + part())
+    found: dict[str, Any] = {"prepare": alone.as_dict()}
     gap = {"median": max(0.0, both.median - plain.median), "repeats": both.repeats}
     found["in_step"] = gap
     return found | ({**gap, "by": "in_step"} if convolution.lazy else {**alone.as_dict(), "by": "prepare"})

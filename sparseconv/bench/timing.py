@@ -63,10 +63,14 @@ class Clock:
 
     def time(self, call: Callable[[], object], seconds: float = 0.6) -> Spread:
         """The median of repeats for about ``seconds``, after two calls that do not count."""
+        return Spread.of(self.samples(call, seconds))
+
+    def samples(self, call: Callable[[], object], seconds: float) -> list[float]:
+        """What `time` takes the median of, in milliseconds."""
         for _ in range(WARM_UPS):
             call()
         guess = max(1e-3, self.once(call))
-        return Spread.of(self._repeat(call, int(min(MOST, max(self.fewest, 1e3 * seconds / guess)))))
+        return self._repeat(call, int(min(MOST, max(self.fewest, 1e3 * seconds / guess))))
 
     def peak(self, call: Callable[[], object]) -> int | None:
         """Bytes that one call has at most beyond those held before it; None where this system does not say."""
