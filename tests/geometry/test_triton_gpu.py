@@ -160,7 +160,7 @@ def test_a_grid_of_many_rows_that_is_refused_takes_its_search_along() -> None:
             assert got.tap_counts == want.tap_counts
         assert ahead is not None
         assert ahead is got.source.search
-        assert len(ahead.around) == grid.cells.read["blocks"] < len(coords)
+        assert grid.cells.read["blocks"] <= len(ahead.around) < len(coords)
 
 
 def test_a_schedule_may_be_built_while_a_graph_is_captured() -> None:
