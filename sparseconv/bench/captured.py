@@ -37,7 +37,7 @@ class CapturedMap:
         self._coords, self._count = coords.new_full((rows, coords.shape[1]), -1), coords.new_zeros(1)
         self._load(coords)
         self._twin = twin = copy.copy(convolution)
-        twin._used = None
+        twin._used = {}
         x = convolution.weight.new_zeros(rows, convolution.channels)
         for _ in range(2):  # what the first step tries is no part of the map
             twin.prepare_on(self._grid())

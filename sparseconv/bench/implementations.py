@@ -7,7 +7,9 @@ given coordinates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -115,32 +117,36 @@ class Sparseconv(Convolution):
     backend: ClassVar[str] = "auto"
     lazy = True
 
-    def prepare(self) -> None:
-        import sparseconv as sc
+    def __init__(self, coords: torch.Tensor, channels: int, dtype: str, kernel: int = 3) -> None:
+        import sparseconv as sc  # here, and not where maps are timed: to look a module up takes a microsecond
 
-        self.prepare_on(sc.VoxelGrid(self.coords))
+        super().__init__(coords, channels, dtype, kernel)
+        self._grid, self._plan = sc.VoxelGrid, sc.ConvolutionPlan
+
+    def prepare(self) -> None:
+        self.prepare_on(self._grid(self.coords))
 
     def prepare_on(self, grid: VoxelGrid) -> None:
         """`prepare` over a grid of some kind."""
-        import sparseconv as sc
+        self.plan = plan = self._plan(grid, self.kernel, backend=self.backend)
+        if self._used:
+            edges = plan.kernel_map
+            for make, *asked in self._used.values():
+                make(edges, *asked)
+            edges.in_rows  # noqa: B018 (edges by tap, which the weight gradient reads)
 
-        self.plan = sc.ConvolutionPlan(grid, self.kernel, backend=self.backend)
-        if self._used is not None:
-            from sparseconv.backends.triton_implicit_gemm.jobs import jobs_of
-            from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
-
-            for kind, *asked in self._used:
-                (schedule_of if kind == "schedule" else jobs_of)(self.plan.kernel_map, *asked)
-            self.plan.kernel_map.in_rows  # noqa: B018 (edges by tap, which the weight gradient reads)
-
-    #: what a step makes of a map: schedules by tile size, direction, groups and order, and jobs by their number; None
-    #: until a step has chosen them
-    _used: list[Any] | None = None
+    #: what a step makes of a map, once a step has chosen: schedules by tile size, direction, groups and order, and jobs
+    #: by their number; what makes them, and of what
+    _used: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 
     def learn(self) -> None:
-        kept = [key for key in self.plan.kernel_map.prepared if isinstance(key, tuple)]
-        self._used = [key for key in kept if key[0] in ("schedule", "jobs")] or None
-        self.lazy = self._used is None
+        from sparseconv.backends.triton_implicit_gemm.jobs import jobs_of
+        from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+
+        makers = {"schedule": schedule_of, "jobs": jobs_of}
+        kept = [key for key in self.plan.kernel_map.prepared if isinstance(key, tuple) and key[0] in makers]
+        self._used = {" ".join(map(str, key)): (makers[key[0]], *key[1:]) for key in kept}
+        self.lazy = not self._used
 
     def settle(self) -> None:
         self.prepare()  # the first map that knows what maps are asked for
@@ -174,7 +180,7 @@ class Sparseconv(Convolution):
     def details(self) -> dict[str, Any]:
         request = self.plan.request(self.channels, self.channels, self.dtype)
         backend = self._serving(request)
-        found: dict[str, Any] = {"backend": backend.name, "map": [" ".join(map(str, key)) for key in self._used or ()]}
+        found: dict[str, Any] = {"backend": backend.name, "map": list(self._used)}
         report = getattr(backend, "explain", None)
         if report is not None:
             said = report(request)
