@@ -200,7 +200,14 @@ def test_lists_of_many_rows_are_made_behind_their_search(
     assert not searched().made, "and not if nobody asked"
     schedule_made(map_of(fourth), 64, chunk_rows)
     FoundEdges(fourth, 300).pairs()
+    assert jobs_made(map_of(fourth), 50) is None
     fifth = searched()
+    cut = cut_jobs_on_device(first.pending.offsets, 50, JOB_QUANTUM)
+    for name in LISTS:
+        assert torch.equal(getattr(fifth.made["schedule"], name), getattr(want, name)), name
+    for name in JOBS:
+        assert torch.equal(getattr(jobs_made(map_of(fifth), 50), name), getattr(cut, name)), name
+    assert jobs_made(map_of(fifth), 51) is None
     listed = fifth.made["edges"]
     again = FoundEdges(fifth, 300).pairs()
     assert again[0].data_ptr() == listed.data_ptr()

@@ -51,7 +51,7 @@ jobs = [
     (triton_pairs._CONFINE, (32,)),
     (triton_pairs._PAIRS, (*around, True, 512, 128)), (triton_pairs._PAIRS, (*by_key, False, 128, 128)),
     (triton_cube_pairs.CUBE_PAIRS, (512,)), (triton_cube_pairs.CUBE_PAIRS, (128,)),
-    (build_kernels.CUBE_TILES, (128, 32, 32)), (build_kernels.CUBE_TILES, (64, 32, -1)),
+    (build_kernels.CUBE_TILES, (128, 32, 32, 0, 1)), (build_kernels.CUBE_TILES, (64, 32, -1, 32, 16)),
     (build_kernels.TILES, (*around, 128, 32, False, True, True, 32)),
     (build_kernels.TILES_64, (*by_key, 64, 256, True, False, False, 0)),
     (build_kernels.RANKS, (32, 64, 1024)),

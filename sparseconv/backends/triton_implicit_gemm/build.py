@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from sparseconv.backends.triton_implicit_gemm.build_kernels import CUBE_TILES, RANKS, TILES, TILES_64
+from sparseconv.backends.triton_implicit_gemm.job_kernel import job_constants
 from sparseconv.backends.triton_implicit_gemm.packed import SCHEDULE_KINDS, PackedSchedule, schedule_lengths
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
 from sparseconv.geometry.aside import building, current
@@ -53,7 +54,7 @@ def schedule_ahead(kernel_map: KernelMap, block_m: int) -> None:
     n, lines = kernel_map.num_out, kernel_map.num_taps
     tiles = ceil_div(n, SLOT_ALIGNMENT) * (SLOT_ALIGNMENT // block_m)
     bins = bins_of(lines) if tiles <= RANKED_AT_LAST else 0
-    CUBE_TILES.ahead(source.device, (block_m, power_of_2(lines + LOOKAHEAD), bins))
+    CUBE_TILES.ahead(source.device, (block_m, power_of_2(lines + LOOKAHEAD), bins, 0, 1))
     if not bins:
         RANKS.ahead(source.device, rank_constants(lines, tiles))
 
@@ -65,6 +66,7 @@ def build_schedule(
     significance: Sequence[int] | None = None,
     groups: Sequence[Sequence[int]] | None = None,
     chunk_rows: int | None = None,
+    jobs: Arena | None = None,
 ) -> Schedule:
     """The schedule of what a window sees, without waiting for the device.
 
@@ -75,6 +77,7 @@ def build_schedule(
         groups: taps cut into groups with a row order of their own each; default: all in one.
         chunk_rows: sort only inside runs of about this many neighbouring rows, for locality; keys then lose their last
             bits, and the launch order is the order of the tiles.
+        jobs: memory for the jobs of the weight gradient, if they are to be cut by the same launch; of a cube's edges.
 
     Returns:
         A `Schedule` whose slots are padded to a multiple of 256 in each group.
@@ -90,7 +93,7 @@ def build_schedule(
     else:
         with building():
             order = sort_rows(row_keys(search, parts, significance, chunk_rows))
-    schedule = make_tiles(search, order, parts, block_m, chunk_rows is not None)
+    schedule = make_tiles(search, order, parts, block_m, chunk_rows is not None, jobs)
     aside = current()
     if aside is not None and isinstance(order, torch.Tensor):
         aside.retire(order)
@@ -103,6 +106,7 @@ def make_tiles(
     parts: tuple[tuple[int, ...], ...],
     block_m: int,
     in_order: bool = False,
+    jobs: Arena | None = None,
 ) -> Schedule:
     """The schedule of rows in the ``order`` of each group: (G, N_out) integers, or the place of (N_out,) int32."""
     n, device, window = search.rows, search.coords.device, search.window
@@ -122,17 +126,21 @@ def make_tiles(
         table, out_rows, counts, tile_rows, tile_taps, launch_order, *slots_of = arena
         ticket = None if in_order or tiles > RANKED_AT_LAST else search.ticket
         bins = -1 if in_order else 0 if ticket is None else bins_of(lines)
-        args = (
+        arrays = (
             *search.pointers, pointer(order) if isinstance(order, torch.Tensor) else order, pointer(line_of),
             pointer(weight_taps), table, out_rows, *(slots_of or (out_rows,)), counts, tile_rows, tile_taps,
             launch_order, counts if ticket is None else ticket,
-            n, window.num_runs, taps, search.capacity, slots, padded // block_m, lines, room,
         )  # fmt: skip
+        numbers = n, window.num_runs, taps, search.capacity, slots, padded // block_m, lines, room
         if cube:
-            CUBE_TILES(device, (tiles,), args, (block_m, power_of_2(room), bins))
+            count = 0 if jobs is None else jobs.length_of(0)
+            lanes, each = job_constants(taps) if count else (0, 1)
+            constants = (block_m, power_of_2(room), bins, lanes, each)
+            arrays += (pointer(search.pending.offsets), *(jobs or arena[:4]))
+            CUBE_TILES(device, (tiles + ceil_div(count, each),), (*arrays, *numbers, count), constants)
         else:
             constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain, bins)
-            (TILES_64 if wide else TILES)(device, (tiles,), args, constants)
+            (TILES_64 if wide else TILES)(device, (tiles,), (*arrays, *numbers), constants)
         if bins == 0:
             _rank(counts, launch_order, tiles, lines, device)
     return schedule

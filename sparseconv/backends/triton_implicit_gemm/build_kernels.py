@@ -6,10 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_run
+from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM
 from sparseconv.geometry.triton_cube import corners, look_at_plane
 from sparseconv.geometry.triton_launch import Launcher
 from sparseconv.geometry.triton_search import SEARCH_TYPES
 from sparseconv.geometry.triton_window import entry_of, look, take
+
+QUANTUM = tl.constexpr(JOB_QUANTUM)
 
 
 @triton.jit
@@ -92,7 +96,7 @@ def tiles_kernel(
     else:
         tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
     if BINS > 0:
-        rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, BINS)
+        rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, tl.num_programs(0), BINS)
     elif BINS < 0:
         tl.store(launch_order_ptr + tile, tile)
 
@@ -150,18 +154,26 @@ def end_lists(count, rows_ptr, taps_ptr, num_lines, room, ROOM: tl.constexpr):
 def cube_tiles_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     order_ptr, line_of_ptr, weight_taps_ptr, out_ptr, out_rows_ptr, slots_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr,
-    launch_order_ptr, ticket_ptr, n, num_runs, num_taps, capacity, num_slots, tiles_per_group, num_lines, room,
-    BLOCK_M: tl.constexpr, ROOM: tl.constexpr, BINS: tl.constexpr,
+    launch_order_ptr, ticket_ptr, offsets_ptr, begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr,
+    n, num_runs, num_taps, capacity, num_slots, tiles, num_lines, room, jobs,
+    BLOCK_M: tl.constexpr, ROOM: tl.constexpr, BINS: tl.constexpr, LANES: tl.constexpr, JOBS_EACH: tl.constexpr,
 ):  # fmt: skip
-    """`tiles_kernel` for the 27 cells around rows, in one group of taps."""
-    cut_cube(
-        tl.program_id(0), tl.num_programs(0), info_ptr, rows_ptr, entries_ptr, around_ptr, order_ptr, line_of_ptr,
-        out_ptr, out_rows_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr, n, num_slots, num_lines, room, BLOCK_M, ROOM,
-    )  # fmt: skip
-    if BINS > 0:
-        rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, BINS)
-    elif BINS < 0:
-        tl.store(launch_order_ptr + tl.program_id(0), tl.program_id(0))
+    """`tiles_kernel` for the 27 cells around rows, in one group of taps; LANES > 0: programs behind them cut jobs."""
+    program = tl.program_id(0)
+    if LANES > 0 and program >= tiles:
+        cut_run(
+            program - tiles, offsets_ptr, begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr, num_taps, jobs, QUANTUM,
+            LANES, JOBS_EACH,
+        )  # fmt: skip
+    else:
+        cut_cube(
+            program, tiles, info_ptr, rows_ptr, entries_ptr, around_ptr, order_ptr, line_of_ptr, out_ptr, out_rows_ptr,
+            counts_ptr, tile_rows_ptr, tile_taps_ptr, n, num_slots, num_lines, room, BLOCK_M, ROOM,
+        )  # fmt: skip
+        if BINS > 0:
+            rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, tiles, BINS)
+        elif BINS < 0:
+            tl.store(launch_order_ptr + program, program)
 
 
 @triton.jit
@@ -263,10 +275,9 @@ def rank_run(first, counts_ptr, order_ptr, num_tiles, BINS: tl.constexpr, MINE: 
 
 
 @triton.jit
-def rank_at_last(counts_ptr, order_ptr, ticket_ptr, BINS: tl.constexpr):
+def rank_at_last(counts_ptr, order_ptr, ticket_ptr, tiles, BINS: tl.constexpr):
     """`rank_kernel` by the last of the programs, who count themselves at a ticket that is zero before and after."""
     tl.debug_barrier()
-    tiles = tl.num_programs(0)
     if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == tiles - 1:
         tl.store(ticket_ptr, 0)
         lane = tl.arange(0, 64)
@@ -291,5 +302,5 @@ def rank_at_last(counts_ptr, order_ptr, ticket_ptr, BINS: tl.constexpr):
 _I32, _I64 = torch.int32, torch.int64
 TILES = Launcher(tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 11, *(int,) * 8))
 TILES_64 = Launcher(tiles_kernel, (*SEARCH_TYPES, _I64, *(_I32,) * 10, *(int,) * 8))
-CUBE_TILES = Launcher(cube_tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 11, *(int,) * 8))
+CUBE_TILES = Launcher(cube_tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 11, _I64, _I64, _I64, _I32, _I32, *(int,) * 9))
 RANKS = Launcher(rank_kernel, (_I32, _I32, int))

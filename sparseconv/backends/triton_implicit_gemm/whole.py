@@ -66,8 +66,8 @@ WHOLE_ROWS = FUSED_ROWS
 #: rows of a tile at most, so that a thread has one
 WIDEST_TILE = 128
 TAPS, COLUMNS = len(CUBE[0]), len(CUBE[1])
-#: what the last map of given rows was asked for, by device: its window, rows of a tile, and jobs
-_asked: dict[int | None, tuple[TapWindow, int, int]] = {}
+#: what the last map of given rows was asked for, by device: its window, rows of a tile and of a run, and jobs
+_asked: dict[int | None, tuple[TapWindow, int, int | None, int]] = {}
 
 
 def schedule_made(kernel_map: KernelMap, block_m: int, chunk_rows: int | None = None) -> Schedule | None:
@@ -78,16 +78,9 @@ def schedule_made(kernel_map: KernelMap, block_m: int, chunk_rows: int | None = 
     search = source.search
     launch = search.made.get("launch")
     if launch is None or (launch.block_m, launch.chunk_rows) != (block_m, chunk_rows):
-        if search.rows > WHOLE_ROWS:
-            expect_lists(search, "schedule", ListsLaunch(block_m, chunk_rows))
-        elif chunk_rows is None:
-            _expect(search, block_m, 0)
+        _expect(search, tiles=(block_m, chunk_rows))
         return None
-    if isinstance(launch, WholeLaunch):
-        expect_whole(search.coords.device, launch)
-    else:
-        expect_lists(search, "schedule", launch)
-        search.expect_order(chunk_rows)
+    launch.expect(search)
     if kernel_map.num_out > KEPT_ROWS:
         source.wrote("schedule")
     return search.made["schedule"]
@@ -100,23 +93,25 @@ def jobs_made(kernel_map: KernelMap, count: int) -> PackedJobs | None:
         return None
     search = source.search
     launch = search.made.get("launch")
-    if not isinstance(launch, WholeLaunch) or launch.count != count:
-        _expect(search, 0, count)
+    if launch is None or launch.count != count:
+        _expect(search, count=count)
         return None
     return search.made["jobs"]
 
 
-def _expect(search: WindowSearch, block_m: int, count: int) -> None:
-    """Have the next map launched whole, with what was ever asked of such maps last."""
+def _expect(search: WindowSearch, tiles: tuple[int, int | None] | None = None, count: int = 0) -> None:
+    """Have the next map's lists launched before they are asked for, with what was ever asked of such maps last."""
     table = search.table
-    if table is None or not table.is_given or not search.is_cube or search.rows > WHOLE_ROWS:
+    if table is None or not table.is_given or not search.is_cube:
         return
-    device = table.coords.device
-    _, last_block, last_count = _asked.get(device.index, (None, 0, 0))
-    asked = search.window, block_m or last_block, count or last_count
-    _asked[device.index] = asked
-    if 0 < asked[1] <= WIDEST_TILE:
-        expect_whole(device, _launch_of(*asked))
+    index = table.coords.device.index
+    _, last_block, last_chunk, last_count = _asked.get(index, (None, 0, None, 0))
+    asked = search.window, *(tiles or (last_block, last_chunk)), count or last_count
+    _asked[index] = asked
+    if search.rows > WHOLE_ROWS:
+        ListsLaunch(*asked[1:]).expect(search)
+    elif 0 < asked[1] <= WIDEST_TILE and asked[2] is None:
+        _launch_of(asked[0], asked[1], asked[3]).expect(search)
 
 
 @dataclass(frozen=True)
@@ -135,18 +130,27 @@ class Places:
 
 
 class ListsLaunch:
-    """Makes the schedule of a new grid's search of many rows, before the host finds out that it will be asked for."""
+    """Makes the schedule and jobs of a new grid's search of many rows, before the host finds out that it is asked."""
 
-    def __init__(self, block_m: int, chunk_rows: int | None) -> None:
-        self.block_m, self.chunk_rows = block_m, chunk_rows
+    def __init__(self, block_m: int, chunk_rows: int | None, count: int) -> None:
+        self.block_m, self.chunk_rows, self.count = block_m, chunk_rows, count
+
+    def expect(self, search: WindowSearch) -> None:
+        """Have the next search of many rows as this one followed by these lists."""
+        if self.block_m:
+            expect_lists(search, "schedule", self)
+            search.expect_order(self.chunk_rows)
 
     def __call__(self, search: WindowSearch) -> None:
-        """Leave it in what the search made; of few rows, that would be launched with it."""
+        """Leave them in what the search made; of few rows, they would be launched with it."""
         if search.rows <= WHOLE_ROWS:
             return
-        schedule = build_schedule(search, self.block_m, chunk_rows=self.chunk_rows)
+        jobs = Arena(search.coords.device, JOB_KINDS, job_lengths(self.count, TAPS)) if self.count else None
+        schedule = build_schedule(search, self.block_m, chunk_rows=self.chunk_rows, jobs=jobs)
         search.expect_order(-1)  # nobody has asked yet
         search.made |= {"launch": self, "schedule": schedule}
+        if jobs is not None:
+            search.made["jobs"] = PackedJobs(jobs)
 
 
 class WholeLaunch:
@@ -165,6 +169,10 @@ class WholeLaunch:
         sort = search_constants((COLUMNS - 1,), TAPS, WHOLE_ROWS, TAPS, True)[-5:]
         self._constants = (block_m, power_of_2(room), bins_of(TAPS), *job_constants(TAPS), NUM_GATES, *sort)
         self._places: dict[int, Places] = {}
+
+    def expect(self, search: WindowSearch) -> None:
+        """Have the next map launched like this."""
+        expect_whole(search.coords.device, self)
 
     def __call__(self, coords: torch.Tensor) -> tuple[CoordinateTable, WindowSearch] | None:
         """The table of coords (N, 4) int32 and their search, with the schedule and jobs in what it made.
