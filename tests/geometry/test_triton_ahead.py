@@ -128,6 +128,7 @@ def test_blocks_of_many_rows_are_searched_before_their_number_is_known(guessed: 
     assert triton_neighbors._blocks[table.coords.device.index] == blocks / len(table.coords)
 
 
+@pytest.mark.skipif(not triton_launch.INTERPRETED, reason="on a card orders are addresses")
 @pytest.mark.usefixtures("_many_rows")
 @pytest.mark.parametrize("chunk_rows", [None, 16])
 def test_many_rows_are_sorted_as_the_last_schedule_was(chunk_rows: int | None) -> None:
