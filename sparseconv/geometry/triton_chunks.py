@@ -6,12 +6,20 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_cells import add_to_cell, cell_of, cell_size, popcount
-from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, Pointer, ceil_div, pointer
-from sparseconv.geometry.triton_table import BEHIND, CELL_BITS, KEYS, LEAST_SHIFT, STATUS, CoordinateTable, pack_shifts
-
-#: programs that share the cells between them when runs are numbered
-NUMBERED = 8
+from sparseconv.geometry.triton_cells import cell_of, cell_size, popcount
+from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, pointer
+from sparseconv.geometry.triton_table import (
+    CELL_BITS,
+    ENTRIES,
+    KEYS,
+    LEAST_SHIFT,
+    NUMBERED,
+    STATUS,
+    Cells,
+    CoordinateTable,
+    pack_shifts,
+)
+from sparseconv.geometry.triton_table_kernels import number_cells
 
 
 def chunk_keys(table: CoordinateTable, keys: Pointer, chunk_rows: int, room: int, lost: int) -> torch.Tensor:
@@ -27,33 +35,26 @@ def chunk_keys(table: CoordinateTable, keys: Pointer, chunk_rows: int, room: int
         chunk_rows: rows of a run, about.
         room: bits of the rank that are kept, after ``lost`` have been cut off below.
     """
-    runs, _kept = number_runs(table, chunk_rows)  # what is kept goes when the launches are in line
-    found = torch.empty(1, table.coords.shape[0], dtype=torch.int32, device=table.coords.device)
-    put_runs(table, runs, keys, pointer(found), room, lost)
+    cells, _kept = cells_of_blocks(table)  # what is kept goes when the launches are in line
+    n, device = table.coords.shape[0], table.coords.device
+    found = torch.empty(1, n, dtype=torch.int32, device=device)
+    args = (table.arena[ENTRIES], cells.of_blocks, cells.before, keys, pointer(found), n, chunk_rows, room, lost)
+    _KEYS(device, (ceil_div(n, 512),), args, (512,))
     return found
 
 
-def number_runs(table: CoordinateTable, chunk_rows: int) -> tuple[Pointer, torch.Tensor | None]:
-    """Launch what `put_runs` takes of the cells of a table, and what keeps it where that is not the table."""
-    device, columns = table.coords.device, table.coords.shape[1]
-    cells, ranges, kept = table.cells, table.pointers[0], None
-    if cells is None:
-        kept = torch.zeros(2 * BEHIND, dtype=torch.int32, device=device)
-        cells = pointer(kept)
-        programs = min(ceil_div(table.coords.shape[0], 256), 1056)
-        counted = (ranges, table.arena[KEYS], table.pointers[3], table.arena[STATUS], cells, programs)
-        _COUNT(device, (programs,), counted, (columns, pack_shifts(table.shifts), CELL_BITS, LEAST_SHIFT, 256))
-    runs = cells[BEHIND:] if INTERPRETED else cells + 4 * BEHIND
-    numbered = (ranges, cells, runs, chunk_rows)
-    _NUMBER(device, (NUMBERED,), numbered, (columns, CELL_BITS, LEAST_SHIFT, NUMBERED))
-    return runs, kept
-
-
-def put_runs(table: CoordinateTable, runs: Pointer, keys: Pointer, found: Pointer, room: int, lost: int) -> None:
-    """Launch the last pass of `chunk_keys`: from Gray ranks (N,) int32 to keys (N,) int32 elsewhere."""
-    n, columns = table.coords.shape
-    args = (pointer(table.coords), table.pointers[0], runs, keys, found, n, room, lost)
-    _KEYS(table.coords.device, (ceil_div(n, 512),), args, (columns, CELL_BITS, 512))
+def cells_of_blocks(table: CoordinateTable) -> tuple[Cells, torch.Tensor | None]:
+    """The cells of a table with blocks, and what keeps them where that is not the table."""
+    if table.cells is not None:
+        return table.cells, None
+    (n, columns), device, many = table.coords.shape, table.coords.device, 1 << CELL_BITS
+    kept = torch.zeros(2 * many + NUMBERED + n, dtype=torch.int32, device=device)
+    counts, before, sums, of_blocks = map(pointer, kept.split((many, many, NUMBERED, n)))
+    programs = min(ceil_div(n, 256), 1056)
+    args = (table.pointers[0], table.arena[KEYS], table.pointers[3], table.arena[STATUS], of_blocks, counts, programs)
+    _COUNT(device, (programs,), args, (columns, pack_shifts(table.shifts), CELL_BITS, LEAST_SHIFT, 256))
+    _NUMBER(device, (NUMBERED,), (counts, before, sums), (CELL_BITS, NUMBERED))
+    return Cells(of_blocks, counts, before, sums), kept
 
 
 # ---- kernels
@@ -61,10 +62,10 @@ def put_runs(table: CoordinateTable, runs: Pointer, keys: Pointer, found: Pointe
 
 @triton.jit
 def count_kernel(
-    ranges_ptr, keys_ptr, info_ptr, status_ptr, cells_ptr, programs,
+    ranges_ptr, keys_ptr, info_ptr, status_ptr, cells_ptr, counts_ptr, programs,
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """cells[cell] = rows in it, from the blocks of the table."""
+    """cells[block] = its cell, counts[cell] = rows in it, from the blocks of the table."""
     shift, above = cell_size(ranges_ptr, COLUMNS, CELL_BITS, LEAST)
     num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
     for first in range(tl.program_id(0) * BLOCK, num_blocks, programs * BLOCK):
@@ -73,66 +74,47 @@ def count_kernel(
         rows = popcount(tl.load(info_ptr + 2 * block, mask=live, other=0) & 0xFFFFFFFF)
         rows += popcount(tl.load(info_ptr + 2 * block + 1, mask=live, other=0) & 0xFFFFFFFF)
         cell = cell_of(keys_ptr, block, live, ranges_ptr, shift, above, COLUMNS, SHIFTS, CELL_BITS)
-        tl.atomic_add(cells_ptr + cell, rows, mask=live, sem="relaxed")
+        tl.store(cells_ptr + block, cell, mask=live)
+        tl.atomic_add(counts_ptr + cell, rows, mask=live, sem="relaxed")
 
 
 @triton.jit
-def number_kernel(
-    ranges_ptr, cells_ptr, runs_ptr, chunk_rows,
-    COLUMNS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """runs[cell] = rows in the cells before it // chunk_rows, and behind the cells their `cell_size`.
-
-    Each program counts all cells before its own: the loads are on their way together.
-    """
-    EACH: tl.constexpr = (1 << CELL_BITS) // PROGRAMS
-    program = tl.program_id(0)
-    lane = tl.arange(0, EACH)
-    before = tl.zeros((EACH,), tl.int32)
-    for part in tl.static_range(PROGRAMS - 1):
-        before += tl.load(cells_ptr + part * EACH + lane, mask=lane < tl.where(part < program, EACH, 0), other=0)
-    rows = tl.load(cells_ptr + program * EACH + lane)
-    total = tl.sum(before, 0) + tl.cumsum(rows, 0) - rows
-    tl.store(runs_ptr + program * EACH + lane, total // chunk_rows)
-    if program == 0:
-        shift, above = cell_size(ranges_ptr, COLUMNS, CELL_BITS, LEAST)
-        tl.store(runs_ptr + (1 << CELL_BITS), shift)
-        tl.store(runs_ptr + (1 << CELL_BITS) + 1, above)
+def number_kernel(counts_ptr, before_ptr, sums_ptr, CELL_BITS: tl.constexpr, PROGRAMS: tl.constexpr):
+    """before[cell] = rows in the cells before it."""
+    number_cells(tl.program_id(0), counts_ptr, before_ptr, sums_ptr, CELL_BITS, PROGRAMS)
 
 
 @triton.jit
 def keys_kernel(
-    coords_ptr, ranges_ptr, runs_ptr, keys_ptr, found_ptr, n, room, lost,
-    COLUMNS: tl.constexpr, CELL_BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    entries_ptr, cells_ptr, before_ptr, keys_ptr, found_ptr, n, chunk_rows, room, lost, BLOCK: tl.constexpr
+):
     """found[row] = the run of a row's cell above its Gray rank."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < n
-    shift = tl.load(runs_ptr + (1 << CELL_BITS))
-    above = tl.load(runs_ptr + (1 << CELL_BITS) + 1)
-    place = coords_ptr + row.to(tl.int64) * COLUMNS
-    cell = offset_in(ranges_ptr, tl.load(place, mask=live, other=0), 0) << above
-    for axis in tl.static_range(1, COLUMNS):
-        q = offset_in(ranges_ptr, tl.load(place + axis, mask=live, other=0), axis)
-        cell = add_to_cell(cell, q.to(tl.uint32, bitcast=True), axis, shift.to(tl.uint32), COLUMNS, CELL_BITS)
-    cell = tl.minimum(cell.to(tl.uint32, bitcast=True), (1 << CELL_BITS) - 1)  # a dead row, of batch item -1, is last
-    chunk = tl.load(runs_ptr + cell, mask=live, other=0)
+    run = run_of(tl.load(entries_ptr + row, mask=live, other=-1), cells_ptr, before_ptr, chunk_rows)
     key = tl.load(keys_ptr + row, mask=live, other=0)
-    last = (((1 << (room - 1)) - 1) << 1) | 1
-    tl.store(found_ptr + row, tl.where(key == 0x7FFFFFFF, last, key >> lost) | (chunk << room), mask=live)
+    tl.store(found_ptr + row, key_in(run, key, key == 0x7FFFFFFF, room, lost), mask=live)
 
 
 @triton.jit
-def offset_in(ranges_ptr, value, axis):
-    """How far values lie above the lowest of their column, as 32 bits without a sign."""
-    bottom = tl.load(ranges_ptr + 2 * axis + 1)  # 2^31 - 1 - lowest
-    return value - (0x7FFFFFFF - bottom)
+def run_of(entry, cells_ptr, before_ptr, chunk_rows):
+    """The run of rows in blocks and places ``entry``; that of the last cell for rows that are in none."""
+    last = tl.full(entry.shape, LAST_CELL, tl.int32)
+    cell = tl.where(entry >= 0, tl.load(cells_ptr + (entry >> 6), mask=entry >= 0, other=0), last)
+    return tl.load(before_ptr + cell) // chunk_rows
 
 
+@triton.jit
+def key_in(run, rank, lonely, room, lost):
+    """Sort keys of rows in a run of neighbours, from their Gray ranks; ``lonely``: no tap sees anything there."""
+    return tl.where(lonely, (((1 << (room - 1)) - 1) << 1) | 1, rank >> lost) | (run << room)
+
+
+LAST_CELL = tl.constexpr((1 << CELL_BITS) - 1)
 _I32, _I64 = torch.int32, torch.int64
-_COUNT = Launcher(count_kernel, (_I32, _I64, _I64, _I64, _I32, int))
-_NUMBER = Launcher(number_kernel, (_I32, _I32, _I32, int), num_warps=16)
-_KEYS = Launcher(keys_kernel, (_I32, _I32, _I32, _I32, _I32, *(int,) * 3))
+_COUNT = Launcher(count_kernel, (_I32, _I64, _I64, _I64, _I32, _I32, int))
+_NUMBER = Launcher(number_kernel, (_I32, _I32, _I32))
+_KEYS = Launcher(keys_kernel, (_I64, _I32, _I32, _I32, _I32, *(int,) * 4))
 
 
 # ---- readable twin

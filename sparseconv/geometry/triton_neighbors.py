@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.aside import Moment, building, current
-from sparseconv.geometry.triton_chunks import chunk_keys, number_runs, put_runs
+from sparseconv.geometry.triton_chunks import cells_of_blocks, chunk_keys
 from sparseconv.geometry.triton_counts import Counters, PendingCounts, scan_counts
 from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_launch import (
@@ -37,11 +37,13 @@ from sparseconv.geometry.triton_search import (
     launch_around,
     launch_masks,
     launch_search,
+    launch_sums,
     search_programs,
 )
 from sparseconv.geometry.triton_table import (
     ENTRIES,
     FUSED_ROWS,
+    Cells,
     CoordinateTable,
     aligned,
     pack_shifts,
@@ -193,15 +195,17 @@ class WindowSearch:
                     lengths[AROUND] = found * self.constants[5]
                     scratch = self._scratch = Arena(device, _SORTED_SCRATCH, lengths)
                     launch_around(table, scratch[AROUND], found)
-            if n and taps and narrow:
+            if sort is not None:
+                sort.launch(self, table, scratch, counters)
+                self._ahead = sort.chunk_rows, scratch[ORDER]
+            elif n and taps and narrow:
                 launch_masks(self, window.key_words, scratch[SORT_KEYS], counters, n, KEY_BITS, 0)
             elif n and taps:
                 totals, counts = counters.pointers
                 args = (pointer(self.neighbors), counts, totals, n, self.chunks)
                 _COUNT(self.coords.device, (self.chunks, taps), args, (self.chunk_rows, 128))
-            scan_counts(counters, scratch[STARTS], self.pending, table)
-            if sort is not None:
-                self._ahead = sort.chunk_rows, sort.launch(table, scratch)
+            if sort is None:
+                scan_counts(counters, scratch[STARTS], self.pending, table)
         self.moment = None if aside is None else aside.moment()
         return scratch
 
@@ -318,10 +322,11 @@ class _SortAhead:
     def __init__(self, search: WindowSearch, table: CoordinateTable, chunk_rows: int | None) -> None:
         n, window = search.rows, search.window
         self.chunk_rows, bits = chunk_rows, window.key_bits
-        self._runs: tuple[Pointer, torch.Tensor | None] | None = None
+        self._cells: tuple[Cells, torch.Tensor | None] | None = None
+        self._key_room = n, KEY_BITS, 0
         if chunk_rows is not None:
-            _, self._room, self._lost = _key_room(n, window.num_taps, chunk_rows, KEY_BITS)
-            self._runs, bits = number_runs(table, chunk_rows), KEY_BITS
+            self._key_room, bits = _key_room(n, window.num_taps, chunk_rows, KEY_BITS), KEY_BITS
+            self._cells = cells_of_blocks(table)
         self._passes = Passes(n, bits)
         #: of the last arrays of the scratch memory
         self.lengths = self._passes.words, n, 0 if chunk_rows is None else n
@@ -329,21 +334,21 @@ class _SortAhead:
     @classmethod
     def of(cls, search: WindowSearch) -> _SortAhead | None:
         """That of a search for its table's own rows; None where no schedule asked."""
-        if not search.is_local or search.table is None:
+        if not search.is_local or search.table is None or not 0 < search.window.num_taps <= KEY_BITS:
             return None
         chunk_rows = _sorted.pop(search.coords.device.index, -1)  # -1: nobody asked
         if chunk_rows is not None and not 0 < chunk_rows < search.rows:
             return None
         return cls(search, search.table, chunk_rows)
 
-    def launch(self, table: CoordinateTable, scratch: Arena) -> Pointer:
-        """The place of the order (N,) int32, once there are Gray ranks."""
-        keys = scratch[SORT_KEYS]
-        if self._runs is not None:
-            put_runs(table, self._runs[0], keys, scratch[_RUN_KEYS], self._room, self._lost)
-            keys = scratch[_RUN_KEYS]
-        self._passes.launch(keys, scratch[LINES], scratch[ORDER], table.coords.device)
-        return scratch[ORDER]
+    def launch(self, search: WindowSearch, table: CoordinateTable, scratch: Arena, counters: Counters) -> None:
+        """Masks, sums of their counts, and the rows in order, once there are the blocks around the blocks."""
+        keys, runs = scratch[SORT_KEYS], None
+        if self._cells is not None:
+            keys, runs = scratch[_RUN_KEYS], (self._cells[0], scratch[_RUN_KEYS])
+        launch_masks(search, search.window.key_words, scratch[SORT_KEYS], counters, *self._key_room, runs=runs)
+        counting = launch_sums(table, scratch, counters, search.pending, self._passes, keys)
+        self._passes.launch(keys, scratch[LINES], scratch[ORDER], table.coords.device, counting)
 
 
 @lru_cache(maxsize=512)

@@ -77,14 +77,14 @@ class Passes:
 
     def __init__(self, n: int, bits: int, crew: int = 0, together: bool = False) -> None:
         self.n = n
-        self._passes, self._bits, self._steps = _digits(bits)
+        self.passes, self.bits, self._steps = _digits(bits)
         self.tiles = ceil_div(n, 32 * WARPS * self._steps)
-        self.states = LOOK + self._passes * (self.tiles + 1)
+        self.states = LOOK + self.passes * (self.tiles + 1)
         self.counting = ceil_div(n, CREW_KEYS if crew else 32 * COUNT_WARPS * COUNT_STEPS)
         self._is_counted = crew > 0
         if crew:
             self.counting = min(self.counting, crew)
-        lists = self.states + self._passes * min(self.counting, crew or 1024)
+        lists = self.states + self.passes * min(self.counting, crew or 1024)
         #: where they are moved together, the rows of a program: a whole number of steps
         self.share = 0
         if together:
@@ -92,16 +92,27 @@ class Passes:
             self.share = ceil_div(n, _sorters(crew) * threads) * threads
             lists = ceil_div(n, self.share) + 1
         #: words of 64 bits of its scratch memory: two lists of lines, then states of tiles and lists of counts
-        self.words = 2 * n + (lists << self._bits) // 2 + INTERPRETED * ROOM // 8
+        self.words = 2 * n + (lists << self.bits) // 2 + INTERPRETED * ROOM // 8
 
-    def launch(self, keys: Pointer, scratch: Pointer, order: Pointer, device: torch.device) -> None:
-        """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `words`."""
-        passes, states, counting = self._passes, self.states, self.counting
-        if not self._is_counted:
-            counting = min(crew_of(device, counting, 1), 1024)
+    def counting_beside(self, others: int, device: torch.device) -> int:
+        """Programs that count digits, with COUNT_WARPS warps each: one a multiprocessor, with these ``others``."""
+        return max(1, min(crew_of(device, self.counting + others, 1) - others, 1024))
+
+    def launch(
+        self, keys: Pointer, scratch: Pointer, order: Pointer, device: torch.device, counting: int | None = None
+    ) -> None:
+        """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `words`.
+
+        ``counting``: programs of a launch just made that has counted the digits.
+        """
+        passes, states = self.passes, self.states
+        if counting is None and self._is_counted:
+            counting = self.counting
+        elif counting is None:
+            counting = self.counting_beside(0, device)
             counted = (keys, scratch, self.n, states, counting)
-            DIGITS(device, (counting,), counted, (self._bits, passes, COUNT_WARPS, COUNT_STEPS))
-        constants, tiles = (self._bits, WARPS, self._steps, LOOK), self.tiles
+            DIGITS(device, (counting,), counted, (self.bits, passes, COUNT_WARPS, COUNT_STEPS))
+        constants, tiles = (self.bits, WARPS, self._steps, LOOK), self.tiles
         for turn in range(passes):
             args = (keys, scratch, order, self.n, states, counting, turn, passes, tiles)
             MOVE(device, (tiles if turn else tiles + passes,), args, constants)

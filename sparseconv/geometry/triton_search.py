@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_cells import axis_blocks, axis_range, count_blocks, find
-from sparseconv.geometry.triton_counts import Counters, PendingCounts, scan_tap
+from sparseconv.geometry.triton_chunks import key_in, run_of
+from sparseconv.geometry.triton_counts import SCAN_BLOCK, Counters, PendingCounts, scan_tap
 from sparseconv.geometry.triton_cube import count_in_warps, mask_of_cube
 from sparseconv.geometry.triton_launch import (
     NUM_GATES,
@@ -26,6 +27,8 @@ from sparseconv.geometry.triton_launch import (
     wait_for_all,
 )
 from sparseconv.geometry.triton_order import (
+    COUNT_STEPS,
+    COUNT_WARPS,
     SUMMING,
     Passes,
     clear_lists,
@@ -34,7 +37,7 @@ from sparseconv.geometry.triton_order import (
     most_together,
     sort_together,
 )
-from sparseconv.geometry.triton_table import KEYS, STATUS, CoordinateTable, pack_shifts, rows_per_chunk
+from sparseconv.geometry.triton_table import KEYS, STATUS, Cells, CoordinateTable, pack_shifts, rows_per_chunk
 from sparseconv.geometry.triton_window import entry_of, look
 from sparseconv.geometry.triton_words import OPEN_CREW, open_room
 
@@ -60,17 +63,23 @@ def launch_masks(
     room: int,
     lost: int,
     groups: int = 1,
+    runs: tuple[Cells, Pointer] | None = None,
 ) -> None:
-    """Masks of all target rows -> ``keys``; where there are ``counters``, counts of their edges too."""
+    """Masks of all target rows -> ``keys``; where there are ``counters``, counts of their edges too.
+
+    ``runs``: the cells of the table, and where the keys of runs of neighbours go, each of about ``chunk`` rows; it is
+    these that have so much ``room`` and have ``lost`` so much, and ``keys`` are the ranks in one group of taps.
+    """
     n, window = search.coords.shape[0], search.window
     programs = min(ceil_div(n, 128), MASKING)
     totals, counts = (keys, keys) if counters is None else counters.pointers
+    of_runs = (keys,) * 3 if runs is None else (runs[0].of_blocks, runs[0].before, runs[1])
     args = (
-        *search.pointers, pointer(words), keys, counts, totals,
+        *search.pointers, pointer(words), keys, counts, totals, *of_runs,
         n, window.num_runs, window.num_taps, search.capacity, search.chunks, chunk, room, lost, programs,
     )  # fmt: skip
-    taps = power_of_2(window.num_taps)
-    constants = (*search.constants, groups, counters is not None, taps, search.chunk_rows, 128, search.is_cube)
+    taps, counted = power_of_2(window.num_taps), counters is not None
+    constants = (*search.constants, groups, counted, taps, search.chunk_rows, 128, search.is_cube, runs is not None)
     (_CUBE_MASKS if search.is_cube else _MASKS)(words.device, (programs,), args, constants)
 
 
@@ -85,6 +94,27 @@ def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
     args = (ranges, slots, ids, arena[KEYS], arena[STATUS], around, table.capacity, blocks, programs)
     constants = (columns, pack_shifts(table.shifts), sides, lanes, block)
     _AROUND(table.coords.device, (programs,), args, constants)
+
+
+def launch_sums(
+    table: CoordinateTable,
+    scratch: Arena,
+    counters: Counters,
+    pending: PendingCounts,
+    passes: Passes,
+    keys: Pointer,
+) -> int:
+    """`scan_counts`, and in the same launch the digits of the ``keys`` by which rows are sorted next; by how many."""
+    taps, chunks = counters.shape
+    totals, counts = counters.pointers
+    counting = passes.counting_beside(taps, table.coords.device)
+    args = (
+        counts, totals, scratch[STARTS], pointer(pending.offsets), pending.report.pointer, table.arena[STATUS],
+        keys, scratch[LINES], taps, chunks, passes.n, passes.states, counting,
+    )  # fmt: skip
+    constants = (4 * SCAN_BLOCK, passes.bits, passes.passes, COUNT_WARPS, COUNT_STEPS)
+    _SUMS(table.coords.device, (taps + counting,), args, constants)
+    return counting
 
 
 def launch_search(
@@ -180,29 +210,32 @@ def find_around(
 @triton.jit
 def masks_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr, cells_ptr, before_ptr, run_keys_ptr,
     n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CUBE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CUBE: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Masks of the taps of rows -> their sort keys in each group of taps, and counts of edges."""
+    """Masks of the taps of rows -> their sort keys in each group of taps, and counts of edges.
+
+    RUNS: the keys are ranks alone, and those of runs of neighbours are written beside them.
+    """
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-        words_ptr, keys_ptr, counts_ptr, totals_ptr,
+        words_ptr, keys_ptr, counts_ptr, totals_ptr, cells_ptr, before_ptr, run_keys_ptr,
         n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
-        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, GROUPS, COUNTED, TAPS, CHUNK, BLOCK, CUBE,
+        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, GROUPS, COUNTED, TAPS, CHUNK, BLOCK, CUBE, RUNS,
     )  # fmt: skip
 
 
 @triton.jit
 def read_masks(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr, cells_ptr, before_ptr, run_keys_ptr,
     n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, CUBE: tl.constexpr,
+    BLOCK: tl.constexpr, CUBE: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """`masks_kernel` for every ``programs``-th run of BLOCK rows."""
     lane = tl.arange(0, TAPS)
@@ -211,6 +244,8 @@ def read_masks(
         row = first + tl.arange(0, BLOCK)
         live = row < n
         entry = entry_of(row, live, entries_ptr, SIDES)
+        if RUNS:
+            own_run = run_of(entry, cells_ptr, before_ptr, key_chunk)
         if CUBE:
             mask = mask_of_cube(entry, live, info_ptr, around_ptr)
         else:
@@ -223,13 +258,16 @@ def read_masks(
                         info_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
                     )  # fmt: skip
                     mask |= seen << tl.load(run_ptr)  # a last run met twice says the same twice
-        above = (row // key_chunk) << room
         for group in tl.static_range(GROUPS):
             word_ptr = words_ptr + 1025 * group
             ours = mask & tl.load(word_ptr)
             key = tl.load(word_ptr + 1 + (ours & 255)) ^ tl.load(word_ptr + 257 + ((ours >> 8) & 255))
             key = key ^ tl.load(word_ptr + 513 + ((ours >> 16) & 255)) ^ tl.load(word_ptr + 769 + ((ours >> 24) & 255))
-            key = tl.where(ours == 0, (((1 << (room - 1)) - 1) << 1) | 1, key >> lost) | above
+            if RUNS:
+                tl.store(run_keys_ptr + row, key_in(own_run, key, ours == 0, room, lost), mask=live)
+                key = tl.where(ours == 0, 0x7FFFFFFF, key)
+            else:
+                key = key_in(row // key_chunk, key, ours == 0, room, lost)
             tl.store(keys_ptr + group * n.to(tl.int64) + row, key, mask=live)
         if COUNTED:
             if CUBE:
@@ -240,6 +278,23 @@ def read_masks(
             total += edges
     if COUNTED:
         tl.atomic_add(totals_ptr + lane, total.to(tl.int64), mask=lane < num_taps, sem="relaxed")
+
+
+@triton.jit
+def sums_kernel(
+    counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, keys_ptr, lines_ptr,
+    num_taps, num_chunks, n, states, counting,
+    SCAN: tl.constexpr, BITS: tl.constexpr, PASSES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """`scan_kernel` by one program a tap, and `digits_kernel` by the others: both read what masks leave."""
+    open_room(OPEN_CREW)
+    program = tl.program_id(0)
+    if program < num_taps:
+        scan_tap(
+            program, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, SCAN
+        )
+    else:
+        count_digits(program - num_taps, counting, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)
 
 
 @triton.jit
@@ -293,9 +348,9 @@ def search_rows(
     """`search_kernel` once all surroundings are known; the programs meet at PASSES gates, at one if no rows move."""
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-        words_ptr, keys_ptr, counts_ptr, totals_ptr,
+        words_ptr, keys_ptr, counts_ptr, totals_ptr, keys_ptr, keys_ptr, keys_ptr,
         n, num_runs, num_taps, capacity, num_chunks, n, 31, 0, programs,
-        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK, CUBE,
+        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK, CUBE, False,
     )  # fmt: skip
     wait_for_all(gates_ptr, programs)
     for tap in range(tl.program_id(0), num_taps, programs):
@@ -314,9 +369,10 @@ def search_rows(
 
 SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
 _AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int, int))
-_MASK_TYPES = (*SEARCH_TYPES, _I32, _I32, _I32, _I64, *(int,) * 9)
+_MASK_TYPES = (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I32, _I32, *(int,) * 9)
 _MASKS = Launcher(masks_kernel, _MASK_TYPES, num_warps=1)
 _CUBE_MASKS = Launcher(masks_kernel, _MASK_TYPES)  # a row a thread, see `count_in_warps`
+_SUMS = Launcher(sums_kernel, (_I32, _I64, _I32, _I64, _I64, _I64, _I32, _I64, *(int,) * 5), num_warps=COUNT_WARPS)
 SEARCH = Launcher(
     search_kernel,
     (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, _I64, _I32, *(int,) * 9),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -36,12 +37,23 @@ FUSED_ROWS = 600_000
 CELL_BITS = 15
 #: log2 of such a cell's edge at least: a block of the table lies in one cell, whatever the rank
 LEAST_SHIFT = 4
-#: where the cells' runs begin behind their rows, with two words at their own end
-BEHIND = (1 << CELL_BITS) + 64
+#: programs that share the cells between them when rows before each of them are counted
+NUMBERED = 32
 #: rows of fixed size whose cells are counted with the table; those of more by a launch of their own: edges, which begin
 #: beside it, would otherwise fill the card before the tiles
 COUNTED_ROWS = 2_000_000
+#: programs on each multiprocessor that write zeros and read ranges
+CLEARING = 2
 MAX_ROWS = 2**29
+
+
+class Cells(NamedTuple):
+    """What `triton_chunks` takes of the coarse cells of a table."""
+
+    of_blocks: Pointer  # (B,) int32: the cell of each block
+    counts: Pointer  # (2^15,) int32: the rows in each cell
+    before: Pointer  # (2^15,) int32: the rows in all cells before each
+    sums: Pointer  # (NUMBERED,) int32: zeros for the programs that count these
 
 
 @dataclass(eq=False)
@@ -66,7 +78,7 @@ class CoordinateTable:
     pointers: tuple[Pointer, ...]  # ranges, slots, block numbers, infos and rows as the kernels take them
     spare: list[tuple[int, int]]  # (start, length) of the zeros kept for the counts of the windows searched first
     report: Report | None  # status and ranges on their way to the host, where they were asked for
-    cells: Pointer | None = None  # rows of each cell, counted where there are many, and memory for the cells' runs
+    cells: Cells | None = None  # made with the table where there are many rows
     unseen: Unseen | None = None  # of rows whose number the host does not know: nothing of theirs is ever read back
     is_given: bool = False  # whether somebody gave the rows, and not a plan: their maps are asked for one after another
 
@@ -201,7 +213,7 @@ def table_lengths(n: int, columns: int, blocked: bool = True) -> list[int]:
     lengths = [2 * capacity, 2, 2 * columns, 3 * _counts_of_16(n) + 192 + _cells_of(n)]
     if blocked:
         some = n or 1
-        lengths += (capacity, 2 * some, some, some, some)
+        lengths += (capacity, 2 * some, _cells_at(n) + ceil_div(n, 2) if n > FUSED_ROWS else some, some, some)
     return lengths
 
 
@@ -224,8 +236,13 @@ def table_in(
     spare = [(0, unit + 96), (unit + 96, 2 * unit + 96)]
     cells = None
     if _cells_of(n) and blocked and (unseen is None or n <= COUNTED_ROWS):
-        place, begin = arena[COUNTS], 3 * unit + 192
-        cells = place[begin:] if INTERPRETED else place + 4 * begin
+        begin, many = 3 * unit + 192, 1 << CELL_BITS
+        if INTERPRETED:
+            counts, of_blocks = arena[COUNTS][begin:], arena[KEYS][_cells_at(n) :].view(torch.int32)
+            cells = Cells(of_blocks, counts, counts[many:], counts[2 * many :])
+        else:
+            counts, of_blocks = arena[COUNTS] + 4 * begin, arena[KEYS] + 8 * _cells_at(n)
+            cells = Cells(of_blocks, counts, counts + 4 * many, counts + 8 * many)
     shifts = _BLOCKED[columns] if blocked else (0,) * columns
     return CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare, report, cells, unseen)
 
@@ -235,8 +252,13 @@ def _counts_of_16(n: int) -> int:
 
 
 def _cells_of(n: int) -> int:
-    """Words for the rows of each cell, and for the cells' runs."""
-    return 2 * BEHIND if n > FUSED_ROWS else 0
+    """Words for the rows of each cell, for those before it, and for who counts them."""
+    return (2 << CELL_BITS) + NUMBERED if n > FUSED_ROWS else 0
+
+
+def _cells_at(n: int) -> int:
+    """Where the cells of the blocks begin behind their keys: at a multiple of 16 bytes."""
+    return (n + 1) & -2
 
 
 def rows_per_chunk(n: int) -> int:
@@ -309,12 +331,12 @@ def _launch_clear(table: CoordinateTable) -> None:
     arena, coords = table.arena, table.coords
     n, columns = coords.shape
     device = coords.device
-    programs = crew_of(device, ceil_div(n, 512))
+    programs = crew_of(device, ceil_div(n, 2048), CLEARING)
     args = (
         pointer(coords), table.pointers[0], arena[SLOTS], gates_of(device, table.unseen),
         n, arena.length_before(IDS) // 4, programs,
     )  # fmt: skip
-    CLEAR(device, (programs,), args, (columns, _width(columns), 512, NUM_GATES))
+    CLEAR(device, (programs,), args, (columns, _width(columns), 2048, NUM_GATES))
 
 
 def _width(columns: int) -> int:
@@ -360,12 +382,16 @@ def _launch_build(table: CoordinateTable, checked: Unseen | None) -> None:
     INSERT(device, (ceil_div(n, 256),), insert, (columns, pack_shifts(table.shifts), blocked, is_checked, 256))
     if blocked:
         programs = min(ceil_div(n, 512), 1056)
-        cells, bits = (ids, 0) if table.cells is None else (table.cells, CELL_BITS)
-        info = (slots, places, infos, status, spread, keys, cells, programs)
+        cells, bits = (Cells(*(ids,) * 4), 0) if table.cells is None else (table.cells, CELL_BITS)
+        info = (slots, places, infos, status, spread, keys, cells.of_blocks, cells.counts, programs)
         INFO(device, (programs,), info, (columns, pack_shifts(table.shifts), bits, LEAST_SHIFT, 512))
-        rows = (entries, ids, infos, places, status, spread, _reported(table), count, fault, n)
-        constants = (columns, _width(columns), table.report is not None, is_checked, 256)
-        PLACE(device, (ceil_div(n, 256),), rows, constants)
+        rows = (
+            entries, ids, infos, places, status, spread, _reported(table), count, fault,
+            cells.counts, cells.before, cells.sums, n,
+        )  # fmt: skip
+        numbered = NUMBERED if bits else 0
+        constants = (columns, _width(columns), table.report is not None, is_checked, bits, numbered, 256)
+        PLACE(device, (numbered + ceil_div(n, 256),), rows, constants)
 
 
 # ---- readable twin

@@ -34,12 +34,25 @@ def clear_kernel(
     coords_ptr, ranges_ptr, table_ptr, gates_ptr, n, zeros, programs,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NUM_GATES: tl.constexpr,
 ):  # fmt: skip
-    """Zeros, as `table_kernel` writes them, then ranges among them; the programs of a cooperative launch meet."""
-    write_zeros(table_ptr, zeros, programs)
+    """Zeros, as `table_kernel` writes them, then ranges among them, by the last program to be done.
+
+    Nobody waits: what they find they leave where programs of other launches meet, of which there are enough for five
+    columns. One half of them reads while the other writes.
+    """
+    tl.static_assert(2 * COLUMNS <= NUM_GATES)
+    is_even = tl.program_id(0) % 2 == 0
+    if is_even:
+        write_zeros(table_ptr, zeros, programs)
     top, bottom = spread_of(coords_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
-    wait_for_all(gates_ptr, programs)
-    raise_ranges(ranges_ptr, top, bottom, COLUMNS, WIDTH)
-    leave(gates_ptr, programs, NUM_GATES)
+    if not is_even:
+        write_zeros(table_ptr, zeros, programs)
+    raise_ranges(gates_ptr, top, bottom, COLUMNS, WIDTH)
+    tl.debug_barrier()
+    if tl.atomic_add(gates_ptr + NUM_GATES, 1, sem="acq_rel") == programs - 1:
+        side = tl.arange(0, 2 * WIDTH)
+        spread = tl.atomic_xchg(gates_ptr + side, side & 0, mask=side < 2 * COLUMNS, sem="relaxed")
+        tl.store(ranges_ptr + side, spread, mask=side < 2 * COLUMNS)
+        tl.store(gates_ptr + NUM_GATES, 0)
 
 
 @triton.jit
@@ -77,11 +90,14 @@ def spread_of(coords_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 
 @triton.jit
 def raise_ranges(ranges_ptr, top, bottom, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Let the ranges hold what was found."""
+    """Let the ranges hold what was found, where they do not hold more: of many programs few have to."""
     column = tl.arange(0, WIDTH)
+    live = column < COLUMNS
     ranges_ptr = ranges_ptr.to(tl.pointer_type(tl.uint32))
-    tl.atomic_max(ranges_ptr + 2 * column, top, mask=column < COLUMNS, sem="relaxed")
-    tl.atomic_max(ranges_ptr + 2 * column + 1, bottom, mask=column < COLUMNS, sem="relaxed")
+    highest = tl.load(ranges_ptr + 2 * column, mask=live, other=0, volatile=True)
+    lowest = tl.load(ranges_ptr + 2 * column + 1, mask=live, other=0, volatile=True)
+    tl.atomic_max(ranges_ptr + 2 * column, top, mask=live & (top > highest), sem="relaxed")
+    tl.atomic_max(ranges_ptr + 2 * column + 1, bottom, mask=live & (bottom > lowest), sem="relaxed")
 
 
 @triton.jit
@@ -151,22 +167,22 @@ def report_wrong(fault_ptr, wrong):
 
 @triton.jit
 def info_kernel(
-    table_ptr, slots_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, cells_ptr, programs,
+    table_ptr, slots_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, cells_ptr, counts_ptr, programs,
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Give each block as many places in the list of rows as it has cells, which the status counts below its blocks.
 
-    CELL_BITS: they are counted by the coarse cells of `triton_chunks`, too.
+    CELL_BITS: they are counted by the coarse cells of `triton_chunks`, too, and each block learns its own.
     """
     give_places(
-        table_ptr, slots_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, cells_ptr, programs,
+        table_ptr, slots_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, cells_ptr, counts_ptr, programs,
         COLUMNS, SHIFTS, CELL_BITS, LEAST, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def give_places(
-    table_ptr, slots_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, cells_ptr, programs,
+    table_ptr, slots_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, cells_ptr, counts_ptr, programs,
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`info_kernel` for every ``programs``-th run of BLOCK blocks."""
@@ -181,7 +197,8 @@ def give_places(
         cells = popcount(word).to(tl.int64)
         if CELL_BITS > 0:
             cell = cell_of(keys_ptr, block, live, ranges_ptr, shift, above, COLUMNS, SHIFTS, CELL_BITS)
-            tl.atomic_add(cells_ptr + cell, cells.to(tl.int32), mask=live, sem="relaxed")
+            tl.store(cells_ptr + block, cell, mask=live)
+            tl.atomic_add(counts_ptr + cell, cells.to(tl.int32), mask=live, sem="relaxed")
         place = tl.atomic_add(status_ptr, tl.sum(cells, 0), sem="relaxed") & 0xFFFFFFFF
         place += tl.cumsum(cells, 0) - cells
         tl.store(info_ptr + 2 * block, pack_half(word, place), mask=live)
@@ -191,18 +208,43 @@ def give_places(
 
 @triton.jit
 def rows_kernel(
-    entries_ptr, ids_ptr, info_ptr, rows_ptr, status_ptr, ranges_ptr, report_ptr, count_ptr, fault_ptr, n,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, REPORTED: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
+    entries_ptr, ids_ptr, info_ptr, rows_ptr, status_ptr, ranges_ptr, report_ptr, count_ptr, fault_ptr,
+    counts_ptr, before_ptr, sums_ptr, n,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, REPORTED: tl.constexpr, CHECKED: tl.constexpr,
+    CELL_BITS: tl.constexpr, NUMBERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """rows[first place of the block + rank of the cell in it] = row; entries[row] = 64 block + bit.
 
-    REPORTED and CHECKED: as in `table_kernel`; the host knows before the rows are there.
+    REPORTED and CHECKED: as in `table_kernel`; the host knows before the rows are there. NUMBERED programs ahead of
+    the others find the rows before each cell.
     """
-    if REPORTED and tl.program_id(0) == 0:
-        report(report_ptr, status_ptr, ranges_ptr, COLUMNS, WIDTH)
-    if CHECKED and tl.program_id(0) == 0:
-        check_cells(status_ptr, count_ptr, fault_ptr)
-    place_rows(tl.program_id(0) * BLOCK, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
+    program = tl.program_id(0)
+    if program < NUMBERED:
+        number_cells(program, counts_ptr, before_ptr, sums_ptr, CELL_BITS, NUMBERED if NUMBERED > 0 else 1)
+    else:
+        program -= NUMBERED
+        if REPORTED and program == 0:
+            report(report_ptr, status_ptr, ranges_ptr, COLUMNS, WIDTH)
+        if CHECKED and program == 0:
+            check_cells(status_ptr, count_ptr, fault_ptr)
+        place_rows(program * BLOCK, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK)
+
+
+@triton.jit
+def number_cells(program, counts_ptr, before_ptr, sums_ptr, CELL_BITS: tl.constexpr, PROGRAMS: tl.constexpr):
+    """before[cell] = rows in all cells before it, for this program's share of the cells.
+
+    Each tells the programs behind it how many rows it has, and one more, in ``sums``, which start as zeros.
+    """
+    EACH: tl.constexpr = (1 << CELL_BITS) // PROGRAMS
+    cell = program * EACH + tl.arange(0, EACH)
+    rows = tl.load(counts_ptr + cell)
+    tl.atomic_xchg(sums_ptr + program, tl.sum(rows, 0) + 1, sem="relaxed")
+    other = tl.arange(0, PROGRAMS)
+    told = tl.load(sums_ptr + other, mask=other < program, other=1, volatile=True)
+    while tl.min(told, 0) == 0:
+        told = tl.load(sums_ptr + other, mask=other < program, other=1, volatile=True)
+    tl.store(before_ptr + cell, tl.sum(told - 1, 0) + tl.cumsum(rows, 0) - rows)
 
 
 @triton.jit
@@ -264,8 +306,9 @@ def fill_table(
         report_wrong(fault_ptr, wrong)
     wait_for_all(gates_ptr + 2, programs)
     give_places(
-        table_ptr, rows_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, ids_ptr, programs, COLUMNS, SHIFTS, 0, 0, EACH
-    )
+        table_ptr, rows_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, ids_ptr, ids_ptr, programs,
+        COLUMNS, SHIFTS, 0, 0, EACH,
+    )  # fmt: skip
     wait_for_all(gates_ptr + 3, programs)
     if REPORTED and program == 0:
         report(report_ptr, status_ptr, ranges_ptr, COLUMNS, WIDTH)
@@ -317,10 +360,10 @@ def lookup_kernel(
 
 _I32, _I64 = torch.int32, torch.int64
 MEASURE = Launcher(ranges_kernel, (_I32, _I32, int, int))
-CLEAR = Launcher(clear_kernel, (_I32, _I32, _I64, _I32, int, int, int), cooperative=True)
+CLEAR = Launcher(clear_kernel, (_I32, _I32, _I64, _I32, int, int, int), num_warps=16)  # few leave what they find
 INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I64, _I32, _I32, int, int))
-INFO = Launcher(info_kernel, (_I64, _I32, _I64, _I64, _I32, _I64, _I32, int))
-PLACE = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32, int))
+INFO = Launcher(info_kernel, (_I64, _I32, _I64, _I64, _I32, _I64, _I32, _I32, int))
+PLACE = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32, _I32, _I32, _I32, int))
 TABLE = Launcher(
     table_kernel,
     (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, _I32, _I32, *(int,) * 4),
