@@ -35,6 +35,7 @@ class CapturedMap:
         self._like, self._room = sc.VoxelGrid(coords), room
         rows = -(-math.ceil(room * len(coords)) // fixed_grid.ROWS) * fixed_grid.ROWS
         self._coords, self._count = coords.new_full((rows, coords.shape[1]), -1), coords.new_zeros(1)
+        self._put, self._filled = fixed_grid.put_scene, 0
         self._load(coords)
         self._twin = twin = copy.copy(convolution)
         twin._used = {}
@@ -55,13 +56,12 @@ class CapturedMap:
         self._twin.prepare_on(grid)
         return grid.fault
 
-    @torch.no_grad()
     def _load(self, coords: torch.Tensor) -> None:
-        self._coords[: len(coords)].copy_(coords)
-        self._count.fill_(len(coords))
+        self._put(coords, self._coords, self._count, self._filled)
+        self._filled = len(coords)
 
     def __call__(self, coords: torch.Tensor) -> None:
-        """The map of coords (N, 4) int32, no fewer than of the scene before."""
+        """The map of coords (N, 4) int32."""
         self._load(coords)
         self._replay()
 
@@ -85,7 +85,6 @@ class CapturedMap:
         dead = torch.full((len(self._coords) - len(part), x.shape[1]), float("nan"), dtype=x.dtype, device=x.device)
         for rows in (part.to(coords.device), torch.arange(len(coords), device=coords.device)):
             scene, lives, grads = coords[rows], x.detach()[rows], grad[rows]
-            self._coords[len(rows) :] = -1
             self(scene)
             filled = [torch.cat([t, dead])[: len(self._coords)] for t in (lives, grads)]
             results = self._step(*filled)

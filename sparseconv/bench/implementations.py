@@ -133,7 +133,7 @@ class Sparseconv(Convolution):
             edges = plan.kernel_map
             for make, *asked in self._used.values():
                 make(edges, *asked)
-            edges.in_rows  # noqa: B018 (edges by tap, which the weight gradient reads)
+            edges.half_pairs if edges.is_halved else edges.in_rows  # noqa: B018 (what the weight gradient reads)
 
     #: what a step makes of a map, once a step has chosen: schedules by tile size, direction, groups and order, and jobs
     #: by their number; what makes them, and of what

@@ -339,6 +339,33 @@ def fault_of(value: int) -> str | None:
     return "; ".join(text for bit, text in FAULTS.items() if value & bit) or None
 
 
+@torch.no_grad()
+def put_scene(coords: torch.Tensor, into: torch.Tensor, count: torch.Tensor, filled: int) -> None:
+    """Put a scene's rows into the arrays of a `FixedGrid`: dead ones behind them, and their number.
+
+    Args:
+        coords: (N, 1+D) integers, N <= C, on any device.
+        into: (C, 1+D) int32, the rows of the grid.
+        count: (1,) int32, the number of real ones.
+        filled: how many were real before; those behind are dead.
+
+    >>> rows, count = torch.tensor([[0, 7], [0, 8], [0, 9], [-1, -1]], dtype=torch.int32), torch.tensor([3]).int()
+    >>> put_scene(torch.tensor([[0, 4]]), rows, count, 3)
+    >>> rows.tolist(), count.tolist()
+    ([[0, 4], [-1, -1], [-1, -1], [-1, -1]], [1])
+    """
+    voxels = len(coords)
+    plain = coords.dtype == torch.int32 and coords.is_contiguous() and coords.data_ptr() % 16 == 0
+    if into.is_cuda and plain and coords.device == into.device and into.data_ptr() % 16 == 0 and into.numel() < 2**31:
+        from sparseconv.geometry.triton_scene import put_scene_on_gpu  # Triton is loaded where it is used
+
+        put_scene_on_gpu(coords, into, count, filled)
+        return
+    into[:voxels].copy_(coords)
+    into[voxels : max(voxels, filled)].fill_(-1)
+    count.fill_(voxels)
+
+
 def _grown(extent: IndexRange) -> IndexRange:
     more = [max(16, n // 8) for n in extent.shape]
     return IndexRange(tuple(v - m for v, m in zip(extent.start, more)), tuple(v + m for v, m in zip(extent.end, more)))

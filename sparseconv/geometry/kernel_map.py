@@ -32,11 +32,18 @@ class EdgeSource(Protocol):
         """When their search was launched, in a run whose maps are aside."""
 
     @property
+    def is_halved(self) -> bool:
+        """Whether it can write down the pairs of half of the taps alone, see `KernelMap.half_pairs`."""
+
+    @property
     def neighbors(self) -> torch.Tensor:
         """(K, N_out) int32, -1 where there is none."""
 
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows, out_rows and tap_offsets."""
+
+    def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """in_rows and out_rows of the taps up to the middle one, and the tap_offsets of all."""
 
     def counts(self) -> tuple[int, ...]:
         """The edges of each tap, on the host; writes none down."""
@@ -156,7 +163,29 @@ class KernelMap:
     def list_pairs(self) -> None:
         """Write a padded map's pairs now, for a gradient to come: a fault that they raise is then known before it."""
         if self.padded:
-            self._pairs  # noqa: B018 (kept)
+            self.half_pairs if self.is_halved else self._pairs  # noqa: B018 (kept)
+
+    @property
+    def is_halved(self) -> bool:
+        """Whether `half_pairs` says it all: rows of one grid, 3 x 3 x 3 cells around each, on a GPU."""
+        return self.source is not None and self.source.is_halved
+
+    @cached_property
+    def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """in_rows and out_rows of the taps up to the middle one, and the tap_offsets (K+1,) of all taps.
+
+        Of a map that `is_halved`: the edges of tap K - 1 - k are those of tap k turned round, one by one. More edges
+        may follow in these arrays.
+        """
+        source = self.source
+        if source is None or "_pairs" in self.__dict__:
+            return self._pairs
+        twin = self._twin()
+        if twin is not None and "half_pairs" in twin.__dict__:  # both directions read the same arrays
+            out_rows, in_rows, offsets = twin.half_pairs
+            return in_rows, out_rows, offsets
+        with undifferentiated(), appending(source.moment):
+            return source.half_pairs()
 
     def _counted(self) -> None:
         if self.padded:

@@ -46,7 +46,7 @@ def expect_plans(coords: torch.Tensor) -> None:
     taps = len(offsets)
     together = search_programs(device, taps, n, True)[2]
     SEARCH.ahead(device, search_constants(looks, taps, n, taps, together))
-    CUBE_PAIRS.ahead(device, (rows_per_chunk(n),))
+    CUBE_PAIRS.ahead(device, (rows_per_chunk(n), True))
 
 
 def expect_whole(device: torch.device, launch: Whole) -> None:

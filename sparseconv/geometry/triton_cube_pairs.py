@@ -17,6 +17,8 @@ from sparseconv.geometry.triton_table import STATUS, CoordinateTable
 if TYPE_CHECKING:
     from sparseconv.geometry.triton_neighbors import WindowSearch
 
+#: the taps up to the centre: their edges, turned round, are those of all others
+HALF = tl.constexpr(14)
 #: programs on each multiprocessor where edges are listed beside a sort, of 22 that fit: nothing of it waits for room;
 #: where rows are few, the sort ends first, and they have time
 BESIDE, BESIDE_FEW, FEW_ROWS = 14, 10, 1 << 18
@@ -69,10 +71,11 @@ APPEND, APPEND_ONE = tl.constexpr(_code(True, False)), tl.constexpr(_code(False,
 CLOSE, CLOSE_ONE = tl.constexpr(_code(True, True)), tl.constexpr(_code(False, True))
 
 
-def list_cube(search: WindowSearch, in_rows: Pointer, out_rows: Pointer, most: int) -> None:
+def list_cube(search: WindowSearch, in_rows: Pointer, out_rows: Pointer, most: int, half: bool = False) -> None:
     """Write the edges of a search that `is_cube`, in the order of `pairs_of`, to two arrays of ``most`` int32.
 
-    None are written where there are more, nor where rows occur twice: their lists would not be as long as was counted.
+    ``half``: those of the first HALF taps alone. None are written where there are more, nor where rows occur twice:
+    their lists would not be as long as was counted.
     """
     table = cast(CoordinateTable, search.table)  # where cells around rows are looked at, there is one
     device, scratch, programs = search.coords.device, search.scratch, 2 * search.chunks
@@ -83,7 +86,7 @@ def list_cube(search: WindowSearch, in_rows: Pointer, out_rows: Pointer, most: i
     )  # fmt: skip
     if current() is not None:
         programs = crew_of(device, programs, BESIDE_FEW if search.rows <= FEW_ROWS else BESIDE)
-    CUBE_PAIRS(device, (programs,), args, (search.chunk_rows,))
+    CUBE_PAIRS(device, (programs,), args, (search.chunk_rows, half))
 
 
 # ---- kernels
@@ -93,33 +96,35 @@ def list_cube(search: WindowSearch, in_rows: Pointer, out_rows: Pointer, most: i
 def cube_pairs_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     starts_ptr, offsets_ptr, status_ptr, in_rows_ptr, out_rows_ptr, n, num_chunks, lines, distinct,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, HALVED: tl.constexpr,
 ):  # fmt: skip
     """`pairs_kernel` for the 27 cells around rows: taps 0 to 8 and 9 to 13 of a chunk one after another, or apart.
 
-    For edges that fill no more than so many ``lines`` of 32, and ``distinct`` rows; -1: nobody knows how many.
+    For edges that fill no more than so many ``lines`` of 32, and ``distinct`` rows; -1: nobody knows how many. HALVED:
+    of these taps alone.
     """
     if not IS_INTERPRETED:
         tl.inline_asm_elementwise(OPEN, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     found = (tl.load(status_ptr) & 0xFFFFFFFF).to(tl.int32)
-    fits = ((tl.load(offsets_ptr + 27) + 31) // 32 <= lines) & ((distinct < 0) | (found == distinct))
+    edges = tl.load(offsets_ptr + (HALF if HALVED else 27))
+    fits = ((edges + 31) // 32 <= lines) & ((distinct < 0) | (found == distinct))
     for half in range(tl.program_id(0), tl.where(fits, 2 * num_chunks, 0), tl.num_programs(0)):
         if half % 2 == 0:
             list_runs(
                 half // 2, info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr,
-                out_rows_ptr, n, num_chunks, 0, 9, CHUNK,
+                out_rows_ptr, n, num_chunks, 0, 9, CHUNK, HALVED,
             )  # fmt: skip
         else:
             list_runs(
                 half // 2, info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr,
-                out_rows_ptr, n, num_chunks, 9, 5, CHUNK,
+                out_rows_ptr, n, num_chunks, 9, 5, CHUNK, HALVED,
             )  # fmt: skip
 
 
 @triton.jit
 def list_runs(
     chunk, info_ptr, rows_ptr, entries_ptr, around_ptr, starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n,
-    num_chunks, FIRST: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
+    num_chunks, FIRST: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, HALVED: tl.constexpr,
 ):  # fmt: skip
     """The edges of one chunk of rows through TAPS taps of a plane from FIRST on; tap 13 is the centre."""
     lane = tl.arange(0, 32)
@@ -146,43 +151,43 @@ def list_runs(
         if TAPS > 6:
             found6, found7, found8 = look_at_run(bit, a, b, c, d, e, f, g, h, rows_ptr, FIRST // 9, 2)
         at0 = append(
-            in_rows_ptr, out_rows_ptr, own0, twin0, at0, begin0, shift0, found0, row, 0, True
+            in_rows_ptr, out_rows_ptr, own0, twin0, at0, begin0, shift0, found0, row, 0, not HALVED
         )  # fmt: skip
         at1 = append(
-            in_rows_ptr, out_rows_ptr, own1, twin1, at1, begin1, shift1, found1, row, 1, True
+            in_rows_ptr, out_rows_ptr, own1, twin1, at1, begin1, shift1, found1, row, 1, not HALVED
         )  # fmt: skip
         at2 = append(
-            in_rows_ptr, out_rows_ptr, own2, twin2, at2, begin2, shift2, found2, row, 2, True
+            in_rows_ptr, out_rows_ptr, own2, twin2, at2, begin2, shift2, found2, row, 2, not HALVED
         )  # fmt: skip
         at3 = append(
-            in_rows_ptr, out_rows_ptr, own3, twin3, at3, begin3, shift3, found3, row, 3, True
+            in_rows_ptr, out_rows_ptr, own3, twin3, at3, begin3, shift3, found3, row, 3, not HALVED
         )  # fmt: skip
         at4 = append(
-            in_rows_ptr, out_rows_ptr, own4, twin4, at4, begin4, shift4, found4, row, 4, FIRST < 9
+            in_rows_ptr, out_rows_ptr, own4, twin4, at4, begin4, shift4, found4, row, 4, FIRST < 9 and not HALVED
         )  # fmt: skip
         if TAPS > 5:
             at5 = append(
-                in_rows_ptr, out_rows_ptr, own5, twin5, at5, begin5, shift5, found5, row, 5, True
+                in_rows_ptr, out_rows_ptr, own5, twin5, at5, begin5, shift5, found5, row, 5, not HALVED
             )  # fmt: skip
             at6 = append(
-                in_rows_ptr, out_rows_ptr, own6, twin6, at6, begin6, shift6, found6, row, 6, True
+                in_rows_ptr, out_rows_ptr, own6, twin6, at6, begin6, shift6, found6, row, 6, not HALVED
             )  # fmt: skip
             at7 = append(
-                in_rows_ptr, out_rows_ptr, own7, twin7, at7, begin7, shift7, found7, row, 7, True
+                in_rows_ptr, out_rows_ptr, own7, twin7, at7, begin7, shift7, found7, row, 7, not HALVED
             )  # fmt: skip
             at8 = append(
-                in_rows_ptr, out_rows_ptr, own8, twin8, at8, begin8, shift8, found8, row, 8, True
+                in_rows_ptr, out_rows_ptr, own8, twin8, at8, begin8, shift8, found8, row, 8, not HALVED
             )  # fmt: skip
-    close(in_rows_ptr, out_rows_ptr, own0, twin0, at0, begin0, shift0, 0, True)
-    close(in_rows_ptr, out_rows_ptr, own1, twin1, at1, begin1, shift1, 1, True)
-    close(in_rows_ptr, out_rows_ptr, own2, twin2, at2, begin2, shift2, 2, True)
-    close(in_rows_ptr, out_rows_ptr, own3, twin3, at3, begin3, shift3, 3, True)
-    close(in_rows_ptr, out_rows_ptr, own4, twin4, at4, begin4, shift4, 4, FIRST < 9)
+    close(in_rows_ptr, out_rows_ptr, own0, twin0, at0, begin0, shift0, 0, not HALVED)
+    close(in_rows_ptr, out_rows_ptr, own1, twin1, at1, begin1, shift1, 1, not HALVED)
+    close(in_rows_ptr, out_rows_ptr, own2, twin2, at2, begin2, shift2, 2, not HALVED)
+    close(in_rows_ptr, out_rows_ptr, own3, twin3, at3, begin3, shift3, 3, not HALVED)
+    close(in_rows_ptr, out_rows_ptr, own4, twin4, at4, begin4, shift4, 4, FIRST < 9 and not HALVED)
     if TAPS > 5:
-        close(in_rows_ptr, out_rows_ptr, own5, twin5, at5, begin5, shift5, 5, True)
-        close(in_rows_ptr, out_rows_ptr, own6, twin6, at6, begin6, shift6, 6, True)
-        close(in_rows_ptr, out_rows_ptr, own7, twin7, at7, begin7, shift7, 7, True)
-        close(in_rows_ptr, out_rows_ptr, own8, twin8, at8, begin8, shift8, 8, True)
+        close(in_rows_ptr, out_rows_ptr, own5, twin5, at5, begin5, shift5, 5, not HALVED)
+        close(in_rows_ptr, out_rows_ptr, own6, twin6, at6, begin6, shift6, 6, not HALVED)
+        close(in_rows_ptr, out_rows_ptr, own7, twin7, at7, begin7, shift7, 7, not HALVED)
+        close(in_rows_ptr, out_rows_ptr, own8, twin8, at8, begin8, shift8, 8, not HALVED)
 
 
 @triton.jit

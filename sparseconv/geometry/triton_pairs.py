@@ -13,7 +13,7 @@ import triton.language as tl
 
 from sparseconv.geometry.aside import Moment
 from sparseconv.geometry.triton_ahead import expect_lists, own_search
-from sparseconv.geometry.triton_cube_pairs import list_cube
+from sparseconv.geometry.triton_cube_pairs import HALF, list_cube
 from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, ceil_div, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import SPARE, WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
@@ -48,9 +48,7 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
     out_rows = torch.empty(most, dtype=torch.int32, device=device)
     if most:
         window = search.window
-        if search.unseen is not None and most < search.most_edges:
-            known = (pointer(pending.offsets), pointer(search.unseen.fault), most, window.num_taps)
-            _CONFINE(device, (1,), known, (power_of_2(window.num_taps + 1),))
+        _confine(search, most)
         if search.is_cube:
             list_cube(search, pointer(in_rows), pointer(out_rows), most)
         else:
@@ -62,6 +60,33 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
             grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
             _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
     return in_rows, out_rows, offsets
+
+
+def half_pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """in_rows and out_rows of the first HALF taps of a search that `is_cube`, the first of what `pairs_of` returns.
+
+    The others' are these turned round. ``most`` is that of all taps.
+    """
+    device, scratch = search.coords.device, search.scratch  # made anew before its counts are read
+    if search.unseen is None:
+        room = search.pending.read()[HALF.value]
+    else:
+        all_taps = search.most_edges if most is None else most
+        room = (all_taps + search.rows + 1) // 2
+        _confine(search, all_taps)
+    in_rows = torch.empty(room, dtype=torch.int32, device=device)
+    out_rows = torch.empty(room, dtype=torch.int32, device=device)
+    if room and len(scratch):
+        list_cube(search, pointer(in_rows), pointer(out_rows), room, half=True)
+    return in_rows, out_rows
+
+
+def _confine(search: WindowSearch, most: int) -> None:
+    """Leave no tap an edge, and set the fault flag, where rows that the host does not know have more than ``most``."""
+    if search.unseen is not None and search.rows and most < search.most_edges:
+        taps = search.window.num_taps
+        known = (pointer(search.pending.offsets), pointer(search.unseen.fault), most, taps)
+        _CONFINE(search.coords.device, (1,), known, (power_of_2(taps + 1),))
 
 
 @dataclass(eq=False)
@@ -92,13 +117,24 @@ class FoundEdges:
         """(K, N_out) int32, -1 where there is none."""
         return self.search.neighbors
 
+    @property
+    def is_halved(self) -> bool:
+        """Whether there are `half_pairs`."""
+        return self.search.is_cube
+
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows, out_rows and tap_offsets; waits for the counts alone."""
+        in_rows, out_rows, _ = pairs_of(self.search, self.most)
+        self.wrote("pairs")
+        return in_rows, out_rows, self.search.pending.offsets
+
+    def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """in_rows and out_rows of the first HALF taps, and the tap_offsets of all; waits for the counts alone."""
         search = self.search
         lists = search.made.pop("edges", None)
-        room, total = (0, 0) if lists is None else (lists.shape[0] // 2, self.total())
+        room, total = (0, 0) if lists is None else (lists.shape[0] // 2, search.pending.read()[HALF.value])
         if lists is None or total > room:
-            in_rows, out_rows, _ = pairs_of(search, self.most)
+            in_rows, out_rows = half_pairs_of(search, self.most)
         else:
             in_rows, out_rows = lists[:total], lists[room : room + total]
         expect_lists(search, "edges", partial(list_ahead, in_rows.shape[0] / max(1, search.rows)))
@@ -150,9 +186,19 @@ class ReversedEdges:
         search = self.found.search
         return reverse_neighbors(search.look_up(), self.found.num_in)
 
+    @property
+    def is_halved(self) -> bool:
+        """As of the found edges."""
+        return self.found.is_halved
+
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The output rows of the found edges, their input rows, and the tap_offsets."""
         in_rows, out_rows, offsets = self.found.pairs()
+        return out_rows, in_rows, offsets
+
+    def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same of `FoundEdges.half_pairs`."""
+        in_rows, out_rows, offsets = self.found.half_pairs()
         return out_rows, in_rows, offsets
 
     def counts(self) -> tuple[int, ...]:
@@ -190,15 +236,15 @@ def find_edges_on_gpu(
 
 
 def list_ahead(per_row: float, search: WindowSearch) -> None:
-    """Leave the edges by tap in what a search made, before somebody asks: int32 in rows, and as many out rows.
+    """Leave the edges of the first HALF taps in what a search made, before somebody asks: in rows, and out rows, int32.
 
-    With room for ``per_row`` edges a row, as the last map had, and an eighth more.
+    With room for ``per_row`` such edges a row, as the last map had, and an eighth more.
     """
-    room = 32 * ceil_div(min(search.most_edges, int(SPARE * per_row * search.rows) + 1), 32)
+    room = 32 * ceil_div(min(HALF.value * search.rows, int(SPARE * per_row * search.rows) + 1), 32)
     lists = torch.empty(2 * room, dtype=torch.int32, device=search.coords.device)
     in_rows = pointer(lists)
     out_rows = lists[room:] if INTERPRETED else in_rows + 4 * room
-    list_cube(search, in_rows, out_rows, room)
+    list_cube(search, in_rows, out_rows, room, half=True)
     search.made["edges"] = lists
 
 

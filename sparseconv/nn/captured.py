@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, fault_of, forget_tables
+from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, fault_of, forget_tables, put_scene
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.nn import graphs
@@ -178,7 +178,8 @@ class Captured:
     def _load(self, *given: Any) -> None:
         coords, features, leaves = given
         voxels = len(coords)
-        for (slot, dead), value in zip(self._slots, (coords, features, *leaves)):
+        put_scene(coords, self._slots[0][0], self._count, self._filled)
+        for (slot, dead), value in zip(self._slots[1:], (features, *leaves)):
             if dead is not None:
                 slot[:voxels].copy_(value)
                 if voxels < self._filled:
@@ -186,7 +187,6 @@ class Captured:
             elif isinstance(slot, torch.Tensor):
                 slot.copy_(value)
         self._filled = voxels
-        self._count.fill_(voxels)
 
     # ---- scenes
 

@@ -38,11 +38,12 @@ pytestmark = pytest.mark.skipif(
 @given(
     counts=st.lists(st.sampled_from([0, 1, 127, 128, 129, 1000, 2999]), min_size=1, max_size=40),
     asked=st.integers(1, 200),
+    halved=st.booleans(),
 )
-def test_jobs_cut_on_the_device_are_those_of_the_twin(counts: list[int], asked: int) -> None:
+def test_jobs_cut_on_the_device_are_those_of_the_twin(counts: list[int], asked: int, halved: bool) -> None:
     count = most_jobs(len(counts), sum(counts), asked, 128)
     offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], device=DEVICE)
-    got, want = cut_jobs_on_device(offsets, count, 128), cut_jobs(counts, count, 128)
+    got, want = cut_jobs_on_device(offsets, count, 128, halved), cut_jobs(counts, count, 128, halved)
     for field in ("begin", "end", "order", "tap_jobs"):
         assert torch.equal(getattr(got, field).cpu(), getattr(want, field)), field
         assert getattr(got, field).data_ptr() % 16 == 0

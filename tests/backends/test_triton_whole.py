@@ -13,18 +13,22 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from sparseconv import ConvolutionPlan, VoxelGrid
+from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm import whole
+from sparseconv.backends.triton_implicit_gemm.backend import work_of
 from sparseconv.backends.triton_implicit_gemm.build import build_schedule
+from sparseconv.backends.triton_implicit_gemm.config import weight_grad_candidates
 from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_jobs_on_device
-from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM, jobs_of
+from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM, cut_jobs, jobs_of
 from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+from sparseconv.backends.triton_implicit_gemm.steps import WeightGradRecipe
 from sparseconv.backends.triton_implicit_gemm.whole import WHOLE_ROWS, WholeLaunch, jobs_made, schedule_made
 from sparseconv.geometry import triton_ahead, triton_launch, triton_neighbors, triton_pairs, triton_table
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.triton_ahead import own_search, search_ahead, whole_ahead
 from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
-from sparseconv.geometry.triton_pairs import FoundEdges, list_ahead, pairs_of
+from sparseconv.geometry.triton_pairs import FoundEdges, half_pairs_of, list_ahead, pairs_of
 from sparseconv.geometry.triton_table import CoordinateTable, build_table, lookup, read_table
 from sparseconv.geometry.triton_window import TapWindow, encode_window
 
@@ -94,7 +98,7 @@ def test_one_launch_leaves_what_several_do(count: int, block_m: int, jobs: int) 
     assert one[2] == other[2]
     assert torch.equal(one[0], other[0])
     assert torch.equal(one[1], other[1])
-    cut = cut_jobs_on_device(apart.pending.offsets, jobs, JOB_QUANTUM)
+    cut = cut_jobs_on_device(apart.pending.offsets, jobs, JOB_QUANTUM, halved=True)
     for name in JOBS:
         assert torch.equal(getattr(search.made["jobs"], name), getattr(cut, name)), name
     assert search.keys is not None
@@ -107,6 +111,49 @@ def test_one_launch_leaves_what_several_do(count: int, block_m: int, jobs: int) 
     assert low == tuple(coords.min(0).values.tolist())
     assert high == tuple(coords.max(0).values.tolist())
     assert not table.has_duplicates
+
+
+@pytest.mark.parametrize("jobs", [27, 40])
+def test_half_of_the_edges_say_it_all(jobs: int) -> None:
+    search = given(rows(500))
+    edges, offsets = pairs_of(search), search.pending.read()
+    half = half_pairs_of(search)
+    assert len(half[0]) == len(half[1]) == offsets[14] < offsets[-1]
+    for some, every in zip(half, edges):
+        assert torch.equal(some, every[: offsets[14]])
+    counts = tuple(b - a for a, b in itertools.pairwise(offsets))
+    straight, folded = cut_jobs(counts, jobs, 16), cut_jobs(counts, jobs, 16, halved=True)
+    assert torch.equal(straight.order, folded.order)
+    turned = 0
+    for want, (begin, end) in zip(zip(straight.begin, straight.end), zip(folded.begin, folded.end)):
+        sides = half
+        if begin < 0:
+            begin, end, sides, turned = -1 - begin, -1 - end, half[::-1], turned + 1
+        for some, every in zip(sides, edges):
+            assert torch.equal(some[begin:end], every[slice(*want)])
+    assert 13 <= turned < jobs
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_weight_gradient_reads_half_of_the_edges_to_the_same_bits(groups: int) -> None:
+    edges = map_of(given(rows(300)))
+    every = KernelMap(300, 300, 27, pairs=(edges.in_rows, edges.out_rows, edges.tap_offsets))
+    generator = torch.Generator().manual_seed(groups)
+    x, g = (torch.randn(300, 8 * groups, generator=generator).to(DEVICE) for _ in range(2))
+    assert edges.is_halved
+    assert not every.is_halved
+    edges.__dict__.pop("_pairs")
+    grads = []
+    for kernel_map in (edges, edges.reverse(), every):
+        work = work_of(Request(kernel_map, DEVICE, x.dtype, 8 * groups, 8 * groups, groups), True)
+        for config in weight_grad_candidates(work)[:1]:
+            out = torch.full((27, 8, 8 * groups), float("nan"), device=DEVICE)
+            WeightGradRecipe(config, work, x, g, 27).bind(kernel_map)(x, g, out)
+            grads.append(out)
+    assert "_pairs" not in edges.__dict__
+    assert edges.half_pairs[0] is edges.reverse().half_pairs[1]
+    assert torch.equal(grads[0], grads[2])
+    assert torch.equal(grads[1], grads[0].flip(0))  # the mirrored taps, by the same pairs
 
 
 def test_its_search_is_made_anew_after_its_release() -> None:
@@ -195,21 +242,21 @@ def test_lists_of_many_rows_are_made_behind_their_search(
     for name in LISTS:
         assert torch.equal(getattr(made, name), getattr(want, name)), name
     assert "edges" not in fourth.made
-    edges = FoundEdges(fourth, 300).pairs()
+    edges = FoundEdges(fourth, 300).half_pairs()
     assert searched().made, "asked for, it is made for the next one, too"
     assert not searched().made, "and not if nobody asked"
     schedule_made(map_of(fourth), 64, chunk_rows)
-    FoundEdges(fourth, 300).pairs()
+    FoundEdges(fourth, 300).half_pairs()
     assert jobs_made(map_of(fourth), 50) is None
     fifth = searched()
-    cut = cut_jobs_on_device(first.pending.offsets, 50, JOB_QUANTUM)
+    cut = cut_jobs_on_device(first.pending.offsets, 50, JOB_QUANTUM, halved=True)
     for name in LISTS:
         assert torch.equal(getattr(fifth.made["schedule"], name), getattr(want, name)), name
     for name in JOBS:
         assert torch.equal(getattr(jobs_made(map_of(fifth), 50), name), getattr(cut, name)), name
     assert jobs_made(map_of(fifth), 51) is None
     listed = fifth.made["edges"]
-    again = FoundEdges(fifth, 300).pairs()
+    again = FoundEdges(fifth, 300).half_pairs()
     assert again[0].data_ptr() == listed.data_ptr()
     for a, b in zip(again, edges):
         assert torch.equal(a, b)
@@ -223,7 +270,7 @@ def test_edges_are_listed_behind_a_map_that_is_launched_whole() -> None:
     first = map_of(given(coords))
     schedule_made(first, 128)
     jobs_made(first, 40)
-    want = first.in_rows, first.out_rows, first.tap_offsets
+    want = first.half_pairs
     launched(coords)  # compiles, on a card
     for _ in range(2):
         table, search = whole_ahead(coords) or (None, None)
@@ -231,11 +278,11 @@ def test_edges_are_listed_behind_a_map_that_is_launched_whole() -> None:
         assert search is not None
         table.is_given = True
         edges, lists = map_of(search), search.made["edges"]
-        assert 2 * edges.num_pairs < len(lists) < 2.4 * edges.num_pairs
+        assert 2 * len(want[0]) < len(lists) < 2.4 * len(want[0])
         schedule_made(edges, 128)
-        for a, b in zip((edges.in_rows, edges.out_rows, edges.tap_offsets), want):
+        for a, b in zip(edges.half_pairs, want):
             assert torch.equal(a, b)
-        assert edges.in_rows.data_ptr() == lists.data_ptr()
+        assert edges.half_pairs[0].data_ptr() == lists.data_ptr()
     table, search = launched(rows(300, 1))
     assert "edges" not in search.made, "nobody asked for those of this kind of launch"
 
@@ -249,12 +296,12 @@ def _marked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_marked_memory")
 def test_more_edges_than_lists_made_ahead_have_room_for_are_listed_again() -> None:
     coords = rows(300)
-    search, want = given(coords), pairs_of(given(coords))
+    search, want = given(coords), half_pairs_of(given(coords))
     list_ahead(0.5, search)
     lists = search.made["edges"]
     assert len(lists) < 2 * len(want[0])
     assert (lists == -7).all()
-    edges = FoundEdges(search, 300).pairs()
+    edges = FoundEdges(search, 300).half_pairs()
     assert torch.equal(edges[0], want[0])
     assert torch.equal(edges[1], want[1])
     again = given(coords)
@@ -272,7 +319,7 @@ def test_edges_of_rows_that_occur_twice_are_not_listed_ahead() -> None:
     list_ahead(27.0, search)
     assert (search.made["edges"] == -7).all()
     with pytest.raises(ValueError, match="are the same voxel"):
-        FoundEdges(search, 300).pairs()
+        FoundEdges(search, 300).half_pairs()
 
 
 def test_maps_of_plans_making_and_wide_tiles_are_not_asked_for() -> None:

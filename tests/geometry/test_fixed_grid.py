@@ -20,10 +20,11 @@ from sparseconv.backends.triton_implicit_gemm.schedule import Schedule, schedule
 from sparseconv.backends.triton_implicit_gemm.tiles import meets_once, one_tap_schedule
 from sparseconv.geometry import triton_neighbors, triton_table
 from sparseconv.geometry.edges import Window, fine_grid
-from sparseconv.geometry.fixed_grid import FixedGrid, fault_of
+from sparseconv.geometry.fixed_grid import FixedGrid, fault_of, put_scene
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.triton_launch import INTERPRETED
 from sparseconv.geometry.triton_pairs import find_edges_on_gpu
+from sparseconv.geometry.triton_scene import put_scene_on_gpu
 from sparseconv.geometry.triton_table import lookup
 from sparseconv.ops import avg_pool, max_pool, max_unpool, sum_pool, unpool
 from sparseconv.ops.pooling import _degrees, _Max, _WinnerSum, edge_sum
@@ -534,3 +535,29 @@ def test_no_gradient_of_a_weight_sees_dead_rows_on_a_cpu(channels: int) -> None:
             found.append(leaves[1].grad)
     for other in found[1:]:
         torch.testing.assert_close(found[0], other)
+
+
+@pytest.mark.parametrize("columns", [2, 4, 5])
+@pytest.mark.parametrize(("voxels", "filled"), [(0, 0), (0, 700), (3, 0), (700, 3), (3, 700), (900, 900)])
+@pytest.mark.parametrize("put", [put_scene, put_scene_on_gpu])
+def test_a_scene_takes_the_place_of_the_last_one(put, columns: int, voxels: int, filled: int) -> None:
+    device = "cpu" if INTERPRETED else "cuda"
+    scene = torch.randint(0, 99, (voxels, columns), dtype=torch.int32, device=device)
+    rows = torch.full((900, columns), -1, dtype=torch.int32, device=device)
+    rows[:filled] = 7
+    count = torch.full((1,), filled, dtype=torch.int32, device=device)
+    put(scene, rows, count, filled)
+    assert torch.equal(rows[:voxels], scene)
+    assert (rows[voxels:] == -1).all()
+    assert count.tolist() == [voxels]
+
+
+def test_coordinates_of_another_kind_are_put_in_place_too() -> None:
+    device = "cpu" if INTERPRETED else "cuda"
+    rows, count = torch.full((9, 4), -1, dtype=torch.int32, device=device), torch.zeros(1).int().to(device)
+    wide = torch.arange(40, device=device).view(5, 8)
+    for scene in (wide[:, ::2], wide[:, 1:5].int(), wide[1:, :4].float().cpu()):
+        put_scene(scene, rows, count, int(count))
+        assert torch.equal(rows[: len(scene)], scene.int().to(device))
+        assert (rows[len(scene) :] == -1).all()
+        assert int(count) == len(scene)

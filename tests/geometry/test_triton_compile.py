@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 
 from sparseconv.backends.triton_implicit_gemm import build_kernels, job_kernel, tiles, whole
 from sparseconv.geometry import triton_counts, triton_neighbors, triton_order, triton_pairs, triton_reach
-from sparseconv.geometry import triton_chunks, triton_cube_pairs
+from sparseconv.geometry import triton_chunks, triton_cube_pairs, triton_scene
 from sparseconv.geometry import triton_launch, triton_search, triton_table, triton_window
 
 NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
@@ -52,10 +52,10 @@ jobs = [
     (triton_reach.MARK, (3, True, 128, 512, 1024, 10)), (triton_reach.MARK, (3, False, 128, 512, 1024, 10)),
     (triton_reach.EMIT, (3, 32)), (triton_reach.EMIT_UNSEEN, (3, 32)),
     (triton_reach.CLAIM, (4, True, 128)), (triton_reach.DECODE, (3, 256)),
-    (triton_counts.SCAN, (8192,)), (triton_pairs._REVERSE, (1024,)),
+    (triton_counts.SCAN, (8192,)), (triton_scene._PUT, (2048,)), (triton_pairs._REVERSE, (1024,)),
     (triton_pairs._CONFINE, (32,)),
     (triton_pairs._PAIRS, (*around, True, 512, 128)), (triton_pairs._PAIRS, (*by_key, False, 128, 128)),
-    (triton_cube_pairs.CUBE_PAIRS, (512,)), (triton_cube_pairs.CUBE_PAIRS, (128,)),
+    (triton_cube_pairs.CUBE_PAIRS, (512, False)), (triton_cube_pairs.CUBE_PAIRS, (128, True)),
     (build_kernels.CUBE_TILES, (128, 32, 32, 0, 1)), (build_kernels.CUBE_TILES, (64, 32, -1, 32, 16)),
     (build_kernels.TILES, (*around, 128, 32, False, True, True, 32)),
     (build_kernels.TILES_64, (*by_key, 64, 256, True, False, False, 0)),
@@ -64,7 +64,8 @@ jobs = [
     (whole.WHOLE, (64, 32, 32, 32, 16, 10, 3, 9, 4, 10)),
 ]
 jobs += [
-    (job_kernel._JOBS, (32, 128)), (tiles._ONE_TAP, (8, 256, 128, 2, 5, 8, False)),
+    (job_kernel._JOBS, (32, 128, False)), (job_kernel._JOBS, (32, 16, True)),
+    (tiles._ONE_TAP, (8, 256, 128, 2, 5, 8, False)),
     (tiles._ONE_TAP, (16, 256, 256, 1, 5, 8, True)),
     (tiles._LISTS, (64, 16, 32)),
 ]

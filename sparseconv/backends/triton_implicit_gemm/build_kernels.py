@@ -163,7 +163,7 @@ def cube_tiles_kernel(
     if LANES > 0 and program >= tiles:
         cut_run(
             program - tiles, offsets_ptr, begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr, num_taps, jobs, QUANTUM,
-            LANES, JOBS_EACH,
+            LANES, JOBS_EACH, True,
         )  # fmt: skip
     else:
         cut_cube(

@@ -302,7 +302,7 @@ def weight_grad_kernel(
     BLOCK_I: gl.constexpr, BLOCK_O: gl.constexpr, BLOCK_P: gl.constexpr, STAGES: gl.constexpr,
     WIDE: gl.constexpr, HIDDEN: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
-    """out[job] = sum over the job's pairs of x[in]^T g[out]; a job is a run of one tap's pairs."""
+    """out[job] = sum over the job's pairs of x[in]^T g[out]; a job is a run of one tap's pairs, see `Jobs`."""
     stride_feats_n *= UNIT
     stride_grad_n *= UNIT
     ALL_OUT: gl.constexpr = GROUPS * GROUP_OUT
@@ -322,10 +322,14 @@ def weight_grad_kernel(
     i0 = (pid // BLOCKS_O) % BLOCKS_I * BLOCK_I
     o0 = (pid % BLOCKS_O) * BLOCK_O
     begin = gl.load(job_begin_ptr + job)
-    count = (gl.load(job_end_ptr + job) - begin).to(gl.int32)
+    end = gl.load(job_end_ptr + job)
+    is_turned = begin < 0
+    count = gl.where(is_turned, begin - end, end - begin).to(gl.int32)
     last = count - 1
-    in_rows_ptr += begin
-    out_rows_ptr += begin
+    begin = gl.where(is_turned, -1 - begin, begin)
+    rows_ptr = gl.where(is_turned, out_rows_ptr, in_rows_ptr)
+    out_rows_ptr = gl.where(is_turned, in_rows_ptr, out_rows_ptr) + begin
+    in_rows_ptr = rows_ptr + begin
     feats_ptr += group * GROUP_IN
     grad_ptr += group * GROUP_OUT
     at_in = gl.arange(0, BLOCK_P, layout=gl.SliceLayout(1, A_LAYOUT))

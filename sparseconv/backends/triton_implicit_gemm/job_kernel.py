@@ -17,13 +17,14 @@ CELLS = 512
 _I32, _I64 = torch.int32, torch.int64
 
 
-def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> Jobs:
+def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int, halved: bool = False) -> Jobs:
     """Cut the pairs of K taps into ``count`` jobs as `jobs.cut_jobs` does, without waiting for the device.
 
     Args:
         tap_offsets: (K+1,) int64: tap k owns the pairs [tap_offsets[k], tap_offsets[k+1]).
         count: J, the number of jobs; no fewer than taps.
         quantum: lengths of jobs are multiples of it.
+        halved: the pairs of tap K - 1 - k are those of tap k turned round.
 
     Returns:
         The jobs, on the device of the offsets.
@@ -32,13 +33,13 @@ def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int) -> J
     arena = Arena(device, JOB_KINDS, job_lengths(count, taps))
     lanes, block = job_constants(taps)
     args = (pointer(tap_offsets), *arena, taps, count, quantum)
-    _JOBS(device, (ceil_div(count, block),), args, (lanes, block))
+    _JOBS(device, (ceil_div(count, block),), args, (lanes, block, halved))
     return PackedJobs(arena)
 
 
-def jobs_ahead(taps: int, device: torch.device) -> None:
+def jobs_ahead(taps: int, device: torch.device, halved: bool) -> None:
     """Start to compile what `cut_jobs_on_device` launches."""
-    _JOBS.ahead(device, job_constants(taps))
+    _JOBS.ahead(device, (*job_constants(taps), halved))
 
 
 @cache
@@ -51,19 +52,19 @@ def job_constants(taps: int) -> tuple[int, int]:
 @triton.jit
 def jobs_kernel(
     offsets_ptr, begin_ptr, end_ptr, order_ptr, tap_jobs_ptr, num_taps, count, quantum,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr, HALVED: tl.constexpr,
 ):  # fmt: skip
     """Each program finds the length of the jobs anew, then writes BLOCK of them."""
     cut_run(
         tl.program_id(0), offsets_ptr, begin_ptr, end_ptr, order_ptr, tap_jobs_ptr, num_taps, count, quantum,
-        TAPS, BLOCK,
+        TAPS, BLOCK, HALVED,
     )  # fmt: skip
 
 
 @triton.jit
 def cut_run(
     run, offsets_ptr, begin_ptr, end_ptr, order_ptr, tap_jobs_ptr, num_taps, count, quantum,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr, HALVED: tl.constexpr,
 ):  # fmt: skip
     """The BLOCK jobs of one program of `jobs_kernel`."""
     tap = tl.arange(0, TAPS)
@@ -100,8 +101,15 @@ def cut_run(
     my_stop = tl.sum(tl.where(mine, stop[None, :], 0), 1)
     index = tl.where(owned > 0, job - tl.sum(tl.where(mine, first[None, :], 0), 1), 0)
     begin = tl.minimum(my_start + index.to(tl.int64) * my_share, my_stop)
+    end = tl.minimum(begin + my_share, my_stop)
+    if HALVED:  # pairs of the tap that mirrors this one, to be read turned round
+        twin = tl.load(offsets_ptr + num_taps - 1 - tap, mask=tap < num_taps, other=0)
+        moved = tl.sum(tl.where(mine, (twin - start)[None, :], 0), 1)
+        is_turned = my_tap > (num_taps - 1) // 2
+        begin = tl.where(is_turned, -1 - (begin + moved), begin)
+        end = tl.where(is_turned, -1 - (end + moved), end)
     tl.store(begin_ptr + job, begin, mask=job < count)
-    tl.store(end_ptr + job, tl.minimum(begin + my_share, my_stop), mask=job < count)
+    tl.store(end_ptr + job, end, mask=job < count)
     # jobs of each tap that begin less far into it than this one does into its own; equals in the order of taps
     whole = index[:, None] * parts[None, :] // my_parts[:, None]
     rest = index[:, None] * parts[None, :] - whole * my_parts[:, None]

@@ -21,6 +21,9 @@ JOB_QUANTUM = 128
 class Jobs:
     """J runs of pairs; job j sums pairs [begin[j], end[j]) of one tap; jobs of a tap are neighbours in number.
 
+    Of a map that `is_halved`, begin and end of the taps behind the middle one are -1 less those of the same pairs in
+    the list of the mirrored tap: they are read with input and output exchanged.
+
     J is known without reading the counts of the taps: jobs from ``tap_jobs[K]`` on are empty and belong to no tap.
     """
 
@@ -49,8 +52,10 @@ def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
         kernel, whole = _on_gpu()
         jobs = whole.jobs_made(kernel_map, count)
         if jobs is None:
+            halved = kernel_map.is_halved
             with listing():
-                jobs = kernel.cut_jobs_on_device(kernel_map.tap_offsets, count, JOB_QUANTUM)
+                offsets = kernel_map.half_pairs[2] if halved else kernel_map.tap_offsets
+                jobs = kernel.cut_jobs_on_device(offsets, count, JOB_QUANTUM, halved)
         kernel_map.prepared[key] = jobs
     return jobs
 
@@ -70,7 +75,7 @@ def most_jobs(num_taps: int, num_pairs: int, max_jobs: int, quantum: int) -> int
 # ---- readable twin
 
 
-def cut_jobs(tap_counts: Sequence[int], count: int, quantum: int) -> Jobs:
+def cut_jobs(tap_counts: Sequence[int], count: int, quantum: int, halved: bool = False) -> Jobs:
     """Cut pairs ordered by tap into ``count`` jobs, the longest of them as short as that allows.
 
     Every tap has at least one job, empty if the tap is (its gradient is then written as zero), so there are at least
@@ -94,6 +99,9 @@ def cut_jobs(tap_counts: Sequence[int], count: int, quantum: int) -> Jobs:
     begin = np.minimum(starts[tap] + index * share[tap], starts[tap + 1])
     end = np.minimum(begin + share[tap], starts[tap + 1])
     order = np.lexsort((tap, index / parts[tap]))
+    if halved:
+        moved, turned = starts[len(counts) - 1 - tap] - starts[tap], tap > (len(counts) - 1) // 2
+        begin, end = (np.where(turned, -1 - (side + moved), side) for side in (begin, end))
     empty = count - len(tap)
     return Jobs(
         torch.from_numpy(np.pad(begin, (0, empty))),

@@ -215,7 +215,7 @@ def weight_grad_kernel(
     BLOCK_I: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
     WIDE: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[job] = sum over the job's pairs of x[in]^T g[out]; a job is a run of one tap's pairs."""
+    """out[job] = sum over the job's pairs of x[in]^T g[out]; a job is a run of one tap's pairs, see `Jobs`."""
     stride_feats_n *= UNIT
     stride_grad_n *= UNIT
     PACK_IN: tl.constexpr = PACK * GROUP_IN
@@ -232,9 +232,13 @@ def weight_grad_kernel(
     i0 = (pid // BLOCKS_O) % BLOCKS_I * BLOCK_I
     o0 = (pid % BLOCKS_O) * BLOCK_O
     begin = tl.load(job_begin_ptr + job)
-    count = (tl.load(job_end_ptr + job) - begin).to(tl.int32)
-    in_rows_ptr += begin
-    out_rows_ptr += begin
+    end = tl.load(job_end_ptr + job)
+    is_turned = begin < 0
+    count = tl.where(is_turned, begin - end, end - begin).to(tl.int32)
+    begin = tl.where(is_turned, -1 - begin, begin)
+    rows_ptr = tl.where(is_turned, out_rows_ptr, in_rows_ptr)
+    out_rows_ptr = tl.where(is_turned, in_rows_ptr, out_rows_ptr) + begin
+    in_rows_ptr = rows_ptr + begin
     i = i0 + tl.arange(0, BLOCK_I)
     o = o0 + tl.arange(0, BLOCK_O)
     in_limit = PACK_IN if GROUPS % PACK == 0 else tl.minimum(GROUPS * GROUP_IN - pack * PACK_IN, PACK_IN)
@@ -270,7 +274,7 @@ def weight_grad_kernel(
 
 @triton.jit
 def reduce_jobs_kernel(partial_ptr, out_ptr, tap_jobs_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """dw[tap] = sum of partial[job] over the tap's jobs, in their order."""
+    """dw[tap] = sum of partial[job] over the tap's jobs, in their order; eight of them are on their way together."""
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     tap = tl.program_id(0) // BLOCKS
     at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
@@ -278,7 +282,12 @@ def reduce_jobs_kernel(partial_ptr, out_ptr, tap_jobs_ptr, SIZE: tl.constexpr, B
     stop = tl.load(tap_jobs_ptr + tap + 1)
     from_ptr = partial_ptr + first.to(tl.int64) * SIZE + at
     acc = tl.zeros((BLOCK,), tl.float32)
-    for _ in tl.range(first, stop):
-        acc += tl.load(from_ptr, mask=at < SIZE, other=0.0)
-        from_ptr += SIZE
+    for job in tl.range(first, stop, 8):
+        parts = ()  # type: tuple
+        for step in tl.static_range(8):
+            end = tl.where(job + step < stop, SIZE, 0)
+            parts = parts + (tl.load(from_ptr + step * SIZE, mask=at < end, other=0.0),)
+        for step in tl.static_range(8):
+            acc += parts[step]
+        from_ptr += 8 * SIZE
     tl.store(out_ptr + (tap.to(tl.int64) * SIZE + at), acc.to(out_ptr.dtype.element_ty), mask=at < SIZE)

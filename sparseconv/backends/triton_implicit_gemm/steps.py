@@ -221,7 +221,7 @@ class WeightGradRecipe:
         taps = kernel_map.num_taps
         direct = most_jobs(taps, kernel_map.num_pairs, self._max_jobs, JOB_QUANTUM) == taps
         self._kept(self._program, direct, False)[0].ahead(device)
-        jobs_ahead(taps, device)
+        jobs_ahead(taps, device, kernel_map.is_halved)
         if not direct:
             self._kept(self._reduction).ahead(device)
 
@@ -234,7 +234,10 @@ class WeightGradRecipe:
         stride_x, stride_grad = self._strides
         wide = max(kernel_map.num_in * stride_x, kernel_map.num_out * stride_grad) >= NARROW
         program, strides = self._kept(self._program, jobs.one_each, wide)
-        fixed = Fixed((kernel_map.in_rows, kernel_map.out_rows, jobs.begin, jobs.end, jobs.order))
+        in_rows, out_rows = (
+            kernel_map.half_pairs[:2] if kernel_map.is_halved else (kernel_map.in_rows, kernel_map.out_rows)
+        )
+        fixed = Fixed((in_rows, out_rows, jobs.begin, jobs.end, jobs.order))
         sums = Launch(program, jobs.count * self._tiles, fixed, strides)
         if jobs.one_each:
             return sums

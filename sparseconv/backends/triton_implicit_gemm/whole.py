@@ -291,7 +291,9 @@ def whole_kernel(
             tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, n, num_slots, 27, 31, BLOCK_M, ROOM,
         )  # fmt: skip
     for run in range(programs - 1 - program, (jobs + JOBS_EACH - 1) // JOBS_EACH, programs):
-        cut_run(run, offsets_ptr, begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr, 27, jobs, QUANTUM, LANES, JOBS_EACH)
+        cut_run(
+            run, offsets_ptr, begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr, 27, jobs, QUANTUM, LANES, JOBS_EACH, True
+        )
     wait_for_all(gates_ptr + 6 + PASSES, programs)
     for first in range(program * 64, tiles, programs * 64):
         rank_run(first, tile_counts_ptr, launch_order_ptr, tiles, BINS, 64, 1024)
