@@ -23,7 +23,7 @@ Whole = Callable[[torch.Tensor], "tuple[CoordinateTable, WindowSearch] | None"]
 _whole: dict[int | None, Whole] = {}
 #: rows from which and up to which lists are made of a search before they are asked for: of fewer the card is done
 #: before the host could wait for it; those of more take much memory beside the last map's
-LISTED_ROWS = 65_536, 2_000_000
+LISTED_ROWS = 65_536, 1 << 22
 #: what makes the lists that the last search was asked for, by device and kind
 _lists: dict[int | None, dict[str, Callable[[WindowSearch], None]]] = {}
 

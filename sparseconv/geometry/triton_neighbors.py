@@ -135,6 +135,8 @@ class WindowSearch:
         self._is_sorted = False
         #: what was sorted ahead: rows of a run, and `ordered` by them
         self._ahead: tuple[int | None, torch.Tensor | Pointer] | None = None
+        #: whether there are Gray ranks, and not keys of runs alone
+        self._is_ranked = True
         self._pointers: tuple[Pointer, ...] | None = None
         #: when it was launched, in a run whose maps are aside
         self.moment: Moment | None = None
@@ -197,7 +199,7 @@ class WindowSearch:
                     launch_around(table, scratch[AROUND], found)
             if sort is not None:
                 sort.launch(self, table, scratch, counters)
-                self._ahead = sort.chunk_rows, scratch[ORDER]
+                self._ahead, self._is_ranked = (sort.chunk_rows, scratch[ORDER]), sort.chunk_rows is None
             elif n and taps and narrow:
                 launch_masks(self, window.key_words, scratch[SORT_KEYS], counters, n, KEY_BITS, 0)
             elif n and taps:
@@ -215,6 +217,7 @@ class WindowSearch:
         if aside is not None and self._scratch is not None:
             aside.retire((self._scratch, self.counters))
         self._scratch = self._pointers = self._ahead = None
+        self._is_ranked = True
         self.__dict__.pop("counters", None)
 
     @property
@@ -235,12 +238,21 @@ class WindowSearch:
         """(1, N_out) int32 sort keys, see row_keys; None above 31 taps and for given edges."""
         if self.table is None or self.window.num_taps > KEY_BITS:
             return None
-        return self.scratch.tensor(SORT_KEYS)[: self.rows].view(1, -1)
+        return self.ranked.tensor(SORT_KEYS)[: self.rows].view(1, -1)
+
+    @property
+    def ranked(self) -> Arena:
+        """The scratch memory, with Gray ranks as sort keys."""
+        scratch = self.scratch
+        if not self._is_ranked:
+            launch_masks(self, self.window.key_words, scratch[SORT_KEYS], None, self.rows, KEY_BITS, 0)
+            self._is_ranked = True
+        return scratch
 
     @property
     def order(self) -> torch.Tensor | Pointer:
         """Rows in the order of their `keys`: (1, N_out), or where they are few the place of (N_out,) int32."""
-        scratch = self.scratch
+        scratch = self.ranked
         if self._is_sorted:
             return scratch[ORDER]
         with building():
@@ -343,10 +355,10 @@ class _SortAhead:
 
     def launch(self, search: WindowSearch, table: CoordinateTable, scratch: Arena, counters: Counters) -> None:
         """Masks, sums of their counts, and the rows in order, once there are the blocks around the blocks."""
-        keys, runs = scratch[SORT_KEYS], None
+        keys, cells = scratch[SORT_KEYS], None
         if self._cells is not None:
-            keys, runs = scratch[_RUN_KEYS], (self._cells[0], scratch[_RUN_KEYS])
-        launch_masks(search, search.window.key_words, scratch[SORT_KEYS], counters, *self._key_room, runs=runs)
+            keys, cells = scratch[_RUN_KEYS], self._cells[0]
+        launch_masks(search, search.window.key_words, keys, counters, *self._key_room, cells=cells)
         counting = launch_sums(table, scratch, counters, search.pending, self._passes, keys)
         self._passes.launch(keys, scratch[LINES], scratch[ORDER], table.coords.device, counting)
 
@@ -395,7 +407,7 @@ def row_keys(
     chunk, room, lost = _key_room(n, max(map(len, parts), default=0), chunk_rows, key_bits)
     plain = significance is None and parts == (tuple(range(taps)),)
     if room < key_bits and plain and not wide and search.is_local and search.table is not None:
-        return chunk_keys(search.table, search.scratch[SORT_KEYS], chunk, room, lost)
+        return chunk_keys(search.table, search.ranked[SORT_KEYS], chunk, room, lost)
     ranked = tap_order(search.window.offsets) if significance is None else tuple(significance)
     keys = torch.empty(len(parts), n, dtype=torch.int64 if wide else torch.int32, device=device)
     if n and taps and taps <= KEY_BITS and search.given is None:

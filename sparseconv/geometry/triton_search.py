@@ -63,23 +63,22 @@ def launch_masks(
     room: int,
     lost: int,
     groups: int = 1,
-    runs: tuple[Cells, Pointer] | None = None,
+    cells: Cells | None = None,
 ) -> None:
     """Masks of all target rows -> ``keys``; where there are ``counters``, counts of their edges too.
 
-    ``runs``: the cells of the table, and where the keys of runs of neighbours go, each of about ``chunk`` rows; it is
-    these that have so much ``room`` and have ``lost`` so much, and ``keys`` are the ranks in one group of taps.
+    ``cells``: runs of about ``chunk`` rows are of neighbours, as by `chunk_keys`, and not of rows as they come.
     """
     n, window = search.coords.shape[0], search.window
     programs = min(ceil_div(n, 128), MASKING)
     totals, counts = (keys, keys) if counters is None else counters.pointers
-    of_runs = (keys,) * 3 if runs is None else (runs[0].of_blocks, runs[0].before, runs[1])
+    of_cells = (keys, keys) if cells is None else (cells.of_blocks, cells.before)
     args = (
-        *search.pointers, pointer(words), keys, counts, totals, *of_runs,
+        *search.pointers, pointer(words), keys, counts, totals, *of_cells,
         n, window.num_runs, window.num_taps, search.capacity, search.chunks, chunk, room, lost, programs,
     )  # fmt: skip
     taps, counted = power_of_2(window.num_taps), counters is not None
-    constants = (*search.constants, groups, counted, taps, search.chunk_rows, 128, search.is_cube, runs is not None)
+    constants = (*search.constants, groups, counted, taps, search.chunk_rows, 128, search.is_cube, cells is not None)
     (_CUBE_MASKS if search.is_cube else _MASKS)(words.device, (programs,), args, constants)
 
 
@@ -210,7 +209,7 @@ def find_around(
 @triton.jit
 def masks_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr, cells_ptr, before_ptr, run_keys_ptr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr, cells_ptr, before_ptr,
     n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr,
@@ -218,11 +217,11 @@ def masks_kernel(
 ):  # fmt: skip
     """Masks of the taps of rows -> their sort keys in each group of taps, and counts of edges.
 
-    RUNS: the keys are ranks alone, and those of runs of neighbours are written beside them.
+    RUNS: of runs of neighbours, by the cells of their blocks.
     """
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-        words_ptr, keys_ptr, counts_ptr, totals_ptr, cells_ptr, before_ptr, run_keys_ptr,
+        words_ptr, keys_ptr, counts_ptr, totals_ptr, cells_ptr, before_ptr,
         n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
         RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, GROUPS, COUNTED, TAPS, CHUNK, BLOCK, CUBE, RUNS,
     )  # fmt: skip
@@ -231,7 +230,7 @@ def masks_kernel(
 @triton.jit
 def read_masks(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr, cells_ptr, before_ptr, run_keys_ptr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr, cells_ptr, before_ptr,
     n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
@@ -244,8 +243,7 @@ def read_masks(
         row = first + tl.arange(0, BLOCK)
         live = row < n
         entry = entry_of(row, live, entries_ptr, SIDES)
-        if RUNS:
-            own_run = run_of(entry, cells_ptr, before_ptr, key_chunk)
+        own_run = run_of(entry, cells_ptr, before_ptr, key_chunk) if RUNS else row // key_chunk
         if CUBE:
             mask = mask_of_cube(entry, live, info_ptr, around_ptr)
         else:
@@ -263,11 +261,7 @@ def read_masks(
             ours = mask & tl.load(word_ptr)
             key = tl.load(word_ptr + 1 + (ours & 255)) ^ tl.load(word_ptr + 257 + ((ours >> 8) & 255))
             key = key ^ tl.load(word_ptr + 513 + ((ours >> 16) & 255)) ^ tl.load(word_ptr + 769 + ((ours >> 24) & 255))
-            if RUNS:
-                tl.store(run_keys_ptr + row, key_in(own_run, key, ours == 0, room, lost), mask=live)
-                key = tl.where(ours == 0, 0x7FFFFFFF, key)
-            else:
-                key = key_in(row // key_chunk, key, ours == 0, room, lost)
+            key = key_in(own_run, key, ours == 0, room, lost)
             tl.store(keys_ptr + group * n.to(tl.int64) + row, key, mask=live)
         if COUNTED:
             if CUBE:
@@ -348,7 +342,7 @@ def search_rows(
     """`search_kernel` once all surroundings are known; the programs meet at PASSES gates, at one if no rows move."""
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-        words_ptr, keys_ptr, counts_ptr, totals_ptr, keys_ptr, keys_ptr, keys_ptr,
+        words_ptr, keys_ptr, counts_ptr, totals_ptr, keys_ptr, keys_ptr,
         n, num_runs, num_taps, capacity, num_chunks, n, 31, 0, programs,
         RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK, CUBE, False,
     )  # fmt: skip
@@ -369,7 +363,7 @@ def search_rows(
 
 SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
 _AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int, int))
-_MASK_TYPES = (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I32, _I32, *(int,) * 9)
+_MASK_TYPES = (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I32, *(int,) * 9)
 _MASKS = Launcher(masks_kernel, _MASK_TYPES, num_warps=1)
 _CUBE_MASKS = Launcher(masks_kernel, _MASK_TYPES)  # a row a thread, see `count_in_warps`
 _SUMS = Launcher(sums_kernel, (_I32, _I64, _I32, _I64, _I64, _I64, _I32, _I64, *(int,) * 5), num_warps=COUNT_WARPS)
