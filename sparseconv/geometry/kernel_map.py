@@ -45,6 +45,9 @@ class EdgeSource(Protocol):
     def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows and out_rows of the taps up to the middle one, and the tap_offsets of all."""
 
+    def offsets(self) -> torch.Tensor:
+        """tap_offsets; writes no edges down."""
+
     def counts(self) -> tuple[int, ...]:
         """The edges of each tap, on the host; writes none down."""
 

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 #: the taps up to the centre: their edges, turned round, are those of all others
 HALF = tl.constexpr(14)
-#: programs on each multiprocessor where edges are listed beside a sort, of 22 that fit: nothing of it waits for room;
-#: where rows are few, the sort ends first, and they have time
-BESIDE, BESIDE_FEW, FEW_ROWS = 14, 10, 1 << 18
+#: programs on each multiprocessor where edges are listed beside a sort, of 22 that fit: nothing of it waits for room
+BESIDE = 16
 # The card reads a sector of 32 bytes from memory first where its first write is a part of it, and takes as long to
 # write a part as to write all. So edges wait in shared memory, which Triton knows nothing of, until a line of 128 bytes
 # is whole: fewer than 32 for either side of a list, and 32 that are new; twice that many places, so that a slow lane
@@ -85,7 +84,7 @@ def list_cube(search: WindowSearch, in_rows: Pointer, out_rows: Pointer, most: i
         search.rows, search.chunks, ceil_div(most, 32), distinct,
     )  # fmt: skip
     if current() is not None:
-        programs = crew_of(device, programs, BESIDE_FEW if search.rows <= FEW_ROWS else BESIDE)
+        programs = crew_of(device, programs, BESIDE)
     CUBE_PAIRS(device, (programs,), args, (search.chunk_rows, half))
 
 
@@ -144,10 +143,13 @@ def list_runs(
     for start in range(first, last, 32):
         row = start + lane
         bit, a, b, c, d, e, f, g, h = corners(entry, row < last, info_ptr, around_ptr)
+        is_there = entry >= 0
         following = row + 32
         entry = tl.load(entries_ptr + following, mask=following < last, other=-1)
         found0, found1, found2 = look_at_run(bit, a, b, c, d, e, f, g, h, rows_ptr, FIRST // 9, FIRST // 3 % 3)
         found3, found4, found5 = look_at_run(bit, a, b, c, d, e, f, g, h, rows_ptr, FIRST // 9, FIRST // 3 % 3 + 1)
+        if HALVED and FIRST == 9:  # each row is at its own centre
+            found4 = tl.where(is_there, row, -1)
         if TAPS > 6:
             found6, found7, found8 = look_at_run(bit, a, b, c, d, e, f, g, h, rows_ptr, FIRST // 9, 2)
         at0 = append(

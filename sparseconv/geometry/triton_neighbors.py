@@ -157,6 +157,8 @@ class WindowSearch:
     ) -> None:
         taps = self.window.num_taps
         self.counters = Counters(table, taps, self.chunks, start)
+        #: whether `pending` was cut to what there is room for
+        self.is_confined = False
         #: the counts of the edges, on their way to the host
         self.pending = PendingCounts(taps, table, counted)
 

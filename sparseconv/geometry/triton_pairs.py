@@ -83,7 +83,8 @@ def half_pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.
 
 def _confine(search: WindowSearch, most: int) -> None:
     """Leave no tap an edge, and set the fault flag, where rows that the host does not know have more than ``most``."""
-    if search.unseen is not None and search.rows and most < search.most_edges:
+    if search.unseen is not None and search.rows and most < search.most_edges and not search.is_confined:
+        search.is_confined = True
         taps = search.window.num_taps
         known = (pointer(search.pending.offsets), pointer(search.unseen.fault), most, taps)
         _CONFINE(search.coords.device, (1,), known, (power_of_2(taps + 1),))
@@ -140,6 +141,12 @@ class FoundEdges:
         expect_lists(search, "edges", partial(list_ahead, in_rows.shape[0] / max(1, search.rows)))
         self.wrote("pairs")
         return in_rows, out_rows, search.pending.offsets
+
+    def offsets(self) -> torch.Tensor:
+        """tap_offsets; writes no edges down."""
+        search = self.search
+        _confine(search, search.most_edges if self.most is None else self.most)
+        return search.pending.offsets
 
     def counts(self) -> tuple[int, ...]:
         """The edges of each tap, on the host; waits for them."""
@@ -200,6 +207,10 @@ class ReversedEdges:
         """The same of `FoundEdges.half_pairs`."""
         in_rows, out_rows, offsets = self.found.half_pairs()
         return out_rows, in_rows, offsets
+
+    def offsets(self) -> torch.Tensor:
+        """tap_offsets; writes no edges down."""
+        return self.found.offsets()
 
     def counts(self) -> tuple[int, ...]:
         """The edges of each tap, on the host."""

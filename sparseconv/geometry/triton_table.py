@@ -42,8 +42,6 @@ NUMBERED = 32
 #: rows of fixed size whose cells are counted with the table; those of more by a launch of their own: edges, which begin
 #: beside it, would otherwise fill the card before the tiles
 COUNTED_ROWS = 2_000_000
-#: programs on each multiprocessor that write zeros and read ranges
-CLEARING = 2
 MAX_ROWS = 2**29
 
 
@@ -331,12 +329,12 @@ def _launch_clear(table: CoordinateTable) -> None:
     arena, coords = table.arena, table.coords
     n, columns = coords.shape
     device = coords.device
-    programs = crew_of(device, ceil_div(n, 2048), CLEARING)
+    programs = crew_of(device, ceil_div(n, 1024))
     args = (
         pointer(coords), table.pointers[0], arena[SLOTS], gates_of(device, table.unseen),
         n, arena.length_before(IDS) // 4, programs,
     )  # fmt: skip
-    CLEAR(device, (programs,), args, (columns, _width(columns), 2048, NUM_GATES))
+    CLEAR(device, (programs,), args, (columns, _width(columns), 1024, NUM_GATES))
 
 
 def _width(columns: int) -> int:

@@ -42,10 +42,10 @@ def clear_kernel(
     tl.static_assert(2 * COLUMNS <= NUM_GATES)
     is_even = tl.program_id(0) % 2 == 0
     if is_even:
-        write_zeros(table_ptr, zeros, programs)
+        write_zeros(table_ptr, zeros, programs, 4096)
     top, bottom = spread_of(coords_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
     if not is_even:
-        write_zeros(table_ptr, zeros, programs)
+        write_zeros(table_ptr, zeros, programs, 4096)
     raise_ranges(gates_ptr, top, bottom, COLUMNS, WIDTH)
     tl.debug_barrier()
     if tl.atomic_add(gates_ptr + NUM_GATES, 1, sem="acq_rel") == programs - 1:
@@ -56,13 +56,13 @@ def clear_kernel(
 
 
 @triton.jit
-def write_zeros(table_ptr, zeros, programs):
+def write_zeros(table_ptr, zeros, programs, AT_ONCE: tl.constexpr):
     """This program's share of so many words of zeros from the slots on."""
     words_ptr = table_ptr.to(tl.pointer_type(tl.int32))
     end = zeros // 32 * 32  # arrays begin at multiples of 128 bytes: the compiler learns it here
-    for first in range(tl.program_id(0) * 2048, end, programs * 2048):
-        word = first + tl.arange(0, 2048)
-        tl.store(words_ptr + word, tl.zeros((2048,), tl.int32), mask=word < end)
+    for first in range(tl.program_id(0) * AT_ONCE, end, programs * AT_ONCE):
+        word = first + tl.arange(0, AT_ONCE)
+        tl.store(words_ptr + word, tl.zeros((AT_ONCE,), tl.int32), mask=word < end)
 
 
 @triton.jit
@@ -289,7 +289,7 @@ def fill_table(
 ):  # fmt: skip
     """`table_kernel` up to its last act; the programs meet at four gates, and not after the last rows."""
     program = tl.program_id(0)
-    write_zeros(table_ptr, zeros, programs)
+    write_zeros(table_ptr, zeros, programs, 2048)
     wait_for_all(gates_ptr, programs)
     if not MEASURED:
         measure_rows(coords_ptr, ranges_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
@@ -360,7 +360,7 @@ def lookup_kernel(
 
 _I32, _I64 = torch.int32, torch.int64
 MEASURE = Launcher(ranges_kernel, (_I32, _I32, int, int))
-CLEAR = Launcher(clear_kernel, (_I32, _I32, _I64, _I32, int, int, int), num_warps=16)  # few leave what they find
+CLEAR = Launcher(clear_kernel, (_I32, _I32, _I64, _I32, int, int, int))
 INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I64, _I32, _I32, int, int))
 INFO = Launcher(info_kernel, (_I64, _I32, _I64, _I64, _I32, _I64, _I32, _I32, int))
 PLACE = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32, _I32, _I32, _I32, int))

@@ -156,6 +156,19 @@ def test_a_weight_gradient_reads_half_of_the_edges_to_the_same_bits(groups: int)
     assert torch.equal(grads[1], grads[0].flip(0))  # the mirrored taps, by the same pairs
 
 
+def test_jobs_after_all_lists_make_no_search_anew() -> None:
+    search = given(rows(300))
+    edges, want = map_of(search), search.pending.read()
+    schedule_of(edges, 128)
+    for form in ("schedule", "pairs"):
+        edges.source.wrote(form)
+    assert search._scratch is None
+    jobs = jobs_of(edges, 40)
+    assert search._scratch is None
+    assert jobs.count == 40
+    assert edges.source.offsets().tolist() == list(want)
+
+
 def test_its_search_is_made_anew_after_its_release() -> None:
     coords = rows(300)
     _, search = launched(coords)

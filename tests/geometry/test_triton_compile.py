@@ -27,7 +27,7 @@ around = (3, shifts, places, True, False, 27, 3)
 by_key = (3, shifts, places, True, False, 0, 2)
 single = (3, 0, 0, False, True, 0, 1)
 jobs = [
-    (triton_table.MEASURE, (4, 4, 512)), (triton_table.CLEAR, (4, 4, 2048, 10)),
+    (triton_table.MEASURE, (4, 4, 512)), (triton_table.CLEAR, (4, 4, 1024, 10)),
     (triton_table.INSERT, (4, shifts, True, True, 128)),
     (triton_table.INSERT, (4, 0, False, False, 128)), (triton_table.INFO, (4, shifts, 15, 4, 512)),
     (triton_table.PLACE, (4, 4, True, True, 0, 0, 256)), (triton_table.PLACE, (4, 4, True, False, 15, 32, 256)),

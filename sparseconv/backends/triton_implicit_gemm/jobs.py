@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseconv.geometry.aside import listing
+from sparseconv.geometry.aside import appending, listing
 from sparseconv.geometry.kernel_map import KernelMap
 
 #: pairs of one job are a multiple of this
@@ -52,10 +52,10 @@ def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
         kernel, whole = _on_gpu()
         jobs = whole.jobs_made(kernel_map, count)
         if jobs is None:
-            halved = kernel_map.is_halved
-            with listing():
-                offsets = kernel_map.half_pairs[2] if halved else kernel_map.tap_offsets
-                jobs = kernel.cut_jobs_on_device(offsets, count, JOB_QUANTUM, halved)
+            source = kernel_map.source
+            with listing() if source is None else appending(source.moment):
+                offsets = kernel_map.tap_offsets if source is None else source.offsets()
+                jobs = kernel.cut_jobs_on_device(offsets, count, JOB_QUANTUM, kernel_map.is_halved)
         kernel_map.prepared[key] = jobs
     return jobs
 
