@@ -163,9 +163,9 @@ def test_jobs_after_all_lists_make_no_search_anew() -> None:
     for form in ("schedule", "pairs"):
         edges.source.wrote(form)
     assert search._scratch is None
-    jobs = jobs_of(edges, 40)
+    jobs = jobs_of(edges, 30)
     assert search._scratch is None
-    assert jobs.count == 40
+    assert jobs.count == 30
     assert edges.source.offsets().tolist() == list(want)
 
 
