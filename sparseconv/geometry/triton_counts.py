@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import INTERPRETED, KeptReport, Launcher, Pointer, Report, pointer
+from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, Pointer, pointer
+from sparseconv.geometry.triton_report import KeptReport, Report
 from sparseconv.geometry.triton_table import COUNTS, STATUS, CoordinateTable, raise_for_status
 
 

@@ -20,12 +20,12 @@ from sparseconv.geometry.triton_launch import (
     Kinds,
     Launcher,
     Pointer,
-    Report,
     Unseen,
     ceil_div,
     pointer,
 )
 from sparseconv.geometry.triton_order import Passes, sort_rows, ticket_behind
+from sparseconv.geometry.triton_report import Report
 from sparseconv.geometry.triton_search import (
     AROUND,
     LINES,

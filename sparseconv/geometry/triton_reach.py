@@ -16,7 +16,6 @@ from sparseconv.geometry.triton_launch import (
     Arena,
     Kinds,
     Pointer,
-    Report,
     Unseen,
     ceil_div,
     crew_of,
@@ -24,6 +23,7 @@ from sparseconv.geometry.triton_launch import (
     pointer,
 )
 from sparseconv.geometry.triton_reach_kernels import CLAIM, DECODE, EMIT, EMIT_UNSEEN, MARK
+from sparseconv.geometry.triton_report import Report
 
 if TYPE_CHECKING:
     from sparseconv.geometry.ranges import IndexRange

@@ -16,7 +16,6 @@ from sparseconv.geometry.triton_launch import (
     Arena,
     Kinds,
     Pointer,
-    Report,
     Unseen,
     ceil_div,
     crew_of,
@@ -24,6 +23,7 @@ from sparseconv.geometry.triton_launch import (
     pointer,
     power_of_2,
 )
+from sparseconv.geometry.triton_report import Report
 from sparseconv.geometry.triton_table_kernels import CLEAR, INFO, INSERT, LOOKUP, MEASURE, PLACE, TABLE
 
 #: log2 of a block's edge along each axis, by rank: at most 64 cells, one bit each of a 64-bit word, at most 16 in line

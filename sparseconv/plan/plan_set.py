@@ -89,8 +89,9 @@ class PlanSet:
     @property
     def num_bytes(self) -> int:
         """Bytes of the edges, which is most of what travels."""
-        maps = {id(plan.kernel_map.in_rows): plan.kernel_map for plan in self.plans}
-        return sum(2 * m.in_rows.nbytes for m in maps.values())
+        maps = (plan.kernel_map for plan in self.plans)
+        pairs = {frozenset((id(m), id(m.reverse()))): m.num_pairs for m in maps}  # both directions have the same edges
+        return sum(2 * torch.int32.itemsize * count for count in pairs.values())
 
     def __len__(self) -> int:
         return len(self.plans)

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from sparseconv.geometry import triton_launch
-from sparseconv.geometry.triton_launch import UNWRITTEN, Launcher, Report
+from sparseconv.geometry import triton_launch, triton_report
+from sparseconv.geometry.triton_launch import Launcher
+from sparseconv.geometry.triton_report import UNWRITTEN, Report
 
 
 class Function:
@@ -118,10 +119,11 @@ class Stream:
 def stream(monkeypatch):
     """The one stream of a card whose kernels a test stands for."""
     found, stock = Stream(), []
-    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
-    monkeypatch.setattr(triton_launch, "_current_stream", lambda index: 0)
-    monkeypatch.setattr(triton_launch, "_stream", lambda index, address: found)
-    monkeypatch.setattr(triton_launch, "_stock", lambda index, address, length: stock)
+    for room in (triton_launch, triton_report):
+        monkeypatch.setattr(room, "INTERPRETED", False)
+    monkeypatch.setattr(triton_report, "current_stream", lambda index: 0)
+    monkeypatch.setattr(triton_report, "_stream", lambda index, address: found)
+    monkeypatch.setattr(triton_report, "_stock", lambda index, address, length: stock)
     return found
 
 

@@ -34,7 +34,6 @@ from sparseconv.geometry.triton_launch import (
     NUM_GATES,
     Arena,
     Launcher,
-    Report,
     ceil_div,
     gates_of,
     lay_out,
@@ -46,6 +45,7 @@ from sparseconv.geometry.triton_launch import (
 from sparseconv.geometry.triton_neighbors import Sent, WindowSearch
 from sparseconv.geometry.triton_order import Passes, clear_lists, most_together, ticket_behind
 from sparseconv.geometry.triton_pairs import FoundEdges
+from sparseconv.geometry.triton_report import Report
 from sparseconv.geometry.triton_search import SCRATCH, find_around, search_constants, search_programs, search_rows
 from sparseconv.geometry.triton_table import (
     FUSED_ROWS,
