@@ -72,7 +72,7 @@ def half_pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.
         room = search.pending.read()[HALF.value]
     else:
         all_taps = search.most_edges if most is None else most
-        room = (all_taps + search.rows + 1) // 2
+        room = _half_room(search, all_taps)
         _confine(search, all_taps)
     in_rows = torch.empty(room, dtype=torch.int32, device=device)
     out_rows = torch.empty(room, dtype=torch.int32, device=device)
@@ -81,12 +81,21 @@ def half_pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.
     return in_rows, out_rows
 
 
+def _half_room(search: WindowSearch, most: int) -> int:
+    """Edges of the first HALF taps where all have ``most``, and no row occurs twice: the centre's are in one half."""
+    return (most + search.rows + 1) // 2
+
+
 def _confine(search: WindowSearch, most: int) -> None:
-    """Leave no tap an edge, and set the fault flag, where rows that the host does not know have more than ``most``."""
+    """Leave no tap an edge, and set the fault flag, where rows that the host does not know have more than ``most``.
+
+    So too where half of them have more than fit: of rows that occur twice, mirrored taps are not alike.
+    """
     if search.unseen is not None and search.rows and most < search.most_edges and not search.is_confined:
         search.is_confined = True
         taps = search.window.num_taps
-        known = (pointer(search.pending.offsets), pointer(search.unseen.fault), most, taps)
+        half, room = (HALF.value, _half_room(search, most)) if search.is_cube else (taps, most)
+        known = (pointer(search.pending.offsets), pointer(search.unseen.fault), most, taps, half, room)
         _CONFINE(search.coords.device, (1,), known, (power_of_2(taps + 1),))
 
 
@@ -273,11 +282,12 @@ def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:
 
 
 @triton.jit
-def confine_kernel(offsets_ptr, fault_ptr, most, num_taps, TAPS: tl.constexpr):
-    """Where there are more edges than places, no tap has any: each list then fits, whatever is written to it."""
-    total = tl.load(offsets_ptr + num_taps)
+def confine_kernel(offsets_ptr, fault_ptr, most, num_taps, half, room, TAPS: tl.constexpr):
+    """Where there are more edges than places, or more of the first ``half`` taps than ``room``, no tap has any: each
+    list then fits, whatever is written to it."""
+    too_many = (tl.load(offsets_ptr + num_taps) > most) | (tl.load(offsets_ptr + half) > room)
     tl.debug_barrier()
-    if total > most:
+    if too_many:
         tap = tl.arange(0, TAPS)
         tl.store(offsets_ptr + tap, tl.zeros((TAPS,), tl.int64), mask=tap <= num_taps)
         tl.atomic_or(fault_ptr, 4)
@@ -377,7 +387,7 @@ def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
 
 
 _I32, _I64 = torch.int32, torch.int64
-_CONFINE = Launcher(confine_kernel, (_I64, _I32, int, int), num_warps=1)
+_CONFINE = Launcher(confine_kernel, (_I64, _I32, *(int,) * 4), num_warps=1)
 _PAIRS = Launcher(pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, *(int,) * 4), num_warps=1)
 _REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))
 

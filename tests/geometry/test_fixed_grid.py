@@ -106,6 +106,22 @@ def test_more_edges_than_places_are_a_fault_and_leave_other_memory_alone(
     assert fits or "edges" in fault_of(4)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+@pytest.mark.parametrize("twice", [False, True])
+def test_half_of_the_edges_of_rows_that_occur_twice_do_not_leave_their_places(twice: bool) -> None:
+    line = torch.tensor([[0, 5 + i, 5, 5] for i in range(10)], dtype=torch.int32)
+    real = torch.tensor([[0, 5, 5, 5]] + [[0, 6, 5, 5]] * 9, dtype=torch.int32) if twice else line
+    grid = fixed(real, 10, VoxelGrid(line))
+    every = find_edges_on_gpu(grid, grid.coords, Window.of(3, 3, 1), None, None).offsets()
+    source = find_edges_on_gpu(grid, grid.coords, Window.of(3, 3, 1), None, int(every[-1]))
+    in_rows, out_rows, offsets = source.half_pairs()
+    assert len(in_rows) == len(out_rows) == (int(every[-1]) + 11) // 2
+    assert torch.equal(offsets, every * (not twice))  # nine rows see one, which sees one of them
+    assert bool(grid.fault & 4) == twice
+    assert offsets[14] <= len(in_rows)
+    assert twice or int(offsets[14]) == 19
+
+
 def test_places_for_edges_follow_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparseconv.geometry.fixed_grid.EDGES", 1)
     real = scene(900, 6, 0)
