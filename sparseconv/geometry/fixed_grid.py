@@ -27,6 +27,8 @@ FAULTS = {
 }
 #: places at which the programs of a launch meet, and one more
 GATES = 16
+#: grids of one example in graphs whose gates need no launch
+CAPTURES = 256
 #: rows of derived grids come in multiples of this
 ROWS = 256
 #: edges of every map, at least, for which there is room
@@ -106,7 +108,7 @@ class FixedGrid(VoxelGrid):
             raise ValueError(f"the extent must have {like.rank} axes, none of them empty; got {extent}")
         coords = coords.detach().contiguous()
         with building() as aside:
-            zeros = coords.new_zeros(GATES + 4)  # gates, and the fault flag
+            zeros = _zeros_for(coords, like)
         if aside is not None:
             aside.keep(self)
         self._set(coords, count, zeros[GATES : GATES + 1], zeros[:GATES], extent, like.voxel_size, like, room)
@@ -364,6 +366,24 @@ def put_scene(coords: torch.Tensor, into: torch.Tensor, count: torch.Tensor, fil
     into[:voxels].copy_(coords)
     into[voxels : max(voxels, filled)].fill_(-1)
     count.fill_(voxels)
+
+
+def _zeros_for(coords: torch.Tensor, example: VoxelGrid) -> torch.Tensor:
+    """(GATES + 4,) int32 zeros for a grid's gates and, behind them, its fault flag.
+
+    Gates are left at zero, and the launch that fills a table of few rows begins by setting the flag back. So a graph's
+    can be zeros that lay with its example when the step was run before the capture; no two graphs have the same.
+    """
+    if coords.is_cuda:
+        from sparseconv.geometry.triton_table import FUSED_ROWS  # Triton is loaded where it is used
+
+        kept = example.derived.setdefault("zeros", [])
+        if torch.cuda.is_current_stream_capturing():
+            if kept and len(coords) <= FUSED_ROWS:
+                return kept.pop()
+        elif not kept:
+            kept.extend(coords.new_zeros(CAPTURES, GATES + 4))
+    return coords.new_zeros(GATES + 4)
 
 
 def _grown(extent: IndexRange) -> IndexRange:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_cells import cell_of, cell_size, popcount
-from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, pointer
+from sparseconv.geometry.triton_launch import Launcher, Pointer, ceil_div, follow, pointer
 from sparseconv.geometry.triton_table import (
     CELL_BITS,
     ENTRIES,
@@ -66,6 +66,7 @@ def count_kernel(
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, CELL_BITS: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """cells[block] = its cell, counts[cell] = rows in it, from the blocks of the table."""
+    follow()
     shift, above = cell_size(ranges_ptr, COLUMNS, CELL_BITS, LEAST)
     num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
     for first in range(tl.program_id(0) * BLOCK, num_blocks, programs * BLOCK):
@@ -81,6 +82,7 @@ def count_kernel(
 @triton.jit
 def number_kernel(counts_ptr, before_ptr, sums_ptr, CELL_BITS: tl.constexpr, PROGRAMS: tl.constexpr):
     """before[cell] = rows in the cells before it."""
+    follow()
     number_cells(tl.program_id(0), counts_ptr, before_ptr, sums_ptr, CELL_BITS, PROGRAMS)
 
 
@@ -89,6 +91,7 @@ def keys_kernel(
     entries_ptr, cells_ptr, before_ptr, keys_ptr, found_ptr, n, chunk_rows, room, lost, BLOCK: tl.constexpr
 ):
     """found[row] = the run of a row's cell above its Gray rank."""
+    follow()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < n
     run = run_of(tl.load(entries_ptr + row, mask=live, other=-1), cells_ptr, before_ptr, chunk_rows)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, Pointer, pointer
+from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, Pointer, follow, pointer
 from sparseconv.geometry.triton_report import KeptReport, Report
 from sparseconv.geometry.triton_table import COUNTS, STATUS, CoordinateTable, raise_for_status
 
@@ -102,6 +102,7 @@ def scan_kernel(
     counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, BLOCK: tl.constexpr
 ):
     """One program a tap: the edges of all taps before it, and of all chunks before each of its own."""
+    follow()
     scan_tap(
         tl.program_id(0), counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps,
         num_chunks, BLOCK,

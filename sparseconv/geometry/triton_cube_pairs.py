@@ -10,7 +10,7 @@ import triton.language as tl
 
 from sparseconv.geometry.aside import current
 from sparseconv.geometry.triton_cube import corners, look_at_run
-from sparseconv.geometry.triton_launch import IS_INTERPRETED, Launcher, Pointer, ceil_div, crew_of, pointer
+from sparseconv.geometry.triton_launch import IS_INTERPRETED, Launcher, Pointer, ceil_div, crew_of, follow, pointer
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
 from sparseconv.geometry.triton_table import STATUS, CoordinateTable
 
@@ -102,6 +102,7 @@ def cube_pairs_kernel(
     For edges that fill no more than so many ``lines`` of 32, and ``distinct`` rows; -1: nobody knows how many. HALVED:
     of these taps alone.
     """
+    follow()
     if not IS_INTERPRETED:
         tl.inline_asm_elementwise(OPEN, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     found = (tl.load(status_ptr) & 0xFFFFFFFF).to(tl.int32)

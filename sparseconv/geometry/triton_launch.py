@@ -32,6 +32,9 @@ COMPILER = "sparseconv compiler"
 #: times that a kernel is compiled ahead before whoever launches it is told what fails
 TRIES = 3
 
+#: what the text of a kernel has in it that begins with `follow`, on cards that can launch it early
+FOLLOWS = "griddepcontrol.wait"
+
 #: what a launcher is called with that a C compiler made
 BUILT_FORM = ("self", "gridX", "gridY", "gridZ", "stream", "function", "args")
 _reading = threading.Lock()
@@ -45,6 +48,27 @@ def _probe():
 #: whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors
 INTERPRETED = not isinstance(_probe, triton.runtime.JITFunction)
 IS_INTERPRETED = tl.constexpr(INTERPRETED)
+
+try:
+    from triton.language.extra.cuda import gdc_wait
+    from triton.language.target_info import cuda_capability_geq
+except ImportError:  # an older Triton
+
+    @triton.jit
+    def follow():
+        """Nothing: each launch begins when the one before it has ended."""
+
+else:
+
+    @triton.jit
+    def follow():
+        """First of all in a kernel: wait until the launch before it in its stream has ended.
+
+        A kernel that does so is launched early where the card can (Hopper and later): its programs take their places
+        as those before them leave, and the microsecond between two launches is gone.
+        """
+        if not IS_INTERPRETED and cuda_capability_geq(9, 0):
+            gdc_wait()
 
 
 class Launcher:
@@ -142,18 +166,17 @@ class Launcher:
         if fits and _builds_launchers():
             kernel, rest = _with_shared_launcher(kernel), (0,) * (SHARED_ARGUMENTS - len(self.types))
         run = kernel.run  # loads the binary
-        at_once, stream_of = _entry(run), driver.active.get_current_stream
-        if at_once is None and rest is not constants:  # it asks for scratch memory
+        if _entry(run) is None and rest is not constants:  # it asks for scratch memory
             kernel, rest = self.compile(constants), constants
             run = kernel.run
-        function, metadata = kernel.function, kernel.packed_metadata
-        start, how = (run, ()) if at_once is None else (at_once[0], (*at_once[1], None, None))
-        told = (function, *how, metadata, None, None, None)
+        plain, stream_of = _call_of(kernel, run), driver.active.get_current_stream
+        early = _call_of(kernel, _early(run)) if FOLLOWS in kernel.asm.get("ptx", "") else None
 
         def launch(x: int, y: int, args: tuple) -> None:
             if _current_device() != device_index:
                 with torch.cuda.device(device_index):
                     return launch(x, y, args)
+            start, told = plain if early is None or _is_capturing() else early
             start(*((x, y, 1, stream_of(device_index)) + told + args + rest))
 
         return launch
@@ -216,6 +239,20 @@ def _entry(run: Any) -> tuple[Callable[..., None], tuple[bool, bool]] | None:
     if run.global_scratch_size or run.profile_scratch_size:
         return None
     return run.launch, (run.launch_cooperative_grid, run.launch_pdl)
+
+
+def _call_of(kernel: Any, run: Any) -> tuple[Callable[..., None], tuple]:
+    """What launches a kernel, and what it is told between the stream and the kernel's own arguments."""
+    at_once = _entry(run)
+    start, how = (run, ()) if at_once is None else (at_once[0], (*at_once[1], None, None))
+    return start, (kernel.function, *how, kernel.packed_metadata, None, None, None)
+
+
+def _early(run: Any) -> Any:
+    """A launcher of Triton that does not wait for the launch ahead; not for graphs, in which nothing lies between."""
+    run = copy.copy(run)
+    run.launch_pdl = True
+    return run
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -313,7 +350,7 @@ class Unseen:
     """What belongs to rows whose number the host does not know: those past ``count`` have a negative batch item."""
 
     count: torch.Tensor  # (1,) int32
-    fault: torch.Tensor  # (1,) int32: the bits of what did not fit; set by kernels, never taken back
+    fault: torch.Tensor  # (1,) int32: the bits of what did not fit since the grid's first table
     gates: torch.Tensor  # for cooperative launches: not those of the stream, for a graph may be replayed on another one
 
 
@@ -369,6 +406,10 @@ def leave(gates_ptr, programs, NUM_GATES: tl.constexpr):
 
 #: torch.cuda.current_device without its look at whether CUDA is set up, which a tensor on a card says
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+#: the same of torch.cuda.is_current_stream_capturing
+_is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 #: the address of the current stream of a device
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 

@@ -22,6 +22,7 @@ from sparseconv.geometry.triton_launch import (
     Pointer,
     Unseen,
     ceil_div,
+    follow,
     pointer,
 )
 from sparseconv.geometry.triton_order import Passes, sort_rows, ticket_behind
@@ -455,6 +456,7 @@ def planes_kernel(
     SIDES: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """planes[tap, row] = source row, for BLOCK rows and one run of taps."""
+    follow()
     EDGE: tl.constexpr = 1 << ((SHIFTS >> (4 * RANK)) & 15)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < n
@@ -474,6 +476,7 @@ def planes_kernel(
 @triton.jit
 def count_kernel(planes_ptr, counts_ptr, totals_ptr, n, num_chunks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """counts[tap, chunk] = entries that are not negative; totals[tap] likewise."""
+    follow()
     chunk = tl.program_id(0)
     tap = tl.program_id(1)
     live = tl.zeros((BLOCK,), tl.int32)
@@ -490,6 +493,7 @@ def plane_keys_kernel(
     planes_ptr, bits_ptr, keys_ptr, n, num_taps, key_chunk, room, lost, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Sort keys of BLOCK rows in one group of taps, from the table."""
+    follow()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     group = tl.program_id(1)
     mask = tl.zeros((BLOCK,), keys_ptr.dtype.element_ty)

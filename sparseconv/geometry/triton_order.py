@@ -14,6 +14,7 @@ from sparseconv.geometry.triton_launch import (
     Pointer,
     ceil_div,
     crew_of,
+    follow,
     pointer,
     wait_for_all,
 )
@@ -154,6 +155,7 @@ def digits_kernel(
     BITS: tl.constexpr, PASSES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """counts[pass, program, digit] = keys with the digit, of those that the program counts; states of tiles are 0."""
+    follow()
     open_room(OPEN)
     count_digits(tl.program_id(0), programs, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)
 
@@ -204,6 +206,7 @@ def move_kernel(
     Programs of their own sum the lines with a lesser digit, for all passes, in the first of them: what stands for the
     count of all tiles before the first.
     """
+    follow()
     BINS: tl.constexpr = 1 << BITS
     digit_of = tl.arange(0, BINS)
     open_room(OPEN)

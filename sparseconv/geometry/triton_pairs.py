@@ -14,7 +14,7 @@ import triton.language as tl
 from sparseconv.geometry.aside import Moment
 from sparseconv.geometry.triton_ahead import expect_lists, own_search
 from sparseconv.geometry.triton_cube_pairs import HALF, list_cube
-from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, ceil_div, pointer, power_of_2
+from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, ceil_div, follow, pointer, power_of_2
 from sparseconv.geometry.triton_neighbors import SPARE, WindowSearch, search_window
 from sparseconv.geometry.triton_search import SEARCH_TYPES, STARTS
 from sparseconv.geometry.triton_window import encode_window, entry_of, look, take
@@ -285,6 +285,7 @@ def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:
 def confine_kernel(offsets_ptr, fault_ptr, most, num_taps, half, room, TAPS: tl.constexpr):
     """Where there are more edges than places, or more of the first ``half`` taps than ``room``, no tap has any: each
     list then fits, whatever is written to it."""
+    follow()
     too_many = (tl.load(offsets_ptr + num_taps) > most) | (tl.load(offsets_ptr + half) > room)
     tl.debug_barrier()
     if too_many:
@@ -304,6 +305,7 @@ def pairs_kernel(
 
     MIRRORED: the edges of the first half of the taps, turned round, are those of the second.
     """
+    follow()
     EDGE: tl.constexpr = 1 << ((SHIFTS >> (4 * RANK)) & 15)
     chunk = tl.program_id(0)
     run_ptr = window_ptr + 3 * RANK + tl.program_id(1) * (2 + RANK)
@@ -380,6 +382,7 @@ def put(in_rows_ptr, out_rows_ptr, place, turn, found, row, MIRRORED: tl.constex
 @triton.jit
 def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
     """reversed[tap, neighbors[tap, row]] = row."""
+    follow()
     tap = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     found = tl.load(neighbors_ptr + tap * n + row, mask=row < n, other=-1)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import Launcher, ceil_div, pointer
+from sparseconv.geometry.triton_launch import Launcher, ceil_div, follow, pointer
 
 #: words that a program moves
 BLOCK = 2048
@@ -23,6 +23,7 @@ def put_scene_on_gpu(coords: torch.Tensor, into: torch.Tensor, count: torch.Tens
 @triton.jit
 def put_kernel(coords_ptr, into_ptr, count_ptr, words, most, n, BLOCK: tl.constexpr):
     """into[:words] = coords, into[words:most] = -1, and count = n."""
+    follow()
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(into_ptr + word, tl.load(coords_ptr + word, mask=word < words, other=-1), mask=word < most)
     if tl.program_id(0) == 0:

@@ -20,6 +20,7 @@ from sparseconv.geometry.triton_launch import (
     Pointer,
     ceil_div,
     crew_of,
+    follow,
     gates_of,
     leave,
     pointer,
@@ -173,6 +174,7 @@ def around_kernel(
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, SIDES: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """around[block, side] = the number of the block there, -1 if it is empty; of ``most`` blocks at most."""
+    follow()
     num_blocks = tl.minimum((tl.load(status_ptr) >> 32).to(tl.int32), most)
     find_around(
         ranges_ptr, table_ptr, ids_ptr, keys_ptr, num_blocks, around_ptr, capacity, programs,
@@ -219,6 +221,7 @@ def masks_kernel(
 
     RUNS: of runs of neighbours, by the cells of their blocks.
     """
+    follow()
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
         words_ptr, keys_ptr, counts_ptr, totals_ptr, cells_ptr, before_ptr,
@@ -281,6 +284,7 @@ def sums_kernel(
     SCAN: tl.constexpr, BITS: tl.constexpr, PASSES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """`scan_kernel` by one program a tap, and `digits_kernel` by the others: both read what masks leave."""
+    follow()
     open_room(OPEN_CREW)
     program = tl.program_id(0)
     if program < num_taps:

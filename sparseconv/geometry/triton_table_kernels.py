@@ -20,12 +20,13 @@ from sparseconv.geometry.triton_cells import (
     popcount,
     spans_of,
 )
-from sparseconv.geometry.triton_launch import Launcher, leave, wait_for_all
+from sparseconv.geometry.triton_launch import Launcher, follow, leave, wait_for_all
 
 
 @triton.jit
 def ranges_kernel(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Largest x + 2^31 and largest 2^32 - 1 - (x + 2^31) of each column."""
+    follow()
     measure_rows(coords_ptr, ranges_ptr, n, stride, COLUMNS, WIDTH, BLOCK)
 
 
@@ -39,6 +40,7 @@ def clear_kernel(
     Nobody waits: what they find they leave where programs of other launches meet, of which there are enough for five
     columns. One half of them reads while the other writes.
     """
+    follow()
     tl.static_assert(2 * COLUMNS <= NUM_GATES)
     is_even = tl.program_id(0) % 2 == 0
     if is_even:
@@ -112,6 +114,7 @@ def insert_kernel(
     word of the status counts them. CHECKED: bit 0 of the fault is set where not just the first ``count`` rows have a
     batch item.
     """
+    follow()
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
     lows, extents, counts = spans_of(ranges_ptr, COLUMNS, SHIFTS)
     wrong = insert_rows(
@@ -174,6 +177,7 @@ def info_kernel(
 
     CELL_BITS: they are counted by the coarse cells of `triton_chunks`, too, and each block learns its own.
     """
+    follow()
     give_places(
         table_ptr, slots_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, cells_ptr, counts_ptr, programs,
         COLUMNS, SHIFTS, CELL_BITS, LEAST, BLOCK,
@@ -218,6 +222,7 @@ def rows_kernel(
     REPORTED and CHECKED: as in `table_kernel`; the host knows before the rows are there. NUMBERED programs ahead of
     the others find the rows before each cell.
     """
+    follow()
     program = tl.program_id(0)
     if program < NUMBERED:
         number_cells(program, counts_ptr, before_ptr, sums_ptr, CELL_BITS, NUMBERED if NUMBERED > 0 else 1)
@@ -270,7 +275,7 @@ def table_kernel(
 
     The slots come first in memory; ``zeros`` words from there on start as zeros. REPORTED: status and ranges, as
     unsigned numbers, go to ``report_ptr`` too. CHECKED: bit 0 of the fault, as by
-    `insert_kernel` and `check_cells`.
+    `insert_kernel` and `check_cells`; it is 0 before.
     """
     fill_table(
         coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, gates_ptr,
@@ -290,6 +295,8 @@ def fill_table(
     """`table_kernel` up to its last act; the programs meet at four gates, and not after the last rows."""
     program = tl.program_id(0)
     write_zeros(table_ptr, zeros, programs, 2048)
+    if CHECKED and program == 0:
+        tl.store(fault_ptr, 0)
     wait_for_all(gates_ptr, programs)
     if not MEASURED:
         measure_rows(coords_ptr, ranges_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
@@ -341,6 +348,7 @@ def lookup_kernel(
     COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """found[row] = the table's row of the same coordinates, -1 if none."""
+    follow()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = row < n
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)

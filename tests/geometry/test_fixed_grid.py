@@ -336,7 +336,7 @@ def test_what_does_not_fit_is_said(wrong: str, way: str) -> None:
         coords[-1], coords[len(real) - 1] = coords[len(real) - 1].clone(), -1
     grid = FixedGrid(coords, count, like)
     if way == "kernels":
-        grid.fault.zero_()
+        grid.fault.fill_(6)  # of an earlier replay
         grid._make_cells(checked=True)
     assert grid.fault.tolist() == [1]
     assert "outside of the extent" in (fault_of(1) or "")
@@ -474,6 +474,10 @@ def test_a_captured_step_serves_other_scenes(rows: int, spread: int, dtype: torc
         coords[0, 1] = 10_000
     graph.replay()
     assert grid.fault.item() == 1
+    with torch.no_grad():
+        coords[0, 1] = real[0, 1]
+    graph.replay()
+    assert grid.fault.item() == 0
 
 
 @pytest.mark.gpu

@@ -11,15 +11,20 @@ import pytest
 SCRIPT = """
 import re
 
+from types import SimpleNamespace
+
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from sparseconv.backends.triton_implicit_gemm import build_kernels, job_kernel, tiles, whole
 from sparseconv.geometry import triton_counts, triton_neighbors, triton_order, triton_pairs, triton_reach
 from sparseconv.geometry import triton_chunks, triton_cube_pairs, triton_scene
 from sparseconv.geometry import triton_launch, triton_search, triton_table, triton_window
 
+#: what reads or writes memory that another launch may have written or may read
+MEMORY = r"\\b(?:ld|st|atom|red|cp)\\.(?!param|shared)[\\w.:]+"
 NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
 shifts = triton_table.pack_shifts((0, 2, 2, 2))
 places = triton_window.bit_places((0, 2, 2, 2))
@@ -69,6 +74,8 @@ jobs += [
     (tiles._ONE_TAP, (16, 256, 256, 1, 5, 8, True)),
     (tiles._LISTS, (64, 16, 32)),
 ]
+target = None
+driver.set_active(SimpleNamespace(get_current_target=lambda: target))
 for launcher, constants in jobs:
     if len(launcher.types) + 2 > triton_launch.SHARED_ARGUMENTS:
         raise SystemExit(f"{launcher.function.__name__} has too many arguments for the launcher that kernels share")
@@ -78,13 +85,19 @@ for launcher, constants in jobs:
     given = {(len(launcher.types) + i,): value for i, value in enumerate(constants)}
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(launcher.types) if t is not int}
     for arch in ARCHS:
+        target = GPUTarget("cuda", arch, 32)
         source = ASTSource(launcher.function, signature, given, aligned)
         options = {"num_warps": launcher.num_warps, **launcher.options}
-        kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-        declared = sum(map(int, re.findall(r"sort_room\\[(\\d+)\\]", kernel.asm["ptx"])))  # Triton does not know of it
+        kernel = triton.compile(source, target=target, options=options)
+        ptx = kernel.asm["ptx"]
+        declared = sum(map(int, re.findall(r"sort_room\\[(\\d+)\\]", ptx)))  # Triton does not know of it
         shared = kernel.metadata.shared + declared
-        if shared > 48 * 1024 or ".local" in kernel.asm["ptx"]:
+        if shared > 48 * 1024 or ".local" in ptx:
             raise SystemExit(f"{launcher.function.__name__} on sm_{arch}: {shared} bytes shared")
+        first = re.search(MEMORY + "|" + triton_launch.FOLLOWS, ptx).group()
+        alone = "launch_cooperative_grid" in options  # its programs must all run at once: it is not launched early
+        if (first == triton_launch.FOLLOWS) != (arch >= 90 and not alone):
+            raise SystemExit(f"{launcher.function.__name__} on sm_{arch}: {first} comes first")
 print(len(jobs))
 """
 

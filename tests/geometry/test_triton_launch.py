@@ -93,13 +93,47 @@ def test_a_launch_goes_to_its_device_whichever_is_current(card, monkeypatch):
     monkeypatch.setattr(triton_launch, "_entry", lambda run: None)
     launcher = Launcher(Function(), ("*fp32", int))
     monkeypatch.setattr(
-        launcher, "compile", lambda constants: SimpleNamespace(run=run, function=7, packed_metadata="told")
+        launcher, "compile", lambda constants: SimpleNamespace(run=run, function=7, packed_metadata="told", asm={})
     )
     for index in (0, 1):
         launcher.on(index, (64,))(3, 1, (1000, 5))
     rest = (7, "told", None, None, None, 1000, 5, 64)
     assert launched == [(0, (3, 1, 1, 10, *rest)), (1, (3, 1, 1, 11, *rest))]
     assert now == [0]
+
+
+class Run:
+    """Stands for a launcher of Triton."""
+
+    launch_pdl = False
+
+    def __init__(self) -> None:
+        self.early: list[bool] = []
+
+    def __call__(self, *args) -> None:
+        self.early.append(self.launch_pdl)
+
+
+@pytest.mark.parametrize(
+    ("ptx", "early"), [("griddepcontrol.wait; ld.global.b32", True), ("ld.global.b32", False), (None, False)]
+)
+def test_a_kernel_that_waits_for_the_launch_ahead_is_launched_early_but_not_in_graphs(ptx, early, card, monkeypatch):
+    run, capturing = Run(), [False]
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(triton_launch, "_current_device", lambda: 0)
+    monkeypatch.setattr(triton_launch, "_is_capturing", lambda: capturing[0])
+    streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 10))
+    monkeypatch.setattr(triton_launch, "driver", streams)
+    monkeypatch.setattr(triton_launch, "_entry", lambda run: None)
+    launcher = Launcher(Function(), (int,))
+    asm = {} if ptx is None else {"ptx": ptx}
+    kernel = SimpleNamespace(run=run, function=7, packed_metadata="told", asm=asm)
+    monkeypatch.setattr(launcher, "compile", lambda constants: kernel)
+    launch = launcher.on(0, ())
+    for capturing[0] in (False, True, False):
+        launch(1, 1, (5,))
+    assert run.early == [early, False, early]
+    assert not Run.launch_pdl
 
 
 class Stream:

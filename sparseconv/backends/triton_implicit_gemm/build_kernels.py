@@ -9,7 +9,7 @@ import triton.language as tl
 from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_run
 from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM
 from sparseconv.geometry.triton_cube import corners, look_at_plane
-from sparseconv.geometry.triton_launch import Launcher
+from sparseconv.geometry.triton_launch import Launcher, follow
 from sparseconv.geometry.triton_search import SEARCH_TYPES
 from sparseconv.geometry.triton_window import entry_of, look, take
 
@@ -30,6 +30,7 @@ def tiles_kernel(
     Rows are looked up anew in their new order: cheaper than to gather single words of a table in the old one.
     BINS: the last program ranks the tiles; negative: they are launched as they lie; 0: somebody else ranks them.
     """
+    follow()
     tile = tl.program_id(0)
     group = tile // tiles_per_group
     place = (tile % tiles_per_group) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -159,6 +160,7 @@ def cube_tiles_kernel(
     BLOCK_M: tl.constexpr, ROOM: tl.constexpr, BINS: tl.constexpr, LANES: tl.constexpr, JOBS_EACH: tl.constexpr,
 ):  # fmt: skip
     """`tiles_kernel` for the 27 cells around rows, in one group of taps; LANES > 0: programs behind them cut jobs."""
+    follow()
     program = tl.program_id(0)
     if LANES > 0 and program >= tiles:
         cut_run(
@@ -251,6 +253,7 @@ def either(a, b):
 @triton.jit
 def rank_kernel(counts_ptr, order_ptr, num_tiles, BINS: tl.constexpr, MINE: tl.constexpr, BLOCK: tl.constexpr):
     """order[number of tiles that go before a tile] = tile: more taps first, then the lower number."""
+    follow()
     rank_run(tl.program_id(0) * MINE, counts_ptr, order_ptr, num_tiles, BINS, MINE, BLOCK)
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from sparseconv.backends.triton_implicit_gemm.jobs import Jobs
 from sparseconv.backends.triton_implicit_gemm.packed import JOB_KINDS, PackedJobs, job_lengths
-from sparseconv.geometry.triton_launch import Arena, Launcher, ceil_div, pointer, power_of_2
+from sparseconv.geometry.triton_launch import Arena, Launcher, ceil_div, follow, pointer, power_of_2
 
 #: pairs of a job and a tap that one program compares
 CELLS = 512
@@ -55,6 +55,7 @@ def jobs_kernel(
     TAPS: tl.constexpr, BLOCK: tl.constexpr, HALVED: tl.constexpr,
 ):  # fmt: skip
     """Each program finds the length of the jobs anew, then writes BLOCK of them."""
+    follow()
     cut_run(
         tl.program_id(0), offsets_ptr, begin_ptr, end_ptr, order_ptr, tap_jobs_ptr, num_taps, count, quantum,
         TAPS, BLOCK, HALVED,

@@ -11,7 +11,7 @@ import triton.language as tl
 from sparseconv.backends.triton_implicit_gemm.build import rank_tiles
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.triton_launch import Launcher, pointer, power_of_2
+from sparseconv.geometry.triton_launch import Launcher, follow, pointer, power_of_2
 from sparseconv.geometry.triton_pairs import FoundEdges
 
 
@@ -104,6 +104,7 @@ def one_tap_kernel(
 
     DEAD: rows from ``count`` on come after the last tap as if they were another one's edges, but without any.
     """
+    follow()
     run = tl.program_id(0)
     tap = tl.arange(0, TAPS)
     start = tl.load(offsets_ptr + tap, mask=tap < num_taps, other=0)
@@ -160,6 +161,7 @@ def lists_kernel(
     BLOCK_M: tl.constexpr, LINES: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """One program lists the live taps of one tile, LINES rows of the table at once; a row's number is its tap's."""
+    follow()
     tile = tl.program_id(0)
     slot = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     lists = tile.to(tl.int64) * room
