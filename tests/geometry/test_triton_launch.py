@@ -125,13 +125,13 @@ def test_a_kernel_that_waits_for_the_launch_ahead_is_launched_early_but_not_in_g
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 10))
     monkeypatch.setattr(triton_launch, "driver", streams)
     monkeypatch.setattr(triton_launch, "_entry", lambda run: None)
-    launcher = Launcher(Function(), (int,))
+    launcher = Launcher(Function(), ("*fp32", int))
     asm = {} if ptx is None else {"ptx": ptx}
     kernel = SimpleNamespace(run=run, function=7, packed_metadata="told", asm=asm)
     monkeypatch.setattr(launcher, "compile", lambda constants: kernel)
     launch = launcher.on(0, ())
     for capturing[0] in (False, True, False):
-        launch(1, 1, (5,))
+        launch(1, 1, (1000, 5))
     assert run.early == [early, False, early]
     assert not Run.launch_pdl
 
