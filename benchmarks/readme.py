@@ -187,6 +187,8 @@ def _layers_of(quantity: str) -> str:
 
 
 def _is_paced_by_the_host(row: dict[str, Any], quantity: str) -> bool:
+    if quantity in FIRST:  # compilers
+        return True
     if row["implementation"].startswith(PREFIX):
         return quantity in HOSTS
     return quantity in HOST_MS and (stated.value(row, quantity) or HOST_MS[quantity]) < HOST_MS[quantity]
