@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +14,7 @@ tl = pytest.importorskip("triton.language")
 
 from sparseconv.backends.base import Request  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm import schedule as schedules  # noqa: E402
+from sparseconv.backends.triton_implicit_gemm import tuning  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
     ConvConfig,
@@ -187,3 +192,20 @@ def test_a_schedule_of_its_own_is_not_worth_a_few_microseconds() -> None:
     assert first_of_the_fastest([(wide, 0.790), (own, 0.770)]) is own
     sums, more = (WeightGradConfig(32, 32, pairs, 4, 2, 528) for pairs in (128, 64))
     assert first_of_the_fastest([(sums, 0.0200), (more, 0.0190)]) is more
+
+
+def test_a_host_that_stalls_does_not_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of five samples wait for the host, those of the faster candidate longest."""
+    rounds = itertools.count()
+
+    def elapsed(step: Any, tensors: tuple[torch.Tensor, ...], repeats: int) -> float:
+        return step.ms + (0.5 / step.ms if next(rounds) % 5 < 3 else 0.0)
+
+    class Candidate(SimpleNamespace):
+        def __call__(self) -> None:
+            pass
+
+    monkeypatch.setattr(tuning, "_elapsed", elapsed)
+    found = tuning._time_all([("expected", Candidate(ms=0.04)), ("faster", Candidate(ms=0.02))], ())
+    assert dict(found) == {"expected": 0.04, "faster": 0.02}
+    assert first_of_the_fastest(found) == "faster"

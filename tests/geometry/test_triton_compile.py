@@ -22,7 +22,10 @@ from sparseconv.backends.triton_implicit_gemm import build_kernels, job_kernel, 
 from sparseconv.geometry import triton_counts, triton_neighbors, triton_order, triton_pairs, triton_reach
 from sparseconv.geometry import triton_chunks, triton_cube_pairs, triton_scene
 from sparseconv.geometry import triton_launch, triton_search, triton_table, triton_window
+from tests.backends.aot import spill_bytes
 
+#: bytes that a thread may set aside
+SPILL = 16
 #: what reads or writes memory that another launch may have written or may read
 MEMORY = r"\\b(?:ld|st|atom|red|cp)\\.(?!param|shared)[\\w.:]+"
 NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
@@ -64,7 +67,7 @@ jobs = [
     (build_kernels.CUBE_TILES, (128, 32, 32, 0, 1)), (build_kernels.CUBE_TILES, (64, 32, -1, 32, 16)),
     (build_kernels.TILES, (*around, 128, 32, False, True, True, 32)),
     (build_kernels.TILES_64, (*by_key, 64, 256, True, False, False, 0)),
-    (build_kernels.RANKS, (32, 64, 1024)),
+    (build_kernels.RANKS, (32, 64, 1024)), (build_kernels.RANKS, (32, 64, 4096)),
     (whole.WHOLE, (128, 32, 32, 32, 16, 10, 3, 9, 4, 10)),
     (whole.WHOLE, (64, 32, 32, 32, 16, 10, 3, 9, 4, 10)),
 ]
@@ -94,6 +97,9 @@ for launcher, constants in jobs:
         shared = kernel.metadata.shared + declared
         if shared > 48 * 1024 or ".local" in ptx:
             raise SystemExit(f"{launcher.function.__name__} on sm_{arch}: {shared} bytes shared")
+        spill = spill_bytes(kernel.asm["cubin"])
+        if spill > SPILL:
+            raise SystemExit(f"{launcher.function.__name__}{constants} on sm_{arch} spills {spill} bytes")
         first = re.search(MEMORY + "|" + triton_launch.FOLLOWS, ptx).group()
         alone = "launch_cooperative_grid" in options  # its programs must all run at once: it is not launched early
         if (first == triton_launch.FOLLOWS) != (arch >= 90 and not alone):

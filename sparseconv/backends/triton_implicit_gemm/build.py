@@ -163,7 +163,7 @@ def bins_of(lines: int) -> int:
 
 def rank_constants(lines: int, tiles: int) -> tuple[int, int, int]:
     """BINS, MINE and BLOCK of `rank_kernel`."""
-    return bins_of(lines), 64 if tiles <= 4096 else 256, 1024  # many tiles are read by fewer programs
+    return bins_of(lines), 64, min(4096, max(1024, power_of_2(tiles)))  # all tiles at once, if they are not too many
 
 
 @lru_cache(maxsize=512)
