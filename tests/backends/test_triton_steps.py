@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -194,18 +193,24 @@ def test_a_schedule_of_its_own_is_not_worth_a_few_microseconds() -> None:
     assert first_of_the_fastest([(sums, 0.0200), (more, 0.0190)]) is more
 
 
-def test_a_host_that_stalls_does_not_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of five samples wait for the host, those of the faster candidate longest."""
-    rounds = itertools.count()
+@pytest.mark.parametrize(("late", "rests"), [(0, [10]), (2, [10, 40, 160]), (9, [10, 40, 160])], ids=str)
+def test_a_sample_for_which_the_host_was_late_is_taken_again(
+    late: int, rests: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[int] = []
 
-    def elapsed(step: Any, tensors: tuple[torch.Tensor, ...], repeats: int) -> float:
-        return step.ms + (0.5 / step.ms if next(rounds) % 5 < 3 else 0.0)
+    class Event(SimpleNamespace):
+        def record(self) -> None: ...
 
-    class Candidate(SimpleNamespace):
-        def __call__(self) -> None:
-            pass
+        def synchronize(self) -> None: ...
 
-    monkeypatch.setattr(tuning, "_elapsed", elapsed)
-    found = tuning._time_all([("expected", Candidate(ms=0.04)), ("faster", Candidate(ms=0.02))], ())
-    assert dict(found) == {"expected": 0.04, "faster": 0.02}
-    assert first_of_the_fastest(found) == "faster"
+        def query(self) -> bool:
+            return len(slept) <= late
+
+        def elapsed_time(self, end: Any) -> float:
+            return 10.0 / len(slept)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    assert tuning._elapsed(lambda: None, (), 10) == pytest.approx(1 / len(rests))
+    assert slept == [tuning.HEAD_START_CYCLES * rest for rest in rests]
