@@ -23,7 +23,14 @@ from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM, cut_jobs,
 from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
 from sparseconv.backends.triton_implicit_gemm.steps import WeightGradRecipe
 from sparseconv.backends.triton_implicit_gemm.whole import WHOLE_ROWS, WholeLaunch, jobs_made, schedule_made
-from sparseconv.geometry import triton_ahead, triton_launch, triton_neighbors, triton_pairs, triton_table
+from sparseconv.geometry import (
+    triton_ahead,
+    triton_launch,
+    triton_neighbors,
+    triton_pairs,
+    triton_sort_ahead,
+    triton_table,
+)
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.triton_ahead import own_search, search_ahead, whole_ahead
 from sparseconv.geometry.triton_cube import CUBE
@@ -45,8 +52,8 @@ def _nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     for kept in ("_asked", "_whole", "_lists"):
         monkeypatch.setattr(triton_ahead, kept, {})
     monkeypatch.setattr(triton_ahead, "LISTED_ROWS", (10, 2_000_000))
-    for kept in ("_sorted", "_blocks"):
-        monkeypatch.setattr(triton_neighbors, kept, {})
+    monkeypatch.setattr(triton_neighbors, "_blocks", {})
+    monkeypatch.setattr(triton_sort_ahead, "_sorted", {})
     monkeypatch.setattr(whole, "_asked", {})
 
 
@@ -275,7 +282,7 @@ def test_lists_of_many_rows_are_made_behind_their_search(
         assert torch.equal(a, b)
     searched()
     searched()
-    assert triton_neighbors._sorted.get(DEVICE.index, -1) == -1
+    assert triton_sort_ahead._sorted.get(DEVICE.index, -1) == -1
 
 
 def test_edges_are_listed_behind_a_map_that_is_launched_whole() -> None:

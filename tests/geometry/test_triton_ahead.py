@@ -11,7 +11,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sparseconv.geometry import triton_ahead, triton_launch, triton_neighbors, triton_table
+from sparseconv.geometry import triton_ahead, triton_launch, triton_neighbors, triton_sort_ahead, triton_table
 from sparseconv.geometry.triton_ahead import own_search, search_ahead
 from sparseconv.geometry.triton_table import CoordinateTable, build_table, read_table
 from sparseconv.geometry.triton_window import TapWindow, encode_window
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ahead, "_asked", {})
-    monkeypatch.setattr(triton_neighbors, "_sorted", {})
+    monkeypatch.setattr(triton_sort_ahead, "_sorted", {})
     monkeypatch.setattr(triton_neighbors, "_blocks", {})
 
 

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from sparseconv.backends.triton_implicit_gemm import build_kernels, job_kernel, tiles, whole
-from sparseconv.geometry import triton_counts, triton_neighbors, triton_order, triton_pairs, triton_reach
+from sparseconv.geometry import triton_counts, triton_order, triton_pairs, triton_planes, triton_reach
 from sparseconv.geometry import triton_chunks, triton_cube_pairs, triton_scene
 from sparseconv.geometry import triton_launch, triton_search, triton_table, triton_window
 from tests.backends.aot import spill_bytes
@@ -48,8 +48,8 @@ jobs = [
     (triton_search._SUMS, (8192, 8, 4, 16, 8)), (triton_search._SUMS, (8192, 9, 3, 16, 8)),
     (triton_chunks._COUNT, (4, shifts, 15, 4, 256)), (triton_chunks._NUMBER, (15, 32)),
     (triton_chunks._KEYS, (512,)),
-    (triton_neighbors._PLANES, (*single, 128)), (triton_neighbors._COUNT, (128, 128)),
-    (triton_neighbors._PLANE_KEYS, (False, 128)), (triton_neighbors._PLANE_KEYS_WIDE, (True, 128)),
+    (triton_planes.PLANES, (*single, 128)), (triton_planes.COUNT, (128, 128)),
+    (triton_planes.PLANE_KEYS, (False, 128)), (triton_planes.PLANE_KEYS_WIDE, (True, 128)),
     (triton_table.TABLE, (4, 4, shifts, False, True, False, 128, 128, 10)),
     (triton_table.TABLE, (4, 4, shifts, True, False, True, 128, 128, 10)),
     (triton_order.DIGITS, (8, 4, 16, 8)), (triton_order.DIGITS, (9, 3, 16, 8)),

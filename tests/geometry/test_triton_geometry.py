@@ -21,9 +21,11 @@ from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.geometry.triton_chunks import chunks_torch
-from sparseconv.geometry.triton_neighbors import find_neighbors_torch, row_keys, search_window
+from sparseconv.geometry.triton_keys import row_keys
+from sparseconv.geometry.triton_neighbors import search_window
 from sparseconv.geometry.triton_order import sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges, pairs_of, pairs_torch, reverse_neighbors
+from sparseconv.geometry.triton_planes import find_neighbors_torch
 from sparseconv.geometry.triton_reach import reach
 from sparseconv.geometry.triton_table import (
     build_table,

@@ -13,8 +13,9 @@ from sparseconv.backends.triton_implicit_gemm.packed import SCHEDULE_KINDS, Pack
 from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
 from sparseconv.geometry.aside import building, current
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.triton_keys import row_keys
 from sparseconv.geometry.triton_launch import Arena, Pointer, ceil_div, pointer, power_of_2
-from sparseconv.geometry.triton_neighbors import WindowSearch, row_keys, search_table
+from sparseconv.geometry.triton_neighbors import WindowSearch, search_table
 from sparseconv.geometry.triton_order import sort_rows
 from sparseconv.geometry.triton_pairs import FoundEdges, ReversedEdges
 
