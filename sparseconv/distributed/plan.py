@@ -15,7 +15,8 @@ from sparseconv.distributed.passage import Passage
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, fits, torus_of, wrap
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
-from sparseconv.plan.convolution import ConvolutionPlan, as_epilogue, checked_window
+from sparseconv.plan.arguments import as_epilogue, checked_window
+from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 Axes = int | Sequence[int]

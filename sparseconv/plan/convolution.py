@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Literal
 
 import torch
 
 from sparseconv.autograd import casts, convolution, fused_convolution, number_of
 from sparseconv.backends.base import Request
-from sparseconv.backends.registry import BACKENDS
 from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap, undifferentiated
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
+from sparseconv.plan.arguments import OPERANDS, Axes, as_epilogue, autocast, check_operands, checked_window
 from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.weights import PackedWeights, by_tap
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
-Axes = int | Sequence[int]
 Held = VoxelGrid | weakref.ref[VoxelGrid]
-#: the tensors that `ConvolutionPlan.execute` takes
-OPERANDS = ("x", "weight", "bias", "residual")
 
 
 class ConvolutionPlan:
@@ -285,39 +281,10 @@ class ConvolutionPlan:
             if tensor is not None and tensor.device != device:
                 raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
         if torch.compiler.is_compiling() or casts():  # a question that cannot be traced
-            x, weight, bias, residual = _autocast(x, weight, bias, residual)
+            x, weight, bias, residual = autocast(x, weight, bias, residual)
         taps = self._packed.pack(weight, by_tap(weight, self.kernel_size, self.num_taps))
-        self._check(x, weight, taps, bias, residual)
+        check_operands(self.kernel_map, self.groups, x, weight, taps, bias, residual)
         return x, taps, bias, residual
-
-    def _check(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        taps: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-    ) -> None:
-        rows, groups = self.kernel_map.num_in, self.groups
-        shape, (_, group_in, c_out), dtype = x.shape, taps.shape, x.dtype
-        if len(shape) != 2 or shape[0] != rows:
-            raise ValueError(f"x must be ({rows}, C_in), one row a voxel of the source grid; got {tuple(shape)}")
-        if not dtype.is_floating_point:
-            raise TypeError(f"x must be floating point; got {dtype}")
-        if group_in * groups != shape[1]:
-            raise ValueError(
-                f"x has {shape[1]} channels, but the weight {tuple(weight.shape)} takes {group_in * groups} "
-                f"(C_in/G = {group_in} in {groups} groups)"
-            )
-        if c_out % groups:
-            raise ValueError(f"C_out = {c_out} must be a multiple of groups = {groups}")
-        if bias is not None and bias.shape != (c_out,):
-            raise ValueError(f"bias must be ({c_out},); got {tuple(bias.shape)}")
-        if residual is not None and residual.shape != (self.kernel_map.num_out, c_out):
-            raise ValueError(f"residual must be ({self.kernel_map.num_out}, {c_out}); got {tuple(residual.shape)}")
-        for name, tensor in zip(OPERANDS, (x, weight, bias, residual)):
-            if tensor is not None and tensor.dtype != dtype:
-                raise TypeError(f"x is {dtype} but the {name} is {tensor.dtype}: cast one, or use torch.autocast")
 
     def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
         """What an operation over edges works on: here x (N_in, C) and this plan; a sharded plan adds its halo."""
@@ -393,54 +360,6 @@ class ConvolutionPlan:
         words.append(f"{edges.num_in:,} -> {edges.num_out:,} voxels")
         words.append(f"{edges.num_pairs:,} pairs, {edges.num_pairs / max(1, edges.num_out):.1f} an output")
         return f"ConvolutionPlan({', '.join(words)}, {self.device})"
-
-
-def checked_window(
-    source: VoxelGrid,
-    kernel_size: Axes | None,
-    stride: Axes,
-    dilation: Axes,
-    padding: Axes | None,
-    taps: torch.Tensor | Sequence[Sequence[int]] | None,
-    boundary: Boundary | str,
-    groups: int,
-    backend: str,
-) -> tuple[Window, Boundary]:
-    """What both constructors take, checked: the window and the boundary."""
-    if not isinstance(source, VoxelGrid):
-        raise TypeError(f"source must be a VoxelGrid; got {type(source).__name__}")
-    if groups < 1:
-        raise ValueError(f"groups must be at least 1; got {groups}")
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"no backend {backend!r}; there are {', '.join(BACKENDS)}, and 'auto'")
-    window = Window.of(source.rank, kernel_size, stride, dilation, padding, taps)
-    return window, boundary if isinstance(boundary, Boundary) else _plain_boundary(boundary)
-
-
-@cache
-def _plain_boundary(kind: Any) -> Boundary:
-    return Boundary(kind)
-
-
-def _autocast(x: torch.Tensor, *others: torch.Tensor | None) -> Any:
-    """The tensors in the dtype that an enclosing autocast asks for; fp64 is left alone, as torch does."""
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
-        return x, *others
-    dtype = torch.get_autocast_dtype(kind)
-    return x.to(dtype), *(None if t is None else t.to(dtype) for t in others)
-
-
-def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:
-    """What `ConvolutionPlan.execute` was given as epilogue, its numbers bound; None for none."""
-    if given is None or isinstance(given, Epilogue):
-        return given
-    if isinstance(given, PointwiseDynamicFunction):
-        return Epilogue(given)
-    raise TypeError(
-        f"epilogue must be a function made with pointwise_dynamic, or an Epilogue of one; got {type(given).__name__}: "
-        "sparseconv.pointwise has relu, silu, gelu and others"
-    )
 
 
 def _held(grid: Held) -> VoxelGrid:

@@ -1,0 +1,100 @@
+"""What plans are given, checked before anything is built or launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from sparseconv.backends.registry import BACKENDS
+from sparseconv.geometry.edges import Window
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.ranges import Boundary
+from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
+
+Axes = int | Sequence[int]
+#: the tensors that `ConvolutionPlan.execute` takes
+OPERANDS = ("x", "weight", "bias", "residual")
+
+
+def checked_window(
+    source: VoxelGrid,
+    kernel_size: Axes | None,
+    stride: Axes,
+    dilation: Axes,
+    padding: Axes | None,
+    taps: torch.Tensor | Sequence[Sequence[int]] | None,
+    boundary: Boundary | str,
+    groups: int,
+    backend: str,
+) -> tuple[Window, Boundary]:
+    """What both constructors take, checked: the window and the boundary."""
+    if not isinstance(source, VoxelGrid):
+        raise TypeError(f"source must be a VoxelGrid; got {type(source).__name__}")
+    if groups < 1:
+        raise ValueError(f"groups must be at least 1; got {groups}")
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"no backend {backend!r}; there are {', '.join(BACKENDS)}, and 'auto'")
+    window = Window.of(source.rank, kernel_size, stride, dilation, padding, taps)
+    return window, boundary if isinstance(boundary, Boundary) else _plain_boundary(boundary)
+
+
+@cache
+def _plain_boundary(kind: Any) -> Boundary:
+    return Boundary(kind)
+
+
+def check_operands(
+    kernel_map: KernelMap,
+    groups: int,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    taps: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> None:
+    """Raise for operands of `ConvolutionPlan.execute` that do not fit; ``taps`` is the weight by tap."""
+    rows = kernel_map.num_in
+    shape, (_, group_in, c_out), dtype = x.shape, taps.shape, x.dtype
+    if len(shape) != 2 or shape[0] != rows:
+        raise ValueError(f"x must be ({rows}, C_in), one row a voxel of the source grid; got {tuple(shape)}")
+    if not dtype.is_floating_point:
+        raise TypeError(f"x must be floating point; got {dtype}")
+    if group_in * groups != shape[1]:
+        raise ValueError(
+            f"x has {shape[1]} channels, but the weight {tuple(weight.shape)} takes {group_in * groups} "
+            f"(C_in/G = {group_in} in {groups} groups)"
+        )
+    if c_out % groups:
+        raise ValueError(f"C_out = {c_out} must be a multiple of groups = {groups}")
+    if bias is not None and bias.shape != (c_out,):
+        raise ValueError(f"bias must be ({c_out},); got {tuple(bias.shape)}")
+    if residual is not None and residual.shape != (kernel_map.num_out, c_out):
+        raise ValueError(f"residual must be ({kernel_map.num_out}, {c_out}); got {tuple(residual.shape)}")
+    for name, tensor in zip(OPERANDS, (x, weight, bias, residual)):
+        if tensor is not None and tensor.dtype != dtype:
+            raise TypeError(f"x is {dtype} but the {name} is {tensor.dtype}: cast one, or use torch.autocast")
+
+
+def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> Any:
+    """The tensors in the dtype that an enclosing autocast asks for; fp64 is left alone, as torch does."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x, *others
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), *(None if t is None else t.to(dtype) for t in others)
+
+
+def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:
+    """What `ConvolutionPlan.execute` was given as epilogue, its numbers bound; None for none."""
+    if given is None or isinstance(given, Epilogue):
+        return given
+    if isinstance(given, PointwiseDynamicFunction):
+        return Epilogue(given)
+    raise TypeError(
+        f"epilogue must be a function made with pointwise_dynamic, or an Epilogue of one; got {type(given).__name__}: "
+        "sparseconv.pointwise has relu, silu, gelu and others"
+    )
