@@ -259,3 +259,27 @@ def test_a_search_sorts_its_rows_each_time(n: int) -> None:
         order, keys = search.scratch.tensor(ORDER), search.keys[0]
         assert torch.equal(order[:n].long(), torch.sort(keys, stable=True).indices)
         assert search.ticket is None or int(order[-1]) == 0
+
+
+@pytest.mark.parametrize("edges", [(20, 60, 40), (96, 90, 100)], ids=["few", "many"])
+def test_maps_by_launches_that_begin_early_are_those_by_launches_that_wait(
+    edges: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparseconv.backends.triton_implicit_gemm.schedule import Schedule, schedule_of
+    from sparseconv.geometry import triton_launch
+
+    names = [field.name for field in dataclasses.fields(Schedule)]
+
+    def made(edge: int, seed: int) -> list:
+        found = ConvolutionPlan(VoxelGrid(ball(edge, seed)), 3).kernel_map
+        schedule = schedule_of(found, 128)
+        return [found.in_rows, found.out_rows, *(getattr(schedule, name) for name in names)]
+
+    scenes = [(edge, seed) for seed in range(4) for edge in edges]
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_launch, "_is_capturing", lambda: True)  # as in a graph, where no launch begins early
+        wanted = [made(*scene) for scene in scenes]
+    found = [made(*scene) for scene in scenes]
+    for one, other in zip(found, wanted, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
