@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-#: programs of a cooperative launch on each multiprocessor, of 128 threads, and the registers that a thread may have
-CREW, MOST_REGISTERS = 4, 128
+#: programs of a cooperative launch on each multiprocessor, of 128 threads, where they need many of the registers that
+#: these share
+CREW, REGISTERS = 4, 65_536
 #: times that the programs of a cooperative launch may wait for each other
 NUM_GATES = 10
 #: arguments of the launcher that kernels share: those of the longest, and two that Triton adds
@@ -85,12 +86,12 @@ class Launcher:
         fill(device, (blocks,), (pointer(out), out.numel()), (256,))
     """
 
-    def __init__(
-        self, function: Any, types: Sequence[Any], num_warps: int = 4, cooperative: bool = False, **options: Any
-    ) -> None:
+    def __init__(self, function: Any, types: Sequence[Any], num_warps: int = 4, crew: int = 0, **options: Any) -> None:
         self.function, self.types, self.num_warps = function, tuple(types), num_warps
-        #: options of the compiler; programs of a cooperative launch all run at once, so that they may wait for another
-        self.options = {"launch_cooperative_grid": True, "maxnreg": MOST_REGISTERS} if cooperative else options
+        #: programs on each multiprocessor that run all at once, so that they may wait for each other; 0: they may not
+        self.crew = crew
+        #: options of the compiler
+        self.options = {"launch_cooperative_grid": True, "maxnreg": REGISTERS // 128 // crew & -8} if crew else options
         self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
         self._compiled: dict[tuple, Future] = {}
         self._begun: set[tuple] = set()

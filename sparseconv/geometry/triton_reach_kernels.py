@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.triton_cells import below, claim, popcount
-from sparseconv.geometry.triton_launch import Launcher, follow, leave, wait_for_all
+from sparseconv.geometry.triton_launch import CREW, Launcher, follow, leave, wait_for_all
 
 
 @triton.jit
@@ -268,9 +268,7 @@ def decode_kernel(
 
 
 _I32, _I64 = torch.int32, torch.int64
-MARK = Launcher(
-    mark_kernel, (_I32, _I32, _I64, _I32, _I32, _I64, _I32, _I32, _I32, _I64, *(int,) * 13), cooperative=True
-)
+MARK = Launcher(mark_kernel, (_I32, _I32, _I64, _I32, _I32, _I64, _I32, _I32, _I32, _I64, *(int,) * 13), crew=CREW)
 EMIT = Launcher(emit_kernel, (_I64, _I32, _I32, _I32, *(int,) * 9), num_warps=1)
 EMIT_UNSEEN = Launcher(emit_unseen_kernel, (_I64, _I32, _I32, _I32, _I64, _I32, _I32, *(int,) * 9), num_warps=1)
 CLAIM = Launcher(claim_kernel, (_I32, _I32, _I64, _I64, *(int,) * 11), num_warps=1)

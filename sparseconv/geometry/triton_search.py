@@ -13,6 +13,7 @@ from sparseconv.geometry.triton_chunks import key_in, run_of
 from sparseconv.geometry.triton_counts import SCAN_BLOCK, Counters, PendingCounts, scan_tap
 from sparseconv.geometry.triton_cube import count_in_warps, mask_of_cube
 from sparseconv.geometry.triton_launch import (
+    CREW,
     NUM_GATES,
     Arena,
     Kinds,
@@ -374,5 +375,5 @@ _SUMS = Launcher(sums_kernel, (_I32, _I64, _I32, _I64, _I64, _I64, _I32, _I64, *
 SEARCH = Launcher(
     search_kernel,
     (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, _I64, _I32, *(int,) * 9),
-    cooperative=True,
+    crew=CREW,
 )

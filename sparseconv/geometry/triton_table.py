@@ -345,7 +345,7 @@ def _launch_table(table: CoordinateTable, checked: Unseen | None) -> None:
     arena, coords = table.arena, table.coords
     n, columns = coords.shape
     device = coords.device
-    programs = crew_of(device, ceil_div(n, 128))
+    programs = crew_of(device, ceil_div(n, 128), TABLE.crew)
     args = (
         pointer(coords), table.pointers[0], *arena[:RANGES], *arena[IDS:], gates_of(device, table.unseen),
         _reported(table), *_told(table, checked),

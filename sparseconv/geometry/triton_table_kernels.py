@@ -375,6 +375,6 @@ PLACE = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _
 TABLE = Launcher(
     table_kernel,
     (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, _I32, _I32, *(int,) * 4),
-    cooperative=True,
+    crew=6,
 )
 LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I32, int, int), num_warps=1)

@@ -31,6 +31,7 @@ from sparseconv.geometry.triton_ahead import expect_lists, expect_whole
 from sparseconv.geometry.triton_counts import first_count
 from sparseconv.geometry.triton_cube import CUBE
 from sparseconv.geometry.triton_launch import (
+    CREW,
     NUM_GATES,
     Arena,
     Launcher,
@@ -307,5 +308,5 @@ WHOLE = Launcher(
         _I32, *TABLE_KINDS, *SCRATCH, _I32, _I32, _I32, _I32, _I64, _I64, _I64, *SCHEDULE_KINDS[:6], *JOB_KINDS,
         *(int,) * 10,
     ),
-    cooperative=True,
+    crew=CREW,
 )  # fmt: skip
