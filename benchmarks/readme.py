@@ -1,6 +1,6 @@
 """The README's figures of a card, written from the committed results, and the claims that go with them.
 
-Between the two marks of the README stands what `section` makes of ``h200_claims.json``, ``h200_gpu.json`` (first
+Between the two marks of the README stands what `section` makes of ``h200_claims.json``, ``h200_dtypes_ours.json`` (first
 gradients), ``h200_network.json``, ``h200_network_beside_spconv.json`` and ``targets.json``;
 the claims about it, in ``sparseconv/bench/claims.json``, are made in the same pass. Claims without a card are written
 by hand and stay.
@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.worker import PREFIX
 from sparseconv.bench import cases, report, stated, verify
-from sparseconv.bench.stated import LAYERS, VERIFIED
+from sparseconv.bench.stated import VERIFIED
 
 README = report.HERE.parents[1] / "README.md"
 BEGIN, END = "<!-- written by `python -m benchmarks readme` -->\n", "<!-- until here -->\n"
@@ -26,8 +26,8 @@ TOLERANCE, HOST_TOLERANCE = 0.15, 0.9
 #: what of a network the host paces, and the milliseconds of a layer's under which it does
 HOSTS, HOST_MS = ("step", "inference", "fixed"), {"map": 1.5, "step": 0.5, "forward": 0.1}
 SPCONV = f"{PREFIX}spconv"
-#: what the record of the table has of a process's first gradients
-FIRST = ("cold_s", "second_s")
+#: what is said of a process's first gradients, and where
+FIRST, STARTS = ("cold_s", "second_s"), "h200_dtypes_ours.json"
 UNITS = {"memory": "MiB", "captured_memory": "MiB", "cold_s": "s", "second_s": "s", "voxels": "", "parameters": ""}
 
 Claim = dict[str, Any]
@@ -135,7 +135,7 @@ class Section:
         ]
         said = f"The best other's time over ours: {', '.join(spans)}."
         cold = next(
-            (row for row in stated.rows_of(LAYERS) if "cold_s" in row and row["implementation"] == "sparseconv"), None
+            (row for row in stated.rows_of(STARTS) if "cold_s" in row and row["implementation"] == "sparseconv"), None
         )
         if cold is not None:
             words = f"first gradient, {_title(cold['case'])}"
@@ -183,7 +183,7 @@ class Section:
 
 
 def _layers_of(quantity: str) -> str:
-    return LAYERS if quantity in FIRST else VERIFIED
+    return STARTS if quantity in FIRST else VERIFIED
 
 
 def _is_paced_by_the_host(row: dict[str, Any], quantity: str) -> bool:

@@ -101,10 +101,14 @@ def verify(
 
 
 def _is_late(claim: Claim, rows: Mapping[Job, runner.Row]) -> bool:
+    """Whether a time is to be measured again: of networks, which take ten times as long, one that does not hold."""
     if claim["unit"] != "ms" or not _is_measured_here(claim):
         return False
     value, _ = measured(claim["measure"], rows)
-    return value is not None and value > claim["figure"] * (1 + min(LATE, claim["tolerance"]))
+    share = claim["tolerance"]
+    if not claim["measure"]["implementation"].startswith(NETWORK):
+        share = min(LATE, share)
+    return value is not None and value > claim["figure"] * (1 + share)
 
 
 def holds(claim: Claim, value: float, how: str = "measured") -> bool:
@@ -197,7 +201,8 @@ class Measurements(dict[Job, runner.Row]):
 
 
 def _lesser(before: runner.Row, now: runner.Row) -> runner.Row:
-    """The row measured now, with those times of the one before that were less."""
+    """The row measured now, with those times of the ones before that were less, and how often that makes."""
+    now = now | {"times": before.get("times", 1) + 1}
     if {before["status"], now["status"]} != {"measured"}:
         return now
 
