@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -379,8 +380,9 @@ def _zeros_for(coords: torch.Tensor, example: VoxelGrid) -> torch.Tensor:
 
         kept = example.derived.setdefault("zeros", [])
         if torch.cuda.is_current_stream_capturing():
-            if kept and len(coords) <= FUSED_ROWS:
-                return kept.pop()
+            if len(coords) <= FUSED_ROWS:
+                with suppress(IndexError):  # none lay there, or another thread's capture has the last
+                    return kept.pop()
         elif not kept:
             kept.extend(coords.new_zeros(CAPTURES, GATES + 4))
     return coords.new_zeros(GATES + 4)

@@ -24,7 +24,7 @@ class VoxelGrid:
 
     Args:
         coords: (N, 1+D) integer tensor, D from 1 to 4; column 0 is the batch item (>= 0), the others are voxel indices,
-            negatives allowed. Kept as int32.
+            negatives allowed. Kept as int32: a contiguous tensor of that dtype itself, so do not write to it.
         batch_size: number of batch items, empty ones included; default: the largest one present + 1.
         voxel_size: edge of a voxel in the user's length unit, one number or one an axis; default 1.
         origin: position of the lower corner of voxel 0, same unit; default 0.
