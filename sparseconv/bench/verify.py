@@ -73,7 +73,10 @@ def verify(
     counts = {"measured": 0, "recorded": 0, "not checked": 0}
     with Measurements(asked, console, out) as rows:
         for _ in range(TIMES - 1):
-            rows.renew([claim for claim in asked if _is_late(claim, rows)])
+            late = [claim for claim in asked if _is_late(claim, rows)]
+            if late:
+                console.print(f"later than stated, measured again: {len(late)}", highlight=False)
+            rows.renew(late)
         for claim in asked:
             how, value, reason = found(claim, rows)
             unit = f" {claim['unit']}" if claim["unit"] else ""
