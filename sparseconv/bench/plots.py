@@ -11,14 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from sparseconv.bench import cases, report
+from sparseconv.bench import cases, report, stated
 
 Row = dict[str, Any]
 OURS = "sparseconv"
-#: the fastest peer of targets.json, where a file has no row of that peer
-PUBLISHED = "best other (Nov 2026)"
+#: the least of all peers' figures on the card of the targets, whichever file has it
+BEST = "best other (Nov 2026)"
 #: one colour a name everywhere; ours is the strong one (Okabe and Ito's set, which the colour-blind can tell apart)
-COLOURS = {OURS: "#0072B2", "spconv": "#E69F00", "spconv-triton": "#56B4E9", PUBLISHED: "#999999"}
+COLOURS = {OURS: "#0072B2", "spconv": "#E69F00", "spconv-triton": "#56B4E9", BEST: "#999999"}
 COLOURS |= {"FlexGEMM": "#009E73", "FlexGEMM split-K": "#66C2A5", "WarpConvNet": "#CC79A7", "torchsparse": "#D55E00"}
 COLOURS |= {"MinkowskiEngine": "#F0E442", "fVDB": "#8C6D31", "dense conv3d": "#444444"}
 QUANTITIES = {"forward": "forward", "step": "training step", "map": "map build"}
@@ -72,22 +72,16 @@ def cubes(rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if r["case"] in scenes] or rows
 
 
-def with_published(rows: Sequence[Row], device: str) -> list[Row]:
-    """The rows and, for a card, the published best of the others as rows of their own."""
-    layers = report.targets()["layers"] if device == "cuda" else []
-    cells = {(c["case"], c["channels"]): c for c in layers}
-    maps = {c["case"]: c["map"]["best_other"] for c in layers if "map" in c}
+def with_best(rows: Sequence[Row], found: dict[str, Any]) -> list[Row]:
+    """The rows and, on the card of the targets, the least that any of the others took there as rows of their own."""
     more = []
+    card = found.get("machine", {}).get("card", {}).get("name")
     for row in rows:
-        cell = cells.get((row["case"], row["channels"]))
-        if row["implementation"] == OURS and cell and row["dtype"] == "fp16":
-            best = {q: {"median": cell[q]["best_other"]} for q in ("forward", "step") if q in cell}
-            if case_map := maps.get(row["case"]):
-                best["map"] = {"median": case_map}
-            if "memory" in cell:
-                best["memory"] = {"peak_mib": cell["memory"]["best_other"]}
-            nothing: Row = {quantity: {} for quantity in ("forward", "step", "map", "memory")}
-            more.append({**row, "implementation": PUBLISHED, **nothing, **best})
+        if card == report.targets()["card"] and row["implementation"] == OURS and row["dtype"] == "fp16":
+            figures = {q: stated.best_other(row["case"], row["channels"], q) for q in QUANTITIES}
+            memory = {"peak_mib": stated.best_other(row["case"], row["channels"], "memory")}
+            times = {quantity: {"median": figure} for quantity, figure in figures.items()}
+            more.append({**row, "implementation": BEST, **times, "memory": memory})
     return [*rows, *more]
 
 
@@ -96,7 +90,7 @@ def relative(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     rows = cubes(rows)
     if not rows:
         return None
-    rows = with_published(rows, rows[0]["device"])
+    rows = with_best(rows, found)
     ours = {(r["case"], r["channels"]): r for r in rows if r["implementation"] == OURS}
     others = list(dict.fromkeys(r["implementation"] for r in rows if r["implementation"] != OURS))
     keys = [k for k in ours if any((r["case"], r["channels"]) == k for r in rows if r["implementation"] != OURS)]
@@ -227,7 +221,7 @@ def memory(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     rows = cubes(rows)
     if not rows:
         return None
-    rows = [r for r in with_published(rows, rows[0]["device"]) if value(r, "memory")]
+    rows = [r for r in with_best(rows, found) if value(r, "memory")]
     keys = list(dict.fromkeys((r["case"], r["channels"]) for r in rows if r["implementation"] == OURS))
     names = list(dict.fromkeys(r["implementation"] for r in rows))
     if not keys:

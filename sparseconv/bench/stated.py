@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from pathlib import Path
 from typing import Any
 
 from sparseconv.bench import report
 from sparseconv.bench.peers import PEERS
 
 SIZES = {"k": 1e3, "M": 1e6}
-#: the committed results of layers on a card: ours, shuffled rows and first gradients among them; beside the peer that
-#: the index has; what the last whole verification of the claims measured
-LAYERS, BESIDE, VERIFIED = "h200_gpu.json", "h200_beside_spconv.json", "h200_claims.json"
+#: what the last whole verification of the claims measured; the committed results of the card that it is about
+VERIFIED, CARDS = "h200_claims.json", "h200_*.json"
 
 
 def shown(value: float) -> str:
@@ -77,15 +78,20 @@ def recorded(claim: dict[str, Any]) -> float | None:
 
 
 def best_other(case: str, channels: int, quantity: str) -> float | None:
-    """The least of the peers' figures: the best other's of targets.json, and those measured beside ours."""
+    """The least of the peers' figures: the best other's of targets.json, and those of the committed results."""
     name = "map" if quantity in report.MAPS else quantity
     cells = [cell for cell in report.targets()["layers"] if cell["case"] == case and name in cell]
     found = [cell[name]["best_other"] for cell in cells if cell["channels"] == channels or name == "map"]
-    names = [kind.name for kind in PEERS]
-    theirs = [row for record in (LAYERS, BESIDE, VERIFIED) for row in rows_of(record)]
-    theirs = [row for row in theirs if _is_usual(row, "fp16") and row["implementation"] in names]
-    found += [_in_row(row, case, channels, name) for row in theirs]
+    found += [_in_row(row, case, channels, name) for row in _peers_rows(report.RESULTS)]
     return min((figure for figure in found if figure is not None), default=None)
+
+
+@functools.lru_cache
+def _peers_rows(folder: Path) -> list[dict[str, Any]]:
+    """What peers took in any of the committed files of the card, however fast its host was."""
+    names = [kind.name for kind in PEERS]
+    rows = [row for file in sorted(folder.glob(CARDS)) if report.is_results(file) for row in rows_of(file.name)]
+    return [row for row in rows if row["implementation"] in names and _is_usual(row, "fp16")]
 
 
 def _spconvs(row: dict[str, Any], quantity: str) -> float | None:

@@ -379,6 +379,30 @@ def test_pictures_are_drawn_of_what_a_file_has(tmp_path):
     assert plots.draw([tmp_path / "empty.json"], tmp_path / "pictures") == []
 
 
+def test_the_best_of_the_others_is_drawn_beside_their_own_card_only():
+    pytest.importorskip("matplotlib")
+    from sparseconv.bench import plots
+
+    rows = [fake("sparseconv", 0.5), fake("spconv", 1.9)]
+    assert plots.with_best(rows, {"machine": {"card": {"name": "NVIDIA Abacus"}}}) == rows
+    assert plots.with_best(rows, {"machine": {"cpu": "x"}}) == rows
+    *_, best = plots.with_best(rows, {"machine": {"card": {"name": report.targets()["card"]}}})
+    assert (best["implementation"], best["case"], best["channels"]) == (plots.BEST, "shell_64", 1024)
+    for quantity in ("forward", "step", "map", "memory"):
+        assert plots.value(best, quantity) == stated.best_other("shell_64", 1024, quantity) > 0
+
+
+@pytest.mark.parametrize("their", [0.3, 2.0])
+def test_the_best_of_the_others_is_the_least_of_all_committed_results(monkeypatch, tmp_path, their):
+    (cell,) = (c for c in report.targets()["layers"] if (c["case"], c["channels"]) == ("shell_64", 1024))
+    report.write(tmp_path / "h200_one.json", {}, [fake("spconv", 1.9), fake("sparseconv", 0.1)])
+    report.write(tmp_path / "h200_two.json", {}, [fake("spconv-triton", their), fake("spconv", 0.2, dtype="bf16")])
+    report.write(tmp_path / "h200_three.json", {}, [fake("spconv", 0.2, shuffled=True), fake("spconv", 0.2, kernel=5)])
+    report.write(tmp_path / "another.json", {}, [fake("spconv", 0.2)])
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert stated.best_other("shell_64", 1024, "forward") == min(their, cell["forward"]["best_other"])
+
+
 # ---- networks
 
 
