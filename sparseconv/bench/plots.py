@@ -75,9 +75,8 @@ def cubes(rows: Sequence[Row]) -> list[Row]:
 def with_best(rows: Sequence[Row], found: dict[str, Any]) -> list[Row]:
     """The rows and, on the card of the targets, the least that any of the others took there as rows of their own."""
     more = []
-    card = found.get("machine", {}).get("card", {}).get("name")
-    for row in rows:
-        if card == report.targets()["card"] and row["implementation"] == OURS and row["dtype"] == "fp16":
+    for row in rows if report.is_aimed_at(found["machine"]) else ():
+        if row["implementation"] == OURS and row["dtype"] == "fp16":
             figures = {q: stated.best_other(row["case"], row["channels"], q) for q in QUANTITIES}
             memory = {"peak_mib": stated.best_other(row["case"], row["channels"], "memory")}
             times = {quantity: {"median": figure} for quantity, figure in figures.items()}

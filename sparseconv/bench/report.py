@@ -28,6 +28,11 @@ def targets() -> dict[str, Any]:
     return json.loads((HERE / "targets.json").read_text())
 
 
+def is_aimed_at(machine: dict[str, Any]) -> bool:
+    """Whether the targets were set for this machine's card: they say nothing of another."""
+    return machine.get("card", {}).get("name") == targets()["card"]
+
+
 def write(file: Path, machine: dict[str, Any], rows: Sequence[Row], **more: Any) -> None:
     """A results file: version, machine facts, rows, one a line."""
     head = {"version": VERSION, "machine": machine, **more}

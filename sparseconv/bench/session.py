@@ -15,6 +15,7 @@ from sparseconv.bench.measure import Job
 from sparseconv.bench.timing import ceilings, clock_of
 
 Row = dict[str, Any]
+STOPPED = "[yellow]stopped[/]: what was done until here follows"
 
 
 def measured(
@@ -62,9 +63,9 @@ def measured(
         try:
             run(jobs, console, folder, keep, budget)
         except KeyboardInterrupt:
-            console.print("[yellow]stopped[/]: what was done until here follows")
+            console.print(STOPPED)
     name = machine.get("card", {}).get("name")
-    aims = name == report.targets()["card"]  # what was set for one card says nothing of another
+    aims = report.is_aimed_at(machine)
     title = f"{name or machine['cpu']}: milliseconds{', (must / goal)' * aims}"
     console.print(report.layer_table(report.joined(rows), title, aims))
     for sentence in report.reasons(report.joined(rows)):

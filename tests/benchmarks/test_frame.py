@@ -428,6 +428,51 @@ def test_a_small_network_is_measured():
     assert all("card" in row[q]["reason"] for q in ("replay", "captured_step", "captured_inference"))
 
 
+def a_network(case: str, device: str = "cpu") -> dict:
+    times = {q: {"median": 900.0} for q in ("step", "inference", "fixed", "replay")}
+    row = {"implementation": "unet:sparseconv", "case": case, "device": device, "status": "measured", "voxels": 7}
+    return row | times | {"memory": {"peak_mib": 9000.0}, "first_s": 1.0}
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_networks_measured_before_a_stop_are_kept(monkeypatch, tmp_path, stopped):
+    from typer.testing import CliRunner
+
+    from benchmarks import __main__ as command
+
+    def run(jobs, console, caches, keep, **named):
+        for case in ("first", "second"):
+            keep(a_network(case))
+        if stopped:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.session, "run", run)
+    file = tmp_path / "networks.json"
+    done = CliRunner().invoke(command.app, ["network", "--device", "cpu", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    assert [row["case"] for row in report.read(file)["rows"]] == ["first", "second"]
+    assert ("stopped" in done.output) == stopped
+    assert "second" in done.output
+
+
+def test_only_the_card_of_the_targets_is_held_to_them(monkeypatch, tmp_path):
+    from typer.testing import CliRunner
+
+    from benchmarks import __main__ as command
+
+    for name, aimed in ((report.targets()["card"], True), ("NVIDIA Abacus", False)):
+        machine = {"card": {"name": name}}
+        assert report.is_aimed_at(machine) == aimed
+        table = command.network_table([a_network("lidar_ouster_os2_010", "cuda")], aimed)
+        assert ("goal" in table.title) == aimed
+        monkeypatch.setattr(command, "facts", lambda device, machine=machine: machine)
+        monkeypatch.setattr(command.session, "measured", lambda *jobs, **named: [fake("sparseconv", 1.8)])
+        said = CliRunner().invoke(command.app, ["gpu", "--json", str(tmp_path / "a.json")])
+        assert said.exit_code == 0, said.output
+        assert ("not met" in said.output) == aimed
+    assert not report.is_aimed_at({"cpu": "x"})
+
+
 # ---- other kernels
 
 
