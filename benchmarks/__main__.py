@@ -24,6 +24,7 @@ from sparseconv.bench.command import (
     Out,
     Quantities,
     Quick,
+    Rounds,
     Scaling,
     Seconds,
     Shuffled,
@@ -48,6 +49,7 @@ def gpu(
     quantity: Quantities = None,
     compare: Compare = False,
     seconds: Seconds = 0.6,
+    rounds: Rounds = 1,
     shuffled: Shuffled = True,
     scaling: Scaling = False,
     cold: Annotated[bool, typer.Option(help="First gradients of a fresh process, and of a second.")] = True,
@@ -75,6 +77,7 @@ def gpu(
         processes=processes,
         caches=caches,
         pictures=_pictures(out) if plot else None,
+        rounds=rounds,
     )
     if not report.is_aimed_at(facts(device)):
         return

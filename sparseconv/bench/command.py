@@ -24,6 +24,7 @@ Quantities = Annotated[
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Measure every peer that can be imported, too.")]
 Seconds = Annotated[float, typer.Option(help="Seconds of repeats a figure.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Measure everything so often; the least of each time counts.")]
 Out = Annotated[Path | None, typer.Option("--json", help="Results file to write.")]
 Quick = Annotated[bool, typer.Option("--quick", help="A few cases, a minute or three.")]
 Shuffled = Annotated[bool, typer.Option(help="Measure shuffled rows beside the given order.")]
@@ -40,6 +41,7 @@ def bench(
     scaling: Scaling = False,
     shuffled: Shuffled = False,
     seconds: Seconds = 0.3,
+    rounds: Rounds = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     out: Out = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Folder for pictures of the results.")] = None,
@@ -78,4 +80,4 @@ def bench(
         jobs = selection.with_lines(jobs, names, kinds[0], where, seconds)
     with tempfile.TemporaryDirectory() as folder:
         kept = out or (Path(folder) / "bench.json" if plot else None)
-        session.measured(jobs, console, kept, processes=4 if where == "cuda" else 0, pictures=plot)
+        session.measured(jobs, console, kept, processes=4 if where == "cuda" else 0, pictures=plot, rounds=rounds)

@@ -18,6 +18,30 @@ Row = dict[str, Any]
 STOPPED = "[yellow]stopped[/]: what was done until here follows"
 
 
+class Kept(dict[Job, Row]):
+    """A row for each job, and the results file ``out``, written anew with every row.
+
+    Of a job that is measured again, each time counts where it was least: what else a host has to do adds to times and
+    takes nothing off them.
+    """
+
+    def __init__(
+        self, out: Path | None, machine: dict[str, Any], peak: dict[str, float], others: Sequence[Row] = ()
+    ) -> None:
+        self._out, self._machine, self._peak, self._others = out, machine, peak, others
+
+    def keep(self, row: Row) -> None:
+        """Take a row that was measured."""
+        job = Job.of({key: row[key] for key in Job.__dataclass_fields__})
+        self[job] = report.least(self[job], row) if job in self else row
+        if self._out is not None:
+            report.write(self._out, self._machine, [*self.with_rates(), *self._others], ceilings=self._peak)
+
+    def with_rates(self) -> list[Row]:
+        """The rows with what they make of the device's ceilings."""
+        return [report.with_rates(row, self._peak) for row in self.values()]
+
+
 def measured(
     jobs: Sequence[Job],
     console: Console,
@@ -28,6 +52,7 @@ def measured(
     caches: Path | None = None,
     budget: float | None = None,
     pictures: Path | None = None,
+    rounds: int = 1,
 ) -> list[Row]:
     """Cold starts, then everything compiled side by side, then the figures; printed, written, drawn.
 
@@ -40,6 +65,7 @@ def measured(
         caches: folder of compiled kernels; default: one that goes.
         budget: seconds for all jobs together; those not reached are skipped.
         pictures: folder of pictures of ``out``; default: none.
+        rounds: how often everything is measured, one round after another; the least of each time counts.
     """
     device = jobs[0].device
     machine = facts(device)
@@ -53,17 +79,13 @@ def measured(
         peak = ceilings(clock_of(device))
         shown = ", ".join(f"{k} {v:.3g} {'TB/s' if k == 'copy' else 'TFLOP/s'}" for k, v in peak.items())
         console.print(f"ceilings: {shown}", highlight=False)
-        rows: list[Row] = []
-
-        def keep(row: Row) -> None:
-            rows.append(report.with_rates(row, peak))
-            if out is not None:
-                report.write(out, machine, [*rows, *starts], ceilings=peak)
-
+        kept = Kept(out, machine, peak, starts)
         try:
-            run(jobs, console, folder, keep, budget)
+            for _ in range(rounds):
+                run(jobs, console, folder, kept.keep, budget)
         except KeyboardInterrupt:
             console.print(STOPPED)
+    rows = kept.with_rates()
     name = machine.get("card", {}).get("name")
     aims = report.is_aimed_at(machine)
     title = f"{name or machine['cpu']}: milliseconds{', (must / goal)' * aims}"

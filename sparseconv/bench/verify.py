@@ -159,25 +159,21 @@ def _is_measured_here(claim: Claim) -> bool:
     return not claim.get("derived") and (claim["measure"]["device"] == "cpu" or here == claim.get("card"))
 
 
-class Measurements(dict[Job, runner.Row]):
-    """A row for every layer and network that the claims need and that can be measured here.
-
-    What was measured is kept in the results file ``out``: of what was measured again, the least of each time.
-    """
+class Measurements(session.Kept):
+    """A row for every layer and network that the claims need and that can be measured here, kept in ``out``."""
 
     def __init__(self, asked: Sequence[Claim], console: Console, out: Path | None = None) -> None:
-        self._console, self._out = console, out
+        self._console = console
         self._jobs = {job for claim in asked if _is_measured_here(claim) for job in jobs_of(claim["measure"])}
+        self._cards = [job for job in self._jobs if job.device == "cuda" and not _is_network(job)]
+        device = "cuda" if self._cards else "cpu"
+        super().__init__(out, *((facts(device), ceilings(clock_of(device))) if out is not None else ({}, {})))
 
     def __enter__(self) -> Measurements:
         self._folder = tempfile.TemporaryDirectory()
         self._caches = Path(self._folder.name)
-        cards = [job for job in self._jobs if job.device == "cuda" and not _is_network(job)]
-        device = "cuda" if cards else "cpu"
-        if self._out is not None:
-            self._machine, self._peak = facts(device), ceilings(clock_of(device))
-        if cards:
-            session.compile_ours(_in_order(cards), self._console, os.cpu_count() or 1, self._caches)
+        if self._cards:
+            session.compile_ours(_in_order(self._cards), self._console, os.cpu_count() or 1, self._caches)
         self._measure(self._jobs)
         return self
 
@@ -193,27 +189,7 @@ class Measurements(dict[Job, runner.Row]):
         for are_networks, worker in ((False, "sparseconv.bench.worker"), (True, "benchmarks.worker")):
             several = [job for job in ordered if _is_network(job) == are_networks]
             if several:
-                session.run(several, self._console, self._caches, self._keep, worker=worker)
-
-    def _keep(self, row: runner.Row) -> None:
-        job = Job.of({key: row[key] for key in Job.__dataclass_fields__})
-        self[job] = _lesser(self[job], row) if job in self else row
-        if self._out is not None:
-            kept = [report.with_rates(row, self._peak) for row in self.values()]
-            report.write(self._out, self._machine, kept, ceilings=self._peak)
-
-
-def _lesser(before: runner.Row, now: runner.Row) -> runner.Row:
-    """The row measured now, with those times of the ones before that were less, and how often that makes."""
-    now = now | {"times": before.get("times", 1) + 1}
-    if {before["status"], now["status"]} != {"measured"}:
-        return now
-
-    def median(row: runner.Row, quantity: str) -> float:
-        cell = row.get(quantity)
-        return cell.get("median", math.inf) if isinstance(cell, dict) else math.inf
-
-    return now | {name: before[name] for name in now["quantities"] if median(before, name) < median(now, name)}
+                session.run(several, self._console, self._caches, self.keep, worker=worker)
 
 
 def _is_network(job: Job) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
-from sparseconv.bench import cases, check, measure, report, runner, selection, stated, verify
+from sparseconv.bench import cases, check, measure, report, runner, selection, session, stated, verify
 from sparseconv.bench.implementations import registry
 from sparseconv.bench.measure import Job
 from sparseconv.bench.timing import Clock, Spread
@@ -401,6 +401,33 @@ def test_the_best_of_the_others_is_the_least_of_all_committed_results(monkeypatc
     report.write(tmp_path / "another.json", {}, [fake("spconv", 0.2)])
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     assert stated.best_other("shell_64", 1024, "forward") == min(their, cell["forward"]["best_other"])
+
+
+@pytest.mark.parametrize("stop", [None, 3])
+def test_of_several_rounds_the_least_of_each_time_counts(monkeypatch, tmp_path, stop):
+    jobs = [Job("sparseconv", case, 4, "fp32", device="cpu", quantities=("step", "memory")) for case in ("a", "b")]
+    steps, memories, said = iter([3.0, 5.0, 4.0, 2.0]), iter([7.0, 7.0, 8.0, 7.0]), []
+
+    def run(several, console, caches, keep, budget):
+        for job in several:
+            said.append(job.case)
+            if len(said) == stop:
+                raise KeyboardInterrupt
+            times = {"step": {"median": next(steps)}, "memory": {"peak_mib": next(memories)}}
+            keep(job.as_dict() | {"status": "measured", "voxels": 9, "pairs": 99, **times})
+
+    monkeypatch.setattr(session, "run", run)
+    monkeypatch.setattr(session, "ceilings", lambda clock: {"fp32": 1.0, "copy": 1.0})
+    rows = session.measured(jobs, report.wide_console(), tmp_path / "a.json", rounds=2)
+    assert said == (["a", "b", "a", "b"] if stop is None else ["a", "b", "a"]), "one round after another"
+    assert [row["step"]["median"] for row in rows] == ([3.0, 2.0] if stop is None else [3.0, 5.0])
+    assert [row["memory"]["peak_mib"] for row in rows] == ([8.0, 7.0] if stop is None else [7.0, 7.0])
+    assert [row.get("times") for row in rows] == ([2, 2] if stop is None else [None, None])
+    for row in rows:
+        of_step = 3 * 2 * 99 * 4**2 / (row["step"]["median"] * 1e-3) / 1e12
+        assert row["rates"]["step"]["tflops"] == pytest.approx(of_step, rel=1e-3)
+    kept = report.read(tmp_path / "a.json")["rows"]
+    assert [row["step"]["median"] for row in kept] == [row["step"]["median"] for row in rows]
 
 
 # ---- networks
