@@ -47,7 +47,8 @@ class Section:
             "other's**: the fastest of spconv, spconv-triton, FlexGEMM and WarpConvNet on such cards in "
             "November 2026. *Map* is from coordinates to all that a training step needs, "
             "*captured*, as a graph that serves every scene; *step* is forward and both gradients. Short eager "
-            "figures, maps above all, are the host's pace, and twice as long on some.",
+            "figures, maps above all, are the host's pace, and twice as long on some: late ones, ours and theirs, were "
+            "measured up to three times, and the least counts.",
             "",
             "![Their time over ours: forward, training step, map](docs/pictures/h200_claims_relative.png)",
             "",
