@@ -1,8 +1,9 @@
 """The README's figures of a card, written from the committed results, and the claims that go with them.
 
 Between the two marks of the README stands what `section` makes of ``h200_claims.json``, ``h200_dtypes_ours.json``
-(first gradients), ``h200_network.json``, ``h200_network_beside_spconv.json`` and ``targets.json``; the claims about it,
-in ``sparseconv/bench/claims.json``, are made in the same pass. Claims without a card are written by hand and stay.
+(first gradients), ``h200_network.json``, ``h200_network_beside_spconv.json``, ``targets.json`` and the peers' rows of
+every ``h200_*.json``; the claims about it, in ``sparseconv/bench/claims.json``, are made in the same pass. Claims
+without a card are written by hand and stay.
 """
 
 from __future__ import annotations
