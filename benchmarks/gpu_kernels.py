@@ -217,7 +217,7 @@ def check(data: str) -> None:
                     for config in many:
                         out = torch.full(wanted.shape, float("nan"), dtype=dtype, device="cuda")
                         if verb == "weight_grad":
-                            step = WeightGradRecipe(config, work, x, g, kernel_map.num_taps).bind(kernel_map)
+                            step: Any = WeightGradRecipe(config, work, x, g, kernel_map.num_taps).bind(kernel_map)
                             arguments: tuple[torch.Tensor, ...] = (x, g, out)
                         else:
                             source = g if transposed else x

@@ -40,7 +40,7 @@ def spill_bytes(cubin: bytes) -> int:
     return sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", text))
 
 
-def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: int, out=None):
+def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: int, out=None, residual=None):
     """The compiled kernel for aligned pointers and strides."""
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
@@ -53,6 +53,8 @@ def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: 
             tile = (constants["BLOCK_K"], constants["BLOCK_N"])[:: -1 if constants["TRANSPOSED"] else 1]
             layout = shared_layout(tile[1], constants["UNIT"])
             signature[name] = f"tensordesc<{NAMES[dtype]}[{tile[0]},{tile[1]}],{layout!r}>"
+        elif name == "residual_ptr" and residual:
+            signature[name] = "*" + residual
         elif name in OPERANDS:
             signature[name] = "*" + NAMES[dtype]
         elif name == "out_ptr":
@@ -96,6 +98,7 @@ def works(arch: int, everything: bool) -> list[Work]:
         many.append(replace(base, dtype=dtype, group_in=1, group_out=1, groups=64))
         many.append(replace(base, dtype=dtype, group_in=32, group_out=32, groups=4))
         many.append(replace(base, dtype=dtype, num_rows=2000, num_pairs=20_000, group_in=256, group_out=256))
+        many.append(replace(base, dtype=dtype, num_rows=15_000, num_pairs=200_000, group_in=1024, group_out=1024))
     many += [replace(work, precision="ieee") for work in many if work.dtype == torch.float32]
     return few + many
 
@@ -105,21 +108,28 @@ def compile_all(arch: int, everything: bool) -> None:
     for work in works(arch, everything):
         for transposed in (False, True):
             for config in conv_candidates(replace(work, transposed=transposed)):
-                constants = dict(
-                    channels(work, wide=transposed and everything),
-                    BLOCK_M=config.block_m,
-                    BLOCK_N=config.block_n,
-                    BLOCK_K=config.block_k,
-                    STAGES=config.stages,
-                    TRANSPOSED=transposed != config.weight_copy,
-                    HAS_BIAS=not transposed,
-                    HAS_RESIDUAL=False,
-                    ACTIVATION=None,
-                    TO_SLOTS=config.split > 1,
-                    **({"BULK": config.bulk} if config.gluon else {}),
-                )
-                out = "fp32" if config.split > 1 else None
-                report("conv_kernel", work, config, constants, arch, out, transposed=transposed)
+                turn = replace(work, group_out=work.group_out // max(1, config.turns))
+                chain = ((True, False), (True, True), (False, True)) if config.turns else ((False, False),)
+                for leads, follows in chain:
+                    constants = dict(
+                        channels(turn, wide=transposed and everything),
+                        BLOCK_M=config.block_m,
+                        BLOCK_N=config.block_n,
+                        BLOCK_K=config.block_k,
+                        STAGES=config.stages,
+                        TRANSPOSED=transposed != config.weight_copy,
+                        HAS_BIAS=not transposed and not follows,
+                        HAS_RESIDUAL=follows,
+                        ACTIVATION=None,
+                        ROW=work.group_out * work.groups,
+                        TO_SLOTS=config.split > 1 and not config.turns,
+                        LEADS=leads,
+                        FOLLOWS=follows,
+                        **({"BULK": config.bulk} if config.gluon else {}),
+                    )
+                    out = "fp32" if constants["TO_SLOTS"] or leads else None
+                    residual = "fp32" if follows else None
+                    report("conv_kernel", work, config, constants, arch, out, residual, transposed=transposed)
         for weight in weight_grad_candidates(work):
             constants = dict(
                 channels(work),
@@ -131,12 +141,14 @@ def compile_all(arch: int, everything: bool) -> None:
             report("weight_grad_kernel", work, weight, constants, arch, "fp32")
 
 
-def report(name: str, work: Work, config, constants: dict, arch: int, out: str | None, **facts) -> None:
+def report(
+    name: str, work: Work, config, constants: dict, arch: int, out: str | None, residual: str | None = None, **facts
+) -> None:
     """Compile one kernel and print what it became."""
     module = kernels
     if config.gluon:
         from sparseconv.backends.triton_implicit_gemm import gluon_kernels as module
-    kernel = compile_kernel(getattr(module, name), work.dtype, constants, config, arch, out)
+    kernel = compile_kernel(getattr(module, name), work.dtype, constants, config, arch, out, residual)
     ptx = kernel.asm["ptx"]
     sys.stdout.write(
         json.dumps(

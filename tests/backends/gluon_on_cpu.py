@@ -12,6 +12,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +47,13 @@ class Pointer:
 
     def __getitem__(self, at):
         return Pointer(self.array, np.asarray(self.offset)[at])
+
+
+class Offset(NamedTuple):
+    """An argument that begins some numbers after the first of an array."""
+
+    array: np.ndarray
+    numbers: int
 
 
 class Shared:
@@ -160,7 +168,7 @@ def modules(state: SimpleNamespace) -> dict[str, ModuleType]:
         constexpr=object, int64=int64, int32=np.dtype(np.int32), float32=float32, float16=float16,
         arange=lambda a, b, layout=None: tensor(np.arange(a, b, dtype=np.int32)),
         zeros=lambda shape, dtype, layout=None: tensor(np.zeros(shape, dtype)),
-        load=load, store=store, minimum=min, maximum=max, static_range=range,
+        load=load, store=store, minimum=min, maximum=np.maximum, static_range=range,
         where=lambda c, a, b: a if c else b,
         program_id=lambda axis: state.program, num_warps=lambda: state.warps,
         convert_layout=lambda value, layout: value, thread_barrier=lambda: None,
@@ -185,13 +193,15 @@ def modules(state: SimpleNamespace) -> dict[str, ModuleType]:
     ampere = ModuleType("ampere")
     ampere.async_copy = cp
     ampere.mma_v2 = lambda a, b, acc, input_precision=None: tensor(acc + a @ b)
+    cuda = ModuleType("cuda")
+    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
     gluon = ModuleType("gluon")
     gluon.jit, gluon.constexpr_function, gluon.language = Kernel, lambda fn: fn, language
     root = "triton.experimental"
     nvidia = f"{root}.gluon.language.nvidia"
     return {
         root: ModuleType(root), f"{root}.gluon": gluon, f"{root}.gluon.language": language, nvidia: ModuleType(nvidia),
-        f"{nvidia}.ampere": ampere, f"{nvidia}.hopper": hopper,
+        f"{nvidia}.ampere": ampere, f"{nvidia}.hopper": hopper, "triton.language.extra.cuda": cuda,
     }  # fmt: skip
 
 
@@ -222,6 +232,8 @@ class Program:
 def _argument(value):
     if isinstance(value, Matrix):
         return value
+    if isinstance(value, Offset):
+        return Pointer(value.array.reshape(-1), value.numbers)
     return Pointer(value.reshape(-1)) if isinstance(value, np.ndarray) else tensor(np.int64(value))
 
 

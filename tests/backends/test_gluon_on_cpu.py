@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from sparseconv.backends.triton_implicit_gemm.schedule import build_schedule
-from tests.backends.gluon_on_cpu import Matrix, Program
+from sparseconv.backends.triton_implicit_gemm.schedule import build_schedule, plane_groups
+from tests.backends.gluon_on_cpu import Matrix, Offset, Program
 
 pytest.importorskip("triton")
 PACKAGE = "sparseconv.backends.triton_implicit_gemm"
@@ -38,12 +38,54 @@ def integers(generator: torch.Generator, *shape: int, dtype: type = np.float16) 
     ],
 )
 def test_conv_kernel(transposed, rows, density, groups, blocks, stages, bulk, unit):
-    generator = torch.Generator().manual_seed(rows)
     taps, c = 9, 64
-    block_m, block_n, block_k = blocks
+    neighbors, x, bias, residual, w, want = layer(rows, density, groups, taps, c, unit, transposed)
+    got = np.full_like(x, np.nan)
+    schedule = build_schedule(neighbors, taps, blocks[0])
+    weight = Matrix(w.reshape(-1, c)) if bulk else w
+    launch(
+        schedule, schedule.fixed, schedule.num_tiles, (x, weight, got, bias, residual), groups, (c, c), blocks,
+        STAGES=stages, UNIT=unit, TRANSPOSED=transposed, HAS_BIAS=True, HAS_RESIDUAL=True,
+        ACTIVATION=lambda v: v * 2, BULK=bulk,
+    )  # fmt: skip
+    np.testing.assert_array_equal(got.astype(np.float32), 2 * want)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize(("rows", "density"), [(300, 0.3), (513, 0.02)])
+def test_a_chain_of_conv_kernels(transposed, turns, rows, density):
+    """Groups of taps one after another, for half of the output channels, then for the others."""
+    taps, c = 9, 64
+    neighbors, x, bias, residual, w, want = layer(rows, density, 1, taps, c, 8, transposed)
+    got, width = np.full_like(x, np.nan), c // turns
+    schedule = build_schedule(neighbors, taps, 64, groups=plane_groups(taps, 3))
+    for start in range(0, c, width):
+        part = slice(start, start + width)
+        block = w[:, part] if transposed else w[:, :, part]
+        # as a descriptor sees it from the first of its numbers: one row, or column, of the weight after another
+        flat = w.reshape(-1, c)[start:] if transposed else w.reshape(-1, c)[:, part]
+        assert np.shares_memory(block, flat)
+        sums = np.full((rows, width), np.nan, np.float32)
+        for group, fixed in enumerate(schedule.links):
+            leads, follows = group < 2, group > 0
+            operands = (
+                x, Matrix(flat), sums if leads else Offset(got, start), bias[part],
+                sums if follows else Offset(residual, start),
+            )  # fmt: skip
+            launch(
+                schedule, fixed, schedule.num_tiles // 3, operands, 1, (c, width), (64, 32, 32),
+                STAGES=3, UNIT=8, TRANSPOSED=transposed, HAS_BIAS=not follows, HAS_RESIDUAL=True,
+                ACTIVATION=None if leads else lambda v: v * 2, BULK=True, ROW=c, LEADS=leads, FOLLOWS=follows,
+            )  # fmt: skip
+    np.testing.assert_array_equal(got.astype(np.float32), 2 * want)
+
+
+def layer(rows, density, groups, taps, c, unit, transposed):
+    """Neighbours, operands of small integers, and the sum that a convolution with bias and residual is."""
+    generator = torch.Generator().manual_seed(rows)
     neighbors = torch.randint(0, rows, (taps, rows), generator=generator, dtype=torch.int32)
     neighbors[torch.rand(taps, rows, generator=generator) >= density] = -1
-    schedule = build_schedule(neighbors, taps, block_m)
     shapes = (rows, groups * c), (groups * c,), (rows, groups * c), (taps, c, groups * c)
     x, bias, residual, w = (integers(generator, *shape, dtype={8: np.float16, 4: np.float32}[unit]) for shape in shapes)
     want = bias.astype(np.float32) + residual
@@ -54,19 +96,22 @@ def test_conv_kernel(transposed, rows, density, groups, blocks, stages, bulk, un
             part = slice(group * c, (group + 1) * c)
             block = w[tap][:, part].astype(np.float32)
             want[live, part] += ins[:, part] @ (block.T if transposed else block)
-    got = np.full_like(x, np.nan)
-    lists = (schedule.tile_counts, schedule.tile_rows, schedule.tile_taps, schedule.tile_order)
-    work = schedule.num_tiles * groups * (c // block_n)
+    return neighbors, x, bias, residual, w, want
+
+
+def launch(schedule, fixed, tiles, operands, groups, channels, blocks, **constants):
+    """`conv_kernel` over some tiles of a schedule."""
+    group_in, group_out = channels
+    unit, row = constants["UNIT"], groups * group_in
+    arrays = (each.numpy() if isinstance(each, torch.Tensor) else each for each in fixed.arguments)
+    constants = {"ROW": groups * group_out, "LEADS": False, "FOLLOWS": False, **constants}
     program().launch(
-        "conv_kernel", work, 4, x, Matrix(w.reshape(-1, c)) if bulk else w, got, bias, residual,
-        *(t.numpy() for t in (schedule.neighbors, schedule.out_rows, *lists)),
-        schedule.neighbors.shape[1], schedule.tile_rows.shape[1],
-        groups * c // unit, c * groups * c // unit, groups * c // unit,
-        UNIT=unit, GROUP_IN=c, GROUP_OUT=c, PACK=1, GROUPS=groups, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-        STAGES=stages, TRANSPOSED=transposed, HAS_BIAS=True, HAS_RESIDUAL=True, ACTIVATION=lambda v: v * 2,
-        TO_SLOTS=False, WIDE=transposed, HIDDEN=True, PRECISION="tf32", BULK=bulk,
+        "conv_kernel", tiles * groups * (group_out // blocks[1]), 4, *operands, *arrays,
+        row // unit, group_in * row // unit, row // unit,
+        GROUP_IN=group_in, GROUP_OUT=group_out, PACK=1, GROUPS=groups,
+        BLOCK_M=blocks[0], BLOCK_N=blocks[1], BLOCK_K=blocks[2],
+        TO_SLOTS=False, WIDE=constants["TRANSPOSED"], HIDDEN=True, PRECISION="tf32", **constants,
     )  # fmt: skip
-    np.testing.assert_array_equal(got.astype(np.float32), 2 * want)
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [(np.float16, 8), (np.float32, 4)])

@@ -126,12 +126,12 @@ def test_the_copy_engine_brings_the_same_weights(dtype, stages):
     table = scattered_map(700, 777, 27, 0.1).neighbors
     table[:, 300:600] = -1  # whole tiles without a tap
     kernel_map = KernelMap(700, 777, 27, neighbors=table)
-    x, w, g = operands(kernel_map, 256, 512, 1, dtype)
+    x, w, g = operands(kernel_map, 512, 1024, 1, dtype)
     half = dtype != torch.float32
     for transposed, source, rows in ((False, x, g), (True, g, x)):
         copy = not half and not transposed
         plain = ConvConfig(128, 256, 128 // dtype.itemsize, 8, stages, gluon=True, weight_copy=copy)
-        work = work_of(Request(kernel_map, x.device, dtype, 256, 512), True, transposed)
+        work = work_of(Request(kernel_map, x.device, dtype, 512, 1024), True, transposed)
         for weight in (w, w + 1):  # one step for weights at several addresses
             results = []
             for config in (plain, replace(plain, bulk=True), replace(plain, bulk=True, in_order=True)):
@@ -142,11 +142,13 @@ def test_the_copy_engine_brings_the_same_weights(dtype, stages):
                 results.append(out)
             assert not results[0].isnan().any()
             assert all(torch.equal(results[0], out) for out in results)
-            if half and not transposed:
-                out, bias = torch.full_like(rows, float("nan")), torch.linspace(-1, 1, 512, device="cuda").to(dtype)
-                config = replace(plain, bulk=True, split=3, turns=2)
-                ConvRecipe(config, work, x, weight, False, bias, g).bind(kernel_map)(x, weight, out, bias, g)
-                assert close(out, results[0].double() + bias.double() + g.double())
+            if half:
+                out, bias = torch.empty_like(rows), torch.linspace(-1, 1, rows.shape[1], device="cuda").to(dtype)
+                for turns in (0, 1, 2):
+                    config = replace(plain, bulk=True, split=3, turns=turns)
+                    step = ConvRecipe(config, work, source, weight, transposed, bias, rows).bind(kernel_map)
+                    step(source, weight, out.fill_(float("nan")), bias, rows)
+                    assert close(out, results[0].double() + bias.double() + rows.double())
 
 
 @pytest.mark.parametrize("split", [1, 3])

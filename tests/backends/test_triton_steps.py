@@ -58,6 +58,8 @@ class HalvedRelu:
         {"wide": True},
         {"split": 2, "wide": True},
         {"split": 3, "weight_copy": True},
+        {"split": 3, "turns": 1},
+        {"split": 2, "turns": 1, "wide": True},
     ],
     ids=str,
 )
@@ -84,23 +86,52 @@ def test_variants_agree_with_the_oracle(case, options, monkeypatch):
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("split", "turns"), [(1, 1), (3, 1), (3, 2), (2, 3)])
-def test_bias_residual_and_activation_in_the_store(split, turns):
-    case = Case("cube", c_in=8, c_out=12)
+@pytest.mark.parametrize(("split", "turns"), [(1, 0), (3, 0), (3, 1), (3, 2), (2, 3)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_bias_residual_and_activation_in_the_store(split, turns, transposed):
+    case = Case("cube", c_in=12, c_out=12)
     plan = build(case)
+    kernel_map, edges = plan.kernel_map, edges_of(plan)
     x, w, residual = operands(plan, case, torch.float32)
-    bias = torch.linspace(-1, 1, case.c_out)
-    want = oracle.convolve(x, w, edges_of(plan), plan.kernel_map.num_out, 1, bias) + residual.double().numpy()
-    want = torch.from_numpy(want).clamp(min=0) * 0.5
-    request = Request(plan.kernel_map, x.device, x.dtype, case.c_in, case.c_out)
+    bias = torch.linspace(-1, 1, 12)
+    if transposed:
+        want = oracle.input_grad(x, w, edges, kernel_map.num_in, 1) + bias.double().numpy()
+    else:
+        want = oracle.convolve(x, w, edges, kernel_map.num_out, 1, bias)
+    want = torch.from_numpy(want + residual.double().numpy()).clamp(min=0) * 0.5
+    request = Request(kernel_map, x.device, x.dtype, case.c_in, case.c_out)
     config = ConvConfig(**{**SMALL.__dict__, "split": split, "turns": turns})
     out = torch.full(want.shape, float("nan"))
-    recipe = ConvRecipe(config, work_of(request, False), x, w, False, bias, residual, HalvedRelu())
-    step = recipe.bind(plan.kernel_map)
+    recipe = ConvRecipe(config, work_of(request, False, transposed), x, w, transposed, bias, residual, HalvedRelu())
+    step = recipe.bind(kernel_map)
     step(x, w, out, bias, residual)
     assert error(out, want) < TOLERANCE[torch.float32]
-    got = TritonImplicitGemm().forward_fused(x, w, plan.kernel_map, 1, bias, residual, Epilogue(relu))
-    assert error(got, want * 2) < TOLERANCE[torch.float32]
+    if not transposed:
+        got = TritonImplicitGemm().forward_fused(x, w, kernel_map, 1, bias, residual, Epilogue(relu))
+        assert error(got, want * 2) < TOLERANCE[torch.float32]
+
+
+@needs_interpreter
+def test_gradients_that_take_no_partial_sums(monkeypatch):
+    monkeypatch.setattr("sparseconv.backends.triton_implicit_gemm.backend.PARTIAL_BYTES", 4)
+    case = Case("cube", c_in=8, c_out=12)
+    plan = build(case)
+    x, w, g = operands(plan, case, torch.float32)
+    edges, kernel_map = edges_of(plan), plan.kernel_map
+    grad_x, grad_w = TritonImplicitGemm().gradients(x, w, g, kernel_map, 1)
+    assert error(grad_x, oracle.input_grad(g, w, edges, kernel_map.num_in, 1)) < TOLERANCE[torch.float32]
+    assert error(grad_w, oracle.weight_grad(x, g, edges, plan.num_taps, 1)) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(("rows", "c_in", "transposed", "turns"), [
+    (15_192, 1024, False, 1), (15_192, 1024, True, 2), (64_160, 1024, False, 2), (64_160, 1024, True, None),
+    (64_160, 512, False, None), (400_000, 1024, False, 2),
+])  # fmt: skip
+def test_sums_of_a_chain_lie_where_gradients_will(rows, c_in, transposed, turns):
+    work = Work(torch.float16, rows, 13 * rows, 27, c_in, c_in, 1, True, transposed=transposed)
+    found = [config for config in conv_candidates(work) if config.turns]
+    assert [config.turns for config in found] == ([] if turns is None else [turns])
+    assert found == [] or (found[0] == conv_candidates(work)[0] and 4 * rows * c_in <= turns * work.spare_bytes)
 
 
 @needs_interpreter

@@ -12,13 +12,14 @@ import torch
 
 from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.triton_implicit_gemm.config import (
+    DEEP,
+    PARTIAL_BYTES,
     Work,
     conv_candidates,
     weight_grad_candidates,
 )
 from sparseconv.backends.triton_implicit_gemm.schedule import schedule_ahead, schedule_of
 from sparseconv.backends.triton_implicit_gemm.steps import (
-    PARTIAL_BYTES,
     ConvRecipe,
     WeightGradRecipe,
     interpreted,
@@ -135,11 +136,22 @@ class TritonImplicitGemm(Backend):
         step(x, grad_out, out)
         return out
 
+    def gradients(
+        self, x: torch.Tensor, weight: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`input_grad` and `weight_grad`, that first which takes memory where the other will be."""
+        if 4 * weight.numel() <= PARTIAL_BYTES:
+            return super().gradients(x, weight, grad_out, kernel_map, groups)
+        grad_x = self.input_grad(grad_out, weight, kernel_map, groups)
+        return grad_x, self.weight_grad(x, grad_out, kernel_map, groups)  # too large for partial sums: of whole taps
+
     def workspace_bytes(self, request: Request) -> int:
-        """The most memory that one verb allocates beside its result, in bytes: the weight gradient's partial sums."""
+        """The most memory that one verb allocates beside its result, in bytes: fp32 sums, or a copy of the weight."""
         size = 4 * request.kernel_map.num_taps * (request.c_in // max(1, request.groups)) * request.c_out
         copy = size // 4 * request.dtype.itemsize if min(request.c_in, request.c_out) >= 256 else 0
-        return max(size + PARTIAL_BYTES, copy)
+        rows = max(request.kernel_map.num_in, request.kernel_map.num_out)
+        sums = 4 * rows * max(request.c_in, request.c_out) if max(request.c_in, request.c_out) >= DEEP else 0
+        return max(size + PARTIAL_BYTES, copy, sums)
 
     def explain(self, request: Request) -> dict[str, Any]:
         """What was chosen and timed for maps and channels like this request's, and the waste of its row order.
@@ -153,7 +165,8 @@ class TritonImplicitGemm(Backend):
             report[verb] = self._tuner.explain(("conv", *work.key()), conv_candidates(work))
         work = work_of(request, True)
         report["weight_grad"] = self._tuner.explain(("weight_grad", *work.key()), weight_grad_candidates(work))
-        schedule = schedule_of(kernel_map, report["forward"]["config"].block_m)
+        config = report["forward"]["config"]
+        schedule = schedule_of(kernel_map, config.block_m, False, config.split, config.chunked, config.in_order)
         executed = int(schedule.tile_counts.sum()) * schedule.block_m
         report["executed_rows"] = executed
         report["waste"] = executed / max(1, kernel_map.num_pairs)

@@ -92,10 +92,8 @@ def tiles_kernel(
             tap = tl.load(weight_taps_ptr + group * num_lines + line)
             tl.store(out_ptr + slot, -1, mask=slot < tl.where(tap < 0, num_slots, 0))
             out_ptr += num_slots
-        tl.store(out_rows_ptr + slot, tl.where(real & (alive != 0), row, -1))
         tl.store(slots_ptr + group.to(tl.int64) * n + row, tl.where(alive != 0, slot, -1), mask=real)
-    else:
-        tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
+    tl.store(out_rows_ptr + slot, tl.where(real, row, -1))
     if BINS > 0:
         rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, tl.num_programs(0), BINS)
     elif BINS < 0:

@@ -15,9 +15,12 @@ FAR_ROWS = 500_000
 #: bytes of features of which too few stay in the second-level cache until the tiles with as many taps are done, and
 #: programs on each multiprocessor from which long tiles may come last
 FAR_BYTES, MANY_PROGRAMS = 64 << 20, 10
+#: contracted channels from which products outweigh the sums of taps in groups, and the share of the taps that rows have
+#: from which tiles waste too little for them
+DEEP, DENSE = 1024, 0.75
 #: bytes of shared memory that the blocks on one multiprocessor share
 SHARED_BYTES = 227 << 10
-#: bytes of fp32 partial sums at once: fewer jobs of a weight gradient, or output channels in turns, for more
+#: bytes of fp32 partial sums of a weight gradient at once: fewer jobs for more
 PARTIAL_BYTES = 48 << 20
 
 
@@ -35,8 +38,9 @@ class ConvConfig:
     weight_copy: bool = False
     #: groups of taps computed apart and added in a fixed order: more programs where rows are few
     split: int = 1
-    #: output channels computed in so many turns, which share the memory of the groups' sums (plain, or bulk)
-    turns: int = 1
+    #: groups one after another, each adding to the sums of those before it, for so many parts of the output channels in
+    #: turn (plain, or bulk); 0: groups side by side, added at the end
+    turns: int = 0
     #: rows sorted inside runs of neighbouring rows, tiles launched in that order: more waste, fewer reads from memory
     chunked: bool = False
     #: tiles launched in the order of their rows, those with few taps last: neighbours read the same rows while cached
@@ -111,6 +115,17 @@ class Work:
     def density(self) -> float:
         """Pairs over rows times taps: 1 for a dense grid."""
         return self.num_pairs / max(1, self.num_rows * self.num_taps)
+
+    @property
+    def spare_bytes(self) -> int:
+        """What this verb may take beside its result, and a step be no larger for it: the gradients that come after it.
+
+        An input gradient goes first where a weight is large, see `TritonImplicitGemm.gradients`.
+        """
+        weight = self.num_taps * self.group_in * self.groups * self.group_out
+        if self.transposed:
+            return self.dtype.itemsize * weight if 4 * weight > PARTIAL_BYTES else 0
+        return self.dtype.itemsize * (weight + self.num_rows * self.group_in * self.groups)
 
     def key(self) -> tuple[object, ...]:
         """What a timed choice depends on: sizes by their order of magnitude, never the exact number of rows."""
@@ -187,15 +202,20 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
         found = [tile, narrower]
         if work.num_rows * c_in * work.dtype.itemsize > FAR_BYTES and load > MANY_PROGRAMS:
             found.insert(0, replace(tile, in_order=True))
-        turns = c_out // block_n
-        if whole and turns > 1 and not work.transposed and not copy and 12 * work.num_rows * block_n <= PARTIAL_BYTES:
-            # less waste for sums that are written and read; not where both gradients hold their memory already
-            found.insert(0, replace(tile, split=3, turns=turns))
+        turns = turns_that_fit(work, c_out // block_n)
+        if whole and turns and c_in >= DEEP and work.dtype in HALF and work.num_taps >= 9 and work.density < DENSE:
+            found.insert(0, replace(tile, split=3, turns=turns))  # less waste for sums that are written and read
         return found
     shallow = replace(tile, stages=2)
     if block_n == 128 and work.dtype not in HALF:
         return [tile, shallow]  # its registers leave two blocks on a multiprocessor, whatever the stages
     return [shallow, tile, replace(narrow, stages=2)]
+
+
+def turns_that_fit(work: Work, blocks: int) -> int:
+    """One turn, or two, over so many blocks of output channels, whose fp32 sums take only spare memory; 0: none do."""
+    sums = 4 * work.num_rows * work.group_out * work.groups
+    return next((turns for turns in (1, 2) if blocks % turns == 0 and sums <= turns * work.spare_bytes), 0)
 
 
 def programs(work: Work, config: ConvConfig) -> int:

@@ -74,14 +74,15 @@ def product(a, b, acc, HIDDEN: tl.constexpr, PRECISION: tl.constexpr):
 def conv_kernel(
     feats_ptr,  # (N_in, GROUPS * GROUP_IN)
     weight_ptr,  # (K, C / G, C'): forward (GROUP_IN, GROUPS * GROUP_OUT), transposed (GROUP_OUT, GROUPS * GROUP_IN)
-    out_ptr,  # (N_out, GROUPS * GROUP_OUT), or fp32 (NP, GROUPS * GROUP_OUT) partial sums
-    bias_ptr, residual_ptr,
+    out_ptr,  # (N_out, ROW), or fp32 sums: LEADS (N_out, GROUPS * GROUP_OUT), TO_SLOTS (NP, GROUPS * GROUP_OUT)
+    bias_ptr, residual_ptr,  # (GROUPS * GROUP_OUT,); (N_out, ROW), or FOLLOWS: those of the launch that LEADS
     neighbors_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, tile_order_ptr,
     num_slots, list_stride, stride_feats_n, stride_weight_k, stride_weight_c, UNIT: tl.constexpr,
     GROUP_IN: tl.constexpr, GROUP_OUT: tl.constexpr, PACK: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
-    TO_SLOTS: tl.constexpr, WIDE: tl.constexpr, HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
+    ROW: tl.constexpr, TO_SLOTS: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, WIDE: tl.constexpr,
+    HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile."""
     stride_feats_n *= UNIT  # a factor that the compiler sees: it proves that pieces of 16 bytes are aligned
@@ -148,28 +149,26 @@ def conv_kernel(
     out_rows = tl.load(out_rows_ptr + slots)
     rows = slots if TO_SLOTS else out_rows
     rows = rows.to(tl.int64) if WIDE else rows
-    address = rows[:, None] * ALL_OUT + columns[None, :]
     mask = (out_rows >= 0)[:, None] & column_ok[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + columns, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     if HAS_RESIDUAL:
+        address = rows[:, None] * (ALL_OUT if FOLLOWS else ROW) + columns[None, :]
         acc += tl.load(residual_ptr + address, mask=mask, other=0.0).to(tl.float32)
     if ACTIVATION is not None:
         acc = ACTIVATION(acc)
+    address = rows[:, None] * (ALL_OUT if LEADS or TO_SLOTS else ROW) + columns[None, :]
     tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def combine_kernel(
     partial_ptr, out_ptr, bias_ptr, residual_ptr, slots_ptr, num_out,
-    NUM_GROUPS: tl.constexpr, C_OUT: tl.constexpr, ROW: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, C_OUT: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y[row] = act(sum over tap groups, in their order, of partial[slots[group, row]] + bias + residual).
-
-    The sums have C_OUT channels, a row of y and of the residual has ROW.
-    """
+    """y[row] = act(sum over tap groups, in their order, of partial[slots[group, row]] + bias + residual)."""
     BLOCKS_N: tl.constexpr = (C_OUT + BLOCK_N - 1) // BLOCK_N
     rows = (tl.program_id(0) // BLOCKS_N).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) % BLOCKS_N * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -181,7 +180,7 @@ def combine_kernel(
         acc += tl.load(partial_ptr + (slot.to(tl.int64)[:, None] * C_OUT + n[None, :]), mask=mask, other=0.0)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < C_OUT, other=0.0).to(tl.float32)[None, :]
-    address = rows[:, None] * ROW + n[None, :]
+    address = rows[:, None] * C_OUT + n[None, :]
     mask = row_ok[:, None] & (n < C_OUT)[None, :]
     if HAS_RESIDUAL:
         acc += tl.load(residual_ptr + address, mask=mask, other=0.0).to(tl.float32)

@@ -30,8 +30,8 @@ class Schedule:
     """A kernel map's rows cut into T tiles of ``block_m`` rows; NP = T * block_m slots, R tap rows in the table.
 
     Rows are permuted so that the rows of a tile share most of their taps; a tile then runs over its own list of live
-    taps only. Where taps are split in groups, a row has a slot in each group in which it has a live tap, and ``slots``
-    says which, so that the partial sums can be added in a fixed order.
+    taps only. Where taps are split in groups, a row has a slot in each group, and ``slots`` says which where it has a
+    live tap, so that the partial sums can be added in a fixed order.
     """
 
     block_m: int
@@ -64,7 +64,21 @@ class Schedule:
     @cached_property
     def fixed(self) -> Fixed:
         """What a launch over the tiles takes."""
-        lists = (self.tile_counts, self.tile_rows, self.tile_taps, self.tile_order)
+        return self._launched_in(self.tile_order)
+
+    @cached_property
+    def links(self) -> tuple[Fixed, ...]:
+        """What a launch over the tiles of each group of taps takes, most taps first."""
+        groups = 1 if self.slots is None else self.slots.shape[0]
+        counts = self.tile_counts.view(groups, -1)
+        each = counts.shape[1]
+        order = torch.sort(counts, dim=1, descending=True, stable=True).indices
+        order += each * torch.arange(groups, device=order.device)[:, None]
+        padded = torch.nn.functional.pad(order.to(torch.int32), (0, -each % 4))  # each row begins at 16 bytes
+        return tuple(self._launched_in(group) for group in padded)
+
+    def _launched_in(self, order: torch.Tensor) -> Fixed:
+        lists = (self.tile_counts, self.tile_rows, self.tile_taps, order)
         return Fixed((self.neighbors, self.out_rows, *lists), (self.out_rows.shape[0], self.tile_rows.shape[1]))
 
 
@@ -187,7 +201,7 @@ def build_schedule(
         base_order: (N_out,) a permutation of the rows that keeps neighbours close (a Morton order); equal masks stay
             in this order. Default: the rows as they come.
         chunk_rows: sort by mask only inside runs of this many rows of the base order, for locality.
-        groups: taps cut into groups with a row order of their own each; each row then has up to one slot a group.
+        groups: taps cut into groups with a row order of their own each; each row then has one slot a group.
         significance: taps from the most to the least significant bit of the mask; default ``tap_significance``.
 
     Returns:
@@ -224,7 +238,6 @@ def build_schedule(
         span = out_rows[begin : begin + num_out]
         span.copy_(order)
         if slots is not None:
-            span.masked_fill_(~alive, -1)
             place = torch.arange(begin, begin + num_out, dtype=torch.int32, device=device)
             slots[index, order] = torch.where(alive, place, -1)
     if device.type == "cuda":

@@ -7,9 +7,9 @@ the first use of a layer on a new map costs little more than any other.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -69,23 +69,58 @@ class Step:
         self._last(partial, out, *more)
 
 
-class StepInTurns(Step):
-    """A `Step` over some output channels at a time; ``more`` says which of bias and residual there are."""
+class Part(NamedTuple):
+    """What one launch of a forward or input gradient has to do with the others."""
 
-    __slots__ = ("_add", "_more")
+    #: fp32 sums of groups of taps side by side, for a launch behind it to add
+    to_slots: bool = False
+    #: fp32 sums, for the launch of the next group of taps to add to
+    leads: bool = False
+    #: it adds to the sums of the launch before it
+    follows: bool = False
 
-    def __init__(self, sums: Launch, last: Launch, partial_shape: tuple[int, int], more: tuple[bool, ...]) -> None:
-        super().__init__(sums, last, partial_shape)
-        self._add, self._more = last, more
+    @property
+    def begins(self) -> bool:
+        """Whether it adds bias and residual."""
+        return not self.to_slots and not self.follows
+
+    @property
+    def ends(self) -> bool:
+        """Whether it writes the result."""
+        return not self.to_slots and not self.leads
+
+
+class Chain:
+    """Launches for groups of taps, one after another: each adds to the sums before it, the last writes the result.
+
+    The first begins with bias and residual. Some output channels at a time: ``sums_shape`` is (N_out, how many), and
+    they are the weight's last axis, ``transposed`` its middle one; ``more`` says which of bias and residual there are.
+    """
+
+    __slots__ = ("_links", "_more", "_sums_shape", "_transposed")
+
+    def __init__(
+        self, links: Sequence[Launch], sums_shape: tuple[int, int], transposed: bool, more: tuple[bool, ...]
+    ) -> None:
+        self._links, self._sums_shape, self._more = links, sums_shape, more
+        self._transposed = transposed
+
+    def compile(self) -> None:
+        """Compile what this step launches without running it."""
+        for link in self._links:
+            link.compile()
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *more: torch.Tensor) -> None:
-        partial = torch.empty(self._partial_shape, dtype=torch.float32, device=x.device)
-        width = self._partial_shape[1]
-        for first in range(0, out.shape[1], width):
-            part = slice(first, first + width)
-            self._sums(x, weight[..., part], partial, *more)
-            mine = (t[..., part] if there else t for t, there in zip(more, self._more))
-            self._add(partial, out[:, part], *mine)
+        sums = torch.empty(self._sums_shape, dtype=torch.float32, device=x.device)
+        width = self._sums_shape[1]
+        first, *between, last = self._links
+        for start in range(0, out.shape[1], width):
+            part = slice(start, start + width)
+            mine = weight[:, part] if self._transposed else weight[..., part]
+            first(x, mine, sums, *(t[..., part] if there else t for t, there in zip(more, self._more)))
+            for link in between:
+                link(x, mine, sums, x, sums)
+            last(x, mine, out[:, part], x, sums)
 
 
 class ConvRecipe:
@@ -108,7 +143,7 @@ class ConvRecipe:
     ) -> None:
         self._config, self._work, self._transposed = config, work, transposed
         #: what one turn computes, where taps are split at all
-        self._turn = replace(work, group_out=work.group_out // config.turns)
+        self._turn = replace(work, group_out=work.group_out // max(1, config.turns))
         self._wide, self._activation = wide, None if epilogue is None else epilogue.scalar
         self._stride_x = x.stride(0)
         self._weight = (weight.numel(), weight.shape[1] * weight.shape[2])
@@ -120,65 +155,88 @@ class ConvRecipe:
 
     def ahead(self, kernel_map: KernelMap, device: torch.device) -> None:
         """Start to compile what `bind` will launch over a map like this one."""
-        self._kept(self._program, self._config.split > 1, self._wide)[0].ahead(device)
+        for part in self._parts(min(self._config.split, kernel_map.num_taps)):
+            self._kept(self._program, part, self._wide)[0].ahead(device)
 
     def prepare(self, kernel_map: KernelMap) -> Schedule:
         """The schedule that `bind` needs, kept with the map."""
         config = self._config
         return schedule_of(kernel_map, config.block_m, self._transposed, config.split, config.chunked, config.in_order)
 
-    def bind(self, kernel_map: KernelMap) -> Step | Launch:
+    def bind(self, kernel_map: KernelMap) -> Step | Chain | Launch:
         """What runs over this map: called with (x, weight, out, bias, residual), any tensor in the place of none."""
         config, work = self._config, self._work
         schedule = self.prepare(kernel_map)
-        turn = work if schedule.slots is None else self._turn
-        c_out, blocks = turn.group_out * turn.groups, -(-turn.pack * turn.group_out // config.block_n)
+        groups = 1 if schedule.slots is None else schedule.slots.shape[0]
         rows_in, rows_out = kernel_map.num_in, kernel_map.num_out
         if self._transposed:
             rows_in, rows_out = rows_out, rows_in
+        parts = self._parts(groups)
+        turn = work if parts[0].ends else self._turn
+        c_out = turn.group_out * turn.groups
         num_slots = schedule.out_rows.shape[0]
-        to_slots = schedule.slots is not None
-        written = max(rows_out * work.group_out * work.groups, num_slots * c_out if to_slots else 0)
+        written = max(rows_out * work.group_out * work.groups, num_slots * c_out if parts[0].to_slots else 0)
         farthest = max(rows_in * self._stride_x, written, schedule.neighbors.numel(), self._weight[0])
-        program, strides = self._kept(self._program, to_slots, self._wide or farthest >= NARROW)
-        sums = Launch(program, schedule.num_tiles * blocks * -(-work.groups // work.pack), schedule.fixed, strides)
+        wide = self._wide or farthest >= NARROW
+        tiles = schedule.num_tiles // len(parts)
+        programs = tiles * -(-turn.pack * turn.group_out // config.block_n) * -(-work.groups // work.pack)
+        launches = []
+        for part, fixed in zip(parts, schedule.links if len(parts) > 1 else (schedule.fixed,)):
+            program, strides = self._kept(self._program, part, wide)
+            launches.append(Launch(program, programs, fixed, strides))
+        if len(launches) > 1:
+            return Chain(launches, (rows_out, c_out), self._transposed, (self._bias, self._residual))
         exchange = work.groups if config.weight_copy else 0
         if schedule.slots is None:
-            return Step(sums, None, exchange=exchange) if exchange else sums
+            return Step(launches[0], None, exchange=exchange) if exchange else launches[0]
         block_m, block_n = 16, min(128, power_of_two(c_out))
         programs = -(-rows_out // block_m) * -(-c_out // block_n)
-        combine = self._kept(self._combination, schedule.slots.shape[0], block_m, block_n)
+        combine = self._kept(self._combination, groups, block_m, block_n)
         last = Launch(combine, programs, Fixed((schedule.slots,), (rows_out,)))
-        if config.turns > 1:
-            return StepInTurns(sums, last, (num_slots, c_out), (self._bias, self._residual))
-        return Step(sums, last, (num_slots, c_out), exchange)
+        return Step(launches[0], last, (num_slots, c_out), exchange)
 
-    def _program(self, to_slots: bool, wide: bool) -> tuple[Program, tuple[int, ...]]:
-        """The kernel of the sums, and the strides that it takes."""
+    def _parts(self, groups: int) -> list[Part]:
+        """The launches for so many groups of taps, but the one that adds the sums of all."""
+        if groups == 1:
+            return [Part()]
+        if not self._config.turns:
+            return [Part(to_slots=True)]
+        return [Part(leads=group < groups - 1, follows=group > 0) for group in range(groups)]
+
+    def _program(self, part: Part, wide: bool) -> tuple[Program, tuple[int, ...]]:
+        """The kernel of one launch, and the strides that it takes."""
         config, work = self._config, self._work
         weight_k, weight_c = self._weight[1], self._weight_c
         unit = _unit(work, self._stride_x, weight_k, weight_c)
         strides = (self._stride_x // unit, weight_k // unit, weight_c // unit)
+        turn = work if part == Part() else self._turn
+        whole_row, row = work.group_out * work.groups, turn.group_out * turn.groups
         constants = {
-            **_operands(self._turn if to_slots else work, unit, wide),
+            **_operands(turn, unit, wide),
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_K": config.block_k,
             "STAGES": config.stages,
             "TRANSPOSED": self._transposed != config.weight_copy,
-            "HAS_BIAS": self._bias and not to_slots,
-            "HAS_RESIDUAL": self._residual and not to_slots,
-            "ACTIVATION": None if to_slots else self._activation,
-            "TO_SLOTS": to_slots,
+            "HAS_BIAS": self._bias and part.begins,
+            "HAS_RESIDUAL": part.follows or (self._residual and part.begins),
+            "ACTIVATION": self._activation if part.ends else None,
+            "ROW": whole_row,
+            "TO_SLOTS": part.to_slots,
+            "LEADS": part.leads,
+            "FOLLOWS": part.follows,
         }
-        pointers = (work.dtype, work.dtype, torch.float32 if to_slots else work.dtype, *self._more, *(_I32,) * 6)
-        types = (*pointers, 16, int, *map(_shown, strides))  # slots come in multiples of 256
+        out, more = work.dtype if part.ends else torch.float32, self._more
+        if part.follows:
+            more = (work.dtype, torch.float32)
+        types = (work.dtype, work.dtype, out, *more, *(_I32,) * 6, 16, int, *map(_shown, strides))  # 16: slots
         kernel, sizes = _kernel("conv_kernel", config.gluon), (config.warps, config.stages)
         if config.gluon:
             constants["BULK"] = config.bulk
         if not config.bulk:
             return _program(kernel, types, constants, *sizes), strides
-        matrix = (self._weight[0] // weight_c, weight_c // config.turns if to_slots else weight_c)
+        rows, columns = self._weight[0] // weight_c, weight_c
+        matrix = (rows - whole_row + row, columns) if constants["TRANSPOSED"] else (rows, columns - whole_row + row)
         block = (config.block_n, config.block_k) if constants["TRANSPOSED"] else (config.block_k, config.block_n)
         return BulkProgram(kernel, types, constants, *sizes, matrix, weight_c, block), strides
 
@@ -187,8 +245,7 @@ class ConvRecipe:
         work = self._work
         constants = {
             "NUM_GROUPS": num_groups,
-            "C_OUT": self._turn.group_out * work.groups,
-            "ROW": work.group_out * work.groups,
+            "C_OUT": work.group_out * work.groups,
             "HAS_BIAS": self._bias,
             "HAS_RESIDUAL": self._residual,
             "ACTIVATION": self._activation,
