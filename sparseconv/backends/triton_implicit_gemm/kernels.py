@@ -149,15 +149,15 @@ def conv_kernel(
     out_rows = tl.load(out_rows_ptr + slots)
     rows = slots if TO_SLOTS else out_rows
     rows = rows.to(tl.int64) if WIDE else rows
+    address = rows[:, None] * (ALL_OUT if LEADS or TO_SLOTS else ROW) + columns[None, :]
     mask = (out_rows >= 0)[:, None] & column_ok[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + columns, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     if HAS_RESIDUAL:
-        address = rows[:, None] * (ALL_OUT if FOLLOWS else ROW) + columns[None, :]
-        acc += tl.load(residual_ptr + address, mask=mask, other=0.0).to(tl.float32)
+        theirs = rows[:, None] * (ALL_OUT if FOLLOWS else ROW) + columns[None, :]
+        acc += tl.load(residual_ptr + theirs, mask=mask, other=0.0).to(tl.float32)
     if ACTIVATION is not None:
         acc = ACTIVATION(acc)
-    address = rows[:, None] * (ALL_OUT if LEADS or TO_SLOTS else ROW) + columns[None, :]
     tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
