@@ -1,6 +1,6 @@
 """The README's figures of a card, written from the committed results, and the claims that go with them.
 
-Between the two marks of the README stands what `section` makes of ``h200_claims.json``, ``h200_dtypes_ours.json``
+Between the two marks of the README stands what `section` makes of ``h200_gpu.json``, ``h200_dtypes_ours.json``
 (first gradients), ``h200_network.json``, ``h200_network_beside_spconv.json``, ``targets.json`` and the peers' rows of
 every ``h200_*.json``; the claims about it, in ``sparseconv/bench/claims.json``, are made in the same pass. Claims
 without a card are written by hand and stay.
@@ -48,10 +48,10 @@ class Section:
             "other's**: the fastest of spconv, spconv-triton, FlexGEMM and WarpConvNet on such cards in "
             "November 2026. *Map* is from coordinates to all that a training step needs, "
             "*captured*, as a graph that serves every scene; *step* is forward and both gradients. Short eager "
-            "figures, maps above all, are the host's pace, and twice as long on some: late ones, ours and theirs, were "
-            "measured up to three times, and the least counts.",
+            "figures, maps above all, are the host's pace, and twice as long on some: ours were measured twice in one "
+            "run, of which the less counts, and theirs are the least of all runs.",
             "",
-            "![Their time over ours: forward, training step, map](docs/pictures/h200_claims_relative.png)",
+            "![Their time over ours: forward, training step, map](docs/pictures/h200_gpu_relative.png)",
             "",
         ]
 
