@@ -81,6 +81,26 @@ def test_a_chain_of_conv_kernels(transposed, turns, rows, density):
     np.testing.assert_array_equal(got.astype(np.float32), 2 * want)
 
 
+def test_sums_of_groups_side_by_side():
+    """In slots of their own; those of a tile without a live tap, which nobody reads, are left as they were."""
+    rows, taps, c = 513, 9, 64
+    neighbors, x, bias, residual, w, want = layer(rows, 0.02, 1, taps, c, 8, False)
+    schedule = build_schedule(neighbors, taps, 64, groups=plane_groups(taps, 3))
+    sums = np.full((schedule.out_rows.shape[0], c), np.nan, np.float32)
+    operands = x, w, sums, bias, residual
+    launch(
+        schedule, schedule.fixed, schedule.num_tiles, operands, 1, (c, c), (64, 32, 32), STAGES=3, UNIT=8,
+        TRANSPOSED=False, HAS_BIAS=False, HAS_RESIDUAL=False, ACTIVATION=None, BULK=False, TO_SLOTS=True,
+    )  # fmt: skip
+    idle = schedule.tile_counts.numpy() == 0
+    assert idle.any()
+    assert (np.isnan(sums).reshape(len(idle), -1).all(1) == idle).all()
+    got = bias.astype(np.float32) + residual
+    for slots in schedule.slots.numpy():
+        got[slots >= 0] += sums[slots[slots >= 0]]
+    np.testing.assert_array_equal(got, want)
+
+
 def layer(rows, density, groups, taps, c, unit, transposed):
     """Neighbours, operands of small integers, and the sum that a convolution with bias and residual is."""
     generator = torch.Generator().manual_seed(rows)
@@ -104,13 +124,13 @@ def launch(schedule, fixed, tiles, operands, groups, channels, blocks, **constan
     group_in, group_out = channels
     unit, row = constants["UNIT"], groups * group_in
     arrays = (each.numpy() if isinstance(each, torch.Tensor) else each for each in fixed.arguments)
-    constants = {"ROW": groups * group_out, "LEADS": False, "FOLLOWS": False, **constants}
+    constants = {"ROW": groups * group_out, "TO_SLOTS": False, "LEADS": False, "FOLLOWS": False, **constants}
     program().launch(
         "conv_kernel", tiles * groups * (group_out // blocks[1]), 4, *operands, *arrays,
         row // unit, group_in * row // unit, row // unit,
         GROUP_IN=group_in, GROUP_OUT=group_out, PACK=1, GROUPS=groups,
         BLOCK_M=blocks[0], BLOCK_N=blocks[1], BLOCK_K=blocks[2],
-        TO_SLOTS=False, WIDE=constants["TRANSPOSED"], HIDDEN=True, PRECISION="tf32", **constants,
+        WIDE=constants["TRANSPOSED"], HIDDEN=True, PRECISION="tf32", **constants,
     )  # fmt: skip
 
 

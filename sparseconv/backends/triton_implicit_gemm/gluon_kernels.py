@@ -151,22 +151,23 @@ def read_step(
 
 @gluon.jit
 def places_of(
-    out_rows_ptr, first, n0, group, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_OUT: gl.constexpr,
+    out_rows_ptr, first, count, n0, group, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_OUT: gl.constexpr,
     ROW: gl.constexpr, LAYOUT: gl.constexpr, TO_SLOTS: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Where the numbers of a tile lie in rows of ROW numbers, of none in row 0, and which of them there are."""
+    """Where the numbers of a tile lie in rows of ROW numbers, of none in row 0, and which of them there are; in slots
+    there are those of tiles with a live tap, the only ones that are read."""
     slots = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
-    out_rows = gl.load(out_rows_ptr + slots)
-    rows = slots if TO_SLOTS else out_rows
+    rows = slots if TO_SLOTS else gl.load(out_rows_ptr + slots)
+    there = (slots >= 0) & (count > 0) if TO_SLOTS else rows >= 0
     rows = rows.to(gl.int64) if WIDE else rows
     n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-    mask = (out_rows >= 0)[:, None] & ((n >= 0) if GROUP_OUT % BLOCK_N == 0 else (n < GROUP_OUT))[None, :]
+    mask = there[:, None] & ((n >= 0) if GROUP_OUT % BLOCK_N == 0 else (n < GROUP_OUT))[None, :]
     return (gl.maximum(rows, 0) * ROW)[:, None] + (group * GROUP_OUT + n)[None, :], mask
 
 
 @gluon.jit
 def write_tile(
-    acc, out_ptr, bias_ptr, residual_ptr, out_rows_ptr, first, n0, group, GROUPS: gl.constexpr,
+    acc, out_ptr, bias_ptr, residual_ptr, out_rows_ptr, first, count, n0, group, GROUPS: gl.constexpr,
     GROUP_OUT: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     ACTIVATION: gl.constexpr, ROW: gl.constexpr, TO_SLOTS: gl.constexpr, LEADS: gl.constexpr, FOLLOWS: gl.constexpr,
     WIDE: gl.constexpr,
@@ -182,7 +183,7 @@ def write_tile(
         acc += bias.to(gl.float32)[None, :]
     if FOLLOWS:
         places, mask = places_of(
-            out_rows_ptr, first, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, SUMS_ROW, MMA, TO_SLOTS, WIDE
+            out_rows_ptr, first, count, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, SUMS_ROW, MMA, TO_SLOTS, WIDE
         )  # fmt: skip
         if GROUP_OUT % BLOCK_N == 0:  # a mask for each number would take the registers of the next ones
             acc += gl.load(residual_ptr + places)
@@ -190,19 +191,19 @@ def write_tile(
             acc += gl.load(residual_ptr + places, mask=mask, other=0.0)
     elif HAS_RESIDUAL:
         places, mask = places_of(
-            out_rows_ptr, first, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, ROW, LAYOUT, TO_SLOTS, WIDE
+            out_rows_ptr, first, count, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, ROW, LAYOUT, TO_SLOTS, WIDE
         )  # fmt: skip
         acc += gl.convert_layout(gl.load(residual_ptr + places, mask=mask, other=0.0), MMA).to(gl.float32)
     if ACTIVATION is not None:
         acc = ACTIVATION(acc)
     if LEADS:
         places, mask = places_of(
-            out_rows_ptr, first, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, SUMS_ROW, MMA, TO_SLOTS, WIDE
+            out_rows_ptr, first, count, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, SUMS_ROW, MMA, TO_SLOTS, WIDE
         )  # fmt: skip
         gl.store(out_ptr + places, acc, mask=mask)
     else:
         places, mask = places_of(
-            out_rows_ptr, first, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, ROW, LAYOUT, TO_SLOTS, WIDE
+            out_rows_ptr, first, count, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, ROW, LAYOUT, TO_SLOTS, WIDE
         )  # fmt: skip
         gl.store(out_ptr + places, gl.convert_layout(acc.to(out_ptr.dtype.element_ty), LAYOUT), mask=mask)
 
@@ -302,8 +303,8 @@ def conv_kernel(
     if FOLLOWS:
         gdc_wait()
     write_tile(
-        acc, out_ptr, bias_ptr, residual_ptr, out_rows_ptr, tile * BLOCK_M, n0, group, GROUPS, GROUP_OUT, N_LAYOUT,
-        HAS_BIAS, HAS_RESIDUAL, ACTIVATION, ROW, TO_SLOTS, LEADS, FOLLOWS, WIDE,
+        acc, out_ptr, bias_ptr, residual_ptr, out_rows_ptr, tile * BLOCK_M, count, n0, group, GROUPS, GROUP_OUT,
+        N_LAYOUT, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, ROW, TO_SLOTS, LEADS, FOLLOWS, WIDE,
     )  # fmt: skip
 
 

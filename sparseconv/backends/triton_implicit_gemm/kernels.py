@@ -146,11 +146,15 @@ def conv_kernel(
     n = n0 + tl.arange(0, BLOCK_N)
     columns = pack * PACK_OUT + n
     column_ok = (n < PACK_OUT) & (columns < ALL_OUT)
-    out_rows = tl.load(out_rows_ptr + slots)
-    rows = slots if TO_SLOTS else out_rows
+    if TO_SLOTS:  # of a tile without a live tap nothing is read
+        rows = slots
+        there = (slots >= 0) & (steps > 0)
+    else:
+        rows = tl.load(out_rows_ptr + slots)
+        there = rows >= 0
     rows = rows.to(tl.int64) if WIDE else rows
     address = rows[:, None] * (ALL_OUT if LEADS or TO_SLOTS else ROW) + columns[None, :]
-    mask = (out_rows >= 0)[:, None] & column_ok[None, :]
+    mask = there[:, None] & column_ok[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + columns, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     if HAS_RESIDUAL:
