@@ -148,7 +148,7 @@ def conv_kernel(
     column_ok = (n < PACK_OUT) & (columns < ALL_OUT)
     if TO_SLOTS:  # of a tile without a live tap nothing is read
         rows = slots
-        there = (slots >= 0) & (steps > 0)
+        there = tl.where(steps > 0, slots, -1) >= 0
     else:
         rows = tl.load(out_rows_ptr + slots)
         there = rows >= 0
