@@ -167,10 +167,11 @@ def test_wide_addresses_change_nothing(split):
         assert torch.equal(*results)
 
 
-def test_a_graph_replays_the_three_verbs():
+@pytest.mark.parametrize(("rows", "channels"), [(3000, 64), (8000, 1024)])  # the second: launches in a chain
+def test_a_graph_replays_the_three_verbs(rows, channels):
     backend = TritonImplicitGemm()
-    kernel_map = scattered_map(3000, 3000, 27, 0.3)
-    x, w, g = operands(kernel_map, 64, 64, 1, torch.float16)
+    kernel_map = scattered_map(rows, rows, 27, 0.3)
+    x, w, g = operands(kernel_map, channels, channels, 1, torch.float16)
 
     def run():
         return (
@@ -189,15 +190,16 @@ def test_a_graph_replays_the_three_verbs():
         assert torch.equal(got, want)
 
 
-def test_nothing_waits_for_the_device():
+@pytest.mark.parametrize(("rows", "channels"), [(3000, 32), (8000, 1024)])
+def test_nothing_waits_for_the_device(rows, channels):
     backend = TritonImplicitGemm()
-    kernel_map = scattered_map(3000, 3000, 27, 0.3)
-    x, w, g = operands(kernel_map, 32, 32, 1, torch.float16)
+    kernel_map = scattered_map(rows, rows, 27, 0.3)
+    x, w, g = operands(kernel_map, channels, channels, 1, torch.float16)
     backend.forward(x, w, kernel_map, 1)
     backend.input_grad(g, w, kernel_map, 1)
     backend.weight_grad(x, g, kernel_map, 1)
     with nothing_waits():
-        y = backend.forward(x, w, kernel_map, 1, torch.ones(32, device="cuda", dtype=x.dtype))
+        y = backend.forward(x, w, kernel_map, 1, torch.ones(channels, device="cuda", dtype=x.dtype))
         backend.input_grad(g, w, kernel_map, 1)
         backend.weight_grad(x, g, kernel_map, 1)
     assert bool(torch.isfinite(y).all())
