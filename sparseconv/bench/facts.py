@@ -38,7 +38,7 @@ def facts(device: str) -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES if _version(name)},
     }
     found["packages"].setdefault("sparseconv", sparseconv.__version__)
-    found["revision"] = _output("git", "rev-parse", "--short", "HEAD")
+    found["revision"] = revision(Path(__file__).parent)
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         asked = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu"
@@ -55,6 +55,11 @@ def facts(device: str) -> dict[str, Any]:
         found["capability"] = torch.backends.cpu.get_cpu_capability()
         found["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return found
+
+
+def revision(folder: Path) -> str | None:
+    """The commit of a folder's repository, with "-dirty" behind it where files differ from it; None without one."""
+    return _output("git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*")
 
 
 def _version(name: str) -> str | None:
@@ -74,7 +79,7 @@ def _processor() -> str:
 
 def _output(*command: str) -> str | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parent)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
-from sparseconv.bench import cases, check, measure, report, runner, selection, session, stated, verify
+from sparseconv.bench import cases, check, facts, measure, report, runner, selection, session, stated, verify
 from sparseconv.bench.implementations import registry
 from sparseconv.bench.measure import Job
 from sparseconv.bench.timing import Clock, Spread
@@ -748,3 +749,19 @@ def test_an_unknown_claim_is_named(capsys):
 )
 def test_every_benchmark_can_be_imported_without_a_card(name):
     __import__(f"benchmarks.{name}")
+
+
+def test_a_revision_says_whether_files_differ_from_it(tmp_path):
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        return subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True).stdout
+
+    assert facts.revision(tmp_path) is None
+    git("init")
+    (tmp_path / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-m", "one")
+    commit = git("rev-parse", "--short", "HEAD").strip()
+    assert facts.revision(tmp_path) == commit
+    (tmp_path / "file").write_text("two")
+    assert facts.revision(tmp_path) == f"{commit}-dirty"
