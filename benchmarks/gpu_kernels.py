@@ -50,6 +50,9 @@ CASES = [
     ("brain_mni152_2mm", 64),
     ("brain_mni152_2mm", 128),
 ]
+#: (case, channels) of layers so wide that groups of taps may pay for their sums, and beside them
+WIDE = [("shell64", 1024), ("shell128", 1024), ("lidar_ouster_os1_3sweeps_005", 1024)]
+WIDE += [("shell128", 512), ("lidar_ouster_os1_3sweeps_005", 512), ("brain_mni152_2mm", 512)]
 RESULTS: list[dict] = []
 
 
@@ -512,18 +515,51 @@ def step(data: str, cases) -> None:
         base = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         y = backend.forward(x, w, kernel_map, 1)
-        dw = backend.weight_grad(x, y, kernel_map, 1)
-        dx = backend.input_grad(y, w, kernel_map, 1)
+        dx, dw = backend.gradients(x, w, y, kernel_map, 1)
         row["peak_mib"] = (torch.cuda.max_memory_allocated() - base) / 2**20
         row["results_mib"] = sum(t.numel() * t.element_size() for t in (y, dw, dx)) / 2**20
         del y, dw, dx
         note(case=case, c=c, **row)
 
 
+def chain(data: str, wanted: Sequence[str]) -> None:
+    """One group of taps, groups side by side, groups one after another: in turns and back, so that all run under load.
+
+    A variant counts if it agrees with the first one, and its launches, one right behind another, with each other.
+    """
+    for case, c in WIDE:
+        if wanted and case not in wanted and f"{case}:{c}" not in wanted:
+            continue
+        _, kernel_map = load(case, data)
+        x, w, _ = operands(kernel_map, c, c, torch.float16)
+        out, one = torch.empty_like(x), ConvConfig(128, 256, 64, 8, 3, gluon=True, bulk=True)
+        variants = {"one group": one, "in order": replace(one, in_order=True), "side by side": replace(one, split=3)}
+        variants |= {f"chain, turns {t}": replace(one, split=3, turns=t) for t in (1, 2, 4) if c // 256 % t == 0}
+        for transposed in (False, True):
+            steps = {name: conv_step(k, kernel_map, x, w, transposed, out) for name, k in variants.items()}
+            compile_all(list(steps.values()))
+            want: torch.Tensor | None = None
+            windows: dict[str, list[float]] = {name: [] for name in steps}
+            for name, run in steps.items():
+                run(x, w, out.fill_(float("nan")), x, x)
+                first = out.clone()
+                want = first if want is None else want
+                assert error(first, want) < 2e-3, name
+                for _ in range(40):
+                    out.fill_(float("nan"))
+                    for _ in range(3):
+                        run(x, w, out, x, x)
+                    assert torch.equal(out, first), name
+            for turn in range(12):
+                for name in list(steps)[:: -1 if turn % 2 else 1]:
+                    windows[name].append(timed(functools.partial(steps[name], x, w, out, x, x)))
+            note(case=case, c=c, dgrad=transposed, **{name: float(np.median(ms)) for name, ms in windows.items()})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "parts", nargs="+", choices=["check", "conv", "weight", "host", "dtypes", "few", "step", "weight32"]
+        "parts", nargs="+", choices=["check", "conv", "weight", "host", "dtypes", "few", "step", "weight32", "chain"]
     )
     parser.add_argument("--data", default="data")
     parser.add_argument("--out", default=None)
@@ -537,6 +573,8 @@ def main() -> None:
             {"conv": conv, "weight": weight, "weight32": weight32, "dtypes": dtypes, "few": few, "step": step}[part](
                 arguments.data, cases
             )
+        elif part == "chain":
+            chain(arguments.data, wanted)
         else:
             {"check": check, "host": host}[part](arguments.data)
         print(f"-- {part}: {time.perf_counter() - begin:.1f} s", flush=True)

@@ -112,6 +112,21 @@ def test_bias_residual_and_activation_in_the_store(split, turns, transposed):
 
 
 @needs_interpreter
+@pytest.mark.parametrize(
+    ("groups", "options"),
+    [(2, {"turns": 2}), (1, {"turns": 2, "gluon": True}), (1, {"turns": 1, "weight_copy": True})],
+    ids=str,
+)
+def test_a_chain_that_would_read_other_weights_is_refused(groups, options):
+    case = Case("cube", c_in=8, c_out=8, groups=groups)
+    plan = build(case)
+    x, w, _ = operands(plan, case, torch.float32)
+    work = work_of(Request(plan.kernel_map, x.device, x.dtype, 8, 8, groups), False)
+    with pytest.raises(ValueError, match="as it lies"):
+        ConvRecipe(ConvConfig(**{**SMALL.__dict__, "split": 3, **options}), work, x, w, False)
+
+
+@needs_interpreter
 def test_gradients_that_take_no_partial_sums(monkeypatch):
     monkeypatch.setattr("sparseconv.backends.triton_implicit_gemm.backend.PARTIAL_BYTES", 4)
     case = Case("cube", c_in=8, c_out=12)
