@@ -144,8 +144,8 @@ class ConvRecipe:
         several = config.turns > 1 and (work.groups > 1 or (config.gluon and not config.bulk))
         if several or (config.turns and config.weight_copy):
             raise ValueError(
-                "a chain reads the weight as it lies, and in several turns that of one group, by plain Triton or the copy "
-                f"engine; got {config} and {work.groups} groups"
+                "a chain reads the weight as it lies, and in several turns that of one group, by plain Triton or "
+                f"the copy engine; got {config} and {work.groups} groups"
             )
         self._config, self._work, self._transposed = config, work, transposed
         #: what one turn computes, where taps are split at all
