@@ -121,8 +121,8 @@ def test_every_configuration(dtype, c_in, c_out, groups, rows, taps):
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="a copy engine as Hopper's"
 )
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "tf32"], indirect=True)
-@pytest.mark.parametrize("stages", [2, 3, 4])
-def test_the_copy_engine_brings_the_same_weights(dtype, stages):
+@pytest.mark.parametrize(("block_n", "warps", "stages"), [(128, 4, 2), (256, 8, 2), (256, 8, 3), (256, 8, 4)])
+def test_the_copy_engine_brings_the_same_weights(dtype, block_n, warps, stages):
     table = scattered_map(700, 777, 27, 0.1).neighbors
     table[:, 300:600] = -1  # whole tiles without a tap
     kernel_map = KernelMap(700, 777, 27, neighbors=table)
@@ -130,7 +130,7 @@ def test_the_copy_engine_brings_the_same_weights(dtype, stages):
     half = dtype != torch.float32
     for transposed, source, rows in ((False, x, g), (True, g, x)):
         copy = not half and not transposed
-        plain = ConvConfig(128, 256, 128 // dtype.itemsize, 8, stages, gluon=True, weight_copy=copy)
+        plain = ConvConfig(128, block_n, 128 // dtype.itemsize, warps, stages, gluon=True, weight_copy=copy)
         work = work_of(Request(kernel_map, x.device, dtype, 512, 1024), True, transposed)
         for weight in (w, w + 1):  # one step for weights at several addresses
             results = []

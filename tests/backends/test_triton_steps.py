@@ -184,6 +184,22 @@ def test_at_most_four_candidates_that_fit_the_card(dtype, channels, rows, groups
         assert config.block_k >= 16
 
 
+@pytest.mark.parametrize(
+    ("channels", "rows", "groups", "wanted"),
+    [
+        ((128, 128), 300_000, 1, True),
+        ((128, 128), 50_000, 1, False),  # the host would take longer than the card gains
+        ((128, 128), 300_000, 2, False),
+        ((72, 128), 300_000, 1, False),  # not in whole tiles
+        ((64, 64), 300_000, 1, False),
+        ((256, 256), 50_000, 1, True),
+    ],
+)
+def test_whole_tiles_of_wide_weights_come_by_the_copy_engine(channels, rows, groups, wanted):
+    work = Work(torch.float16, rows, 8 * rows, 27, channels[0] // groups, channels[1] // groups, groups, True)
+    assert conv_candidates(work)[0].bulk is wanted
+
+
 def test_the_key_knows_no_exact_number_of_rows():
     work = Work(torch.float16, 100_000, 700_000, 27, 64, 64, 1, True)
     assert work.key() == Work(torch.float16, 101_000, 706_000, 27, 64, 64, 1, True).key()

@@ -13,7 +13,7 @@ PACK_CHANNELS = 64
 #: rows from which features no longer fit in the second-level cache together
 FAR_ROWS = 500_000
 #: bytes of features of which too few stay in the second-level cache until the tiles with as many taps are done, and
-#: programs on each multiprocessor from which long tiles may come last
+#: programs on each multiprocessor from which long tiles may come last, and a launch may take the host longer
 FAR_BYTES, MANY_PROGRAMS = 64 << 20, 10
 #: contracted channels from which products outweigh the sums of taps in groups, and the share of the taps that rows have
 #: from which tiles waste too little for them
@@ -195,8 +195,8 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
         return [*few, tile] if load <= 0.6 else [tile, *few]
     if not work.gluon:
         return [tile, narrow] if wide else [replace(tile, stages=2), tile, narrow]
+    whole = work.groups == 1 and c_in % block_k == 0 and c_out % block_n == 0
     if wide:
-        whole = work.groups == 1 and c_in % block_k == 0 and c_out % block_n == 0
         tile = replace(tile, bulk=whole)
         narrower = replace(tile, block_n=128, warps=4, bulk=False)
         found = [tile, narrower]
@@ -209,6 +209,8 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
     shallow = replace(tile, stages=2)
     if block_n == 128 and work.dtype not in HALF:
         return [tile, shallow]  # its registers leave two blocks on a multiprocessor, whatever the stages
+    if block_n == 128 and whole and load > MANY_PROGRAMS:  # a descriptor takes the host 4 us
+        shallow = replace(shallow, bulk=True)
     return [shallow, tile, replace(narrow, stages=2)]
 
 
