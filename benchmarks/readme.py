@@ -49,7 +49,9 @@ class Section:
             "November 2026. *Map* is from coordinates to all that a training step needs, "
             "*captured*, as a graph that serves every scene; *step* is forward and both gradients. Short eager "
             "figures, maps above all, are the host's pace, and twice as long on some: ours were measured twice in one "
-            "run, of which the less counts, and theirs are the least of all runs.",
+            "run, a quarter of a second each, of which the less counts, and theirs are the least of all runs. In "
+            "[longer windows](benchmarks/results/h200_gpu_long.json) the card's power limit adds a few percent where "
+            "layers are large.",
             "",
             "![Their time over ours: forward, training step, map](docs/pictures/h200_gpu_relative.png)",
             "",
