@@ -6,6 +6,7 @@ matrix instructions in its text. A process of its own, since the test process in
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -22,7 +23,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparseconv.backends.triton_implicit_gemm import kernels
 from sparseconv.backends.triton_implicit_gemm.config import Work, conv_candidates, weight_grad_candidates
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -47,7 +47,7 @@ def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: 
         if name in constants:
             signature[name] = "constexpr"
             continue
-        if name == "weight" and constants["BULK"]:
+        if name == "weight" and config.bulk:
             from sparseconv.backends.triton_implicit_gemm.gluon_kernels import shared_layout
 
             tile = (constants["BLOCK_K"], constants["BLOCK_N"])[:: -1 if constants["TRANSPOSED"] else 1]
@@ -119,13 +119,13 @@ def compile_all(arch: int, everything: bool) -> None:
                         STAGES=config.stages,
                         TRANSPOSED=transposed != config.weight_copy,
                         HAS_BIAS=not transposed and not follows,
-                        HAS_RESIDUAL=follows,
+                        HAS_RESIDUAL=follows or (config.apart and not transposed),
                         ACTIVATION=None,
                         ROW=work.group_out * work.groups,
                         TO_SLOTS=config.split > 1 and not config.turns,
                         LEADS=leads,
                         FOLLOWS=follows,
-                        **({"BULK": config.bulk} if config.gluon else {}),
+                        **({"BULK": config.bulk} if config.kernels == "gluon_kernels" else {}),
                     )
                     out = "fp32" if constants["TO_SLOTS"] or leads else None
                     residual = "fp32" if follows else None
@@ -145,10 +145,9 @@ def report(
     name: str, work: Work, config, constants: dict, arch: int, out: str | None, residual: str | None = None, **facts
 ) -> None:
     """Compile one kernel and print what it became."""
-    module = kernels
-    if config.gluon:
-        from sparseconv.backends.triton_implicit_gemm import gluon_kernels as module
-    kernel = compile_kernel(getattr(module, name), work.dtype, constants, config, arch, out, residual)
+    module = getattr(config, "kernels", "gluon_kernels" if config.gluon else "kernels")
+    function = getattr(importlib.import_module(f"sparseconv.backends.triton_implicit_gemm.{module}"), name)
+    kernel = compile_kernel(function, work.dtype, constants, config, arch, out, residual)
     ptx = kernel.asm["ptx"]
     sys.stdout.write(
         json.dumps(

@@ -1,7 +1,8 @@
 """Gluon kernels as plain Python over numpy.
 
 A module of kernels is executed again with stand-ins for Gluon's own modules, so that what runs is the shipped source.
-Copies and products happen at once; what is checked is the arithmetic and the addresses.
+Copies and products happen at once, and warps of different kinds are threads; what is checked is the arithmetic, the
+addresses, and that nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+
+#: seconds after which a wait counts as one for ever
+PATIENCE = 20.0
 
 
 class Tensor(np.ndarray):
@@ -104,27 +109,51 @@ def copy(shared: Shared, pointer: Pointer, mask=None) -> None:
 
 
 class Barrier:
-    """The phases of a barrier in shared memory: each begins when bytes are expected and ends when they have landed."""
+    """A barrier in shared memory: a phase ends when nobody is missing any more and all bytes have landed."""
 
-    @staticmethod
-    def init(barrier: Shared, count: int) -> None:
-        barrier.array[...] = 0
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.count = self.missing = self.bytes = self.ended = 0
 
-    @staticmethod
-    def expect(barrier: Shared, size: int, pred=True) -> None:
-        if pred:
-            assert barrier.array[0] % 1 == 0, "bytes of one phase were expected twice"
-            barrier.array[0] += 0.5
+    def init(self, count: int) -> None:
+        self.count = self.missing = count
 
-    @staticmethod
-    def wait(barrier: Shared, phase) -> None:
-        ended = barrier.array[0]
-        assert ended >= 1, "a card would wait here for ever"
-        assert (ended - 1) % 2 == phase, "a card would wait here for ever, or not at all"
+    def arrive(self, count: int = 1, size: int = 0, pred=True) -> None:
+        if not pred:
+            return
+        with self.changed:
+            self.missing -= int(count)
+            self.bytes += int(size)
+            assert self.missing >= 0, "more arrivals than the barrier was made for"
+            if self.missing == self.bytes == 0:
+                self.missing = self.count
+                self.ended += 1
+                self.changed.notify_all()
 
-    @staticmethod
-    def invalidate(barrier: Shared) -> None:
-        barrier.array[...] = np.nan
+    def expect(self, size: int, pred=True) -> None:
+        self.arrive(1, size, pred)
+
+    def land(self, size: int) -> None:
+        assert self.bytes >= size, "bytes landed that nobody expected"
+        self.arrive(0, -size)
+
+    def wait(self, parity) -> None:
+        with self.changed:
+            ended = self.changed.wait_for(lambda: self.ended % 2 != int(parity), PATIENCE)
+        assert ended, "a card would wait here for ever"
+
+    def invalidate(self) -> None:
+        self.init(0)
+
+
+class Barriers:
+    """Some of them side by side."""
+
+    def __init__(self, number: int) -> None:
+        self.all = [Barrier() for _ in range(number)]
+
+    def index(self, at) -> Barrier:
+        return self.all[int(at)]
 
 
 class Matrix:
@@ -136,13 +165,12 @@ class Matrix:
 
 def copy_tile(matrix: Matrix, first, barrier: Shared, shared: Shared, pred=True) -> None:
     if pred:
-        assert barrier.array[0] % 1 == 0.5, "bytes landed that nobody expected"
         row, column = map(int, first)
         rows, columns = shared.array.shape
         tile = matrix.array[row : row + rows, column : column + columns]
         assert tile.shape == shared.array.shape, "a tile that hangs over the edge"
         shared.array[...] = tile
-        barrier.array[0] += 0.5
+        barrier.land(tile.size * matrix.array.itemsize)
 
 
 class Kernel:
@@ -156,23 +184,51 @@ class Kernel:
         return self.fn(*args, **kwargs)
 
 
-def modules(state: SimpleNamespace) -> dict[str, ModuleType]:
+def _check(condition) -> None:
+    assert condition
+
+
+def modules(state: threading.local) -> dict[str, ModuleType]:
     """Stand-ins for the modules that kernels import, by name."""
     int64, float32, float16 = np.dtype(np.int64), np.dtype(np.float32), np.dtype(np.float16)
 
     def mma(a, b, acc, is_async=True):
         return tensor(acc + a.array.astype(np.float32) @ b.array.astype(np.float32))
 
+    def specialize(functions, warps, registers):
+        """Each function by warps of its own, which are one thread; the first by the kernel's."""
+        program, programs, failures = state.program, state.programs, []
+
+        def run(function, arguments, number):
+            state.program, state.programs, state.warps = program, programs, number
+            try:
+                function(*arguments)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [
+            threading.Thread(target=run, args=(*each, number)) for each, number in zip(functions, [state.warps, *warps])
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
     language = ModuleType("language")
     language.__dict__.update(
-        constexpr=object, int64=int64, int32=np.dtype(np.int32), float32=float32, float16=float16,
+        constexpr=lambda value: value, static_assert=_check,
+        int64=int64, int32=np.dtype(np.int32), float32=float32, float16=float16,
         arange=lambda a, b, layout=None: tensor(np.arange(a, b, dtype=np.int32)),
         zeros=lambda shape, dtype, layout=None: tensor(np.zeros(shape, dtype)),
         load=load, store=store, minimum=min, maximum=np.maximum, static_range=range,
         where=lambda c, a, b: a if c else b,
-        program_id=lambda axis: state.program, num_warps=lambda: state.warps,
+        program_id=lambda axis: state.program, num_programs=lambda axis: state.programs, num_warps=lambda: state.warps,
         convert_layout=lambda value, layout: value, thread_barrier=lambda: None,
-        allocate_shared_memory=lambda dtype, shape, layout: Shared(np.full(shape, np.nan, np.float32)),
+        allocate_shared_memory=lambda dtype, shape, layout: Barriers(shape[0]) if layout == "barriers"
+        else Shared(np.full(shape, np.nan, np.float32)),
+        warp_specialize=specialize, DistributedLinearLayout=lambda *a: None,
         BlockedLayout=lambda *a, **k: None, SliceLayout=lambda *a: None, NVMMASharedLayout=lambda **k: None,
         NVMMADistributedLayout=lambda **k: None, SwizzledSharedLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
     )  # fmt: skip
@@ -180,12 +236,13 @@ def modules(state: SimpleNamespace) -> dict[str, ModuleType]:
     cp.async_copy_global_to_shared = copy
     cp.commit_group = lambda: None
     cp.wait_group = lambda n: None
+    cp.mbarrier_arrive = lambda barrier, increment_count: barrier.arrive(32 * state.warps)
     hopper = ModuleType("hopper")
     hopper.__dict__.update(
         async_copy=cp, fence_async_shared=lambda: None, warpgroup_mma=mma,
         mbarrier=SimpleNamespace(
-            MBarrierLayout=lambda: None, init=Barrier.init, expect=Barrier.expect, wait=Barrier.wait,
-            invalidate=Barrier.invalidate,
+            MBarrierLayout=lambda: "barriers", init=Barrier.init, expect=Barrier.expect, arrive=Barrier.arrive,
+            wait=Barrier.wait, invalidate=Barrier.invalidate,
         ),
         tma=SimpleNamespace(async_copy_global_to_shared=copy_tile),
         warpgroup_mma_wait=lambda num_outstanding, deps: deps[0],
@@ -209,7 +266,7 @@ class Program:
     """The kernels of some modules."""
 
     def __init__(self, *names: str) -> None:
-        self._state = SimpleNamespace(program=0, warps=4)
+        self._state = threading.local()
         stand_ins = modules(self._state)
         stand_ins["triton.experimental"].gluon = stand_ins["triton.experimental.gluon"]
         self.space: dict = {}
@@ -225,7 +282,7 @@ class Program:
     def launch(self, name: str, grid: int, warps: int, *arguments, **constants) -> None:
         """Run every program of a grid, one after another; arrays are passed by their address."""
         for program in range(grid):
-            self._state.program, self._state.warps = program, warps
+            self._state.program, self._state.programs, self._state.warps = program, grid, warps
             self.space[name](*map(_argument, arguments), **constants)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid
 from sparseconv.backends.triton_implicit_gemm.build import schedule_on_gpu
-from sparseconv.backends.triton_implicit_gemm.schedule import Schedule, schedule_of
+from sparseconv.backends.triton_implicit_gemm.schedule import ROW_BITS, Schedule, schedule_of
 from sparseconv.backends.triton_implicit_gemm.tiles import meets_once, one_tap_schedule
 from sparseconv.geometry import triton_neighbors, triton_table
 from sparseconv.geometry.edges import Window, fine_grid
@@ -226,7 +226,8 @@ def check_schedule(schedule: Schedule, neighbors: torch.Tensor) -> None:
     for tile, count in enumerate(schedule.tile_counts.tolist()):
         slots = torch.arange(tile * schedule.block_m, (tile + 1) * schedule.block_m)
         slots = slots[out_rows[slots] >= 0]
-        for row, tap in zip(schedule.tile_rows[tile, :count].tolist(), schedule.tile_taps[tile, :count].tolist()):
+        rows = schedule.tile_rows[tile, :count] & ROW_BITS
+        for row, tap in zip(rows.tolist(), schedule.tile_taps[tile, :count].tolist()):
             found[tap, out_rows[slots].long()] = schedule.neighbors[row, slots]
     assert torch.equal(found, neighbors)
 

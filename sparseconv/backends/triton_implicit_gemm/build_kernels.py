@@ -8,12 +8,14 @@ import triton.language as tl
 
 from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_run
 from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM
+from sparseconv.backends.triton_implicit_gemm.schedule import HALF_BIT
 from sparseconv.geometry.triton_cube import corners, look_at_plane
 from sparseconv.geometry.triton_launch import Launcher, follow
 from sparseconv.geometry.triton_search import SEARCH_TYPES
 from sparseconv.geometry.triton_window import entry_of, look, take
 
 QUANTUM = tl.constexpr(JOB_QUANTUM)
+HALVES = tl.constexpr(HALF_BIT)
 
 
 @triton.jit
@@ -38,6 +40,7 @@ def tiles_kernel(
     real = place < n
     row = tl.load(order_ptr + group.to(tl.int64) * n + place, mask=real, other=0).to(tl.int32)
     entry = entry_of(row, real, entries_ptr, SIDES)
+    half = (tl.arange(0, BLOCK_M) >= BLOCK_M // 2).to(tl.int32)
     alive = tl.zeros((BLOCK_M,), tl.int32)
     count = tl.zeros((), tl.int32)
     lists = tile.to(tl.int64) * room
@@ -77,13 +80,14 @@ def tiles_kernel(
                 elif MASKED:
                     alive |= tl.where(line >= 0, (found >= 0).to(tl.int32) << (tap + step), 0)
                 else:
-                    live = tl.where(line >= 0, tl.max((found >= 0).to(tl.int32), 0), 0)
-                    alive |= tl.where(line >= 0, (found >= 0).to(tl.int32), 0)
-                    tl.store(tile_rows_ptr + lists + count, line, mask=live > 0)
-                    tl.store(tile_taps_ptr + lists + count, tap + step, mask=live > 0)
-                    count += live
+                    here = tl.where(line >= 0, (found >= 0).to(tl.int32), 0)
+                    halves = tl.reduce(here << half, 0, either)
+                    alive |= here
+                    tl.store(tile_rows_ptr + lists + count, line | halves << HALVES, mask=halves > 0)
+                    tl.store(tile_taps_ptr + lists + count, tap + step, mask=halves > 0)
+                    count += (halves > 0).to(tl.int32)
     if MASKED:
-        count = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
+        count, _ = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
     end_lists(count, tile_rows_ptr + lists, tile_taps_ptr + lists, num_lines, room, ROOM)
     tl.store(out_ptr + num_lines.to(tl.int64) * num_slots + slot, -1)
     tl.store(counts_ptr + tile, count)
@@ -131,14 +135,21 @@ def look_and_take(
 
 @triton.jit
 def list_live(alive, line_of_ptr, rows_ptr, taps_ptr):
-    """Write the live taps of a tile and their table rows, from the masks of its rows; returns their number."""
+    """Write the live taps of a tile and their table rows, from the masks of its rows; returns their number, and for
+    each of 32 taps whether it lives."""
+    BLOCK_M: tl.constexpr = alive.shape[0]
     taps = tl.arange(0, 32)
-    here = (tl.reduce(alive, 0, either) >> taps) & 1
+    first = tl.arange(0, BLOCK_M) < BLOCK_M // 2
+    mask = alive.to(tl.uint32, bitcast=True).to(tl.uint64)
+    both = tl.reduce(tl.where(first, mask, mask << 32), 0, either)  # the masks of both halves at once
+    shift = taps.to(tl.uint64)
+    halves = ((both >> shift) & 1 | (both >> shift + 31) & 2).to(tl.int32)
+    here = (halves > 0).to(tl.int32)
     line = tl.load(line_of_ptr + taps, mask=here > 0, other=-1)
     at = tl.cumsum(here, 0) - here
-    tl.store(rows_ptr + at, line, mask=here > 0)
+    tl.store(rows_ptr + at, line | halves << HALVES, mask=here > 0)
     tl.store(taps_ptr + at, taps, mask=here > 0)
-    return tl.sum(here, 0)
+    return tl.sum(here, 0), here
 
 
 @triton.jit
@@ -208,11 +219,10 @@ def cut_cube(
         out_ptr, slot, num_slots, found18, found19, found20, found21, found22, found23, found24, found25, found26, 18
     )  # fmt: skip
     lists = tl.cast(tile, tl.int64) * room
-    count = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
+    count, here = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
     end_lists(count, tile_rows_ptr + lists, tile_taps_ptr + lists, num_lines, room, ROOM)
     turned_ptr = tile_taps_ptr + tl.cast(tiles, tl.int64) * room + lists
     taps = tl.arange(0, 32)
-    here = (tl.reduce(alive, 0, either) >> taps) & 1
     tl.store(turned_ptr + (tl.cumsum(here, 0) - here), 26 - taps, mask=here > 0)
     rest = tl.arange(0, ROOM)
     tl.store(turned_ptr + rest, 26, mask=(rest >= count) & (rest < room))

@@ -43,15 +43,22 @@ class ConvConfig:
     turns: int = 0
     #: rows sorted inside runs of neighbouring rows, tiles launched in that order: more waste, fewer reads from memory
     chunked: bool = False
-    #: tiles launched in the order of their rows, those with few taps last: neighbours read the same rows while cached
+    #: tiles with about as many taps launched in the order of their rows: neighbours read the same rows while cached
     in_order: bool = False
     #: weight tiles brought by the copy engine (Gluon only; channels in whole tiles, one group)
     bulk: bool = False
+    #: as bulk, with warps that only copy and two halves of a tile that multiply apart, see `warp_kernels`
+    apart: bool = False
 
     @property
     def lists(self) -> tuple[int, int, bool, bool]:
         """What its schedule depends on: configurations that agree share one."""
         return self.block_m, self.split, self.chunked, self.in_order
+
+    @property
+    def kernels(self) -> str:
+        """The module of its kernel."""
+        return "warp_kernels" if self.apart else "gluon_kernels" if self.gluon else "kernels"
 
 
 @dataclass(frozen=True)
@@ -197,14 +204,16 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
         return [tile, narrow] if wide else [replace(tile, stages=2), tile, narrow]
     whole = work.groups == 1 and c_in % block_k == 0 and c_out % block_n == 0
     if wide:
-        tile = replace(tile, bulk=whole)
-        narrower = replace(tile, block_n=128, warps=4, bulk=False)
+        narrower = replace(tile, block_n=128, warps=4)
+        tile = bulk = replace(tile, bulk=whole)
+        if whole and c_in % (4 * block_k) == 0:
+            tile = replace(bulk, warps=4, stages=4, apart=True)
         found = [tile, narrower]
         if work.num_rows * c_in * work.dtype.itemsize > FAR_BYTES and load > MANY_PROGRAMS:
             found.insert(0, replace(tile, in_order=True))
         turns = turns_that_fit(work, c_out // block_n)
         if whole and turns and c_in >= DEEP and work.dtype in HALF and work.num_taps >= 9 and work.density < DENSE:
-            found.insert(0, replace(tile, split=3, turns=turns))  # less waste for sums that are written and read
+            found.insert(0, replace(bulk, split=3, turns=turns))  # less waste for sums that are written and read
         return found
     shallow = replace(tile, stages=2)
     if block_n == 128 and work.dtype not in HALF:

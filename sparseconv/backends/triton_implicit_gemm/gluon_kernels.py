@@ -21,10 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from sparseconv.backends.triton_implicit_gemm import schedule
+
 #: the copy from global to shared memory, by the name it has in this Triton: (shared, pointers, mask)
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 #: the same of a whole tile by the copy engine: (descriptor, first element, barrier, shared, whether at all)
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+ROW_BITS = gl.constexpr(schedule.ROW_BITS)
 
 
 @gluon.constexpr_function
@@ -142,6 +145,7 @@ def read_step(
     WIDE: gl.constexpr,
 ):  # fmt: skip
     """Row numbers and tap of ``step`` from the table row read before, and the table row of the step after it."""
+    row &= ROW_BITS
     wide = row.to(gl.int64) if WIDE else row
     idx = gl.load(neighbors_ptr + wide * num_slots + slots)
     tap = gl.load(taps_ptr + list_start + gl.minimum(step // BLOCKS_K, count))

@@ -5,6 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparseconv.backends.triton_implicit_gemm import schedule
+
+ROW_BITS = tl.constexpr(schedule.ROW_BITS)
+
 
 @triton.jit
 def load_index(ptr):
@@ -111,7 +115,7 @@ def conv_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if HIDDEN:
         tap = tl.load(tile_taps_ptr + list_start)
-        row = tl.load(tile_rows_ptr + list_start)
+        row = tl.load(tile_rows_ptr + list_start) & ROW_BITS
         row = row.to(tl.int64) if WIDE else row
         idx = tl.load(neighbors_ptr + row * num_slots + ms)
         kb = 0
@@ -126,7 +130,7 @@ def conv_kernel(
             kb = (step + 1) % BLOCKS_K
             at = list_start + (step + 1) // BLOCKS_K
             tap = load_index(tile_taps_ptr + at)
-            row = load_index(tile_rows_ptr + at)
+            row = load_index(tile_rows_ptr + at) & ROW_BITS
             row = row.to(tl.int64) if WIDE else row
             idx = load_index(neighbors_ptr + row * num_slots + ms)
     else:
@@ -134,7 +138,7 @@ def conv_kernel(
             k0 = (step % BLOCKS_K) * BLOCK_K
             at = list_start + step // BLOCKS_K
             tap = tl.load(tile_taps_ptr + at)
-            row = tl.load(tile_rows_ptr + at)
+            row = tl.load(tile_rows_ptr + at) & ROW_BITS
             row = row.to(tl.int64) if WIDE else row
             idx = tl.load(neighbors_ptr + row * num_slots + ms)
             a = load_feats(in_base, idx, stride_feats_n, k0 + ks, limit, EVEN_K, WIDE)

@@ -21,6 +21,10 @@ SLOT_ALIGNMENT = 256
 WORD_BITS = 62
 #: list columns beyond the last live tap that a kernel may read ahead
 LOOKAHEAD = 4
+#: beside a table row in a tile's list: this bit, whether the first half of the tile's rows has a neighbour there, and
+#: the next, whether the second has
+HALF_BIT = 28
+ROW_BITS = (1 << HALF_BIT) - 1
 #: rows that are sorted together where rows must stay near their neighbours: a few megabytes of features
 CHUNK_ROWS = 32_768
 
@@ -40,7 +44,9 @@ class Schedule:
     )  # (R + 1, NP) int32: input row of a slot through a table row; -1 absent; the last row all -1
     out_rows: torch.Tensor  # (NP,) int32: the output row of a slot; -1 for padding
     tile_counts: torch.Tensor  # (T,) int32: live taps of a tile
-    tile_rows: torch.Tensor  # (T, S) int32: the table rows of a tile's live taps; R beyond tile_counts; S >= R + 4
+    tile_rows: (
+        torch.Tensor
+    )  # (T, S) int32: the table rows of a tile's live taps, with HALF_BITs; R beyond tile_counts; S >= R + 4
     tile_taps: torch.Tensor  # (T, S) int32: the weight tap of each of them; 0 beyond tile_counts
     tile_order: torch.Tensor  # (T,) int32: the order of launch, most taps first
     slots: torch.Tensor | None = None  # (G, N_out) int32: a row's slot in each group of taps, -1 none; None: one group
@@ -166,11 +172,13 @@ def tile_lists(
     """Counts, table rows, weight taps and launch order of the tiles of a table; ``row_taps`` (G, R), -1 for none."""
     num_rows, num_slots = table.shape[0] - 1, table.shape[1]
     num_tiles = num_slots // block_m
-    live = (table[:-1].view(num_rows, num_tiles, block_m) >= 0).any(dim=2).t()  # (T, R)
+    slots = table[:-1].view(num_rows, num_tiles, block_m) >= 0
+    first, second = (half.any(dim=2).t() for half in (slots[..., : block_m // 2], slots[..., block_m // 2 :]))  # (T, R)
+    live = first | second
     counts = live.sum(dim=1, dtype=torch.int32)
     width = num_rows + LOOKAHEAD
     position = torch.where(live, live.cumsum(dim=1) - 1, width - 1)  # dead taps meet in the last column
-    rows = torch.arange(num_rows, dtype=torch.int32, device=table.device).expand(num_tiles, -1)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=table.device) | (first.int() + 2 * second.int()) << HALF_BIT
     taps = row_taps.clamp(min=0).repeat_interleave(num_tiles // row_taps.shape[0], dim=0)
     tile_rows = torch.full((num_tiles, width), num_rows, dtype=torch.int32, device=table.device)
     tile_taps = torch.zeros((num_tiles, width), dtype=torch.int32, device=table.device)
@@ -273,7 +281,7 @@ def schedule_of(
     A map with a mirror symmetry is its own reverse with the taps exchanged, so its one table serves both directions.
     ``split``: taps in so many groups with a row order each. ``chunked``: rows sorted inside runs of neighbouring rows,
     which are those of ``kernel_map.prepared["row_order"]`` where the geometry left one, and tiles launched in order.
-    ``in_order``: rows sorted as a whole; tiles launched in order, but for those with few taps, which come last.
+    ``in_order``: rows sorted as a whole; tiles with about as many taps launched in the order of their rows.
     Where every output row has one edge, no tile has two taps and neither makes a difference.
     """
     if transposed and kernel_map.mirror is None:
@@ -333,7 +341,7 @@ def _schedule(
         base = kernel_map.prepared[name] = _build(kernel_map, by_gpu, block_m, None, CHUNK_ROWS if chunked else None)
     schedule = retile(base, block_m)
     if in_order:
-        return schedule.launched(_dense_first(schedule))
+        return schedule.launched(_about_as_many(schedule))
     return _in_order(schedule) if chunked and schedule is not base else schedule
 
 
@@ -348,13 +356,13 @@ def _in_order(schedule: Schedule) -> Schedule:
     return schedule.launched(order)
 
 
-def _dense_first(schedule: Schedule) -> torch.Tensor:
-    """The order of launch of tiles as they lie; those with less than two fifths of the taps last, most taps first.
+def _about_as_many(schedule: Schedule) -> torch.Tensor:
+    """The order of launch by half the number of taps, most first; tiles of the same number as they lie.
 
     Tiles next to each other have like taps, thus on a surface the same direction, and read the same rows.
     """
     taps = schedule.neighbors.shape[0] - 1
-    counts = schedule.tile_counts.clamp(max=(2 * taps + 3) // 5)
+    counts = schedule.tile_counts >> 1
     if not counts.is_cuda:
         return torch.sort(counts, descending=True, stable=True).indices.to(torch.int32)
     order = torch.empty_like(counts)

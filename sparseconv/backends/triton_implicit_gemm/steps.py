@@ -7,6 +7,7 @@ the first use of a layer on a new map costs little more than any other.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -141,6 +142,8 @@ class ConvRecipe:
         epilogue: Epilogue | None = None,
         wide: bool = False,
     ) -> None:
+        if config.apart and config.split > 1:
+            raise ValueError(f"warps that copy and multiply apart take all taps in one launch; got {config}")
         several = config.turns > 1 and (work.groups > 1 or (config.gluon and not config.bulk))
         if several or (config.turns and config.weight_copy):
             raise ValueError(
@@ -186,6 +189,8 @@ class ConvRecipe:
         wide = self._wide or farthest >= NARROW
         tiles = schedule.num_tiles // len(parts)
         programs = tiles * -(-turn.pack * turn.group_out // config.block_n) * -(-work.groups // work.pack)
+        if config.apart:
+            programs = min(programs, work.processors)
         launches = []
         for part, fixed in zip(parts, schedule.links if len(parts) > 1 else (schedule.fixed,)):
             program, strides = self._kept(self._program, part, wide)
@@ -236,8 +241,8 @@ class ConvRecipe:
         if part.follows:
             more = (work.dtype, torch.float32)
         types = (work.dtype, work.dtype, out, *more, *(_I32,) * 6, 16, int, *map(_shown, strides))  # 16: slots
-        kernel, sizes = _kernel("conv_kernel", config.gluon), (config.warps, config.stages)
-        if config.gluon:
+        kernel, sizes = _kernel("conv_kernel", config.kernels), (config.warps, config.stages)
+        if config.kernels == "gluon_kernels":
             constants["BULK"] = config.bulk
         if not config.bulk:
             return _program(kernel, types, constants, *sizes), strides
@@ -259,7 +264,7 @@ class ConvRecipe:
             "BLOCK_N": block_n,
         }
         types = (torch.float32, work.dtype, *self._more, _I32, int)
-        return _program(_kernel("combine_kernel", False), types, constants, 4, 3)
+        return _program(_kernel("combine_kernel", "kernels"), types, constants, 4, 3)
 
 
 class WeightGradRecipe:
@@ -322,13 +327,13 @@ class WeightGradRecipe:
             "STAGES": config.stages,
         }
         types = (work.dtype, work.dtype, work.dtype if direct else torch.float32, _I32, _I32, _I64, _I64, _I32)
-        kernel = _kernel("weight_grad_kernel", config.gluon)
+        kernel = _kernel("weight_grad_kernel", "gluon_kernels" if config.gluon else "kernels")
         return _program(kernel, (*types, *map(_shown, strides)), constants, config.warps, config.stages), strides
 
     def _reduction(self) -> Program:
         """The kernel that adds the sums of a tap's jobs."""
         types = (torch.float32, self._work.dtype, _I32)
-        return _program(_kernel("reduce_jobs_kernel", False), types, {"SIZE": self._size, "BLOCK": REDUCED}, 4, 3)
+        return _program(_kernel("reduce_jobs_kernel", "kernels"), types, {"SIZE": self._size, "BLOCK": REDUCED}, 4, 3)
 
 
 def _program(kernel: Any, types: tuple[Any, ...], constants: dict[str, Any], warps: int, stages: int) -> Program:
@@ -388,20 +393,14 @@ def precision_of(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _kernel(name: str, gluon: bool) -> Any:
-    if gluon:
-        from sparseconv.backends.triton_implicit_gemm import gluon_kernels
-
-        return getattr(gluon_kernels, name)
-    from sparseconv.backends.triton_implicit_gemm import kernels
-
-    return getattr(kernels, name)
+def _kernel(name: str, module: str) -> Any:
+    return getattr(importlib.import_module(f"sparseconv.backends.triton_implicit_gemm.{module}"), name)
 
 
 @functools.cache
 def interpreted() -> bool:
     """Whether Triton interprets its kernels on the CPU (TRITON_INTERPRET=1 when they were first imported)."""
     try:
-        return type(_kernel("conv_kernel", False)).__name__ == "InterpretedFunction"
+        return type(_kernel("conv_kernel", "kernels")).__name__ == "InterpretedFunction"
     except ImportError:
         return False

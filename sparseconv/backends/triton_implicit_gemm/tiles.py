@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from sparseconv.backends.triton_implicit_gemm.build import rank_tiles
-from sparseconv.backends.triton_implicit_gemm.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule
+from sparseconv.backends.triton_implicit_gemm.build_kernels import either
+from sparseconv.backends.triton_implicit_gemm.schedule import HALF_BIT, LOOKAHEAD, SLOT_ALIGNMENT, Schedule
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.triton_launch import Launcher, follow, pointer, power_of_2
 from sparseconv.geometry.triton_pairs import FoundEdges
@@ -92,6 +93,8 @@ def _allocate(block_m: int, height: int, slots: int, tiles: int, room: int, devi
 
 # ---- kernels
 
+HALVES = tl.constexpr(HALF_BIT)
+
 
 @triton.jit
 def one_tap_kernel(
@@ -145,7 +148,9 @@ def one_tap_kernel(
     column = tl.arange(0, WIDTH)
     listed = column[None, :] < count[:, None]
     at = tile.to(tl.int64)[:, None] * ROOM + column[None, :]
-    tl.store(tile_rows_ptr + at, tl.where(listed, 0, 1), mask=(column < ROOM)[None, :])
+    second = (begin + each * BLOCK_M + BLOCK_M // 2 < met).to(tl.int32)  # the first half is met before it
+    halves = (1 + 2 * second)[:, None] << HALVES
+    tl.store(tile_rows_ptr + at, tl.where(listed, halves, 1), mask=(column < ROOM)[None, :])
     tl.store(tile_taps_ptr + at, tl.where(listed, my_tap, 0), mask=(column < ROOM)[None, :])
     # runs of each tap that begin less far into it than this one does into its own; equals in the order of taps
     whole = index * runs // my_runs
@@ -164,6 +169,7 @@ def lists_kernel(
     follow()
     tile = tl.program_id(0)
     slot = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    half = (tl.arange(0, BLOCK_M) >= BLOCK_M // 2).to(tl.int32)
     lists = tile.to(tl.int64) * room
     count = tl.zeros((), tl.int32)
     for start in range(0, num_lines, LINES):
@@ -172,9 +178,10 @@ def lists_kernel(
             table_ptr + line.to(tl.int64)[:, None] * num_slots + slot[None, :],
             mask=(line < num_lines)[:, None], other=-1,
         )  # fmt: skip
-        live = tl.max((found >= 0).to(tl.int32), 1)
+        halves = tl.reduce((found >= 0).to(tl.int32) << half[None, :], 1, either)
+        live = (halves > 0).to(tl.int32)
         at = lists + count + tl.cumsum(live, 0) - live
-        tl.store(tile_rows_ptr + at, line, mask=live > 0)
+        tl.store(tile_rows_ptr + at, line | halves << HALVES, mask=live > 0)
         tl.store(tile_taps_ptr + at, line, mask=live > 0)
         count += tl.sum(live, 0)
     column = tl.arange(0, ROOM)
