@@ -114,9 +114,12 @@ def multiply_half(
     out_ptr, bias_ptr, residual_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_order_ptr, num_work,
     list_stride, a_shared, b_shared, full, empty, HALF: gl.constexpr,
     GROUP_IN: gl.constexpr, GROUP_OUT: gl.constexpr, TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, ROW: gl.constexpr, WIDE: gl.constexpr, UNIT: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr, ROW: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """What the warps of a half do: sums of products, tap after tap with a neighbour in it, then the result's rows."""
+    """What the warps of a half do: sums of products, tap after tap with a neighbour in it, then the result's rows.
+
+    Addresses of these are of 64 bits always: the compiler then adds constants to one, and keeps no register for each.
+    """
     STAGES: gl.constexpr = a_shared.shape[0]
     BLOCK_M: gl.constexpr = a_shared.shape[1]
     BLOCK_K: gl.constexpr = a_shared.shape[2]
@@ -139,15 +142,11 @@ def multiply_half(
             n0 = work % BLOCKS_N * BLOCK_N
             if HAS_RESIDUAL:  # sums begin with it: beside them there would be no registers for it
                 places, _all = places_of(
-                    out_rows_ptr, first, count, n0, 0, ROWS, BLOCK_N, GROUP_OUT, ROW, LAYOUT, False, WIDE
+                    out_rows_ptr, first, count, n0, 0, ROWS, BLOCK_N, GROUP_OUT, ROW, LAYOUT, False, True
                 )
                 acc = gl.convert_layout(gl.load(residual_ptr + places), MMA).to(gl.float32)
             else:
                 acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=MMA)
-            if HAS_BIAS:
-                meet()
-                bias = gl.load(bias_ptr + n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA)))
-                acc += bias.to(gl.float32)[None, :]
             held = 0  # whether wgmma may still read the buffers of the last step
             row = gl.load(tile_rows)
             for step in range(count):
@@ -177,7 +176,7 @@ def multiply_half(
             give_back(empty, STAGES - 1, held)
             write_tile(
                 acc, out_ptr, bias_ptr, residual_ptr, out_rows_ptr, first, count, n0, 0, 1, GROUP_OUT, LAYOUT,
-                False, False, ACTIVATION, ROW, False, False, False, WIDE,
+                HAS_BIAS, False, ACTIVATION, ROW, False, False, False, True,
             )  # fmt: skip
 
 
@@ -215,12 +214,12 @@ def conv_kernel(
             (multiply_half, (
                 out_ptr, bias_ptr, residual_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_order_ptr,
                 num_work, list_stride, a_shared, b_shared, full, empty, 0,
-                GROUP_IN, GROUP_OUT, TRANSPOSED, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, ROW, WIDE, UNIT,
+                GROUP_IN, GROUP_OUT, TRANSPOSED, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, ROW, UNIT,
             )),
             (multiply_half, (
                 out_ptr, bias_ptr, residual_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_order_ptr,
                 num_work, list_stride, a_shared, b_shared, full, empty, 1,
-                GROUP_IN, GROUP_OUT, TRANSPOSED, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, ROW, WIDE, UNIT,
+                GROUP_IN, GROUP_OUT, TRANSPOSED, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, ROW, UNIT,
             )),
             (copy_tiles, (
                 feats_ptr, weight, neighbors_ptr, tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, tile_order_ptr,
