@@ -167,7 +167,7 @@ class TritonImplicitGemm(Backend):
         report["weight_grad"] = self._tuner.explain(("weight_grad", *work.key()), weight_grad_candidates(work))
         config = report["forward"]["config"]
         schedule = schedule_of(kernel_map, config.block_m, False, config.split, config.chunked, config.in_order)
-        executed = int(schedule.tile_counts.sum()) * schedule.block_m
+        executed = schedule.executed_rows(by_halves=config.apart)
         report["executed_rows"] = executed
         report["waste"] = executed / max(1, kernel_map.num_pairs)
         return report

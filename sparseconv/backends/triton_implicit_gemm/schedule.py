@@ -58,6 +58,16 @@ class Schedule:
     def num_tiles(self) -> int:
         return self.tile_counts.shape[0]
 
+    def executed_rows(self, by_halves: bool) -> int:
+        """Rows that are multiplied: for each live tap those of the tile, or of its halves with a neighbour there.
+
+        Read back from the device.
+        """
+        if not by_halves:
+            return int(self.tile_counts.sum()) * self.block_m
+        halves = self.tile_rows >> HALF_BIT
+        return int((halves & 1).sum() + (halves >> 1).sum()) * (self.block_m // 2)
+
     def reversed(self) -> Schedule | None:
         """That of the reversed edges, where it costs nothing."""
         return None
