@@ -51,7 +51,7 @@ class Section:
             "figures, maps above all, are the host's pace, and twice as long on some: ours were measured twice in one "
             "run, a quarter of a second each, of which the less counts, and theirs are the least of all runs. In "
             "[longer windows](benchmarks/results/h200_gpu_long.json) the card's power limit adds a few percent where "
-            "layers are large; those of 256 channels and more have become [faster since]"
+            "layers are large; those of 256 and 512 channels have become [faster since]"
             "(benchmarks/results/h200_gpu_apart.json), measured so on a host of half the pace.",
             "",
             "![Their time over ours: forward, training step, map](docs/pictures/h200_gpu_relative.png)",
