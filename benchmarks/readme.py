@@ -51,8 +51,8 @@ class Section:
             "figures, maps above all, are the host's pace, and twice as long on some: ours were measured twice in one "
             "run, a quarter of a second each, of which the less counts, and theirs are the least of all runs. In "
             "[longer windows](benchmarks/results/h200_gpu_long.json) the card's power limit adds a few percent where "
-            "layers are large; those of 256 and 512 channels have become [faster since]"
-            "(benchmarks/results/h200_gpu_apart.json), measured so on a host of half the pace.",
+            "layers are large; those of 256 and 512 channels have become "
+            "[faster since](benchmarks/results/h200_gpu_two_commands.json).",
             "",
             "![Their time over ours: forward, training step, map](docs/pictures/h200_gpu_relative.png)",
             "",

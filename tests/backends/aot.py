@@ -88,6 +88,7 @@ def works(arch: int, everything: bool) -> list[Work]:
     base = Work(torch.float16, 300_000, 2_000_000, 27, 64, 64, 1, True, 132, CAPABILITY[arch])
     few = [base, replace(base, group_in=256, group_out=256), replace(base, group_in=5, group_out=7, aligned=False)]
     few.append(replace(base, dtype=torch.float32, precision="ieee"))
+    few.append(replace(base, num_rows=4_000_000, num_pairs=50_000_000))
     if not everything:
         return few
     many = []

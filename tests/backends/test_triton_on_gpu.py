@@ -121,7 +121,9 @@ def test_every_configuration(dtype, c_in, c_out, groups, rows, taps):
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="a copy engine as Hopper's"
 )
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "tf32"], indirect=True)
-@pytest.mark.parametrize(("block_n", "warps", "stages"), [(128, 4, 2), (256, 8, 2), (256, 8, 3), (256, 8, 4)])
+@pytest.mark.parametrize(
+    ("block_n", "warps", "stages"), [(64, 4, 2), (128, 4, 2), (256, 8, 2), (256, 8, 3), (256, 8, 4)]
+)
 def test_the_copy_engine_brings_the_same_weights(dtype, block_n, warps, stages):
     table = scattered_map(700, 777, 27, 0.1).neighbors
     table[:, 300:600] = -1  # whole tiles without a tap

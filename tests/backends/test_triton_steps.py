@@ -216,6 +216,8 @@ def test_at_most_four_candidates_that_fit_the_card(dtype, channels, rows, groups
         ((128, 128), 300_000, 2, False),
         ((72, 128), 300_000, 1, False),  # not in whole tiles
         ((64, 64), 300_000, 1, False),
+        ((64, 64), 4_000_000, 1, True),
+        ((32, 32), 4_000_000, 1, False),
         ((256, 256), 50_000, 1, True),
     ],
 )

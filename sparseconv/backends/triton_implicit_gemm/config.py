@@ -218,7 +218,8 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
     shallow = replace(tile, stages=2)
     if block_n == 128 and work.dtype not in HALF:
         return [tile, shallow]  # its registers leave two blocks on a multiprocessor, whatever the stages
-    if block_n == 128 and whole and load > MANY_PROGRAMS:  # a descriptor takes the host 4 us
+    long = load > MANY_PROGRAMS if block_n == 128 else block_n == 64 and work.far and work.dtype in HALF
+    if whole and long:  # a descriptor takes the host 4 us
         shallow = replace(shallow, bulk=True)
     return [shallow, tile, replace(narrow, stages=2)]
 
