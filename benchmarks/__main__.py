@@ -24,10 +24,12 @@ from sparseconv.bench.command import (
     Out,
     Quantities,
     Quick,
+    Resume,
     Rounds,
     Scaling,
     Seconds,
     Shuffled,
+    begun_in,
 )
 from sparseconv.bench.facts import facts
 from sparseconv.bench.measure import Job
@@ -56,6 +58,7 @@ def gpu(
     processes: Annotated[int, typer.Option(help="Processes that compile at once, before anything is timed.")] = 8,
     caches: Caches = None,
     out: Out = None,
+    resume: Resume = False,
     plot: Picture = False,
     quick: Quick = False,
     device: Device = "cuda",
@@ -78,6 +81,7 @@ def gpu(
         caches=caches,
         pictures=_pictures(out) if plot else None,
         rounds=rounds,
+        begun=begun_in(out, device) if resume else None,
     )
     if not report.is_aimed_at(facts(device)):
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -26,6 +26,9 @@ Compare = Annotated[bool, typer.Option("--compare", help="Measure every peer tha
 Seconds = Annotated[float, typer.Option(help="Seconds of repeats a figure.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measure everything so often; the least of each time counts.")]
 Out = Annotated[Path | None, typer.Option("--json", help="Results file to write.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the results file: measure what a run that was stopped left out.")
+]
 Quick = Annotated[bool, typer.Option("--quick", help="A few cases, a minute or three.")]
 Shuffled = Annotated[bool, typer.Option(help="Measure shuffled rows beside the given order.")]
 Scaling = Annotated[bool, typer.Option("--scaling", help="Lines along voxels, channels, taps and occupancy, too.")]
@@ -44,6 +47,7 @@ def bench(
     rounds: Rounds = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     out: Out = None,
+    resume: Resume = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Folder for pictures of the results.")] = None,
     verify_claims: Annotated[
         bool, typer.Option("--verify-claims", help="Measure the README's numbers anew; fail on the first that is off.")
@@ -78,6 +82,32 @@ def bench(
     jobs = selection.layer_jobs(grid, names, kinds, where, seconds, shuffled, quantity or measure.QUANTITIES)
     if scaling:
         jobs = selection.with_lines(jobs, names, kinds[0], where, seconds)
+    begun = begun_in(out, where) if resume else None
     with tempfile.TemporaryDirectory() as folder:
         kept = out or (Path(folder) / "bench.json" if plot else None)
-        session.measured(jobs, console, kept, processes=4 if where == "cuda" else 0, pictures=plot, rounds=rounds)
+        processes = 4 if where == "cuda" else 0
+        session.measured(jobs, console, kept, processes=processes, pictures=plot, rounds=rounds, begun=begun)
+
+
+def begun_in(file: Path | None, device: str) -> dict[str, Any] | None:
+    """What a run that was stopped has written, to go on with; None where there is no such file yet.
+
+    Raises typer.BadParameter where it is of another machine, of other versions, or no results file.
+    """
+    from sparseconv.bench import report
+    from sparseconv.bench.facts import differing, facts
+
+    if file is None:
+        raise typer.BadParameter("--resume goes on with a results file: name it by --json")
+    if not file.exists():
+        return None
+    try:
+        found = report.read(file)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    others = differing(found["machine"], facts(device))
+    if others:
+        raise typer.BadParameter(
+            f"{file} was begun on a machine with another {', '.join(others)}: go on there, or name another file"
+        )
+    return found

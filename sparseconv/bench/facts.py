@@ -21,6 +21,8 @@ PACKAGES: tuple[str, ...] = (
     "spconv-cu126",
 )
 PACKAGES += ("spconv-triton", "MinkowskiEngine", "torchsparse", "flex-gemm", "warpconvnet", "fvdb-core")
+#: facts that are another at each look
+CHANGING = ("when", "load", "clocks.sm", "clocks.mem", "temperature.gpu")
 
 
 def facts(device: str) -> dict[str, Any]:
@@ -55,6 +57,17 @@ def facts(device: str) -> dict[str, Any]:
         found["capability"] = torch.backends.cpu.get_cpu_capability()
         found["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return found
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The facts in which two machines differ, but for those that change while one works.
+
+    >>> differing({"cpu": "a", "load": 0.1, "card": {"name": "x"}}, {"cpu": "a", "load": 3.0, "card": {"name": "y"}})
+    ['name']
+    """
+    flat = [{k: v for part in (found, found.get("card", {})) for k, v in part.items()} for found in (one, other)]
+    names = dict.fromkeys(name for found in flat for name in found if name != "card" and name not in CHANGING)
+    return [name for name in names if flat[0].get(name) != flat[1].get(name)]
 
 
 def revision(folder: Path) -> str | None:

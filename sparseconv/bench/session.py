@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sparseconv.bench import report, runner
 from sparseconv.bench.facts import facts
-from sparseconv.bench.measure import Job
+from sparseconv.bench.measure import COLD, Job, with_quantities
 from sparseconv.bench.timing import ceilings, clock_of
 
 Row = dict[str, Any]
@@ -30,9 +30,14 @@ class Kept(dict[Job, Row]):
     ) -> None:
         self._out, self._machine, self._peak, self._others = out, machine, peak, others
 
+    def times(self, job: Job) -> int:
+        """How often it was measured, or skipped for a reason; what failed was not."""
+        row = self.get(job, {"status": "failed"})
+        return row.get("times", 1) if row["status"] in ("measured", "skipped") else 0
+
     def keep(self, row: Row) -> None:
         """Take a row that was measured."""
-        job = Job.of({key: row[key] for key in Job.__dataclass_fields__})
+        job = job_of(row)
         self[job] = report.least(self[job], row) if job in self else row
         if self._out is not None:
             report.write(self._out, self._machine, [*self.with_rates(), *self._others], ceilings=self._peak)
@@ -40,6 +45,11 @@ class Kept(dict[Job, Row]):
     def with_rates(self) -> list[Row]:
         """The rows with what they make of the device's ceilings."""
         return [report.with_rates(row, self._peak) for row in self.values()]
+
+
+def job_of(row: Row) -> Job:
+    """What a row of results was measured for."""
+    return Job.of({key: row[key] for key in Job.__dataclass_fields__})
 
 
 def measured(
@@ -53,6 +63,7 @@ def measured(
     budget: float | None = None,
     pictures: Path | None = None,
     rounds: int = 1,
+    begun: dict[str, Any] | None = None,
 ) -> list[Row]:
     """Cold starts, then everything compiled side by side, then the figures; printed, written, drawn.
 
@@ -66,23 +77,29 @@ def measured(
         budget: seconds for all jobs together; those not reached are skipped.
         pictures: folder of pictures of ``out``; default: none.
         rounds: how often everything is measured, one round after another; the least of each time counts.
+        begun: what a run that was stopped has written; its rounds count, and its rows stay.
     """
     device = jobs[0].device
-    machine = facts(device)
-    starts = [runner.cold_starts(job) for job in first]
-    for row in starts:
+    machine, peak, rows = facts(device), {}, []
+    if begun is not None:
+        machine, peak, rows = begun["machine"], begun["ceilings"], begun["rows"]
+    starts = [row for row in rows if job_of(row).quantities == (COLD,)]
+    started = {job_of(row) for row in starts}
+    for row in [runner.cold_starts(job) for job in first if with_quantities(job, COLD) not in started]:
+        starts.append(row)
         said = row.get("reason") or f"{row.get('cold_s', 0):.1f} s, a second process {row.get('second_s') or 0:.1f} s"
         console.print(f"first gradients of {row['implementation']}, empty caches: {said}", highlight=False)
     with runner.compiled_kernels(caches) as folder:
         if processes > 1:
             compile_ours(jobs, console, processes, folder)
-        peak = ceilings(clock_of(device))
+        peak = peak or ceilings(clock_of(device))
         shown = ", ".join(f"{k} {v:.3g} {'TB/s' if k == 'copy' else 'TFLOP/s'}" for k, v in peak.items())
         console.print(f"ceilings: {shown}", highlight=False)
         kept = Kept(out, machine, peak, starts)
+        kept.update({job_of(row): row for row in rows if row not in starts})
         try:
-            for _ in range(rounds):
-                run(jobs, console, folder, kept.keep, budget)
+            for turn in range(rounds):
+                run([job for job in jobs if kept.times(job) <= turn], console, folder, kept.keep, budget)
         except KeyboardInterrupt:
             console.print(STOPPED)
     rows = kept.with_rates()

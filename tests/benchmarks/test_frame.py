@@ -13,7 +13,10 @@ import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
+import typer
+
 from sparseconv.bench import cases, check, facts, measure, report, runner, selection, session, stated, verify
+from sparseconv.bench.command import begun_in
 from sparseconv.bench.implementations import registry
 from sparseconv.bench.measure import Job
 from sparseconv.bench.timing import Clock, Spread
@@ -404,6 +407,33 @@ def test_the_best_of_the_others_is_the_least_of_all_committed_results(monkeypatc
     assert stated.best_other("shell_64", 1024, "forward") == min(their, cell["forward"]["best_other"])
 
 
+@pytest.mark.parametrize(
+    ("lazy", "steps", "want"), [(True, (5.0, 9.0), (4.0, "in_step")), (True, (5.0, 4.9), (2.0, "prepare")),
+                                (True, (5.0, 6.0), (2.0, "prepare")), (False, (5.0, 9.0), (2.0, "prepare"))]
+)  # fmt: skip
+def test_a_map_takes_no_less_than_its_preparation(lazy, steps, want):
+    class Still(Clock):
+        def samples(self, call, seconds):
+            return [2.0, 2.0, 2.5]
+
+        def time(self, call, seconds=0.6):
+            return Spread.of([next(times)])
+
+    class Some:
+        def settle(self):
+            pass
+
+        def prepare(self):
+            pass
+
+    times, some = iter(steps), Some()
+    some.lazy = lazy
+    found = measure._map(Still(), Job("some", "shell_64", 4), some, lambda: None)
+    assert (found["median"], found["by"]) == want
+    assert found["prepare"]["median"] == 2.0
+    assert found["in_step"]["median"] == max(0.0, steps[1] - steps[0])
+
+
 @pytest.mark.parametrize("stop", [None, 3])
 def test_of_several_rounds_the_least_of_each_time_counts(monkeypatch, tmp_path, stop):
     jobs = [Job("sparseconv", case, 4, "fp32", device="cpu", quantities=("step", "memory")) for case in ("a", "b")]
@@ -429,6 +459,60 @@ def test_of_several_rounds_the_least_of_each_time_counts(monkeypatch, tmp_path, 
         assert row["rates"]["step"]["tflops"] == pytest.approx(of_step, rel=1e-3)
     kept = report.read(tmp_path / "a.json")["rows"]
     assert [row["step"]["median"] for row in kept] == [row["step"]["median"] for row in rows]
+
+
+@pytest.mark.parametrize("stop", range(1, 5))
+def test_a_run_that_was_stopped_goes_on(monkeypatch, tmp_path, stop):
+    file = tmp_path / "a.json"
+    jobs = [Job("sparseconv", case, 4, "fp32", device="cpu", quantities=("step",)) for case in ("a", "b")]
+    times, said, cold = iter([3.0, 5.0, 4.0, 2.0]), [], []
+
+    def run(several, console, caches, keep, budget):
+        for job in several:
+            if len(said) == stop and begun is None:
+                raise KeyboardInterrupt
+            said.append(job.case)
+            keep(job.as_dict() | {"status": "measured", "voxels": 9, "pairs": 99, "step": {"median": next(times)}})
+
+    def started(job):
+        cold.append(job)
+        return measure.with_quantities(job, measure.COLD).as_dict() | {"status": "measured", "cold_s": 1.0}
+
+    monkeypatch.setattr(session, "run", run)
+    monkeypatch.setattr(session.runner, "cold_starts", started)
+    monkeypatch.setattr(session, "ceilings", lambda clock: {"fp32": float(len(said) + 1), "copy": 1.0})
+    for begun in (None, True, True):
+        begun = begun_in(file, "cpu") if begun else None
+        rows = session.measured(jobs, report.wide_console(), file, first=jobs[:1], rounds=2, begun=begun)
+        assert report.read(file)["ceilings"]["fp32"] == 1.0
+    assert said == ["a", "b", "a", "b"], "what was measured counts, and nothing is measured a third time"
+    assert [(row["step"]["median"], row["times"]) for row in rows] == [(3.0, 2), (2.0, 2)]
+    assert len(cold) == 1
+    kept = report.read(file)["rows"]
+    assert [row.get("cold_s", row.get("step", {}).get("median")) for row in kept] == [3.0, 2.0, 1.0]
+
+
+def test_what_failed_is_measured_again_where_a_run_goes_on():
+    row = Job("spconv", "a", 4, "fp32", device="cpu").as_dict()
+    for status, times in (("measured", 1), ("skipped", 1), ("crashed", 0), ("wrong", 0)):
+        kept = session.Kept(None, {}, {"fp32": 1.0, "copy": 1.0})
+        kept.keep(row | {"status": status})
+        assert kept.times(session.job_of(row)) == times
+
+
+def test_a_run_goes_on_only_where_it_was_begun(tmp_path):
+    file, here = tmp_path / "a.json", facts.facts("cpu")
+    assert begun_in(file, "cpu") is None
+    with pytest.raises(typer.BadParameter, match="name it by --json"):
+        begun_in(None, "cpu")
+    report.write(file, here | {"when": "yesterday", "load": 9.0}, [], ceilings={})
+    assert begun_in(file, "cpu") == report.read(file)
+    report.write(file, here | {"cpu": "another", "python": "2"}, [], ceilings={})
+    with pytest.raises(typer.BadParameter, match="begun on a machine with another python, cpu: go on there"):
+        begun_in(file, "cpu")
+    file.write_text("{}")
+    with pytest.raises(typer.BadParameter, match="is no results file"):
+        begun_in(file, "cpu")
 
 
 # ---- networks
