@@ -194,6 +194,29 @@ class _Linear(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.sparseconv, cls.name)(*args)
 
+    @classmethod
+    def vmap(cls, info: Any, dims: tuple[int | None, ...], *args: Any) -> tuple[torch.Tensor, int]:  # type: ignore[override]
+        """A batch of calls over one map, for torch.func.vmap: as many times the groups, in one call."""
+        size, (*tensors, (edges, length, groups, *rest)) = info.batch_size, args
+        shared = dims[0] is None and groups == 1 and cls is _Convolution and not rest[0]
+        if shared:  # then they are more output channels of the same rows
+            beside = [tensors[0], *(_beside(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
+        else:
+            beside, groups = [_beside(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
+        found = _call(cls, *beside, edges, length, groups, *rest)
+        return found.unflatten(-1, (size, found.shape[-1] // size)), found.ndim - 1
+
+
+def _beside(tensor: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:
+    """A batch of tensors side by side in their last axis; ``dim``: that of the batch, None where all have this one."""
+    if tensor is None:
+        return None
+    if dim is None:
+        batch = tensor.unsqueeze(-2).expand(*tensor.shape[:-1], size, tensor.shape[-1])
+    else:
+        batch = tensor.movedim(dim, -2)
+    return batch.reshape(*batch.shape[:-2], size * batch.shape[-1])
+
 
 class _Convolution(_Linear):
     name, num_tensors = "convolution", 3

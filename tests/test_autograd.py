@@ -146,6 +146,73 @@ def test_hessians_through_torch_func():
     assert torch.allclose(got, torch.autograd.grad((first * along).sum(), leaf)[0])
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_batches_under_vmap_are_those_of_a_loop(case):
+    """Of features, weights in either layout, biases, and of all at once; their gradients, one for each of the batch."""
+    plan = build(case)
+    xs, ws, gs = (torch.stack(several) for several in zip(*(operands(plan, case, seed=seed) for seed in (3, 4, 5))))
+    biases = torch.randn(3, case.c_out, dtype=torch.float64)
+    vmap, grad, run = torch.func.vmap, torch.func.grad, plan.execute
+
+    def loss(x, w, g):
+        return (run(x, w).square() * g).sum()
+
+    def same(got, want):
+        torch.testing.assert_close(got, torch.stack(want), rtol=1e-9, atol=1e-9)
+
+    same(vmap(run, (1, None))(xs.movedim(0, 1), ws[0]), [run(x, ws[0]) for x in xs])
+    same(vmap(run, (None, 2))(xs[0], ws.movedim(0, 2)), [run(xs[0], w) for w in ws])
+    same(vmap(run, out_dims=1)(xs, ws, biases).movedim(1, 0), [run(*several) for several in zip(xs, ws, biases)])
+    same(vmap(run, (None, None, 0))(xs[0], ws[0], biases), [run(xs[0], ws[0], b) for b in biases])
+    nested = vmap(lambda x: vmap(lambda w: run(x, w))(ws))(xs)
+    same(nested, [torch.stack([run(x, w) for w in ws]) for x in xs])
+    for argument in (0, 1):
+        one = grad(loss, argument)
+        same(vmap(one)(xs, ws, gs), [one(*several) for several in zip(xs, ws, gs)])
+        same(vmap(one, (None, 0, None))(xs[0], ws, gs[0]), [one(xs[0], w, gs[0]) for w in ws])
+    if plan.kernel_size is not None and len(plan.kernel_size) > 1:
+        theirs = ws.permute(0, 3, 2, 1).reshape(3, case.c_out, -1, *plan.kernel_size)
+        same(vmap(run, (None, 0))(xs[0], theirs), [run(xs[0], w) for w in theirs])
+
+
+def test_jacobians_and_hessians_are_those_of_double_backward():
+    case = named("submanifold")[0]
+    plan = build(case)
+    x, w, g = operands(plan, case)
+
+    def loss(w):
+        return (plan.execute(x, w).square() * g).sum()
+
+    along = torch.randn_like(w)
+    hessian = torch.func.jacrev(torch.func.grad(loss))(w)
+    leaf = w.clone().requires_grad_()
+    first = torch.autograd.grad(loss(leaf), leaf, create_graph=True)[0]
+    want = torch.autograd.grad((first * along).sum(), leaf)[0]
+    assert torch.allclose((hessian * along).sum((3, 4, 5)), want)
+    assert torch.allclose(hessian.flatten(3).flatten(0, 2), hessian.flatten(3).flatten(0, 2).t())
+    slopes = torch.func.jacrev(plan.execute)(x, w)
+    moved = torch.randn_like(x)
+    assert torch.allclose((slopes * moved).sum((2, 3)), plan.execute(moved, w))
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_an_ensemble_under_vmap(activation):
+    case = named("submanifold")[0]
+    plan = build(case)
+    x, w, _ = operands(plan, case)
+    epilogue = activation and getattr(sc.pointwise, activation)
+    bias, residual = torch.randn(case.c_out).double(), torch.randn(plan.kernel_map.num_out, case.c_out).double()
+    ws, ones = torch.stack([w, -w, 2 * w]), torch.ones(3, dtype=torch.float64)
+
+    def loss(w, one):
+        return plan.execute(x, w, bias, residual=one * residual, epilogue=epilogue).square().mean()
+
+    got = torch.func.vmap(torch.func.grad_and_value(loss))(ws, ones)
+    for item, several in enumerate(zip(ws, ones)):
+        for one, want in zip(got, torch.func.grad_and_value(loss)(*several)):
+            assert torch.allclose(one[item], want)
+
+
 def test_what_a_transform_left_behind_is_what_it_wrapped():
     case = named("submanifold")[0]
     plan = build(case)

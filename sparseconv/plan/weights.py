@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -36,6 +37,10 @@ def by_tap(weight: torch.Tensor, kernel: tuple[int, ...] | None, taps: int) -> t
     raise ValueError(f"the weight must be {accepted}; got {tuple(shape)}")
 
 
+#: whether there are functional transforms, which hand on tensors that live no longer than a call
+_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
 class PackedWeights:
     """Contiguous (K, C_in/G, C_out) copies of weights in the foreign layout, for calls that need no gradient.
 
@@ -51,7 +56,7 @@ class PackedWeights:
         """``view`` of ``weight``, contiguous."""
         if view.is_contiguous() or torch.compiler.is_compiling():
             return view
-        if weight.is_inference() or (torch.is_grad_enabled() and weight.requires_grad):
+        if weight.is_inference() or (torch.is_grad_enabled() and weight.requires_grad) or _transforms():
             return view.contiguous()
         if self._copies is None:
             self._copies = WeakTensorKeyDictionary()

@@ -150,6 +150,24 @@ class Transformed(torch.autograd.Function):
         _finish(ctx, inputs[0], inputs[1:], output, tuple(ctx.needs_input_grad[1:]))
 
     @staticmethod
+    def vmap(info: Any, dims: Any, function: PointwiseDynamicFunction, *args: Any) -> tuple[Any, Any]:  # type: ignore[override]
+        """A batch of calls, for torch.func.vmap: one more axis in front of all others."""
+        batched = {i: args[i].movedim(dim, 0) for i, dim in enumerate(dims[1:]) if dim is not None}
+        rank = max(batched[i].ndim - 1 if i in batched else args[i].ndim for i in function.schema.tensors)
+
+        def run(these: dict[int, torch.Tensor]) -> Any:
+            return Transformed.apply(function, *(these.get(i, arg) for i, arg in enumerate(args)))
+
+        narrow = rank and any(t.ndim == 1 for t in batched.values())  # of less say in the dtype than a vector has
+        if narrow or function.schema.index:
+            items = [run({i: t[item] for i, t in batched.items()}) for item in range(info.batch_size)]
+            several = not isinstance(items[0], torch.Tensor)
+            found = tuple(map(torch.stack, zip(*items))) if several else torch.stack(items)
+        else:
+            found = run({i: t.reshape(len(t), *(1,) * (rank + 1 - t.ndim), *t.shape[1:]) for i, t in batched.items()})
+        return found, 0 if isinstance(found, torch.Tensor) else (0,) * len(found)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return (None, *gradients(ctx, ctx.function, grads))
 

@@ -144,6 +144,20 @@ def test_functional_gradients(make):
         assert error(got[name], want.double()) < 2e-5
 
 
+def test_an_ensemble_of_networks():
+    """torch.func.vmap over the stacked weights of networks equals a loop over them, their gradients too."""
+    nets, x = [small().eval() for _ in range(3)], sparse()
+    weights, buffers = torch.func.stack_module_state(nets)
+
+    def loss(state, buffers):
+        return torch.func.functional_call(nets[0], (state, buffers), (x,)).features.square().sum()
+
+    got = torch.func.vmap(torch.func.grad(loss))(weights, buffers)
+    for item, net in enumerate(nets):
+        for (name, _), want in zip(net.named_parameters(), step(net, x)[1:]):
+            assert error(got[name][item], want.double()) < 2e-5
+
+
 def test_gradient_checkpointing():
     net, x = small().eval(), sparse()
     want = step(net, x)

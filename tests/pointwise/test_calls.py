@@ -241,6 +241,47 @@ def test_opcheck(name):
     torch.library.opcheck(function.op, args)
 
 
+def _same_as_a_loop(function, dims, *args):
+    size = next(arg.shape[dim] for arg, dim in zip(args, dims) if dim is not None)
+    items = [
+        function(*(arg if dim is None else arg.select(dim, item) for arg, dim in zip(args, dims)))
+        for item in range(size)
+    ]
+    found = torch.func.vmap(function, dims)(*args)
+    several = isinstance(found, tuple)
+    for one, many in zip(found if several else [found], zip(*items) if several else [items]):
+        assert one.dtype == many[0].dtype
+        assert_close(one, torch.stack(many))
+
+
+@pytest.mark.parametrize("name", ["relu", "silu", "gelu", "softplus", "mish", "tanh"])
+def test_batches_under_vmap(name):
+    function, x = getattr(pw, name), torch.randn(4, 3, 5)
+
+    def first(x):
+        return torch.func.grad(lambda x: function(x).square().sum())(x)
+
+    def second(x):
+        return torch.func.grad(lambda x: first(x).square().sum())(x)
+
+    for run in (function, first, second):
+        for dim in (0, 2, -1):
+            _same_as_a_loop(run, (dim,), x)
+    assert torch.func.jacrev(function)(x).shape == x.shape * 2
+
+
+def test_batches_of_some_arguments_under_vmap():
+    x, y, z = torch.randn(4, 3, 5), torch.randn(5, 4), torch.randn(4, dtype=torch.float64)
+    _same_as_a_loop(pw.add, (0, 1), x, y)
+    _same_as_a_loop(pw.mul, (None, 2), x, y.reshape(1, 5, 4))
+    _same_as_a_loop(pw.mul, (0, 0), x, z)  # a number of another dtype does not widen the vectors
+    _same_as_a_loop(pw.mul, (0, 0), z.float(), z)
+    _same_as_a_loop(pw.where, (0, None, 0), x > 0, x[1], x)
+    _same_as_a_loop(lambda x: pw.dropout(x, 0.5, seed=7), (0,), x)
+    _same_as_a_loop(lambda x: torch.func.vmap(pw.gelu)(x), (1,), x)
+    _same_as_a_loop(lambda x, y: three(x, y, 2), (0, None), x, y[0, 0].expand(3, 5))
+
+
 def test_under_a_function_transform():
     x = torch.randn(5)
     grad = torch.func.grad(lambda x: pw.silu(x).sum())(x)
