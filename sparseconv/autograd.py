@@ -195,6 +195,12 @@ class _Linear(torch.autograd.Function):
             return getattr(torch.ops.sparseconv, cls.name)(*args)
 
     @classmethod
+    def jvp(cls, ctx: Any, *tangents: Any) -> torch.Tensor:
+        """The derivative along tangents of both factors and of the bias, for torch.func.jvp."""
+        (one, other), (of_one, of_other, *bias) = ctx.saved_tensors, tangents[:-1]
+        return _call(cls, of_one, other, *bias, *ctx.call) + _call(cls, one, of_other, *(None for _ in bias), *ctx.call)
+
+    @classmethod
     def vmap(cls, info: Any, dims: tuple[int | None, ...], *args: Any) -> tuple[torch.Tensor, int]:  # type: ignore[override]
         """A batch of calls over one map, for torch.func.vmap: as many times the groups, in one call."""
         size, (*tensors, (edges, length, groups, *rest)) = info.batch_size, args
@@ -231,6 +237,8 @@ class _Convolution(_Linear):
         x, weight, _, ctx.call = inputs
         of_x, of_weight, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        if _transforms():
+            ctx.save_for_forward(x, weight)
         ctx.sizes = x.shape[0], weight.shape[0]
         ctx.kernel_map = kernel_map = _alive(ctx.call[0])
         if of_weight and kernel_map is not None:
@@ -266,6 +274,8 @@ class _WeightGradient(_Linear):
         x, grad, ctx.call = inputs
         of_x, of_grad, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_grad else None, grad if of_x else None)
+        if _transforms():
+            ctx.save_for_forward(x, grad)
         ctx.sizes = x.shape[0], grad.shape[0]
         ctx.kernel_map = _alive(ctx.call[0])
 

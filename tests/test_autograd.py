@@ -190,9 +190,31 @@ def test_jacobians_and_hessians_are_those_of_double_backward():
     want = torch.autograd.grad((first * along).sum(), leaf)[0]
     assert torch.allclose((hessian * along).sum((3, 4, 5)), want)
     assert torch.allclose(hessian.flatten(3).flatten(0, 2), hessian.flatten(3).flatten(0, 2).t())
+    assert torch.allclose(torch.func.hessian(loss)(w), hessian)
     slopes = torch.func.jacrev(plan.execute)(x, w)
+    assert torch.allclose(torch.func.jacfwd(plan.execute)(x, w), slopes)
     moved = torch.randn_like(x)
     assert torch.allclose((slopes * moved).sum((2, 3)), plan.execute(moved, w))
+
+
+@pytest.mark.parametrize("case", named("submanifold", "strided_overlap", "grouped", "inverse", "no_pairs"), ids=str)
+def test_forward_mode_is_the_product_rule(case):
+    plan = build(case)
+    x, w, g = operands(plan, case)
+    along_x, along_w = torch.randn_like(x), torch.randn_like(w)
+    bias, along_bias = torch.randn(2, case.c_out, dtype=torch.float64)
+    jvp, run = torch.func.jvp, plan.execute
+    y, slope = jvp(run, (x, w, bias), (along_x, along_w, along_bias))
+    assert torch.allclose(y, run(x, w, bias))
+    assert torch.allclose(slope, run(along_x, w, along_bias) + run(x, along_w))
+    assert torch.allclose(jvp(lambda x: run(x, w, bias), (x,), (along_x,))[1], run(along_x, w))
+    assert torch.allclose(jvp(lambda b: run(x, w, b), (bias,), (along_bias,))[1], along_bias.expand_as(g))
+
+    def loss(w):
+        return (run(x, w, bias).pow(3) * g).sum()
+
+    forward = torch.func.grad(lambda w: jvp(loss, (w,), (along_w,))[1])(w)
+    assert torch.allclose(forward, jvp(torch.func.grad(loss), (w,), (along_w,))[1])
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
