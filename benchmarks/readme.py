@@ -52,7 +52,7 @@ class Section:
             "run, a quarter of a second each, of which the less counts, and theirs are the least of all runs. In "
             "[longer windows](benchmarks/results/h200_gpu_long.json) the card's power limit adds a few percent where "
             "layers are large; those of 256 and 512 channels have become "
-            "[faster since](benchmarks/results/h200_gpu_two_commands.json).",
+            "[faster since](benchmarks/results/h200_gpu_rounds.json).",
             "",
             "![Their time over ours: forward, training step, map](docs/pictures/h200_gpu_relative.png)",
             "",

@@ -24,7 +24,9 @@ Quantities = Annotated[
 ]
 Compare = Annotated[bool, typer.Option("--compare", help="Measure every peer that can be imported, too.")]
 Seconds = Annotated[float, typer.Option(help="Seconds of repeats a figure.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Measure everything so often; the least of each time counts.")]
+Rounds = Annotated[
+    int, typer.Option(min=1, help="Measure up to so often while the host is slow; the least of each time counts.")
+]
 Out = Annotated[Path | None, typer.Option("--json", help="Results file to write.")]
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on with the results file: measure what a run that was stopped left out.")

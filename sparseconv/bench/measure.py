@@ -14,7 +14,7 @@ import torch
 
 from sparseconv.bench import cases, check
 from sparseconv.bench.implementations import Convolution, registry
-from sparseconv.bench.timing import DTYPES, Clock, Spread, clock_of, precision
+from sparseconv.bench.timing import DTYPES, Clock, Samples, Spread, clock_of, precision
 
 #: from coordinates to everything that a training step needs
 MAP = "map"
@@ -203,7 +203,7 @@ def _map(clock: Clock, job: Job, convolution: Convolution, step: Callable[[], No
     """
     convolution.settle()
 
-    def part() -> list[float]:
+    def part() -> Samples:
         return clock.samples(convolution.prepare, job.seconds / 3)
 
     samples = part()
@@ -217,7 +217,7 @@ def _map(clock: Clock, job: Job, convolution: Convolution, step: Callable[[], No
     both = clock.time(anew, job.seconds)
     alone = Spread.of(samples + part())
     found: dict[str, Any] = {"prepare": alone.as_dict()}
-    gap = {"median": max(0.0, both.median - plain.median), "repeats": both.repeats}
+    gap = {"median": max(0.0, both.median - plain.median), "repeats": both.repeats, "pace": max(both.pace, plain.pace)}
     found["in_step"] = gap
     if convolution.lazy and gap["median"] > alone.median:
         return found | {**gap, "by": "in_step"}

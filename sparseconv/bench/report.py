@@ -30,16 +30,28 @@ def targets() -> dict[str, Any]:
 
 
 def least(before: Row, now: Row) -> Row:
-    """The row measured now, with those times of the ones before that were less, and how often that makes."""
+    """The row measured now, with those times of the ones before that were less, and how often that makes.
+
+    Each says the host's pace where that was quickest: the host is not what a time waits for that came to no less then.
+    """
     now = now | {"times": before.get("times", 1) + 1}
     if {before["status"], now["status"]} != {"measured"}:
         return now
+    for name in now["quantities"]:
+        one, other = before.get(name), now.get(name)
+        if not isinstance(one, dict) or not isinstance(other, dict):
+            continue
+        if one.get("median", math.inf) < other.get("median", math.inf):
+            now[name] = one
+        if "pace" in one and "pace" in other:
+            now[name] = now[name] | {"pace": min(one["pace"], other["pace"])}
+    return now
 
-    def median(row: Row, quantity: str) -> float:
-        cell = row.get(quantity)
-        return cell.get("median", math.inf) if isinstance(cell, dict) else math.inf
 
-    return now | {name: before[name] for name in now["quantities"] if median(before, name) < median(now, name)}
+def pace(row: Row) -> float | None:
+    """The host's slowest pace, in microseconds, while the row's times were taken; None where none says."""
+    found = [cell["pace"] for cell in row.values() if isinstance(cell, dict) and "pace" in cell]
+    return max(found, default=None)
 
 
 def is_aimed_at(machine: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from sparseconv.bench.timing import ceilings, clock_of
 
 Row = dict[str, Any]
 STOPPED = "[yellow]stopped[/]: what was done until here follows"
+#: a host is slow that takes this much of its quickest time for the same piece of Python
+SLOW = 1.2
 
 
 class Kept(dict[Job, Row]):
@@ -34,6 +37,19 @@ class Kept(dict[Job, Row]):
         """How often it was measured, or skipped for a reason; what failed was not."""
         row = self.get(job, {"status": "failed"})
         return row.get("times", 1) if row["status"] in ("measured", "skipped") else 0
+
+    def is_due(self, job: Job, turn: int) -> bool:
+        """Whether it is to be measured in the round of this number: first of all, or while the host was slow for it."""
+        times = self.times(job)
+        if times == 0:
+            return True
+        return times <= turn and self[job]["status"] == "measured" and self.slowness(job) > SLOW
+
+    def slowness(self, job: Job) -> float:
+        """How many times its quickest of this run the host took while a job was measured; infinite where none says."""
+        paces = [found for row in self.values() if (found := report.pace(row)) is not None]
+        mine = report.pace(self[job])
+        return math.inf if mine is None else mine / min(paces)
 
     def keep(self, row: Row) -> None:
         """Take a row that was measured."""
@@ -76,7 +92,8 @@ def measured(
         caches: folder of compiled kernels; default: one that goes.
         budget: seconds for all jobs together; those not reached are skipped.
         pictures: folder of pictures of ``out``; default: none.
-        rounds: how often everything is measured, one round after another; the least of each time counts.
+        rounds: how often a job is measured, one round after another, while the host was slow for it; the least of each
+            time counts.
         begun: what a run that was stopped has written; its rounds count, and its rows stay.
     """
     device = jobs[0].device
@@ -99,7 +116,7 @@ def measured(
         kept.update({job_of(row): row for row in rows if row not in starts})
         try:
             for turn in range(rounds):
-                run([job for job in jobs if kept.times(job) <= turn], console, folder, kept.keep, budget)
+                run([job for job in jobs if kept.is_due(job, turn)], console, folder, kept.keep, budget)
         except KeyboardInterrupt:
             console.print(STOPPED)
     rows = kept.with_rates()
@@ -109,6 +126,10 @@ def measured(
     console.print(report.layer_table(report.joined(rows), title, aims))
     for sentence in report.reasons(report.joined(rows)):
         console.print(f"[dim]{sentence}[/]", highlight=False)
+    late = [found for job in kept if SLOW < (found := kept.slowness(job)) < math.inf]
+    if late:
+        said = f"the host was slow for {len(late)} of {len(kept)} jobs, up to {max(late):.1f} times its quickest"
+        console.print(f"[dim]{said}: --rounds measures such ones again[/]", highlight=False)
     if out is not None:
         console.print(f"wrote {out}", highlight=False)
         if pictures is not None:

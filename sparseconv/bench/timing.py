@@ -1,16 +1,17 @@
 """Two clocks with one face: CUDA events on a card, the wall clock on a CPU; milliseconds and bytes.
 
 The protocol: two calls that do not count, then repeats for about 0.6 s, one after another without waiting between them;
-the median, and the span of the middle 80 % beside it.
+the median, and the span of the middle 80 % beside it. What the host had to do meanwhile stands there as its pace.
 """
 
 from __future__ import annotations
 
 import ctypes
 import platform
+import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,21 +22,48 @@ from sparseconv import memory
 WARM_UPS = 2
 #: repeats of one figure: no fewer, no more
 FEWEST, MOST = 5, 2000
+#: milliseconds of repeats between two looks at the host's pace
+LOOK_MS = 50.0
+
+
+def pace() -> float:
+    """Microseconds that a fixed piece of Python takes here and now, the median of twenty: a millisecond in all."""
+    found = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        kept: dict[int, tuple[int, str]] = {}
+        for i in range(300):
+            kept[i & 63] = (i, str(i & 7))
+            kept.get(i & 31)
+        found.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(found)
+
+
+@dataclass
+class Samples:
+    """Milliseconds of each repeat, and the host's `pace` at moments between them."""
+
+    times: list[float] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)
+
+    def __add__(self, other: Samples) -> Samples:
+        return Samples(self.times + other.times, self.paces + other.paces)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Milliseconds of one figure: median, the 10 % and 90 % quantiles, and how many repeats."""
+    """Milliseconds of one figure: median, the 10 % and 90 % quantiles, how many repeats; the host's median `pace`."""
 
     median: float
     p10: float
     p90: float
     repeats: int
+    pace: float
 
     @classmethod
-    def of(cls, samples: list[float]) -> Spread:
-        p10, median, p90 = (float(v) for v in np.quantile(np.asarray(samples), (0.1, 0.5, 0.9)))
-        return cls(median, p10, p90, len(samples))
+    def of(cls, samples: Samples) -> Spread:
+        p10, median, p90 = (float(v) for v in np.quantile(np.asarray(samples.times), (0.1, 0.5, 0.9)))
+        return cls(median, p10, p90, len(samples.times), statistics.median(samples.paces))
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)
@@ -58,19 +86,26 @@ class Clock:
         self.wait()
         return 1e3 * (time.perf_counter() - begin)
 
-    def _repeat(self, call: Callable[[], object], count: int) -> list[float]:
-        return [self.once(call) for _ in range(count)]
+    def _repeat(self, call: Callable[[], object], count: int, each: int) -> Samples:
+        """So many samples, and a look at the host's pace before each ``each`` of them."""
+        found = Samples()
+        for i in range(count):
+            if i % each == 0:
+                found.paces.append(pace())
+            found.times.append(self.once(call))
+        return found
 
     def time(self, call: Callable[[], object], seconds: float = 0.6) -> Spread:
         """The median of repeats for about ``seconds``, after two calls that do not count."""
         return Spread.of(self.samples(call, seconds))
 
-    def samples(self, call: Callable[[], object], seconds: float) -> list[float]:
-        """What `time` takes the median of, in milliseconds."""
+    def samples(self, call: Callable[[], object], seconds: float) -> Samples:
+        """What `time` takes the median of."""
         for _ in range(WARM_UPS):
             call()
         guess = max(1e-3, self.once(call))
-        return self._repeat(call, int(min(MOST, max(self.fewest, 1e3 * seconds / guess))))
+        count = int(min(MOST, max(self.fewest, 1e3 * seconds / guess)))
+        return self._repeat(call, count, max(1, int(LOOK_MS / guess)))
 
     def peak(self, call: Callable[[], object]) -> int | None:
         """Bytes that one call has at most beyond those held before it; None where this system does not say."""
@@ -88,7 +123,7 @@ class Clock:
 
 
 class CudaClock(Clock):
-    """CUDA events around every repeat, the queue never drained in between."""
+    """CUDA events around every repeat; nobody waits in between: the queue is empty only where the host is late."""
 
     device = "cuda"
     fewest = FEWEST
@@ -96,16 +131,18 @@ class CudaClock(Clock):
     def wait(self) -> None:
         torch.cuda.synchronize()
 
-    def _repeat(self, call: Callable[[], object], count: int) -> list[float]:
+    def _repeat(self, call: Callable[[], object], count: int, each: int) -> Samples:
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-        stream = torch.cuda.current_stream()  # looked up once, not at each event
+        stream, paces = torch.cuda.current_stream(), []  # looked up once, not at each event
         self.wait()
-        for begin, end in pairs:
-            begin.record(stream)
-            call()
-            end.record(stream)
+        for first in range(0, count, each):
+            paces.append(pace())
+            for begin, end in pairs[first : first + each]:
+                begin.record(stream)
+                call()
+                end.record(stream)
         self.wait()
-        return [begin.elapsed_time(end) for begin, end in pairs]
+        return Samples([begin.elapsed_time(end) for begin, end in pairs], paces)
 
     def peak(self, call: Callable[[], object]) -> int | None:
         """As asked for: blocks of torch's allocator are larger by what the calls before left it."""

@@ -15,11 +15,11 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 import typer
 
-from sparseconv.bench import cases, check, facts, measure, report, runner, selection, session, stated, verify
+from sparseconv.bench import cases, check, facts, measure, report, runner, selection, session, stated, timing, verify
 from sparseconv.bench.command import begun_in
 from sparseconv.bench.implementations import registry
 from sparseconv.bench.measure import Job
-from sparseconv.bench.timing import Clock, Spread
+from sparseconv.bench.timing import Clock, Samples, Spread
 from sparseconv.nn import graphs
 from tests import oracle
 
@@ -294,7 +294,46 @@ def test_the_clock_counts_every_repeat():
 
 
 def test_spread_is_of_the_samples():
-    assert Spread.of([1.0, 2.0, 3.0]).median == 2.0
+    spread = Spread.of(Samples([1.0, 2.0], [7.0, 40.0]) + Samples([3.0], [6.0]))
+    assert (spread.median, spread.repeats, spread.pace) == (2.0, 3, 7.0)
+
+
+def test_the_clock_looks_at_the_host_between_repeats(monkeypatch):
+    said = []
+    monkeypatch.setattr(timing, "pace", lambda: said.append("pace") or 30.0)
+    monkeypatch.setattr(timing, "LOOK_MS", 2.5)
+    clock = Clock()
+    monkeypatch.setattr(clock, "once", lambda call: said.append("call") or 1.0)
+    samples = clock.samples(lambda: None, 0.005)
+    assert said == ["call", "pace", "call", "call", "pace", "call", "call", "pace", "call"]
+    assert (samples.times, samples.paces) == ([1.0] * 5, [30.0] * 3)
+
+
+def test_the_clock_of_a_card_looks_at_the_host_and_waits_at_the_ends(monkeypatch):
+    said, stream = [], object()
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, on):
+            assert on is stream
+            self.at = len(said)
+
+        def elapsed_time(self, end):
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: said.append("wait"))
+    monkeypatch.setattr(timing, "pace", lambda: said.append("pace") or 30.0)
+    samples = timing.CudaClock()._repeat(lambda: said.append("call"), 5, 2)
+    assert said == ["wait", "pace", "call", "call", "pace", "call", "call", "pace", "call", "wait"]
+    assert (samples.times, samples.paces) == ([1.0] * 5, [30.0] * 3), "no look is inside of a repeat"
+
+
+def test_pace_is_of_some_work():
+    assert 1.0 < timing.pace() < 10_000.0
 
 
 def test_peak_memory_sees_a_buffer():
@@ -414,10 +453,10 @@ def test_the_best_of_the_others_is_the_least_of_all_committed_results(monkeypatc
 def test_a_map_takes_no_less_than_its_preparation(lazy, steps, want):
     class Still(Clock):
         def samples(self, call, seconds):
-            return [2.0, 2.0, 2.5]
+            return Samples([2.0, 2.0, 2.5], [30.0])
 
         def time(self, call, seconds=0.6):
-            return Spread.of([next(times)])
+            return Spread.of(Samples([next(times)], [next(paces)]))
 
     class Some:
         def settle(self):
@@ -426,12 +465,13 @@ def test_a_map_takes_no_less_than_its_preparation(lazy, steps, want):
         def prepare(self):
             pass
 
-    times, some = iter(steps), Some()
+    times, paces, some = iter(steps), iter((45.0, 60.0)), Some()
     some.lazy = lazy
     found = measure._map(Still(), Job("some", "shell_64", 4), some, lambda: None)
     assert (found["median"], found["by"]) == want
     assert found["prepare"]["median"] == 2.0
     assert found["in_step"]["median"] == max(0.0, steps[1] - steps[0])
+    assert found["pace"] == (60.0 if found["by"] == "in_step" else 30.0), "of what it was measured by"
 
 
 @pytest.mark.parametrize("stop", [None, 3])
@@ -459,6 +499,35 @@ def test_of_several_rounds_the_least_of_each_time_counts(monkeypatch, tmp_path, 
         assert row["rates"]["step"]["tflops"] == pytest.approx(of_step, rel=1e-3)
     kept = report.read(tmp_path / "a.json")["rows"]
     assert [row["step"]["median"] for row in kept] == [row["step"]["median"] for row in rows]
+
+
+def test_rounds_measure_again_what_the_host_was_slow_for(monkeypatch, tmp_path):
+    jobs = [Job("sparseconv", case, 4, "fp32", device="cpu", quantities=("step",)) for case in ("a", "b", "c", "d")]
+    cells = {
+        "a": [(3.0, 60.0), (2.5, 31.0)],  # slow at first, as is seen once b was quick
+        "b": [(3.0, 30.0)],
+        "c": [(3.0, 50.0), (3.5, 33.0)],  # no quicker on a quick host, which it does not wait for
+        "d": [(3.0, 40.0), (3.0, 50.0), (2.0, 70.0)],  # never measured while the host was quick
+    }
+    said = []
+
+    def run(several, console, caches, keep, budget):
+        for job in several:
+            ms, us = cells[job.case][said.count(job.case)]
+            said.append(job.case)
+            row = job.as_dict() | {"status": "measured", "voxels": 9, "pairs": 99}
+            keep(row | {"step": {"median": ms, "p10": ms, "p90": ms, "repeats": 9, "pace": us}})
+
+    monkeypatch.setattr(session, "run", run)
+    monkeypatch.setattr(session, "ceilings", lambda clock: {"fp32": 1.0, "copy": 1.0})
+    console = report.wide_console()
+    with console.capture() as capture:
+        rows = session.measured(jobs, console, tmp_path / "a.json", rounds=3)
+    assert said == [*"abcd", *"acd", "d"]
+    assert [(row["step"]["median"], row["step"]["pace"]) for row in rows] == [
+        (2.5, 31.0), (3.0, 30.0), (3.0, 33.0), (2.0, 40.0)
+    ]  # fmt: skip
+    assert "the host was slow for 1 of 4 jobs, up to 1.3 times its quickest: --rounds" in capture.get()
 
 
 @pytest.mark.parametrize("stop", range(1, 5))
