@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.registry import choose
 from sparseconv.geometry.kernel_map import KernelMap
@@ -114,9 +115,8 @@ def _gradients(
 
 #: types of tensors to which nobody listens, and of absent ones
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
-#: how many dispatch modes there are, whether there are functional transforms, and whether autocast is on for any device
+#: how many dispatch modes there are, and whether autocast is on for any device
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 casts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 #: the tensor that a functional transform wrapped which has ended, else the one given
 _unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
@@ -126,24 +126,25 @@ def _direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether nobody listens between a call and its kernel, so that it may skip torch's dispatcher.
 
     Two passes through Python kernels of the dispatcher cost as much as launching a small layer. They are needed where
-    someone traces, fakes, counts or casts.
+    someone traces, fakes, counts, casts or differentiates forward.
     """
     return (
         type(x) in _PLAIN
         and _PLAIN.issuperset(map(type, others))
         and not _modes()
+        and not transforms.forward_mode()
         and not (casts() and torch.is_autocast_enabled(x.device.type))
     )
 
 
 def _is_last(*tensors: torch.Tensor) -> bool:
     """Whether both gradients of a convolution are wanted as they are, without derivatives of their own."""
-    return not torch.is_grad_enabled() and not _transforms() and _direct(*tensors)
+    return not torch.is_grad_enabled() and not transforms.active() and _direct(*tensors)
 
 
 def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
     tensors = args[: function.num_tensors]
-    if _transforms():  # which see through autograd functions only
+    if transforms.active():  # which see through autograd functions only
         return function.apply(*tensors, args[len(tensors) :])
     if not _direct(*tensors):
         return getattr(torch.ops.sparseconv, function.name)(*args)
@@ -196,7 +197,7 @@ class _Linear(torch.autograd.Function):
 
     @classmethod
     def jvp(cls, ctx: Any, *tangents: Any) -> torch.Tensor:
-        """The derivative along tangents of both factors and of the bias, for torch.func.jvp."""
+        """The derivative along tangents of both factors and of the bias, for forward mode."""
         (one, other), (of_one, of_other, *bias) = ctx.saved_tensors, tangents[:-1]
         return _call(cls, of_one, other, *bias, *ctx.call) + _call(cls, one, of_other, *(None for _ in bias), *ctx.call)
 
@@ -206,14 +207,14 @@ class _Linear(torch.autograd.Function):
         size, (*tensors, (edges, length, groups, *rest)) = info.batch_size, args
         shared = dims[0] is None and groups == 1 and cls is _Convolution and not rest[0]
         if shared:  # then they are more output channels of the same rows
-            beside = [tensors[0], *(_beside(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
+            beside = [tensors[0], *(side_by_side(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
         else:
-            beside, groups = [_beside(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
+            beside, groups = [side_by_side(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
         found = _call(cls, *beside, edges, length, groups, *rest)
         return found.unflatten(-1, (size, found.shape[-1] // size)), found.ndim - 1
 
 
-def _beside(tensor: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:
+def side_by_side(tensor: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:
     """A batch of tensors side by side in their last axis; ``dim``: that of the batch, None where all have this one."""
     if tensor is None:
         return None
@@ -237,7 +238,7 @@ class _Convolution(_Linear):
         x, weight, _, ctx.call = inputs
         of_x, of_weight, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        if _transforms():
+        if transforms.active():
             ctx.save_for_forward(x, weight)
         ctx.sizes = x.shape[0], weight.shape[0]
         ctx.kernel_map = kernel_map = _alive(ctx.call[0])
@@ -274,7 +275,7 @@ class _WeightGradient(_Linear):
         x, grad, ctx.call = inputs
         of_x, of_grad, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_grad else None, grad if of_x else None)
-        if _transforms():
+        if transforms.active():
             ctx.save_for_forward(x, grad)
         ctx.sizes = x.shape[0], grad.shape[0]
         ctx.kernel_map = _alive(ctx.call[0])
@@ -435,7 +436,7 @@ def fused_convolution(
     """
     call = (edges, rows, groups, backend)
     tensors = (x, weight, bias, residual)
-    traced = torch.compiler.is_compiling() or _transforms()
+    traced = torch.compiler.is_compiling() or transforms.active()
     if traced or not _direct(*tensors):
         z = convolution(x, weight, bias, *call)
         z = z if residual is None else z + residual

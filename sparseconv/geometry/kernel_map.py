@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.geometry.aside import Moment, appending, building
 
 if TYPE_CHECKING:
@@ -335,4 +336,4 @@ class KernelMap:
 
 def undifferentiated() -> AbstractContextManager[Any]:
     """A context without the transforms of torch.func: edges do not depend on what these differentiate."""
-    return torch._C._DisableFuncTorch() if torch._C._are_functorch_transforms_active() else _NOTHING
+    return torch._C._DisableFuncTorch() if transforms.functional() else _NOTHING

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparseconv import pointwise
+from sparseconv import pointwise, transforms
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.convolution import ConvolutionModule
 from sparseconv.nn.features import ELU, GELU, LeakyReLU, Linear, ReLU, Sigmoid, SiLU, Tanh
@@ -166,6 +166,7 @@ def _can_join(x: Any, conv: Any, norm: Any, activation: Any) -> bool:
         and norm.num_features == conv.out_channels
         and not x.grid.is_shared
         and not torch.compiler.is_compiling()
+        and not transforms.active()
         and not hooked(conv, norm, activation)
     )
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.nn import normalize
 from sparseconv.nn.normalize import Norm
 
@@ -130,4 +131,4 @@ def others_save() -> bool:
 
 def is_direct() -> bool:
     """Whether nobody looks between operations."""
-    return not (torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack())
+    return not (transforms.active() or torch._C._len_torch_dispatch_stack())

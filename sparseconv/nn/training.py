@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.autograd import adjoint, adjoint_onto, convolution, number_of, weight_gradient
 from sparseconv.geometry.aside import current, forget_workspaces
 from sparseconv.geometry.kernel_map import KernelMap
@@ -342,7 +343,7 @@ def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
         or (training and mean is not None and (momentum is None or var is None or tracked is None))
         or torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
+        or transforms.active()
     ):
         return False
     device = x.get_device()

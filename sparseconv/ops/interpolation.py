@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.geometry.grid import INT32, VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.ops.rows import check_rows
@@ -142,7 +143,8 @@ class Interpolation:
             )
         there, back = self._scale_infos[::-1] if splat else self._scale_infos
         with torch.autocast(x.device.type, enabled=False):  # positions need more bits than halves have
-            if points is None or not points.requires_grad or self.mode == "nearest":
+            follows = points is not None and (points.requires_grad or transforms.active())
+            if points is None or not follows or self.mode == "nearest":
                 return sparse_scale(x, there, back)
             infos = self._splat_infos if splat else self._product_infos
             return sparse_vecsca(x, self.weights(points).flatten(), *infos).to(x.dtype)

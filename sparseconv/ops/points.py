@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from sparseconv.autograd import side_by_side
 from sparseconv.ops.rows import check_rows, kept
 from sparseconv.products import SparseScaleInfo, sparse_scale
 
@@ -125,10 +126,23 @@ class _Choice(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
         _, winners, rows, ctx.adjoint = inputs
         ctx.save_for_backward(winners, rows)
+        ctx.save_for_forward(winners, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         return _Choice.apply(grad, *ctx.saved_tensors, not ctx.adjoint), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
+        return _Choice.apply(along, *ctx.saved_tensors, ctx.adjoint)
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, int]:
+        size = info.batch_size
+        y = _Choice.apply(*(side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
+        return y.unflatten(-1, (size, -1)), 1
 
 
 def voxelize_features(

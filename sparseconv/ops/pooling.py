@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sparseconv.autograd import side_by_side
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.ops.items import split_items
@@ -187,6 +188,7 @@ class _WinnerSum(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
         _, winners, *ctx.rest = inputs
         ctx.save_for_backward(winners)
+        ctx.save_for_forward(winners)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
@@ -198,6 +200,16 @@ class _WinnerSum(torch.autograd.Function):
             None,
             None,
         )
+
+    @staticmethod
+    def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
+        return _WinnerSum.apply(along, ctx.saved_tensors[0], *ctx.rest)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:  # type: ignore[override]
+        size = info.batch_size
+        y = _WinnerSum.apply(*(side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
+        return y.unflatten(-1, (size, -1)), 1
 
 
 class _Max(torch.autograd.Function):
@@ -226,10 +238,20 @@ class _Max(torch.autograd.Function):
         ctx.kernel_map = inputs[1]
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(output[1])
+        ctx.save_for_forward(output[1])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple:  # type: ignore[override]
         return _WinnerSum.apply(grad, ctx.saved_tensors[0], ctx.kernel_map, True, False), None
+
+    @staticmethod
+    def jvp(ctx: Any, along: torch.Tensor, _: None) -> tuple:  # type: ignore[override]
+        return _WinnerSum.apply(along, ctx.saved_tensors[0], ctx.kernel_map, False, True), None
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple, x: torch.Tensor, kernel_map: KernelMap) -> tuple[tuple, tuple[int, int]]:  # type: ignore[override]
+        found = _Max.apply(side_by_side(x, dims[0], info.batch_size), kernel_map)
+        return tuple(t.unflatten(-1, (info.batch_size, -1)) for t in found), (1, 1)
 
 
 def _seen(edges: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

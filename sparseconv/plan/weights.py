@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from sparseconv import transforms
 
 
 def by_tap(weight: torch.Tensor, kernel: tuple[int, ...] | None, taps: int) -> torch.Tensor:
@@ -37,10 +38,6 @@ def by_tap(weight: torch.Tensor, kernel: tuple[int, ...] | None, taps: int) -> t
     raise ValueError(f"the weight must be {accepted}; got {tuple(shape)}")
 
 
-#: whether there are functional transforms, which hand on tensors that live no longer than a call
-_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
 class PackedWeights:
     """Contiguous (K, C_in/G, C_out) copies of weights in the foreign layout, for calls that need no gradient.
 
@@ -56,8 +53,8 @@ class PackedWeights:
         """``view`` of ``weight``, contiguous."""
         if view.is_contiguous() or torch.compiler.is_compiling():
             return view
-        if weight.is_inference() or (torch.is_grad_enabled() and weight.requires_grad) or _transforms():
-            return view.contiguous()
+        if weight.is_inference() or (torch.is_grad_enabled() and weight.requires_grad) or transforms.active():
+            return view.contiguous()  # that of a transform lives no longer than a call
         if self._copies is None:
             self._copies = WeakTensorKeyDictionary()
         state = (weight._version, weight.data_ptr())

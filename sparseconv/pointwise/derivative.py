@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.pointwise.schema import Derivative
 
 if TYPE_CHECKING:
@@ -97,22 +98,78 @@ def _declared(function: PointwiseDynamicFunction, wanted: Sequence[int], values:
 
 
 def _through_twin(function: PointwiseDynamicFunction, wanted: Sequence[int], values: dict[str, Any]) -> dict[int, Any]:
-    schema = function.schema
-    args = [values[f"in{i}"] for i in range(schema.num_inputs)]
-    again_differentiable = torch.is_grad_enabled()
+    """Each argument is one of its own, also where the caller made one of another."""
+    args = [values[f"in{i}"] for i in range(function.schema.num_inputs)]
+    run, places = _twin_of(function, args, wanted)
+    moving = [args[i] for i in wanted]
+    if torch.is_grad_enabled() or transforms.active():
+        _, pull, *_ = torch.func.vjp(run, *moving)
+        return dict(zip(wanted, pull(tuple(values[f"grad{j}"] for j in places))))
     with torch.enable_grad():
-        outputs = function.twin(args)
-        pairs = [(y, values[f"grad{j}"]) for j, y in enumerate(outputs) if y.requires_grad]
+        moving = [t.detach().requires_grad_() for t in moving]
+        outputs = run(*moving)
+        pairs = [(y, values[f"grad{j}"]) for j, y in zip(places, outputs) if y.requires_grad]
         if not pairs:
             return {}
-        grads = torch.autograd.grad(
-            [y for y, _ in pairs],
-            [args[i] for i in wanted],
-            [g for _, g in pairs],
-            create_graph=again_differentiable,
-            allow_unused=True,
-        )
+        grads = torch.autograd.grad([y for y, _ in pairs], moving, [g for _, g in pairs], allow_unused=True)
     return dict(zip(wanted, grads))
+
+
+def _twin_of(
+    function: PointwiseDynamicFunction, args: Sequence[Any], moving: Iterable[int]
+) -> tuple[Callable[..., tuple[torch.Tensor, ...]], list[int]]:
+    """The twin as a function of some arguments, and which outputs it then gives: those that can have a derivative."""
+    places: list[int] = []
+
+    def run(*moved: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = dict(zip(moving, moved))
+        outputs = function.twin([given.get(i, a) for i, a in enumerate(args)])
+        places[:] = [j for j, y in enumerate(outputs) if y.is_floating_point() or y.is_complex()]
+        return tuple(outputs[j] for j in places)
+
+    return run, places
+
+
+def _pushed(
+    function: PointwiseDynamicFunction, args: Sequence[Any], outputs: Sequence[torch.Tensor], along: dict[int, Any]
+) -> list[Any]:
+    """The tangent of each output, None where it has none, from those of some arguments.
+
+    Where nothing is gathered, each number of an output depends on one of each argument, so that a gradient without its
+    sum over repeated axes is the derivative times whatever stands for the output's gradient: here the argument's
+    tangent.
+    """
+    if function.reference is not None and (function.derivative is None or function.schema.gather):
+        return _pushed_through_twin(function, args, along)
+    if function.schema.gather or not function.differentiable:
+        raise NotImplementedError(
+            f"{function.schema.name} has no derivative in forward mode: declare reference=, its twin in torch"
+        )
+    values: dict[str, Any] = {f"in{i}": a for i, a in enumerate(args)} | {f"out{j}": y for j, y in enumerate(outputs)}
+    tangents: list[Any] = []
+    for j, y in enumerate(outputs):
+        if not (y.is_floating_point() or y.is_complex()):
+            tangents.append(None)
+            continue
+        total = torch.zeros_like(y)
+        for i, tangent in along.items():
+            grads = {f"grad{k}": torch.zeros_like(other) for k, other in enumerate(outputs)}
+            grads[f"grad{j}"] = tangent.to(y.dtype).expand(y.shape)
+            found = _declared(function, (i,), values | grads).get(i)
+            if found is not None:
+                total = total + found.to(y.dtype)
+        tangents.append(total)
+    return tangents
+
+
+def _pushed_through_twin(function: PointwiseDynamicFunction, args: Sequence[Any], along: dict[int, Any]) -> list[Any]:
+    """`_pushed` by the gradient of the twin's gradient, which is linear in what stands for the outputs' gradients."""
+    run, places = _twin_of(function, args, along)
+    outputs, pull, *_ = torch.func.vjp(run, *(args[i] for i in along))
+    _, push, *_ = torch.func.vjp(pull, tuple(map(torch.zeros_like, outputs)))
+    (found,) = push(tuple(along.values()))
+    tangents = dict(zip(places, found))
+    return [tangents.get(j) for j in range(function.schema.num_outputs)]
 
 
 def _reduce(grad: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -146,8 +203,22 @@ class Transformed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.function = inputs[0]
-        _finish(ctx, inputs[0], inputs[1:], output, tuple(ctx.needs_input_grad[1:]))
+        ctx.function, *args = inputs
+        _finish(ctx, ctx.function, args, output, tuple(ctx.needs_input_grad[1:]))
+        if transforms.forward_mode():
+            tensors = ctx.function.schema.tensors
+            ctx.save_for_forward(
+                *(args[i] for i in tensors), *([output] if isinstance(output, torch.Tensor) else output)
+            )
+            ctx.args = [None if i in tensors else a for i, a in enumerate(args)]
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Any) -> Any:  # type: ignore[override]
+        function, args, saved = ctx.function, list(ctx.args), list(ctx.saved_tensors)
+        for i in function.schema.tensors:
+            args[i] = saved.pop(0)
+        along = {i: t for i, t in enumerate(tangents) if t is not None and (t.is_floating_point() or t.is_complex())}
+        return _packed(_pushed(function, args, saved, along))
 
     @staticmethod
     def vmap(info: Any, dims: Any, function: PointwiseDynamicFunction, *args: Any) -> tuple[Any, Any]:  # type: ignore[override]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.products.execute import execute_product, execute_scale, settle, turn
 from sparseconv.products.operation import call_product, call_scale
 from sparseconv.products.table import Derivative, Product
@@ -27,18 +28,13 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def direct(*tensors: torch.Tensor) -> bool:
     """Whether nobody listens between a call and its kernel, so that it may skip torch's dispatcher."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(type(tensor) in _PLAIN for tensor in tensors)
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-    )
+    return not torch.compiler.is_compiling() and _is_plain(*tensors) and not transforms.active()
 
 
 def scale(x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:
     """A sparse scale with its derivatives."""
     if not direct(x):
-        return call_scale(x, infos)
+        return _SeenScale.apply(x, infos) if transforms.active() else call_scale(x, infos)
     if x.requires_grad and torch.is_grad_enabled():
         return _Scale.apply(x, infos)
     return execute_scale(x, infos[0])
@@ -47,6 +43,8 @@ def scale(x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:
 def product(row: Product, x: torch.Tensor, y: torch.Tensor, infos: Triple, out_accumulated: bool) -> torch.Tensor:
     """A product with its derivatives."""
     if not direct(x, y):
+        if transforms.active():
+            return _SeenProduct.apply(x, y, row, infos, out_accumulated)
         return call_product(row.name, x, y, infos, out_accumulated)
     if (x.requires_grad or y.requires_grad) and torch.is_grad_enabled():
         return _Product.apply(x, y, row, infos, out_accumulated)
@@ -86,6 +84,76 @@ class _Product(torch.autograd.Function):
         x, y = ctx.saved_tensors
         (row, infos), (like_x, like_y) = ctx.call, ctx.like
         return (*_gradients(row, infos, x, y, grad, like_x, like_y), None, None, None)
+
+
+class _SeenScale(_Scale):
+    """The same for transforms and forward mode, which the operator's derivative knows nothing of."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:  # type: ignore[override]
+        if _is_plain(x):
+            return execute_scale(x, infos[0])
+        with torch._C._AutoDispatchBelowAutograd():
+            return call_scale(x, infos)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.infos = inputs[1]
+
+    @staticmethod
+    def jvp(ctx: Any, along: torch.Tensor, _: None) -> torch.Tensor:  # type: ignore[override]
+        return scale(along, ctx.infos)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple, x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> tuple[torch.Tensor, int]:  # type: ignore[override]
+        """A batch side by side in the channels."""
+        found = scale(x.movedim(dims[0], -2).flatten(-2), infos)
+        return found.unflatten(-1, (info.batch_size, -1)), found.dim() - 1
+
+
+class _SeenProduct(_Product):
+    """The same for transforms and forward mode, which the operator's derivative knows nothing of."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        x: torch.Tensor, y: torch.Tensor, row: Product, infos: Triple, out_accumulated: bool
+    ) -> torch.Tensor:
+        if _is_plain(x, y):
+            return execute_product(row, x, y, _given(infos[0]), out_accumulated)
+        with torch._C._AutoDispatchBelowAutograd():
+            return call_product(row.name, x, y, infos, out_accumulated)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        x, y, row, infos, ctx.accumulated = inputs
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, y if ctx.needs_input_grad[0] else None)
+        ctx.save_for_forward(x, y)
+        ctx.call = row, infos
+        ctx.like = (x.shape, x.dtype), (y.shape, y.dtype)
+
+    @staticmethod
+    def jvp(ctx: Any, of_x: torch.Tensor, of_y: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
+        (x, y), (row, infos), accumulated = ctx.saved_tensors, ctx.call, ctx.accumulated
+        return product(row, of_x, y, infos, accumulated) + product(row, x, of_y, infos, accumulated)
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: Any, dims: tuple, x: torch.Tensor, y: torch.Tensor, row: Product, infos: Triple, out_accumulated: bool
+    ) -> tuple[torch.Tensor, int]:
+        """A batch as that of one call; one after another where a call has a batch of its own."""
+        of_x, of_y = dims[:2]
+        xs, ys = x if of_x is None else x.movedim(of_x, 0), y if of_y is None else y.movedim(of_y, 0)
+        if xs.dim() - (of_x is not None) == len(row.axes1) + 1 and ys.dim() - (of_y is not None) == len(row.axes2) + 1:
+            return product(row, xs, ys, infos, False), 0
+        items = [
+            product(row, xs if of_x is None else xs[item], ys if of_y is None else ys[item], infos, out_accumulated)
+            for item in range(info.batch_size)
+        ]
+        return torch.stack(items), 0
+
+
+def _is_plain(*tensors: torch.Tensor) -> bool:
+    return all(type(tensor) in _PLAIN for tensor in tensors) and not torch._C._len_torch_dispatch_stack()
 
 
 class _Pair(torch.autograd.Function):

@@ -151,6 +151,38 @@ def test_without_declared_derivatives_the_twin_is_differentiated():
     assert torch.autograd.grad(function(x, y.detach(), 2.0).sum(), x)[0].shape == x.shape
 
 
+@pytest.mark.parametrize("declared", [False, True])
+def test_an_argument_that_was_made_of_another_is_one_of_its_own(declared):
+    """What the other has of it is added once, by its own graph."""
+    function = pointwise_dynamic(
+        lambda x, y: x,
+        name="of_both",
+        promotion_methods=[(0, 1, "DEFAULT")],
+        reference=lambda x, y: torch.sin(x) * y**2,
+        derivative={
+            0: Derivative(lambda g, x, y: g * torch.cos(x) * y**2, "grad0", "in0", "in1"),
+            1: Derivative(lambda g, x, y: 2 * g * torch.sin(x) * y, "grad0", "in0", "in1"),
+        }
+        if declared
+        else None,
+    )
+    x = away_from_kinks(2, 3)
+
+    def ours(x):
+        return function(x, 3 * x[:1])
+
+    def plain(x):
+        return torch.sin(x) * (3 * x[:1]) ** 2
+
+    assert torch.allclose(torch.autograd.grad(ours(x).sum(), x)[0], torch.autograd.grad(plain(x).sum(), x)[0])
+    assert gradcheck(ours, (x,))
+    assert gradgradcheck(ours, (x,))
+    for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
+        assert torch.allclose(transform(ours)(x.detach()), transform(plain)(x.detach()))
+    sums = torch.func.vmap(torch.func.grad(lambda x: ours(x).sum()))(torch.stack([x.detach(), x.detach() + 1]))
+    assert torch.allclose(sums[0], torch.autograd.grad(plain(x).sum(), x)[0])
+
+
 def test_several_outputs_have_gradients():
     function = pointwise_dynamic(
         lambda x, y: (x, y),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.pointwise.decorator import pointwise_dynamic
 from sparseconv.pointwise.function import PointwiseDynamicFunction
 from sparseconv.pointwise.scalar import Deferred
@@ -254,7 +255,8 @@ def flip(x: torch.Tensor, dims: int | Sequence[int]) -> torch.Tensor:
     chosen = {axis % rank for axis in axes}
     if len(chosen) != len(axes):
         raise ValueError(f"flip: an axis is named twice in {axes}")
-    if x.device.type == "cpu" or (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+    seen = (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling() or transforms.active()
+    if x.device.type == "cpu" or seen:
         return torch.flip(x, list(chosen))
     return copy(reversed_view(x, chosen))
 
