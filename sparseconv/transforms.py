@@ -21,10 +21,13 @@ def forward_mode() -> bool:
 
 
 def active() -> bool:
-    """Whether there are either. Raises RuntimeError where forward mode is asked for forward mode's derivative.
+    """Whether there are either, and nobody traces, who knows no rules for tangents and batches.
 
-    Of autograd functions torch loses a part of that, without a word.
+    Raises RuntimeError where forward mode is asked for forward mode's derivative: of autograd functions torch loses a
+    part of that, without a word.
     """
+    if torch.compiler.is_compiling():
+        return False
     if forward_ad._current_level < 0:
         return functional()
     levels = torch._C._functorch.get_interpreter_stack() or ()

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.autograd import side_by_side
 from sparseconv.ops.rows import check_rows, kept
 from sparseconv.products import SparseScaleInfo, sparse_scale
@@ -77,7 +78,7 @@ class PointGroups:
         """
         check_rows("features", features, self.num_points, "a point", self.device, "the plan")
         if how == "max":
-            return _Choice.apply(features, self._winners(features.detach()), self._rows, False)
+            return _choice(features, self._winners(features.detach()), self._rows, False)
         if how not in ("mean", "sum"):
             raise ValueError(f"how must be 'mean', 'sum' or 'max'; got {how!r}")
         with torch.autocast(features.device.type, enabled=False):
@@ -130,19 +131,27 @@ class _Choice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        return _Choice.apply(grad, *ctx.saved_tensors, not ctx.adjoint), None, None, None
+        return _choice(grad, *ctx.saved_tensors, not ctx.adjoint), None, None, None
+
+
+class _SeenChoice(_Choice):
+    """The same with rules for tangents and batches, of which those who trace want none."""
 
     @staticmethod
     def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
-        return _Choice.apply(along, *ctx.saved_tensors, ctx.adjoint)
+        return _choice(along, *ctx.saved_tensors, ctx.adjoint)
 
     @staticmethod
     def vmap(  # type: ignore[override]
         info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any
     ) -> tuple[torch.Tensor, int]:
         size = info.batch_size
-        y = _Choice.apply(*(side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
+        y = _choice(*(side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
         return y.unflatten(-1, (size, -1)), 1
+
+
+def _choice(*args: Any) -> torch.Tensor:
+    return (_SeenChoice if transforms.active() else _Choice).apply(*args)
 
 
 def voxelize_features(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.autograd import side_by_side
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
@@ -77,7 +78,7 @@ def max_pool(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, torc
     ([[2.0], [-4.0]], [[1], [1]])
     """
     x, plan = _local(x, plan)
-    return _Max.apply(x, plan.kernel_map)
+    return _max(x, plan.kernel_map)
 
 
 def unpool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
@@ -127,7 +128,7 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
     if getattr(plan.source, "is_shared", False):
         raise ValueError("max_unpool over shards needs the winners of other ranks: use unpool, or gather the scene")
     x, plan = _local(x, plan)
-    return _WinnerSum.apply(x, winners, plan.kernel_map, False, False)
+    return _winner_sum(x, winners, plan.kernel_map, False, False)
 
 
 def global_sum_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
@@ -193,23 +194,8 @@ class _WinnerSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
         kernel_map, adjoint, at_target = ctx.rest
-        return (
-            _WinnerSum.apply(grad, ctx.saved_tensors[0], kernel_map, not adjoint, not at_target),
-            None,
-            None,
-            None,
-            None,
-        )
-
-    @staticmethod
-    def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
-        return _WinnerSum.apply(along, ctx.saved_tensors[0], *ctx.rest)
-
-    @staticmethod
-    def vmap(info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:  # type: ignore[override]
-        size = info.batch_size
-        y = _WinnerSum.apply(*(side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
-        return y.unflatten(-1, (size, -1)), 1
+        found = _winner_sum(grad, ctx.saved_tensors[0], kernel_map, not adjoint, not at_target)
+        return found, None, None, None, None
 
 
 class _Max(torch.autograd.Function):
@@ -242,16 +228,42 @@ class _Max(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple:  # type: ignore[override]
-        return _WinnerSum.apply(grad, ctx.saved_tensors[0], ctx.kernel_map, True, False), None
+        return _winner_sum(grad, ctx.saved_tensors[0], ctx.kernel_map, True, False), None
+
+
+class _SeenWinnerSum(_WinnerSum):
+    """The same with rules for tangents and batches, of which those who trace want none."""
+
+    @staticmethod
+    def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
+        return _winner_sum(along, ctx.saved_tensors[0], *ctx.rest)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:  # type: ignore[override]
+        size = info.batch_size
+        y = _winner_sum(*(side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
+        return y.unflatten(-1, (size, -1)), 1
+
+
+class _SeenMax(_Max):
+    """The same with rules for tangents and batches, of which those who trace want none."""
 
     @staticmethod
     def jvp(ctx: Any, along: torch.Tensor, _: None) -> tuple:  # type: ignore[override]
-        return _WinnerSum.apply(along, ctx.saved_tensors[0], ctx.kernel_map, False, True), None
+        return _winner_sum(along, ctx.saved_tensors[0], ctx.kernel_map, False, True), None
 
     @staticmethod
     def vmap(info: Any, dims: tuple, x: torch.Tensor, kernel_map: KernelMap) -> tuple[tuple, tuple[int, int]]:  # type: ignore[override]
-        found = _Max.apply(side_by_side(x, dims[0], info.batch_size), kernel_map)
+        found = _max(side_by_side(x, dims[0], info.batch_size), kernel_map)
         return tuple(t.unflatten(-1, (info.batch_size, -1)) for t in found), (1, 1)
+
+
+def _winner_sum(*args: Any) -> torch.Tensor:
+    return (_SeenWinnerSum if transforms.active() else _WinnerSum).apply(*args)
+
+
+def _max(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return (_SeenMax if transforms.active() else _Max).apply(*args)
 
 
 def _seen(edges: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
