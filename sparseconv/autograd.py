@@ -139,12 +139,12 @@ def _direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
 def _is_last(*tensors: torch.Tensor) -> bool:
     """Whether both gradients of a convolution are wanted as they are, without derivatives of their own."""
-    return not torch.is_grad_enabled() and not transforms.active() and _direct(*tensors)
+    return not torch.is_grad_enabled() and not transforms.present() and _direct(*tensors)
 
 
 def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
     tensors = args[: function.num_tensors]
-    if transforms.active():  # which see through autograd functions only
+    if transforms.present():  # which see through autograd functions only
         return function.apply(*tensors, args[len(tensors) :])
     if not _direct(*tensors):
         return getattr(torch.ops.sparseconv, function.name)(*args)
@@ -238,7 +238,7 @@ class _Convolution(_Linear):
         x, weight, _, ctx.call = inputs
         of_x, of_weight, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        if transforms.active():
+        if transforms.present():
             ctx.save_for_forward(x, weight)
         ctx.sizes = x.shape[0], weight.shape[0]
         ctx.kernel_map = kernel_map = _alive(ctx.call[0])
@@ -275,7 +275,7 @@ class _WeightGradient(_Linear):
         x, grad, ctx.call = inputs
         of_x, of_grad, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if of_grad else None, grad if of_x else None)
-        if transforms.active():
+        if transforms.present():
             ctx.save_for_forward(x, grad)
         ctx.sizes = x.shape[0], grad.shape[0]
         ctx.kernel_map = _alive(ctx.call[0])
@@ -436,7 +436,7 @@ def fused_convolution(
     """
     call = (edges, rows, groups, backend)
     tensors = (x, weight, bias, residual)
-    traced = torch.compiler.is_compiling() or transforms.active()
+    traced = torch.compiler.is_compiling() or transforms.present()
     if traced or not _direct(*tensors):
         z = convolution(x, weight, bias, *call)
         z = z if residual is None else z + residual

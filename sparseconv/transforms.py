@@ -16,20 +16,13 @@ functional: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def forward_mode() -> bool:
-    """Whether there is a level of dual tensors, of torch.autograd.forward_ad or of torch.func.jvp."""
-    return forward_ad._current_level >= 0
-
-
-def active() -> bool:
-    """Whether there are either, and nobody traces, who knows no rules for tangents and batches.
+    """Whether there is a level of dual tensors, of torch.autograd.forward_ad or of torch.func.jvp.
 
     Raises RuntimeError where forward mode is asked for forward mode's derivative: of autograd functions torch loses a
     part of that, without a word.
     """
-    if torch.compiler.is_compiling():
-        return False
     if forward_ad._current_level < 0:
-        return functional()
+        return False
     levels = torch._C._functorch.get_interpreter_stack() or ()
     if sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1:
         raise RuntimeError(
@@ -37,3 +30,13 @@ def active() -> bool:
             "it: take torch.func.grad, vjp or jacrev for one of the two, as torch.func.hessian does"
         )
     return True
+
+
+def present() -> bool:
+    """Whether there are either; not to be asked where torch.compile may trace, which knows no rules for them."""
+    return forward_mode() or functional()
+
+
+def active() -> bool:
+    """`present`, and nobody traces."""
+    return not torch.compiler.is_compiling() and present()

@@ -53,7 +53,7 @@ class PackedWeights:
         """``view`` of ``weight``, contiguous."""
         if view.is_contiguous() or torch.compiler.is_compiling():
             return view
-        if weight.is_inference() or (torch.is_grad_enabled() and weight.requires_grad) or transforms.active():
+        if weight.is_inference() or (torch.is_grad_enabled() and weight.requires_grad) or transforms.present():
             return view.contiguous()  # that of a transform lives no longer than a call
         if self._copies is None:
             self._copies = WeakTensorKeyDictionary()

@@ -103,7 +103,7 @@ class PointwiseDynamicFunction:
             args = (*args, *self.defaults[len(self.defaults) - missing :])
         if torch.compiler.is_compiling():
             return self._traced(args, outs)
-        if self.autocast is not None or transforms.active():
+        if self.autocast is not None or transforms.present():
             return self._general(args, outs)
         key: list[Any] = [torch.get_default_dtype()]
         addresses: list[int] = []
@@ -156,7 +156,7 @@ class PointwiseDynamicFunction:
         tensors = [args[i] for i in self.schema.tensors]
         if any(isinstance(a, StridedBuffer) for a in tensors):
             return _packed(self._kernel(args, {}, device) if device.type != "cpu" else self.evaluate(args))
-        if transforms.active():
+        if transforms.present():
             return Transformed.apply(self, *args)
         if _transformed(tensors) or device.type not in ("cpu", "cuda"):
             return self.op(*args)

@@ -28,7 +28,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def direct(*tensors: torch.Tensor) -> bool:
     """Whether nobody listens between a call and its kernel, so that it may skip torch's dispatcher."""
-    return not torch.compiler.is_compiling() and _is_plain(*tensors) and not transforms.active()
+    return not torch.compiler.is_compiling() and _is_plain(*tensors) and not transforms.present()
 
 
 def scale(x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:
