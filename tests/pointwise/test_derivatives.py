@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import sparseconv.pointwise as pw
-from sparseconv.pointwise import Derivative, pointwise_dynamic
+from sparseconv.pointwise import Derivative, derivative, pointwise_dynamic
 from sparseconv.pointwise.operations import activations, batch, chain, gated
 from sparseconv.pointwise.operations import arithmetic as arith
 from tests.pointwise.cases import UNARY, Unary, assert_close
@@ -226,3 +226,18 @@ def test_every_function_of_the_library_has_a_twin_and_a_gradient():
                 assert function.differentiable
                 assert function.__doc__
     assert found > 40
+
+
+def test_what_has_no_tangent_says_what_to_declare():
+    """On a card alone: without a twin nothing runs on a CPU."""
+    gathered = pointwise_dynamic(
+        lambda x, item, scale: x,
+        name="gathered",
+        num_inputs=3,
+        promotion_methods=[(0, 2, "DEFAULT")],
+        gather={2: 1},
+        derivative={0: Derivative(lambda g: g, "grad0")},
+    )
+    x = torch.ones(2, 1)
+    with pytest.raises(NotImplementedError, match="gathered has no derivative in forward mode: declare reference="):
+        derivative._pushed(gathered, (x, torch.zeros(2, 1).int(), x), (x,), {0: x})
