@@ -18,7 +18,7 @@ from sparseconv.bench.timing import ceilings, clock_of
 Row = dict[str, Any]
 STOPPED = "[yellow]stopped[/]: what was done until here follows"
 #: a host is slow that takes this much of its quickest time for the same piece of Python
-SLOW = 1.2
+SLOW = 1.1
 
 
 class Kept(dict[Job, Row]):

@@ -108,13 +108,14 @@ class _Slip:
         self.pointer = pointer(self.memory)
         #: the same integers for Python, at a fraction of what a tensor takes
         self.values = (ctypes.c_int64 * length).from_address(self.memory.data_ptr())
+        self._bytes, self._clean = memoryview(self.values).cast("B"), b"\x80" * (8 * length)
         self.stream: Any = None if INTERPRETED else _stream(device.index, current_stream(device.index))
         self.awaited = slice(0)
 
     def clear(self, length: int) -> None:
         """Wait for so many numbers from now on."""
         self.awaited = slice(0, length)
-        ctypes.memset(self.values, 0x80, 8 * length)
+        self._bytes[: 8 * length] = self._clean[: 8 * length]
 
     def has(self, span: slice) -> bool:
         """Whether these numbers were written."""

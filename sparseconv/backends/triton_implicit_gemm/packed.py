@@ -35,25 +35,33 @@ class PackedSchedule(Schedule):
         shape: rows of the table, tiles, and the length of a tile's lists.
         groups: of taps, where there are several.
         turned: of the reversed edges.
+        first: the place of the first in an arena that others share.
     """
 
     _arena: Arena
     _shape: tuple[int, int, int]
     _groups: int
     _turned: bool
+    _first: int
     ARRAYS = ("neighbors", "out_rows", "tile_counts", "tile_rows", "tile_taps", "tile_order", "slots")
 
     def __init__(
-        self, block_m: int, arena: Arena, shape: tuple[int, int, int], groups: int = 0, turned: bool = False
+        self,
+        block_m: int,
+        arena: Arena,
+        shape: tuple[int, int, int],
+        groups: int = 0,
+        turned: bool = False,
+        first: int = 0,
     ) -> None:
-        self.__dict__.update(block_m=block_m, _arena=arena, _shape=shape, _groups=groups, _turned=turned)
+        self.__dict__.update(block_m=block_m, _arena=arena, _shape=shape, _groups=groups, _turned=turned, _first=first)
 
     def reversed(self) -> PackedSchedule | None:
         """That of the reversed edges; None where their taps were not written."""
         _, tiles, room = self._shape
-        if self._arena.length_of(4) == tiles * room:
+        if self._arena.length_of(self._first + 4) == tiles * room:
             return None
-        return PackedSchedule(self.block_m, self._arena, self._shape, self._groups, not self._turned)
+        return PackedSchedule(self.block_m, self._arena, self._shape, self._groups, not self._turned, self._first)
 
     @property
     def num_tiles(self) -> int:
@@ -61,7 +69,7 @@ class PackedSchedule(Schedule):
 
     @property
     def slots(self) -> torch.Tensor | None:  # type: ignore[override]
-        return self._arena.tensor(6).view(self._groups, -1) if self._groups else None
+        return self._arena.tensor(self._first + 6).view(self._groups, -1) if self._groups else None
 
     @property
     def turned_taps(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -70,7 +78,7 @@ class PackedSchedule(Schedule):
     def __getattr__(self, name: str) -> torch.Tensor:
         if name not in self.ARRAYS:
             raise AttributeError(name)
-        array = self._arena.tensor(self.ARRAYS.index(name))
+        array = self._arena.tensor(self._first + self.ARRAYS.index(name))
         height, tiles, room = self._shape
         if name == "neighbors":
             array = array.view(height, -1)
@@ -83,24 +91,25 @@ class PackedSchedule(Schedule):
 
 
 class PackedJobs(Jobs):
-    """Jobs in one allocation, whose arrays become tensors when they are asked for."""
+    """Jobs in one allocation, from the ``first`` of its arrays on, which become tensors when they are asked for."""
 
     _arena: Arena
+    _first: int
     ARRAYS = ("begin", "end", "order", "tap_jobs")
 
-    def __init__(self, arena: Arena) -> None:
-        self.__dict__["_arena"] = arena
+    def __init__(self, arena: Arena, first: int = 0) -> None:
+        self.__dict__.update(_arena=arena, _first=first)
 
     @property
     def count(self) -> int:
-        return self._arena.length_of(0)
+        return self._arena.length_of(self._first)
 
     @property
     def one_each(self) -> bool:
-        return self.count == self._arena.length_of(3) - 1
+        return self.count == self._arena.length_of(self._first + 3) - 1
 
     def __getattr__(self, name: str) -> torch.Tensor:
         if name not in self.ARRAYS:
             raise AttributeError(name)
-        array = self.__dict__[name] = self._arena.tensor(self.ARRAYS.index(name))
+        array = self.__dict__[name] = self._arena.tensor(self._first + self.ARRAYS.index(name))
         return array

@@ -34,6 +34,7 @@ from sparseconv.geometry.triton_launch import (
     CREW,
     NUM_GATES,
     Arena,
+    Kinds,
     Launcher,
     ceil_div,
     gates_of,
@@ -67,6 +68,10 @@ WHOLE_ROWS = FUSED_ROWS
 #: rows of a tile at most, so that a thread has one
 WIDEST_TILE = 128
 TAPS, COLUMNS = len(CUBE[0]), len(CUBE[1])
+#: the arrays of a table, of a schedule in one group of taps and of jobs, which one arena has, and where they begin
+LASTING = Kinds((*TABLE_KINDS, *SCHEDULE_KINDS[:-1], *JOB_KINDS))
+AT_SCHEDULE = len(TABLE_KINDS)
+AT_JOBS = len(LASTING) - len(JOB_KINDS)
 #: what the last map of given rows was asked for, by device: its window, rows of a tile and of a run, and jobs
 _asked: dict[int | None, tuple[TapWindow, int, int | None, int]] = {}
 
@@ -120,9 +125,9 @@ class Places:
     """Where the arrays of a map lie, lengths and first bytes: in two allocations, what lasts and scratch memory; in
     one where few rows keep that."""
 
-    table: tuple[list[int], list[int]]
-    jobs: tuple[tuple[int, ...], list[int]]
-    schedule: list[int]
+    table: list[int]  # lengths
+    jobs: tuple[int, ...]
+    starts: list[int]  # of table, schedule and jobs
     lasting: int  # bytes
     scratch: tuple[list[int], list[int]]
     passing: int
@@ -193,25 +198,23 @@ class WholeLaunch:
         tiles = slots // self.block_m
         lasting = torch.empty(places.lasting, dtype=torch.uint8, device=device)
         passing = torch.empty(places.passing, dtype=torch.uint8, device=device) if places.passing else lasting
-        begin = lasting.data_ptr()
-        arena = Arena.of(lasting, begin, TABLE_KINDS, *places.table)
+        lengths = (*places.table, *schedule_lengths(TAPS, slots, tiles, True), *places.jobs)
+        arena = Arena.of(lasting, lasting.data_ptr(), LASTING, lengths, places.starts)
         scratch = Arena.of(passing, passing.data_ptr(), SCRATCH, *places.scratch)
         offsets = torch.empty(TAPS + 1, dtype=torch.int64, device=device)
-        jobs = Arena.of(lasting, begin, JOB_KINDS, *places.jobs)
-        lists = Arena.of(lasting, begin, SCHEDULE_KINDS, schedule_lengths(TAPS, slots, tiles, True), places.schedule)
         report = Report(5 + 2 * COLUMNS + TAPS, device)
         counted = report.cut(2 + 2 * COLUMNS)
         table = table_in(arena, coords, None, report)
         start = table.spare_zeros(COUNTED.value + TAPS * chunks)
         args = (
             address, *arena, *scratch, *self._fixed, gates_of(device), report.pointer, counted.pointer,
-            pointer(offsets), *lists, *jobs, n, chunks, slots, tiles, start, *places.numbers,
+            pointer(offsets), n, chunks, slots, tiles, start, *places.numbers,
         )  # fmt: skip
         launch(places.programs, 1, args)  # the card begins; what follows is for the host alone
         search = WindowSearch(table, coords, self.window, sent=Sent(scratch, start, (offsets, counted)))
         search.kept.append(self._line_of)
-        schedule = PackedSchedule(self.block_m, lists, (TAPS + 1, tiles, TAPS + LOOKAHEAD))
-        search.made = {"launch": self, "schedule": schedule, "jobs": PackedJobs(jobs)}
+        schedule = PackedSchedule(self.block_m, arena, (TAPS + 1, tiles, TAPS + LOOKAHEAD), first=AT_SCHEDULE)
+        search.made = {"launch": self, "schedule": schedule, "jobs": PackedJobs(arena, AT_JOBS)}
         return table, search
 
     def _place(self, rows: int, device: torch.device) -> Places:
@@ -222,17 +225,13 @@ class WholeLaunch:
         chunks = ceil_div(rows, rows_per_chunk(rows))
         table, jobs = table_lengths(rows, COLUMNS), job_lengths(self.count, TAPS)
         scratch = [TAPS * chunks, rows, 3 ** (COLUMNS - 1) * rows, passes.words, ticket_behind(rows) + 1]
-        at_table, end = lay_out(TABLE_KINDS, table)
-        at_jobs, end = lay_out(JOB_KINDS, jobs, end)
-        lists = schedule_lengths(TAPS, slots, slots // self.block_m, True)
-        schedule, lasting = lay_out(SCHEDULE_KINDS, lists, end)
+        schedule = schedule_lengths(TAPS, slots, slots // self.block_m, True)
+        starts, lasting = lay_out(LASTING, (*table, *schedule, *jobs))
         at_scratch, passing = lay_out(SCRATCH, scratch, lasting if rows <= KEPT_ROWS else 0)
         if rows <= KEPT_ROWS:
             lasting, passing = passing, 0
-        numbers = (table[SLOTS] // 2, at_table[IDS] // 4, passes.share, self.count, programs)
-        found = Places(
-            (table, at_table), (jobs, at_jobs), schedule, lasting, (scratch, at_scratch), passing, numbers, programs
-        )
+        numbers = (table[SLOTS] // 2, starts[IDS] // 4, passes.share, self.count, programs)
+        found = Places(table, jobs, starts, lasting, (scratch, at_scratch), passing, numbers, programs)
         self._places[rows] = found
         return found
 
@@ -250,10 +249,10 @@ QUANTUM, COUNTED = tl.constexpr(JOB_QUANTUM), tl.constexpr(first_count(TAPS))
 @triton.jit
 def whole_kernel(
     coords_ptr, table_ptr, status_ptr, ranges_ptr, counts_ptr, ids_ptr, info_ptr, block_keys_ptr, rows_ptr, entries_ptr,
-    starts_ptr, keys_ptr, around_ptr, lines_ptr, order_ptr, window_ptr, words_ptr, line_of_ptr, gates_ptr,
-    report_ptr, counted_ptr, offsets_ptr,
     out_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, launch_order_ptr,
     begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr,
+    starts_ptr, keys_ptr, around_ptr, lines_ptr, order_ptr, window_ptr, words_ptr, line_of_ptr, gates_ptr,
+    report_ptr, counted_ptr, offsets_ptr,
     n, num_chunks, num_slots, tiles, spare, capacity, zeros, share, jobs, programs,
     BLOCK_M: tl.constexpr, ROOM: tl.constexpr, BINS: tl.constexpr, LANES: tl.constexpr, JOBS_EACH: tl.constexpr,
     NUM_GATES: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
@@ -304,9 +303,6 @@ def whole_kernel(
 _I32, _I64 = torch.int32, torch.int64
 WHOLE = Launcher(
     whole_kernel,
-    (
-        _I32, *TABLE_KINDS, *SCRATCH, _I32, _I32, _I32, _I32, _I64, _I64, _I64, *SCHEDULE_KINDS[:6], *JOB_KINDS,
-        *(int,) * 10,
-    ),
+    (_I32, *LASTING, *SCRATCH, _I32, _I32, _I32, _I32, _I64, _I64, _I64, *(int,) * 10),
     crew=CREW,
-)  # fmt: skip
+)
