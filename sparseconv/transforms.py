@@ -7,9 +7,14 @@ and its result would look like a constant.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import forward_ad
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: whether there are transforms of torch.func
 functional: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -40,3 +45,34 @@ def present() -> bool:
 def active() -> bool:
     """`present`, and nobody traces."""
     return not torch.compiler.is_compiling() and present()
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds outside of the transforms of torch.func; ValueError for one that torch.func.vmap splits."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            raise ValueError(
+                "geometry (coordinates, points, masks) cannot differ along a batch of torch.func.vmap: make the grid "
+                "or plan of one scene outside of it, or put the scenes into one grid by their batch column"
+            )
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def constant(function: Callable[P, R]) -> Callable[P, R]:
+    """A function whose result no transform of torch.func follows: it runs outside of them, on what its tensors hold.
+
+    Geometry is made by such functions. Tensors made within a transform are wrapped for it, and no kernel could read
+    them; kept with a grid or a map, they would outlive it.
+    """
+
+    @wraps(function)
+    def found(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling() or not functional():
+            return function(*args, **kwargs)
+        held: Any = [plain(value) if isinstance(value, torch.Tensor) else value for value in args]
+        named: Any = {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
+        with torch._C._DisableFuncTorch():
+            return function(*held, **named)
+
+    return found

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.geometry.aside import building
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
-from sparseconv.geometry.kernel_map import KernelMap, undifferentiated
+from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.line_search import edges_by_lines
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
@@ -173,6 +174,7 @@ def _window(
     return Window(projection, strides, offsets)
 
 
+@transforms.constant
 def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Boundary) -> KernelMap:
     """The map fine -> coarse of every (tap, fine row, coarse row) that the window joins.
 
@@ -215,6 +217,7 @@ def _on_gpu() -> Any:
     return triton_pairs
 
 
+@transforms.constant
 def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every coarse voxel that sees a fine one, in lexicographic order; under ``forbid``, those whose window fits."""
     if fine.count is not None:
@@ -232,6 +235,7 @@ def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGri
     return fits(fine._like(unique_coords(seen), scale), fine, window, boundary)
 
 
+@transforms.constant
 def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every fine voxel that a coarse one sees, in lexicographic order; under ``forbid``, within the extent."""
     if coarse.count is not None:
@@ -264,14 +268,16 @@ def _reach_on_gpu(
     from sparseconv.geometry.triton_reach import reach  # Triton is loaded where it is used
 
     size = grid.batch_size, window.offsets, window.stride, torus
-    with undifferentiated():
-        return reach(grid.coords, grid.extent, *size, to_fine=to_fine, within=within)
+    return reach(grid.coords, grid.extent, *size, to_fine=to_fine, within=within)
 
 
 def fits(coarse: VoxelGrid, fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """The coarse voxels whose whole window lies in the extent under ``forbid``; under other boundaries all of them."""
-    if boundary.kind != "forbid":
-        return coarse
+    return coarse if boundary.kind != "forbid" else _whole(coarse, fine, window, boundary)
+
+
+@transforms.constant
+def _whole(coarse: VoxelGrid, fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     if coarse.count is not None:
         raise ValueError("a grid of fixed size cannot lose voxels, as it would under the boundary 'forbid'")
     extent = boundary.extent or fine.extent

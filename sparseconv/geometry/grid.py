@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.geometry.lookup import KEY_LIMIT, KeySpace, SortedTable
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
 
@@ -41,6 +42,7 @@ class VoxelGrid:
     [1, -1]
     """
 
+    @transforms.constant
     def __init__(
         self,
         coords: torch.Tensor,
@@ -107,6 +109,7 @@ class VoxelGrid:
         return KeySpace.covering(IndexRange((0, *self.extent.start), (self.batch_size, *self.extent.end)))
 
     @property
+    @transforms.constant
     def cells(self) -> CoordinateTable:
         """The table of the rows that a grid on a GPU keeps."""
         table = self.derived.get("cells")
@@ -115,6 +118,7 @@ class VoxelGrid:
         return table
 
     @cached_property
+    @transforms.constant
     def _table(self) -> SortedTable:
         return SortedTable(self._space.keys(self.coords))
 
@@ -149,16 +153,19 @@ class VoxelGrid:
         return self.coords.device
 
     @cached_property
+    @transforms.constant
     def batch_counts(self) -> torch.Tensor:
         """(B,) int64: voxels of each batch item."""
         return torch.bincount(self.coords[:, 0].long(), minlength=self.batch_size)
 
     @cached_property
+    @transforms.constant
     def batch_offsets(self) -> torch.Tensor:
         """(B+1,) int64: item b owns rows [offsets[b], offsets[b+1]) where rows are grouped by item (`batch_rows`)."""
         return torch.cat([self.batch_counts.new_zeros(1), self.batch_counts.cumsum(0)])
 
     @cached_property
+    @transforms.constant
     def batch_rows(self) -> torch.Tensor | None:
         """The rows in an order that groups them by batch item, (N,) int64; None where they already are."""
         items = self.coords[:, 0]
@@ -169,6 +176,7 @@ class VoxelGrid:
         size, origin = (torch.tensor(v, device=self.device) for v in (self.voxel_size, self.origin))
         return origin + size * (self.coords[:, 1:] + 0.5)
 
+    @transforms.constant
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
         """Rows (M,) int64 of coords (M, 1+D) of any integer dtype on the grid's device, -1 where absent."""
         if coords.ndim != 2 or coords.shape[1] != self.rank + 1:
@@ -202,6 +210,7 @@ class VoxelGrid:
             grid.cells  # noqa: B018 (kept)
         return grid
 
+    @transforms.constant
     def subset(self, mask: torch.Tensor) -> VoxelGrid:
         """The voxels where mask (N,) bool is true, in the same order."""
         if mask.dtype != torch.bool or mask.shape != (self.num_voxels,):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,8 +13,6 @@ from sparseconv.geometry.aside import Moment, appending, building
 
 if TYPE_CHECKING:
     from sparseconv.products import SparseProductInfo
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class EdgeSource(Protocol):
@@ -120,6 +117,7 @@ class KernelMap:
             self.__dict__["_pairs"] = pairs
 
     @cached_property
+    @transforms.constant
     def neighbors(self) -> torch.Tensor:
         """(K, N_out) int32: the input row of each output row through each tap, -1 where there is none."""
         twin = self._twin()
@@ -130,7 +128,7 @@ class KernelMap:
             with building():  # by no index that a graph could not copy
                 return torch.stack([twin.neighbors[tap] for tap in self.mirror])
         if self.source is not None:
-            with undifferentiated(), building():
+            with building():
                 return self.source.neighbors
         in_rows, out_rows, _ = self._pairs
         table = torch.full((self.num_taps, self.num_out), -1, dtype=torch.int32, device=in_rows.device)
@@ -138,13 +136,14 @@ class KernelMap:
         return table
 
     @cached_property
+    @transforms.constant
     def _pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self.source is not None:
             twin = self._twin()
             if twin is not None and "_pairs" in twin.__dict__:
                 out_rows, in_rows, offsets = twin._pairs
                 return in_rows, out_rows, offsets
-            with undifferentiated(), appending(self.source.moment):
+            with appending(self.source.moment):
                 in_rows, out_rows, offsets = self.source.pairs()
             if twin is not None:  # both directions read the same arrays
                 twin.__dict__["_pairs"] = (out_rows, in_rows, offsets)
@@ -175,6 +174,7 @@ class KernelMap:
         return self.source is not None and self.source.is_halved
 
     @cached_property
+    @transforms.constant
     def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows and out_rows of the taps up to the middle one, and the tap_offsets (K+1,) of all taps.
 
@@ -188,7 +188,7 @@ class KernelMap:
         if twin is not None and "half_pairs" in twin.__dict__:  # both directions read the same arrays
             out_rows, in_rows, offsets = twin.half_pairs
             return in_rows, out_rows, offsets
-        with undifferentiated(), appending(source.moment):
+        with appending(source.moment):
             return source.half_pairs()
 
     def _counted(self) -> None:
@@ -211,6 +211,7 @@ class KernelMap:
         return self._pairs[2]
 
     @cached_property
+    @transforms.constant
     def pair_taps(self) -> torch.Tensor:
         """(P,) int32: the tap of each edge, ascending."""
         self._counted()
@@ -218,6 +219,7 @@ class KernelMap:
         return torch.repeat_interleave(taps, self.tap_offsets.diff(), output_size=len(self.in_rows))
 
     @cached_property
+    @transforms.constant
     def by_output(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The edges by output row: their order (P,) int32 (by tap within a row), and where each row begins (N_out+1,).
 
@@ -246,6 +248,7 @@ class KernelMap:
         return self._product_infos
 
     @cached_property
+    @transforms.constant
     def _product_infos(self) -> tuple[SparseProductInfo, SparseProductInfo, SparseProductInfo]:
         from sparseconv.products import SparseProductInfo  # a room beside this one, entered by those who ask for it
 
@@ -259,6 +262,7 @@ class KernelMap:
         )
 
     @cached_property
+    @transforms.constant
     def tap_counts(self) -> tuple[int, ...]:
         """Edges of each tap, on the host (the first reading waits for the device)."""
         return tuple(self.tap_offsets.diff().tolist()) if self.source is None else self.source.counts()
@@ -274,6 +278,7 @@ class KernelMap:
         return max(self.tap_counts, default=0)
 
     @cached_property
+    @transforms.constant
     def coverage(self) -> torch.Tensor:
         """(K+1,) int64 on the host: how many output rows have 0, 1, ..., K edges."""
         self._counted()
@@ -332,8 +337,3 @@ class KernelMap:
             f"KernelMap({self.num_in:,} -> {self.num_out:,} rows, {self.num_taps} taps, {self.num_pairs:,} pairs, "
             f"{mean:.1f} an output{identity}, {self.device})"
         )
-
-
-def undifferentiated() -> AbstractContextManager[Any]:
-    """A context without the transforms of torch.func: edges do not depend on what these differentiate."""
-    return torch._C._DisableFuncTorch() if transforms.functional() else _NOTHING

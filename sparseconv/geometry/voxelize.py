@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.geometry.grid import INT32, VoxelGrid
 
 
+@transforms.constant
 def voxelize(
     points: torch.Tensor,
     voxel_size: float | Sequence[float],

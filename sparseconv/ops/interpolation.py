@@ -48,6 +48,7 @@ class Interpolation:
     [[4.0], [5.0], [3.0]]
     """
 
+    @transforms.constant
     def __init__(
         self,
         grid: VoxelGrid,

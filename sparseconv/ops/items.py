@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.geometry.grid import VoxelGrid
 
 
@@ -29,6 +30,7 @@ def join_items(items: Sequence[torch.Tensor], grid: VoxelGrid) -> torch.Tensor:
     return joined if inverse is None else joined.index_select(0, inverse)
 
 
+@transforms.constant
 def _layout(grid: VoxelGrid) -> tuple[list[int], torch.Tensor | None, torch.Tensor | None]:
     """Voxels of each item on the host, the rows that group them, and where each row went; None for no change."""
     kept = grid.derived.get("items")

@@ -36,6 +36,7 @@ class PointGroups:
     ([[2.0], [0.0], [3.0]], [[3.0], [2.0], [3.0]])
     """
 
+    @transforms.constant
     def __init__(self, point_rows: torch.Tensor, num_voxels: int) -> None:
         if point_rows.is_floating_point() or point_rows.is_complex() or point_rows.dtype == torch.bool:
             raise TypeError(f"point_rows must be integers; got {point_rows.dtype}")

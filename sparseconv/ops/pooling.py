@@ -307,6 +307,7 @@ def _by_tap(kernel_map: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Te
             yield tap, kernel_map.in_rows[start:ends].long(), kernel_map.out_rows[start:ends].long()
 
 
+@transforms.constant
 def _sum_infos(kernel_map: KernelMap) -> tuple[SparseScaleInfo, SparseScaleInfo]:
     """The sum over a map's edges and its adjoint; kept with the map."""
     infos = kernel_map.prepared.get("sum_infos")
@@ -336,6 +337,7 @@ def _bounds(edges: KernelMap) -> torch.Tensor:
     return bounds
 
 
+@transforms.constant
 def _degrees(kernel_map: KernelMap) -> torch.Tensor:
     """(N_out, 1) fp32: edges of each output, at least 1; kept with the map."""
     degrees = kernel_map.prepared.get("degrees")

@@ -12,7 +12,7 @@ from sparseconv.autograd import casts, convolution, fused_convolution, number_of
 from sparseconv.backends.base import Request
 from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.kernel_map import KernelMap, undifferentiated
+from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.plan.arguments import OPERANDS, Axes, as_epilogue, autocast, check_operands, checked_window
@@ -140,8 +140,7 @@ class ConvolutionPlan:
         is_transposed: bool,
     ) -> None:
         fine, coarse = (target, source) if is_transposed else (source, target)
-        with undifferentiated():
-            edges = find_edges(fine, coarse, window, boundary)
+        edges = find_edges(fine, coarse, window, boundary)
         kernel_map = edges.reverse() if is_transposed else edges
         self._set(source, target, window, boundary, kernel_map, box, groups, backend, is_transposed)
 

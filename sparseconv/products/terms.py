@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.products.schedule import WorkItems, table_text, work_items
 
 _LETTERS = "s12ogiwj"
@@ -62,6 +63,7 @@ class Packed(NamedTuple):
 ABSENT = Packed([], "absent")
 
 
+@transforms.constant
 def make_terms(
     scale: torch.Tensor | None,
     index1: torch.Tensor | None,

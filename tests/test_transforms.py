@@ -1,0 +1,139 @@
+"""Geometry made within transforms of torch.func: none of it follows them, and what is kept outlives them.
+
+A tensor that is made within a transform is wrapped for it, whatever it holds: no kernel on a card reads such a one, and
+a grid that keeps it would hand it to the next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.func import grad, jvp, vmap
+
+import sparseconv as sc
+from sparseconv import nn, ops
+from sparseconv.products import SparseScaleInfo, sparse_scale
+from tests.test_forward_mode import CASES, CHANNELS, DEVICES, Scene, module
+
+#: those whose layers are not made with their scene
+LAYERLESS = [name for name in CASES if not CASES[name].__qualname__.startswith(module.__qualname__)]
+
+
+def wrapped(held: Any, path: str, seen: set[int]) -> Iterator[str]:
+    """Where tensors lie, in what this library holds, that a transform has wrapped."""
+    if id(held) in seen:
+        return
+    seen.add(id(held))
+    if isinstance(held, torch.Tensor):
+        if torch._C._functorch.is_functorch_wrapped_tensor(held):
+            yield path
+    elif isinstance(held, list | tuple | set):
+        for place, value in enumerate(held):
+            yield from wrapped(value, f"{path}[{place}]", seen)
+    elif isinstance(held, dict):
+        for key, value in held.items():
+            yield from wrapped(value, f"{path}[{key!r}]", seen)
+    elif type(held).__module__.startswith("sparseconv"):
+        slots = {name: getattr(held, name, None) for name in getattr(type(held), "__slots__", ())}
+        yield from wrapped({**getattr(held, "__dict__", {}), **slots}, f"{path}.{type(held).__name__}", seen)
+
+
+def geometry(s: Scene) -> list[Any]:
+    return [s.grid, s.plan, s.down, s.infos, s.groups]
+
+
+def by_jvp(run, x):
+    return jvp(run, (x,), (torch.ones_like(x),))[1]
+
+
+def by_grad(run, x):
+    return grad(lambda x: run(x).square().sum())(x)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", [by_jvp, by_grad])
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_kept_that_a_transform_has_wrapped(name, way, device):
+    s = Scene(device)
+    run = CASES[name](s)
+    first = way(run, s.x)
+    assert list(wrapped(geometry(s), "", set())) == []
+    torch.testing.assert_close(way(run, s.x), first)
+    leaf = s.x.clone().requires_grad_()
+    torch.autograd.grad(run(leaf).square().sum(), leaf)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", [by_jvp, by_grad])
+@pytest.mark.parametrize("name", LAYERLESS)
+def test_a_scene_made_within_a_transform_is_that_made_outside(name, way, device):
+    outside, made = Scene(device), []
+
+    def run(x):
+        made.append(Scene(device))
+        return CASES[name](made[-1])(x)
+
+    got, want = way(run, outside.x), way(CASES[name](outside), outside.x)
+    torch.testing.assert_close(got, want)
+    assert list(wrapped([geometry(s) for s in made], "", set())) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", [by_jvp, by_grad, lambda run, x: vmap(run)(torch.stack([x, 2 * x])),
+                                 lambda run, x: grad(lambda x: by_grad(run, x).sum())(x)],
+                         ids=["jvp", "grad", "vmap", "grad of grad"])  # fmt: skip
+def test_a_network_over_a_grid_made_within_a_transform(way, device):
+    s = Scene(device)
+    torch.manual_seed(0)
+    net = nn.UNet(CHANNELS, 3).to(s.x.device, s.dtype).eval()
+
+    def over(grid):
+        return lambda x: net(sc.SparseTensor(grid(), x)).features
+
+    got = way(over(lambda: sc.VoxelGrid(s.grid.coords.flip(0).flip(0))), s.x)
+    torch.testing.assert_close(got, way(over(lambda: s.grid), s.x))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_voxels_chosen_by_features_that_a_transform_follows(device):
+    s = Scene(device)
+
+    def run(x):
+        kept = x[:, 0] > 0
+        grid = s.grid.subset(kept)
+        rows = s.grid.lookup(grid.coords)
+        other, of_points = sc.voxelize(s.points + x[:, :3], 2.0)
+        near = ops.PointGroups(of_points, len(other)).reduce(x, "mean")
+        return sc.ConvolutionPlan(grid, 3).execute(x[rows], s.weight).sum() + near.square().sum()
+
+    found = grad(run)(s.x)
+    leaf = s.x.clone().requires_grad_()
+    torch.testing.assert_close(found, torch.autograd.grad(run(leaf), leaf)[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", [by_jvp, by_grad])
+def test_structures_made_within_a_transform(way, device):
+    made = []
+
+    def run(x):
+        scale, columns = x.new_full((3,), 2.0), [([0, 1, 1], [0, 2, 3]), ([0, 0, 1], [0, 1, 3])]
+        made.append([SparseScaleInfo(scale, *(torch.tensor(v, device=device) for v in c), None, 2) for c in columns])
+        return sparse_scale(x, *made[-1])
+
+    x = torch.tensor([[1.0], [3.0]], device=device)
+    want = {by_jvp: [[4.0], [2.0]], by_grad: [[32.0], [56.0]]}[way]
+    torch.testing.assert_close(way(run, x).tolist(), want)
+    assert list(wrapped([info.terms for infos in made for info in infos], "", set())) == []
+
+
+def test_scenes_of_a_batch_that_vmap_splits_are_refused():
+    coords = torch.stack([torch.tensor([[0, 0, 0], [0, 0, i]]) for i in (1, 2)])
+    with pytest.raises(ValueError, match="cannot differ along a batch"):
+        vmap(lambda c: sc.VoxelGrid(c).positions())(coords)
+    grid = sc.VoxelGrid(coords[0])
+    with pytest.raises(ValueError, match="batch column"):
+        vmap(lambda p: ops.interpolate(torch.ones(2, 1), grid, p))(torch.rand(2, 5, 2))
