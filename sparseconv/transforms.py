@@ -47,6 +47,13 @@ def active() -> bool:
     return not torch.compiler.is_compiling() and present()
 
 
+def followed(tensor: torch.Tensor) -> bool:
+    """Whether a transform of torch.func or a level of duals follows this tensor."""
+    if functional() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """What a tensor holds outside of the transforms of torch.func; ValueError for one that torch.func.vmap splits."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):

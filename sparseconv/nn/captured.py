@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from sparseconv import transforms
 from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, fault_of, forget_tables, put_scene
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
@@ -164,6 +165,7 @@ class Captured:
         held = chain.from_iterable(map(dict.values, self._kept))
         return list(map(id, held)), list(map(torch.Tensor.data_ptr, self._tensors))
 
+    @transforms.constant
     def _run(self, coords: torch.Tensor, features: torch.Tensor, leaves: list[Any]) -> None:
         """Copy a scene in and replay."""
         self._load(coords, features, leaves)
@@ -208,6 +210,13 @@ class Captured:
             raise ValueError(
                 f"features must be ({len(coords)}, {self._channels}) {self._dtype}, as the example's; got "
                 f"{tuple(features.shape)} {features.dtype}"
+            )
+        if any(
+            isinstance(t, torch.Tensor) and transforms.followed(t) for t in (features, *pytree.tree_leaves(targets))
+        ):
+            raise RuntimeError(
+                "a captured run has no derivative by its scene, and torch.func or forward mode asks for one: call the "
+                "network itself, or detach the features before"
             )
         if not coords.device == features.device == self._device:
             raise ValueError(f"this was captured on {self._device}; got {coords.device} and {features.device}: move it")

@@ -608,3 +608,26 @@ def test_a_scaled_loss_under_autocast():
         scaler.step(optimiser)
         scaler.update()
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_a_derivative_by_the_scene_is_refused():
+    warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own, at its first dual
+    scene, labels = scan(0)
+    net = unet().eval()
+    fast, step = nn.capture(net, scene), nn.capture_step(unet(), cross_entropy, scene, labels)
+    x, along = scene.features, torch.ones_like(scene.features)
+    for run in (lambda x: fast(scene.with_features(x)).features.sum(), lambda x: step(scene.with_features(x), labels)):
+        with pytest.raises(RuntimeError, match="call the network itself"):
+            torch.func.grad(run)(x)
+        with pytest.raises(RuntimeError, match="detach the features"):
+            torch.func.jvp(run, (x,), (along,))
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="no derivative by its scene"):
+            run(torch.autograd.forward_ad.make_dual(x, along))
+
+
+@pytest.mark.gpu
+def test_a_captured_teacher_within_a_transform_that_does_not_follow_it():
+    scene, _ = scan(0)
+    fast = nn.capture(unet().eval(), scene)
+    found = torch.func.grad(lambda w: (fast(scene).features * w).sum())(torch.ones(3, device=DEVICE))
+    torch.testing.assert_close(found, fast(scene).features.sum(0))
