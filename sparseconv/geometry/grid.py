@@ -109,12 +109,11 @@ class VoxelGrid:
         return KeySpace.covering(IndexRange((0, *self.extent.start), (self.batch_size, *self.extent.end)))
 
     @property
-    @transforms.constant
     def cells(self) -> CoordinateTable:
         """The table of the rows that a grid on a GPU keeps."""
         table = self.derived.get("cells")
         if table is None:
-            table = self.derived["cells"] = _on_gpu()[0].build_table(self.coords, reported=True)
+            table = self.derived["cells"] = _table_of(self.coords)
         return table
 
     @cached_property
@@ -379,6 +378,11 @@ def _table_on_gpu(coords: torch.Tensor) -> tuple[CoordinateTable | None, WindowS
     table, search = ahead.whole_ahead(coords) or (tables.build_table(coords, reported=True), None)
     table.is_given = True
     return table, search
+
+
+@transforms.constant
+def _table_of(coords: torch.Tensor) -> CoordinateTable:
+    return _on_gpu()[0].build_table(coords, reported=True)
 
 
 @cache
