@@ -45,6 +45,12 @@ def geometry(s: Scene) -> list[Any]:
     return [s.grid, s.plan, s.down, s.infos, s.groups]
 
 
+def close(got, want):
+    """As exact as the dtype: on a card, fp32 by whichever kernel is the first one's choice and the next one's."""
+    least = 1e-9 if got.dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(got, want, rtol=least, atol=least * max(1.0, float(want.detach().abs().max())))
+
+
 def by_jvp(run, x):
     return jvp(run, (x,), (torch.ones_like(x),))[1]
 
@@ -61,7 +67,7 @@ def test_nothing_is_kept_that_a_transform_has_wrapped(name, way, device):
     run = CASES[name](s)
     first = way(run, s.x)
     assert list(wrapped(geometry(s), "", set())) == []
-    torch.testing.assert_close(way(run, s.x), first)
+    close(way(run, s.x), first)
     leaf = s.x.clone().requires_grad_()
     torch.autograd.grad(run(leaf).square().sum(), leaf)
 
@@ -77,7 +83,7 @@ def test_a_scene_made_within_a_transform_is_that_made_outside(name, way, device)
         return CASES[name](made[-1])(x)
 
     got, want = way(run, outside.x), way(CASES[name](outside), outside.x)
-    torch.testing.assert_close(got, want)
+    close(got, want)
     assert list(wrapped([geometry(s) for s in made], "", set())) == []
 
 
@@ -94,7 +100,7 @@ def test_a_network_over_a_grid_made_within_a_transform(way, device):
         return lambda x: net(sc.SparseTensor(grid(), x)).features
 
     got = way(over(lambda: sc.VoxelGrid(s.grid.coords.flip(0).flip(0))), s.x)
-    torch.testing.assert_close(got, way(over(lambda: s.grid), s.x))
+    close(got, way(over(lambda: s.grid), s.x))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -111,7 +117,7 @@ def test_voxels_chosen_by_features_that_a_transform_follows(device):
 
     found = grad(run)(s.x)
     leaf = s.x.clone().requires_grad_()
-    torch.testing.assert_close(found, torch.autograd.grad(run(leaf), leaf)[0])
+    close(found, torch.autograd.grad(run(leaf), leaf)[0])
 
 
 @pytest.mark.parametrize("device", DEVICES)
