@@ -229,12 +229,9 @@ def table_in(
     blocked = len(arena) > IDS
     ids, infos, rows = (IDS, INFOS, ROWS) if blocked else (COUNTS, SLOTS, COUNTS)
     pointers = (spread, arena[SLOTS], arena[ids], arena[infos], arena[rows])
-    # two windows on the rows themselves or on coarser ones, 16 taps and 32: their totals before their counts
-    unit = _counts_of_16(n)
-    spare = [(0, unit + 96), (unit + 96, 2 * unit + 96)]
     cells = None
     if _cells_of(n) and blocked and (unseen is None or n <= COUNTED_ROWS):
-        begin, many = 3 * unit + 192, 1 << CELL_BITS
+        begin, many = 3 * _counts_of_16(n) + 192, 1 << CELL_BITS
         if INTERPRETED:
             counts, of_blocks = arena[COUNTS][begin:], arena[KEYS][_cells_at(n) :].view(torch.int32)
             cells = Cells(of_blocks, counts, counts[many:], counts[2 * many :])
@@ -242,7 +239,14 @@ def table_in(
             counts, of_blocks = arena[COUNTS] + 4 * begin, arena[KEYS] + 8 * _cells_at(n)
             cells = Cells(of_blocks, counts, counts + 4 * many, counts + 8 * many)
     shifts = _BLOCKED[columns] if blocked else (0,) * columns
-    return CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare, report, cells, unseen)
+    return CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare_of(n), report, cells, unseen)
+
+
+def spare_of(n: int) -> list[tuple[int, int]]:
+    """Where the zeros begin that a table of n rows keeps in its COUNTS, and how many: for two windows on the rows
+    themselves or on coarser ones, of 16 taps and of 32, whose totals stand before their counts."""
+    unit = _counts_of_16(n)
+    return [(0, unit + 96), (unit + 96, 2 * unit + 96)]
 
 
 def _counts_of_16(n: int) -> int:

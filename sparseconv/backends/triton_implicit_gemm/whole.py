@@ -56,6 +56,7 @@ from sparseconv.geometry.triton_table import (
     TABLE_KINDS,
     CoordinateTable,
     rows_per_chunk,
+    spare_of,
     table_in,
     table_lengths,
 )
@@ -204,13 +205,14 @@ class WholeLaunch:
         offsets = torch.empty(TAPS + 1, dtype=torch.int64, device=device)
         report = Report(5 + 2 * COLUMNS + TAPS, device)
         counted = report.cut(2 + 2 * COLUMNS)
-        table = table_in(arena, coords, None, report)
-        start = table.spare_zeros(COUNTED.value + TAPS * chunks)
+        start = spare_of(n)[-1][0]
         args = (
             address, *arena, *scratch, *self._fixed, gates_of(device), report.pointer, counted.pointer,
             pointer(offsets), n, chunks, slots, tiles, start, *places.numbers,
         )  # fmt: skip
         launch(places.programs, 1, args)  # the card begins; what follows is for the host alone
+        table = table_in(arena, coords, None, report)
+        table.spare.pop()  # in which the launch counts
         search = WindowSearch(table, coords, self.window, sent=Sent(scratch, start, (offsets, counted)))
         search.kept.append(self._line_of)
         schedule = PackedSchedule(self.block_m, arena, (TAPS + 1, tiles, TAPS + LOOKAHEAD), first=AT_SCHEDULE)
