@@ -48,10 +48,15 @@ def active() -> bool:
 
 
 def followed(tensor: torch.Tensor) -> bool:
-    """Whether a transform of torch.func or a level of duals follows this tensor."""
-    if functional() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    """Whether a transform of torch.func or a level of duals follows this tensor, and not only wraps it."""
+    while True:
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            return True
+        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        if torch._C._functorch.is_batchedtensor(tensor) or tensor.requires_grad:
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,9 @@ import torch
 from torch.func import grad, jvp, vmap
 
 import sparseconv as sc
-from sparseconv import nn, ops
+from sparseconv import nn, ops, transforms
 from sparseconv.products import SparseScaleInfo, sparse_scale
-from tests.test_forward_mode import CASES, CHANNELS, DEVICES, Scene, module
+from tests.test_forward_mode import CASES, CHANNELS, DEVICES, Scene, by_dual, module
 
 #: those whose layers are not made with their scene
 LAYERLESS = [name for name in CASES if not CASES[name].__qualname__.startswith(module.__qualname__)]
@@ -134,6 +134,25 @@ def test_structures_made_within_a_transform(way, device):
     want = {by_jvp: [[4.0], [2.0]], by_grad: [[32.0], [56.0]]}[way]
     torch.testing.assert_close(way(run, x).tolist(), want)
     assert list(wrapped([info.terms for infos in made for info in infos], "", set())) == []
+
+
+def test_who_follows_a_tensor():
+    """What a transform wraps alone, having been made within it or detached there, it does not follow."""
+    said = []
+
+    def run(x):
+        said.append([transforms.followed(t) for t in (x, 2 * x, x.detach(), torch.ones(2), outside)])
+        return (2 * x).sum()
+
+    outside, x = torch.ones(2), torch.ones(2)
+    grad(run)(x)
+    jvp(run, (x,), (x,))
+    grad(lambda a: jvp(run, (x,), (x,))[1] * a.sum())(x)  # an inner jvp, which the outer gradient goes past
+    jvp(lambda a: grad(run)(a), (x,), (x,))
+    by_dual(run, x, x)
+    assert said == [[True, True, False, False, False]] * 5
+    vmap(run)(x[None])
+    assert said[-1] == [True, True, True, False, False]
 
 
 def test_scenes_of_a_batch_that_vmap_splits_are_refused():

@@ -166,7 +166,7 @@ class Captured:
         return list(map(id, held)), list(map(torch.Tensor.data_ptr, self._tensors))
 
     @transforms.constant
-    def _run(self, coords: torch.Tensor, features: torch.Tensor, leaves: list[Any]) -> None:
+    def _run(self, coords: torch.Tensor, features: torch.Tensor, *leaves: Any) -> None:
         """Copy a scene in and replay."""
         self._load(coords, features, leaves)
         if self._state != self._state_now():
@@ -211,16 +211,14 @@ class Captured:
                 f"features must be ({len(coords)}, {self._channels}) {self._dtype}, as the example's; got "
                 f"{tuple(features.shape)} {features.dtype}"
             )
-        if any(
-            isinstance(t, torch.Tensor) and transforms.followed(t) for t in (features, *pytree.tree_leaves(targets))
-        ):
+        if not coords.device == features.device == self._device:
+            raise ValueError(f"this was captured on {self._device}; got {coords.device} and {features.device}: move it")
+        leaves, form = pytree.tree_flatten(targets)
+        if any(isinstance(t, torch.Tensor) and transforms.followed(t) for t in (features, *leaves)):
             raise RuntimeError(
                 "a captured run has no derivative by its scene, and torch.func or forward mode asks for one: call the "
                 "network itself, or detach the features before"
             )
-        if not coords.device == features.device == self._device:
-            raise ValueError(f"this was captured on {self._device}; got {coords.device} and {features.device}: move it")
-        leaves, form = pytree.tree_flatten(targets)
         if form != self._form or any(
             isinstance(a, torch.Tensor) != (b is not None) for a, b in zip(leaves, self._wanted)
         ):

@@ -84,7 +84,7 @@ class CapturedInference(Captured):
             with self._as_captured():
                 whole = self._whole(scene)
                 return rows_of(self._body(whole, None), scene, len(coords), whole.grid)
-        self._run(coords, features, [])
+        self._run(coords, features)
         return rows_of(self._results, scene, self.max_voxels, bad=self._bad)
 
     @torch.no_grad()

@@ -77,7 +77,7 @@ class CapturedStep(Captured):
         coords, features, leaves = self._given(scene, targets)
         self._raise()
         if self._fits(scene, len(coords)):
-            self._run(coords, features, leaves)
+            self._run(coords, features, *leaves)
             loss, grads = self._results
             loss = loss.clone()
         else:
