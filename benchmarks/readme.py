@@ -48,11 +48,8 @@ class Section:
             "other's**: the fastest of spconv, spconv-triton, FlexGEMM and WarpConvNet on such cards in "
             "November 2026. *Map* is from coordinates to all that a training step needs, "
             "*captured*, as a graph that serves every scene; *step* is forward and both gradients. Short eager "
-            "figures, maps above all, are the host's pace, and twice as long on some: ours were measured twice in one "
-            "run, a quarter of a second each, of which the less counts, and theirs are the least of all runs. In "
-            "[longer windows](benchmarks/results/h200_gpu_long.json) the card's power limit adds a few percent where "
-            "layers are large; those of 256 and 512 channels have become "
-            "[faster since](benchmarks/results/h200_gpu_rounds.json).",
+            "figures, maps above all, are the host's pace, and twice as long on some: ours are of one run, in which "
+            "what the host was slow for was measured again and the least counts; theirs are the least of all runs.",
             "",
             "![Their time over ours: forward, training step, map](docs/pictures/h200_gpu_relative.png)",
             "",
