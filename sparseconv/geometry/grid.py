@@ -100,9 +100,10 @@ class VoxelGrid:
     @cached_property
     def extent(self) -> IndexRange:
         """The bounding box of the voxels, without the batch."""
-        if not self._low:
+        low, high = (self._low, self._high) if self._box is None else _bounds(self.coords)
+        if not low:
             return IndexRange((0,) * self.rank, (0,) * self.rank)
-        return IndexRange(self._low[1:], [h + 1 for h in self._high[1:]])
+        return IndexRange(low[1:], [h + 1 for h in high[1:]])
 
     @cached_property
     def _space(self) -> KeySpace:
@@ -121,6 +122,8 @@ class VoxelGrid:
     def _table(self) -> SortedTable:
         return SortedTable(self._space.keys(self.coords))
 
+    #: a box that the voxels lie in, of a grid whose extent nobody has measured yet
+    _box: IndexRange | None = None
     #: True where other processes hold the rest of the scene
     is_shared = False
     #: of a `FixedGrid` alone: how many of its rows are real, and what did not fit, each (1,) int32 on the device
@@ -207,6 +210,13 @@ class VoxelGrid:
         grid.derived = {}
         if coords.is_cuda:
             grid.cells  # noqa: B018 (kept)
+        return grid
+
+    def _known(self, coords: torch.Tensor, box: IndexRange) -> VoxelGrid:
+        """A grid in the same scene of contiguous int32 coords, distinct and within ``box``: nothing is launched."""
+        grid = object.__new__(VoxelGrid)
+        grid.batch_size, grid.origin, grid.voxel_size = self.batch_size, self.origin, self.voxel_size
+        grid._box, grid.coords, grid.derived = box, coords, {}
         return grid
 
     @transforms.constant
@@ -329,7 +339,7 @@ class VoxelGrid:
         box = box if isinstance(box, IndexRange) else IndexRange.of_shape(tuple(box))
         if features.ndim != 2 or features.shape[0] != self.num_voxels:
             raise ValueError(f"features must be ({self.num_voxels}, C); got {tuple(features.shape)}")
-        if not box.encloses(self.extent):
+        if not box.encloses(self._box or self.extent) and not box.encloses(self.extent):
             raise ValueError(f"the grid's extent {self.extent} leaves the box {box} that should be filled")
         keys = KeySpace((0, *box.start), (max(1, self.batch_size), *(max(1, n) for n in box.shape))).keys(self.coords)
         flat = features.new_zeros(self.batch_size * box.size, features.shape[1]).index_copy(0, keys, features)

@@ -11,6 +11,7 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData
+from sparseconv.nn.capturing import region
 from sparseconv.tensor import SparseTensor
 
 #: one class here stands for both of spconv's
@@ -83,6 +84,8 @@ class SparseConvTensor:
         kept, indices = self._voxels, self.indices
         if kept is not None and kept[0] is indices and (torch.compiler.is_compiling() or kept[1] == indices._version):
             return kept[2]
+        if region.begins_with(self):
+            return self._voxels[2]  # type: ignore[index]
         made = VoxelGrid(indices, self.batch_size)
         self._voxels = (indices, indices._version, made)
         return made
@@ -179,6 +182,8 @@ class SparseConvTensor:
 
     def dense(self, channels_first: bool = True) -> torch.Tensor:
         """(B, C, *spatial), or (B, *spatial, C); zero where there is no voxel. Differentiable."""
+        if isinstance(self.spatial_shape, region.Shape):
+            raise ValueError("within a captured call, a dense volume must have the same spatial shape in every scene")
         dense = self.voxels.to_dense(self.features, self.spatial_shape)
         return dense.contiguous() if channels_first else dense.movedim(1, -1)
 
@@ -187,6 +192,26 @@ class SparseConvTensor:
 
     def __repr__(self) -> str:
         return f"SparseConvTensor[shape={self._features.shape}]"
+
+
+def _filled(
+    x: SparseConvTensor, grid: VoxelGrid, features: torch.Tensor, shape: Sequence[int] | None
+) -> SparseConvTensor:
+    x._features, x.indice_dict = features, {}
+    if shape is not None:
+        x.spatial_shape = region.own_shape(shape)
+    return x._at(grid, grid.coords)
+
+
+region.register(
+    region.Kind(
+        SparseConvTensor,
+        lambda x: region.Scene(x.indices, x.features, x.batch_size, tuple(x.spatial_shape), None, None),
+        lambda x: x.voxels,
+        _filled,
+        SparseConvTensor.shadow_copy,
+    )
+)
 
 
 def expand_nd(ndim: int, val: int | Sequence[int] | np.ndarray) -> list[int]:
