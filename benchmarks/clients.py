@@ -15,6 +15,7 @@ import argparse
 import copy
 import importlib
 import json
+import logging
 import sys
 import time
 import types
@@ -212,9 +213,9 @@ def measure(args: argparse.Namespace, name: str, dtype: str, detectors: Any, spu
     row["voxels"] = [len(s[1]) for s in scenes]
     twin = copy.deepcopy(net) if args.check else None
     if args.accelerate:
-        import sparseconv as sc
+        from sparseconv import nn
 
-        sc.accelerate(net)
+        nn.accelerate(net)
 
     def autocast() -> Any:
         kind = torch.bfloat16 if dtype == "bf16" else torch.float16
@@ -269,7 +270,10 @@ def main() -> None:
     parser.add_argument("--client", nargs="+", choices=CLIENTS, default=list(CLIENTS[:3]))
     parser.add_argument("--dtype", nargs="+", choices=("fp16", "bf16", "tf32"), default=["fp16"])
     parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--debug", action="store_true", help="say where a capture failed")
     args = parser.parse_args()
+    if args.debug:
+        logging.basicConfig(level=logging.DEBUG)
     warnings.filterwarnings("ignore")
     if args.library == "sparseconv":
         from sparseconv.interop import spconv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from sparseconv.nn.capturing.recording import DoesNotFit, Recording, Sizes
 from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
 
 Module = TypeVar("Module", bound=torch.nn.Module)
+
+_log = logging.getLogger(__name__)
 
 #: eager calls of a kind before the first capture; recordings that a module keeps; captures of one kind in all
 EXAMPLES, MOST_KEPT, MOST_CAPTURES = 2, 4, 8
@@ -264,6 +267,7 @@ class Captured:
             except CannotCapture:
                 raise
             except Exception as error:
+                _log.debug("a call could not be captured", exc_info=True)
                 first = error.__context__ or error
                 raise CannotCapture(
                     f"{type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"

@@ -309,15 +309,15 @@ class Recording:
                 yield
                 forget_workspaces()
 
-        aside = Aside(device)
+        with torch.cuda.stream(stream):
+            aside, other = Aside(device), Aside(device, summed)
         self._keep_buffers()
         self.answer = self.run(lambda: captured(self._forward, aside))
         if self.trains:
             self._backward = torch.cuda.CUDAGraph()
-            aside = Aside(device, summed)
-            with captured(self._backward, aside, self._forward.pool()):
+            with captured(self._backward, other, self._forward.pool()):
                 found = self._find(self.answer)
-                aside.settle(found)
+                other.settle(found)
                 self._gather(found)
         self._finish()
 

@@ -82,12 +82,12 @@ class SparseConvTensor:
     def voxels(self) -> VoxelGrid:
         """The indices as a `VoxelGrid`, made at the first reading and passed on to tensors at the same indices."""
         kept, indices = self._voxels, self.indices
-        if kept is not None and kept[0] is indices and (torch.compiler.is_compiling() or kept[1] == indices._version):
+        if kept is not None and kept[0] is indices and (torch.compiler.is_compiling() or kept[1] == _version(indices)):
             return kept[2]
         if region.begins_with(self):
             return self._voxels[2]  # type: ignore[index]
         made = VoxelGrid(indices, self.batch_size)
-        self._voxels = (indices, indices._version, made)
+        self._voxels = (indices, _version(indices), made)
         return made
 
     def to_sparse_tensor(self) -> SparseTensor:
@@ -98,7 +98,7 @@ class SparseConvTensor:
     def from_sparse_tensor(cls, x: SparseTensor, spatial_shape: Sequence[int]) -> SparseConvTensor:
         """A `SparseTensor` with the spatial shape that it lacks; its grid and the plans kept there are shared."""
         made = cls(x.features, x.grid.coords, spatial_shape, x.grid.batch_size)
-        made._voxels = (made.indices, made.indices._version, x.grid)
+        made._voxels = (made.indices, _version(made.indices), x.grid)
         return made
 
     def _leave_keys(self) -> SparseConvTensor:
@@ -109,7 +109,7 @@ class SparseConvTensor:
     def _at(self, voxels: VoxelGrid, indices: torch.Tensor) -> SparseConvTensor:
         """Move this (fresh) tensor to other indices whose grid is known."""
         self.indices = indices
-        self._voxels = (indices, 0 if torch.compiler.is_compiling() else indices._version, voxels)
+        self._voxels = (indices, 0 if torch.compiler.is_compiling() else _version(indices), voxels)
         return self
 
     # ---- features
@@ -192,6 +192,10 @@ class SparseConvTensor:
 
     def __repr__(self) -> str:
         return f"SparseConvTensor[shape={self._features.shape}]"
+
+
+def _version(t: torch.Tensor) -> int:
+    return 0 if t.is_inference() else t._version
 
 
 def _filled(
