@@ -243,6 +243,7 @@ def measure(args: argparse.Namespace, name: str, dtype: str, detectors: Any, spu
     torch.cuda.reset_peak_memory_stats()
     row["step"] = timed(step, scenes, args.repeats)
     row["peak_mib"] = round(torch.cuda.max_memory_allocated() / 2**20)
+    row["allocated_mib"] = round(torch.cuda.memory_allocated() / 2**20)
     row["reserved_mib"] = round(torch.cuda.memory_reserved() / 2**20)
     if args.busy:
         row["step"] |= busy(step, scenes)
@@ -256,6 +257,13 @@ def measure(args: argparse.Namespace, name: str, dtype: str, detectors: Any, spu
 
         row["explained"] = nn.explain(net)
     return row
+
+
+def _spelled(args: argparse.Namespace) -> list[str]:
+    """The arguments of a run, folders by what they hold."""
+    words = ["--library", args.library, "--clients", "CLIENTS", "--data", "DATA", "--json", args.json.name]
+    words += [f"--{flag}" for flag in ("accelerate", "check", "busy") if getattr(args, flag)]
+    return [*words, "--client", *args.client, "--dtype", *args.dtype, "--repeats", str(args.repeats)]
 
 
 def main() -> None:
@@ -286,7 +294,7 @@ def main() -> None:
     facts = {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "command": "python -m benchmarks.clients " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m benchmarks.clients", *_spelled(args)]),
     }
     rows = []
     for name in args.client:

@@ -12,7 +12,7 @@ import torch
 
 from sparseconv.geometry.aside import building
 from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, torus_of, wrap
-from sparseconv.geometry.grid import VoxelGrid, unique_coords
+from sparseconv.geometry.grid import VoxelGrid, dense_on_gpu, unique_coords
 from sparseconv.geometry.lookup import KeySpace, SortedTable
 from sparseconv.geometry.ranges import Boundary, IndexRange
 
@@ -339,6 +339,10 @@ class FixedGrid(VoxelGrid):
         """(B, C, *shape) over an extent that holds all voxels (default: the grid's), zero elsewhere."""
         box = self.extent if extent is None else extent
         box = box if isinstance(box, IndexRange) else IndexRange.of_shape(tuple(box))
+        if features.is_cuda:
+            dense = dense_on_gpu(features, self.coords, self.batch_size, box)
+            if dense is not None:
+                return dense
         space = KeySpace.covering(IndexRange((0, *box.start), (self.batch_size, *box.end)))
         cells = self.batch_size * box.size
         keys = torch.where(space.contains(self.coords), space.keys(self.coords.long()), cells)

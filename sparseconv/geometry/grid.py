@@ -341,6 +341,10 @@ class VoxelGrid:
             raise ValueError(f"features must be ({self.num_voxels}, C); got {tuple(features.shape)}")
         if not box.encloses(self._box or self.extent) and not box.encloses(self.extent):
             raise ValueError(f"the grid's extent {self.extent} leaves the box {box} that should be filled")
+        if features.is_cuda and not torch.compiler.is_compiling() and not transforms.present():
+            dense = dense_on_gpu(features, self.coords, self.batch_size, box)
+            if dense is not None:
+                return dense
         keys = KeySpace((0, *box.start), (max(1, self.batch_size), *(max(1, n) for n in box.shape))).keys(self.coords)
         flat = features.new_zeros(self.batch_size * box.size, features.shape[1]).index_copy(0, keys, features)
         return flat.view(self.batch_size, *box.shape, features.shape[1]).movedim(-1, 1)
@@ -354,6 +358,17 @@ class VoxelGrid:
             f"VoxelGrid({self.num_voxels:,} voxels, rank {self.rank}, batch {self.batch_size}, extent {self.extent}, "
             f"voxel size {size}, {self.device})"
         )
+
+
+def dense_on_gpu(
+    features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange
+) -> torch.Tensor | None:
+    """`VoxelGrid.to_dense` by one kernel; None where it does not serve."""
+    from sparseconv.geometry import triton_dense  # Triton is loaded where it is used
+
+    if not triton_dense.serves(features, coords):
+        return None
+    return triton_dense.to_dense(features, coords, triton_dense.Box(items, box.start, box.shape))
 
 
 def unique_coords(coords: torch.Tensor) -> torch.Tensor:

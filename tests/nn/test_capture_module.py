@@ -6,6 +6,9 @@ Without a card a stand-in of the graphs runs what was captured again at every re
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -30,15 +33,19 @@ class RunAgain(Recording):
             self._gather(self._find(self.answer))
         answer = self.answer
         self._finish()
+        self._voxels_there = None if self._voxels_there is None else self._voxels_there.clone()
         self.results = [t.detach().clone() for t in answer.tensors] or [t.clone() for t in self.results]
+
+    def tried(self):
+        pass
 
     def _replay_forward(self):
         with torch.inference_mode(False), torch.set_grad_enabled(self.trains):
             self._again = self.run()
         for kept, new in zip(self.results, self._again.tensors, strict=True):
             kept.copy_(new.detach())
-        for number, grid in self._again.voxels.items():
-            self._voxels[number].coords.copy_(grid.coords)
+        if self._voxels_there is not None:
+            self._voxels_there.copy_(self._voxels_now)
 
     def _replay_backward(self):
         with torch.enable_grad():
@@ -209,6 +216,216 @@ def test_inference_equals_eager_and_sees_every_change_of_a_weight(kind):
             one.data.mul_(1.1)
             other.data.mul_(1.1)
     assert replays(net) >= 2, nn.explain(net)
+
+
+# ---- a module as before
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return layer(spconv.SubMConv3d(4, 8, 3, padding=1, bias=False), 8).to(DEVICE)
+
+
+def through(net, seed, voxels=200, **where):
+    coords = coords_of(seed, voxels, **where)
+    features = features_of(seed, coords).requires_grad_(where.get("shift", 0) == 0)
+    out = net(spconv.SparseConvTensor(features, coords, [12] * 3, 2))
+    return [out.features, out.indices, features]
+
+
+def run(net, seed, voxels=200):
+    net.zero_grad(set_to_none=True)
+    y, indices, features = through(net, seed, voxels)
+    y.square().sum().backward()
+    return [y.detach(), indices, features.grad, *(p.grad for p in net.parameters())]
+
+
+def ready(seed=0, **options):
+    """A captured network, its twin, and two calls of both that were its example."""
+    net = small(seed)
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in (90, 91):
+        same(run(net, seed), run(twin, seed))
+    return net, twin
+
+
+def test_gradients_accumulate_and_reach_the_features():
+    net, twin = ready()
+    for both in (net, twin):
+        both.zero_grad(set_to_none=True)
+    for seed in range(3):
+        ends = [through(both, seed) for both in (net, twin)]
+        for y, _, _ in ends:
+            y.square().sum().backward()
+        same([ends[0][2].grad], [ends[1][2].grad])
+    same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+    assert replays(net) == 3
+
+
+def test_a_gradient_belongs_to_whoever_holds_it():
+    net, _ = ready()
+    first = run(net, 0)
+    kept = [t.clone() for t in first]
+    run(net, 1, 120)
+    same(first, kept, 0.0)
+
+
+def test_an_optimizer_trains_a_captured_network_like_an_eager_one():
+    net, twin = ready()
+    optimizers = [torch.optim.AdamW(both.parameters(), 1e-2) for both in (net, twin)]
+    for seed in range(4):
+        for both, optimizer in zip((net, twin), optimizers):
+            run(both, seed)
+            torch.nn.utils.clip_grad_norm_(both.parameters(), 1.0)
+            optimizer.step()
+    assert replays(net) == 4
+    same(net.state_dict().values(), twin.state_dict().values())
+
+
+def test_two_calls_before_a_gradient_give_both_their_own():
+    net, twin = ready()
+    for both in (net, twin):
+        both.zero_grad(set_to_none=True)
+        one, other = through(both, 1)[0], through(both, 2, 150)[0]
+        (one.square().sum() + other.square().sum()).backward()
+    same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+    assert "the gradient of the call before is not taken yet" in nn.explain(net)
+
+
+def test_a_gradient_is_taken_once():
+    net, _ = ready()
+    y = through(net, 1)[0].sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"nn\.release"):
+        y.backward()
+
+
+def test_weights_may_be_replaced_and_loaded():
+    net, twin = ready()
+    run(net, 0), run(twin, 0)
+    other = small(3)
+    net.load_state_dict(other.state_dict())
+    same(run(net, 1), run(copy.deepcopy(other), 1))
+    net[0].weight = torch.nn.Parameter(twin[0].weight.detach().clone())
+    other[0].weight = torch.nn.Parameter(twin[0].weight.detach().clone())
+    other.load_state_dict(net.state_dict())
+    same(run(net, 2), run(other, 2))
+    assert replays(net) == 3
+
+
+def test_a_copied_or_pickled_module_is_captured_anew():
+    net, twin = ready()
+    run(net, 0), run(twin, 0)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert forward_of(other).module is other
+        same(run(other, 5), run(copy.deepcopy(twin), 5))
+
+
+def test_a_hook_inside_is_called_and_one_outside_changes_nothing():
+    net, twin = ready()
+    called = []
+    net.register_forward_hook(lambda *_: called.append("outside"))
+    same(run(net, 0), run(twin, 0))
+    assert (called, replays(net)) == (["outside"], 1)
+    handle = net[0].register_forward_hook(lambda *_: called.append("inside"))
+    same(run(net, 1), run(twin, 1))
+    assert called[1:] == ["inside", "outside"]
+    handle.remove()
+    run(net, 2)
+    assert replays(net) == 2
+
+
+def test_a_captured_network_is_forgotten_with_its_graphs():
+    net, _ = ready()
+    run(net, 0)
+    seen = weakref.ref(net), weakref.ref(next(iter(forward_of(net)._kinds.values())).recording)
+    del net
+    gc.collect()
+    assert [s() for s in seen] == [None, None]
+
+
+def test_modes_and_released_modules():
+    net, twin = ready()
+    run(net, 0), run(twin, 0)
+    for both in (net, twin):
+        both.eval()
+    with torch.no_grad():
+        for seed in range(4):
+            same(through(net, seed)[:2], through(twin, seed)[:2])
+    assert nn.release(net) is net
+    assert nn.explain(net) == "nothing is captured: see nn.capture"
+    assert "forward" not in net.__dict__
+    same(run(net.train(), 3), run(twin.train(), 3))
+
+
+# ---- scenes that do not fit
+
+
+def test_a_scene_with_too_many_rows_is_right_and_makes_room():
+    net, twin = make("detector"), None
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed, voxels in enumerate([120, 120, 120, 900, 900, 120]):
+        same(step(net, detect, seed, voxels), step(twin, detect, seed, voxels))
+    said = nn.explain(net)
+    assert "voxels, and places for" in said
+    assert replays(net) == 3, said
+
+
+def test_a_scene_outside_of_the_extent_is_right_and_makes_room():
+    net = make("unet")
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed, shift in enumerate([0, 0, 0, 500, 500, -400, 0]):
+        same(step(net, own, seed, shift=shift), step(twin, own, seed, shift=shift))
+    assert "lies outside of the extent" in nn.explain(net)
+    assert replays(net) >= 4, nn.explain(net)
+
+
+def test_running_statistics_of_a_scene_that_did_not_fit_are_counted_once():
+    net = make("unet")
+    nn.capture(net)
+    for seed, shift in enumerate([0, 0, 0, 500]):
+        step(net, own, seed, shift=shift)
+    counts = [b for name, b in net.named_buffers() if name.endswith("num_batches_tracked")]
+    assert {int(c) for c in counts} == {4}
+
+
+def test_voxels_behind_the_end_of_a_scenes_own_shape_are_as_in_an_eager_call():
+    net = make("segmenter")
+    net.margin = 0  # an odd shape then drops the last coarse voxel
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed, extent in enumerate([12, 11, 12, 10, 12, 13, 9]):
+        same(step(net, segment, seed, extent=extent), step(twin, segment, seed, extent=extent))
+    assert replays(net) >= 1, nn.explain(net)
+
+
+def test_an_empty_scene_runs_eagerly():
+    net, twin = ready()
+    for both in (net, twin):
+        both.eval()
+    empty = torch.empty(0, 4, dtype=torch.int32, device=DEVICE)
+    with torch.no_grad():
+        x = spconv.SparseConvTensor(torch.empty(0, 4, device=DEVICE), empty, [12] * 3, 2)
+        out = [both(x) for both in (net, twin)]
+    assert [o.features.shape for o in out] == [(0, 8), (0, 8)]
+    assert "a scene without voxels" in nn.explain(net)
+
+
+def test_a_result_that_gets_a_gradient_for_the_first_time_gets_a_right_one():
+    net = make("detector")
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in range(3):
+        step(net, detect, seed), step(twin, detect, seed)
+    for seed in (3, 4):
+        for both in (net, twin):
+            both.zero_grad(set_to_none=True)
+            out = detect(both, seed)
+            (out[0].square().mean() + out[1].square().mean()).backward()
+        same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
 
 
 # ---- what no graph can hold

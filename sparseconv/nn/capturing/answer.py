@@ -32,29 +32,26 @@ class Given:
         #: dicts that the call may fill in: the caller's, or the copies made last; and what they held before the call
         self._dicts: dict[tuple[Any, ...], dict[Any, Any]] = {}
         self._before: dict[tuple[Any, ...], dict[Any, Any]] = {}
+        #: every argument that is no container, and where it is
+        self.leaves: list[tuple[tuple[Any, ...], Any]] = []
         self._note(self.whole, ())
 
     def _note(self, value: Any, path: tuple[Any, ...]) -> None:
-        if not isinstance(value, PLAIN):
-            self._paths.setdefault(id(value), path)
+        if not _is_container(value):
+            self.leaves.append((path, value))
+            if not isinstance(value, PLAIN):
+                self._paths.setdefault(id(value), path)
+            return
+        self._paths.setdefault(id(value), path)
         if isinstance(value, dict) and len(path) > 1:
             self._dicts[path], self._before[path] = value, dict(value)
         for key, item in _items(value):
             self._note(item, (*path, key))
 
-    def leaves(self) -> list[tuple[tuple[Any, ...], Any]]:
-        """Every argument that is no container, and where it is."""
-        found: list[tuple[tuple[Any, ...], Any]] = []
-
-        def walk(value: Any, path: tuple[Any, ...]) -> None:
-            if _is_container(value):
-                for key, item in _items(value):
-                    walk(item, (*path, key))
-            else:
-                found.append((path, value))
-
-        walk(self.whole, ())
-        return found
+    def forget(self) -> None:
+        """Let go of everything."""
+        self.whole, self.leaves = ((), {}), []
+        self._dicts, self._before, self._paths, self._copies = {}, {}, {}, {}
 
     def copied(self, replaced: Mapping[tuple[Any, ...], Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments in new containers, some leaves ``replaced`` by their path."""
@@ -265,7 +262,7 @@ _NOWHERE = VoxelGrid(torch.empty(0, 2, dtype=torch.int32))
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, (dict, list, tuple)) and not isinstance(value, torch.Size)
+    return isinstance(value, (dict, list, tuple)) and type(value) is not torch.Size
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -81,6 +82,8 @@ class Captured:
     def _collect(self) -> None:
         self._modules = list(self.module.modules())
         self._held = [d for m in self._modules for d in (m._modules, m._parameters, m._buffers) if d]
+        self._tensors = list({id(t): t for t in chain(self.module.parameters(), self.module.buffers())}.values())
+        self._parameters = list(self.module.parameters())
 
     # ---- a call
 
@@ -88,7 +91,7 @@ class Captured:
         if self._must_be_plain():
             return self.plain(*args, **kwargs)
         given = Given(args, kwargs)
-        direct = [(path, leaf) for path, leaf in given.leaves() if kind_of(leaf) is not None]
+        direct = [(path, leaf) for path, leaf in given.leaves if kind_of(leaf) is not None]
         if len(direct) > 1:
             return self._eagerly("several sparse tensors in one call", args, kwargs)
         if direct:
@@ -145,7 +148,7 @@ class Captured:
         grad = torch.is_grad_enabled()
         arguments = tuple(
             (path, (leaf.shape[1:], leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else _spelled(leaf))
-            for path, leaf in given.leaves()
+            for path, leaf in given.leaves
             if kind_of(leaf) is None
         )
         return (
@@ -260,6 +263,7 @@ class Captured:
                 )
                 recording.record(scene)
                 verify.against_eager(recording, given, scene)
+                recording.tried()
             except DoesNotFit as error:
                 kind.room *= 1.25
                 if attempt == 3:
@@ -311,13 +315,9 @@ class Captured:
             k.recording = None
 
     def _state(self) -> Any:
-        """What the graphs read: the module's tensors, where they lie, and its parts. Values may be any."""
+        """What the graphs read: the module's parts and tensors, and where these lie. Values may be any."""
         parts = list(chain.from_iterable(map(dict.values, self._held)))
-        return (
-            list(map(id, parts)),
-            [t.data_ptr() for t in parts if isinstance(t, torch.Tensor)],
-            [t.requires_grad for t in parts if isinstance(t, torch.nn.Parameter)],
-        )
+        return list(map(id, parts)), list(map(_address, self._tensors)), list(map(_wants_gradient, self._parameters))
 
     # ---- words
 
@@ -340,6 +340,10 @@ class Captured:
 
 #: what records calls; tests without a card put a stand-in here
 RECORDING: type[Recording] = Recording
+
+
+_address = torch.Tensor.data_ptr
+_wants_gradient = attrgetter("requires_grad")
 
 
 def _bare(scene: Scene) -> Scene:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class Recording:
         if path is None:
             return found
         voxels = len(scene_of(given.at(path))[1].coords)
-        for where, leaf in given.leaves():
+        for where, leaf in given.leaves:
             if isinstance(leaf, torch.Tensor) and leaf.device == self._device:
                 if leaf.requires_grad:
                     raise CannotCapture(f"the argument {where} wants a gradient; only the scene's features may")
@@ -162,6 +163,7 @@ class Recording:
     def _begin(self, stack: ExitStack, around: Callable[[], Any]) -> torch.Tensor:
         self._limits.begin()
         stack.enter_context(around())
+        self._keep_buffers()
         #: a leaf of its own in every run, over the same memory
         self._leaf = self._features.detach().requires_grad_(self._of_features and torch.is_grad_enabled())
         return self._leaf
@@ -185,6 +187,8 @@ class Recording:
                 self._told = torch.zeros(len(told), dtype=torch.int32, pin_memory=pinned)
                 self._told_on_host = self._told.numpy()
             self._told.copy_(told, non_blocking=True)
+            if answer.voxels:  # of all grids that are returned, one after another, so that a call copies them at once
+                self._voxels_now = torch.cat([grid.coords for grid in answer.voxels.values()])
             self._mark()
 
     def _mark(self) -> None:
@@ -252,6 +256,12 @@ class Recording:
                 self._capture()
         forget_tables(self._like)
 
+    def tried(self) -> None:
+        """Let go of what only the capture and its comparison needed."""
+        self._given = Given((), {})
+        del self._leaf
+        gc.collect()  # an eager call's maps and the gradient's graph hold one another
+
     def _guarded(self) -> None:
         """A run in which what no graph can hold is found."""
         seen, own = Seen(), {t.untyped_storage().data_ptr() for t in self._module_tensors()}
@@ -260,7 +270,7 @@ class Recording:
         def around() -> Any:
             stack.close()
             before = {t.untyped_storage().data_ptr(): "a tensor" for t in seen.made if t.device == self._device}
-            for _, leaf in self._given.leaves():
+            for _, leaf in self._given.leaves:
                 if isinstance(leaf, torch.Tensor):
                     before[leaf.untyped_storage().data_ptr()] = "an argument"
             return Guard({at: what for at, what in before.items() if at not in own}, self._device)
@@ -311,7 +321,6 @@ class Recording:
 
         with torch.cuda.stream(stream):
             aside, other = Aside(device), Aside(device, summed)
-        self._keep_buffers()
         self.answer = self.run(lambda: captured(self._forward, aside))
         if self.trains:
             self._backward = torch.cuda.CUDAGraph()
@@ -335,27 +344,25 @@ class Recording:
         return False
 
     def _gather(self, found: Sequence[torch.Tensor | None]) -> None:
-        """Put the gradients into one array a dtype, so that a call copies them at once."""
-        #: of each gradient: its dtype's array, or None, and its shape
-        self._flat_of: list[tuple[torch.dtype, torch.Size] | None] = [
-            None if g is None else (g.dtype, g.shape) for g in found
-        ]
-        dtypes = dict.fromkeys(g.dtype for g in found if g is not None)
-        of_features = self._of_features and found[0] is not None
-        self._grad_features = found[0] if of_features else None
-        parts = found[1:] if self._of_features else found
+        """Put the gradients of parameters into one array a dtype, so that a call copies them at once."""
+        self._grad_features = found[0] if self._of_features else None
+        parts = list(found[1:] if self._of_features else found)
+        #: of each dtype: which parameters have a gradient of it
+        self._places: dict[torch.dtype, list[int]] = {}
+        for place, grad in enumerate(parts):
+            if grad is not None:
+                self._places.setdefault(grad.dtype, []).append(place)
         self._flat = {
-            dtype: torch.cat([g.reshape(-1) for g in parts if g is not None and g.dtype == dtype])
-            for dtype in dtypes
-            if any(g is not None and g.dtype == dtype for g in parts)
+            dtype: torch.cat([parts[i].reshape(-1) for i in places])  # type: ignore[union-attr]
+            for dtype, places in self._places.items()
         }
-        self._parts = [None if g is None else (g.dtype, g.shape, g.numel()) for g in parts]
 
     def _finish(self) -> None:
         answer = self.answer
         self.rows_of = answer.rows()
         self.results = [t.detach() for t in answer.tensors]
         self._voxels = dict(answer.voxels)
+        self._voxels_there = self._voxels_now if self._voxels else None
         answer.forget()
 
     # ---- a replay
@@ -364,7 +371,6 @@ class Recording:
         """Replay for a scene. Returns what did not fit, once the host knows; None where all is well."""
         self._follow_streams()
         self.load(scene, given)
-        self._keep_buffers()
         self._replay_forward()
         if self._module.training:
             torch.autograd.graph.increment_version([b for some in self._buffers for b in some])
@@ -394,11 +400,14 @@ class Recording:
 
     def grids(self) -> dict[int, VoxelGrid]:
         """The voxels of sparse results, as ordinary grids."""
-        counts = self.counts()
-        return {
-            number: grid._known(grid.coords[: counts[number]].clone(), grid.extent)
-            for number, grid in self._voxels.items()
-        }
+        if self._voxels_there is None:
+            return {}
+        counts, found, start = self.counts(), {}, 0
+        coords = self._voxels_there.clone()
+        for number, grid in self._voxels.items():
+            found[number] = grid._known(coords[start : start + counts[number]], grid.extent)
+            start += len(grid)
+        return found
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
         """Gradients of the features and the parameters, in new tensors, from those of all results."""
@@ -419,11 +428,11 @@ class Recording:
                         into[live : self._grads_filled[at]].zero_()
                 self._grads_filled[at] = live
             self._replay_backward()
-            fresh = {
-                dtype: iter(flat.clone().split([p[2] for p in self._parts if p is not None and p[0] == dtype]))
-                for dtype, flat in self._flat.items()
-            }
-            of_parameters = [None if p is None else next(fresh[p[0]]).view(p[1]) for p in self._parts]
+            of_parameters: list[torch.Tensor | None] = [None] * len(self.parameters)
+            for dtype, flat in self._flat.items():
+                places = self._places[dtype]
+                for place, grad in zip(places, unflatten(flat.clone(), [self.parameters[i] for i in places])):
+                    of_parameters[place] = grad
             of_features = None
             if self._grad_features is not None:
                 of_features = self._grad_features[: self._filled].clone()
@@ -476,6 +485,12 @@ class Recording:
             with torch.no_grad():
                 for buffer, before in zip(buffers, kept):
                     buffer.copy_(before)
+
+
+def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One after another, pieces of (M,) with the shapes of other tensors."""
+    pieces = flat.split([t.numel() for t in like])
+    return [piece.view(t.shape) for piece, t in zip(pieces, like)]
 
 
 class Eager(NamedTuple):

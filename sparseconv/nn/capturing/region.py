@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ _kinds: dict[type, Kind] = {}
 def register(kind: Kind) -> None:
     """Let regions begin with, and return, sparse tensors of another class."""
     _kinds[kind.type] = kind
+    _kind_of_class.cache_clear()
 
 
 _layers: set[type] = set()
@@ -65,10 +67,12 @@ def is_sparse_layer(module: Any) -> bool:
 
 def kind_of(value: Any) -> Kind | None:
     """The kind of a sparse tensor; None for anything else."""
-    for parent in type(value).__mro__:
-        if parent in _kinds:
-            return _kinds[parent]
-    return None
+    return _kind_of_class(type(value))
+
+
+@lru_cache(1024)
+def _kind_of_class(kind: type) -> Kind | None:
+    return next((_kinds[parent] for parent in kind.__mro__ if parent in _kinds), None)
 
 
 register(
