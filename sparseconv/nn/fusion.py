@@ -158,7 +158,7 @@ def hooked(*modules: Any) -> bool:
 
 
 def _can_join(x: Any, conv: Any, norm: Any, activation: Any) -> bool:
-    """Whether these are modules that can run as one on x, and nobody hooked in between."""
+    """Whether these modules can run as one on x, without hooks between them."""
     return (
         isinstance(norm, BatchNorm)
         and isinstance(conv, ConvolutionModule)

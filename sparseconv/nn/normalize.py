@@ -228,7 +228,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Gradients of x, weight, bias and residual from that of y.
 
-    In dead rows they are zero, and that of y is not read; a residual that no activation followed gets ``grad`` itself.
+    They are zero in dead rows, where the gradient of y is not read. A residual without an activation gets ``grad``.
 
     Args:
         grad: (N, C), rows may be apart. x, weight, bias: those of `forward`; kept: its second result.
