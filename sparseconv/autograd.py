@@ -207,10 +207,10 @@ class _Linear(torch.autograd.Function):
         size, (*tensors, (edges, length, groups, *rest)) = info.batch_size, args
         shared = dims[0] is None and groups == 1 and cls is _Convolution and not rest[0]
         if shared:  # then they are more output channels of the same rows
-            beside = [tensors[0], *(side_by_side(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
+            stacked = [tensors[0], *(side_by_side(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
         else:
-            beside, groups = [side_by_side(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
-        found = _call(cls, *beside, edges, length, groups, *rest)
+            stacked, groups = [side_by_side(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
+        found = _call(cls, *stacked, edges, length, groups, *rest)
         return found.unflatten(-1, (size, found.shape[-1] // size)), found.ndim - 1
 
 

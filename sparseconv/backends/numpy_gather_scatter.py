@@ -184,7 +184,7 @@ def _runs(
     """The products and grams of a chunk tap by tap, in blocks of ``step`` edges."""
     longest = min(step, len(chunk.in_rows))
     inputs = buffer("inputs", longest, x.shape[1], x.dtype)
-    beside = None if near is None else buffer("beside", longest, near.shape[1], x.dtype)
+    near_buffer = None if near is None else buffer("near", longest, near.shape[1], x.dtype)
     runs = [
         (tap, min(step, padded - a), min(step, last - a))
         for tap, first, last, padded in chunk.taps
@@ -197,7 +197,7 @@ def _runs(
         if weights:
             _multiply(picked, weights[tap], out, groups)
         if near is not None and edges > 0:
-            met = torch.index_select(near, 0, outs[:edges], out=beside[:edges])  # type: ignore[index]
+            met = torch.index_select(near, 0, outs[:edges], out=near_buffer[:edges])  # type: ignore[index]
             _accumulate(picked[:edges], met, gram[tap], groups)
 
 
