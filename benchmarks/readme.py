@@ -145,7 +145,7 @@ class Section:
             f"a card. A forward is {span('forward')} times as fast, a training step {span('step')} times. A kernel "
             f"map is {span('map')} times as fast. See [every layer](docs/benchmarks.md#single-layers).",
             "",
-            f"**On a CPU** with two cores, in fp32, the baseline is spconv's CPU wheel. A forward is "
+            f"**On a CPU** with two cores, in fp32, the baseline is spconv's CPU wheel. A layer's forward is "
             f"{span('forward', 'cpu')} times as fast, a training step {span('step', 'cpu')} times. See "
             "[CPU](docs/benchmarks.md#on-a-cpu).",
             "",
@@ -176,9 +176,9 @@ class Section:
         }
         self.lines += [
             f"Milliseconds for one new scan, kernel maps included, **sparseconv / spconv**. One {self.card}, "
-            f"{self.versions}, fp16; a U-Net of {parameters} parameters.",
+            f"{self.versions}, fp16; a U-Net of {parameters} parameters. A training step is forward, loss and gradients.",
             "",
-            f"| scan | {' | '.join(columns)} |",
+            f"| scan, voxels | {' | '.join(columns)} |",
             "|---" * (1 + len(columns)) + "|",
         ]
         for row in ours:

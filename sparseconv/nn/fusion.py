@@ -150,7 +150,7 @@ def _joins(grid: VoxelGrid, dtype: torch.dtype, norm: BatchNorm, residual: Spars
 
 
 def hooked(*modules: Any) -> bool:
-    """Whether somebody wants to be called before or after one of these modules."""
+    """Whether one of these modules has forward or backward hooks."""
     for m in modules:
         if m is not None and (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks):
             return True
