@@ -176,7 +176,8 @@ class Section:
         }
         self.lines += [
             f"Milliseconds for one new scan, kernel maps included, **sparseconv / spconv**. One {self.card}, "
-            f"{self.versions}, fp16; a U-Net of {parameters} parameters. A training step is forward, loss and gradients.",
+            f"{self.versions}, fp16; a U-Net of {parameters} parameters. "
+            "A training step is forward, loss and gradients.",
             "",
             f"| scan, voxels | {' | '.join(columns)} |",
             "|---" * (1 + len(columns)) + "|",
