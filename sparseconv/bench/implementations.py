@@ -1,4 +1,4 @@
-"""Who is measured: each backend of this library, dense convolution, and the peers that can be imported.
+"""Who is measured: this library, each of its backends by name, and dense convolution.
 
 Every one is a `Convolution`: submanifold, an odd cube of taps (3x3x3 for most), C channels in and out, no bias, over
 given coordinates.
@@ -7,7 +7,7 @@ given coordinates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,10 +17,7 @@ import torch
 from sparseconv.bench.timing import DTYPES
 
 if TYPE_CHECKING:
-    from sparseconv.bench.captured import CapturedMap
     from sparseconv.geometry.grid import VoxelGrid
-
-TAPS = 27
 
 
 def boxed(weight: torch.Tensor) -> torch.Tensor:
@@ -98,10 +95,6 @@ class Convolution(ABC):
     def weight_grad(self) -> torch.Tensor:
         """The gradient of ``weight`` as (K, C_in, C_out)."""
 
-    def captured(self, room: float) -> CapturedMap | None:
-        """Its map as one graph with room for a scene of so many times the rows; None where there is no such thing."""
-        return None
-
     def details(self) -> dict[str, Any]:
         """What it says about itself: backend, waste."""
         return {}
@@ -156,17 +149,6 @@ class Sparseconv(Convolution):
             await_compilers()
             self.prepare()
 
-    def captured(self, room: float) -> CapturedMap | None:
-        from sparseconv.bench.captured import CapturedMap
-        from sparseconv.nn.graphs import has_graphs
-
-        return CapturedMap(self, room) if has_graphs(self.coords.device) else None
-
-    def _serving(self, request: Any) -> Any:
-        from sparseconv.backends.registry import choose
-
-        return choose(request, self.backend)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.plan.execute(x, self.weight)
 
@@ -178,8 +160,10 @@ class Sparseconv(Convolution):
         return self.weight.grad
 
     def details(self) -> dict[str, Any]:
+        from sparseconv.backends.registry import choose
+
         request = self.plan.request(self.channels, self.channels, self.dtype)
-        backend = self._serving(request)
+        backend = choose(request, self.backend)
         found: dict[str, Any] = {"backend": backend.name, "map": list(self._used)}
         report = getattr(backend, "explain", None)
         if report is not None:
@@ -191,39 +175,17 @@ class Sparseconv(Convolution):
         return found
 
 
-class ImplicitGemm(Sparseconv):
-    """This library's Triton backend by name."""
+def named(asked: str, device: str, *modules: str, without: tuple[str, ...] = ()) -> type[Sparseconv]:
+    """This library held to one backend on the device that it serves; ``modules``: without which it cannot run."""
 
-    name = "sparseconv:triton_implicit_gemm"
-    backend = "triton_implicit_gemm"
-    devices = ("cuda",)
-    dtypes = ("fp16", "bf16", "tf32", "fp32")
+    class Named(Sparseconv):
+        name = f"sparseconv:{asked}"
+        backend = asked
+        devices = (device,)
+        needs = modules
+        dtypes = tuple(dtype for dtype in Sparseconv.dtypes if dtype not in without)
 
-
-class GatherScatter(Sparseconv):
-    """This library's CuPy backend by name."""
-
-    name = "sparseconv:cupy_gather_scatter"
-    backend = "cupy_gather_scatter"
-    needs = ("cupy",)
-    devices = ("cuda",)
-
-
-class NumpyGatherScatter(Sparseconv):
-    """This library's CPU backend by name."""
-
-    name = "sparseconv:numpy_gather_scatter"
-    backend = "numpy_gather_scatter"
-    devices = ("cpu",)
-
-
-class LlvmImplicitGemm(Sparseconv):
-    """This library's compiled CPU backend by name."""
-
-    name = "sparseconv:llvm_implicit_gemm"
-    backend = "llvm_implicit_gemm"
-    needs = ("llvmlite",)
-    devices = ("cpu",)
+    return Named
 
 
 class Dense(Convolution):
@@ -261,10 +223,19 @@ class Dense(Convolution):
         return unboxed(self.weight.grad)
 
 
-def registry() -> dict[str, type[Convolution]]:
-    """Every implementation by name, ours first."""
-    from sparseconv.bench import peers
+Implementations = Mapping[str, type[Convolution]]
 
-    ours = (Sparseconv, ImplicitGemm, GatherScatter, LlvmImplicitGemm, NumpyGatherScatter, Dense)
-    everyone: tuple[type[Convolution], ...] = (*ours, *peers.PEERS)
-    return {kind.name: kind for kind in everyone}
+
+def by_name(kinds: Iterable[type[Convolution]]) -> Implementations:
+    """Implementations under their names."""
+    return MappingProxyType({kind.name: kind for kind in kinds})
+
+
+BACKENDS = (
+    named("triton_implicit_gemm", "cuda", "triton", without=("fp64",)),
+    named("cupy_gather_scatter", "cuda", "cupy"),
+    named("llvm_implicit_gemm", "cpu", "llvmlite"),
+    named("numpy_gather_scatter", "cpu"),
+)
+#: ours first
+IMPLEMENTATIONS = by_name((Sparseconv, *BACKENDS, Dense))

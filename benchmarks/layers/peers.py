@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparseconv.bench.implementations import TAPS, Convolution, boxed, unboxed
+from sparseconv.bench.implementations import Convolution, boxed, unboxed
 
 
 def by_tap(weight: torch.Tensor) -> torch.Tensor:
@@ -309,7 +309,7 @@ class WarpConvNet(Convolution):
             self.layer.weight.copy_(weight.view(self.layer.weight.shape))
 
     def weight_grad(self) -> torch.Tensor:
-        return self.layer.weight.grad.view(TAPS, self.channels, self.channels)
+        return self.layer.weight.grad.view(27, self.channels, self.channels)
 
 
 class Fvdb(Convolution):
