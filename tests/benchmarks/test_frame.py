@@ -450,7 +450,9 @@ def test_a_map_takes_no_less_than_its_preparation(lazy, steps, want):
 
     times, paces, some = iter(steps), iter((45.0, 60.0)), Some()
     some.lazy = lazy
-    found = package._map(Still(), Job("some", "shell_64", 4), some, lambda: None)
+    none = torch.empty(0)
+    layer = package.Layer(Job("some", "shell_64", 4), Still(), some, none, none, none)
+    found = package._map(layer)
     assert (found["median"], found["by"]) == want
     assert found["prepare"]["median"] == 2.0
     assert found["in_step"]["median"] == max(0.0, steps[1] - steps[0])
