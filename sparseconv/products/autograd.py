@@ -243,10 +243,16 @@ def _gradients(
     like_y: Like | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dL/dx from y and dL/dy from x, of the shapes and dtypes given, each where its other input is there."""
-    batched = grad.dim() == len(row.axes_out) + 2
-    if x is not None and y is not None and like_x is not None and like_y is not None and batched and direct(grad):
-        if len(like_x[0]) == len(row.axes1) + 2 and len(like_y[0]) == len(row.axes2) + 2:
-            return _Pair.apply(x, y, grad, row, infos)
+    if (
+        x is not None
+        and y is not None
+        and like_x is not None
+        and like_y is not None
+        and (len(like_x[0]), len(like_y[0]), grad.dim())
+        == (len(row.axes1) + 2, len(row.axes2) + 2, len(row.axes_out) + 2)
+        and direct(grad)
+    ):
+        return _Pair.apply(x, y, grad, row, infos)
     grad_x = grad_y = None
     if y is not None and like_x is not None:
         grad_x = _one(row.grad1, y, grad, (infos[1], infos[2], infos[0]), like_x, len(row.axes1))

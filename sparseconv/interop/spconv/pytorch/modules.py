@@ -60,10 +60,12 @@ class SparseSequential(SparseModule):
 
     def forward(self, input: Any) -> Any:
         for module in self._modules.values():
+            if module is None:
+                continue
             if is_spconv_module(module) or not isinstance(input, SparseConvTensor):
-                input = module(input)  # type: ignore[misc]
+                input = module(input)
             elif input.features.shape[0] or not isinstance(module, _BatchNorm):
-                input = input.replace_feature(module(input.features))  # type: ignore[misc]
+                input = input.replace_feature(module(input.features))
         return input
 
 
