@@ -38,12 +38,7 @@ def numbers(name: str) -> tuple[str, list[int]] | None:
 
 
 def missing(name: str) -> str | None:
-    """Why a case cannot be made here, or None.
-
-    >>> missing("shell_32") is None, missing("cube_7")
-    (True, "no case 'cube_7': neither a rule (shell_64, uniform_10_64, plane_256, rings_64_1024) nor a file cube_7.npz \
-in the folder SPARSECONV_BENCH_DATA")
-    """
+    """Why a case cannot be made here, or None."""
     if numbers(name) is not None or _file(name) is not None:
         return None
     if name == BRAIN:

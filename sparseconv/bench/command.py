@@ -41,7 +41,7 @@ def bench(
     dtype: Dtypes = None,
     channels: Channels = None,
     quantity: Quantities = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Measure each backend and dense conv3d, too.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Measure each backend by name, too.")] = False,
     shuffled: Shuffled = False,
     seconds: Seconds = 0.3,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",

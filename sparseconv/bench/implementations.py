@@ -1,4 +1,4 @@
-"""Who is measured: this library, each of its backends by name, and dense convolution.
+"""Who is measured: this library, by its own choice of a backend and by each backend's name.
 
 Every one is a `Convolution`: submanifold, an odd cube of taps (3x3x3 for most), C channels in and out, no bias, over
 given coordinates.
@@ -18,17 +18,6 @@ from sparseconv.bench.timing import DTYPES
 
 if TYPE_CHECKING:
     from sparseconv.geometry.grid import VoxelGrid
-
-
-def boxed(weight: torch.Tensor) -> torch.Tensor:
-    """(K, C_in, C_out) -> torch's (C_out, C_in, k, k, k)."""
-    side = round(len(weight) ** (1 / 3))
-    return weight.view(side, side, side, *weight.shape[1:]).permute(4, 3, 0, 1, 2).contiguous()
-
-
-def unboxed(weight: torch.Tensor) -> torch.Tensor:
-    """torch's (C_out, C_in, k, k, k) -> (K, C_in, C_out)."""
-    return weight.permute(2, 3, 4, 1, 0).reshape(-1, weight.shape[1], weight.shape[0])
 
 
 class Convolution(ABC):
@@ -188,41 +177,6 @@ def named(asked: str, device: str, *modules: str, without: tuple[str, ...] = ())
     return Named
 
 
-class Dense(Convolution):
-    """`torch.nn.functional.conv3d` over the bounding box, read at the voxels: what sparsity saves."""
-
-    name = "dense conv3d"
-    devices = ("cuda", "cpu")
-    kernels = None
-    #: bytes that one dense volume of features may take, by device
-    most: ClassVar[dict[str, int]] = {"cuda": 8 << 30, "cpu": 1 << 29}
-
-    def prepare(self) -> None:
-        c = self.coords[:, 1:].long()
-        low = c.amin(0)
-        self.shape = [int(n) for n in (c.amax(0) - low + 1)]
-        volume = self.shape[0] * self.shape[1] * self.shape[2]
-        needed = volume * self.channels * self.dtype.itemsize
-        if needed > self.most[self.coords.device.type]:
-            raise MemoryError(f"the bounding box {self.shape} would take {needed / 2**30:.1f} GiB of features")
-        c = c - low
-        self.site = (c[:, 0] * self.shape[1] + c[:, 1]) * self.shape[2] + c[:, 2]
-        self.volume = volume
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dense = x.new_zeros(self.volume, self.channels).index_copy(0, self.site, x)
-        dense = dense.view(1, *self.shape, self.channels).permute(0, 4, 1, 2, 3)
-        y = torch.nn.functional.conv3d(dense, self.weight, padding=self.kernel // 2)
-        return y.permute(0, 2, 3, 4, 1).reshape(self.volume, self.channels)[self.site]
-
-    def set_weight(self, weight: torch.Tensor) -> None:
-        self.weight = boxed(weight.to(self.dtype)).requires_grad_()
-
-    def weight_grad(self) -> torch.Tensor:
-        assert self.weight.grad is not None
-        return unboxed(self.weight.grad)
-
-
 Implementations = Mapping[str, type[Convolution]]
 
 
@@ -238,4 +192,4 @@ BACKENDS = (
     named("numpy_gather_scatter", "cpu"),
 )
 #: ours first
-IMPLEMENTATIONS = by_name((Sparseconv, *BACKENDS, Dense))
+IMPLEMENTATIONS = by_name((Sparseconv, *BACKENDS))

@@ -10,7 +10,8 @@ import ctypes
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -173,15 +174,12 @@ DTYPES = {
 }
 
 
-class precision:
+@contextmanager
+def precision(name: str) -> Iterator[None]:
     """Within it, single-precision products may use TF32 if the dtype's name is ``tf32``, and not otherwise."""
-
-    def __init__(self, name: str) -> None:
-        self._tf32 = name == "tf32"
-
-    def __enter__(self) -> None:
-        self._before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = self._tf32
-
-    def __exit__(self, *error: object) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = self._before
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
