@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,7 @@ from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, check_ends, check_reuse, find_plan
-from sparseconv.interop.spconv.pytorch.modules import SparseModule
+from sparseconv.interop.spconv.pytorch.modules import Placement, SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.weights import PackedWeights
@@ -23,13 +23,6 @@ if TYPE_CHECKING:
 
 Size = int | Sequence[int]
 RECORD = "max_num_voxels_during_training"
-
-
-class Placement(TypedDict, total=False):
-    """Where and as what a layer's parameters are made."""
-
-    device: torch.device | str | None
-    dtype: torch.dtype | None
 
 
 class SparseConvolution(SparseModule):
@@ -92,10 +85,7 @@ class SparseConvolution(SparseModule):
         self.weight_shape = [out_channels, *self.kernel_size, in_channels // groups]
         self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, **where))
         self.bias: torch.nn.Parameter | None
-        if bias:
-            self.bias = torch.nn.Parameter(torch.empty(out_channels, **where))
-        else:
-            self.register_parameter("bias", None)
+        self.register_parameter("bias", torch.nn.Parameter(torch.empty(out_channels, **where)) if bias else None)
         if record_voxel_count and not subm and not inverse:
             self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32, device=where.get("device")))
         self._packed = PackedWeights()

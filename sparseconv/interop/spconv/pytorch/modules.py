@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.nn.normalization import BatchNorm
+
+
+class Placement(TypedDict, total=False):
+    """Where and as what a layer's parameters are made."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class SparseModule(torch.nn.Module):
