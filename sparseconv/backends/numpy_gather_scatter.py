@@ -116,7 +116,9 @@ def _walk(
     sums of x[in]^T near[out] are returned as (K, C_in/G, C_out); else an empty tensor.
     """
     dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
-    c_in, c_out = x.shape[1], (near if weight is None else weight).shape[-1]  # type: ignore[union-attr]
+    by = near if weight is None else weight
+    assert by is not None
+    c_in, c_out = x.shape[1], by.shape[-1]
     taps, identity = kernel_map.num_taps, kernel_map.identity_tap
     alive = kernel_map.num_out if identity is None else kernel_map.tap_counts[identity]  # rows that are dead follow
     threads = _threads(kernel_map.num_pairs * c_in * c_out // groups)
@@ -196,8 +198,8 @@ def _runs(
         picked = torch.index_select(x, 0, ins, out=inputs[:size])
         if weights:
             _multiply(picked, weights[tap], out, groups)
-        if near is not None and edges > 0:
-            met = torch.index_select(near, 0, outs[:edges], out=near_buffer[:edges])  # type: ignore[index]
+        if near is not None and near_buffer is not None and edges > 0:
+            met = torch.index_select(near, 0, outs[:edges], out=near_buffer[:edges])
             _accumulate(picked[:edges], met, gram[tap], groups)
 
 
