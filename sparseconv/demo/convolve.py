@@ -102,7 +102,7 @@ def _wait(device: torch.device) -> None:
 
 
 def cloud_figure(grid: VoxelGrid, name: str) -> Figure:
-    """The cloud from aside and from above, coloured by height and by neighbours, and how many voxels have."""
+    """The cloud from the side and from above, coloured by height and by neighbours, and how many voxels have."""
     plan = shared_plan(grid, 3)
     neighbours = (plan.kernel_map.neighbors >= 0).sum(0).cpu()
     grid = grid.to("cpu")
@@ -112,9 +112,9 @@ def cloud_figure(grid: VoxelGrid, name: str) -> Figure:
     low, high = (height.kthvalue(max(1, round(share * len(height)))).values for share in (0.02, 0.98))
     with new_figure(13.6, 6.2) as figure:
         areas = figure.add_gridspec(2, 2, width_ratios=(1.5, 1), height_ratios=(1.5, 1))
-        aside = figure.add_subplot(areas[:, 0], projection="3d", computed_zorder=False)
+        side_view = figure.add_subplot(areas[:, 0], projection="3d", computed_zorder=False)
         scatter3d(
-            aside,  # type: ignore[arg-type]
+            side_view,  # type: ignore[arg-type]
             part,
             height,
             cmap="viridis",
@@ -123,7 +123,7 @@ def cloud_figure(grid: VoxelGrid, name: str) -> Figure:
             s=1.6,
             most=60_000,
         )
-        aside.set_title(
+        side_view.set_title(
             "voxels, coloured by height z" + f" ({rest:,} far ones left out)" * (rest > 0), fontweight="bold"
         )
         above = figure.add_subplot(areas[0, 1])

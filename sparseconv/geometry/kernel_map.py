@@ -250,7 +250,7 @@ class KernelMap:
     @cached_property
     @transforms.constant
     def _product_infos(self) -> tuple[SparseProductInfo, SparseProductInfo, SparseProductInfo]:
-        from sparseconv.products import SparseProductInfo  # a room beside this one, entered by those who ask for it
+        from sparseconv.products import SparseProductInfo  # same floor, imported on demand
 
         ins, taps, outs = self.in_rows, self.pair_taps, self.out_rows
         num_in, num_taps, num_out = self.num_in, self.num_taps, self.num_out

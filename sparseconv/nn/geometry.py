@@ -21,8 +21,8 @@ class LayerGeometry:
 
         fine = stride * coarse + dilation * tap - padding
 
-    Layers of equal geometry on one grid object share one plan. It is built at the first call on a grid and read from
-    the grid afterwards, which is one look-up in a dictionary, and what `torch.compile` can trace.
+    Layers of equal geometry on one grid object share one plan. The first call on a grid builds it.
+    Later calls read it from the grid: one look-up in a dictionary, which `torch.compile` can trace.
     """
 
     def __init__(

@@ -137,7 +137,7 @@ class _Choice(Function):
 
 
 class _SeenChoice(_Choice):
-    """The same with rules for tangents and batches, of which those who trace want none."""
+    """The same with rules for tangents and batches, which tracing must not see."""
 
     @staticmethod
     def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:

@@ -233,7 +233,7 @@ class _Max(Function):
 
 
 class _SeenWinnerSum(_WinnerSum):
-    """The same with rules for tangents and batches, of which those who trace want none."""
+    """The same with rules for tangents and batches, which tracing must not see."""
 
     @staticmethod
     def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:
@@ -247,7 +247,7 @@ class _SeenWinnerSum(_WinnerSum):
 
 
 class _SeenMax(_Max):
-    """The same with rules for tangents and batches, of which those who trace want none."""
+    """The same with rules for tangents and batches, which tracing must not see."""
 
     @staticmethod
     def jvp(ctx: Any, along: torch.Tensor, _: None) -> tuple:

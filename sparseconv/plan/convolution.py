@@ -225,7 +225,7 @@ class ConvolutionPlan:
         return Request(self.kernel_map, self.device, dtype, c_in, c_out, self.groups)
 
     def workspace_bytes(self, c_in: int, c_out: int, dtype: torch.dtype = torch.float32) -> int:
-        """The most memory beside its result that executing allocates, forward or backward, in bytes."""
+        """The most memory that executing allocates in addition to its result, forward or backward, in bytes."""
         return explain(self, self.request(c_in, c_out, dtype)).workspace_bytes
 
     def explain(self, x: torch.Tensor, weight: torch.Tensor) -> Explanation:

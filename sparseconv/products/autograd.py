@@ -28,7 +28,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def direct(*tensors: torch.Tensor) -> bool:
-    """Whether nobody listens between a call and its kernel, so that it may skip torch's dispatcher."""
+    """Whether a call may bypass torch's dispatcher: plain eager tensors, no transform, no tracing."""
     return not torch.compiler.is_compiling() and _is_plain(*tensors) and not transforms.present()
 
 

@@ -20,7 +20,7 @@ class SparseScaleInfo:
 
         z[n, row(M), c] = sum over t in seg_out[M] .. seg_out[M+1]-1 of scale[t] * x[n, index[t], c]
 
-    Every field may be None, with the meaning given beside it. ``in_size`` is what a builder knows beyond the
+    Every field may be None, with the meaning given in its comment. ``in_size`` is what a builder knows beyond the
     formula; it lets a call check its input without looking at the indices.
 
     Example::
@@ -86,7 +86,7 @@ class SparseProductInfo:
         z[n, row(M)] = sum over k in seg_out[M] .. seg_out[M+1]-1, with t = gather_index[k], of
                        scale[t] * x[n, index1[t]] o y[n, index2[t]]
 
-    Every field may be None, with the meaning given beside it. ``in1_size`` and ``in2_size`` are what a builder knows
+    Every field may be None, with the meaning in its comment. ``in1_size`` and ``in2_size`` are what a builder knows
     beyond the formula; they let a call check its inputs without looking at the indices.
 
     Example::
@@ -226,7 +226,7 @@ def _settle_out_size(info: SparseScaleInfo | SparseProductInfo, terms: int | Non
                 f"but it has {info.index_out.shape[0]}"
             )
         if info.out_size is None:
-            raise ValueError(f"{name}.out_size must be given beside index_out, which may leave rows at the end empty")
+            raise ValueError(f"{name}.out_size must be given with index_out, which may leave rows at the end empty")
         return
     if info.out_size is None:
         if segments is None:
