@@ -17,6 +17,7 @@ ROOT = Path(sparseconv.__file__).parent
 FLOORS = {
     "memory": 0,
     "transforms": 0,
+    "kinds": 0,
     "products": 1,
     "pointwise": 1,
     "geometry": 1,
