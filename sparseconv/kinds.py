@@ -17,8 +17,26 @@ def check_tensor(name: str, value: object) -> None:
     Traceback (most recent call last):
     TypeError: x must be a torch.Tensor, but it is a list: torch.tensor(x) makes one
     """
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_quantized or value.is_nested:
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.layout is not torch.strided
+        or value.is_quantized
+        or value.is_nested
+    ):
         raise TypeError(_not_a_plain_tensor(name, value))
+
+
+def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
+    """A plain tensor of a tensor, an array or a nested list of numbers; TypeError for what holds no numbers."""
+    try:
+        tensor = torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(
+            f"{name} must be a tensor, an array or a list of numbers, but it is {described(value)} "
+            f"({shortened(value)}), of which torch says: {error}"
+        ) from None
+    check_tensor(name, tensor)
+    return tensor
 
 
 def _not_a_plain_tensor(name: str, value: Any) -> str:
@@ -51,7 +69,11 @@ def described(value: object) -> str:
     if value is None:
         return "None"
     kind = type(value)
-    text = kind.__name__ if kind.__module__ in ("builtins", "torch") else f"{kind.__module__.split('.')[0]}.{kind.__name__}"
+    text = (
+        kind.__name__
+        if kind.__module__ in ("builtins", "torch")
+        else f"{kind.__module__.split('.')[0]}.{kind.__name__}"
+    )
     return f"{'an' if text[0] in 'aeiouAEIOU' else 'a'} {text}"
 
 
@@ -99,9 +121,13 @@ def as_device(value: object) -> torch.device:
     ValueError: 'banana' names no device of torch: pass 'cpu', 'cuda' or 'cuda:1'
     """
     if isinstance(value, torch.dtype):
-        raise TypeError(f"device must name a device, but it is the dtype {value}: pass a dtype as dtype= where there is one")
+        raise TypeError(
+            f"device must name a device, but it is the dtype {value}: pass a dtype as dtype= where there is one"
+        )
     if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
-        raise TypeError(f"device must be a torch.device or its name, but it is {described(value)}: pass 'cpu' or 'cuda'")
+        raise TypeError(
+            f"device must be a torch.device or its name, but it is {described(value)}: pass 'cpu' or 'cuda'"
+        )
     try:
         device = torch.device(value)
     except RuntimeError:
