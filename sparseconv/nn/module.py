@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparseconv.kinds import check_tensor
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 
@@ -44,8 +45,8 @@ def features_of(x: Any, module: torch.nn.Module, channels: int | None = None) ->
     """The features (N, C) of a sparse or a plain tensor, their kind, shape and channels checked."""
     features = x.features if isinstance(x, SparseTensor) else x
     name = type(module).__name__
-    if not isinstance(features, torch.Tensor):
-        raise TypeError(f"{name} takes a SparseTensor or features (N, C); got {type(x).__name__}")
+    if not isinstance(features, torch.Tensor) or features.layout is not torch.strided or features.is_quantized:
+        check_tensor(f"{name} takes a SparseTensor or features (N, C): x", features)
     if features.ndim != 2:
         raise ValueError(f"{name} takes features (N, C), one row a voxel; got {tuple(features.shape)}")
     if channels is not None and features.shape[1] != channels:

@@ -181,7 +181,7 @@ def _scale_info(
 ) -> SparseScaleInfo:
     order, seg_out = _by_output(rows_out, out_size)
     scale = None if weights is None else weights[order]
-    return known_right(SparseScaleInfo, scale, rows_in[order], seg_out, None, out_size, in_size, least=(in_size,))
+    return known_right(SparseScaleInfo, scale, rows_in[order], seg_out, None, out_size, in_size)
 
 
 def _product_info(
@@ -196,4 +196,4 @@ def _product_info(
     order, seg_out = _by_output(rows_out, out_size)
     scale = None if weights is None else weights[order]
     columns = (scale, rows1[order], rows2[order], seg_out, None, None)
-    return known_right(SparseProductInfo, *columns, out_size, in1_size, in2_size, least=(in1_size, in2_size))
+    return known_right(SparseProductInfo, *columns, out_size, in1_size, in2_size)

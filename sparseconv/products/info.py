@@ -162,15 +162,16 @@ class SparseProductInfo:
         return least_rows("SparseProductInfo", inputs, terms, *columns, self.num_rows)
 
 
-def known_right(kind: type[_AnyInfo], *values: Any, least: tuple[int, ...]) -> _AnyInfo:
-    """The info of these fields, in their order, without a look at values that were checked before.
+def known_right(kind: type[_AnyInfo], *values: Any, least: tuple[int, ...] | None = None) -> _AnyInfo:
+    """The info of these fields, in their order, without a look at values that are right by how they were made.
 
-    ``least``: the fewest rows of each input that the indices fit in. Nothing waits for a device.
+    Nothing waits for a device. ``least``: the fewest rows of each input that the indices fit in, where the fields do
+    not say how many rows the inputs have.
     """
     info = object.__new__(kind)
     for column, value in zip((column for column in fields(kind) if column.init), values):
         object.__setattr__(info, column.name, value)
-    info._settle(least)
+    info._settle(values[len(values) - (1 if kind is SparseScaleInfo else 2) :] if least is None else least)
     return info
 
 
