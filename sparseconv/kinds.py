@@ -92,6 +92,8 @@ def check_count(name: str, value: object, least: int = 0) -> None:
         raise TypeError(f"{name} must be an integer, but it is {described(value)} ({shortened(value)}): pass an int")
     if int(value) < least:
         raise ValueError(f"{name} must be at least {least}, but it is {value}: pass a larger one")
+    if int(value) >= 2**63:
+        raise ValueError(f"{name} must fit in 64 bits, but it is {value}: pass a smaller one")
 
 
 def check_number(name: str, value: object, above: float = -math.inf) -> None:

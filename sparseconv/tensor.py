@@ -28,8 +28,7 @@ class SparseTensor:
     def __post_init__(self) -> None:
         if not isinstance(self.grid, VoxelGrid):
             raise TypeError(f"grid must be a VoxelGrid; got {type(self.grid).__name__}")
-        if not isinstance(self.features, torch.Tensor) or self.features.layout is not torch.strided:
-            check_tensor("features", self.features)
+        check_tensor("features", self.features)
         shape = tuple(self.features.shape)
         if len(shape) != 2 or shape[0] != len(self.grid):
             raise ValueError(f"features must be ({len(self.grid)}, C), one row a voxel; got {shape}")
@@ -57,6 +56,7 @@ class SparseTensor:
     @classmethod
     def from_nested(cls, grid: VoxelGrid, nested: torch.Tensor) -> SparseTensor:
         """A jagged `torch.nested` tensor (B, N_b, C) whose items follow the grid's rows of each batch item."""
+        check_kind("grid", grid, VoxelGrid, "pass the grid of the voxels")
         if not isinstance(nested, torch.Tensor):
             check_tensor("nested", nested)
         if not nested.is_nested or nested.layout != torch.jagged:
@@ -86,6 +86,8 @@ class SparseTensor:
 
     def to_dense(self, extent: IndexRange | Sequence[int] | None = None) -> torch.Tensor:
         """(B, C, *shape) over the extent (default: the grid's own), zero where there is no voxel."""
+        if extent is not None:
+            check_kind("extent", extent, (IndexRange, list, tuple), "pass IndexRange.of_shape(shape), or a shape")
         return self.grid.to_dense(self.features, extent)
 
     # ---- the same voxels, other features

@@ -9,7 +9,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, Ints, per_axis
-from sparseconv.kinds import as_tensor, check_count
+from sparseconv.kinds import as_tensor, check_choice, check_count, check_kind, check_tensor
 from sparseconv.ops.rows import check_plan
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import plan_under, shared_key, shared_plan
@@ -47,6 +47,17 @@ class LayerGeometry:
             raise ValueError(
                 "give either kernel_size (a box of taps) or taps (an explicit list), not both, not neither"
             )
+        check_kind("boundary", boundary, (Boundary, str), "pass 'absent', 'periodic' or another kind of Boundary")
+        if isinstance(boundary, str):
+            check_choice("boundary", boundary, ("absent", "forbid", "periodic", "negative"))
+        for name, axes in (
+            ("kernel_size", kernel_size),
+            ("stride", stride),
+            ("dilation", dilation),
+            ("padding", padding),
+        ):
+            if isinstance(axes, torch.Tensor):
+                check_tensor(name, axes)
         self.rank, self.groups, self.backend, self.boundary = rank, groups, backend, boundary
         self.kernel_size: Ints | None = None if kernel_size is None else per_axis(kernel_size, rank, "kernel_size", 1)
         self.taps = None if taps is None else _as_tuples(taps)

@@ -123,6 +123,8 @@ def neighborhood_attention(
     >>> neighborhood_attention(q, k, torch.tensor([[1.0], [3.0], [5.0]]), plan).tolist()
     [[2.0], [2.0], [5.0]]
     """
+    check_plan(plan)
+    check_rows("q", q, plan.kernel_map.num_out, "a voxel of the plan's target", plan.device, "the plan", (2, 3))
     factor = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale
     wide = q.to(torch.promote_types(q.dtype, torch.float32))  # so that logits are not rounded to halves
     logits = neighborhood_logits(wide * factor, k, plan)

@@ -17,8 +17,7 @@ def check_rows(
     name: str, x: torch.Tensor, rows: int, each: str, device: torch.device, holder: str, ranks: tuple[int, ...] = (2,)
 ) -> None:
     """x is (rows, C), or (rows, H, C) where ``ranks`` allow it; else an error that names x and its holder."""
-    if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_quantized:
-        check_tensor(name, x)
+    check_tensor(name, x)
     if x.ndim not in ranks or x.shape[0] != rows:
         shapes = " or ".join(f"({', '.join([str(rows), 'H', 'C'][:: 2 if rank == 2 else 1])})" for rank in ranks)
         raise ValueError(f"{name} must be {shapes}, one row {each}; got {tuple(x.shape)}")

@@ -282,7 +282,7 @@ class ConvolutionPlan:
         for name, tensor in zip(OPERANDS, (x, weight, bias, residual)):
             if tensor is None and name in ("bias", "residual"):
                 continue
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
                 check_tensor(name, tensor)
             if tensor.device != device:
                 raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
@@ -313,9 +313,9 @@ class ConvolutionPlan:
 
     def with_groups(self, groups: int) -> ConvolutionPlan:
         """The same edges for another number of channel groups; itself if it has that number."""
+        check_count("groups", groups, 1)
         if groups == self.groups:
             return self
-        check_count("groups", groups, 1)
         return self.over(self.kernel_map, groups=groups)
 
     def kept_with(self, grid: VoxelGrid) -> ConvolutionPlan:

