@@ -7,6 +7,7 @@ import multiprocessing
 
 import pytest
 import torch
+from sparseconv.backends.llvm_implicit_gemm.target import Target, host
 
 import sparseconv as sc
 from sparseconv.backends import cpu_threads
@@ -15,7 +16,6 @@ from sparseconv.backends.llvm_implicit_gemm import backend as engine
 from sparseconv.backends.llvm_implicit_gemm import compile as compiler
 from sparseconv.backends.llvm_implicit_gemm import kernels, operands
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
-from sparseconv.backends.llvm_implicit_gemm.target import Target, host
 from sparseconv.geometry.fixed_grid import FixedGrid
 from tests.backends.test_numpy_gather_scatter import plain, random_map
 from tests.cpus import CPUS

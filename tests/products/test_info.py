@@ -137,7 +137,7 @@ def test_calls_refuse():
     x, y = inputs("mul", CASES[0], False, False)
     with pytest.raises(TypeError, match=r"x must be a torch\.Tensor"):
         sp.sparse_mul([1.0], y, *infos)
-    with pytest.raises(TypeError, match="info as a SparseProductInfo, but got a sparseconv.SparseScaleInfo"):
+    with pytest.raises(TypeError, match=r"info as a SparseProductInfo, but got a sparseconv\.SparseScaleInfo"):
         sp.sparse_mul(x, y, sp.sparse_scale_info([0], [0], None, 1, 1))
     with pytest.raises(TypeError, match="int64"):
         sp.sparse_mul(x.long(), y, *infos)
