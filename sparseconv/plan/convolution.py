@@ -279,7 +279,8 @@ class ConvolutionPlan:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
         device = self.kernel_map.device
-        for name, tensor in zip(OPERANDS, (x, weight, bias, residual)):
+        given: tuple[Any, ...] = (x, weight, bias, residual)
+        for name, tensor in zip(OPERANDS, given):
             if tensor is None and name in ("bias", "residual"):
                 continue
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
