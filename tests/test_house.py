@@ -18,6 +18,7 @@ FLOORS = {
     "memory": 0,
     "autograd_function": 0,
     "transforms": 0,
+    "kinds": 0,
     "products": 1,
     "pointwise": 1,
     "geometry": 1,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from sparseconv import transforms
+from sparseconv.geometry.cards import check_card
 from sparseconv.geometry.lookup import KEY_LIMIT, KeySpace, SortedTable
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
 
@@ -371,6 +372,8 @@ def _measure(coords: torch.Tensor, table: CoordinateTable | None) -> tuple[Ints,
 def _table_on_gpu(coords: torch.Tensor) -> tuple[CoordinateTable | None, WindowSearch | None]:
     """A table of the rows of a grid on a GPU, on its way, and the search that it came with; None elsewhere, and where
     there is no row."""
+    if coords.is_cuda:
+        check_card(coords.device)
     if not coords.is_cuda or coords.shape[0] == 0:
         return None, None
     tables, ahead = _on_gpu()

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparseconv.geometry.cards import refusal
+
 #: dtypes of features that the kernels serve; sums are fp32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: programs on each multiprocessor: of the statistics, of a gradient's sums, of a pass that writes; more of them leave
@@ -30,7 +32,7 @@ def has_kernels(device: torch.device) -> bool:
         import triton  # noqa: F401
     except ImportError:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return refusal(device) is None
 
 
 class Norm(NamedTuple):
