@@ -1,4 +1,4 @@
-"""Point clouds from files: positions (M, 3), whatever the format, within the memory that a file of that size may ask."""
+"""Point clouds from files: positions (M, 3), in whatever format, within memory that follows from the file's size."""
 
 from __future__ import annotations
 
