@@ -8,6 +8,7 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 #: a file may unfold to this many bytes whatever its size, or to so many times its size
 ALWAYS = 64 << 20
@@ -21,35 +22,35 @@ sys.argv.pop(0)
 exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"))"""
 
 
-def most_bytes(path: Path) -> int:
-    """The memory that the contents of a file may take: 200 times its size, and 64 MiB at least."""
-    return max(ALWAYS, TIMES * path.stat().st_size)
+def most_bytes(size: int) -> int:
+    """The memory that the contents of a file of ``size`` bytes may take: 200 times as much, and 64 MiB at least."""
+    return max(ALWAYS, TIMES * size)
 
 
-def check_archive(path: Path) -> None:
+def check_archive(file: BinaryIO, size: int) -> None:
     """Raise ValueError where a zip archive is torn, unfolds beyond `most_bytes`, or a member's checksum is wrong.
 
     A member whose recorded checksum is 0 was written without one.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            check_members(archive, path)
+        with zipfile.ZipFile(file) as archive:
+            check_members(archive, size)
             for member in archive.infolist():
                 if member.CRC:
-                    with archive.open(member) as file:
-                        while file.read(BLOCK):
+                    with archive.open(member) as content:
+                        while content.read(BLOCK):
                             pass
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"its archive is torn: {str(error) or type(error).__name__}") from error
 
 
-def check_members(archive: zipfile.ZipFile, path: Path) -> None:
+def check_members(archive: zipfile.ZipFile, size: int) -> None:
     """Raise ValueError where the members of an archive unfold beyond `most_bytes`, or two have one name."""
     members = archive.infolist()
-    total, most = sum(member.file_size for member in members), most_bytes(path)
+    total, most = sum(member.file_size for member in members), most_bytes(size)
     if total > most:
         raise ValueError(
-            f"it unfolds to {total:,} bytes, {total // max(1, path.stat().st_size):,} times its size, over the "
+            f"it unfolds to {total:,} bytes, {total // max(1, size):,} times its size, over the "
             f"{most:,} that are read: unpack it and save it uncompressed"
         )
     names = [member.filename for member in members]

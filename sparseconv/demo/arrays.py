@@ -26,7 +26,7 @@ def read_npy(path: Path) -> np.ndarray:
 def read_npz(path: Path) -> np.ndarray:
     """The one array of an .npz file, or the one under a name of `KEYS`."""
     with zipfile.ZipFile(path) as archive:
-        check_members(archive, path)
+        check_members(archive, path.stat().st_size)
         names = [n.removesuffix(".npy") for n in archive.namelist()]
         found = next((name for name in KEYS if name in names), names[0] if len(names) == 1 else None)
         if found is None:

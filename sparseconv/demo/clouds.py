@@ -110,8 +110,9 @@ def _foreign(path: Path) -> np.ndarray:
     script = Path(__file__).with_name("foreign.py")
     with TemporaryDirectory(prefix="sparseconv_cloud_") as folder:
         out = Path(folder) / "points.npy"
-        memory = 2 * most_bytes(path) + headers.FIXED
-        run_apart(script, [ending, str(path), str(out), str(memory)], PATIENCE + path.stat().st_size / PACE)
+        size = path.stat().st_size
+        memory = 2 * most_bytes(size) + headers.FIXED
+        run_apart(script, [ending, str(path), str(out), str(memory)], PATIENCE + size / PACE)
         return arrays.read_npy(out)
 
 

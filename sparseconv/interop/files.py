@@ -71,7 +71,7 @@ def read(path: str | Path, *, ignore_classes: Sequence[str] = ()) -> State:
 def _load(path: Path, ignore_classes: Iterable[str]) -> Any:
     with path.open("rb") as file:
         if file.read(len(ZIP)) == ZIP:
-            check_archive(path)
+            check_archive(file, path.stat().st_size)
     with torch.serialization.safe_globals([(Ignored, name) for name in {*NUMPY, *ignore_classes}]):
         return torch.load(path, map_location="cpu", weights_only=True)
 
@@ -97,7 +97,7 @@ def _check_tensors(state: State, path: Path) -> None:
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.is_nested:
             kind = f"{'quantized ' * tensor.is_quantized}{tensor.layout} on {tensor.device.type}"
             raise ValueError(f"{path} holds {key!r} as {kind}: parameters are plain tensors")
-    total, most = sum(t.numel() * t.element_size() for t in state.values()), most_bytes(path)
+    total, most = sum(t.numel() * t.element_size() for t in state.values()), most_bytes(path.stat().st_size)
     if total > most:
         raise ValueError(f"{path} unfolds to {total:,} bytes, over the {most:,} that a file of its size may ask for")
 
