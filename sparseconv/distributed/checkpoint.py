@@ -104,6 +104,9 @@ def _read(path: Path, rank: int, world: int) -> tuple[dict[str, Any], torch.Tens
     if words is None:
         raise ValueError(f"this is no sharded scene: it holds {sorted(map(str, index.state_dict_metadata))[:5]}")
     about = _checked(json.loads(bytes(words.tolist())))
+    lost = [name for name in about.get("sha256", ()) if name not in index.state_dict_metadata]
+    if lost:
+        raise ValueError(f"{lost[0]} was saved and is missing")
     width = 1 + len(about["voxel_size"])
     coords, features = [torch.zeros(0, width, dtype=torch.int32)], []
     entries = index.state_dict_metadata.items()
