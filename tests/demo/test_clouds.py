@@ -235,7 +235,7 @@ def refused_at_once(path, sentence):
     begin = time.perf_counter()
     with pytest.raises(ValueError, match=sentence):
         read_cloud(path)
-    assert time.perf_counter() - begin < 10
+    assert time.perf_counter() - begin < 30
 
 
 def test_an_array_larger_than_its_file_is_refused(tmp_path):
