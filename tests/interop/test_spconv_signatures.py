@@ -22,7 +22,7 @@ POOL = "padding=0 dilation=1 indice_key=None"
 SIGNATURES = {
     SparseConvolution: f"ndim {HEAD}=3 {SIZES} groups=1 bias=True subm=False output_padding=0 transposed=False "
     "inverse=False indice_key=None algo=None fp32_accum=None record_voxel_count=False act_type=None act_alpha=0 "
-    "act_beta=0 large_kernel_fast_algo=False name=None device=None dtype=None",
+    "act_beta=0 large_kernel_fast_algo=False name=None",
     SparseMaxPool: f"ndim kernel_size=3 stride=1 {POOL} subm=False algo=None record_voxel_count=False name=None",
     SparseAvgPool: f"ndim kernel_size=3 stride=1 {POOL} subm=False algo=None record_voxel_count=False name=None",
     spconv.SparseConvTensor: "features indices spatial_shape batch_size grid=None voxel_num=None indice_dict=None "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,10 +13,13 @@ from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, check_ends, check_reuse, find_plan
-from sparseconv.interop.spconv.pytorch.modules import SparseModule
+from sparseconv.interop.spconv.pytorch.modules import Placement, SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.weights import PackedWeights
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Size = int | Sequence[int]
 RECORD = "max_num_voxels_during_training"
@@ -34,6 +37,7 @@ class SparseConvolution(SparseModule):
         algo, fp32_accum, large_kernel_fast_algo: accepted, without effect: the backend is chosen by sparseconv and
             accumulates in fp32.
         record_voxel_count: keep the largest number of output voxels in a buffer.
+        where: ``device`` and ``dtype`` of the parameters.
 
     A layer of one tap at stride 1 is a product of matrices, and as in spconv it reads its weight's memory as
     (C_in, C_out).
@@ -63,12 +67,13 @@ class SparseConvolution(SparseModule):
         act_beta: float = 0,
         large_kernel_fast_algo: bool = False,
         name: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **where: Unpack[Placement],
     ) -> None:
         super().__init__(name)
         if act_type is not None and getattr(act_type, "name", "None_") != "None_":
             raise ValueError(f"activations are not fused into a layer here, put a module after it; got {act_type}")
+        if set(where) - {"device", "dtype"}:
+            raise TypeError(f"{type(self).__name__} takes no argument {sorted(set(where) - {'device', 'dtype'})}")
         if groups < 1 or in_channels % groups or out_channels % groups:
             raise ValueError(f"channels must be multiples of groups; got {in_channels}, {out_channels}, {groups}")
         self.ndim, self.in_channels, self.out_channels, self.groups = ndim, in_channels, out_channels, groups
@@ -83,14 +88,11 @@ class SparseConvolution(SparseModule):
         self.algo = default_algo(self.kernel_size, 128 if large_kernel_fast_algo else 32) if algo is None else algo
         self.fp32_accum, self.record_voxel_count = fp32_accum, record_voxel_count
         self.weight_shape = [out_channels, *self.kernel_size, in_channels // groups]
-        self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, device=device, dtype=dtype))
+        self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, **where))
         self.bias: torch.nn.Parameter | None
-        if bias:
-            self.bias = torch.nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
+        self.register_parameter("bias", torch.nn.Parameter(torch.empty(out_channels, **where)) if bias else None)
         if record_voxel_count and not subm and not inverse:
-            self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32, device=device))
+            self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32, device=where.get("device")))
         self._packed = PackedWeights()
         self.reset_parameters()
         self._register_load_state_dict_pre_hook(self._before_loading)
@@ -238,7 +240,7 @@ class _Convolution(SparseConvolution):
         record_voxel_count: bool = False,
         large_kernel_fast_algo: bool = False,
         name: str | None = None,
-        **factory: Any,
+        **factory: Unpack[Placement],
     ) -> None:
         super().__init__(
             self.rank,
@@ -282,7 +284,7 @@ class _Submanifold(_Convolution):
         fp32_accum: bool | None = None,
         large_kernel_fast_algo: bool = False,
         name: str | None = None,
-        **factory: Any,
+        **factory: Unpack[Placement],
     ) -> None:
         super().__init__(
             in_channels,
@@ -318,7 +320,7 @@ class _Inverse(SparseConvolution):
         fp32_accum: bool | None = None,
         large_kernel_fast_algo: bool = False,
         name: str | None = None,
-        **factory: Any,
+        **factory: Unpack[Placement],
     ) -> None:
         super().__init__(
             self.rank,
