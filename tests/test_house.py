@@ -16,6 +16,7 @@ import sparseconv
 ROOT = Path(sparseconv.__file__).parent
 FLOORS = {
     "memory": 0,
+    "reading": 0,
     "autograd_function": 0,
     "transforms": 0,
     "kinds": 0,

@@ -10,7 +10,7 @@ import torch
 
 from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
-from sparseconv.interop.spconv.core import ConvAlgo
+from sparseconv.interop.spconv.core import ConvAlgo, default_algo
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, check_ends, check_reuse, find_plan
 from sparseconv.interop.spconv.pytorch.modules import Placement, SparseModule
@@ -62,11 +62,16 @@ class SparseConvolution(SparseModule):
         algo: ConvAlgo | None = None,
         fp32_accum: bool | None = None,
         record_voxel_count: bool = False,
+        act_type: Any = None,
+        act_alpha: float = 0,
+        act_beta: float = 0,
         large_kernel_fast_algo: bool = False,
         name: str | None = None,
         **where: Unpack[Placement],
     ) -> None:
         super().__init__(name)
+        if act_type is not None and getattr(act_type, "name", "None_") != "None_":
+            raise ValueError(f"activations are not fused into a layer here, put a module after it; got {act_type}")
         if set(where) - {"device", "dtype"}:
             raise TypeError(f"{type(self).__name__} takes no argument {sorted(set(where) - {'device', 'dtype'})}")
         if groups < 1 or in_channels % groups or out_channels % groups:
@@ -80,7 +85,7 @@ class SparseConvolution(SparseModule):
         if self.conv1x1 and not subm and any(self.padding):
             raise ValueError(f"a layer of one tap at stride 1 takes no padding; got {self.padding}")
         self.indice_key = indice_key
-        self.algo = ConvAlgo.Native if algo is None else algo
+        self.algo = default_algo(self.kernel_size, 128 if large_kernel_fast_algo else 32) if algo is None else algo
         self.fp32_accum, self.record_voxel_count = fp32_accum, record_voxel_count
         self.weight_shape = [out_channels, *self.kernel_size, in_channels // groups]
         self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, **where))
@@ -203,10 +208,8 @@ class SparseConvolution(SparseModule):
         return get_deconv_output_size(*size, self.output_padding) if self.transposed else get_conv_output_size(*size)
 
     def extra_repr(self) -> str:
-        words = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
-        for name, default in (("padding", 0), ("dilation", 1), ("output_padding", 0)):
-            if getattr(self, name) != [default] * self.ndim:
-                words.append(f"{name}={getattr(self, name)}")
+        words = [f"{self.in_channels}, {self.out_channels}"]
+        words += [f"{n}={getattr(self, n)}" for n in ("kernel_size", "stride", "padding", "dilation", "output_padding")]
         if self.groups != 1:
             words.append(f"groups={self.groups}")
         if self.bias is None:
@@ -237,7 +240,7 @@ class _Convolution(SparseConvolution):
         record_voxel_count: bool = False,
         large_kernel_fast_algo: bool = False,
         name: str | None = None,
-        **factory: Any,
+        **factory: Unpack[Placement],
     ) -> None:
         super().__init__(
             self.rank,
@@ -261,6 +264,46 @@ class _Convolution(SparseConvolution):
         )
 
 
+class _Submanifold(_Convolution):
+    """Arguments of submanifold layers, in spconv's order: no count of voxels, which stay."""
+
+    is_subm = True
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        indice_key: str | None = None,
+        algo: ConvAlgo | None = None,
+        fp32_accum: bool | None = None,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        **factory: Unpack[Placement],
+    ) -> None:
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+            indice_key,
+            algo,
+            fp32_accum,
+            large_kernel_fast_algo=large_kernel_fast_algo,
+            name=name,
+            **factory,
+        )
+
+
 class _Inverse(SparseConvolution):
     """Arguments of layers that undo the layer of their key."""
 
@@ -277,7 +320,7 @@ class _Inverse(SparseConvolution):
         fp32_accum: bool | None = None,
         large_kernel_fast_algo: bool = False,
         name: str | None = None,
-        **factory: Any,
+        **factory: Unpack[Placement],
     ) -> None:
         super().__init__(
             self.rank,
@@ -347,32 +390,28 @@ class SparseConvTranspose4d(_Convolution):
     is_transposed = True
 
 
-class SubMConv1d(_Convolution):
+class SubMConv1d(_Submanifold):
     """Submanifold convolution on one axis: outputs are the voxels of the input."""
 
     rank = 1
-    is_subm = True
 
 
-class SubMConv2d(_Convolution):
+class SubMConv2d(_Submanifold):
     """Submanifold convolution on two axes: outputs are the voxels of the input."""
 
     rank = 2
-    is_subm = True
 
 
-class SubMConv3d(_Convolution):
+class SubMConv3d(_Submanifold):
     """Submanifold convolution on three axes: outputs are the voxels of the input."""
 
     rank = 3
-    is_subm = True
 
 
-class SubMConv4d(_Convolution):
+class SubMConv4d(_Submanifold):
     """Submanifold convolution on four axes: outputs are the voxels of the input."""
 
     rank = 4
-    is_subm = True
 
 
 class SparseInverseConv1d(_Inverse):
