@@ -23,7 +23,7 @@ def execute_scale(x: torch.Tensor, terms: Terms) -> torch.Tensor:
         out = triton_products.segment_scale(batched, terms, x.dtype)
     else:
         out = cpu.segment_scale(batched, terms, accumulator(x.dtype)).to(x.dtype)
-    return out if x.dim() == 3 else out[0]
+    return _own(out if x.dim() == 3 else out[0])
 
 
 def execute_product(
@@ -46,7 +46,12 @@ def execute_product(
         out = triton_products.segment_product(row, x, y, terms, accumulated, dtype)
     else:
         out = cpu.segment_product(row, x, y, terms, accumulated, accumulator(dtype)).to(dtype)
-    return out if (batched1 or batched2) and not accumulated else out[0]
+    return _own(out if (batched1 or batched2) and not accumulated else out[0])
+
+
+def _own(out: torch.Tensor) -> torch.Tensor:
+    """The same memory as no view, which autograd lets callers change in place after a custom function."""
+    return out.detach() if out._is_view() else out
 
 
 def turn(rule: Derivative, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
