@@ -41,8 +41,9 @@ def serve(channels: list[int], threads: int) -> None:
         x, w = (torch.randn(*shape, generator=g).requires_grad_() for shape in ((len(grid), width), (27, width, width)))
         grad = torch.randn(len(grid), width, generator=g)
 
-        def forward(x: torch.Tensor = x.detach(), w: torch.Tensor = w.detach()) -> None:
-            plan.execute(x, w)
+        def forward(x: torch.Tensor = x, w: torch.Tensor = w) -> None:
+            with torch.no_grad():
+                plan.execute(x, w)
 
         def step(x: torch.Tensor = x, w: torch.Tensor = w, grad: torch.Tensor = grad) -> None:
             x.grad = w.grad = None
@@ -51,11 +52,11 @@ def serve(channels: list[int], threads: int) -> None:
         calls[width, "forward"], calls[width, "step"] = forward, step
         step()
     for line in sys.stdin:
-        width, kind = line.split()
+        wide, kind = line.split()
         times = []
         for _ in range(REPEATS):
             start = time.perf_counter()
-            calls[int(width), kind]()
+            calls[int(wide), kind]()
             times.append(time.perf_counter() - start)
         print(min(times), flush=True)
 

@@ -440,8 +440,9 @@ def fused_convolution(
     apart = torch.compiler.is_compiling() or transforms.present() or not _direct(*tensors)
     with_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if x.dtype in _HALVES and x.device.type == "cpu" and (apart or (with_gradient and not _keeps_result(epilogue))):
-        wide = [None if t is None else t.float() for t in tensors]  # the sum outlives its kernel: it is not rounded
-        return fused_convolution(*wide, epilogue, *call).to(x.dtype)  # type: ignore[arg-type]
+        more = [None if t is None else t.float() for t in (bias, residual)]  # the sum outlives its kernel: not rounded
+        wide = fused_convolution(x.float(), weight.float(), more[0], more[1], epilogue, *call)
+        return wide.to(x.dtype)
     if apart:
         z = convolution(x, weight, bias, *call)
         z = z if residual is None else z + residual

@@ -71,7 +71,7 @@ class _Loops(Emitter):
                         here = self.b.gep(w, [self.b.mul(start, w_row)])
                         with self.blocks() as blocks:
                             for block, column, is_last in blocks:
-                                own = [self.b.gep(base, [column]) for base in (y, w, bias)]
+                                near, own, begin = (self.b.gep(base, [column]) for base in (y, w, bias))
                                 beside = self.b.gep(here, [self.b.add(column, self.place(sum(block)))])
                                 coming = self.b.select(is_last, after, beside)
                                 most = min(14, (24 if self.registers == 32 else 12) // len(block))
@@ -81,7 +81,9 @@ class _Loops(Emitter):
                                         if rows == most and len(block) > 2:
                                             self.announce(x, edge, rows, last, start)
                                             ahead = self.share(coming, edge, rows, block)
-                                        self.product(x, *own, w_row, edge, rows, block, start, stop, ahead, begins)
+                                        self.product(
+                                            x, near, own, begin, w_row, edge, rows, block, start, stop, ahead, begins
+                                        )
         self.finish()
 
     def weight_grad(self, alone: bool) -> None:
