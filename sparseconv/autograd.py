@@ -370,7 +370,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, epilogue: Any, call: tuple) -> Any:
-        apart = epilogue is not None and not epilogue.saves_output
+        apart = not _keeps_result(epilogue)
         kept = y = _forward_fused(x, weight, bias, residual, None if apart else epilogue, *call)
         if apart:
             y = epilogue.apply(kept)
@@ -433,15 +433,29 @@ def fused_convolution(
 
     With a gradient, an activation whose derivative needs only its result (relu, sigmoid, tanh) is fused too and keeps
     nothing but y; for others the sum before it is kept, which is leaner than computing it again, and they run after it.
+    A result is rounded once, to the dtype of x: on a CPU a sum that is kept for halves is fp32.
     """
     call = (edges, rows, groups, backend)
     tensors = (x, weight, bias, residual)
-    traced = torch.compiler.is_compiling() or transforms.present()
-    if traced or not _direct(*tensors):
+    apart = torch.compiler.is_compiling() or transforms.present() or not _direct(*tensors)
+    with_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if x.dtype in _HALVES and x.device.type == "cpu" and (apart or (with_gradient and not _keeps_result(epilogue))):
+        more = [None if t is None else t.float() for t in (bias, residual)]  # the sum outlives its kernel: not rounded
+        wide = fused_convolution(x.float(), weight.float(), more[0], more[1], epilogue, *call)
+        return wide.to(x.dtype)
+    if apart:
         z = convolution(x, weight, bias, *call)
         z = z if residual is None else z + residual
         return z if epilogue is None else epilogue.apply(z)
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+    if not with_gradient:
         return _forward_fused(x, weight, bias, residual, epilogue, *call)
     result = _Fused.apply(x, weight, bias, residual, epilogue, call)
     return result[0] if isinstance(result, tuple) else result
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _keeps_result(epilogue: Epilogue | None) -> bool:
+    """Whether the gradient needs nothing but what the epilogue gave."""
+    return epilogue is None or epilogue.saves_output
