@@ -350,6 +350,21 @@ def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
     return all(t is None or _is_near(t, device) for t in (weight, bias, mean, var))
 
 
+def folds(weight: Any, bias: Any, *norm: Any) -> bool:
+    """Whether one launch can fold a norm into the weight (K, C_in/G, C) and bias of the convolution before it.
+
+    ``norm`` are the norm's weight, bias, running mean and variance. Nobody must look between operations.
+    """
+    if (
+        not normalize.on_kernels(weight)
+        or (norm[0] is None) != (norm[1] is None)
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return False
+    device = weight.get_device()
+    return all(t is None or (t.dtype in normalize.DTYPES and _is_near(t, device)) for t in (weight, bias, *norm))
+
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -17,7 +17,7 @@ from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.plan.arguments import OPERANDS, Axes, as_epilogue, autocast, check_operands, checked_window
 from sparseconv.plan.explanation import Explanation, explain
-from sparseconv.plan.weights import PackedWeights, by_tap
+from sparseconv.plan.weights import by_tap, packed
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 Held = VoxelGrid | weakref.ref[VoxelGrid]
@@ -178,7 +178,6 @@ class ConvolutionPlan:
         #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
         self.kernel_size = window.projection.counts if box else None
         self._number = number_of(kernel_map)
-        self._packed = PackedWeights()
 
     # ---- reading
 
@@ -281,7 +280,7 @@ class ConvolutionPlan:
                 raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
         if torch.compiler.is_compiling() or casts():  # a question that cannot be traced
             x, weight, bias, residual = autocast(x, weight, bias, residual)
-        taps = self._packed.pack(weight, by_tap(weight, self.kernel_size, self.num_taps))
+        taps = packed(by_tap(weight, self.kernel_size, self.num_taps))
         check_operands(self.kernel_map, self.groups, x, weight, taps, bias, residual)
         return x, taps, bias, residual
 

@@ -212,7 +212,10 @@ def test_an_optimiser_step_is_seen_by_the_packed_weight():
         before = layer(x).features
         layer.weight.mul_(2)
         after = layer(x).features - layer.bias
+        layer.weight.data.mul_(2)  # no version tells of this one
+        last = layer(x).features - layer.bias
     torch.testing.assert_close(after, 2 * (before - layer.bias))
+    torch.testing.assert_close(last, 4 * (before - layer.bias))
 
 
 def test_gradients_to_second_order_and_groups():

@@ -16,7 +16,6 @@ from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, 
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
 from sparseconv.plan.convolution import ConvolutionPlan
-from sparseconv.plan.weights import PackedWeights
 
 Size = int | Sequence[int]
 RECORD = "max_num_voxels_during_training"
@@ -86,7 +85,6 @@ class SparseConvolution(SparseModule):
             self.register_parameter("bias", None)
         if record_voxel_count and not subm and not inverse:
             self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32, device=device))
-        self._packed = PackedWeights()
         self.reset_parameters()
         self._register_load_state_dict_pre_hook(self._before_loading)
 
@@ -188,8 +186,7 @@ class SparseConvolution(SparseModule):
 
     def _execute(self, input: SparseConvTensor, plan: ConvolutionPlan) -> SparseConvTensor:
         taps = self.weight.reshape(self.out_channels, -1, self.in_channels // self.groups).permute(1, 2, 0)
-        packed = self._packed.pack(self.weight, taps)
-        return input.replace_feature(plan.with_groups(self.groups).execute(input.features, packed, self.bias))
+        return input.replace_feature(plan.with_groups(self.groups).execute(input.features, taps, self.bias))
 
     def _window(self) -> LayerWindow:
         return LayerWindow(tuple(self.kernel_size), tuple(self.stride), tuple(self.padding), tuple(self.dilation))
