@@ -88,3 +88,29 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
             return function(*held, **named)
 
     return found
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that torch.compile calls and never looks into, with a break in its graph.
+
+    What builds plans must not be traced: a map's number is drawn from a counter, which a trace takes for a constant,
+    and the next scene would ask for a map that is gone. torch._dynamo, half a second to import, is there by then.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return _skipping(function)(*args, **kwargs)
+
+    return run
+
+
+#: functions as torch.compile is told to skip them
+_skipped: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _skipping(function: Callable[P, R]) -> Callable[P, R]:
+    if function not in _skipped:
+        _skipped[function] = torch.compiler.disable(function)
+    return _skipped[function]

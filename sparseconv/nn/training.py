@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv import transforms
-from sparseconv.autograd import adjoint, adjoint_onto, convolution, number_of, weight_gradient
+from sparseconv.autograd import adjoint, adjoint_onto, convolution, weight_gradient
 from sparseconv.geometry.aside import current, forget_workspaces
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.nn import normalize
@@ -34,6 +34,7 @@ from sparseconv.nn.remaking import (
     versions,
     without,
 )
+from sparseconv.numbered_maps import number_of
 from sparseconv.plan.convolution import ConvolutionPlan
 
 #: channels up to which an input gradient is written onto another: at 128 its kernel would take 236 registers, not 162,

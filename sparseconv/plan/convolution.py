@@ -8,13 +8,15 @@ from typing import Any, Literal
 
 import torch
 
-from sparseconv.autograd import casts, convolution, fused_convolution, number_of
+from sparseconv import transforms
+from sparseconv.autograd import casts, convolution, fused_convolution
 from sparseconv.backends.base import Request
 from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
+from sparseconv.numbered_maps import number_of
 from sparseconv.plan.arguments import OPERANDS, Axes, as_epilogue, autocast, check_operands, checked_window
 from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.weights import by_tap, packed
@@ -128,6 +130,7 @@ class ConvolutionPlan:
         plan._join(source, target, window, boundary, box, groups, backend, is_transposed)
         return plan
 
+    @transforms.untraced
     def _join(
         self,
         source: VoxelGrid,
@@ -144,6 +147,7 @@ class ConvolutionPlan:
         kernel_map = edges.reverse() if is_transposed else edges
         self._set(source, target, window, boundary, kernel_map, box, groups, backend, is_transposed)
 
+    @transforms.untraced
     def over(self, kernel_map: KernelMap, **changes: Any) -> ConvolutionPlan:
         """This plan with other edges, and whatever else ``changes`` names (source, target, groups, is_transposed)."""
         now = {
