@@ -25,6 +25,7 @@ from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.registry import choose
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.numbered_maps import alive, check_convolution, check_weight_gradient, map_of
+from sparseconv.torch_private import any_autocast, below_autograd, dispatch_modes, unwrap_dead
 
 if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue
@@ -104,11 +105,6 @@ def _gradients(
 
 #: types of tensors to which nobody listens, and of absent ones
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
-#: how many dispatch modes there are, and whether autocast is on for any device
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-casts: Callable[[], bool] = torch._C._is_any_autocast_enabled
-#: the tensor that a functional transform wrapped which has ended, else the one given
-_unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 
 
 def _direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
@@ -120,9 +116,9 @@ def _direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     return (
         type(x) in _PLAIN
         and _PLAIN.issuperset(map(type, others))
-        and not _modes()
+        and not dispatch_modes()
         and not transforms.forward_mode()
-        and not (casts() and torch.is_autocast_enabled(x.device.type))
+        and not (any_autocast() and torch.is_autocast_enabled(x.device.type))
     )
 
 
@@ -157,10 +153,13 @@ def _at_once(function: type[_Linear], run: Callable[..., torch.Tensor]) -> Calla
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
     made: Any = type(f"{function.__name__}AtOnce", (torch.autograd.Function,), body)
+    unwrap: Any = unwrap_dead
+    if unwrap is None:
+        return lambda *args: made.apply(*args[: function.num_tensors], args[function.num_tensors :])
     apply = super(torch.autograd.Function, made).apply
 
     def at_once(*args: Any) -> torch.Tensor:
-        tensors = [t if t is None else _unwrapped(t) for t in args[: function.num_tensors]]
+        tensors = [t if t is None else unwrap(t) for t in args[: function.num_tensors]]
         return apply(*tensors, args[len(tensors) :])
 
     return at_once
@@ -180,9 +179,9 @@ class _Linear(torch.autograd.Function):
 
     @classmethod
     def run(cls, *args: Any) -> torch.Tensor:
-        if _direct(*args[: cls.num_tensors]):
+        if below_autograd is None or _direct(*args[: cls.num_tensors]):
             return cls.checked(*args)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return getattr(torch.ops.sparseconv, cls.name)(*args)
 
     @classmethod

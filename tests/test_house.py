@@ -16,6 +16,7 @@ import sparseconv
 ROOT = Path(sparseconv.__file__).parent
 FLOORS = {
     "memory": 0,
+    "torch_private": -1,
     "transforms": 0,
     "products": 1,
     "pointwise": 1,

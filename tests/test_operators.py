@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.backends.registry import BACKENDS
 from sparseconv.numbered_maps import map_of, number_of
 from tests.cases import Case, build, random_grid
 
@@ -74,6 +73,8 @@ def test_an_operator_checks_its_operands(name, backend):
     for what, (argument, spoil) in BAD.items():
         if fits.get(argument) is None and not (name == "adjoint" and argument == "bias"):
             continue
+        if (name, what) == ("adjoint", "weight_channels"):
+            continue  # the adjoint's result is then narrower
         given = fits | {argument: spoil(fits[argument])}
         for leaf in (False, True):
             tensors = {k: v.clone().requires_grad_(leaf and v.is_floating_point()) for k, v in given.items()

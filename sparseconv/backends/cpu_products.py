@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sparseconv.backends.base import Request
+from sparseconv.torch_private import onednn_linear
 
 _buffers = threading.local()
 
@@ -49,11 +50,8 @@ def linear():  # type: ignore[no-untyped-def]
     oneDNN was 2.4 times as fast as MKL on an AMD CPU and 0.9 times on an Intel one, so both are tried, once a process.
     The bound lies far from either, and the least of many short runs counts: a process chooses what the last one chose.
     """
-    try:
-        onednn = torch.ops.mkldnn._linear_pointwise.default
-    except AttributeError:
-        return None
-    if not torch.backends.mkldnn.is_available():
+    onednn = onednn_linear
+    if onednn is None or not torch.backends.mkldnn.is_available():
         return None
     x, w, out = torch.ones(2048, 64), torch.ones(64, 64), torch.empty(2048, 64)
     blas = _least(lambda: torch.mm(x, w, out=out))

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
+from sparseconv.torch_private import current_device, current_stream, is_capturing
+
 #: programs of a cooperative launch on each multiprocessor, of 128 threads, where they need many of the registers that
 #: these share
 CREW, REGISTERS = 4, 65_536
@@ -174,10 +176,10 @@ class Launcher:
         early = _call_of(kernel, _early(run)) if FOLLOWS in kernel.asm.get("ptx", "") else None
 
         def launch(x: int, y: int, args: tuple) -> None:
-            if _current_device() != device_index:
+            if current_device() != device_index:
                 with torch.cuda.device(device_index):
                     return launch(x, y, args)
-            start, told = plain if early is None or _is_capturing() else early
+            start, told = plain if early is None or is_capturing() else early
             start(*((x, y, 1, stream_of(device_index)) + told + args + rest))
 
         return launch
@@ -403,16 +405,6 @@ def leave(gates_ptr, programs, NUM_GATES: tl.constexpr):
     if tl.atomic_add(gates_ptr + NUM_GATES, 1, sem="acq_rel") == programs - 1:
         for gate in tl.static_range(NUM_GATES + 1):
             tl.store(gates_ptr + gate, 0)
-
-
-#: torch.cuda.current_device without its look at whether CUDA is set up, which a tensor on a card says
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-#: the same of torch.cuda.is_current_stream_capturing
-_is_capturing: Callable[[], bool] = getattr(
-    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
-)
-#: the address of the current stream of a device
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 
 if not INTERPRETED and torch.cuda.is_initialized():  # kernels will be asked for: 0.5 s beside the imports that follow

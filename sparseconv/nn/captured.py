@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from sparseconv import transforms
 from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, fault_of, forget_tables, put_scene
@@ -19,6 +18,7 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.nn import graphs
 from sparseconv.nn.results import Scene, apart, rows_of
 from sparseconv.tensor import SparseTensor
+from sparseconv.torch_private import pytree
 
 
 class Captured:

@@ -18,6 +18,7 @@ from sparseconv.nn.normalization import BatchNorm
 from sparseconv.nn.training import Layer, folds, serves, trained
 from sparseconv.pointwise import Epilogue
 from sparseconv.tensor import SparseTensor
+from sparseconv.torch_private import any_module_hook
 
 #: torch's activations as epilogues, and ours, which derive from them; a user's own class may do something else
 ACTIVATIONS: dict[type[torch.nn.Module], Callable[[Any], Epilogue]] = {
@@ -155,7 +156,7 @@ def hooked(*modules: Any) -> bool:
     for m in modules:
         if m is not None and (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks):
             return True
-    return bool(torch.nn.modules.module._has_any_global_hook())
+    return bool(any_module_hook())
 
 
 def _can_join(x: Any, conv: Any, norm: Any, activation: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from sparseconv import transforms
-from sparseconv.autograd import casts, convolution, fused_convolution
+from sparseconv.autograd import convolution, fused_convolution
 from sparseconv.backends.base import Request
 from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
@@ -21,6 +21,7 @@ from sparseconv.plan.arguments import OPERANDS, Axes, as_epilogue, autocast, che
 from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.weights import by_tap, packed
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
+from sparseconv.torch_private import any_autocast
 
 Held = VoxelGrid | weakref.ref[VoxelGrid]
 
@@ -282,7 +283,7 @@ class ConvolutionPlan:
         for name, tensor in zip(OPERANDS, (x, weight, bias, residual)):
             if tensor is not None and tensor.device != device:
                 raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
-        if torch.compiler.is_compiling() or casts():  # a question that cannot be traced
+        if torch.compiler.is_compiling() or any_autocast():  # a question that cannot be traced
             x, weight, bias, residual = autocast(x, weight, bias, residual)
         taps = packed(by_tap(weight, self.kernel_size, self.num_taps))
         check_operands(self.kernel_map, self.groups, x, weight, taps, bias, residual)

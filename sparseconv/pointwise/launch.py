@@ -17,6 +17,7 @@ from sparseconv.pointwise.promotion import Dtypes
 from sparseconv.pointwise.scalar import ScalarFunction
 from sparseconv.pointwise.schema import Config, ScalarType, Schema
 from sparseconv.pointwise.strided import StridedBuffer
+from sparseconv.torch_private import current_device, current_stream
 
 _ALIGNMENT = 16
 
@@ -49,7 +50,7 @@ class Launch:
     def __call__(self, inputs: Sequence[Any], numbers: Sequence[Any], outputs: Sequence[Any]) -> None:
         if self.device < 0:
             self.start(None, *inputs, *numbers, *outputs, *self.tail)
-        elif self.device == torch._C._cuda_getDevice():
+        elif self.device == current_device():
             self.start(_stream(self.device), *inputs, *numbers, *outputs, *self.tail)
         else:
             with torch.cuda.device(self.device):
@@ -64,7 +65,7 @@ class Launch:
 
 
 def _stream(device: int) -> int:
-    return torch._C._cuda_getCurrentRawStream(device)
+    return current_stream(device)
 
 
 def _first_element(array: Any) -> torch.Tensor:

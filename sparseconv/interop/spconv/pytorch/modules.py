@@ -6,10 +6,10 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.nn.normalization import BatchNorm
+from sparseconv.torch_private import BatchNormBase
 
 
 class SparseModule(torch.nn.Module):
@@ -62,7 +62,7 @@ class SparseSequential(SparseModule):
         for module in self._modules.values():
             if is_spconv_module(module) or not isinstance(input, SparseConvTensor):
                 input = module(input)  # type: ignore[misc]
-            elif input.features.shape[0] or not isinstance(module, _BatchNorm):
+            elif input.features.shape[0] or not isinstance(module, BatchNormBase):
                 input = input.replace_feature(module(input.features))  # type: ignore[misc]
         return input
 
