@@ -92,7 +92,7 @@ class Launcher:
         self.function, self.types, self.num_warps = function, tuple(types), num_warps
         #: programs on each multiprocessor that run all at once, so that they may wait for each other; 0: they may not
         self.crew = crew
-        #: options of the compiler
+        #: options of the compiler, which joins products and sums into fused ones in every version of Triton
         self.options = {"launch_cooperative_grid": True, "maxnreg": REGISTERS // 128 // crew & -8} if crew else options
         self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
         self._compiled: dict[tuple, Future] = {}
@@ -154,7 +154,7 @@ class Launcher:
         try:
             read_triton()
             shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
-            options = {"num_warps": self.num_warps, **self.options}
+            options = {"num_warps": self.num_warps, "enable_fp_fusion": True, **self.options}
             mine.set_result(self.function.warmup(*shown, *constants, grid=(1,), **options))
         except BaseException as error:
             del self._compiled[key]  # who asks again tries again

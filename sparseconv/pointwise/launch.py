@@ -205,7 +205,10 @@ class Overload:
             numbers = [inputs[i] for i in self.schema.scalars]
             with torch.cuda.device(device):
                 compiled = kernel.warmup(
-                    *operands[:count], *numbers, *operands[count:], *integers, *constants, grid=(1,), num_warps=warps
+                    *(*operands[:count], *numbers, *operands[count:], *integers, *constants),
+                    grid=(1,),
+                    num_warps=warps,
+                    enable_fp_fusion=True,
                 )
                 compiled[(1, 1, 1)]  # loads the kernel onto the device
             self._compiled[key] = compiled
@@ -235,7 +238,7 @@ def task_space(
 def _through_triton(kernel: Any, programs: int, warps: int) -> Callable[..., Any]:
     """Start a kernel as Triton does, from tensors."""
     launcher = kernel[(programs,)]
-    return lambda stream, *operands: launcher(*operands, num_warps=warps)
+    return lambda stream, *operands: launcher(*operands, num_warps=warps, enable_fp_fusion=True)
 
 
 def _direct(compiled: Any, programs: int) -> Callable[..., Any]:

@@ -61,6 +61,7 @@ class SparseConvTensor:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1; got {batch_size}")
         self._features = features
+        self._indices: torch.Tensor | None = None
         self._voxels: Place | None = None
         self.indices = indices
         self.spatial_shape = [int(v) for v in spatial_shape]
@@ -93,17 +94,18 @@ class SparseConvTensor:
     def indices(self) -> torch.Tensor:
         """(N, 1+D) int32, which the client may write to: where a plan's own are behind it, a copy of them, made at the
         first reading."""
-        if self._indices is None:
+        handed = self._indices
+        if handed is None:
             voxels = self._place().voxels
-            self._indices = own(voxels.coords)
-            self._voxels = Place.of(self._indices, voxels)
-        return self._indices
+            handed = self._indices = own(voxels.coords)
+            self._voxels = Place.of(handed, voxels)
+        return handed
 
     @indices.setter
     def indices(self, value: torch.Tensor) -> None:
         if value.is_inference():  # which tells nobody that it was written to
             value = own(value)
-        self._indices: torch.Tensor | None = value if value.dtype == torch.int32 else value.int()
+        self._indices = value if value.dtype == torch.int32 else value.int()
         self._voxels = None
 
     def to_sparse_tensor(self) -> SparseTensor:
