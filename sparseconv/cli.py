@@ -13,11 +13,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+import sparseconv
 from sparseconv.bench.command import bench
+from sparseconv.info import text
 from sparseconv.interop.command import convert
 
 app = typer.Typer(
-    help="Sparse convolution with plan objects: plan once, execute many times.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -81,13 +82,18 @@ def demo(
 
 @app.command()
 def info() -> None:
-    """Print what is installed and which backends can run here."""
-    with _one_sentence() as console:
-        from sparseconv.demo.report import backends_table, installed_table
+    """Print what a bug report needs: versions, processor, cards, and which backends can run here or why not."""
+    typer.echo(text())
 
-        console.print(installed_table())
-        for where in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
-            console.print(backends_table(torch.device(where)))
+
+@app.callback()
+def version(
+    asked: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Sparse convolution with plan objects: plan once, execute many times."""
+    if asked:
+        typer.echo(f"sparseconv {sparseconv.__version__}")
+        raise typer.Exit
 
 
 def _leave_a_core() -> None:

@@ -44,7 +44,7 @@ def turned(weight: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 @cache
-def linear():  # type: ignore[no-untyped-def]
+def linear() -> Callable[..., torch.Tensor] | None:
     """oneDNN's fp32 product where it is well ahead of torch's BLAS on this machine, else None.
 
     oneDNN was 2.4 times as fast as MKL on an AMD CPU and 0.9 times on an Intel one, so both are tried, once a process.
@@ -74,10 +74,12 @@ def multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
     oneDNN gives a tensor of its own, so that a copy is paid, and asks about 10 us for a call: below some 2 Mflop,
     or under 24 channels, the BLAS that writes in place is faster.
     """
-    if x.dtype != torch.float32 or min(w.shape) < 24 or x.shape[0] * w.numel() < 1_000_000 or linear() is None:
+    is_large = x.dtype == torch.float32 and min(w.shape) >= 24 and x.shape[0] * w.numel() >= 1_000_000
+    onednn = linear() if is_large else None
+    if onednn is None:
         torch.mm(x, w, out=out)
     else:
-        out.copy_(linear()(x, w.t(), None, "none", [], ""))
+        out.copy_(onednn(x, w.t(), None, "none", [], ""))
 
 
 def add_sums(

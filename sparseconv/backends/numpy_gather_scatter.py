@@ -113,7 +113,9 @@ def _walk(
     """Over all edges (k, in, out), sum x[in] @ weight[k] + bias into y[out] (N_out, C_out), where a weight is given,
     and return the sum of x[in]^T near[out] as (K, C_in/G, C_out), where ``near`` (N_out, C_out) is; empty elsewhere."""
     dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
-    c_in, c_out = x.shape[1], (near if weight is None else weight).shape[-1]  # type: ignore[union-attr]
+    by = near if weight is None else weight
+    assert by is not None
+    c_in, c_out = x.shape[1], by.shape[-1]
     taps, identity = kernel_map.num_taps, kernel_map.identity_tap
     alive = kernel_map.num_out if identity is None else kernel_map.tap_counts[identity]  # rows that are dead follow
     threads = _threads(kernel_map.num_pairs * c_in * c_out // groups)
@@ -193,8 +195,8 @@ def _runs(
         picked = torch.index_select(x, 0, ins, out=inputs[:size])
         if weights:
             _multiply(picked, weights[tap], out, groups)
-        if near is not None and edges > 0:
-            met = torch.index_select(near, 0, outs[:edges], out=beside[:edges])  # type: ignore[index]
+        if near is not None and beside is not None and edges > 0:
+            met = torch.index_select(near, 0, outs[:edges], out=beside[:edges])
             _accumulate(picked[:edges], met, gram[tap], groups)
 
 

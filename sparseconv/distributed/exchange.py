@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sparseconv.autograd_function import Function
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -73,7 +75,7 @@ class UnderWay:
         return self.received
 
 
-class _Received(torch.autograd.Function):
+class _Received(Function):
     """The rows that came, as a function of the rows that were sent."""
 
     @staticmethod
@@ -82,11 +84,11 @@ class _Received(torch.autograd.Function):
         return exchange.forth(x, x.new_empty((exchange.num_received, *x.shape[1:]))).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return _Returned.apply(grad, ctx.exchange), None
 
 
-class _Returned(torch.autograd.Function):
+class _Returned(Function):
     """The adjoint of `_Received`, and its own derivative, which is `_Received` again."""
 
     @staticmethod
@@ -95,11 +97,11 @@ class _Returned(torch.autograd.Function):
         return exchange._adjoint(grad)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return ctx.exchange(grad), None
 
 
-class _Joined(torch.autograd.Function):
+class _Joined(Function):
     """x itself where nothing was received, with the exchange still in the graph: its way back is a collective."""
 
     @staticmethod
@@ -107,11 +109,11 @@ class _Joined(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return grad, grad[:0]
 
 
-class _Summed(torch.autograd.Function):
+class _Summed(Function):
     """The sum over ranks, on every rank. Its derivative is the sum of the ranks' gradients."""
 
     @staticmethod
@@ -122,11 +124,11 @@ class _Summed(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return _Summed.apply(grad, ctx.group), None
 
 
-class _Replicated(torch.autograd.Function):
+class _Replicated(Function):
     """The same tensor on every rank; its gradient is the sum over ranks."""
 
     @staticmethod
@@ -135,7 +137,7 @@ class _Replicated(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return _Summed.apply(grad, ctx.group), None
 
 

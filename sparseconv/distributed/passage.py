@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sparseconv.autograd import adjoint, convolution, weight_gradient
+from sparseconv.autograd_function import Function
 from sparseconv.distributed.exchange import Exchange, returned
 from sparseconv.numbered_maps import number_of
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -94,7 +95,7 @@ def _edges(plan: ConvolutionPlan, size: int) -> tuple[int, int, int, str]:
     return number_of(plan.kernel_map), size, plan.groups, plan.backend
 
 
-class _Sharded(torch.autograd.Function):
+class _Sharded(Function):
     """One node for both parts, so that the order of launches is ours; a second derivative goes through theirs."""
 
     @staticmethod
@@ -108,7 +109,7 @@ class _Sharded(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         x, weight, halo = ctx.saved_tensors
         derivative = _differentiable if torch.is_grad_enabled() else Passage._backward
         grad_x, grad_weight = derivative(ctx.passage, grad, x, weight, halo)

@@ -27,7 +27,7 @@ def rows_of(
     ones, and NaN where it is true.
     """
     whole = scene if isinstance(scene, SparseTensor) else None
-    voxels = len(scene[0]) if whole is None else len(whole.grid)  # type: ignore[index]
+    voxels = len(scene.grid) if isinstance(scene, SparseTensor) else len(scene[0])
 
     def own(value: Any) -> Any:
         if isinstance(value, SparseTensor):

@@ -14,6 +14,7 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.autograd import side_by_side
+from sparseconv.autograd_function import Function
 from sparseconv.ops.rows import check_rows, kept
 from sparseconv.products import SparseScaleInfo, sparse_scale
 
@@ -109,7 +110,7 @@ class PointGroups:
         return self.num_points - first[:-1]
 
 
-class _Choice(torch.autograd.Function):
+class _Choice(Function):
     """Each voxel takes the features of its winning points; the adjoint gives them back. Both only gather."""
 
     @staticmethod
@@ -131,7 +132,7 @@ class _Choice(torch.autograd.Function):
         ctx.save_for_forward(winners, rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return _choice(grad, *ctx.saved_tensors, not ctx.adjoint), None, None, None
 
 
@@ -139,13 +140,11 @@ class _SeenChoice(_Choice):
     """The same with rules for tangents and batches, of which those who trace want none."""
 
     @staticmethod
-    def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:
         return _choice(along, *ctx.saved_tensors, ctx.adjoint)
 
     @staticmethod
-    def vmap(  # type: ignore[override]
-        info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any
-    ) -> tuple[torch.Tensor, int]:
+    def vmap(info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:
         size = info.batch_size
         y = _choice(*(side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
         return y.unflatten(-1, (size, -1)), 1

@@ -18,6 +18,7 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.autograd import side_by_side
+from sparseconv.autograd_function import Function
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.ops.items import split_items
@@ -165,7 +166,7 @@ def edge_sum(x: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
         return sparse_scale(x, *_sum_infos(kernel_map))
 
 
-class _WinnerSum(torch.autograd.Function):
+class _WinnerSum(Function):
     """A sum over the edges of the winning taps; its own derivative with the edges reversed.
 
     ``winners`` (rows of one side, C) names a tap for each row and channel; an edge counts where it is the edge's tap.
@@ -192,13 +193,13 @@ class _WinnerSum(torch.autograd.Function):
         ctx.save_for_forward(winners)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         kernel_map, adjoint, at_target = ctx.rest
         found = _winner_sum(grad, ctx.saved_tensors[0], kernel_map, not adjoint, not at_target)
         return found, None, None, None, None
 
 
-class _Max(torch.autograd.Function):
+class _Max(Function):
     """The maximum over edges and its taps; the derivative is the sum over the winning edges alone."""
 
     @staticmethod
@@ -227,7 +228,7 @@ class _Max(torch.autograd.Function):
         ctx.save_for_forward(output[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple:
         return _winner_sum(grad, ctx.saved_tensors[0], ctx.kernel_map, True, False), None
 
 
@@ -235,11 +236,11 @@ class _SeenWinnerSum(_WinnerSum):
     """The same with rules for tangents and batches, of which those who trace want none."""
 
     @staticmethod
-    def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:
         return _winner_sum(along, ctx.saved_tensors[0], *ctx.rest)
 
     @staticmethod
-    def vmap(info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:  # type: ignore[override]
+    def vmap(info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:
         size = info.batch_size
         y = _winner_sum(*(side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
         return y.unflatten(-1, (size, -1)), 1
@@ -249,11 +250,11 @@ class _SeenMax(_Max):
     """The same with rules for tangents and batches, of which those who trace want none."""
 
     @staticmethod
-    def jvp(ctx: Any, along: torch.Tensor, _: None) -> tuple:  # type: ignore[override]
+    def jvp(ctx: Any, along: torch.Tensor, _: None) -> tuple:
         return _winner_sum(along, ctx.saved_tensors[0], ctx.kernel_map, False, True), None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple, x: torch.Tensor, kernel_map: KernelMap) -> tuple[tuple, tuple[int, int]]:  # type: ignore[override]
+    def vmap(info: Any, dims: tuple, x: torch.Tensor, kernel_map: KernelMap) -> tuple[tuple, tuple[int, int]]:
         found = _max(side_by_side(x, dims[0], info.batch_size), kernel_map)
         return tuple(t.unflatten(-1, (info.batch_size, -1)) for t in found), (1, 1)
 

@@ -207,7 +207,9 @@ def bounds_of(terms: Terms, piece: Piece, lists: int = 1, wide: int = 1) -> torc
     return bounds * wide if wide > 1 else bounds
 
 
-def _gather(index: torch.Tensor | None, piece: Piece, items: int, scale: torch.Tensor | None):  # type: ignore[no-untyped-def]
+def _gather(
+    index: torch.Tensor | None, piece: Piece, items: int, scale: torch.Tensor | None
+) -> Callable[..., torch.Tensor]:
     """A function from an input (n or 1, M, C) to the rows (n * T', C) of the terms, times their factors."""
     rows = _Rows(index, piece, items)
     scale = None if scale is None else (scale if items == 1 else scale.repeat(items))[:, None]

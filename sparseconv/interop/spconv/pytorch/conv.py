@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,12 @@ from sparseconv.interop.spconv.pytorch.geometry import (
     check_reuse,
     find_plan,
 )
-from sparseconv.interop.spconv.pytorch.modules import SparseModule
+from sparseconv.interop.spconv.pytorch.modules import Placement, SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
 from sparseconv.plan.convolution import ConvolutionPlan
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Size = int | Sequence[int]
 RECORD = "max_num_voxels_during_training"
@@ -40,6 +43,7 @@ class SparseConvolution(SparseModule):
         algo, fp32_accum, large_kernel_fast_algo: accepted, without effect: the backend is chosen by sparseconv and
             accumulates in fp32.
         record_voxel_count: keep the largest number of output voxels in a buffer.
+        where: ``device`` and ``dtype`` of the parameters.
 
     A layer of one tap at stride 1 is a product of matrices, and as in spconv it reads its weight's memory as
     (C_in, C_out).
@@ -66,10 +70,11 @@ class SparseConvolution(SparseModule):
         record_voxel_count: bool = False,
         large_kernel_fast_algo: bool = False,
         name: str | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **where: Unpack[Placement],
     ) -> None:
         super().__init__(name)
+        if set(where) - {"device", "dtype"}:
+            raise TypeError(f"{type(self).__name__} takes no argument {sorted(set(where) - {'device', 'dtype'})}")
         if groups < 1 or in_channels % groups or out_channels % groups:
             raise ValueError(f"channels must be multiples of groups; got {in_channels}, {out_channels}, {groups}")
         self.ndim, self.in_channels, self.out_channels, self.groups = ndim, in_channels, out_channels, groups
@@ -84,14 +89,11 @@ class SparseConvolution(SparseModule):
         self.algo = ConvAlgo.Native if algo is None else algo
         self.fp32_accum, self.record_voxel_count = fp32_accum, record_voxel_count
         self.weight_shape = [out_channels, *self.kernel_size, in_channels // groups]
-        self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, device=device, dtype=dtype))
+        self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, **where))
         self.bias: torch.nn.Parameter | None
-        if bias:
-            self.bias = torch.nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype))
-        else:
-            self.register_parameter("bias", None)
+        self.register_parameter("bias", torch.nn.Parameter(torch.empty(out_channels, **where)) if bias else None)
         if record_voxel_count and not subm and not inverse:
-            self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32, device=device))
+            self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32, device=where.get("device")))
         self.reset_parameters()
         self._register_load_state_dict_pre_hook(self._before_loading)
 

@@ -66,7 +66,7 @@ class SparseConvTensor:
         self.indices = indices
         self.spatial_shape = [int(v) for v in spatial_shape]
         self.batch_size = int(batch_size)
-        self.grid = torch.Tensor() if grid is None else grid
+        self.grid: torch.Tensor | None = torch.Tensor() if grid is None else grid
         self.voxel_num = voxel_num
         self.indice_dict: dict[str, Any] = {} if indice_dict is None else indice_dict
         self.benchmark = benchmark

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.torch_private import BatchNormBase
+
+
+class Placement(TypedDict, total=False):
+    """Where and as what a layer's parameters are made."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class SparseModule(torch.nn.Module):
@@ -60,10 +67,12 @@ class SparseSequential(SparseModule):
 
     def forward(self, input: Any) -> Any:
         for module in self._modules.values():
+            if module is None:
+                continue
             if is_spconv_module(module) or not isinstance(input, SparseConvTensor):
-                input = module(input)  # type: ignore[misc]
+                input = module(input)
             elif input.features.shape[0] or not isinstance(module, BatchNormBase):
-                input = input.replace_feature(module(input.features))  # type: ignore[misc]
+                input = input.replace_feature(module(input.features))
         return input
 
 

@@ -24,21 +24,24 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from sparseconv.bench import cases, measure, report, runner, selection, session, stated
-from sparseconv.bench.facts import facts
-from sparseconv.bench.measure import Job
-from sparseconv.bench.peers import PEERS
-from sparseconv.bench.timing import ceilings, clock_of
+from benchmarks.claims import stated
+from benchmarks.layers import report, runner, selection, session
+from benchmarks.layers.machine import machine
+from benchmarks.layers.measure import CAPTURED_MAP
+from benchmarks.layers.peers import PEERS
+from benchmarks.layers.report import ceilings
+from benchmarks.worker import PREFIX
+from sparseconv.bench import cases
+from sparseconv.bench.measure import FORWARD, MAP, MEMORY, STEP, Job
+from sparseconv.bench.timing import clock_of
 
 Claim = dict[str, Any]
-CLAIMS = report.HERE / "claims.json"
+CLAIMS = Path(__file__).with_name("claims.json")
 KEYS = {"name", "text", "stated", "figure", "unit", "measure", "tolerance"}
 #: quantities that are either right or wrong
 EXACT = ("voxels", "parameters")
-#: how an implementation is named whose whole network is measured, by the repository's own worker
-NETWORK = "unet:"
 #: what figures of ours are found with; any other implementation is a peer
-OURS = ("sparseconv", f"{NETWORK}sparseconv", "demo")
+OURS = ("sparseconv", f"{PREFIX}sparseconv", "demo")
 #: seconds of repeats a figure; how often a time is measured that is later than stated by this share
 SECONDS, TIMES, LATE = 0.3, 3, 0.15
 
@@ -109,7 +112,7 @@ def _is_late(claim: Claim, rows: Mapping[Job, runner.Row]) -> bool:
         return False
     value, _ = measured(claim["measure"], rows)
     share = claim["tolerance"]
-    if not claim["measure"]["implementation"].startswith(NETWORK):
+    if not claim["measure"]["implementation"].startswith(PREFIX):
         share = min(LATE, share)
     return value is not None and value > claim["figure"] * (1 + share)
 
@@ -149,9 +152,7 @@ def found(claim: Claim, rows: Mapping[Job, runner.Row]) -> tuple[str, float | No
     if claim.get("record") is None:
         return "measured", None, why
     value = stated.recorded(claim)
-    there = (report.RESULTS / claim["record"]).is_file()
-    why += f"; {claim['record']} has no such figure" if there else f"; {claim['record']} is in the repository"
-    return "recorded", value, why
+    return "recorded", value, f"{why}; {claim['record']} has no such figure"
 
 
 def _is_measured_here(claim: Claim) -> bool:
@@ -167,7 +168,7 @@ class Measurements(session.Kept):
         self._jobs = {job for claim in asked if _is_measured_here(claim) for job in jobs_of(claim["measure"])}
         self._cards = [job for job in self._jobs if job.device == "cuda" and not _is_network(job)]
         device = "cuda" if self._cards else "cpu"
-        super().__init__(out, *((facts(device), ceilings(clock_of(device))) if out is not None else ({}, {})))
+        super().__init__(out, *((machine(device), ceilings(clock_of(device))) if out is not None else ({}, {})))
 
     def __enter__(self) -> Measurements:
         self._folder = tempfile.TemporaryDirectory()
@@ -185,15 +186,11 @@ class Measurements(session.Kept):
         self._measure({job for claim in late for job in jobs_of(claim["measure"])})
 
     def _measure(self, jobs: Iterable[Job]) -> None:
-        ordered = _in_order(jobs)
-        for are_networks, worker in ((False, "sparseconv.bench.worker"), (True, "benchmarks.worker")):
-            several = [job for job in ordered if _is_network(job) == are_networks]
-            if several:
-                session.run(several, self._console, self._caches, self.keep, worker=worker)
+        session.run(_in_order(jobs), self._console, self._caches, self.keep)
 
 
 def _is_network(job: Job) -> bool:
-    return job.implementation.startswith(NETWORK)
+    return job.implementation.startswith(PREFIX)
 
 
 def _in_order(jobs: Iterable[Job]) -> list[Job]:
@@ -205,13 +202,11 @@ def jobs_of(asked: dict[str, Any]) -> list[Job]:
     name, quantity = asked["implementation"], asked["quantity"]
     if name == "demo" or quantity in ("voxels", "cold_s", "second_s") or cases.missing(asked["case"]) is not None:
         return []
-    if name.startswith(NETWORK) and not report.RESULTS.is_dir():
-        return []
     # whatever else is claimed about this layer, or about its map, comes of the same process
     channels: int = asked["channels"]
-    wanted: tuple[str, ...] = (measure.FORWARD, measure.STEP, measure.MEMORY)
+    wanted: tuple[str, ...] = (FORWARD, STEP, MEMORY)
     if quantity in report.MAPS:
-        channels, wanted = min(channels, selection.MAP_CHANNELS), (measure.MAP, measure.CAPTURED_MAP)
+        channels, wanted = min(channels, selection.MAP_CHANNELS), (MAP, CAPTURED_MAP)
     several = [k.name for k in PEERS if runner.absent(k.name) is None] if name == "best other" else [name]
     return [Job(k, asked["case"], channels, asked["dtype"], False, wanted, asked["device"], SECONDS) for k in several]
 
@@ -231,7 +226,7 @@ def measured(asked: dict[str, Any], rows: Mapping[Job, runner.Row]) -> tuple[flo
         return row.get(quantity), row.get("reason", "")
     several = [rows[job] for job in jobs_of(asked)]
     if not several:
-        return None, "no peer is installed" if name == "best other" else "networks are measured in the repository"
+        return None, "no peer is installed"
     values = [value for row in several if (value := stated.value(row, quantity)) is not None]
     return (min(values), "") if values else (None, "; ".join(filter(None, (_why(row, quantity) for row in several))))
 

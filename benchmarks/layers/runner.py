@@ -19,8 +19,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from sparseconv.bench.implementations import registry
-from sparseconv.bench.measure import COLD, COMPILE, Job, with_quantities
+from benchmarks import ROOT
+from benchmarks.layers.measure import COLD, COMPILE, EVERYONE, with_quantities
+from sparseconv.bench.measure import Job
 
 #: seconds that one job may take, compilation included
 PATIENCE = 240.0
@@ -35,7 +36,7 @@ def run_all(
     done: Callable[[Row], None],
     caches: Path | None = None,
     budget: float | None = None,
-    worker: str = "sparseconv.bench.worker",
+    worker: str = "benchmarks.worker",
 ) -> list[Row]:
     """Every job's row, one worker an implementation and dtype; ``done`` is called with each as it comes.
 
@@ -75,7 +76,7 @@ def run_all(
 
 def absent(implementation: str) -> str | None:
     """Why an implementation cannot be asked at all, found without importing anything; else None."""
-    kind = registry().get(implementation)
+    kind = EVERYONE.get(implementation)
     for module in kind.needs if kind else ():
         if find_spec(module.partition(".")[0]) is None:
             return f"{module.partition('.')[0]} is not installed"
@@ -170,8 +171,7 @@ def compiled_kernels(given: Path | None) -> Iterator[Path]:
 
 
 def _environment(caches: Path | None) -> dict[str, str]:
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     found = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     if caches is not None:
         named = {"TRITON_CACHE_DIR": "triton", "CUPY_CACHE_DIR": "cupy", "CUDA_CACHE_PATH": "cuda"}

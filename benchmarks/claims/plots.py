@@ -11,7 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from sparseconv.bench import cases, report, stated
+from benchmarks.claims import stated
+from benchmarks.layers import report, scenes
+from sparseconv.bench.report import figure as value
 
 Row = dict[str, Any]
 OURS = "sparseconv"
@@ -45,15 +47,9 @@ def draw(files: Iterable[Path], folder: Path) -> list[Path]:
     return written
 
 
-def value(row: Row, quantity: str) -> float | None:
-    """The figure of a quantity: milliseconds, or MiB of memory."""
-    found = row.get(quantity) or {}
-    return found.get("peak_mib") if quantity == "memory" else found.get("median")
-
-
 def label(row: Row) -> str:
     """Case and channels, short enough for an axis."""
-    return f"{cases.title(row['case'])}, C {row['channels']}"
+    return f"{scenes.title(row['case'])}, C {row['channels']}"
 
 
 def given(rows: Sequence[Row]) -> list[Row]:
@@ -199,7 +195,7 @@ def scaling(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
                     words = f"{name}, {QUANTITIES[quantity]}"
                     axes.plot(*zip(*points), style, color=_colour(name), markersize=4, linewidth=1.2, label=words)
         first = many[0]
-        shown = {"voxels": f"shells, C {usual}", "taps": label(first), "channels": cases.title(first["case"])}
+        shown = {"voxels": f"shells, C {usual}", "taps": label(first), "channels": scenes.title(first["case"])}
         title = shown.get(axis) or f"{edge}³ cells filled at random, C {first['channels']}"
         axes.set(xscale="log", yscale="log", xlabel=axis)
         axes.set_title(title, fontsize=9)

@@ -10,10 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sparseconv.bench import report, runner
-from sparseconv.bench.facts import facts
-from sparseconv.bench.measure import COLD, Job, with_quantities
-from sparseconv.bench.timing import ceilings, clock_of
+from benchmarks.layers import report, runner
+from benchmarks.layers.machine import machine
+from benchmarks.layers.measure import COLD, with_quantities
+from benchmarks.layers.report import ceilings
+from sparseconv.bench.measure import Job
+from sparseconv.bench.report import reasons, write
+from sparseconv.bench.timing import clock_of
 
 Row = dict[str, Any]
 STOPPED = "[yellow]stopped[/]: what was done until here follows"
@@ -53,19 +56,14 @@ class Kept(dict[Job, Row]):
 
     def keep(self, row: Row) -> None:
         """Take a row that was measured."""
-        job = job_of(row)
+        job = Job.of(row)
         self[job] = report.least(self[job], row) if job in self else row
         if self._out is not None:
-            report.write(self._out, self._machine, [*self.with_rates(), *self._others], ceilings=self._peak)
+            write(self._out, self._machine, [*self.with_rates(), *self._others], ceilings=self._peak)
 
     def with_rates(self) -> list[Row]:
         """The rows with what they make of the device's ceilings."""
         return [report.with_rates(row, self._peak) for row in self.values()]
-
-
-def job_of(row: Row) -> Job:
-    """What a row of results was measured for."""
-    return Job.of({key: row[key] for key in Job.__dataclass_fields__})
 
 
 def measured(
@@ -97,11 +95,11 @@ def measured(
         begun: what a run that was stopped has written; its rounds count, and its rows stay.
     """
     device = jobs[0].device
-    machine, peak, rows = facts(device), {}, []
+    here, peak, rows = machine(device), {}, []
     if begun is not None:
-        machine, peak, rows = begun["machine"], begun["ceilings"], begun["rows"]
-    starts = [row for row in rows if job_of(row).quantities == (COLD,)]
-    started = {job_of(row) for row in starts}
+        here, peak, rows = begun["machine"], begun["ceilings"], begun["rows"]
+    starts = [row for row in rows if Job.of(row).quantities == (COLD,)]
+    started = {Job.of(row) for row in starts}
     for row in [runner.cold_starts(job) for job in first if with_quantities(job, COLD) not in started]:
         starts.append(row)
         said = row.get("reason") or f"{row.get('cold_s', 0):.1f} s, a second process {row.get('second_s') or 0:.1f} s"
@@ -112,19 +110,19 @@ def measured(
         peak = peak or ceilings(clock_of(device))
         shown = ", ".join(f"{k} {v:.3g} {'TB/s' if k == 'copy' else 'TFLOP/s'}" for k, v in peak.items())
         console.print(f"ceilings: {shown}", highlight=False)
-        kept = Kept(out, machine, peak, starts)
-        kept.update({job_of(row): row for row in rows if row not in starts})
+        kept = Kept(out, here, peak, starts)
+        kept.update({Job.of(row): row for row in rows if row not in starts})
         try:
             for turn in range(rounds):
                 run([job for job in jobs if kept.is_due(job, turn)], console, folder, kept.keep, budget)
         except KeyboardInterrupt:
             console.print(STOPPED)
     rows = kept.with_rates()
-    name = machine.get("card", {}).get("name")
-    aims = report.is_aimed_at(machine)
-    title = f"{name or machine['cpu']}: milliseconds{', (must / goal)' * aims}"
+    name = here.get("card", {}).get("name")
+    aims = report.is_aimed_at(here)
+    title = f"{name or here['cpu']}: milliseconds{', (must / goal)' * aims}"
     console.print(report.layer_table(report.joined(rows), title, aims))
-    for sentence in report.reasons(report.joined(rows)):
+    for sentence in reasons(report.joined(rows)):
         console.print(f"[dim]{sentence}[/]", highlight=False)
     late = [found for job in kept if SLOW < (found := kept.slowness(job)) < math.inf]
     if late:
@@ -133,7 +131,7 @@ def measured(
     if out is not None:
         console.print(f"wrote {out}", highlight=False)
         if pictures is not None:
-            from sparseconv.bench import plots
+            from benchmarks.claims import plots
 
             for picture in plots.draw([out], pictures):
                 console.print(f"wrote {picture}", highlight=False)
@@ -155,7 +153,6 @@ def run(
     caches: Path,
     keep: Callable[[Row], None] | None = None,
     budget: float | None = None,
-    worker: str = "sparseconv.bench.worker",
 ) -> list[Row]:
     """Every job in its worker, under a bar; what fails is said at once."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -170,4 +167,4 @@ def run(
             if keep is not None:
                 keep(row)
 
-        return runner.run_all(jobs, done, caches, budget, worker)
+        return runner.run_all(jobs, done, caches, budget)

@@ -7,8 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sparseconv.bench import report
-from sparseconv.bench.peers import PEERS
+import benchmarks
+from benchmarks.layers import report
+from benchmarks.layers.peers import PEERS
+from sparseconv.bench.report import figure
 
 SIZES = {"k": 1e3, "M": 1e6}
 #: the run that the README's first table is of; the committed results of its card
@@ -49,13 +51,12 @@ def value(row: dict[str, Any], quantity: str) -> float | None:
     """A row's figure: the median of a time, MiB of memory, or the number itself."""
     if quantity == "captured_memory":
         return row.get("memory", {}).get("captured_mib")
-    found = row.get(quantity)
-    return found.get("peak_mib", found.get("median")) if isinstance(found, dict) else found
+    return figure(row, quantity) if isinstance(row.get(quantity), dict) else row.get(quantity)
 
 
 def rows_of(record: str) -> list[dict[str, Any]]:
     """The measured rows of a committed file; none where there is no such file."""
-    file = report.RESULTS / record
+    file = benchmarks.RESULTS / record
     if not file.is_file():
         return []
     return [row for row in report.joined(report.read(file)["rows"]) if row["status"] == "measured"]
@@ -82,7 +83,7 @@ def best_other(case: str, channels: int, quantity: str) -> float | None:
     name = "map" if quantity in report.MAPS else quantity
     cells = [cell for cell in report.targets()["layers"] if cell["case"] == case and name in cell]
     found = [cell[name]["best_other"] for cell in cells if cell["channels"] == channels or name == "map"]
-    found += [_in_row(row, case, channels, name) for row in _peers_rows(report.RESULTS)]
+    found += [_in_row(row, case, channels, name) for row in _peers_rows(benchmarks.RESULTS)]
     return min((figure for figure in found if figure is not None), default=None)
 
 

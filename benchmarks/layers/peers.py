@@ -1,4 +1,4 @@
-"""Adapters to other sparse convolution libraries, each by its own public functions.
+"""Adapters to other sparse convolution libraries and to dense convolution, each by its own public functions.
 
 Coordinates are not reordered on the way; where a library insists on an order of its own, its adapter carries features
 there and back within the timed call, as its user would.
@@ -11,7 +11,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from sparseconv.bench.implementations import TAPS, Convolution, boxed, unboxed
+from sparseconv.bench.implementations import Convolution
+
+
+def boxed(weight: torch.Tensor) -> torch.Tensor:
+    """(K, C_in, C_out) -> torch's (C_out, C_in, k, k, k)."""
+    side = round(len(weight) ** (1 / 3))
+    return weight.view(side, side, side, *weight.shape[1:]).permute(4, 3, 0, 1, 2).contiguous()
+
+
+def unboxed(weight: torch.Tensor) -> torch.Tensor:
+    """torch's (C_out, C_in, k, k, k) -> (K, C_in, C_out)."""
+    return weight.permute(2, 3, 4, 1, 0).reshape(-1, weight.shape[1], weight.shape[0])
 
 
 def by_tap(weight: torch.Tensor) -> torch.Tensor:
@@ -309,7 +320,7 @@ class WarpConvNet(Convolution):
             self.layer.weight.copy_(weight.view(self.layer.weight.shape))
 
     def weight_grad(self) -> torch.Tensor:
-        return self.layer.weight.grad.view(TAPS, self.channels, self.channels)
+        return self.layer.weight.grad.view(27, self.channels, self.channels)
 
 
 class Fvdb(Convolution):
@@ -333,6 +344,41 @@ class Fvdb(Convolution):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.plan.execute(self.wrap(x[self.there]), self.weight).jdata[self.rows]
+
+    def set_weight(self, weight: torch.Tensor) -> None:
+        self.weight = boxed(weight.to(self.dtype)).requires_grad_()
+
+    def weight_grad(self) -> torch.Tensor:
+        assert self.weight.grad is not None
+        return unboxed(self.weight.grad)
+
+
+class Dense(Convolution):
+    """`torch.nn.functional.conv3d` over the bounding box, read at the voxels: what sparsity saves."""
+
+    name = "dense conv3d"
+    devices = ("cuda", "cpu")
+    kernels = None
+    #: bytes that one dense volume of features may take, by device
+    most: ClassVar[dict[str, int]] = {"cuda": 8 << 30, "cpu": 1 << 29}
+
+    def prepare(self) -> None:
+        c = self.coords[:, 1:].long()
+        low = c.amin(0)
+        self.shape = [int(n) for n in (c.amax(0) - low + 1)]
+        volume = self.shape[0] * self.shape[1] * self.shape[2]
+        needed = volume * self.channels * self.dtype.itemsize
+        if needed > self.most[self.coords.device.type]:
+            raise MemoryError(f"the bounding box {self.shape} would take {needed / 2**30:.1f} GiB of features")
+        c = c - low
+        self.site = (c[:, 0] * self.shape[1] + c[:, 1]) * self.shape[2] + c[:, 2]
+        self.volume = volume
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dense = x.new_zeros(self.volume, self.channels).index_copy(0, self.site, x)
+        dense = dense.view(1, *self.shape, self.channels).permute(0, 4, 1, 2, 3)
+        y = torch.nn.functional.conv3d(dense, self.weight, padding=self.kernel // 2)
+        return y.permute(0, 2, 3, 4, 1).reshape(self.volume, self.channels)[self.site]
 
     def set_weight(self, weight: torch.Tensor) -> None:
         self.weight = boxed(weight.to(self.dtype)).requires_grad_()

@@ -2,7 +2,7 @@
 
 Between the two marks of the README stands what `section` makes of ``h200_gpu.json``, ``h200_dtypes_ours.json``
 (first gradients), ``h200_network.json``, ``h200_network_beside_spconv.json``, ``targets.json`` and the peers' rows of
-every ``h200_*.json``; the claims about it, in ``sparseconv/bench/claims.json``, are made in the same pass. Claims
+every ``h200_*.json``; the claims about it, in ``benchmarks/claims/claims.json``, are made in the same pass. Claims
 without a card are written by hand and stay.
 """
 
@@ -12,11 +12,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks import RESULTS, ROOT
+from benchmarks.claims import stated, verify
+from benchmarks.claims.stated import VERIFIED
+from benchmarks.layers import report
+from benchmarks.layers.scenes import TITLES
 from benchmarks.worker import PREFIX
-from sparseconv.bench import cases, report, stated, verify
-from sparseconv.bench.stated import VERIFIED
 
-README = report.HERE.parents[1] / "README.md"
+README = ROOT / "README.md"
 BEGIN, END = "<!-- written by `python -m benchmarks readme` -->\n", "<!-- until here -->\n"
 #: networks: ours; with spconv in one run, of an engine before
 NETWORKS, NETWORKS_BESIDE, TARGETS = "h200_network.json", "h200_network_beside_spconv.json", "targets.json"
@@ -196,12 +199,12 @@ def _is_paced_by_the_host(row: dict[str, Any], quantity: str) -> bool:
 
 
 def _title(case: str) -> str:
-    return cases.TITLES.get(case) or case.partition("_")[0].replace("shell", "sphere's shell")
+    return TITLES.get(case) or case.partition("_")[0].replace("shell", "sphere's shell")
 
 
 def section() -> Section:
     """The section of the committed results."""
-    found = Section(report.read(report.RESULTS / VERIFIED), report.read(report.RESULTS / NETWORKS))
+    found = Section(report.read(RESULTS / VERIFIED), report.read(RESULTS / NETWORKS))
     found.table()
     found.sentences()
     found.networks_table()

@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
+import sparseconv as sc
 from sparseconv.bench.check import Neighbours, judge
+from sparseconv.bench.implementations import Sparseconv
+from sparseconv.bench.measure import Layer
+from sparseconv.geometry import fixed_grid
+from sparseconv.geometry.fixed_grid import FixedGrid
+from sparseconv.nn import graphs
 
-if TYPE_CHECKING:
-    from sparseconv.bench.implementations import Sparseconv
-    from sparseconv.geometry.fixed_grid import FixedGrid
+#: rows of a captured map over the scene's, in the figure and in the one beside it: as few as fit, and nn.capture's own
+ROOM, USUAL_ROOM = 1.0, 1.25
+
+
+def captured_map(layer: Layer) -> dict[str, Any]:
+    """The map of the case by a graph, first with rows for itself alone, then, beside it, with the usual room."""
+    convolution, found = layer.convolution, []
+    if not (isinstance(convolution, Sparseconv) and graphs.has_graphs(convolution.coords.device)):
+        return {"reason": "makes no map inside a graph here"}
+    for room in (ROOM, USUAL_ROOM):
+        try:
+            captured = CapturedMap(convolution, room)
+        except RuntimeError as error:  # what no graph can hold
+            return {"reason": str(error)}
+        reason = captured.wrong(layer.x, layer.weight, layer.grad, layer.job.dtype)
+        if reason is not None:
+            return {"reason": f"with room {room:g} {reason}"}
+        found.append({**layer.time(functools.partial(captured, convolution.coords)), "room": room})
+    return {**found[0], "usual": found[1]}
 
 
 class CapturedMap:
@@ -27,10 +50,6 @@ class CapturedMap:
     """
 
     def __init__(self, convolution: Sparseconv, room: float) -> None:
-        import sparseconv as sc
-        from sparseconv.geometry import fixed_grid
-        from sparseconv.nn import graphs  # as its tests do, so that both can be captured without a card
-
         coords = convolution.coords
         self._like, self._room = sc.VoxelGrid(coords), room
         rows = -(-math.ceil(room * len(coords)) // fixed_grid.ROWS) * fixed_grid.ROWS
@@ -47,8 +66,6 @@ class CapturedMap:
         self._replay, self._fault = graphs.graph_of(self._make, coords.device)
 
     def _grid(self) -> FixedGrid:
-        from sparseconv.geometry.fixed_grid import FixedGrid
-
         return FixedGrid(self._coords, self._count, self._like, room=self._room)
 
     def _make(self) -> torch.Tensor:
