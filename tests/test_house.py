@@ -16,6 +16,7 @@ import sparseconv
 ROOT = Path(sparseconv.__file__).parent
 FLOORS = {
     "memory": 0,
+    "torch_private": -1,
     "reading": 0,
     "autograd_function": 0,
     "transforms": 0,
@@ -25,6 +26,7 @@ FLOORS = {
     "geometry": 1,
     "backends": 2,
     "tensor": 2,
+    "numbered_maps": 2,
     "autograd": 3,
     "plan": 4,
     "ops": 5,

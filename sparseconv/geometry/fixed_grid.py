@@ -15,6 +15,7 @@ from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.lookup import KeySpace, SortedTable
 from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.torch_private import no_transforms
 
 if TYPE_CHECKING:
     from sparseconv.geometry.triton_launch import Unseen
@@ -256,7 +257,7 @@ class FixedGrid(VoxelGrid):
 
         size = self.batch_size, window.offsets, window.stride, folded
         limits: dict[str, Any] = {"to_fine": to_fine, "within": extent, "rows": rows, "unseen": self.unseen}
-        with torch._C._DisableFuncTorch():  # voxels do not depend on what torch.func differentiates
+        with no_transforms():  # voxels do not depend on what torch.func differentiates
             found = reach_unseen(self.coords, self.extent, *size, **limits)
         if found is None:
             raise ValueError(f"the extent {extent} has too many cells for a grid of fixed size: give a smaller one")

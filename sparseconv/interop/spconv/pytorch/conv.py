@@ -12,11 +12,17 @@ from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
-from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, check_ends, check_reuse, find_plan
+from sparseconv.interop.spconv.pytorch.geometry import (
+    IndiceData,
+    LayerWindow,
+    Place,
+    check_ends,
+    check_reuse,
+    find_plan,
+)
 from sparseconv.interop.spconv.pytorch.modules import Placement, SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
 from sparseconv.plan.convolution import ConvolutionPlan
-from sparseconv.plan.weights import PackedWeights
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -93,7 +99,6 @@ class SparseConvolution(SparseModule):
         self.register_parameter("bias", torch.nn.Parameter(torch.empty(out_channels, **where)) if bias else None)
         if record_voxel_count and not subm and not inverse:
             self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32, device=where.get("device")))
-        self._packed = PackedWeights()
         self.reset_parameters()
         self._register_load_state_dict_pre_hook(self._before_loading)
 
@@ -143,7 +148,6 @@ class SparseConvolution(SparseModule):
         stored = input.find_indice_pair(self.indice_key)
         if stored is None:
             plan = find_plan(input.voxels, window, out_shape, subm=self.subm, transposed=self.transposed)
-            indices = input.indices if self.subm else plan.target.coords
         else:
             if not self.subm:
                 raise ValueError(
@@ -151,27 +155,24 @@ class SparseConvolution(SparseModule):
                     "key of its own, or none"
                 )
             check_reuse(stored, input, self._window(), self.indice_key)
-            plan, indices = stored.plan, input.indices
+            plan = stored.plan
         out = self._execute(input, plan)
         if self.subm:
             out.spatial_shape = list(out_shape)
         else:
-            out = self._moved(out, plan, indices, out_shape)
+            out = self._moved(out, plan, out_shape)
         if self.indice_key is not None and stored is None:
-            data = IndiceData(
-                plan, input.indices, indices, input.spatial_shape, out_shape, self.subm, self.algo, window
-            )
+            ends = (input._place(), out._place())
+            data = IndiceData(plan, *ends, input.spatial_shape, out_shape, self.subm, self.algo, window)
             out.indice_dict = {**input.indice_dict, self.indice_key: data}
         return out
 
-    def _moved(
-        self, out: SparseConvTensor, plan: ConvolutionPlan, indices: torch.Tensor, shape: list[int]
-    ) -> SparseConvTensor:
+    def _moved(self, out: SparseConvTensor, plan: ConvolutionPlan, shape: list[int]) -> SparseConvTensor:
         count = self._buffers.get(RECORD)
         if count is not None:
-            count.clamp_(min=indices.shape[0])
+            count.clamp_(min=plan.target.num_voxels)
         out.spatial_shape = list(shape)
-        return out._at(plan.target, indices)
+        return out._at(Place(None, 0, plan.target))
 
     def _run_back(self, input: SparseConvTensor) -> SparseConvTensor:
         stored = input.find_indice_pair(self.indice_key)
@@ -187,16 +188,15 @@ class SparseConvolution(SparseModule):
                 f"the layer of indice_key {self.indice_key!r} has kernel size {stored.ksize}, its inverse "
                 f"{self.kernel_size}: they must be equal"
             )
-        check_ends(input, stored.out_spatial_shape, stored.out_indices, stored.plan.target, self.indice_key)
+        check_ends(input, stored.out_spatial_shape, stored.out_place, self.indice_key)
         plan = stored.inverse_plan()
         out = self._execute(input, plan)
         out.spatial_shape = list(stored.spatial_shape)
-        return out._at(plan.target, stored.indices)
+        return out._at(stored.place)
 
     def _execute(self, input: SparseConvTensor, plan: ConvolutionPlan) -> SparseConvTensor:
         taps = self.weight.reshape(self.out_channels, -1, self.in_channels // self.groups).permute(1, 2, 0)
-        packed = self._packed.pack(self.weight, taps)
-        return input.replace_feature(plan.with_groups(self.groups).execute(input.features, packed, self.bias))
+        return input.replace_feature(plan.with_groups(self.groups).execute(input.features, taps, self.bias))
 
     def _window(self) -> LayerWindow:
         return LayerWindow(tuple(self.kernel_size), tuple(self.stride), tuple(self.padding), tuple(self.dilation))

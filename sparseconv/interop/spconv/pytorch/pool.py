@@ -10,7 +10,7 @@ from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
 from sparseconv.interop.spconv.pytorch.conv import RECORD, Size
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
-from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, find_plan
+from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, Place, find_plan
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size
 from sparseconv.ops import pooling
@@ -69,16 +69,16 @@ class _Pool(SparseModule):
         out_shape = list(input.spatial_shape) if self.subm else get_conv_output_size(input.spatial_shape, *size)
         window = LayerWindow(*(tuple(v) for v in size))
         plan = find_plan(input.voxels, window, out_shape, subm=self.subm)
-        indices = input.indices if self.subm else plan.target.coords
-        out = input.replace_feature(self._reduce(input.features, plan))._at(plan.target, indices)
+        out = input.replace_feature(self._reduce(input.features, plan))
+        if not self.subm:
+            out._at(Place(None, 0, plan.target))
         out.spatial_shape = out_shape
         count = self._buffers.get(RECORD)
         if count is not None:
-            count.clamp_(min=indices.shape[0])
+            count.clamp_(min=plan.target.num_voxels)
         if self.indice_key is not None:
-            data = IndiceData(
-                plan, input.indices, indices, input.spatial_shape, out_shape, self.subm, self.algo, window
-            )
+            ends = (input._place(), out._place())
+            data = IndiceData(plan, *ends, input.spatial_shape, out_shape, self.subm, self.algo, window)
             out.indice_dict = {**input.indice_dict, self.indice_key: data}
         return out
 
