@@ -332,14 +332,26 @@ def wrap(coords: torch.Tensor, torus: IndexRange | None) -> torch.Tensor:
 
 @lru_cache(maxsize=1024)
 def _symmetry(window: Window, torus: IndexRange | None) -> tuple[int | None, tuple[int, ...] | None]:
-    """The identity tap and the mirrored tap of each, for a window at stride 1 whose two sides are one grid."""
+    """The identity tap and the mirrored tap of each, for a window at stride 1 whose two sides are one grid.
+
+    Round a torus smaller than the window several taps move by the same. As many then have to move back, and each of
+    those mirrors one of them; else there is no mirror.
+    """
     if any(s != 1 for s in window.stride):
         return None, None
 
     def folded(offset: Sequence[int]) -> Ints:
         return tuple(offset) if torus is None else tuple(o % n for o, n in zip(offset, torus.shape))
 
-    taps = {folded(offset): tap for tap, offset in reversed(list(enumerate(window.offsets)))}
-    identity = taps.get(folded((0,) * len(window.stride)))
-    opposite = [taps.get(folded([-o for o in offset])) for offset in window.offsets]
-    return identity, None if None in opposite else tuple(t for t in opposite if t is not None)
+    alike: dict[Ints, list[int]] = {}
+    for tap, offset in enumerate(window.offsets):
+        alike.setdefault(folded(offset), []).append(tap)
+    identity = alike.get(folded((0,) * len(window.stride)), [None])[0]
+    mirror = [0] * len(window.offsets)
+    for move, taps in alike.items():
+        back = alike.get(folded([-m for m in move]), [])
+        if len(back) != len(taps):
+            return identity, None
+        for tap, other in zip(taps, reversed(back)):
+            mirror[tap] = other
+    return identity, tuple(mirror)
