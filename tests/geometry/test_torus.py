@@ -32,9 +32,12 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(np, "empty", empty)
     before = torch.are_deterministic_algorithms_enabled()
+    threads = torch.get_num_threads()
     torch.use_deterministic_algorithms(True)  # torch then fills what `torch.empty` gives
+    torch.set_num_threads(1)  # so little work is not worth a second one
     yield
     torch.use_deterministic_algorithms(before)
+    torch.set_num_threads(threads)
 
 
 def scene(shape: tuple[int, ...], every: int = 1) -> sc.VoxelGrid:
@@ -83,18 +86,12 @@ def compare(
 @pytest.mark.parametrize("backend", CPU)
 @pytest.mark.parametrize("kind", ["absent", "forbid", "periodic"])
 def test_every_kernel_on_every_line(kind: str, backend: str, poisoned: None) -> None:
-    for extent, kernel, every, padding in itertools.product(SIZES, SIZES, (1, 2), (None, 0)):
-        grid = scene((extent,), every)
-        plan = sc.ConvolutionPlan(grid, kernel, padding=padding, boundary=boundary(kind, (extent,)), backend=backend)
-        compare(plan, (extent,), (kernel,), None if padding is None else (padding,))
-        compare(
-            sc.ConvolutionPlan(
-                grid, kernel, padding=padding, boundary=boundary(kind, (extent,)), backend=backend, target="full"
-            ),
-            (extent,),
-            (kernel,),
-            None if padding is None else (padding,),
-        )
+    for extent, kernel in itertools.product(SIZES, SIZES):
+        edge = boundary(kind, (extent,))
+        compare(sc.ConvolutionPlan(scene((extent,)), kernel, boundary=edge, backend=backend), (extent,), (kernel,))
+        grid = scene((extent,), every=2)
+        plan = sc.ConvolutionPlan(grid, kernel, padding=0, target="full", boundary=edge, backend=backend)
+        compare(plan, (extent,), (kernel,), padding=(0,))
 
 
 @pytest.mark.parametrize("backend", CPU)
