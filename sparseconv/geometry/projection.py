@@ -138,8 +138,9 @@ class IndexProjection:
 
     def __call__(self, points: torch.Tensor) -> torch.Tensor:
         """Points (..., D_in) of any integer dtype -> the starts of their regions (..., D_out) int64."""
-        if points.is_floating_point() or points.is_complex():
-            raise TypeError(f"points must be integers; got {points.dtype}")
+        if not isinstance(points, torch.Tensor) or points.is_floating_point() or points.is_complex():
+            got = points.dtype if isinstance(points, torch.Tensor) else type(points).__name__
+            raise TypeError(f"points must be a tensor of integers; got {got}")
         if points.shape[-1] != self.rank_in:
             raise ValueError(f"points must have {self.rank_in} columns; got shape {tuple(points.shape)}")
         points = points.long()
@@ -266,8 +267,9 @@ class IndexProjection:
 
     def permute(self, axes: Sequence[int]) -> IndexProjection:
         """The same regions of the tensor whose axes are permuted as by ``Tensor.permute(axes)``."""
+        axes = integers(axes, "axes")
         if sorted(axes) != list(range(self.rank_out)):
-            raise ValueError(f"axes must be a permutation of 0..{self.rank_out - 1}; got {tuple(axes)}")
+            raise ValueError(f"axes must be a permutation of 0..{self.rank_out - 1}; got {axes}")
 
         def pick(values: Sequence) -> tuple:
             return tuple(values[a] for a in axes)
@@ -282,6 +284,7 @@ class IndexProjection:
 
     def flip(self, axis: int, size: int) -> IndexProjection:
         """The same regions of the tensor whose axis of ``size`` elements runs backwards; anchors follow."""
+        axis, size = integers((axis, size), "axis and size")
         if not -self.rank_out <= axis < self.rank_out:
             raise ValueError(f"axis must be in [{-self.rank_out}, {self.rank_out}); got {axis}")
         axis %= self.rank_out

@@ -62,7 +62,8 @@ class IndexRange:
     @classmethod
     def of_shape(cls, shape: Sequence[int]) -> IndexRange:
         """The box of the given shape whose first point is the origin."""
-        return cls((0,) * len(shape), tuple(shape))
+        end = integers(shape, "shape")
+        return cls((0,) * len(end), end)
 
     @property
     def rank(self) -> int:
@@ -163,4 +164,4 @@ class Boundary:
 
 
 def _as_range(extent: IndexRange | Sequence[int] | None) -> IndexRange | None:
-    return extent if extent is None or isinstance(extent, IndexRange) else IndexRange.of_shape(tuple(extent))
+    return extent if extent is None or isinstance(extent, IndexRange) else IndexRange.of_shape(extent)
