@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sparseconv.geometry.arguments import checked_tensor
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 
@@ -27,6 +28,7 @@ class SparseTensor:
     def __post_init__(self) -> None:
         if not isinstance(self.grid, VoxelGrid):
             raise TypeError(f"grid must be a VoxelGrid; got {type(self.grid).__name__}")
+        checked_tensor(self.features, "features", f"({len(self.grid)}, C)")
         shape = tuple(self.features.shape)
         if len(shape) != 2 or shape[0] != len(self.grid):
             raise ValueError(f"features must be ({len(self.grid)}, C), one row a voxel; got {shape}")

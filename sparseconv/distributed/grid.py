@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sparseconv.distributed.exchange import Exchange, agree, send_to, summed
 from sparseconv.distributed.partition import Order, Partition, common_box, find_partition
-from sparseconv.geometry.grid import VoxelGrid, unique_coords
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import IndexRange
 
 

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from sparseconv.distributed.exchange import Exchange, agree, joined, replicated, send_to
 from sparseconv.distributed.grid import ShardedGrid
 from sparseconv.distributed.passage import Passage
-from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, fits, torus_of, wrap
-from sparseconv.geometry.grid import VoxelGrid, unique_coords
+from sparseconv.geometry.edges import coarse_grid, fine_grid, fits, torus_of, wrap
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.geometry.window import Window
 from sparseconv.plan.arguments import as_epilogue, checked_window
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction

@@ -119,6 +119,7 @@ class Boundary:
     extent: IndexRange | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "extent", _as_range(self.extent))
         if self.kind not in ("absent", "forbid", "periodic", "negative"):
             raise ValueError(
                 f"a boundary is 'absent', 'forbid', 'periodic' or (for dense arrays) 'negative'; got {self.kind!r}"

@@ -10,12 +10,21 @@ import torch
 
 from sparseconv.autograd import casts, convolution, fused_convolution, number_of
 from sparseconv.backends.base import Request
-from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, fits
+from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
-from sparseconv.plan.arguments import OPERANDS, Axes, as_epilogue, autocast, check_operands, checked_window
+from sparseconv.geometry.window import Window
+from sparseconv.plan.arguments import (
+    OPERANDS,
+    Axes,
+    as_epilogue,
+    autocast,
+    check_groups,
+    check_operands,
+    checked_window,
+)
 from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.weights import PackedWeights, by_tap
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
@@ -70,17 +79,21 @@ class ConvolutionPlan:
         backend: str = "auto",
         deterministic: bool | None = None,
     ) -> None:
-        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+        window, edge = checked_window(
+            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, deterministic
+        )
         if isinstance(target, VoxelGrid):
+            check_pair(source, target, window)
             if fits(target, source, window, edge) is not target:
                 raise ValueError(f"some windows of the given target leave the extent {edge.extent or source.extent}")
             coarse = target
-        elif target == "full" or (target is None and window.is_strided):
+        elif (isinstance(target, str) and target == "full") or (target is None and window.is_strided):
             coarse = coarse_grid(source, window, edge)
         elif target is None:
             coarse = fits(source, source, window, edge)
         else:
-            raise ValueError(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
+            kind = ValueError if isinstance(target, str) else TypeError
+            raise kind(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
         self._join(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
         if window.is_tiling and coarse is not target and edge.kind == "absent":
             self.kernel_map.meets_all = True
@@ -107,7 +120,11 @@ class ConvolutionPlan:
 
         Arguments are those of `ConvolutionPlan`. To invert an earlier plan exactly, use its `transpose()`.
         """
-        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+        window, edge = checked_window(
+            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, deterministic
+        )
+        if target is not None and not isinstance(target, VoxelGrid):
+            raise TypeError(f"target of a transposed plan must be a VoxelGrid or None; got {target!r}")
         fine = fine_grid(source, window, edge) if target is None else target
         return cls.between(source, fine, window, edge, kernel_size is not None, groups, backend, True)
 
@@ -308,8 +325,7 @@ class ConvolutionPlan:
         """The same edges for another number of channel groups; itself if it has that number."""
         if groups == self.groups:
             return self
-        if groups < 1:
-            raise ValueError(f"groups must be at least 1; got {groups}")
+        check_groups(groups)
         return self.over(self.kernel_map, groups=groups)
 
     def kept_with(self, grid: VoxelGrid) -> ConvolutionPlan:
