@@ -95,7 +95,8 @@ class ConvolutionPlan:
             kind = ValueError if isinstance(target, str) else TypeError
             raise kind(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
         self._join(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
-        if window.is_tiling and coarse is not target and edge.kind == "absent":
+        reached = coarse is not target and coarse is not source  # every voxel of the source lies in some window
+        if window.is_tiling and edge.kind == "absent" and (reached or self.kernel_map.identity_tap is not None):
             self.kernel_map.meets_all = True
             if source.count is None or self.kernel_map.padded:
                 self.kernel_map.num_pairs = len(source)  # which then waits for no count of the device
