@@ -15,8 +15,8 @@ INT32 = torch.iinfo(torch.int32)
 Floats = tuple[float, ...]
 #: dtypes that coordinates come in
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
-#: rows of one grid, at most: they are numbered by 32 bits
-MOST_ROWS = 2**31
+#: batch items at most, and rows that one call may make of each other, some GB
+MOST_ITEMS, MOST_ROWS = 2**31, 2**27
 
 
 def no_batch(rank: int) -> str:
@@ -82,9 +82,9 @@ def check_box(box: IndexRange, what: str) -> None:
 
 
 def check_rows(count: int, what: str) -> None:
-    """Raise ValueError for more rows than are numbered."""
-    if count >= MOST_ROWS:
-        raise ValueError(f"{what} would have {count:.3g} rows, but rows are numbered by 31 bits: take fewer")
+    """Raise ValueError for more rows than one call makes."""
+    if count > MOST_ROWS:
+        raise ValueError(f"{what} would have {count:,} rows, more than {MOST_ROWS:,}: take smaller steps")
 
 
 def checked_batch_size(batch_size: Any) -> int:
@@ -93,8 +93,8 @@ def checked_batch_size(batch_size: Any) -> int:
         size = operator.index(batch_size)
     except (TypeError, RuntimeError):
         raise TypeError(f"batch_size must be an integer; got {batch_size!r}") from None
-    if not 0 <= size < MOST_ROWS:
-        raise ValueError(f"batch_size must be from 0 to {MOST_ROWS - 1}; got {size}")
+    if not 0 <= size < MOST_ITEMS:
+        raise ValueError(f"batch_size must be from 0 to {MOST_ITEMS - 1}; got {size}")
     return size
 
 
