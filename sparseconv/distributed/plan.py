@@ -304,7 +304,9 @@ def _owned(
     partition = source.partition.scaled(tuple(numerator), tuple(denominator))
     came = send_to(seen, partition.owners(seen), source.group)[0]
     size = tuple(v * n / d for v, n, d in zip(source.voxel_size, numerator, denominator))
-    return ShardedGrid(unique_coords(came), source.batch_size, partition, source.group, size, source.origin)
+    grid = ShardedGrid(unique_coords(came), source.batch_size, partition, source.group, size, source.origin)
+    grid.is_placed = source.is_placed
+    return grid
 
 
 def _find_halo(
