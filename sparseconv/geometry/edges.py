@@ -85,11 +85,11 @@ def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGri
 @transforms.constant
 def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every fine voxel that a coarse one sees, in lexicographic order; under ``forbid``, within the extent."""
-    if coarse.count is not None:
-        return coarse.reached(window, boundary, to_fine=True)  # type: ignore[attr-defined]
     torus = torus_of(None, window, boundary)
     if torus is not None:
         check_coarse(coarse, window, torus)
+    if coarse.count is not None:
+        return coarse.reached(window, boundary, to_fine=True)  # type: ignore[attr-defined]
     if boundary.kind == "forbid" and boundary.extent is None:
         raise ValueError("a generative transposed plan under 'forbid' needs Boundary.forbid(extent)")
     found = _reach_on_gpu(coarse, window, torus, boundary.extent if boundary.kind == "forbid" else None, to_fine=True)

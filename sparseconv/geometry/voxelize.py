@@ -57,7 +57,7 @@ def voxelize(
     corner = numbers(origin, rank, "origin")
     if batch_size is not None:
         batch_size = checked_batch_size(batch_size)
-    if rank == 4 and not isinstance(voxel_size, Sequence):
+    if rank == 4 and isinstance(voxel_size, (int, float)):
         warnings.warn(
             "points of 4 columns become voxels in 4 axes. Where the fourth is intensity or time of no axis, pass "
             "points[:, :3]; where it is an axis, give voxel_size as 4 numbers",
