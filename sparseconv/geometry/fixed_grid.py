@@ -92,18 +92,16 @@ class FixedGrid(VoxelGrid):
     ) -> None:
         if not isinstance(like, VoxelGrid) or like.count is not None or like.is_shared:
             raise TypeError(f"like must be an ordinary VoxelGrid; got {like!r}")
-        checked_tensor(coords, "coords", f"(C, {like.rank + 1}) int32")
+        wanted = f"(C, {like.rank + 1}) int32"
+        checked_tensor(coords, "coords", wanted)
         checked_tensor(count, "count", "(1,) int32")
         if coords.dtype != torch.int32 or coords.ndim != 2 or coords.shape[1] != like.rank + 1 or not len(coords):
-            raise ValueError(
-                f"coords must be (C, {like.rank + 1}) int32, C > 0; got {tuple(coords.shape)} {coords.dtype}"
-            )
+            raise ValueError(f"coords must be {wanted}, C > 0; got {tuple(coords.shape)} {coords.dtype}")
         if count.dtype != torch.int32 or count.shape != (1,):
             raise ValueError(f"count must be (1,) int32; got {tuple(count.shape)} {count.dtype}")
         if not coords.device == count.device == like.device:
-            raise ValueError(
-                f"coords, count and like must be on one device; got {coords.device}, {count.device}, {like.device}"
-            )
+            places = coords.device, count.device, like.device
+            raise ValueError(f"coords, count and like must be on one device; got {places}")
         if not 0 < room < math.inf:
             raise ValueError(f"room must be positive and finite; got {room}")
         if extent is None:
