@@ -342,7 +342,7 @@ def _grid(case: Case, by_package: bool) -> dict[str, Any]:
     if by_package:
         grid = _grid_of(case.rows, case, duplicates="first" if operation == "first" else "error")
         if operation == "lookup":
-            return {"found": grid.lookup(torch.tensor(queries).reshape(-1, case.rank + 1)).tolist()}
+            return {"found": grid.lookup(torch.tensor(queries, dtype=torch.int64).reshape(-1, case.rank + 1)).tolist()}
         made = grid if operation == "first" else getattr(grid, operation)(numbers)
         rows = [tuple(row) for row in made.coords.tolist()]
         return {"rows": sorted(rows) if operation == "refine" else rows}
