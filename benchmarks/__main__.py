@@ -1,6 +1,6 @@
 """``python -m benchmarks gpu | cpu | network | verify | plot | readme``: the tables that are kept in the repository.
 
-What the tables have in common with ``sparseconv bench`` is in ``sparseconv/bench/``.
+Cases, judge, clocks and our implementations are those of ``sparseconv bench``.
 """
 
 from __future__ import annotations
@@ -14,28 +14,16 @@ import torch
 import typer
 from rich.table import Table
 
-from sparseconv.bench import measure, report, runner, selection, session
-from sparseconv.bench.command import (
-    CaseNames,
-    Channels,
-    Compare,
-    Dtypes,
-    Names,
-    Out,
-    Quantities,
-    Quick,
-    Resume,
-    Rounds,
-    Scaling,
-    Seconds,
-    Shuffled,
-    begun_in,
-)
-from sparseconv.bench.facts import facts
-from sparseconv.bench.measure import Job
+from benchmarks import PICTURES, RESULTS
+from benchmarks.layers import measure, report, runner, selection, session
+from benchmarks.layers.machine import machine as facts
+from benchmarks.layers.options import Compare, Quick, Resume, Rounds, Scaling, begun_in
+from sparseconv.bench.command import CaseNames, Channels, Dtypes, Names, Out, Quantities, Seconds, Shuffled
+from sparseconv.bench.measure import FORWARD, MAP, MEMORY, STEP, Job
+from sparseconv.bench.report import wide_console, write
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
-console = report.wide_console()
+console = wide_console()
 
 Caches = Annotated[Path | None, typer.Option(help="Folder of compiled kernels; default: one that goes.")]
 Picture = Annotated[bool, typer.Option(help="Draw the results, too.")]
@@ -67,7 +55,7 @@ def gpu(
     grid = selection.chosen(selection.GPU_QUICK if quick else selection.first_table(), case or [], channels or [])
     names = selection.named(backend or [], compare, device)
     kinds = dtype or (["fp16"] if quick else ["fp16", "bf16", "tf32", "fp32"])
-    jobs = selection.layer_jobs(grid, names, kinds, device, seconds, shuffled, quantity or measure.QUANTITIES)
+    jobs = selection.layer_jobs(grid, names, kinds, device, seconds, shuffled, quantity or measure.ASKED)
     if scaling:
         jobs = selection.with_lines(jobs, names, kinds[0], device, seconds / 2)
     first = [Job(name, "shell_256", 64, kinds[0], False, (measure.COLD,), device, seconds) for name in names]
@@ -109,7 +97,7 @@ def cpu(
     """Layers on this machine's CPU, beside spconv's CPU wheel and dense convolution."""
     grid = selection.chosen(selection.CPU_QUICK if quick else selection.CPU_CASES, case or [], channels or [])
     names = selection.named(backend or [], compare and not backend, "cpu")
-    wanted = quantity or [measure.MAP, measure.FORWARD, measure.STEP, measure.MEMORY]
+    wanted = quantity or [MAP, FORWARD, STEP, MEMORY]
     seconds = min(seconds, 0.3) if quick else seconds
     jobs = selection.layer_jobs(grid, names, dtype or ["fp32"], "cpu", seconds, shuffled, wanted)
     if scaling:
@@ -134,11 +122,11 @@ def network(
 
     def keep(row: dict[str, Any]) -> None:
         rows.append(row)
-        report.write(file, machine, rows)
+        write(file, machine, rows)
 
     with runner.compiled_kernels(caches) as folder:
         try:
-            session.run(jobs, console, folder, keep, worker="benchmarks.worker")
+            session.run(jobs, console, folder, keep)
         except KeyboardInterrupt:
             console.print(session.STOPPED)
     console.print(network_table(rows, report.is_aimed_at(machine)))
@@ -151,7 +139,7 @@ def verify(
     out: Out = None,
 ) -> None:
     """Measure every number that the README states anew; fail on the first that does not hold."""
-    from sparseconv.bench.verify import verify as check
+    from benchmarks.claims.verify import verify as check
 
     raise typer.Exit(check(claim or [], device, console, out=out))
 
@@ -162,20 +150,20 @@ def plot(
     folder: Annotated[Path | None, typer.Option(help="Where pictures go; default: docs/pictures.")] = None,
 ) -> None:
     """Draw the results files: speed beside each peer, roofline, scaling, memory."""
-    from sparseconv.bench import plots
+    from benchmarks.claims import plots
 
-    mine = files or [file for file in sorted(report.RESULTS.glob("*.json")) if report.is_results(file)]
-    for picture in plots.draw(mine, folder or report.PICTURES):
+    mine = files or [file for file in sorted(RESULTS.glob("*.json")) if report.is_results(file)]
+    for picture in plots.draw(mine, folder or PICTURES):
         console.print(f"wrote {picture}", highlight=False)
 
 
 @app.command()
 def readme() -> None:
-    """Write the README's table of a card and its claims from the committed results."""
-    from benchmarks import readme as section
+    """Write the figures of the README and of docs/benchmarks.md, and their claims, from the committed results."""
+    from benchmarks.claims import readme as section
 
     section.write()
-    console.print(f"wrote {section.README} and {section.verify.CLAIMS}", highlight=False)
+    console.print(f"wrote {section.README}, {section.PAGE} and {section.verify.CLAIMS}", highlight=False)
 
 
 def network_jobs(cases: Sequence[str], networks: Sequence[str], device: str, seconds: float) -> list[Job]:
@@ -185,7 +173,7 @@ def network_jobs(cases: Sequence[str], networks: Sequence[str], device: str, sec
 
     dtype = "fp16" if device == "cuda" else "fp32"
     return [
-        Job(f"{PREFIX}{name}", case, CHANNELS[0], dtype, False, (measure.STEP,), device, seconds)
+        Job(f"{PREFIX}{name}", case, CHANNELS[0], dtype, False, (STEP,), device, seconds)
         for name in networks
         for case in cases or CASES
     ]
@@ -224,12 +212,12 @@ def _file(what: str, device: str, quick: bool) -> Path:
         card = torch.cuda.get_device_name().lower().replace("nvidia", "").strip().replace(" ", "_")
     name = card if what == "cpu" else f"{card}_{what}"
     given = os.environ.get("SPARSECONV_BENCH_RESULTS")
-    return (Path(given) if given else report.RESULTS) / f"{name}{'_quick' if quick else ''}.json"
+    return (Path(given) if given else RESULTS) / f"{name}{'_quick' if quick else ''}.json"
 
 
 def _pictures(out: Path) -> Path:
     """Beside a results file, or in the documentation if that is committed."""
-    return report.PICTURES if out.parent == report.RESULTS else out.parent
+    return PICTURES if out.parent == RESULTS else out.parent
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def make(name: str, detectors: Any, spunet: Any, data: Path, device: str) -> Cli
         low, high = np.array([-752, -752, -20]), np.array([752, 752, 20])
         scans = [s.flip(1) for s in rotated(data / "lidar_ouster_os2_010.npz", (low, high), device)]
         items = 8 if name.endswith("b8") else 2
-        scenes = []
+        scenes: list[Any] = []
         for turn in range(SCANS):
             coords = _batched([scans[(turn + 3 * item) % SCANS] for item in range(items)])
             scenes.append((torch.randn(len(coords), 4, device=device), coords))

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.layers.peers import load_spconv
 from sparseconv.bench import cases
-from sparseconv.bench.peers import load_spconv
 from sparseconv.bench.timing import Clock, clock_of
 
 CASES = ("lidar_ouster_os1_3sweeps_005", "tls_lonestar_005", "indoor_rooms_pcl_002", "lidar_ouster_os2_010")

@@ -20,17 +20,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.layers.machine import machine
 from examples.equivariant_tensor_product import ChannelwiseTensorProduct, couple
-from sparseconv.bench.facts import facts
 from sparseconv.products import sparse_scale, sparse_scale_infos, sparse_vecsca
 
 IRREPS = ((0, 1), (1, -1), (2, 1))
 Step = Callable[[], Any]
 
 
-def machine() -> dict[str, Any]:
+def machine_and_peers() -> dict[str, Any]:
     """What the figures depend on; a peer that is not there, or cannot be loaded, by what it says."""
-    found = facts("cuda")
+    found = machine("cuda")
     for name in ("e3nn", "cuequivariance", "cuequivariance_torch", "cuequivariance_ops_torch"):
         try:
             found["packages"][name] = importlib.import_module(name).__version__
@@ -199,7 +199,7 @@ def scaled_sum(rows: int, terms: int, channels: int, local: bool) -> dict[str, f
 
 def main(path: str | None) -> None:
     """Runs the whole table, prints it, and writes it as JSON."""
-    results: dict[str, Any] = {"machine": machine(), "tensor_product": {}, "scaled_sum": {}}
+    results: dict[str, Any] = {"machine": machine_and_peers(), "tensor_product": {}, "scaled_sum": {}}
     print(results["machine"])
 
     def keep() -> None:

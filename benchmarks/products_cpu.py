@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.cpu import Times, preemptions, summary
+from benchmarks.layers.machine import machine
 from examples.equivariant_tensor_product import couple
 from sparseconv import products
-from sparseconv.bench.facts import facts
 from sparseconv.products import sparse_product_infos, sparse_scale, sparse_scale_infos
 
 #: the dense axes of both inputs and of the result of each product
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    report: dict[str, Any] = {"machine": {**facts("cpu"), "threads": options.threads}, "cases": {}}
+    report: dict[str, Any] = {"machine": {**machine("cpu"), "threads": options.threads}, "cases": {}}
     print(f"{'':36}{'forward':>9}{'plain':>9}{'':7}{'step':>9}{'plain':>9}")
     for case in cases():
         if not re.search(options.only, case.name):

@@ -8,9 +8,22 @@
 True
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from sparseconv.geometry import Boundary, IndexProjection, IndexRange, KernelMap, VoxelGrid, voxelize
 from sparseconv.plan import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from sparseconv import distributed as distributed
+    from sparseconv import geometry as geometry
+    from sparseconv import interop as interop
+    from sparseconv import nn as nn
+    from sparseconv import ops as ops
+    from sparseconv import pointwise as pointwise
+    from sparseconv import products as products
+    from sparseconv import viz as viz
 
 __version__ = "0.1.0"
 
@@ -24,3 +37,16 @@ __all__ = [
     "VoxelGrid",
     "voxelize",
 ]
+
+#: public modules; each is loaded when it is first used
+MODULES = ("distributed", "geometry", "interop", "nn", "ops", "pointwise", "products", "viz")
+
+
+def __getattr__(name: str) -> Any:
+    if name in MODULES:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *MODULES, "__version__"])

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import sys
 
+WITHOUT = """sparseconv: this command needs {package}: pip install 'sparseconv[cli]'
+Without it there are: sparseconv info, sparseconv --version"""
+
 
 def main() -> None:
-    """Run the command line, or say which packages it needs."""
-    try:
-        from sparseconv.cli import app
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in ("typer", "rich", "click"):
-            raise
-        sys.exit(f"sparseconv: the command line needs {package}: pip install 'sparseconv[demo]'")
-    app()
+    """Run the command line; what a bug report needs, ``info`` and ``--version``, needs nothing but the package."""
+    asked = sys.argv[1:]
+    if asked == ["--version"]:
+        import sparseconv
+
+        sys.stdout.write(f"sparseconv {sparseconv.__version__}\n")
+    elif asked == ["info"]:
+        from sparseconv.info import text
+
+        sys.stdout.write(f"{text()}\n")
+    else:
+        try:
+            from sparseconv.cli import app
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package not in ("typer", "rich", "click"):
+                raise
+            sys.exit(WITHOUT.format(package=package))
+        app()
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+import sparseconv
 from sparseconv.bench.command import bench
+from sparseconv.info import text
 from sparseconv.interop.command import convert
 
 app = typer.Typer(
-    help="Sparse convolution with plan objects: plan once, execute many times.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -47,7 +48,9 @@ def _one_sentence() -> Iterator[Console]:
 def demo(
     points: Annotated[
         Path | None,
-        typer.Option(help="A cloud of your own instead of the brain: .npy, .npz, .ply, .pcd, .las or .laz."),
+        typer.Option(
+            help="A cloud instead of the brain: .npy, .npz, .bin, .xyz, .txt, .csv, .ply, .pcd, .las or .laz."
+        ),
     ] = None,
     voxel_size: Annotated[
         float | None,
@@ -57,6 +60,12 @@ def demo(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     output: Annotated[Path, typer.Option(help="The picture to write.")] = Path("demo.png"),
     seed: Annotated[int, typer.Option(help="Seed of the network's first weights.")] = 0,
+    columns: Annotated[
+        int | None, typer.Option(help="Numbers a point in a .bin: 4 (KITTI) or 5 (nuScenes), where it does not tell.")
+    ] = None,
+    drop_nonfinite: Annotated[
+        bool, typer.Option("--drop-nonfinite", help="Leave out points of the cloud that are NaN or infinite.")
+    ] = False,
 ) -> None:
     """Train a sparse U-Net on a real brain volume, or convolve a point cloud of yours; write a picture."""
     with _one_sentence() as console:
@@ -74,25 +83,34 @@ def demo(
         else:
             from sparseconv.demo.convolve import convolve_cloud
 
-            finished = convolve_cloud(console, where, output, points, voxel_size, seed)
+            finished = convolve_cloud(
+                console, where, output, points, voxel_size, seed, columns=columns, drop_nonfinite=drop_nonfinite
+            )
         if not finished:
             raise typer.Exit(130)
 
 
 @app.command()
 def info() -> None:
-    """Print what is installed and which backends can run here."""
-    with _one_sentence() as console:
-        from sparseconv.demo.report import backends_table, installed_table
+    """Print what a bug report needs: versions, processor, cards, and which backends can run here or why not."""
+    typer.echo(text())
 
-        console.print(installed_table())
-        for where in ["cpu"] + (["cuda"] if torch.cuda.is_available() else []):
-            console.print(backends_table(torch.device(where)))
+
+@app.callback()
+def version(
+    asked: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Sparse convolution with plan objects: plan once, execute many times."""
+    if asked:
+        typer.echo(f"sparseconv {sparseconv.__version__}")
+        raise typer.Exit
 
 
 def _leave_a_core() -> None:
-    """One core stays free, unless the user says how many: threads that spin while another process holds their partner's
-    core made a training on a busy machine of two cores ten times slower than one thread alone."""
+    """Leave one core free, unless the user sets OMP_NUM_THREADS.
+
+    On a busy machine torch's threads spin while they wait for one that has no core, which is slower than one thread.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sparseconv.backends.base import Request
+from sparseconv.torch_private import onednn_linear
 
 _buffers = threading.local()
 
@@ -43,17 +44,14 @@ def turned(weight: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 @cache
-def linear():  # type: ignore[no-untyped-def]
+def linear() -> Callable[..., torch.Tensor] | None:
     """oneDNN's fp32 product where it is well ahead of torch's BLAS on this machine, else None.
 
-    oneDNN was 2.4 times as fast as MKL on an AMD CPU and 0.9 times on an Intel one, so both are tried, once a process.
-    The bound lies far from either, and the least of many short runs counts: a process chooses what the last one chose.
+    oneDNN is well ahead of MKL on some CPUs and behind it on others, so each process times both once. The bound lies
+    far from either case, and the least of many short runs counts. So every process makes the same choice.
     """
-    try:
-        onednn = torch.ops.mkldnn._linear_pointwise.default
-    except AttributeError:
-        return None
-    if not torch.backends.mkldnn.is_available():
+    onednn = onednn_linear
+    if onednn is None or not torch.backends.mkldnn.is_available():
         return None
     x, w, out = torch.ones(2048, 64), torch.ones(64, 64), torch.empty(2048, 64)
     blas = _least(lambda: torch.mm(x, w, out=out))
@@ -76,10 +74,12 @@ def multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
     oneDNN gives a tensor of its own, so that a copy is paid, and asks about 10 us for a call: below some 2 Mflop,
     or under 24 channels, the BLAS that writes in place is faster.
     """
-    if x.dtype != torch.float32 or min(w.shape) < 24 or x.shape[0] * w.numel() < 1_000_000 or linear() is None:
+    is_large = x.dtype == torch.float32 and min(w.shape) >= 24 and x.shape[0] * w.numel() >= 1_000_000
+    onednn = linear() if is_large else None
+    if onednn is None:
         torch.mm(x, w, out=out)
     else:
-        out.copy_(linear()(x, w.t(), None, "none", [], ""))
+        out.copy_(onednn(x, w.t(), None, "none", [], ""))
 
 
 def add_sums(
@@ -100,9 +100,8 @@ def add_sums(
 def accumulate_gram(x: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None:
     """out (a, b) += x (M, a)^T @ g (M, b).
 
-    The weight gradient of a 1x1 convolution over 16 images is the same sum, and goes to oneDNN. It generates code for
-    every shape it meets and keeps a bounded number of them, so it gets whole quarter thousands of rows, and BLAS the
-    rest.
+    The weight gradient of a 1x1 convolution over 16 images is the same sum, and goes to oneDNN. oneDNN generates code
+    for every new shape and keeps a bounded number of them. So it gets multiples of 256 rows, and BLAS gets the rest.
     """
     rows = x.shape[0] // 256 * 256
     if linear() is None or x.dtype != torch.float32 or rows * out.numel() < 4_000_000:

@@ -1,4 +1,4 @@
-"""Who is measured: each backend of this library, dense convolution, and the peers that can be imported.
+"""Who is measured: this library, by its own choice of a backend and by each backend's name.
 
 Every one is a `Convolution`: submanifold, an odd cube of taps (3x3x3 for most), C channels in and out, no bias, over
 given coordinates.
@@ -7,7 +7,7 @@ given coordinates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,21 +17,7 @@ import torch
 from sparseconv.bench.timing import DTYPES
 
 if TYPE_CHECKING:
-    from sparseconv.bench.captured import CapturedMap
     from sparseconv.geometry.grid import VoxelGrid
-
-TAPS = 27
-
-
-def boxed(weight: torch.Tensor) -> torch.Tensor:
-    """(K, C_in, C_out) -> torch's (C_out, C_in, k, k, k)."""
-    side = round(len(weight) ** (1 / 3))
-    return weight.view(side, side, side, *weight.shape[1:]).permute(4, 3, 0, 1, 2).contiguous()
-
-
-def unboxed(weight: torch.Tensor) -> torch.Tensor:
-    """torch's (C_out, C_in, k, k, k) -> (K, C_in, C_out)."""
-    return weight.permute(2, 3, 4, 1, 0).reshape(-1, weight.shape[1], weight.shape[0])
 
 
 class Convolution(ABC):
@@ -98,10 +84,6 @@ class Convolution(ABC):
     def weight_grad(self) -> torch.Tensor:
         """The gradient of ``weight`` as (K, C_in, C_out)."""
 
-    def captured(self, room: float) -> CapturedMap | None:
-        """Its map as one graph with room for a scene of so many times the rows; None where there is no such thing."""
-        return None
-
     def details(self) -> dict[str, Any]:
         """What it says about itself: backend, waste."""
         return {}
@@ -156,17 +138,6 @@ class Sparseconv(Convolution):
             await_compilers()
             self.prepare()
 
-    def captured(self, room: float) -> CapturedMap | None:
-        from sparseconv.bench.captured import CapturedMap
-        from sparseconv.nn.graphs import has_graphs
-
-        return CapturedMap(self, room) if has_graphs(self.coords.device) else None
-
-    def _serving(self, request: Any) -> Any:
-        from sparseconv.backends.registry import choose
-
-        return choose(request, self.backend)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.plan.execute(x, self.weight)
 
@@ -178,8 +149,10 @@ class Sparseconv(Convolution):
         return self.weight.grad
 
     def details(self) -> dict[str, Any]:
+        from sparseconv.backends.registry import choose
+
         request = self.plan.request(self.channels, self.channels, self.dtype)
-        backend = self._serving(request)
+        backend = choose(request, self.backend)
         found: dict[str, Any] = {"backend": backend.name, "map": list(self._used)}
         report = getattr(backend, "explain", None)
         if report is not None:
@@ -191,80 +164,32 @@ class Sparseconv(Convolution):
         return found
 
 
-class ImplicitGemm(Sparseconv):
-    """This library's Triton backend by name."""
+def named(asked: str, device: str, *modules: str, without: tuple[str, ...] = ()) -> type[Sparseconv]:
+    """This library held to one backend on the device that it serves; ``modules``: without which it cannot run."""
 
-    name = "sparseconv:triton_implicit_gemm"
-    backend = "triton_implicit_gemm"
-    devices = ("cuda",)
-    dtypes = ("fp16", "bf16", "tf32", "fp32")
+    class Named(Sparseconv):
+        name = f"sparseconv:{asked}"
+        backend = asked
+        devices = (device,)
+        needs = modules
+        dtypes = tuple(dtype for dtype in Sparseconv.dtypes if dtype not in without)
 
-
-class GatherScatter(Sparseconv):
-    """This library's CuPy backend by name."""
-
-    name = "sparseconv:cupy_gather_scatter"
-    backend = "cupy_gather_scatter"
-    needs = ("cupy",)
-    devices = ("cuda",)
+    return Named
 
 
-class NumpyGatherScatter(Sparseconv):
-    """This library's CPU backend by name."""
-
-    name = "sparseconv:numpy_gather_scatter"
-    backend = "numpy_gather_scatter"
-    devices = ("cpu",)
+Implementations = Mapping[str, type[Convolution]]
 
 
-class LlvmImplicitGemm(Sparseconv):
-    """This library's compiled CPU backend by name."""
-
-    name = "sparseconv:llvm_implicit_gemm"
-    backend = "llvm_implicit_gemm"
-    needs = ("llvmlite",)
-    devices = ("cpu",)
+def by_name(kinds: Iterable[type[Convolution]]) -> Implementations:
+    """Implementations under their names."""
+    return MappingProxyType({kind.name: kind for kind in kinds})
 
 
-class Dense(Convolution):
-    """`torch.nn.functional.conv3d` over the bounding box, read at the voxels: what sparsity saves."""
-
-    name = "dense conv3d"
-    devices = ("cuda", "cpu")
-    kernels = None
-    #: bytes that one dense volume of features may take, by device
-    most: ClassVar[dict[str, int]] = {"cuda": 8 << 30, "cpu": 1 << 29}
-
-    def prepare(self) -> None:
-        c = self.coords[:, 1:].long()
-        low = c.amin(0)
-        self.shape = [int(n) for n in (c.amax(0) - low + 1)]
-        volume = self.shape[0] * self.shape[1] * self.shape[2]
-        needed = volume * self.channels * self.dtype.itemsize
-        if needed > self.most[self.coords.device.type]:
-            raise MemoryError(f"the bounding box {self.shape} would take {needed / 2**30:.1f} GiB of features")
-        c = c - low
-        self.site = (c[:, 0] * self.shape[1] + c[:, 1]) * self.shape[2] + c[:, 2]
-        self.volume = volume
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dense = x.new_zeros(self.volume, self.channels).index_copy(0, self.site, x)
-        dense = dense.view(1, *self.shape, self.channels).permute(0, 4, 1, 2, 3)
-        y = torch.nn.functional.conv3d(dense, self.weight, padding=self.kernel // 2)
-        return y.permute(0, 2, 3, 4, 1).reshape(self.volume, self.channels)[self.site]
-
-    def set_weight(self, weight: torch.Tensor) -> None:
-        self.weight = boxed(weight.to(self.dtype)).requires_grad_()
-
-    def weight_grad(self) -> torch.Tensor:
-        assert self.weight.grad is not None
-        return unboxed(self.weight.grad)
-
-
-def registry() -> dict[str, type[Convolution]]:
-    """Every implementation by name, ours first."""
-    from sparseconv.bench import peers
-
-    ours = (Sparseconv, ImplicitGemm, GatherScatter, LlvmImplicitGemm, NumpyGatherScatter, Dense)
-    everyone: tuple[type[Convolution], ...] = (*ours, *peers.PEERS)
-    return {kind.name: kind for kind in everyone}
+BACKENDS = (
+    named("triton_implicit_gemm", "cuda", "triton", without=("fp64",)),
+    named("cupy_gather_scatter", "cuda", "cupy"),
+    named("llvm_implicit_gemm", "cpu", "llvmlite"),
+    named("numpy_gather_scatter", "cpu"),
+)
+#: ours first
+IMPLEMENTATIONS = by_name((Sparseconv, *BACKENDS))

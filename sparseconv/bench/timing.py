@@ -10,7 +10,8 @@ import ctypes
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -164,23 +165,6 @@ def _status(field: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def ceilings(clock: Clock, seconds: float = 0.3) -> dict[str, float]:
-    """What this device reaches at best: matrix products in TFLOP/s by dtype, and a copy in TB/s (read and written)."""
-    on_card = clock.device == "cuda"
-    side, elements = (8192, 1 << 29) if on_card else (1024, 1 << 25)
-    found: dict[str, float] = {}
-    for name in ("fp16", "bf16", "tf32", "fp32") if on_card else ("fp32",):
-        with precision(name):
-            a, b = (torch.randn(side, side, device=clock.device, dtype=DTYPES[name]) for _ in range(2))
-            out = torch.empty_like(a)
-            ms = clock.time(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), seconds).p10  # type: ignore[misc]
-            found[name] = 2e-9 * side**3 / ms
-    source = torch.ones(elements, dtype=torch.float16, device=clock.device)
-    target = torch.empty_like(source)
-    found["copy"] = 4e-9 * elements / clock.time(lambda: target.copy_(source), seconds).median
-    return found
-
-
 DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -190,15 +174,12 @@ DTYPES = {
 }
 
 
-class precision:
+@contextmanager
+def precision(name: str) -> Iterator[None]:
     """Within it, single-precision products may use TF32 if the dtype's name is ``tf32``, and not otherwise."""
-
-    def __init__(self, name: str) -> None:
-        self._tf32 = name == "tf32"
-
-    def __enter__(self) -> None:
-        self._before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = self._tf32
-
-    def __exit__(self, *error: object) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = self._before
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

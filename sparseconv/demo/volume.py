@@ -38,8 +38,8 @@ class Brain:
     def front(self) -> tuple[torch.Tensor, float]:
         """The voxels of the front half, (N,) bool, and the y in mm of the cut between the halves.
 
-        The template is symmetric: its left and right halves mirror each other voxel by voxel, so that a network trained
-        on one would be asked for what it has seen. Front and back are different anatomy.
+        The template is symmetric: its left and right halves mirror each other voxel by voxel. A network trained on one
+        half would be tested on what it has seen. Front and back are different anatomy.
         """
         y = self.grid.coords[:, 2]
         cut = int(y.median())
@@ -49,8 +49,8 @@ class Brain:
 def load_brain(voxel_size: float, folder: Path | None = None) -> Brain:
     """The template (ICBM 152 nonlinear symmetric 2009a, 1 mm) pooled to voxels of ``voxel_size`` mm.
 
-    The input is the T1-weighted image where it is not zero, the mean over each voxel. A voxel is grey or white where
-    that is the largest of the three shares (grey, white, the rest) in the template's maps, and other elsewhere.
+    The input is the T1-weighted image where it is not zero, the mean over each voxel. The template's maps give
+    each voxel three shares: grey, white, the rest. The largest share is its label.
 
     Args:
         voxel_size: edge of a voxel in mm, at least 1.
@@ -61,8 +61,8 @@ def load_brain(voxel_size: float, folder: Path | None = None) -> Brain:
     """
     if not voxel_size >= 1:
         raise ValueError(f"the brain comes in voxels of 1 mm: voxel_size must be at least 1; got {voxel_size:g}")
-    t1, affine = _image("t1", folder)
-    grey, white = (_image(name, folder)[0] for name in ("gm", "wm"))
+    t1, affine = template("t1", folder)
+    grey, white = (template(name, folder)[0] for name in ("gm", "wm"))
     sites = np.argwhere(t1)
     here = tuple(sites.T)
     corner = affine[:3, 3] - 0.5  # the lower face of the first voxel, mm
@@ -75,7 +75,7 @@ def load_brain(voxel_size: float, folder: Path | None = None) -> Brain:
     return Brain(grid, mean[:, 0], shares.argmax(1))
 
 
-def _image(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
+def template(name: str, folder: Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     """One map of the template, uint8 (197, 233, 189), and its affine from voxels to mm."""
     try:
         import nibabel
@@ -86,8 +86,8 @@ def _image(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
         raise ImportError(
             f"{path} is missing: this release of nilearn does not carry the template; pip install 'nilearn>=0.11,<0.15'"
         )
-    image = nibabel.load(path)
-    return np.asarray(image.dataobj), image.affine  # type: ignore[attr-defined]
+    image = nibabel.Nifti1Image.from_filename(path)
+    return np.asarray(image.dataobj), np.asarray(image.affine)
 
 
 def _nilearn_folder() -> Path:

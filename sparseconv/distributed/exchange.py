@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sparseconv.autograd_function import Function
+
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who sends which of its rows to whom; the received rows are grouped by sender, in rank order.
+    """Which rows each rank sends to which rank; received rows are grouped by sender, in rank order.
 
     received = all_to_all(x[send_rows])            adjoint: x' [send_rows] += all_to_all back, rank after rank
     """
@@ -73,7 +75,7 @@ class UnderWay:
         return self.received
 
 
-class _Received(torch.autograd.Function):
+class _Received(Function):
     """The rows that came, as a function of the rows that were sent."""
 
     @staticmethod
@@ -82,11 +84,11 @@ class _Received(torch.autograd.Function):
         return exchange.forth(x, x.new_empty((exchange.num_received, *x.shape[1:]))).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return _Returned.apply(grad, ctx.exchange), None
 
 
-class _Returned(torch.autograd.Function):
+class _Returned(Function):
     """The adjoint of `_Received`, and its own derivative, which is `_Received` again."""
 
     @staticmethod
@@ -95,11 +97,11 @@ class _Returned(torch.autograd.Function):
         return exchange._adjoint(grad)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return ctx.exchange(grad), None
 
 
-class _Joined(torch.autograd.Function):
+class _Joined(Function):
     """x itself where nothing was received, with the exchange still in the graph: its way back is a collective."""
 
     @staticmethod
@@ -107,11 +109,11 @@ class _Joined(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return grad, grad[:0]
 
 
-class _Summed(torch.autograd.Function):
+class _Summed(Function):
     """The sum over ranks, on every rank. Its derivative is the sum of the ranks' gradients."""
 
     @staticmethod
@@ -122,11 +124,11 @@ class _Summed(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return _Summed.apply(grad, ctx.group), None
 
 
-class _Replicated(torch.autograd.Function):
+class _Replicated(Function):
     """The same tensor on every rank; its gradient is the sum over ranks."""
 
     @staticmethod
@@ -135,7 +137,7 @@ class _Replicated(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return _Summed.apply(grad, ctx.group), None
 
 
@@ -180,14 +182,3 @@ def send_to(
     out = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(out, rows[order].contiguous(), list(received), list(sent), group)
     return out, received, order, sent
-
-
-def agree(what: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError on every rank where the ranks do not say the same, before anything travels."""
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, {name: repr(value) for name, value in what.items()}, group=group)
-    for name in what:
-        values = {rank: one.get(name) for rank, one in enumerate(said)}
-        if len(set(values.values())) > 1:
-            listed = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
-            raise ValueError(f"the ranks disagree in {name}: {listed}")

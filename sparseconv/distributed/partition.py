@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -86,7 +87,13 @@ def find_partition(coords: torch.Tensor, order: Order, batch_size: int, group: d
     return Partition(order, box, tuple(cuts.tolist()))
 
 
-def _bisect(count_below, wanted: torch.Tensor, limit: int, device: torch.device, group) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def _bisect(
+    count_below: Callable[[torch.Tensor], torch.Tensor],
+    wanted: torch.Tensor,
+    limit: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
     """The least cut for each wanted number such that at least so many keys of all ranks lie below it."""
     low = torch.zeros_like(wanted)
     high = torch.full_like(wanted, limit)

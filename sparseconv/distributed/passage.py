@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-from sparseconv.autograd import adjoint, convolution, number_of, weight_gradient
+from sparseconv.autograd import adjoint, convolution, weight_gradient
+from sparseconv.autograd_function import Function
 from sparseconv.distributed.exchange import Exchange, returned
+from sparseconv.numbered_maps import number_of
 from sparseconv.plan.convolution import ConvolutionPlan
 
 
@@ -19,8 +21,8 @@ class Passage:
 
         y = inner(x);  y[rows] = outer(x[own_rows], halo)            (= y[rows] + beyond(halo), rounded once)
 
-    Where gradients come home, each touched row is read, summed in fp32 in a fixed order (its own part, then rank after
-    rank) and written once; the other rows are left alone.
+    Returning gradients are summed in fp32, in a fixed order: the row's own part, then rank after rank. Each touched row
+    is read and written once; the other rows are left alone.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ def _edges(plan: ConvolutionPlan, size: int) -> tuple[int, int, int, str]:
     return number_of(plan.kernel_map), size, plan.groups, plan.backend
 
 
-class _Sharded(torch.autograd.Function):
+class _Sharded(Function):
     """One node for both parts, so that the order of launches is ours; a second derivative goes through theirs."""
 
     @staticmethod
@@ -107,7 +109,7 @@ class _Sharded(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         x, weight, halo = ctx.saved_tensors
         derivative = _differentiable if torch.is_grad_enabled() else Passage._backward
         grad_x, grad_weight = derivative(ctx.passage, grad, x, weight, halo)

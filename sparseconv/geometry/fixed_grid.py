@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.geometry.arguments import INT32, check_box, checked_device, checked_tensor
 from sparseconv.geometry.aside import building
-from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, torus_of, wrap
-from sparseconv.geometry.grid import VoxelGrid, dense_on_gpu, unique_coords
+from sparseconv.geometry.edges import coarse_grid, find_edges, fine_grid, torus_of, wrap
+from sparseconv.geometry.grid import VoxelGrid, dense_on_gpu
 from sparseconv.geometry.lookup import KeySpace, SortedTable
+from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.geometry.window import Window
+from sparseconv.torch_private import no_transforms
 
 if TYPE_CHECKING:
     from sparseconv.geometry.triton_launch import Unseen
@@ -40,15 +44,14 @@ EDGES = 1 << 14
 class FixedGrid(VoxelGrid):
     """A grid of C rows of which the first ``count`` are real, a number that the device alone knows.
 
-    Grids and maps that are made of it wait for nothing, read nothing back, and have sizes that depend on the example
-    alone; so a step over it, maps included, can be captured in a CUDA graph and replayed for other scenes. Dead rows
-    have batch item -1 and are met by nothing: in a convolution they get epilogue(bias), and no gradient of a weight
-    sees them. ``len(grid)`` and ``num_voxels`` are C. On a CPU it works too, eagerly, with the same results.
+    Grids and maps made from it never wait for the device. Their sizes depend on the example alone. So a step over it,
+    maps included, can be captured in a CUDA graph and replayed for other scenes. Dead rows have batch item -1 and no
+    neighbours. A convolution gives them epilogue(bias), and no weight gradient sees them. ``len(grid)`` and
+    ``num_voxels`` are C. On a CPU it works eagerly, with the same results.
 
-    What the host must decide (rows of coarser grids, numbers of pairs by which kernels are chosen) is taken from
-    ``like``, an ordinary grid. The maps of the example are built when the same is first asked of a fixed grid, which
-    waits for the device, and their sizes are kept with the example: run a step once before it is captured, on the
-    capture's stream. What a graph reads lives as long as the grids and plans that were made while it was captured.
+    ``like``, an ordinary grid, gives what the host must decide: rows of coarser grids, and numbers of pairs. Its maps
+    are built when a fixed grid first needs them, which waits for the device. So run a step once before its capture, on
+    the capture's stream. What a graph reads lives as long as the grids and plans that were made during its capture.
 
     Args:
         coords: (C, 1+D) int32, contiguous, C > 0: (batch item, voxel) of the real rows, then rows of batch item -1.
@@ -56,8 +59,7 @@ class FixedGrid(VoxelGrid):
         like: the example, an ordinary grid on the same device: batch size, voxel size and origin are its.
         extent: the box that real voxels lie in; default: the example's, grown by an eighth of its length, and by 16
             cells at least, to each side.
-        room: rows of a coarser (or finer) grid over those that the example's has, and edges of a voxel over those that
-            the example's have on average.
+        room: factor over the example, for the rows of a coarser (or finer) grid and for the average edges of a voxel.
 
     Attributes:
         count: (1,) int32, of this very grid.
@@ -90,22 +92,22 @@ class FixedGrid(VoxelGrid):
     ) -> None:
         if not isinstance(like, VoxelGrid) or like.count is not None or like.is_shared:
             raise TypeError(f"like must be an ordinary VoxelGrid; got {like!r}")
+        wanted = f"(C, {like.rank + 1}) int32"
+        checked_tensor(coords, "coords", wanted)
+        checked_tensor(count, "count", "(1,) int32")
         if coords.dtype != torch.int32 or coords.ndim != 2 or coords.shape[1] != like.rank + 1 or not len(coords):
-            raise ValueError(
-                f"coords must be (C, {like.rank + 1}) int32, C > 0; got {tuple(coords.shape)} {coords.dtype}"
-            )
+            raise ValueError(f"coords must be {wanted}, C > 0; got {tuple(coords.shape)} {coords.dtype}")
         if count.dtype != torch.int32 or count.shape != (1,):
             raise ValueError(f"count must be (1,) int32; got {tuple(count.shape)} {count.dtype}")
         if not coords.device == count.device == like.device:
-            raise ValueError(
-                f"coords, count and like must be on one device; got {coords.device}, {count.device}, {like.device}"
-            )
-        if not room > 0:
-            raise ValueError(f"room must be positive; got {room}")
+            places = coords.device, count.device, like.device
+            raise ValueError(f"coords, count and like must be on one device; got {places}")
+        if not 0 < room < math.inf:
+            raise ValueError(f"room must be positive and finite; got {room}")
         if extent is None:
             extent = _grown(like.extent)
         elif not isinstance(extent, IndexRange):
-            extent = IndexRange.of_shape(tuple(extent))
+            extent = IndexRange.of_shape(extent)
         if extent.rank != like.rank or extent.size == 0:
             raise ValueError(f"the extent must have {like.rank} axes, none of them empty; got {extent}")
         coords = coords.detach().contiguous()
@@ -132,7 +134,9 @@ class FixedGrid(VoxelGrid):
         room: float,
         family: dict[int, torch.Tensor] | None = None,
     ) -> None:
+        check_box(extent, "the extent of a grid of fixed size")
         self.coords, self.count, self.fault, self._gates = coords, count, fault, gates
+        self.is_placed = example.is_placed
         self.batch_size, self.origin = example.batch_size, example.origin
         self.voxel_size, self.extent, self.example, self.room = voxel_size, extent, example, room
         self.derived = {}
@@ -265,7 +269,7 @@ class FixedGrid(VoxelGrid):
 
         size = self.batch_size, window.offsets, window.stride, folded
         limits: dict[str, Any] = {"to_fine": to_fine, "within": extent, "rows": rows, "unseen": self.unseen}
-        with torch._C._DisableFuncTorch():  # voxels do not depend on what torch.func differentiates
+        with no_transforms():  # voxels do not depend on what torch.func differentiates
             found = reach_unseen(self.coords, self.extent, *size, **limits)
         if found is None:
             raise ValueError(f"the extent {extent} has too many cells for a grid of fixed size: give a smaller one")
@@ -331,7 +335,7 @@ class FixedGrid(VoxelGrid):
 
     def to(self, device: torch.device | str) -> VoxelGrid:
         """Itself, if the grid is there."""
-        if torch.empty(0, device=device).device == self.device:
+        if checked_device(device) == self.device:
             return self
         raise ValueError(f"a FixedGrid stays on its device, {self.device}: make another one on {device}")
 
@@ -414,7 +418,8 @@ def _zeros_for(coords: torch.Tensor, example: VoxelGrid) -> torch.Tensor:
 
 def _grown(extent: IndexRange) -> IndexRange:
     more = [max(16, n // 8) for n in extent.shape]
-    return IndexRange(tuple(v - m for v, m in zip(extent.start, more)), tuple(v + m for v, m in zip(extent.end, more)))
+    low = (max(INT32.min, v - m) for v, m in zip(extent.start, more))
+    return IndexRange(low, (min(INT32.max, v + m) for v, m in zip(extent.end, more)))
 
 
 def _unknown(what: str) -> ValueError:

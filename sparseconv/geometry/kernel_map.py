@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from sparseconv import transforms
+from sparseconv.geometry.arguments import checked_device
 from sparseconv.geometry.aside import Moment, appending, building
 
 if TYPE_CHECKING:
@@ -250,15 +251,15 @@ class KernelMap:
     @cached_property
     @transforms.constant
     def _product_infos(self) -> tuple[SparseProductInfo, SparseProductInfo, SparseProductInfo]:
-        from sparseconv.products import SparseProductInfo  # a room beside this one, entered by those who ask for it
+        from sparseconv.products.info import SparseProductInfo, known_right  # same floor, imported on demand
 
         ins, taps, outs = self.in_rows, self.pair_taps, self.out_rows
         num_in, num_taps, num_out = self.num_in, self.num_taps, self.num_out
         (out_order, out_bounds), (in_order, in_bounds) = self.by_output, self.reverse().by_output
         return (
-            SparseProductInfo(None, ins, taps, out_bounds, out_order, None, num_out, num_in, num_taps),
-            SparseProductInfo(None, taps, outs, in_bounds, in_order, None, num_in, num_taps, num_out),
-            SparseProductInfo(None, outs, ins, self.tap_offsets, None, None, num_taps, num_out, num_in),
+            known_right(SparseProductInfo, None, ins, taps, out_bounds, out_order, None, num_out, num_in, num_taps),
+            known_right(SparseProductInfo, None, taps, outs, in_bounds, in_order, None, num_in, num_taps, num_out),
+            known_right(SparseProductInfo, None, outs, ins, self.tap_offsets, None, None, num_taps, num_out, num_in),
         )
 
     @cached_property
@@ -308,7 +309,7 @@ class KernelMap:
 
     def to(self, device: torch.device | str) -> KernelMap:
         """This map with its edges on another device; itself if they are there."""
-        if torch.empty(0, device=device).device == self.device:
+        if checked_device(device) == self.device:
             return self
         self._counted()
         in_rows, out_rows, offsets = (t.to(device) for t in self._pairs)

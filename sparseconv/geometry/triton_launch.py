@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
+from sparseconv.torch_private import current_device, current_stream, is_capturing
+
 #: programs of a cooperative launch on each multiprocessor, of 128 threads, where they need many of the registers that
 #: these share
 CREW, REGISTERS = 4, 65_536
@@ -90,7 +92,7 @@ class Launcher:
         self.function, self.types, self.num_warps = function, tuple(types), num_warps
         #: programs on each multiprocessor that run all at once, so that they may wait for each other; 0: they may not
         self.crew = crew
-        #: options of the compiler
+        #: options of the compiler, which joins products and sums into fused ones in every version of Triton
         self.options = {"launch_cooperative_grid": True, "maxnreg": REGISTERS // 128 // crew & -8} if crew else options
         self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
         self._compiled: dict[tuple, Future] = {}
@@ -152,7 +154,7 @@ class Launcher:
         try:
             read_triton()
             shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
-            options = {"num_warps": self.num_warps, **self.options}
+            options = {"num_warps": self.num_warps, "enable_fp_fusion": True, **self.options}
             mine.set_result(self.function.warmup(*shown, *constants, grid=(1,), **options))
         except BaseException as error:
             del self._compiled[key]  # who asks again tries again
@@ -174,10 +176,10 @@ class Launcher:
         early = _call_of(kernel, _early(run)) if FOLLOWS in kernel.asm.get("ptx", "") else None
 
         def launch(x: int, y: int, args: tuple) -> None:
-            if _current_device() != device_index:
+            if current_device() != device_index:
                 with torch.cuda.device(device_index):
                     return launch(x, y, args)
-            start, told = plain if early is None or _is_capturing() else early
+            start, told = plain if early is None or is_capturing() else early
             start(*((x, y, 1, stream_of(device_index)) + told + args + rest))
 
         return launch
@@ -403,16 +405,6 @@ def leave(gates_ptr, programs, NUM_GATES: tl.constexpr):
     if tl.atomic_add(gates_ptr + NUM_GATES, 1, sem="acq_rel") == programs - 1:
         for gate in tl.static_range(NUM_GATES + 1):
             tl.store(gates_ptr + gate, 0)
-
-
-#: torch.cuda.current_device without its look at whether CUDA is set up, which a tensor on a card says
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-#: the same of torch.cuda.is_current_stream_capturing
-_is_capturing: Callable[[], bool] = getattr(
-    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
-)
-#: the address of the current stream of a device
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 
 if not INTERPRETED and torch.cuda.is_initialized():  # kernels will be asked for: 0.5 s beside the imports that follow

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from sparseconv.autograd_function import Function
+
 F = torch.nn.functional
 #: classes up to which a row fits into a few registers of a thread
 MOST_CLASSES = 256
@@ -68,7 +70,7 @@ def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and has_kernels(device)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignored: int, mean: bool) -> torch.Tensor:
         from sparseconv.geometry.triton_table import aligned  # Triton is loaded where it is used
@@ -81,7 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         (logits, target, rows), (ignored, mean) = ctx.saved_tensors, ctx.rest
         if torch.is_grad_enabled():
             with torch.enable_grad():

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sparseconv.autograd_function import Function
 from sparseconv.nn.module import Features, features_of, with_features
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.tensor import SparseTensor
@@ -56,7 +57,7 @@ class SyncBatchNorm(BatchNorm):
         return module
 
 
-class _AllSum(torch.autograd.Function):
+class _AllSum(Function):
     """The sum over processes; its derivative is the sum over processes of the gradients."""
 
     @staticmethod
@@ -67,5 +68,5 @@ class _AllSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return _AllSum.apply(grad, ctx.group), None

@@ -5,9 +5,9 @@
 
 Every node is a call from torch's engine into Python, which costs the host as much as two launches or more.
 
-Kept for the gradients: x, the convolution's result z, and two numbers a channel; y too where a residual was added,
-since the sign of what the activation met cannot be told from z then. What can be made again from what others keep is
-not kept where it is large; z's gradient takes z's place.
+Kept for the gradients: x, the convolution's result z, and two numbers a channel. With a residual y is kept as well,
+since z alone does not give the sign of the activation's input. Large tensors that can be recomputed are not kept.
+z's gradient is written over z.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv import transforms
-from sparseconv.autograd import adjoint, adjoint_onto, convolution, number_of, weight_gradient
+from sparseconv.autograd import adjoint, adjoint_onto, convolution, weight_gradient
 from sparseconv.geometry.aside import current, forget_workspaces
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.nn import normalize
@@ -29,12 +29,13 @@ from sparseconv.nn.remaking import (
     keeps_graph,
     maker_of,
     makes_again,
-    others_save,
     recipe_of,
     versions,
     without,
 )
+from sparseconv.numbered_maps import number_of
 from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.torch_private import dispatch_modes, others_save
 
 #: channels up to which an input gradient is written onto another: at 128 its kernel would take 236 registers, not 162,
 #: and a multiprocessor would hold two programs, not three
@@ -110,7 +111,7 @@ class _Trained(torch.autograd.Function):
         joined = residual is not None and stages[last].norm.slope != 1
         ctx.save_for_backward(x, y if joined else None, *tensors, *middles, *statistics, *results)
         ctx.stages, ctx.source = stages, source
-        #: whether nobody else has a look at what was saved
+        #: whether no saved-tensor hook holds what was saved, so that it may be overwritten
         ctx.own = source is not None or not others_save()
         ctx.around = residual is x and stages[last].norm.alive is not None and x.shape[1] <= MOST_ONTO
         ctx.recipe = None
@@ -129,7 +130,7 @@ class _Trained(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _differentiable(grad, x, y, stages, tensors, needs[1])
         if last_time:
-            ctx.recipe = None  # whoever asked for it comes before
+            ctx.recipe = None  # its users' backward passes run before this one
         grads: list[Any] = [None] * (3 * count)
         grad_residual = None
         for at in reversed(range(count)):
@@ -178,7 +179,7 @@ class _Trained(torch.autograd.Function):
 
 
 def _let_go(tensors: Sequence[torch.Tensor]) -> None:
-    """Give back the memory of tensors that somebody holds and nobody reads."""
+    """Free the memory of tensors that are still referenced but are not read again."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.resizable():
@@ -322,7 +323,7 @@ def batch_norm_of_rows(
         and (weight is None) == (bias is None)
         and (mean is None) == (var is None)
         and all(_is_near(t, x.get_device()) for t in tensors)
-        and not torch._C._len_torch_dispatch_stack()
+        and not dispatch_modes()
     ):
         tracked = torch.zeros((), dtype=torch.int64, device=x.device)  # the module counts batches itself
         running = None if mean is None or var is None else (mean, var, tracked)
@@ -364,8 +365,8 @@ def _lined_up(x: torch.Tensor) -> torch.Tensor:
 def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
     """Whether `trained` can stand for this norm of (``rows``, C) made from the features x.
 
-    On a GPU, in a half or single precision, with statistics of this batch whose weight is known beforehand, and where
-    nobody looks between operations: no tracing, no functional transform, no tensor of another kind.
+    It needs a GPU, half or single precision, and statistics of this batch whose weight is known beforehand. Tracing,
+    functional transforms and tensor subclasses rule it out.
     """
     training, momentum = norm.training, norm.momentum
     weight, bias, mean, var, tracked = tensors_of(norm)
@@ -377,12 +378,23 @@ def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
         or (weight is None) != (bias is None)
         or (training and mean is not None and (momentum is None or var is None or tracked is None))
         or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
+        or dispatch_modes()
         or transforms.active()
     ):
         return False
     device = x.get_device()
     return all(t is None or _is_near(t, device) for t in (weight, bias, mean, var))
+
+
+def folds(weight: Any, bias: Any, *norm: Any) -> bool:
+    """Whether one launch can fold a norm into the weight (K, C_in/G, C) and bias of the convolution before it.
+
+    ``norm`` are the norm's weight, bias, running mean and variance. Nobody must look between operations.
+    """
+    if not normalize.on_kernels(weight) or (norm[0] is None) != (norm[1] is None) or dispatch_modes():
+        return False
+    device = weight.get_device()
+    return all(t is None or (t.dtype in normalize.DTYPES and _is_near(t, device)) for t in (weight, bias, *norm))
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -18,12 +18,15 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.autograd import side_by_side
+from sparseconv.autograd_function import Function
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.kinds import check_tensor
 from sparseconv.ops.items import split_items
-from sparseconv.ops.rows import check_rows, kept
+from sparseconv.ops.rows import check_grid, check_plan, check_rows, kept
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.products import SparseScaleInfo, sparse_scale
+from sparseconv.products.info import known_right
 
 
 def sum_pool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
@@ -119,6 +122,9 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
     >>> max_unpool(y, winners, plan.transpose()).tolist()
     [[0.0], [2.0], [-4.0]]
     """
+    check_plan(plan)
+    check_tensor("x", x)
+    check_tensor("winners", winners)
     if winners.is_floating_point() or winners.dtype == torch.bool:
         raise TypeError(f"winners must be the integers that max_pool returned; got {winners.dtype}")
     if winners.shape != x.shape or winners.device != x.device:
@@ -133,11 +139,13 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
 
 def global_sum_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     """The sum over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
+    check_grid(grid)
     return grid.all_sum(_by_item(x, grid, lambda item: item.sum(0)))
 
 
 def global_avg_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     """The mean over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
+    check_grid(grid)
     if not grid.is_shared:
         return _by_item(x, grid, lambda item: item.mean(0))
     counts = grid.all_sum(grid.batch_counts).clamp_min(1)
@@ -151,6 +159,7 @@ def global_max_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     >>> global_max_pool(torch.tensor([[-1.0], [2.0], [4.0]]), grid).tolist()
     [[-1.0], [0.0], [4.0]]
     """
+    check_grid(grid)
     if grid.is_shared:
         raise ValueError("a maximum over shards is not offered: pool to one grid first, or gather the scene")
     return _by_item(x, grid, lambda item: item.max(0).values)
@@ -165,7 +174,7 @@ def edge_sum(x: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
         return sparse_scale(x, *_sum_infos(kernel_map))
 
 
-class _WinnerSum(torch.autograd.Function):
+class _WinnerSum(Function):
     """A sum over the edges of the winning taps; its own derivative with the edges reversed.
 
     ``winners`` (rows of one side, C) names a tap for each row and channel; an edge counts where it is the edge's tap.
@@ -192,13 +201,13 @@ class _WinnerSum(torch.autograd.Function):
         ctx.save_for_forward(winners)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         kernel_map, adjoint, at_target = ctx.rest
         found = _winner_sum(grad, ctx.saved_tensors[0], kernel_map, not adjoint, not at_target)
         return found, None, None, None, None
 
 
-class _Max(torch.autograd.Function):
+class _Max(Function):
     """The maximum over edges and its taps; the derivative is the sum over the winning edges alone."""
 
     @staticmethod
@@ -227,33 +236,33 @@ class _Max(torch.autograd.Function):
         ctx.save_for_forward(output[1])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple:
         return _winner_sum(grad, ctx.saved_tensors[0], ctx.kernel_map, True, False), None
 
 
 class _SeenWinnerSum(_WinnerSum):
-    """The same with rules for tangents and batches, of which those who trace want none."""
+    """The same with rules for tangents and batches, which tracing must not see."""
 
     @staticmethod
-    def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:
         return _winner_sum(along, ctx.saved_tensors[0], *ctx.rest)
 
     @staticmethod
-    def vmap(info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:  # type: ignore[override]
+    def vmap(info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:
         size = info.batch_size
         y = _winner_sum(*(side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
         return y.unflatten(-1, (size, -1)), 1
 
 
 class _SeenMax(_Max):
-    """The same with rules for tangents and batches, of which those who trace want none."""
+    """The same with rules for tangents and batches, which tracing must not see."""
 
     @staticmethod
-    def jvp(ctx: Any, along: torch.Tensor, _: None) -> tuple:  # type: ignore[override]
+    def jvp(ctx: Any, along: torch.Tensor, _: None) -> tuple:
         return _winner_sum(along, ctx.saved_tensors[0], ctx.kernel_map, False, True), None
 
     @staticmethod
-    def vmap(info: Any, dims: tuple, x: torch.Tensor, kernel_map: KernelMap) -> tuple[tuple, tuple[int, int]]:  # type: ignore[override]
+    def vmap(info: Any, dims: tuple, x: torch.Tensor, kernel_map: KernelMap) -> tuple[tuple, tuple[int, int]]:
         found = _max(side_by_side(x, dims[0], info.batch_size), kernel_map)
         return tuple(t.unflatten(-1, (info.batch_size, -1)) for t in found), (1, 1)
 
@@ -325,9 +334,9 @@ def _sum_info(edges: KernelMap) -> SparseScaleInfo:
         bounds, real = _bounds(edges), (seen >= 0).flatten()
         place = torch.where(real, real.cumsum(0) - 1, real.numel())  # the absent ones meet behind the last
         rows = seen.new_zeros(real.numel() + 1).scatter_(0, place, seen.flatten().clamp_min(0))
-        return SparseScaleInfo(None, rows[:-1], bounds, None, edges.num_out, edges.num_in)
+        return known_right(SparseScaleInfo, None, rows[:-1], bounds, None, edges.num_out, edges.num_in)
     order, bounds = edges.by_output
-    return SparseScaleInfo(None, edges.in_rows[order], bounds, None, edges.num_out, edges.num_in)
+    return known_right(SparseScaleInfo, None, edges.in_rows[order], bounds, None, edges.num_out, edges.num_in)
 
 
 def _bounds(edges: KernelMap) -> torch.Tensor:
@@ -355,12 +364,14 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 def _local(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, ConvolutionPlan]:
     """x and the plan, checked; of a sharded scene, with what this rank's outputs see of other ranks."""
+    check_plan(plan)
     check_rows("x", x, plan.num_in, "a voxel of the plan's source", plan.device, "the plan")
     return plan.localize(x)
 
 
 def _by_item(x: torch.Tensor, grid: VoxelGrid, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """(B, C): each item's rows reduced, 0 for an empty item."""
+    check_grid(grid)
     check_rows("x", x, len(grid), "a voxel of the grid", grid.device, "the grid")
     if grid.batch_size == 0:
         return x

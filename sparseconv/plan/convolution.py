@@ -8,17 +8,29 @@ from typing import Any, Literal
 
 import torch
 
-from sparseconv.autograd import casts, convolution, fused_convolution, number_of
+from sparseconv import transforms
+from sparseconv.autograd import convolution, fused_convolution
 from sparseconv.backends.base import Request
-from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, fits
+from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
-from sparseconv.plan.arguments import OPERANDS, Axes, as_epilogue, autocast, check_operands, checked_window
+from sparseconv.geometry.window import Window
+from sparseconv.kinds import as_device, check_count, check_tensor
+from sparseconv.numbered_maps import number_of
+from sparseconv.plan.arguments import (
+    OPERANDS,
+    Axes,
+    as_epilogue,
+    autocast,
+    check_operands,
+    checked_window,
+)
 from sparseconv.plan.explanation import Explanation, explain
-from sparseconv.plan.weights import PackedWeights, by_tap
+from sparseconv.plan.weights import by_tap, packed
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
+from sparseconv.torch_private import any_autocast
 
 Held = VoxelGrid | weakref.ref[VoxelGrid]
 
@@ -70,19 +82,24 @@ class ConvolutionPlan:
         backend: str = "auto",
         deterministic: bool | None = None,
     ) -> None:
-        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+        window, edge = checked_window(
+            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, deterministic
+        )
         if isinstance(target, VoxelGrid):
+            check_pair(source, target, window)
             if fits(target, source, window, edge) is not target:
                 raise ValueError(f"some windows of the given target leave the extent {edge.extent or source.extent}")
             coarse = target
-        elif target == "full" or (target is None and window.is_strided):
+        elif (isinstance(target, str) and target == "full") or (target is None and window.is_strided):
             coarse = coarse_grid(source, window, edge)
         elif target is None:
             coarse = fits(source, source, window, edge)
         else:
-            raise ValueError(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
+            kind = ValueError if isinstance(target, str) else TypeError
+            raise kind(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
         self._join(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
-        if window.is_tiling and coarse is not target and edge.kind == "absent":
+        reached = coarse is not target and coarse is not source  # every voxel of the source lies in some window
+        if window.is_tiling and edge.kind == "absent" and (reached or self.kernel_map.identity_tap is not None):
             self.kernel_map.meets_all = True
             if source.count is None or self.kernel_map.padded:
                 self.kernel_map.num_pairs = len(source)  # which then waits for no count of the device
@@ -107,7 +124,11 @@ class ConvolutionPlan:
 
         Arguments are those of `ConvolutionPlan`. To invert an earlier plan exactly, use its `transpose()`.
         """
-        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+        window, edge = checked_window(
+            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, deterministic
+        )
+        if target is not None and not isinstance(target, VoxelGrid):
+            raise TypeError(f"target of a transposed plan must be a VoxelGrid or None; got {target!r}")
         fine = fine_grid(source, window, edge) if target is None else target
         return cls.between(source, fine, window, edge, kernel_size is not None, groups, backend, True)
 
@@ -128,6 +149,7 @@ class ConvolutionPlan:
         plan._join(source, target, window, boundary, box, groups, backend, is_transposed)
         return plan
 
+    @transforms.untraced
     def _join(
         self,
         source: VoxelGrid,
@@ -144,6 +166,7 @@ class ConvolutionPlan:
         kernel_map = edges.reverse() if is_transposed else edges
         self._set(source, target, window, boundary, kernel_map, box, groups, backend, is_transposed)
 
+    @transforms.untraced
     def over(self, kernel_map: KernelMap, **changes: Any) -> ConvolutionPlan:
         """This plan with other edges, and whatever else ``changes`` names (source, target, groups, is_transposed)."""
         now = {
@@ -178,7 +201,6 @@ class ConvolutionPlan:
         #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
         self.kernel_size = window.projection.counts if box else None
         self._number = number_of(kernel_map)
-        self._packed = PackedWeights()
 
     # ---- reading
 
@@ -225,11 +247,13 @@ class ConvolutionPlan:
         return Request(self.kernel_map, self.device, dtype, c_in, c_out, self.groups)
 
     def workspace_bytes(self, c_in: int, c_out: int, dtype: torch.dtype = torch.float32) -> int:
-        """The most memory beside its result that executing allocates, forward or backward, in bytes."""
+        """The most memory that executing allocates in addition to its result, forward or backward, in bytes."""
         return explain(self, self.request(c_in, c_out, dtype)).workspace_bytes
 
     def explain(self, x: torch.Tensor, weight: torch.Tensor) -> Explanation:
         """Which backend would execute this and why, what the others said, and what it costs; print it."""
+        check_tensor("x", x)
+        check_tensor("weight", weight)
         taps = by_tap(weight, self.kernel_size, self.num_taps)
         return explain(self, self.request(taps.shape[1] * self.groups, taps.shape[2], x.dtype))
 
@@ -276,12 +300,17 @@ class ConvolutionPlan:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
         device = self.kernel_map.device
-        for name, tensor in zip(OPERANDS, (x, weight, bias, residual)):
-            if tensor is not None and tensor.device != device:
+        given: tuple[Any, ...] = (x, weight, bias, residual)
+        for name, tensor in zip(OPERANDS, given):
+            if tensor is None and name in ("bias", "residual"):
+                continue
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+                check_tensor(name, tensor)
+            if tensor.device != device:
                 raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
-        if torch.compiler.is_compiling() or casts():  # a question that cannot be traced
+        if torch.compiler.is_compiling() or any_autocast():  # a question that cannot be traced
             x, weight, bias, residual = autocast(x, weight, bias, residual)
-        taps = self._packed.pack(weight, by_tap(weight, self.kernel_size, self.num_taps))
+        taps = packed(by_tap(weight, self.kernel_size, self.num_taps))
         check_operands(self.kernel_map, self.groups, x, weight, taps, bias, residual)
         return x, taps, bias, residual
 
@@ -306,10 +335,9 @@ class ConvolutionPlan:
 
     def with_groups(self, groups: int) -> ConvolutionPlan:
         """The same edges for another number of channel groups; itself if it has that number."""
+        check_count("groups", groups, 1)
         if groups == self.groups:
             return self
-        if groups < 1:
-            raise ValueError(f"groups must be at least 1; got {groups}")
         return self.over(self.kernel_map, groups=groups)
 
     def kept_with(self, grid: VoxelGrid) -> ConvolutionPlan:
@@ -328,6 +356,7 @@ class ConvolutionPlan:
 
     def to(self, device: torch.device | str) -> ConvolutionPlan:
         """This plan on another device; itself if it is there."""
+        device = as_device(device)
         kernel_map = self.kernel_map.to(device)
         if kernel_map is self.kernel_map:
             return self

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from sparseconv.geometry.edges import Window, coarse_grid
+from sparseconv.geometry.edges import coarse_grid
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
+from sparseconv.geometry.window import Window
 from sparseconv.plan.convolution import ConvolutionPlan
 
 
@@ -60,16 +61,16 @@ def plan_within(
     plan = grid.derived.get(key)
     if plan is None:
         window = Window.of(grid.rank, size["kernel_size"], size["stride"], size["dilation"], size["padding"])
-        axes = {"stride": size["stride"], "padding": size["padding"], "dilation": size["dilation"]}
+        kernel, step, pad, gap = size.values()
         if generative:
             boundary = Boundary.forbid(box)
-            plan = ConvolutionPlan.transposed(grid, size["kernel_size"], boundary=boundary, **axes)  # type: ignore[arg-type]
+            plan = ConvolutionPlan.transposed(grid, kernel, stride=step, padding=pad, dilation=gap, boundary=boundary)
         else:
             if isinstance(grid, FixedGrid):
                 target: VoxelGrid = grid.reached(window, Boundary.absent(), box, to_fine=False)
             else:
                 target = _inside(coarse_grid(grid, window, Boundary.absent()), box)
-            plan = ConvolutionPlan(grid, size["kernel_size"], target=target, **axes)  # type: ignore[arg-type]
+            plan = ConvolutionPlan(grid, kernel, stride=step, padding=pad, dilation=gap, target=target)
         plan = grid.derived.setdefault(key, plan.kept_with(grid))
     return plan
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv import transforms
+from sparseconv.autograd_function import Function
 from sparseconv.pointwise.schema import Derivative
 
 if TYPE_CHECKING:
@@ -135,9 +136,8 @@ def _pushed(
 ) -> list[Any]:
     """The tangent of each output, None where it has none, from those of some arguments.
 
-    Where nothing is gathered, each number of an output depends on one of each argument, so that a gradient without its
-    sum over repeated axes is the derivative times whatever stands for the output's gradient: here the argument's
-    tangent.
+    Without a gather, each output element depends on one element of each argument. So a gradient, without its sum over
+    repeated axes, is the derivative times the output's gradient. The argument's tangent takes that place here.
     """
     if function.reference is not None and (function.derivative is None or function.schema.gather):
         return _pushed_through_twin(function, args, along)
@@ -177,7 +177,7 @@ def _reduce(grad: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return grad if grad.shape == shape else grad.sum_to_size(shape)
 
 
-class Differentiable(torch.autograd.Function):
+class Differentiable(Function):
     """One call of a pointwise function as a node of the autograd graph."""
 
     @staticmethod
@@ -194,7 +194,7 @@ class Differentiable(torch.autograd.Function):
         return (None, None, None, None, *gradients(ctx, ctx.function, grads))
 
 
-class Transformed(torch.autograd.Function):
+class Transformed(Function):
     """The same node in the form that torch.func's transforms ask for, which costs the host several times more."""
 
     @staticmethod
@@ -213,7 +213,7 @@ class Transformed(torch.autograd.Function):
             ctx.args = [None if i in tensors else a for i, a in enumerate(args)]
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Any) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, _: None, *tangents: Any) -> Any:
         function, args, saved = ctx.function, list(ctx.args), list(ctx.saved_tensors)
         for i in function.schema.tensors:
             args[i] = saved.pop(0)
@@ -221,7 +221,7 @@ class Transformed(torch.autograd.Function):
         return _packed(_pushed(function, args, saved, along))
 
     @staticmethod
-    def vmap(info: Any, dims: Any, function: PointwiseDynamicFunction, *args: Any) -> tuple[Any, Any]:  # type: ignore[override]
+    def vmap(info: Any, dims: Any, function: PointwiseDynamicFunction, *args: Any) -> tuple[Any, Any]:
         """A batch of calls, for torch.func.vmap: one more axis in front of all others."""
         batched = {i: args[i].movedim(dim, 0) for i, dim in enumerate(dims[1:]) if dim is not None}
         rank = max(batched[i].ndim - 1 if i in batched else args[i].ndim for i in function.schema.tensors)

@@ -17,22 +17,28 @@ from typing import Any
 import torch
 
 from sparseconv import transforms
+from sparseconv.autograd_function import Function
 from sparseconv.products.execute import execute_product, execute_scale, settle, turn
 from sparseconv.products.operation import call_product, call_scale
 from sparseconv.products.table import Derivative, Product
 from sparseconv.products.terms import Terms
+from sparseconv.torch_private import below_autograd, dispatch_modes
 
 Triple = tuple[Terms | None, Terms | None, Terms | None]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def direct(*tensors: torch.Tensor) -> bool:
-    """Whether nobody listens between a call and its kernel, so that it may skip torch's dispatcher."""
+    """Whether a call may bypass torch's dispatcher: plain eager tensors, no transform, no tracing."""
     return not torch.compiler.is_compiling() and _is_plain(*tensors) and not transforms.present()
 
 
-def scale(x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:
-    """A sparse scale with its derivatives."""
+def scale(x: torch.Tensor, infos: tuple[Terms, Terms | None], out: torch.Tensor | None = None) -> torch.Tensor:
+    """A sparse scale with its derivatives; written to ``out``, which was checked, where that is given."""
+    if out is not None:
+        if direct(x, out):
+            return execute_scale(x, infos[0], out)
+        return out.copy_(scale(x, infos))
     if not direct(x):
         return _SeenScale.apply(x, infos) if transforms.active() else call_scale(x, infos)
     if x.requires_grad and torch.is_grad_enabled():
@@ -40,8 +46,19 @@ def scale(x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:
     return execute_scale(x, infos[0])
 
 
-def product(row: Product, x: torch.Tensor, y: torch.Tensor, infos: Triple, out_accumulated: bool) -> torch.Tensor:
-    """A product with its derivatives."""
+def product(
+    row: Product,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    infos: Triple,
+    out_accumulated: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A product with its derivatives; written to ``out``, which was checked, where that is given."""
+    if out is not None:
+        if direct(x, y, out):
+            return execute_product(row, x, y, _given(infos[0]), out_accumulated, out)
+        return out.copy_(product(row, x, y, infos, out_accumulated))
     if not direct(x, y):
         if transforms.active():
             return _SeenProduct.apply(x, y, row, infos, out_accumulated)
@@ -57,20 +74,20 @@ def _given(terms: Terms | None) -> Terms:
     return terms
 
 
-class _Scale(torch.autograd.Function):
+class _Scale(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:
         ctx.infos = infos
         return execute_scale(x, infos[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return scale(grad, (_given(ctx.infos[1]), ctx.infos[0])), None
 
 
-class _Product(torch.autograd.Function):
+class _Product(Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, y: torch.Tensor, row: Product, infos: Triple, out_accumulated: bool
     ) -> torch.Tensor:
         # dL/dx reads y and dL/dy reads x: keep only what will be asked for
@@ -80,20 +97,22 @@ class _Product(torch.autograd.Function):
         return execute_product(row, x, y, _given(infos[0]), out_accumulated)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, y = ctx.saved_tensors
         (row, infos), (like_x, like_y) = ctx.call, ctx.like
         return (*_gradients(row, infos, x, y, grad, like_x, like_y), None, None, None)
 
 
-class _SeenScale(_Scale):
+class _SeenScale(Function):
     """The same for transforms and forward mode, which the operator's derivative knows nothing of."""
 
+    backward = staticmethod(_Scale.backward)
+
     @staticmethod
-    def forward(x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:  # type: ignore[override]
-        if _is_plain(x):
+    def forward(x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:
+        if below_autograd is None or _is_plain(x):
             return execute_scale(x, infos[0])
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return call_scale(x, infos)
 
     @staticmethod
@@ -101,26 +120,26 @@ class _SeenScale(_Scale):
         ctx.infos = inputs[1]
 
     @staticmethod
-    def jvp(ctx: Any, along: torch.Tensor, _: None) -> torch.Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, along: torch.Tensor, _: None) -> torch.Tensor:
         return scale(along, ctx.infos)
 
     @staticmethod
-    def vmap(info: Any, dims: tuple, x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> tuple[torch.Tensor, int]:  # type: ignore[override]
+    def vmap(info: Any, dims: tuple, x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> tuple[torch.Tensor, int]:
         """A batch side by side in the channels."""
         found = scale(x.movedim(dims[0], -2).flatten(-2), infos)
         return found.unflatten(-1, (info.batch_size, -1)), found.dim() - 1
 
 
-class _SeenProduct(_Product):
+class _SeenProduct(Function):
     """The same for transforms and forward mode, which the operator's derivative knows nothing of."""
 
+    backward = staticmethod(_Product.backward)
+
     @staticmethod
-    def forward(  # type: ignore[override]
-        x: torch.Tensor, y: torch.Tensor, row: Product, infos: Triple, out_accumulated: bool
-    ) -> torch.Tensor:
-        if _is_plain(x, y):
+    def forward(x: torch.Tensor, y: torch.Tensor, row: Product, infos: Triple, out_accumulated: bool) -> torch.Tensor:
+        if below_autograd is None or _is_plain(x, y):
             return execute_product(row, x, y, _given(infos[0]), out_accumulated)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return call_product(row.name, x, y, infos, out_accumulated)
 
     @staticmethod
@@ -132,12 +151,12 @@ class _SeenProduct(_Product):
         ctx.like = (x.shape, x.dtype), (y.shape, y.dtype)
 
     @staticmethod
-    def jvp(ctx: Any, of_x: torch.Tensor, of_y: torch.Tensor, *_: None) -> torch.Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, of_x: torch.Tensor, of_y: torch.Tensor, *_: None) -> torch.Tensor:
         (x, y), (row, infos), accumulated = ctx.saved_tensors, ctx.call, ctx.accumulated
         return product(row, of_x, y, infos, accumulated) + product(row, x, of_y, infos, accumulated)
 
     @staticmethod
-    def vmap(  # type: ignore[override]
+    def vmap(
         info: Any, dims: tuple, x: torch.Tensor, y: torch.Tensor, row: Product, infos: Triple, out_accumulated: bool
     ) -> tuple[torch.Tensor, int]:
         """A batch as that of one call; one after another where a call has a batch of its own."""
@@ -153,14 +172,14 @@ class _SeenProduct(_Product):
 
 
 def _is_plain(*tensors: torch.Tensor) -> bool:
-    return all(type(tensor) in _PLAIN for tensor in tensors) and not torch._C._len_torch_dispatch_stack()
+    return all(type(tensor) in _PLAIN for tensor in tensors) and not dispatch_modes()
 
 
-class _Pair(torch.autograd.Function):
+class _Pair(Function):
     """Both gradients of a product of two batched inputs."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: torch.Tensor, y: torch.Tensor, grad: torch.Tensor, row: Product, infos: Triple
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(x, y, grad)
@@ -177,7 +196,7 @@ class _Pair(torch.autograd.Function):
         return settle(row.grad1, grad_x, x.shape, x.dtype), settle(row.grad2, grad_y, y.shape, y.dtype)
 
     @staticmethod
-    def backward(ctx: Any, u: torch.Tensor | None, v: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, u: torch.Tensor | None, v: torch.Tensor | None) -> tuple[Any, ...]:
         x, y, grad = ctx.saved_tensors
         row, infos = ctx.call
         needs = ctx.needs_input_grad
@@ -194,11 +213,11 @@ class _Pair(torch.autograd.Function):
         return (*grads, None if grad_grad is None else grad_grad.to(grad.dtype), None, None)
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(Function):
     """The sum of two products of batched inputs over the same terms."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: torch.Tensor,
         y: torch.Tensor,
@@ -219,7 +238,7 @@ class _Sum(torch.autograd.Function):
         return execute_product(row, x, y, terms, False) + execute_product(row, x2, y2, terms, False)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, y, x2, y2 = ctx.saved_tensors
         row, infos = ctx.call
         likes = [(t.shape, t.dtype) if need else None for t, need in zip((x, y, x2, y2), ctx.needs_input_grad)]
@@ -240,24 +259,21 @@ def _gradients(
     like_y: Like | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """dL/dx from y and dL/dy from x, of the shapes and dtypes given, each where its other input is there."""
-    wants_x, wants_y = y is not None and like_x is not None, x is not None and like_y is not None
-    batched = grad.dim() == len(row.axes_out) + 2
     if (
-        wants_x
-        and wants_y
-        and batched
-        and len(like_x[0]) == len(row.axes1) + 2  # type: ignore[index]
-        and len(like_y[0]) == len(row.axes2) + 2  # type: ignore[index]
+        x is not None
+        and y is not None
+        and like_x is not None
+        and like_y is not None
+        and (len(like_x[0]), len(like_y[0]), grad.dim())
+        == (len(row.axes1) + 2, len(row.axes2) + 2, len(row.axes_out) + 2)
         and direct(grad)
     ):
         return _Pair.apply(x, y, grad, row, infos)
     grad_x = grad_y = None
-    if wants_x:
-        turned = (infos[1], infos[2], infos[0])
-        grad_x = _one(row.grad1, y, grad, turned, like_x, len(row.axes1))  # type: ignore[arg-type]
-    if wants_y:
-        turned = (infos[2], infos[0], infos[1])
-        grad_y = _one(row.grad2, grad, x, turned, like_y, len(row.axes2))  # type: ignore[arg-type]
+    if y is not None and like_x is not None:
+        grad_x = _one(row.grad1, y, grad, (infos[1], infos[2], infos[0]), like_x, len(row.axes1))
+    if x is not None and like_y is not None:
+        grad_y = _one(row.grad2, grad, x, (infos[2], infos[0], infos[1]), like_y, len(row.axes2))
     return grad_x, grad_y
 
 

@@ -27,10 +27,10 @@ class Piece(NamedTuple):
 class Formulation(NamedTuple):
     """How the terms of a piece are multiplied and summed.
 
-    ``prepare(piece, n)`` makes what depends on the structure alone, and gives a function from the inputs of n items of
-    the batch, (n or 1, rows, dense...), side by side, to the sums (n, S', dense...) of the piece's segments.
-    ``per_term`` and ``per_segment``: the elements of its temporaries. ``joint`` where n may be more than 1, ``streams``
-    where the temporaries are little beside the result.
+    ``prepare(piece, n)`` computes what depends on the structure alone and returns a function. That function takes the
+    inputs of n batch items, (n or 1, rows, dense...), to the sums (n, S', dense...) of the piece's segments.
+    ``per_term`` and ``per_segment`` are the elements of its temporaries. ``joint``: n may be more than 1. ``streams``:
+    the temporaries are small against the result.
     """
 
     prepare: Callable[[Piece, int], Callable[..., torch.Tensor]]
@@ -207,7 +207,9 @@ def bounds_of(terms: Terms, piece: Piece, lists: int = 1, wide: int = 1) -> torc
     return bounds * wide if wide > 1 else bounds
 
 
-def _gather(index: torch.Tensor | None, piece: Piece, items: int, scale: torch.Tensor | None):  # type: ignore[no-untyped-def]
+def _gather(
+    index: torch.Tensor | None, piece: Piece, items: int, scale: torch.Tensor | None
+) -> Callable[..., torch.Tensor]:
     """A function from an input (n or 1, M, C) to the rows (n * T', C) of the terms, times their factors."""
     rows = _Rows(index, piece, items)
     scale = None if scale is None else (scale if items == 1 else scale.repeat(items))[:, None]

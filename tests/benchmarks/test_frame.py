@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +14,16 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 import typer
 
-from sparseconv.bench import cases, check, facts, measure, report, runner, selection, session, stated, timing, verify
-from sparseconv.bench.command import begun_in
-from sparseconv.bench.implementations import registry
+import benchmarks
+from benchmarks.claims import stated, verify
+from benchmarks.layers import machine, measure, report, runner, selection, session
+from benchmarks.layers.measure import EVERYONE
+from benchmarks.layers.options import begun_in
+from benchmarks.layers.scenes import SCANS
+from sparseconv.bench import cases, check, timing
+from sparseconv.bench import measure as package
 from sparseconv.bench.measure import Job
+from sparseconv.bench.report import reasons, wide_console, write
 from sparseconv.bench.timing import Clock, Samples, Spread
 from sparseconv.nn import graphs
 from tests import oracle
@@ -48,7 +53,7 @@ def test_every_cell_of_the_first_table_is_what_it_states(cell):
     assert check.Neighbours(coords).count_pairs() == pytest.approx(cell["pairs_millions"] * 1e6, rel=0.02)
 
 
-@pytest.mark.parametrize("name", cases.SCANS)
+@pytest.mark.parametrize("name", SCANS)
 def test_a_scan_is_read_whole(name):
     if cases.missing(name):
         pytest.skip(cases.missing(name))
@@ -80,31 +85,13 @@ def test_an_unknown_case_says_so(name):
         cases.coordinates(name)
 
 
-def test_an_image_file_of_compressed_blocks_is_read(tmp_path):
-    import base64
-    import zlib
-
-    volume = np.random.default_rng(0).integers(0, 3, (4, 3, 5), np.uint8)
-    raw = volume.transpose(2, 1, 0).tobytes()
-    blocks = [raw[i : i + 16] for i in range(0, len(raw), 16)]
-    packed = [zlib.compress(block) for block in blocks]
-    header = np.array([len(blocks), 16, len(raw) % 16, *map(len, packed)], "<u4").tobytes()
-    payload = base64.b64encode(header) + base64.b64encode(b"".join(packed))
-    file = tmp_path / "volume.vti"
-    file.write_text(
-        '<VTKFile header_type="UInt32"><ImageData WholeExtent="0 3 0 2 0 4"><Piece><PointData><DataArray>\n'
-        f"{payload.decode()}\n</DataArray></PointData></Piece></ImageData></VTKFile>"
-    )
-    assert np.array_equal(cases._read_vti(file), volume)
-
-
 # ---- the judge
 
 
 def exact(seed: int = 0):
     """A small scene with its convolution by the oracle."""
     coords = cases.coordinates("uniform_20_6", "cpu", True)
-    x, weight, grad = measure.operands(len(coords), 4, "fp64", "cpu")
+    x, weight, grad = package.operands(len(coords), 4, "fp64", "cpu")
     edges = oracle.edges(coords.numpy(), coords.numpy(), oracle.window_taps((3, 3, 3)), (1,) * 3, (1,) * 3)
     results = {
         "forward": oracle.convolve(x, weight, edges, len(coords)),
@@ -147,9 +134,9 @@ def test_the_judge_refuses_nan():
 # ---- implementations
 
 
-@pytest.mark.parametrize("name", registry())
+@pytest.mark.parametrize("name", EVERYONE)
 def test_every_implementation_runs_or_says_why_not(name):
-    row = measure.measure(Job(name, "shell_16", 8, quantities=("forward", "step"), **TINY))
+    row = measure.run(Job(name, "shell_16", 8, quantities=("forward", "step"), **TINY))
     assert row["status"] in ("measured", "skipped"), row.get("reason")
     if row["status"] == "skipped":
         assert row["reason"]
@@ -160,7 +147,7 @@ def test_every_implementation_runs_or_says_why_not(name):
 
 
 def test_ours_is_measured_in_every_quantity():
-    row = measure.measure(Job("sparseconv", "shell_16", 8, shuffled=True, **TINY))
+    row = measure.run(Job("sparseconv", "shell_16", 8, shuffled=True, **TINY))
     assert row["status"] == "measured", row.get("reason")
     assert row["pairs"] == check.Neighbours(cases.coordinates("shell_16")).count_pairs()
     for quantity in ("map", "forward", "input_grad", "weight_grad", "step"):
@@ -170,7 +157,7 @@ def test_ours_is_measured_in_every_quantity():
 
 
 def test_a_map_is_learnt_from_a_step_that_tries_nothing(monkeypatch):
-    kind, told = registry()["sparseconv"], []
+    kind, told = EVERYONE["sparseconv"], []
 
     def noted(name):
         method = getattr(kind, name)
@@ -183,29 +170,29 @@ def test_a_map_is_learnt_from_a_step_that_tries_nothing(monkeypatch):
 
     for name in ("prepare", "forward", "learn", "settle"):
         monkeypatch.setattr(kind, name, noted(name))
-    measure.measure(Job("sparseconv", "uniform_8_12", 8, quantities=(measure.MAP,), **TINY))
+    measure.run(Job("sparseconv", "uniform_8_12", 8, quantities=(package.MAP,), **TINY))
     assert told[:5] == ["prepare", "forward", "prepare", "forward", "learn"]
     settled = told.index("settle")
     assert told[settled : settled + 4] == ["settle", "prepare", "prepare", "prepare"], "timed after it has settled"
 
 
 def test_a_captured_map_is_judged_on_two_scenes_before_it_is_timed(monkeypatch):
-    job = Job("sparseconv", "shell_16", 8, quantities=(measure.MAP, measure.CAPTURED_MAP), **TINY)
-    assert "graph" in measure.measure(job)["captured_map"]["reason"]
+    job = Job("sparseconv", "shell_16", 8, quantities=(package.MAP, measure.CAPTURED_MAP), **TINY)
+    assert "graph" in measure.run(job)["captured_map"]["reason"]
     monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
     monkeypatch.setattr(graphs, "graph_of", lambda run, device: (run, run()))
-    found = measure.measure(job)["captured_map"]
+    found = measure.run(job)["captured_map"]
     assert found["median"] > 0
     assert (found["room"], found["usual"]["room"]) == (1.0, 1.25)
     monkeypatch.setattr(graphs, "graph_of", lambda run, device: (lambda: None, run()))
-    assert "is wrong" in measure.measure(job)["captured_map"]["reason"]
+    assert "is wrong" in measure.run(job)["captured_map"]["reason"]
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch):
-    kind = registry()["sparseconv"]
+    kind = EVERYONE["sparseconv"]
     honest = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, x: honest(self, x) * 1.01)
-    row = measure.measure(Job("sparseconv", "shell_16", 8, **TINY))
+    row = measure.run(Job("sparseconv", "shell_16", 8, **TINY))
     assert row["status"] == "wrong"
     assert "is wrong" in row["reason"]
     assert not {"forward", "step", "map"} & set(row)
@@ -245,10 +232,6 @@ def test_a_hang_costs_one_row(monkeypatch):
 
 def test_every_way_to_fail_costs_its_own_rows_and_no_other(monkeypatch):
     """Each in a process: one calls abort, one cannot be imported, one is wrong, one raises; the rest is measured."""
-    from sparseconv.bench import peers
-    from tests.benchmarks import aborting
-
-    monkeypatch.setattr(peers, "PEERS", (*peers.PEERS, *aborting.PEERS))
     names = ["aborts", "sparseconv", "broken", "wrong", "raises", "MinkowskiEngine"]
     if runner.absent("MinkowskiEngine") is None:
         names.remove("MinkowskiEngine")
@@ -264,7 +247,7 @@ def test_every_way_to_fail_costs_its_own_rows_and_no_other(monkeypatch):
     assert "forward is wrong" in said["wrong"]
     assert said["raises"] == "RuntimeError: no kernel image is available"
     assert all(("forward" in row) == (row["status"] == "measured") for row in rows)
-    sentences = report.reasons(report.joined(rows))
+    sentences = reasons(report.joined(rows))
     assert [s for s in sentences if s.startswith("aborts")] != []
 
 
@@ -369,7 +352,7 @@ def fake(implementation: str, ms: float, **more):
 
 def test_results_come_back_as_written(tmp_path):
     rows = [report.with_rates(fake("sparseconv", 0.5), {"fp16": 760.0, "fp32": 50.0, "copy": 4.0})]
-    report.write(tmp_path / "a.json", {"cpu": "x"}, rows, ceilings={"copy": 4.0})
+    write(tmp_path / "a.json", {"cpu": "x"}, rows, ceilings={"copy": 4.0})
     found = report.read(tmp_path / "a.json")
     assert found["machine"] == {"cpu": "x"}
     assert found["ceilings"] == {"copy": 4.0}
@@ -403,28 +386,28 @@ def test_a_map_stands_on_every_row_of_its_case():
 
 
 def test_tables_print(capsys):
-    report.wide_console().print(report.layer_table([fake("sparseconv", 0.5), fake("spconv", 1.0)], "title"))
+    wide_console().print(report.layer_table([fake("sparseconv", 0.5), fake("spconv", 1.0)], "title"))
     assert "0.500" in capsys.readouterr().out
 
 
 def test_pictures_are_drawn_of_what_a_file_has(tmp_path):
     pytest.importorskip("matplotlib")
-    from sparseconv.bench import plots
+    from benchmarks.claims import plots
 
     ceilings = {"fp16": 760.0, "fp32": 50.0, "copy": 4.0}
     rows = [fake(name, ms, memory={"peak_mib": 30.0}) for name, ms in (("sparseconv", 0.5), ("spconv", 1.9))]
     rows += [fake("sparseconv", ms, case=f"uniform_{p}_64", channels=64) for p, ms in ((1, 0.1), (10, 0.2), (30, 0.3))]
-    report.write(tmp_path / "card.json", {"card": {"name": "card"}}, rows, ceilings=ceilings)
+    write(tmp_path / "card.json", {"card": {"name": "card"}}, rows, ceilings=ceilings)
     written = plots.draw([tmp_path / "card.json"], tmp_path / "pictures")
     assert [p.name for p in written] == [f"card_{kind}.png" for kind in plots.PAINTERS]
     assert all(p.read_bytes()[:4] == b"\x89PNG" for p in written)
-    report.write(tmp_path / "empty.json", {"cpu": "x"}, [])
+    write(tmp_path / "empty.json", {"cpu": "x"}, [])
     assert plots.draw([tmp_path / "empty.json"], tmp_path / "pictures") == []
 
 
 def test_the_best_of_the_others_is_drawn_beside_their_own_card_only():
     pytest.importorskip("matplotlib")
-    from sparseconv.bench import plots
+    from benchmarks.claims import plots
 
     rows = [fake("sparseconv", 0.5), fake("spconv", 1.9)]
     assert plots.with_best(rows, {"machine": {"card": {"name": "NVIDIA Abacus"}}}) == rows
@@ -438,11 +421,11 @@ def test_the_best_of_the_others_is_drawn_beside_their_own_card_only():
 @pytest.mark.parametrize("their", [0.3, 2.0])
 def test_the_best_of_the_others_is_the_least_of_all_committed_results(monkeypatch, tmp_path, their):
     (cell,) = (c for c in report.targets()["layers"] if (c["case"], c["channels"]) == ("shell_64", 1024))
-    report.write(tmp_path / "h200_one.json", {}, [fake("spconv", 1.9), fake("sparseconv", 0.1)])
-    report.write(tmp_path / "h200_two.json", {}, [fake("spconv-triton", their), fake("spconv", 0.2, dtype="bf16")])
-    report.write(tmp_path / "h200_three.json", {}, [fake("spconv", 0.2, shuffled=True), fake("spconv", 0.2, kernel=5)])
-    report.write(tmp_path / "another.json", {}, [fake("spconv", 0.2)])
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    write(tmp_path / "h200_one.json", {}, [fake("spconv", 1.9), fake("sparseconv", 0.1)])
+    write(tmp_path / "h200_two.json", {}, [fake("spconv-triton", their), fake("spconv", 0.2, dtype="bf16")])
+    write(tmp_path / "h200_three.json", {}, [fake("spconv", 0.2, shuffled=True), fake("spconv", 0.2, kernel=5)])
+    write(tmp_path / "another.json", {}, [fake("spconv", 0.2)])
+    monkeypatch.setattr(benchmarks, "RESULTS", tmp_path)
     assert stated.best_other("shell_64", 1024, "forward") == min(their, cell["forward"]["best_other"])
 
 
@@ -467,7 +450,9 @@ def test_a_map_takes_no_less_than_its_preparation(lazy, steps, want):
 
     times, paces, some = iter(steps), iter((45.0, 60.0)), Some()
     some.lazy = lazy
-    found = measure._map(Still(), Job("some", "shell_64", 4), some, lambda: None)
+    none = torch.empty(0)
+    layer = package.Layer(Job("some", "shell_64", 4), Still(), some, none, none, none)
+    found = package._map(layer)
     assert (found["median"], found["by"]) == want
     assert found["prepare"]["median"] == 2.0
     assert found["in_step"]["median"] == max(0.0, steps[1] - steps[0])
@@ -489,7 +474,7 @@ def test_of_several_rounds_the_least_of_each_time_counts(monkeypatch, tmp_path, 
 
     monkeypatch.setattr(session, "run", run)
     monkeypatch.setattr(session, "ceilings", lambda clock: {"fp32": 1.0, "copy": 1.0})
-    rows = session.measured(jobs, report.wide_console(), tmp_path / "a.json", rounds=2)
+    rows = session.measured(jobs, wide_console(), tmp_path / "a.json", rounds=2)
     assert said == (["a", "b", "a", "b"] if stop is None else ["a", "b", "a"]), "one round after another"
     assert [row["step"]["median"] for row in rows] == ([3.0, 2.0] if stop is None else [3.0, 5.0])
     assert [row["memory"]["peak_mib"] for row in rows] == ([8.0, 7.0] if stop is None else [7.0, 7.0])
@@ -520,7 +505,7 @@ def test_rounds_measure_again_what_the_host_was_slow_for(monkeypatch, tmp_path):
 
     monkeypatch.setattr(session, "run", run)
     monkeypatch.setattr(session, "ceilings", lambda clock: {"fp32": 1.0, "copy": 1.0})
-    console = report.wide_console()
+    console = wide_console()
     with console.capture() as capture:
         rows = session.measured(jobs, console, tmp_path / "a.json", rounds=3)
     assert said == [*"abcd", *"acd", "d"]
@@ -552,7 +537,7 @@ def test_a_run_that_was_stopped_goes_on(monkeypatch, tmp_path, stop):
     monkeypatch.setattr(session, "ceilings", lambda clock: {"fp32": float(len(said) + 1), "copy": 1.0})
     for begun in (None, True, True):
         begun = begun_in(file, "cpu") if begun else None
-        rows = session.measured(jobs, report.wide_console(), file, first=jobs[:1], rounds=2, begun=begun)
+        rows = session.measured(jobs, wide_console(), file, first=jobs[:1], rounds=2, begun=begun)
         assert report.read(file)["ceilings"]["fp32"] == 1.0
     assert said == ["a", "b", "a", "b"], "what was measured counts, and nothing is measured a third time"
     assert [(row["step"]["median"], row["times"]) for row in rows] == [(3.0, 2), (2.0, 2)]
@@ -566,17 +551,17 @@ def test_what_failed_is_measured_again_where_a_run_goes_on():
     for status, times in (("measured", 1), ("skipped", 1), ("crashed", 0), ("wrong", 0)):
         kept = session.Kept(None, {}, {"fp32": 1.0, "copy": 1.0})
         kept.keep(row | {"status": status})
-        assert kept.times(session.job_of(row)) == times
+        assert kept.times(Job.of(row)) == times
 
 
 def test_a_run_goes_on_only_where_it_was_begun(tmp_path):
-    file, here = tmp_path / "a.json", facts.facts("cpu")
+    file, here = tmp_path / "a.json", machine.machine("cpu")
     assert begun_in(file, "cpu") is None
     with pytest.raises(typer.BadParameter, match="name it by --json"):
         begun_in(None, "cpu")
-    report.write(file, here | {"when": "yesterday", "load": 9.0}, [], ceilings={})
+    write(file, here | {"when": "yesterday", "load": 9.0}, [], ceilings={})
     assert begun_in(file, "cpu") == report.read(file)
-    report.write(file, here | {"cpu": "another", "python": "2"}, [], ceilings={})
+    write(file, here | {"cpu": "another", "python": "2"}, [], ceilings={})
     with pytest.raises(typer.BadParameter, match="begun on a machine with another python, cpu: go on there"):
         begun_in(file, "cpu")
     file.write_text("{}")
@@ -660,7 +645,7 @@ def test_only_the_card_of_the_targets_is_held_to_them(monkeypatch, tmp_path):
 @pytest.mark.parametrize("kernel", [1, 3, 5])
 @pytest.mark.parametrize("name", ["sparseconv", "spconv", "dense conv3d"])
 def test_other_kernels_are_judged_and_measured(name, kernel):
-    row = measure.measure(Job(name, "uniform_30_12", 8, quantities=("forward", "step"), kernel=kernel, **TINY))
+    row = measure.run(Job(name, "uniform_30_12", 8, quantities=("forward", "step"), kernel=kernel, **TINY))
     if row["status"] == "skipped":
         pytest.skip(row["reason"])
     assert row["status"] == "measured", row.get("reason")
@@ -670,12 +655,12 @@ def test_other_kernels_are_judged_and_measured(name, kernel):
 
 
 def test_a_peer_that_knows_one_kernel_says_so():
-    assert "kernel 3 only" in registry()["WarpConvNet"].missing("cuda", "fp16", 5)
+    assert "kernel 3 only" in EVERYONE["WarpConvNet"].missing("cuda", "fp16", 5)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_lines_go_along_voxels_channels_taps_and_occupancy(device):
-    from sparseconv.bench import plots
+    from benchmarks.claims import plots
 
     jobs = selection.scaling_jobs(["sparseconv", "spconv"], "fp32", device, 0.1)
     assert len(set(jobs)) == len(jobs)
@@ -700,23 +685,88 @@ def bench(*arguments):
     return result.exit_code, " ".join(result.output.split())
 
 
-def test_the_command_measures_writes_and_draws(tmp_path):
-    pytest.importorskip("matplotlib")
-    options = ["--case", "shell_16", "--channels", 8, "--seconds", 0.01, "--json", tmp_path / "a.json"]
-    code, said = bench(
-        *options, "--backend", "sparseconv", "--backend", "dense conv3d", "--plot", tmp_path / "pictures"
-    )
+def test_the_command_measures_and_writes(tmp_path):
+    options = ["--case", "shell_16", "--case", "uniform_30_8", "--channels", 8, "--seconds", 0.01]
+    code, said = bench(*options, "--compare", "--shuffled", "--json", tmp_path / "a.json")
     assert code == 0, said
-    for word in ("shell_16", "dense conv3d", "fp32", "ceilings", "a.json", "a_relative.png"):
+    for word in ("shell_16", "sparseconv:llvm_implicit_gemm", "fp32", "shuffled", "a.json"):
         assert word in said
     rows = report.read(tmp_path / "a.json")["rows"]
+    assert {"sparseconv", "sparseconv:numpy_gather_scatter"} <= {row["implementation"] for row in rows}
+    assert {row["status"] for row in rows} <= {"measured", "skipped"}
+    shown = {quantity for row in rows for quantity in row if quantity in package.QUANTITIES}
+    assert shown == set(package.QUANTITIES)
+
+
+def test_the_command_keeps_what_was_done_before_a_stop(tmp_path, monkeypatch):
+    def attempt(job):
+        if job.case == "b":
+            raise KeyboardInterrupt
+        return job.as_dict() | {"status": "measured", "step": {"median": 1.0}}
+
+    monkeypatch.setattr(package, "attempt", attempt)
+    code, said = bench("--case", "a", "--case", "b", "--json", tmp_path / "a.json")
+    assert (code, "stopped" in said) == (0, True)
+    assert [row["case"] for row in report.read(tmp_path / "a.json")["rows"]] == ["a"]
+
+
+def test_an_implementation_that_raises_costs_its_row():
+    def run(job):
+        raise RuntimeError("no kernel image is available\nand more")
+
+    row = package.attempt(Job("sparseconv", "shell_16", 8, **TINY), run)
+    assert (row["status"], row["reason"]) == ("failed", "RuntimeError: no kernel image is available")
+
+
+def test_a_folder_of_scenes_of_ones_own_is_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARSECONV_BENCH_DATA", str(tmp_path))
+    assert "attic.npz" in cases.missing("attic")
+    np.savez(tmp_path / "attic.npz", coords=np.array([[0, 0, 0], [0, 1, 2], [7, 7, 7]]))
+    assert cases.coordinates("attic").tolist() == [[0, 0, 0, 0], [0, 0, 1, 2], [0, 7, 7, 7]]
+
+
+def test_a_table_of_the_repository_is_measured_written_and_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    from typer.testing import CliRunner
+
+    from benchmarks import __main__ as command
+
+    options = ["--case", "shell_16", "--channels", 8, "--seconds", 0.01, "--json", tmp_path / "a.json", "--plot"]
+    options += ["--backend", "sparseconv", "--backend", "dense conv3d"]
+    done = CliRunner().invoke(command.app, ["cpu", *map(str, options)], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    for word in ("shell_16", "dense conv3d", "fp32", "ceilings", "a.json", "a_relative.png", "of bound"):
+        assert word in " ".join(done.output.split())
+    rows = report.read(tmp_path / "a.json")["rows"]
     assert {row["implementation"] for row in rows} == {"sparseconv", "dense conv3d"}
-    assert {"a_relative.png", "a_roofline.png"} <= {file.name for file in (tmp_path / "pictures").iterdir()}
+    assert {"a_relative.png", "a_roofline.png"} <= {file.name for file in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("file", sorted(benchmarks.RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_the_commands_of_a_results_file_are_understood(file):
+    """A command that stands in a results file names a table and options that there are."""
+    import shlex
+
+    from benchmarks import __main__ as command
+
+    found = json.loads(file.read_text())
+    tables = typer.main.get_command(command.app)
+    for line in found.get("commands", []) if isinstance(found, dict) else []:
+        words = shlex.split(line.partition("  (")[0])
+        while "=" in words[0]:
+            words.pop(0)
+        assert words[:3] == ["python", "-m", "benchmarks"]
+        table = tables.commands[words[3]]
+        table.make_context(words[3], words[4:])
 
 
 @pytest.mark.parametrize(
     ("option", "value", "word"),
-    [("--backend", "cudnn", "spconv"), ("--dtype", "int8", "bf16"), ("--quantity", "joy", "forward")],
+    [
+        ("--backend", "cudnn", "sparseconv:numpy_gather_scatter"),
+        ("--dtype", "int8", "bf16"),
+        ("--quantity", "joy", "forward"),
+    ],
 )
 def test_the_command_names_what_there_is(option, value, word):
     code, said = bench(option, value)
@@ -741,7 +791,7 @@ def test_the_committed_claims_are_well_formed():
         assert set(asked) == {"implementation", "case", "channels", "dtype", "device", "quantity"}
         if asked["device"] == "cuda":
             assert claim["card"]
-            assert (report.RESULTS / claim["record"]).exists() or claim["record"] == "targets.json"
+            assert (benchmarks.RESULTS / claim["record"]).exists() or claim["record"] == "targets.json"
 
 
 @pytest.mark.parametrize("claim", verify.claims(), ids=lambda claim: claim["name"])
@@ -754,23 +804,27 @@ def test_a_claim_about_a_card_is_what_its_record_says(claim):
 def test_the_readme_states_its_claims_and_no_other_number():
     kept = json.loads(verify.CLAIMS.read_text())
     figures = {number for claim in kept["claims"] for number in stated.numbers(claim["stated"])}
-    said = set(stated.numbers((report.HERE.parents[1] / "README.md").read_text()))
+    said, more = (
+        set(stated.numbers((benchmarks.ROOT / name).read_text())) for name in ("README.md", "docs/benchmarks.md")
+    )
     assert said - figures - set(kept["settings"]) == set(), "in the README, and no claim"
-    assert figures - said == set(), "a claim, and not in the README"
+    assert figures - said - more == set(), "a claim, and neither in the README nor in docs/benchmarks.md"
 
 
 def test_the_readme_is_in_step_with_the_results(tmp_path):
-    from benchmarks import readme
+    from benchmarks.claims import readme
 
-    for file, kept in ((tmp_path / "README.md", readme.README), (tmp_path / "claims.json", verify.CLAIMS)):
+    pages = {tmp_path / "README.md": readme.README, tmp_path / "benchmarks.md": readme.PAGE}
+    for file, kept in {**pages, tmp_path / "claims.json": verify.CLAIMS}.items():
         file.write_text(kept.read_text())
-    readme.write(tmp_path / "README.md", tmp_path / "claims.json")
-    assert (tmp_path / "README.md").read_text() == readme.README.read_text(), "run `python -m benchmarks readme`"
+    readme.write(tmp_path / "README.md", tmp_path / "claims.json", tmp_path / "benchmarks.md")
+    for file, kept in pages.items():
+        assert file.read_text() == kept.read_text(), "run `python -m benchmarks readme`"
     assert json.loads((tmp_path / "claims.json").read_text()) == json.loads(verify.CLAIMS.read_text())
 
 
 def test_a_readme_without_marks_is_refused():
-    from benchmarks import readme
+    from benchmarks.claims import readme
 
     with pytest.raises(ValueError, match="needs the lines"):
         readme.written("# a readme\n", [])
@@ -783,7 +837,7 @@ def test_claims_are_measured_anew_until_one_does_not_hold(tmp_path, capsys):
     several = [claim | {"name": name, "figure": ms, "stated": f"{ms:g}"} for name, ms in figures.items()]
     (tmp_path / "claims.json").write_text(json.dumps({"claims": several}))
     kept = tmp_path / "kept.json"
-    assert verify.verify([], "cpu", report.wide_console(), tmp_path / "claims.json", kept) == 1
+    assert verify.verify([], "cpu", wide_console(), tmp_path / "claims.json", kept) == 1
     assert [row["case"] for row in report.read(kept)["rows"]] == ["shell_16"], "one layer, whatever is claimed of it"
     said = filter(None, capsys.readouterr().out.splitlines())
     again = ["later than stated, measured again: 1"] * (verify.TIMES - 1)
@@ -818,7 +872,7 @@ def test_a_late_time_is_measured_again_and_counts_where_it_was_least(
         keep(job.as_dict() | {"status": "measured", "step": {"median": next(left)}, "memory": {"peak_mib": 3.0}})
 
     monkeypatch.setattr(verify.session, "run", run)
-    holds = verify.verify([], None, report.wide_console(), tmp_path / "claims.json", file)
+    holds = verify.verify([], None, wide_console(), tmp_path / "claims.json", file)
     assert holds == (0 if whose == "best other" else code), "a peer may be slower than stated"
     assert not list(left)
     (row,) = report.read(file)["rows"]
@@ -852,7 +906,7 @@ def test_the_best_other_is_a_peer_and_must_not_be_faster_than_stated(monkeypatch
 
     monkeypatch.setattr(verify.session, "run", run)
     monkeypatch.setattr(verify.session, "compile_ours", lambda *rest: None)
-    assert verify.verify([], None, report.wide_console(), tmp_path / "claims.json") == code
+    assert verify.verify([], None, wide_console(), tmp_path / "claims.json") == code
     assert "spconv" in measured
     assert not {"sparseconv", "cupy_gather_scatter", "triton_implicit_gemm", "dense conv3d"} & set(measured)
 
@@ -865,8 +919,8 @@ def test_a_figure_of_ours_that_breaks_is_not_covered_by_its_record(monkeypatch, 
     claim = {"name": "a", "text": "forward", "measure": asked | {"quantity": "forward"}, "figure": 1.45, "unit": "ms"}
     claim |= {"tolerance": 0.1, "stated": "1.45", "record": "card.json", "card": "NVIDIA Abacus"}
     (tmp_path / "claims.json").write_text(json.dumps({"claims": [claim]}))
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    report.write(tmp_path / "card.json", {}, [fake("sparseconv", 1.4513)])
+    monkeypatch.setattr(benchmarks, "RESULTS", tmp_path)
+    write(tmp_path / "card.json", {}, [fake("sparseconv", 1.4513)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Abacus")
     broken = {"status": status, "reason": "a bead came off"}
@@ -877,7 +931,7 @@ def test_a_figure_of_ours_that_breaks_is_not_covered_by_its_record(monkeypatch, 
 
     monkeypatch.setattr(verify.session, "run", run)
     monkeypatch.setattr(verify.session, "compile_ours", lambda *rest: None)
-    assert verify.verify([], None, report.wide_console(), tmp_path / "claims.json") == code
+    assert verify.verify([], None, wide_console(), tmp_path / "claims.json") == code
     assert code == 0 or "a bead came off" in capsys.readouterr().out
 
 
@@ -887,21 +941,25 @@ def test_without_the_card_a_claim_is_held_against_its_record(tmp_path, monkeypat
     claim = {"name": "a", "text": "forward", "measure": asked | {"quantity": "forward"}, "figure": 1.45, "unit": "ms"}
     claim |= {"tolerance": 0.1, "stated": words, "record": "card.json", "card": "NVIDIA Abacus"}
     (tmp_path / "claims.json").write_text(json.dumps({"claims": [claim]}))
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
-    report.write(tmp_path / "card.json", {}, [fake("sparseconv", 1.4513)])
-    assert verify.verify([], None, report.wide_console(), tmp_path / "claims.json") == code
+    monkeypatch.setattr(benchmarks, "RESULTS", tmp_path)
+    write(tmp_path / "card.json", {}, [fake("sparseconv", 1.4513)])
+    assert verify.verify([], None, wide_console(), tmp_path / "claims.json") == code
 
 
 def test_an_unknown_claim_is_named(capsys):
-    assert verify.verify(["a claim of nobody"], None, report.wide_console()) == 1
+    assert verify.verify(["a claim of nobody"], None, wide_console()) == 1
     assert "a claim of nobody" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "name", sorted(file.stem for file in (Path(__file__).parents[2] / "benchmarks").glob("[a-z]*.py"))
+    "name",
+    sorted(
+        ".".join(file.relative_to(benchmarks.ROOT).with_suffix("").parts)
+        for file in (benchmarks.ROOT / "benchmarks").rglob("[a-z]*.py")
+    ),
 )
 def test_every_benchmark_can_be_imported_without_a_card(name):
-    __import__(f"benchmarks.{name}")
+    __import__(name)
 
 
 def test_a_revision_says_whether_files_differ_from_it(tmp_path):
@@ -909,12 +967,12 @@ def test_a_revision_says_whether_files_differ_from_it(tmp_path):
         who = ("-c", "user.name=a", "-c", "user.email=a@b.c")
         return subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True).stdout
 
-    assert facts.revision(tmp_path) is None
+    assert machine.revision(tmp_path) is None
     git("init")
     (tmp_path / "file").write_text("one")
     git("add", "file")
     git("commit", "-m", "one")
     commit = git("rev-parse", "--short", "HEAD").strip()
-    assert facts.revision(tmp_path) == commit
+    assert machine.revision(tmp_path) == commit
     (tmp_path / "file").write_text("two")
-    assert facts.revision(tmp_path) == f"{commit}-dirty"
+    assert machine.revision(tmp_path) == f"{commit}-dirty"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 typer = pytest.importorskip("typer")
 pytest.importorskip("nilearn")
@@ -124,7 +125,40 @@ def test_without_the_extra_one_sentence_names_it(package):
     said, complaint = process.communicate(timeout=120)
     assert process.returncode == 1
     assert said == ""
-    assert complaint == f"sparseconv: the command line needs {package}: pip install 'sparseconv[demo]'\n"
+    assert f"needs {package}: pip install 'sparseconv[cli]'" in complaint.splitlines()[0]
+    assert "sparseconv info" in complaint.splitlines()[1]
+
+
+@pytest.mark.parametrize("asked", ["info", "--version"])
+def test_a_bare_installation_says_what_a_bug_report_needs(asked):
+    """Without typer, rich, or any other package of an extra."""
+    code = f"import sys; sys.modules.update(typer=None, rich=None, click=None); sys.argv[1:] = [{asked!r}]; "
+    process = outside(code=code + "from sparseconv.__main__ import main; main()")
+    said, complaint = process.communicate(timeout=120)
+    assert (process.returncode, complaint) == (0, "")
+    assert "sparseconv" in said
+    assert "0.1.0" in said
+    assert ("backends for a plan on cpu" in said) == (asked == "info")
+    _, typed = run(asked)
+    assert [line for line in typed.splitlines() if "=" not in line] == [
+        line for line in said.splitlines() if "=" not in line
+    ]
+
+
+def test_a_report_comes_where_something_is_broken(monkeypatch):
+    """A backend that cannot even be asked, and a grid that cannot be made, are lines of the report."""
+    from sparseconv import geometry, info
+    from sparseconv.backends import registry
+
+    def broken(name):
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(registry, "backend", broken)
+    assert set(info.backends(torch.device("cpu")).values()) == {
+        "no: OSError: libcuda.so.1: cannot open shared object file"
+    }
+    monkeypatch.setattr(geometry, "VoxelGrid", broken)
+    assert all("a plan cannot be made" in said for said in info.backends(torch.device("cpu")).values())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is another signal there")

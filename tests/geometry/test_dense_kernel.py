@@ -13,7 +13,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def scene(rank, channels, dtype):
     gen = torch.Generator().manual_seed(rank)
-    coords = torch.cat([torch.randint(0, 3, (90, 1), generator=gen), torch.randint(-2, 5, (90, rank), generator=gen)], 1)
+    coords = torch.cat(
+        [torch.randint(0, 3, (90, 1), generator=gen), torch.randint(-2, 5, (90, rank), generator=gen)], 1
+    )
     coords = torch.unique(coords, dim=0).int()
     features = torch.randint(-9, 9, (len(coords), channels), generator=gen).to(dtype)
     return coords.to(DEVICE), features.to(DEVICE)

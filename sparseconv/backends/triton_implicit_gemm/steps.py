@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +27,7 @@ from sparseconv.backends.triton_implicit_gemm.launch import Fixed, Launch, Progr
 from sparseconv.backends.triton_implicit_gemm.schedule import Schedule, schedule_of
 from sparseconv.geometry.aside import scratch
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.torch_private import allows_tf32
 
 if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue
@@ -384,7 +385,7 @@ def _unit(work: Work, *strides: int) -> int:
 
 
 #: torch.backends.cuda.matmul.allow_tf32 without its look for a name, which takes a microsecond
-_allows_tf32: Callable[[], bool] = torch._C._get_cublas_allow_tf32
+_allows_tf32 = allows_tf32
 
 
 def precision_of(dtype: torch.dtype) -> str:

@@ -81,7 +81,9 @@ class Captured:
 
     def _collect(self) -> None:
         self._modules = list(self.module.modules())
-        self._held = [d for m in self._modules for d in (m._modules, m._parameters, m._buffers) if d]
+        self._held: list[dict[str, Any]] = [
+            d for m in self._modules for d in (m._modules, m._parameters, m._buffers) if d
+        ]
         self._tensors = list({id(t): t for t in chain(self.module.parameters(), self.module.buffers())}.values())
         self._parameters = list(self.module.parameters())
 
@@ -231,9 +233,9 @@ class Captured:
             sizes = recording.sizes
             if len(scene.coords) > sizes.rows:
                 return f"{len(scene.coords)} voxels, and places for {sizes.rows}"
-            if scene.shape is not None and scene.shape != sizes.shape:
-                if not sizes.loose or any(n > m for n, m in zip(scene.shape, sizes.shape or ())):
-                    return f"spatial shape {scene.shape}, captured with {sizes.shape}"
+            larger = any(n > m for n, m in zip(scene.shape or (), sizes.shape or ()))
+            if larger or (scene.shape != sizes.shape and not sizes.loose):
+                return f"spatial shape {scene.shape}, captured with {sizes.shape}"
             return None
         if kind.captures >= MOST_CAPTURES:
             kind.refused = f"its scenes outgrew {MOST_CAPTURES} captures, one after another"
@@ -316,7 +318,7 @@ class Captured:
 
     def _state(self) -> Any:
         """What the graphs read: the module's parts and tensors, and where these lie. Values may be any."""
-        parts = list(chain.from_iterable(map(dict.values, self._held)))
+        parts = list(chain.from_iterable(held.values() for held in self._held))
         return list(map(id, parts)), list(map(_address, self._tensors)), list(map(_wants_gradient, self._parameters))
 
     # ---- words

@@ -80,9 +80,9 @@ class Guard(TorchDispatchMode):
                 if what is not None:
                     raise CannotCapture(f"{name} reads {what} {tuple(t.shape)}, made before the region, {place}")
         found = function(*args, **kwargs)
-        if place is not None and name in ("_to_copy", "copy_") and isinstance(found, torch.Tensor):
-            if found.device.type != self._device.type:
-                raise CannotCapture(f"a tensor is copied to the host, {place}")
+        copied = place is not None and name in ("_to_copy", "copy_") and isinstance(found, torch.Tensor)
+        if copied and found.device.type != self._device.type:
+            raise CannotCapture(f"a tensor is copied to the host, {place}")
         return found
 
 

@@ -73,7 +73,8 @@ class Recording:
         self._filled, self._tickets = 0, 0
         self._stream: torch.cuda.Stream | None = None
         self._root: Sequence[int] | None = None
-        self.grads: list[torch.Tensor | None] = []
+        self._told = torch.zeros(0, dtype=torch.int32)
+        self.grads: list[torch.Tensor] = []
 
     # ---- a scene goes in
 
@@ -182,9 +183,8 @@ class Recording:
         counts = [family[rows] for rows in answer.grids]
         with reporting(), torch.no_grad():
             told = torch.cat([self._ticket, grid.fault, *counts])
-            if getattr(self, "_told", None) is None or len(self._told) != len(told):
-                pinned = self._device.type == "cuda"
-                self._told = torch.zeros(len(told), dtype=torch.int32, pin_memory=pinned)
+            if len(self._told) != len(told):
+                self._told = torch.zeros(len(told), dtype=torch.int32, pin_memory=self._device.type == "cuda")
                 self._told_on_host = self._told.numpy()
             self._told.copy_(told, non_blocking=True)
             if answer.voxels:  # of all grids that are returned, one after another, so that a call copies them at once
@@ -231,6 +231,7 @@ class Recording:
         """Gradients of the features and the parameters of an eager call, as `backward` gives them."""
         ends = [(t, g) for t, g in zip(eager.answer.tensors, grads) if g is not None and t.requires_grad]
         starts = ([eager.features] if self._of_features else []) + self.parameters
+        found: list[torch.Tensor | None]
         found = list(torch.autograd.grad([t for t, _ in ends], starts, [g for _, g in ends], allow_unused=True))
         return (found.pop(0) if self._of_features else None), found
 
@@ -415,8 +416,7 @@ class Recording:
         with torch.no_grad():
             for at, number in enumerate(self.taken):
                 into, grad, rows = self.grads[at], grads[number], self.rows_of[number]
-                live = len(into) if into.ndim and rows is None else 0 if rows is None else counts[rows]
-                assert into is not None
+                live = counts[rows] if rows is not None else len(into) if into.ndim else 0
                 if grad is None:
                     into.zero_()
                     live = 0

@@ -67,11 +67,12 @@ def is_sparse_layer(module: Any) -> bool:
 
 def kind_of(value: Any) -> Kind | None:
     """The kind of a sparse tensor; None for anything else."""
-    return _kind_of_class(type(value))
+    of: Any = type(value)
+    return _kind_of_class(of)
 
 
 @lru_cache(1024)
-def _kind_of_class(kind: type) -> Kind | None:
+def _kind_of_class(kind: Any) -> Kind | None:
     return next((_kinds[parent] for parent in kind.__mro__ if parent in _kinds), None)
 
 

@@ -29,7 +29,7 @@ def against_eager(recording: Recording, given: Given, scene: Scene) -> None:
         for number, (a, b) in enumerate(zip(found, wanted)):
             if a.shape != b.shape:
                 raise CannotCapture(
-                    f"result {number} has a size that depends on the scene: {tuple(a.shape)}, and {tuple(b.shape)} alone"
+                    f"result {number} has a size that depends on the scene: {tuple(a.shape)}, alone {tuple(b.shape)}"
                 )
         off = _off(found, wanted, RESULTS)
         if (
@@ -91,10 +91,10 @@ def _off_gradients(mine: Gradients, theirs: Gradients) -> str | None:
     gap = wanted = 0.0
     limit = 0.0
     for a, b in pairs:
-        assert a is not None and b is not None
-        gap += float((a.double() - b.double()).square().sum())
-        wanted += float(b.double().square().sum())
-        limit = max(limit, GRADIENTS[b.dtype])
+        if a is not None and b is not None:
+            gap += float((a.double() - b.double()).square().sum())
+            wanted += float(b.double().square().sum())
+            limit = max(limit, GRADIENTS[b.dtype])
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         limit = max(limit, GRADIENTS[torch.float16])
     part = (gap / max(wanted, 1e-30)) ** 0.5

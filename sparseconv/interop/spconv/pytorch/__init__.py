@@ -1,5 +1,7 @@
 """What ``import spconv.pytorch as spconv`` serves."""
 
+import torch
+
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch import functional, ops
 from sparseconv.interop.spconv.pytorch.conv import (
@@ -49,7 +51,7 @@ from sparseconv.interop.spconv.pytorch.tables import AddTable, AddTableMisaligne
 class ToDense(SparseModule):
     """A `SparseConvTensor` -> dense (B, C, *spatial)."""
 
-    def forward(self, x: SparseConvTensor):  # type: ignore[no-untyped-def]
+    def forward(self, x: SparseConvTensor) -> torch.Tensor:
         return x.dense()
 
 
@@ -57,7 +59,7 @@ class RemoveGrid(SparseModule):
     """Drop the ``grid`` attribute."""
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
-        x.grid = None  # type: ignore[assignment]
+        x.grid = None
         return x
 
 

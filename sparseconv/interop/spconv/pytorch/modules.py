@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.nn.capturing.region import register_layers
 from sparseconv.nn.fusion import hooked
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.nn.training import Layer, serves, trained
+from sparseconv.torch_private import BatchNormBase
+
+
+class Placement(TypedDict, total=False):
+    """Where and as what a layer's parameters are made."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
 
 
 class SparseModule(torch.nn.Module):
@@ -66,13 +73,13 @@ class SparseSequential(SparseModule):
         after = [*modules[1:], None]
         joined = None
         for module, following in zip(modules, after):
-            if module is joined:
+            if module is None or module is joined:
                 continue
             if is_spconv_module(module) or not isinstance(input, SparseConvTensor):
                 input = module(input)
             elif type(module) is torch.nn.BatchNorm1d and (y := norm_and_relu(module, following, input)) is not None:
                 input, joined = input.replace_feature(y), following
-            elif input.features.shape[0] or not isinstance(module, _BatchNorm):
+            elif input.features.shape[0] or not isinstance(module, BatchNormBase):
                 input = input.replace_feature(module(input.features))
         return input
 
@@ -109,7 +116,7 @@ class SparseIdentity(torch.nn.Identity):
 
 
 def norm_and_relu(norm: torch.nn.BatchNorm1d, relu: Any, input: SparseConvTensor) -> torch.Tensor | None:
-    """The features after torch's batch norm and ReLU in training: one node of the gradient. None where it may not be."""
+    """Features after torch's batch norm and ReLU in training, by one node of the gradient; None where it may not."""
     features = input.features
     if type(relu) is not torch.nn.ReLU or features.shape[1] != norm.num_features or hooked(norm, relu):
         return None

@@ -1,0 +1,1 @@
+"""The numbers and pictures of the documents: written from the committed results, and measured anew."""
