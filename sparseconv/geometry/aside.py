@@ -87,6 +87,12 @@ class Aside:
         """`building` of edges by tap, from maps of this run until a moment of it; else from all maps so far."""
         return self._on(self._edges, since.event if since is not None and since.of is self else None)
 
+    def reporting(self) -> AbstractContextManager[Aside]:
+        """`building` after all maps, lists and edges so far."""
+        for lane in self.lanes[1:]:
+            self._maps.wait_stream(lane)
+        return self._on(self._maps)
+
     def moment(self) -> Moment:
         """All maps so far."""
         return Moment(self, self._maps.record_event())
@@ -183,6 +189,12 @@ def building() -> AbstractContextManager[Aside | None]:
     """
     aside = current()
     return _NOTHING if aside is None else aside.building()
+
+
+def reporting() -> AbstractContextManager[Aside | None]:
+    """`building` of what tells the host of all that was built."""
+    aside = current()
+    return _NOTHING if aside is None else aside.reporting()
 
 
 def listing() -> AbstractContextManager[Aside | None]:

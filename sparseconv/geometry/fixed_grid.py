@@ -13,7 +13,7 @@ import torch
 from sparseconv.geometry.arguments import INT32, check_box, checked_device, checked_tensor
 from sparseconv.geometry.aside import building
 from sparseconv.geometry.edges import coarse_grid, find_edges, fine_grid, torus_of, wrap
-from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.grid import VoxelGrid, dense_on_gpu
 from sparseconv.geometry.lookup import KeySpace, SortedTable
 from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
@@ -29,6 +29,7 @@ FAULTS = {
     1: "a voxel lies outside of the extent or the batch, occurs twice, or the dead rows do not follow the real ones",
     2: "a derived grid has more voxels than its rows hold: give more room",
     4: "a map has more edges than there is room for: give more room, or an example with as many neighbours a voxel",
+    8: "a voxel lies behind the end of its scene's own spatial shape",
 }
 #: places at which the programs of a launch meet, and one more
 GATES = 16
@@ -131,6 +132,7 @@ class FixedGrid(VoxelGrid):
         voxel_size: tuple[float, ...],
         example: VoxelGrid,
         room: float,
+        family: dict[int, torch.Tensor] | None = None,
     ) -> None:
         check_box(extent, "the extent of a grid of fixed size")
         self.coords, self.count, self.fault, self._gates = coords, count, fault, gates
@@ -138,6 +140,9 @@ class FixedGrid(VoxelGrid):
         self.batch_size, self.origin = example.batch_size, example.origin
         self.voxel_size, self.extent, self.example, self.room = voxel_size, extent, example, room
         self.derived = {}
+        #: of all grids made of one another: rows -> count. No two have as many rows, so rows tell whose they are
+        self.family = {} if family is None else family
+        self.family[len(coords)] = count
         self._space  # noqa: B018 (raises where keys are too short)
 
     # ---- rows
@@ -222,13 +227,15 @@ class FixedGrid(VoxelGrid):
         example = self._example(window, boundary, within, to_fine)
         most = min(self.batch_size * extent.size, len(self) * len(window.offsets))
         rows = min(most, max(1, math.ceil(self.room * len(example) / ROWS)) * ROWS)
+        while rows in self.family:
+            rows += ROWS
         grid = object.__new__(FixedGrid)
         with building() as aside:
             coords, count = (self._reach_on_gpu if self.device.type == "cuda" else self._reach)(
                 window, torus_of(None, window, boundary), torus, extent, rows, to_fine
             )
         size = tuple(v * s for v, s in zip(self.voxel_size, scale))
-        grid._set(coords, count, self.fault, self._gates, extent, size, example, self.room)
+        grid._set(coords, count, self.fault, self._gates, extent, size, example, self.room, self.family)
         if aside is not None:
             aside.keep(grid)
         if self.device.type == "cuda":
@@ -290,6 +297,12 @@ class FixedGrid(VoxelGrid):
         padded[: len(found)] = found[:rows]
         return padded, self.count.new_tensor([min(len(found), rows)])
 
+    @torch.no_grad()
+    def end_at(self, ends: torch.Tensor) -> None:
+        """Note a fault where a voxel lies at or behind ``ends``, (D,) int32 on the device."""
+        with building():
+            self.fault |= 8 * (self.coords[:, 1:] >= ends).any().to(torch.int32)
+
     def pairs_like(self, coarse: FixedGrid, window: Window, boundary: Boundary) -> int:
         """About how many edges a window joins between this grid, the fine one, and a coarse one: as in the example."""
         other = None if coarse.example is self.example else coarse.example
@@ -327,7 +340,18 @@ class FixedGrid(VoxelGrid):
         raise ValueError(f"a FixedGrid stays on its device, {self.device}: make another one on {device}")
 
     def to_dense(self, features: torch.Tensor, extent: IndexRange | Sequence[int] | None = None) -> torch.Tensor:
-        raise _unknown("a dense array")
+        """(B, C, *shape) over an extent that holds all voxels (default: the grid's), zero elsewhere."""
+        box = self.extent if extent is None else extent
+        box = box if isinstance(box, IndexRange) else IndexRange.of_shape(tuple(box))
+        if features.is_cuda:
+            dense = dense_on_gpu(features, self.coords, self.batch_size, box)
+            if dense is not None:
+                return dense
+        space = KeySpace.covering(IndexRange((0, *box.start), (self.batch_size, *box.end)))
+        cells = self.batch_size * box.size
+        keys = torch.where(space.contains(self.coords), space.keys(self.coords.long()), cells)
+        flat = features.new_zeros(cells + 1, features.shape[1]).index_copy(0, keys, features)[:cells]
+        return flat.view(self.batch_size, *box.shape, features.shape[1]).movedim(-1, 1)
 
     def __repr__(self) -> str:
         return super().__repr__().replace("VoxelGrid(", "FixedGrid(").replace(" voxels,", " rows,")

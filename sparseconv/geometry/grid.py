@@ -116,9 +116,10 @@ class VoxelGrid:
     @cached_property
     def extent(self) -> IndexRange:
         """The bounding box of the voxels, without the batch."""
-        if not self._low:
+        low, high = (self._low, self._high) if self._box is None else bounds(self.coords)
+        if not low:
             return IndexRange((0,) * self.rank, (0,) * self.rank)
-        return IndexRange(self._low[1:], [h + 1 for h in self._high[1:]])
+        return IndexRange(low[1:], [h + 1 for h in high[1:]])
 
     @cached_property
     def _space(self) -> KeySpace:
@@ -137,6 +138,8 @@ class VoxelGrid:
     def _table(self) -> SortedTable:
         return SortedTable(self._space.keys(self.coords))
 
+    #: a box that the voxels lie in, of a grid whose extent nobody has measured yet
+    _box: IndexRange | None = None
     #: whether voxel_size or origin was given: indices alone say nothing of where voxels lie
     is_placed = False
     #: True where other processes hold the rest of the scene
@@ -228,6 +231,13 @@ class VoxelGrid:
         grid.derived, grid.is_placed = {}, self.is_placed
         if coords.is_cuda:
             grid.cells  # noqa: B018 (kept)
+        return grid
+
+    def _known(self, coords: torch.Tensor, box: IndexRange) -> VoxelGrid:
+        """A grid in the same scene of contiguous int32 coords, distinct and within ``box``: nothing is launched."""
+        grid = object.__new__(VoxelGrid)
+        grid.batch_size, grid.origin, grid.voxel_size = self.batch_size, self.origin, self.voxel_size
+        grid._box, grid.coords, grid.derived, grid.is_placed = box, coords, {}, self.is_placed
         return grid
 
     @transforms.constant
@@ -347,8 +357,13 @@ class VoxelGrid:
         checked_tensor(features, "features", f"({self.num_voxels}, C)")
         if features.ndim != 2 or features.shape[0] != self.num_voxels:
             raise ValueError(f"features must be ({self.num_voxels}, C); got {tuple(features.shape)}")
-        if box.rank != self.rank or not box.encloses(self.extent):
+        inside = box.rank == self.rank and (box.encloses(self._box or self.extent) or box.encloses(self.extent))
+        if not inside:
             raise ValueError(f"the grid's extent {self.extent} leaves the box {box} that should be filled")
+        if features.is_cuda and not torch.compiler.is_compiling() and not transforms.present():
+            dense = dense_on_gpu(features, self.coords, self.batch_size, box)
+            if dense is not None:
+                return dense
         keys = KeySpace((0, *box.start), (max(1, self.batch_size), *(max(1, n) for n in box.shape))).keys(self.coords)
         flat = features.new_zeros(self.batch_size * box.size, features.shape[1]).index_copy(0, keys, features)
         return flat.view(self.batch_size, *box.shape, features.shape[1]).movedim(-1, 1)
@@ -362,6 +377,15 @@ class VoxelGrid:
             f"VoxelGrid({self.num_voxels:,} voxels, rank {self.rank}, batch {self.batch_size}, extent {self.extent}, "
             f"voxel size {size}, {self.device})"
         )
+
+
+def dense_on_gpu(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor | None:
+    """`VoxelGrid.to_dense` by one kernel; None where it does not serve."""
+    from sparseconv.geometry import triton_dense  # Triton is loaded where it is used
+
+    if not triton_dense.serves(features, coords):
+        return None
+    return triton_dense.to_dense(features, coords, triton_dense.Box(items, box.start, box.shape))
 
 
 def _check_grid(given: object) -> VoxelGrid:

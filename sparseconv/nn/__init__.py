@@ -1,8 +1,8 @@
 """Modules and networks."""
 
 from sparseconv.nn.blocks import Bottleneck, ConvBlock, ResidualBlock
-from sparseconv.nn.captured_inference import capture
 from sparseconv.nn.captured_step import capture_step
+from sparseconv.nn.capturing import accelerate, capture, explain, release
 from sparseconv.nn.containers import Add, Cat, Residual, Sequential, ToDense
 from sparseconv.nn.convnext import ConvNeXtUNet
 from sparseconv.nn.convolution import Conv, ConvTranspose, InverseConv, SubmanifoldConv
@@ -89,6 +89,9 @@ __all__ = [
     "UNet",
     "Unpool",
     "VoxelResBackBone8x",
+    "accelerate",
     "capture",
     "capture_step",
+    "explain",
+    "release",
 ]

@@ -302,6 +302,41 @@ def trained(x: torch.Tensor, layers: Sequence[Layer], residual: torch.Tensor | N
         return _apply(x, residual, tuple(stages), source, *tensors)
 
 
+def batch_norm_of_rows(
+    x: torch.Tensor,
+    count: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+) -> torch.Tensor:
+    """`torch.nn.functional.batch_norm` in training over the first ``count`` (1,) rows of x (N, C).
+
+    Running statistics follow. Other rows come out as 0, get no gradient, and are not read.
+    """
+    tensors = [t for t in (weight, bias, mean, var) if t is not None]
+    if (
+        normalize.on_kernels(x)
+        and type(x) in _PLAIN
+        and (weight is None) == (bias is None)
+        and (mean is None) == (var is None)
+        and all(_is_near(t, x.get_device()) for t in tensors)
+        and not dispatch_modes()
+    ):
+        tracked = torch.zeros((), dtype=torch.int64, device=x.device)  # the module counts batches itself
+        running = None if mean is None or var is None else (mean, var, tracked)
+        stage = Stage(Norm(eps, momentum, 1.0, running, count), None)
+        return _apply(_lined_up(x), None, (stage,), None, None, weight, bias)
+    y, found, spread, rows = over_live_rows(x, count, weight, bias, eps)
+    for kept, seen in ((mean, found), (var, spread * rows / (rows - 1).clamp_min(1))):
+        if kept is not None:
+            with torch.no_grad():
+                kept.copy_(torch.lerp(kept.to(seen.dtype), seen, momentum))
+    return y
+
+
 #: Function.apply without its look for functional transforms, which `serves` has ruled out
 _apply: Any = super(torch.autograd.Function, _Trained).apply
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
@@ -22,6 +23,7 @@ from sparseconv.interop.spconv.pytorch.geometry import (
 )
 from sparseconv.interop.spconv.pytorch.modules import Placement, SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
+from sparseconv.nn.capturing.region import Shape, own_shape, stepped
 from sparseconv.plan.convolution import ConvolutionPlan
 
 if TYPE_CHECKING:
@@ -158,7 +160,7 @@ class SparseConvolution(SparseModule):
             plan = stored.plan
         out = self._execute(input, plan)
         if self.subm:
-            out.spatial_shape = list(out_shape)
+            out.spatial_shape = own_shape(out_shape)
         else:
             out = self._moved(out, plan, out_shape)
         if self.indice_key is not None and stored is None:
@@ -171,7 +173,9 @@ class SparseConvolution(SparseModule):
         count = self._buffers.get(RECORD)
         if count is not None:
             count.clamp_(min=plan.target.num_voxels)
-        out.spatial_shape = list(shape)
+        out.spatial_shape = own_shape(shape)
+        if isinstance(shape, Shape) and isinstance(plan.target, FixedGrid):
+            plan.target.end_at(shape.limits.row(shape))
         return out._at(Place(None, 0, plan.target))
 
     def _run_back(self, input: SparseConvTensor) -> SparseConvTensor:
@@ -191,7 +195,7 @@ class SparseConvolution(SparseModule):
         check_ends(input, stored.out_spatial_shape, stored.out_place, self.indice_key)
         plan = stored.inverse_plan()
         out = self._execute(input, plan)
-        out.spatial_shape = list(stored.spatial_shape)
+        out.spatial_shape = own_shape(stored.spatial_shape)
         return out._at(stored.place)
 
     def _execute(self, input: SparseConvTensor, plan: ConvolutionPlan) -> SparseConvTensor:
@@ -202,10 +206,16 @@ class SparseConvolution(SparseModule):
         return LayerWindow(tuple(self.kernel_size), tuple(self.stride), tuple(self.padding), tuple(self.dilation))
 
     def _out_shape(self, input: SparseConvTensor) -> list[int]:
-        size = (input.spatial_shape, self.kernel_size, self.stride, self.padding, self.dilation)
         if self.subm:
             return input.spatial_shape
-        return get_deconv_output_size(*size, self.output_padding) if self.transposed else get_conv_output_size(*size)
+        size = (self.kernel_size, self.stride, self.padding, self.dilation)
+
+        def step(shape: Sequence[int]) -> list[int]:
+            if self.transposed:
+                return get_deconv_output_size(shape, *size, self.output_padding)
+            return get_conv_output_size(shape, *size)
+
+        return stepped(input.spatial_shape, step)
 
     def extra_repr(self) -> str:
         words = [f"{self.in_channels}, {self.out_channels}"]

@@ -11,6 +11,7 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, own
+from sparseconv.nn.capturing import region
 from sparseconv.tensor import SparseTensor
 
 #: one class here stands for both of spconv's
@@ -86,9 +87,15 @@ class SparseConvTensor:
     def _place(self) -> Place:
         """The grid, and the tensor of indices that it goes with; made anew where the client wrote to that tensor."""
         kept = self._voxels
+        if kept is None and region.begins_with(self):
+            kept = self._voxels
         if kept is None or not kept.is_fresh():
             kept = self._voxels = Place.of(self.indices, VoxelGrid(self.indices, self.batch_size))
         return kept
+
+    def _rows(self) -> torch.Tensor:
+        """The indices (N, 1+D) int32, not to be written to."""
+        return self._place().voxels.coords if self._indices is None else self._indices
 
     @property
     def indices(self) -> torch.Tensor:
@@ -199,6 +206,8 @@ class SparseConvTensor:
 
     def dense(self, channels_first: bool = True) -> torch.Tensor:
         """(B, C, *spatial), or (B, *spatial, C); zero where there is no voxel. Differentiable."""
+        if isinstance(self.spatial_shape, region.Shape):
+            raise ValueError("within a captured call, a dense volume must have the same spatial shape in every scene")
         dense = self.voxels.to_dense(self.features, self.spatial_shape)
         return dense.contiguous() if channels_first else dense.movedim(1, -1)
 
@@ -207,6 +216,26 @@ class SparseConvTensor:
 
     def __repr__(self) -> str:
         return f"SparseConvTensor[shape={self._features.shape}]"
+
+
+def _filled(
+    x: SparseConvTensor, grid: VoxelGrid, features: torch.Tensor, shape: Sequence[int] | None
+) -> SparseConvTensor:
+    x._features, x.indice_dict = features, {}
+    if shape is not None:
+        x.spatial_shape = region.own_shape(shape)
+    return x._at(Place(None, 0, grid))
+
+
+region.register(
+    region.Kind(
+        SparseConvTensor,
+        lambda x: region.Scene(x._rows(), x.features, x.batch_size, tuple(x.spatial_shape), None, None),
+        lambda x: x.voxels,
+        _filled,
+        SparseConvTensor.shadow_copy,
+    )
+)
 
 
 def expand_nd(ndim: int, val: int | Sequence[int] | np.ndarray) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
 from sparseconv.interop.spconv.core import ConvAlgo
+from sparseconv.nn.capturing.region import own_shape
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.within import plan_within
@@ -104,7 +105,7 @@ class IndiceData:
     ) -> None:
         self.plan, self.place, self.out_place = plan, place, out_place
         self._ends = (plan.source, plan.target)  # a plan that its grid keeps does not keep that grid
-        self.spatial_shape, self.out_spatial_shape = list(spatial_shape), list(out_spatial_shape)
+        self.spatial_shape, self.out_spatial_shape = own_shape(spatial_shape), own_shape(out_spatial_shape)
         self.is_subm, self.algo, self.window = is_subm, algo, window
         self.ksize, self.stride = list(window.kernel_size), list(window.stride)
         self.dilation, self.padding = list(window.dilation), list(window.padding)

@@ -8,7 +8,10 @@ from typing import Any, TypedDict
 import torch
 
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
+from sparseconv.nn.capturing.region import register_layers
+from sparseconv.nn.fusion import hooked
 from sparseconv.nn.normalization import BatchNorm
+from sparseconv.nn.training import Layer, serves, trained
 from sparseconv.torch_private import BatchNormBase
 
 
@@ -66,11 +69,16 @@ class SparseSequential(SparseModule):
         self.add_module(name, module)
 
     def forward(self, input: Any) -> Any:
-        for module in self._modules.values():
-            if module is None:
+        modules: list[Any] = list(self._modules.values())
+        after = [*modules[1:], None]
+        joined = None
+        for module, following in zip(modules, after):
+            if module is None or module is joined:
                 continue
             if is_spconv_module(module) or not isinstance(input, SparseConvTensor):
                 input = module(input)
+            elif type(module) is torch.nn.BatchNorm1d and (y := norm_and_relu(module, following, input)) is not None:
+                input, joined = input.replace_feature(y), following
             elif input.features.shape[0] or not isinstance(module, BatchNormBase):
                 input = input.replace_feature(module(input.features))
         return input
@@ -105,6 +113,19 @@ class SparseReLU(torch.nn.ReLU):
 
 class SparseIdentity(torch.nn.Identity):
     """Returns its input."""
+
+
+def norm_and_relu(norm: torch.nn.BatchNorm1d, relu: Any, input: SparseConvTensor) -> torch.Tensor | None:
+    """Features after torch's batch norm and ReLU in training, by one node of the gradient; None where it may not."""
+    features = input.features
+    if type(relu) is not torch.nn.ReLU or features.shape[1] != norm.num_features or hooked(norm, relu):
+        return None
+    if torch.compiler.is_compiling() or not serves(features, norm, features.shape[0]):
+        return None
+    return trained(features, [Layer(norm, 0.0, alive=input.voxels.count)])
+
+
+register_layers(SparseModule, SparseBatchNorm, SparseSyncBatchNorm, SparseReLU)
 
 
 def is_spconv_module(module: torch.nn.Module | None) -> bool:

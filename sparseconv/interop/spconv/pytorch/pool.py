@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
 from sparseconv.interop.spconv.pytorch.conv import RECORD, Size
@@ -13,6 +14,7 @@ from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, Place, find_plan
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size
+from sparseconv.nn.capturing.region import Shape, own_shape, stepped
 from sparseconv.ops import pooling
 from sparseconv.plan.convolution import ConvolutionPlan
 
@@ -66,13 +68,16 @@ class _Pool(SparseModule):
         if self.indice_key is not None and self.indice_key in input.indice_dict:
             raise ValueError(f"indice_key {self.indice_key!r} is taken: give this pool a key of its own, or none")
         size = (self.kernel_size, self.stride, self.padding, self.dilation)
-        out_shape = list(input.spatial_shape) if self.subm else get_conv_output_size(input.spatial_shape, *size)
+        shape = input.spatial_shape
+        out_shape = own_shape(shape) if self.subm else stepped(shape, lambda cells: get_conv_output_size(cells, *size))
         window = LayerWindow(*(tuple(v) for v in size))
         plan = find_plan(input.voxels, window, out_shape, subm=self.subm)
         out = input.replace_feature(self._reduce(input.features, plan))
         if not self.subm:
             out._at(Place(None, 0, plan.target))
         out.spatial_shape = out_shape
+        if isinstance(out_shape, Shape) and isinstance(plan.target, FixedGrid) and not self.subm:
+            plan.target.end_at(out_shape.limits.row(out_shape))
         count = self._buffers.get(RECORD)
         if count is not None:
             count.clamp_(min=plan.target.num_voxels)

@@ -1,0 +1,68 @@
+"""Whole models: each sparse part captured, by one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from sparseconv.nn.capturing.module import Captured, capture_module
+from sparseconv.nn.capturing.region import is_sparse_layer
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+
+def accelerate(model: Module) -> Module:
+    """Capture each sparse part of a detector or segmenter, as `nn.capture` captures a module. Returns the same model.
+
+    A sparse part is the smallest module that holds all sparse layers, this library's or those of other libraries'
+    names. Where it does what no graph can hold, its own sparse parts are captured instead. `nn.explain` says what is
+    captured; `nn.release` undoes it.
+
+    >>> import sparseconv as sc
+    >>> from sparseconv import nn
+    >>> model = sc.accelerate(nn.UNet(4, 3, channels=(8, 16)))
+    >>> nn.explain(model)
+    'UNet:\\n  not called yet'
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"accelerate takes a torch.nn.Module; got {type(model).__name__}")
+    parts = list(sparse_parts(model))
+    if not parts:
+        raise ValueError(
+            f"{type(model).__name__} has no sparse layer: neither of sparseconv.nn nor of sparseconv.interop's names"
+        )
+    for part in parts:
+        _capture(part)
+    return model
+
+
+def sparse_parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The smallest modules below that hold all sparse layers and can be called: one, but for lists of modules."""
+    if is_sparse_layer(module):
+        yield module
+        return
+    held = [child for child in module.children() if _holds_layers(child)]
+    listed = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+    if listed or (len(held) == 1 and not isinstance(held[0], (torch.nn.ModuleList, torch.nn.ModuleDict))):
+        for child in held:
+            yield from sparse_parts(child)
+    elif held:
+        yield module
+
+
+def _holds_layers(module: torch.nn.Module) -> bool:
+    return any(is_sparse_layer(m) for m in module.modules())
+
+
+def _capture(module: torch.nn.Module) -> None:
+    """Capture a module; where that is refused, its parts."""
+
+    def instead(refused: Captured) -> None:
+        for child in refused.module.children():
+            for part in sparse_parts(child) if _holds_layers(child) else ():
+                _capture(part)
+
+    captured: Any = capture_module(module).__dict__["forward"]
+    captured.instead = instead

@@ -1,0 +1,285 @@
+"""What a call takes and returns, with places for the tensors that a replay writes.
+
+A call returns a tree: sparse tensors, tensors and plain values in tuples, lists and dicts. Some of it may be what the
+caller gave. A client may also fill in the dicts that it was given, as detectors do with their batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.nn.capturing.region import Kind, Shape, kind_of
+
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+
+
+class CannotCapture(Exception):
+    """Why a call cannot become a graph, in words for the user."""
+
+
+class Given:
+    """The arguments of a call: what they are made of, and copies of their containers."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.whole = (args, kwargs)
+        self._paths: dict[int, tuple[Any, ...]] = {}
+        self._copies: dict[int, tuple[Any, ...]] = {}
+        #: dicts that the call may fill in: the caller's, or the copies made last; and what they held before the call
+        self._dicts: dict[tuple[Any, ...], dict[Any, Any]] = {}
+        self._before: dict[tuple[Any, ...], dict[Any, Any]] = {}
+        #: every argument that is no container, and where it is
+        self.leaves: list[tuple[tuple[Any, ...], Any]] = []
+        self._note(self.whole, ())
+
+    def _note(self, value: Any, path: tuple[Any, ...]) -> None:
+        if not _is_container(value):
+            self.leaves.append((path, value))
+            if not isinstance(value, PLAIN):
+                self._paths.setdefault(id(value), path)
+            return
+        self._paths.setdefault(id(value), path)
+        if isinstance(value, dict) and len(path) > 1:
+            self._dicts[path], self._before[path] = value, dict(value)
+        for key, item in _items(value):
+            self._note(item, (*path, key))
+
+    def forget(self) -> None:
+        """Let go of everything."""
+        self.whole, self.leaves = ((), {}), []
+        self._dicts, self._before, self._paths, self._copies = {}, {}, {}, {}
+
+    def copied(self, replaced: Mapping[tuple[Any, ...], Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in new containers, some leaves ``replaced`` by their path."""
+        self._copies = {}
+        replaced = replaced or {}
+
+        def walk(value: Any, path: tuple[Any, ...]) -> Any:
+            if path in replaced:
+                made = replaced[path]
+                self._copies[id(made)] = path
+                return made
+            if not _is_container(value):
+                return value
+            made = _rebuilt(value, [walk(item, (*path, key)) for key, item in _items(value)])
+            self._copies[id(made)] = path
+            if path in self._dicts:
+                self._dicts[path] = made
+            return made
+
+        return walk(self.whole, ())
+
+    def path_of(self, value: Any) -> tuple[Any, ...] | None:
+        """Where a value is among the arguments or their copies; None for a new one."""
+        if isinstance(value, PLAIN):
+            return None
+        path = self._copies.get(id(value))
+        return self._paths.get(id(value)) if path is None else path
+
+    def changed(self) -> list[tuple[tuple[Any, ...], list[Any], dict[Any, Any]]]:
+        """Of each dict that the call changed: its path, the keys that went, and the items that are new or others."""
+        found = []
+        for path, now in self._dicts.items():
+            before = self._before[path]
+            gone = [key for key in before if key not in now]
+            new = {k: v for k, v in now.items() if k not in before or not self._same(v, before[k])}
+            if gone or new:
+                found.append((path, gone, new))
+        return found
+
+    def _same(self, value: Any, before: Any) -> bool:
+        if value is before:
+            return True
+        if isinstance(value, PLAIN):
+            return type(value) is type(before) and value == before
+        path = self._copies.get(id(value))
+        return path is not None and path == self._paths.get(id(before))
+
+    def at(self, path: Sequence[Any]) -> Any:
+        value: Any = self.whole
+        for key in path:
+            value = value[key]
+        return value
+
+
+class _Place(NamedTuple):
+    """A tensor that the graph writes; ``rows``: the grid whose rows it has, or None."""
+
+    number: int
+    rows: int | None
+
+
+class _FromCaller(NamedTuple):
+    path: tuple[Any, ...]
+
+
+class _Constant(NamedTuple):
+    value: Any
+
+
+class _Tree(NamedTuple):
+    like: Any
+    items: list[Any]
+
+
+class _SparsePlace(NamedTuple):
+    kind: Kind
+    like: Any
+    grid: int
+    features: _Place
+    shape: Shape | None
+
+
+class Answer:
+    """The tree of what a call returned, its tensors numbered in the order in which they are met.
+
+    Args:
+        out: what the call returned, on grids of fixed size where ``family`` names their rows.
+        given: its arguments.
+        family: rows of each grid of fixed size -> the grid; None for an eager call.
+        constants: tensors that are the same in every call: parameters and buffers, by ``id``.
+    """
+
+    def __init__(self, out: Any, given: Given, family: Mapping[int, torch.Tensor] | None, constants: set[int]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        #: rows of the grids that results are on, and those of them whose voxels are returned
+        self.grids: list[int] = []
+        self.voxels: dict[int, VoxelGrid] = {}
+        self.plain: list[Any] = []
+        self._given, self._family, self._constants = given, family, constants
+        self._out = self._node(out)
+        self._changes = [
+            (path, gone, {key: self._node(value) for key, value in new.items()}) for path, gone, new in given.changed()
+        ]
+        del self._given, self._family, self._constants
+
+    def _node(self, value: Any) -> Any:
+        path = self._given.path_of(value)
+        if path is not None:
+            return _FromCaller(path)
+        kind = kind_of(value)
+        if kind is not None:
+            return self._sparse(kind, value)
+        if isinstance(value, torch.Tensor):
+            return _Constant(value) if id(value) in self._constants else self._place(value)
+        if isinstance(value, PLAIN):
+            self.plain.append(value)
+            return _Constant(value)
+        if _is_container(value):
+            return _Tree(value, [self._node(item) for _, item in _items(value)])
+        raise CannotCapture(f"it returns a {type(value).__name__}, which may hold tensors that nobody can find")
+
+    def _place(self, value: torch.Tensor) -> _Place:
+        self.tensors.append(value)
+        rows = value.shape[0] if value.ndim and self._family is not None and value.shape[0] in self._family else None
+        return _Place(len(self.tensors) - 1, None if rows is None else self._number(rows))
+
+    def _sparse(self, kind: Kind, value: Any) -> _SparsePlace:
+        grid, scene = kind.grid(value), kind.read(value)
+        if self._family is not None and grid.count is None:
+            raise CannotCapture("it returns a sparse tensor whose voxels the graph does not know")
+        shape = getattr(value, "spatial_shape", None)
+        place = self._place(scene.features)
+        number = self._number(len(grid))
+        self.voxels[number] = grid
+        return _SparsePlace(kind, value, number, place, shape if isinstance(shape, Shape) else None)
+
+    def _number(self, rows: int) -> int:
+        if rows not in self.grids:
+            self.grids.append(rows)
+        return self.grids.index(rows)
+
+    def rows(self) -> list[int | None]:
+        """Of each tensor, the number of the grid whose rows it has."""
+        found: list[int | None] = [None] * len(self.tensors)
+
+        def walk(node: Any) -> None:
+            if isinstance(node, _SparsePlace):
+                node = node.features
+            if isinstance(node, _Place):
+                found[node.number] = node.rows
+            elif isinstance(node, _Tree):
+                for item in node.items:
+                    walk(item)
+
+        walk(self._out)
+        for _, _, new in self._changes:
+            for node in new.values():
+                walk(node)
+        return found
+
+    def filled(
+        self,
+        given: Given,
+        tensors: Sequence[torch.Tensor],
+        grids: Mapping[int, VoxelGrid],
+        root: Sequence[int] | None,
+    ) -> Any:
+        """The same tree for another call: with its tensors and grids, and its arguments where they were returned."""
+
+        def make(node: Any) -> Any:
+            if isinstance(node, _FromCaller):
+                return given.at(node.path)
+            if isinstance(node, _Constant):
+                return node.value
+            if isinstance(node, _Place):
+                return tensors[node.number]
+            if isinstance(node, _SparsePlace):
+                shape = None if node.shape is None or root is None else list(node.shape.again(root))
+                like = node.kind.copy(node.like)
+                return node.kind.fill(like, grids[node.grid], tensors[node.features.number], shape)
+            return _rebuilt(node.like, [make(item) for item in node.items])
+
+        for path, gone, new in self._changes:
+            into = given.at(path)
+            for key in gone:
+                into.pop(key, None)
+            into.update({key: make(node) for key, node in new.items()})
+        return make(self._out)
+
+    def forget(self) -> None:
+        """Let go of the tensors and of what the sparse ones were made of; the tree stays."""
+
+        def walk(node: Any) -> Any:
+            if isinstance(node, _SparsePlace):
+                bare = node.kind.copy(node.like)
+                return node._replace(like=node.kind.fill(bare, _NOWHERE, _NOTHING, None))
+            if isinstance(node, _Tree):
+                return _Tree(_rebuilt(node.like, [None] * len(node.items)), [walk(item) for item in node.items])
+            return node
+
+        self._out = walk(self._out)
+        self._changes = [(p, g, {key: walk(node) for key, node in new.items()}) for p, g, new in self._changes]
+        self.tensors, self.voxels = [], {}
+
+
+_NOTHING = torch.empty(0, 0)
+_NOWHERE = VoxelGrid(torch.empty(0, 2, dtype=torch.int32))
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple)) and type(value) is not torch.Size
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return list(value.items())
+    if _is_container(value):
+        return list(enumerate(value))
+    return []
+
+
+def _rebuilt(like: Any, items: list[Any]) -> Any:
+    """A container like this one of other items."""
+    if isinstance(like, dict):
+        made = copy.copy(like)
+        for key, item in zip(list(like), items):
+            made[key] = item
+        return made
+    if isinstance(like, tuple) and hasattr(like, "_fields"):
+        return type(like)(*items)
+    return type(like)(items)

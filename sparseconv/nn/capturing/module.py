@@ -1,0 +1,449 @@
+"""A module whose calls replay graphs: the same module, called as before, for scenes of any size."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+
+from sparseconv import transforms
+from sparseconv.geometry.ranges import IndexRange
+from sparseconv.nn import graphs
+from sparseconv.nn.capturing import verify
+from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
+from sparseconv.nn.capturing.node import replayed
+from sparseconv.nn.capturing.recording import DoesNotFit, Recording, Sizes
+from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
+
+Module = TypeVar("Module", bound=torch.nn.Module)
+
+_log = logging.getLogger(__name__)
+
+#: eager calls of a kind before the first capture; recordings that a module keeps; captures of one kind in all
+EXAMPLES, MOST_KEPT, MOST_CAPTURES = 2, 4, 8
+
+
+class _Begins(BaseException):
+    """Ends a call where its region begins: what follows is replayed."""
+
+
+class _Kind:
+    """Calls of one kind: modes, dtypes, batch size. What was seen of them, and their recording."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.scenes: list[Scene] = []
+        self.wanted: set[int] = set()
+        self.recording: Recording | None = None
+        self.state: Any = None
+        self.room = 1.25
+        self.captures = 0
+        self.replays = 0
+        self.tried = 0  # replays that were compared with eager calls
+        self.refused: str | None = None
+        self.pending: Callable[[], Any] = lambda: None
+
+
+class Captured:
+    """The forward of a captured module. `explain` says what it does."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.plain: Callable[..., Any] = module.forward
+        self._kinds: dict[Any, _Kind] = {}
+        self.eager: Counter[str] = Counter()
+        #: what `accelerate` does where nothing of the call can be captured
+        self.instead: Callable[[Captured], None] | None = None
+        self._collect()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Captured:
+        """A copied module is captured anew."""
+        made = object.__new__(Captured)
+        memo[id(self)] = made
+        twin = copy.deepcopy(self.module, memo)
+        twin.__dict__["forward"] = made
+        made.module = twin
+        made.plain = type(twin).forward.__get__(twin)
+        made._kinds, made.eager, made.instead = {}, Counter(), self.instead
+        made._collect()
+        return made
+
+    def __reduce__(self) -> Any:
+        return _forward_of, (self.module,)
+
+    def _collect(self) -> None:
+        self._modules = list(self.module.modules())
+        self._held: list[dict[str, Any]] = [
+            d for m in self._modules for d in (m._modules, m._parameters, m._buffers) if d
+        ]
+        self._tensors = list({id(t): t for t in chain(self.module.parameters(), self.module.buffers())}.values())
+        self._parameters = list(self.module.parameters())
+
+    # ---- a call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._must_be_plain():
+            return self.plain(*args, **kwargs)
+        given = Given(args, kwargs)
+        direct = [(path, leaf) for path, leaf in given.leaves if kind_of(leaf) is not None]
+        if len(direct) > 1:
+            return self._eagerly("several sparse tensors in one call", args, kwargs)
+        if direct:
+            path, x = direct[0]
+            kind, scene = self._kind(x, given)
+            if self._is_ready(kind, scene):
+                return self._replay(kind, scene, path, given)
+            out = self.plain(*args, **kwargs)
+            self._note(kind, scene, out, given)
+            return out
+        found: list[tuple[_Kind, Scene]] = []
+
+        def begin(x: Any) -> bool:
+            found.append(self._kind(x, given))
+            if self._is_ready(*found[0]):
+                raise _Begins
+            return False
+
+        try:
+            with watched(begin):
+                out = self.plain(*args, **kwargs)
+        except _Begins:
+            return self._replay(*found[0], None, given)
+        if found:
+            self._note(*found[0], out, given)
+        else:
+            self.eager["no sparse tensor was made"] += 1
+        return out
+
+    def _must_be_plain(self) -> bool:
+        return (
+            torch.compiler.is_compiling()
+            or is_inside()
+            or transforms.active()
+            or not any(graphs.has_graphs(t.device) for t in self._first_tensors())
+            or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+        )
+
+    def _first_tensors(self) -> Iterator[torch.Tensor]:
+        for held in self._held:
+            for value in held.values():
+                if isinstance(value, torch.Tensor):
+                    yield value
+                    return
+
+    def _eagerly(self, why: str, args: Any, kwargs: Any) -> Any:
+        self.eager[why] += 1
+        return self.plain(*args, **kwargs)
+
+    def _key(self, scene: Scene, given: Given) -> Any:
+        """What calls must have in common to be replays of one recording."""
+        kind = scene.features.device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        grad = torch.is_grad_enabled()
+        arguments = tuple(
+            (path, (leaf.shape[1:], leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else _spelled(leaf))
+            for path, leaf in given.leaves
+            if kind_of(leaf) is None
+        )
+        return (
+            tuple(m.training for m in self._modules),
+            *(grad, autocast, scene.batch_size, scene.coords.shape[1], scene.voxel_size, scene.origin),
+            *(scene.features.dtype, scene.features.shape[1], scene.features.device),
+            *(grad and scene.features.requires_grad, torch.backends.cuda.matmul.allow_tf32, arguments),
+        )
+
+    def _kind(self, x: Any, given: Given) -> tuple[_Kind, Scene]:
+        reader = kind_of(x)
+        assert reader is not None
+        scene = reader.read(x)
+        return self._kinds.setdefault(self._key(scene, given), _Kind()), scene
+
+    def _is_ready(self, kind: _Kind, scene: Scene) -> bool:
+        """Whether a call can be a replay, now or once it was captured; else why not is counted."""
+        if kind.refused is not None:
+            self.eager[kind.refused] += 1
+            return False
+        if len(scene.coords) == 0:
+            self.eager["a scene without voxels"] += 1
+            return False
+        if kind.calls < EXAMPLES:
+            self.eager["the first calls, which are the example"] += 1
+            return False
+        if kind.pending() is not None:
+            self.eager["the gradient of the call before is not taken yet"] += 1
+            return False
+        hooked = next((m for m in self._modules if m is not self.module and _hooked(m)), None)
+        if hooked is not None:
+            self.eager[f"a hook on {type(hooked).__name__}, which a graph would not call"] += 1
+            return False
+        return True
+
+    def _note(self, kind: _Kind, scene: Scene, out: Any, given: Given) -> None:
+        """Remember the scene of an eager call, and which results get gradients."""
+        kind.calls += 1
+        if kind.refused is not None or not len(scene.coords):
+            return
+        kind.scenes = [*kind.scenes[-1:], _bare(scene)]
+        try:
+            answer = Answer(out, given, None, set())
+        except CannotCapture as error:
+            kind.refused = str(error)
+            return
+        for number, tensor in enumerate(answer.tensors):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad, number=number: kind.wanted.add(number))
+
+    # ---- recordings
+
+    def _replay(self, kind: _Kind, scene: Scene, path: Any, given: Given) -> Any:
+        why = self._prepare(kind, scene, path, given)
+        recording = kind.recording
+        if why is None and recording is not None:
+            why = recording.forward(scene, given)
+            if why is not None:
+                kind.room *= 1.25
+        if why is not None or recording is None:
+            self._outgrown(kind, scene)
+            args, kwargs = given.whole
+            return self._eagerly(why or "nothing is captured", args, kwargs)
+        kind.replays += 1
+        if recording.trains:
+            tensors, kind.pending = replayed(recording, self, given, scene)
+        else:
+            tensors = recording.taken_results()
+        return recording.answer.filled(given, tensors, recording.grids(), scene.shape)
+
+    def _prepare(self, kind: _Kind, scene: Scene, path: Any, given: Given) -> str | None:
+        """A recording that has places for the scene; else why there is none."""
+        recording = kind.recording
+        state = self._state()
+        if recording is not None and kind.state != state:
+            recording = kind.recording = None
+            self._collect()
+            state = self._state()
+        if recording is not None:
+            sizes = recording.sizes
+            if len(scene.coords) > sizes.rows:
+                return f"{len(scene.coords)} voxels, and places for {sizes.rows}"
+            larger = any(n > m for n, m in zip(scene.shape or (), sizes.shape or ()))
+            if larger or (scene.shape != sizes.shape and not sizes.loose):
+                return f"spatial shape {scene.shape}, captured with {sizes.shape}"
+            return None
+        if kind.captures >= MOST_CAPTURES:
+            kind.refused = f"its scenes outgrew {MOST_CAPTURES} captures, one after another"
+            return kind.refused
+        kind.captures += 1
+        try:
+            with inside():
+                kind.recording, kind.state = self._record(kind, scene, path, given), state
+        except CannotCapture as error:
+            kind.refused = str(error)
+            if self.instead is not None:
+                self.instead(self)
+                self.instead = None
+            return kind.refused
+        self._forget_old(kind)
+        return None
+
+    def _record(self, kind: _Kind, scene: Scene, path: Any, given: Given) -> Recording:
+        grad = torch.is_grad_enabled()
+        parameters = [p for p in self.module.parameters() if p.requires_grad] if grad else []
+        example = scene._replace(features=scene.features.detach().requires_grad_(grad and scene.features.requires_grad))
+        for attempt in range(4):
+            sizes = self._sizes(kind, scene)
+            try:
+                recording = RECORDING(
+                    self.plain, self.module, given, path, example, sizes, parameters, kind.wanted or None
+                )
+                recording.record(scene)
+                verify.against_eager(recording, given, scene)
+                recording.tried()
+            except DoesNotFit as error:
+                kind.room *= 1.25
+                if attempt == 3:
+                    raise CannotCapture(f"places four times larger did not hold the scene: {error}") from None
+            except CannotCapture:
+                raise
+            except Exception as error:
+                _log.debug("a call could not be captured", exc_info=True)
+                first = error.__context__ or error
+                raise CannotCapture(
+                    f"{type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"
+                ) from error
+            else:
+                return recording
+        raise AssertionError
+
+    def _sizes(self, kind: _Kind, scene: Scene) -> Sizes:
+        scenes = [*kind.scenes, scene]
+        rows = _stepped(kind.room * max(len(s.coords) for s in scenes))
+        if scene.shape is None:
+            return Sizes(rows, kind.room, _grown([_extent(s.coords) for s in scenes]), None)
+        shapes = [s.shape for s in scenes if s.shape is not None]
+        loose = len(set(shapes)) > 1
+        shape = tuple(map(max, zip(*shapes)))
+        if loose:
+            shape = tuple(-(-(5 * n) // 256) * 64 for n in shape)  # a quarter more, in multiples of 64
+        return Sizes(rows, kind.room, IndexRange.of_shape(shape), shape, loose)
+
+    def forget(self, recording: Recording, grads: Sequence[Any]) -> None:
+        """Let go of a recording whose results got gradients that it does not take; the next one takes these too."""
+        for kind in self._kinds.values():
+            if kind.recording is recording:
+                kind.recording = None
+                kind.wanted |= {i for i, g in enumerate(grads) if g is not None}
+                self.eager["a result got a gradient that it had not before"] += 1
+
+    def _outgrown(self, kind: _Kind, scene: Scene) -> None:
+        """Make room: the next call captures again, with this scene among the examples."""
+        kind.recording = None
+        kind.scenes = [*kind.scenes[-2:], _bare(scene)]
+
+    def _forget_old(self, kind: _Kind) -> None:
+        """Keep a few recordings, the ones used last."""
+        for key, known in list(self._kinds.items()):
+            if known is kind:
+                self._kinds[key] = self._kinds.pop(key)
+        held = [k for k in self._kinds.values() if k.recording is not None]
+        for k in held[:-MOST_KEPT]:
+            k.recording = None
+
+    def _state(self) -> Any:
+        """What the graphs read: the module's parts and tensors, and where these lie. Values may be any."""
+        parts = list(chain.from_iterable(held.values() for held in self._held))
+        return list(map(id, parts)), list(map(_address, self._tensors)), list(map(_wants_gradient, self._parameters))
+
+    # ---- words
+
+    def explain(self) -> str:
+        """What is captured, how often it was replayed, and why other calls were eager."""
+        lines = [f"{type(self.module).__name__}:"]
+        for kind in self._kinds.values():
+            if kind.recording is not None:
+                sizes = kind.recording.sizes
+                what = "forward and backward" if kind.recording.trains else "forward"
+                lines.append(
+                    f"  {what} in graphs for up to {sizes.rows:,} voxels within {sizes.extent}: {kind.replays:,} "
+                    f"replays, captured {kind.captures} times"
+                )
+            elif kind.refused is not None:
+                lines.append(f"  eager: {kind.refused}")
+        lines += [f"  {count:,} eager calls: {why}" for why, count in self.eager.most_common()]
+        return "\n".join(lines if len(lines) > 1 else [*lines, "  not called yet"])
+
+
+#: what records calls; tests without a card put a stand-in here
+RECORDING: type[Recording] = Recording
+
+
+_address = torch.Tensor.data_ptr
+_wants_gradient = attrgetter("requires_grad")
+
+
+def _bare(scene: Scene) -> Scene:
+    """A scene whose features nobody needs."""
+    return scene._replace(features=scene.features.detach()[:0])
+
+
+def _spelled(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value
+
+
+def _hooked(m: torch.nn.Module) -> bool:
+    return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
+
+
+def _stepped(rows: float) -> int:
+    """Rows rounded up to a quarter of an octave, and to 256."""
+    octave = 2 ** max(8, math.ceil(math.log2(max(1.0, rows))) - 1)
+    return max(256, -(-math.ceil(rows) // (octave // 4)) * (octave // 4))
+
+
+def _extent(coords: torch.Tensor) -> IndexRange:
+    low, high = torch.stack(torch.aminmax(coords[:, 1:], dim=0)).tolist()
+    return IndexRange(tuple(low), tuple(v + 1 for v in high))
+
+
+def _grown(extents: Sequence[IndexRange]) -> IndexRange:
+    """The box around all of them, grown by half of its longest side to each side: rotations stay within."""
+    low = [min(e.start[a] for e in extents) for a in range(extents[0].rank)]
+    high = [max(e.end[a] for e in extents) for a in range(extents[0].rank)]
+    more = [max(16, (h - lo) // 2) for lo, h in zip(low, high)]
+    return IndexRange(tuple(lo - m for lo, m in zip(low, more)), tuple(h + m for h, m in zip(high, more)))
+
+
+def _forward_of(module: torch.nn.Module) -> Captured:
+    return Captured(module)
+
+
+def capture_module(module: Module) -> Module:
+    """Replay this module's calls as CUDA graphs, for scenes of any size. Returns the same module.
+
+    Two calls of a kind run eagerly and are the example. Then a call is one graph, and its gradient another: the host
+    launches two graphs and not a thousand kernels. The module stays what it was: its parameters, keys, optimizer,
+    GradScaler, clipping, EMA, DistributedDataParallel and hooks on itself know nothing of it. Without a card, calls are
+    the plain calls.
+
+    A graph begins with the first grid that the call asks for; what the call does before runs eagerly every time. So a
+    client of spconv's names may read sizes (``.tolist()``) before it makes its `SparseConvTensor`. What the call
+    returns may be sparse tensors on any voxels, tensors, and tuples, lists and dicts of them.
+
+    A scene always gets its right result. The device tells the host before results leave whether a scene fitted (rows,
+    edges, extent); one that did not runs eagerly, and the next capture has more room. The first replays are compared
+    with eager calls. What a graph cannot hold keeps the module eager; `explain` says what and where.
+
+    Args:
+        module: any module whose call takes or makes one sparse tensor.
+
+    >>> import sparseconv as sc
+    >>> from sparseconv import nn
+    >>> net = nn.capture(nn.UNet(4, 3, channels=(8, 16)))
+    >>> grid, _ = sc.voxelize(torch.rand(500, 3), voxel_size=0.1)
+    >>> net(sc.SparseTensor(grid, torch.randn(len(grid), 4))).channels
+    3
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"capture takes a torch.nn.Module; got {type(module).__name__}")
+    if not isinstance(module.__dict__.get("forward"), Captured):
+        module.forward = Captured(module)  # type: ignore[method-assign]
+    return module
+
+
+def release(module: Module) -> Module:
+    """Undo `capture` for a module and its parts: calls are the plain calls again, and the graphs' memory is free."""
+    for part in module.modules():
+        if isinstance(part.__dict__.get("forward"), Captured):
+            del part.__dict__["forward"]
+    return module
+
+
+def explain(module: torch.nn.Module) -> str:
+    """What of a module and its parts is captured, how often that was replayed, and why other calls were eager."""
+    found = [part.__dict__["forward"] for part in module.modules() if "forward" in part.__dict__]
+    said = [forward.explain() for forward in found if isinstance(forward, Captured)]
+    return "\n".join(said) or "nothing is captured: see nn.capture"
+
+
+@contextmanager
+def eager_calls(module: torch.nn.Module) -> Iterator[None]:
+    """Within it, a captured module and its parts run as if they were not."""
+    parts = [
+        (p, p.__dict__.pop("forward")) for p in module.modules() if isinstance(p.__dict__.get("forward"), Captured)
+    ]
+    try:
+        yield
+    finally:
+        for part, forward in parts:
+            part.__dict__["forward"] = forward

@@ -1,0 +1,69 @@
+"""The one graph node that joins a replayed forward and its replayed backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from sparseconv.nn.capturing.answer import Given
+from sparseconv.nn.capturing.recording import Recording
+from sparseconv.nn.capturing.region import Scene, inside
+
+
+class _Token:
+    """Lives as long as somebody may still ask for the gradient of a call."""
+
+    def __init__(self) -> None:
+        self.taken = False
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, recording: Recording, token: _Token, again: Any, features: Any, *parameters: Any) -> Any:
+        results = recording.taken_results()
+        ctx.recording, ctx.token, ctx.again = recording, token, again
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(t for i, t in enumerate(results) if i not in recording.differentiable))
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple:  # type: ignore[override]
+        recording, token = ctx.recording, ctx.token
+        extra = [i for i, g in enumerate(grads) if g is not None and i not in recording.taken]
+        if extra:
+            token.taken = True
+            of_features, of_parameters = ctx.again(grads)
+        elif token.taken:
+            raise RuntimeError(
+                "the gradient of this captured call was taken before, and its graph's memory is used again: "
+                "call the module once for each backward, or nn.release(module) to keep graphs with retain_graph=True"
+            )
+        else:
+            token.taken = True
+            of_features, of_parameters = recording.backward(grads)
+        return None, None, None, of_features, *of_parameters
+
+
+def replayed(recording: Recording, captured: Any, given: Given, scene: Scene) -> tuple[Any, Callable[[], Any]]:
+    """Results of the last replay with their gradient, and what tells whether that gradient may still be asked for."""
+    token = _Token()
+
+    def again(grads: Any) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """The gradients by an eager call: one of a result that had none when this was captured."""
+        captured.forget(recording, grads)
+        with recording.unseen(), inside():
+            return recording.gradients_of(recording.eager_call(given), grads)
+
+    tensors = _Replayed.apply(recording, token, again, scene.features, *recording.parameters)
+    seen = weakref.ref(token)
+
+    def pending() -> Any:
+        alive = seen()
+        return None if alive is None or alive.taken else alive
+
+    return tensors, pending

@@ -1,0 +1,518 @@
+"""One call of a module as two CUDA graphs over arrays of fixed size: forward, and backward."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from sparseconv.geometry.aside import Aside, forget_workspaces, reporting
+from sparseconv.geometry.fixed_grid import FixedGrid, fault_of, forget_tables, put_scene
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import IndexRange
+from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
+from sparseconv.nn.capturing.padding import Guard, LiveRows, Seen
+from sparseconv.nn.capturing.region import Kind, Limits, Scene, Shape, kind_of, watched
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a recording has places for."""
+
+    rows: int
+    room: float  # rows of coarser grids, and edges, over those of the example
+    extent: IndexRange
+    shape: tuple[int, ...] | None  # the spatial shape; a scene's own may be smaller where ``loose``
+    loose: bool = False
+
+
+class Recording:
+    """A call over arrays that a scene is copied into.
+
+    Args:
+        call: the module's own forward.
+        given: the arguments of the call at hand, whose scene the recording is made and tried on.
+        path: where among the arguments the sparse tensor is; None where the call makes it.
+        example: a scene by which coarser grids and numbers of edges are foreseen.
+        parameters: those whose gradients the backward graph finds; empty for inference.
+        wanted: numbers of the results that get a gradient; None for all of them.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        module: torch.nn.Module,
+        given: Given,
+        path: tuple[Any, ...] | None,
+        example: Scene,
+        sizes: Sizes,
+        parameters: Sequence[torch.Tensor],
+        wanted: set[int] | None,
+    ) -> None:
+        self._call, self._module, self._given, self._path = call, module, given, path
+        self.sizes, self.parameters, self._wanted = sizes, list(parameters), wanted
+        self._device, features = example.features.device, example.features
+        self.trains = bool(self.parameters) or features.requires_grad
+        self._of_features = features.requires_grad
+        self._constants = {id(t) for t in (*module.parameters(), *module.buffers())}
+        rank = example.coords.shape[1] - 1
+        with torch.inference_mode(False):
+            self._like = VoxelGrid(example.coords.clone(), example.batch_size, example.voxel_size, example.origin)
+            self._coords = torch.full((sizes.rows, rank + 1), -1, dtype=torch.int32, device=self._device)
+            self._features = features.new_zeros((sizes.rows, features.shape[1]), requires_grad=False)
+            self._count = torch.zeros(1, dtype=torch.int32, device=self._device)
+            self._ticket = torch.zeros(1, dtype=torch.int32, device=self._device)
+            self._limits = Limits(self._device, rank)
+            self._buffers = _by_dtype(b for b in module.buffers() if not b.is_inference())
+            self._kept = [[b.clone() for b in some] for some in self._buffers]
+            self._extras = self._make_extras(given, path)
+        self._filled, self._tickets = 0, 0
+        self._stream: torch.cuda.Stream | None = None
+        self._root: Sequence[int] | None = None
+        self._told = torch.zeros(0, dtype=torch.int32)
+        self.grads: list[torch.Tensor] = []
+
+    # ---- a scene goes in
+
+    def _make_extras(self, given: Given, path: Any) -> dict[tuple[Any, ...], tuple[torch.Tensor, bool]]:
+        """Arrays for other tensors among the arguments, and whether they have a row for each voxel.
+
+        Where the call makes its sparse tensor itself, what comes before that reads the arguments as they are.
+        """
+        found: dict[tuple[Any, ...], tuple[torch.Tensor, bool]] = {}
+        if path is None:
+            return found
+        voxels = len(scene_of(given.at(path))[1].coords)
+        for where, leaf in given.leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.device == self._device:
+                if leaf.requires_grad:
+                    raise CannotCapture(f"the argument {where} wants a gradient; only the scene's features may")
+                by_row = leaf.ndim > 0 and len(leaf) == voxels
+                shape = (self.sizes.rows, *leaf.shape[1:]) if by_row else leaf.shape
+                found[where] = leaf.new_zeros(shape), by_row
+        return found
+
+    @torch.no_grad()
+    def load(self, scene: Scene, given: Given) -> None:
+        """Copy a scene into the arrays, and the other tensors among the arguments."""
+        voxels = len(scene.coords)
+        for where, (slot, by_row) in self._extras.items():
+            value = given.at(where)
+            if by_row:
+                slot[:voxels].copy_(value)
+                slot[voxels : self._filled].zero_()
+            else:
+                slot.copy_(value)
+        put_scene(scene.coords, self._coords, self._count, self._filled)
+        self._features[:voxels].copy_(scene.features)
+        if voxels < self._filled:
+            self._features[voxels : self._filled].zero_()
+        self._filled, self._root = voxels, scene.shape
+        self._tickets = self._tickets % (2**31 - 2) + 1
+        self._ticket.fill_(self._tickets)
+        if self.sizes.loose and scene.shape is not None:
+            self._limits.load(scene.shape)
+
+    # ---- the call on these arrays
+
+    def run(self, around: Callable[[], Any] = nullcontext) -> Answer:
+        """The call; from its region on within ``around``. Writes the report; results are on grids of fixed size."""
+        stack = ExitStack()
+        grids: list[FixedGrid] = []
+
+        def begin(x: Any) -> bool:
+            grids.append(self._enter(x, stack, around, in_place=True)[1])
+            return True
+
+        kind, dtype = self._device.type, torch.get_autocast_dtype(self._device.type)
+        torch.clear_autocast_cache()
+        with stack:
+            stack.enter_context(torch.autocast(kind, dtype, torch.is_autocast_enabled(kind), cache_enabled=False))
+            if self._path is None:
+                args, kwargs = self._given.copied()
+                with watched(begin):
+                    out = self._call(*args, **kwargs)
+            else:
+                x, grid = self._enter(self._given.at(self._path), stack, around)
+                grids.append(grid)
+                slots = {where: slot for where, (slot, _) in self._extras.items()}
+                args, kwargs = self._given.copied({self._path: x, **slots})
+                out = self._call(*args, **kwargs)
+            if not grids:
+                raise CannotCapture("the call asked for no sparse tensor's grid this time")
+            family = grids[0].family
+            answer = Answer(out, self._given, family, self._constants)
+            self._report(answer, grids[0], family)
+            torch.clear_autocast_cache()
+            return answer
+
+    def _enter(
+        self, x: Any, stack: ExitStack, around: Callable[[], Any], in_place: bool = False
+    ) -> tuple[Any, FixedGrid]:
+        """The region begins: the sparse tensor on the arrays, and its grid."""
+        kind = kind_of(x)
+        assert kind is not None
+        features = self._begin(stack, around)
+        grid = self._grid()
+        stack.enter_context(LiveRows(grid.family))
+        return kind.fill(x if in_place else kind.copy(x), grid, features, self._shape()), grid
+
+    def _begin(self, stack: ExitStack, around: Callable[[], Any]) -> torch.Tensor:
+        self._limits.begin()
+        stack.enter_context(around())
+        self._keep_buffers()
+        #: a leaf of its own in every run, over the same memory
+        self._leaf = self._features.detach().requires_grad_(self._of_features and torch.is_grad_enabled())
+        return self._leaf
+
+    def _grid(self) -> FixedGrid:
+        return FixedGrid(self._coords, self._count, self._like, extent=self.sizes.extent, room=self.sizes.room)
+
+    def _shape(self) -> Sequence[int] | None:
+        shape = self.sizes.shape
+        if shape is None or not self.sizes.loose:
+            return None if shape is None else list(shape)
+        return Shape(shape, lambda root: root, self._limits)
+
+    def _report(self, answer: Answer, grid: FixedGrid, family: dict[int, torch.Tensor]) -> None:
+        """Tell the host what did not fit and how many rows are real: as soon as all maps are there."""
+        counts = [family[rows] for rows in answer.grids]
+        with reporting(), torch.no_grad():
+            told = torch.cat([self._ticket, grid.fault, *counts])
+            if len(self._told) != len(told):
+                self._told = torch.zeros(len(told), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+                self._told_on_host = self._told.numpy()
+            self._told.copy_(told, non_blocking=True)
+            if answer.voxels:  # of all grids that are returned, one after another, so that a call copies them at once
+                self._voxels_now = torch.cat([grid.coords for grid in answer.voxels.values()])
+            self._mark()
+
+    def _mark(self) -> None:
+        """Record, within a capture, that the report is there."""
+        self._reported = None
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._reported = torch.cuda.Event(external=True)
+            self._reported.record()
+
+    # ---- the call without a graph
+
+    def eager_call(self, given: Given) -> Eager:
+        """The call on ordinary grids, from features of its own."""
+        starts: list[torch.Tensor] = []
+
+        def start(x: Any) -> Any:
+            kind = kind_of(x)
+            assert kind is not None
+            features = kind.read(x).features
+            starts.append(features.detach().requires_grad_(self._of_features and torch.is_grad_enabled()))
+            return kind.fill(x, kind.grid(x), starts[0], None)
+
+        def begin(x: Any) -> bool:
+            start(x)
+            return True
+
+        with torch.set_grad_enabled(self.trains):
+            if self._path is None:
+                args, kwargs = given.copied()
+                with watched(begin):
+                    out = self._call(*args, **kwargs)
+            else:
+                args, kwargs = given.copied({self._path: start(given.at(self._path))})
+                out = self._call(*args, **kwargs)
+            return Eager(Answer(out, given, None, self._constants), starts[0])
+
+    def gradients_of(
+        self, eager: Eager, grads: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """Gradients of the features and the parameters of an eager call, as `backward` gives them."""
+        ends = [(t, g) for t, g in zip(eager.answer.tensors, grads) if g is not None and t.requires_grad]
+        starts = ([eager.features] if self._of_features else []) + self.parameters
+        found: list[torch.Tensor | None]
+        found = list(torch.autograd.grad([t for t, _ in ends], starts, [g for _, g in ends], allow_unused=True))
+        return (found.pop(0) if self._of_features else None), found
+
+    # ---- recording
+
+    def record(self, scene: Scene) -> None:
+        """Try the call on arrays of fixed size, then capture it.
+
+        Raises:
+            CannotCapture: and why.
+        """
+        with torch.inference_mode(False), self.unseen():
+            self.load(scene, self._given)
+            with torch.set_grad_enabled(self.trains):
+                self._guarded()
+                answer = self.run()
+                self._choose(answer)
+                self._wait()
+                self._check()
+                if self.trains:
+                    self._find(answer)
+                del answer
+                self._capture()
+        forget_tables(self._like)
+
+    def tried(self) -> None:
+        """Let go of what only the capture and its comparison needed."""
+        self._given = Given((), {})
+        del self._leaf
+        gc.collect()  # an eager call's maps and the gradient's graph hold one another
+
+    def _guarded(self) -> None:
+        """A run in which what no graph can hold is found."""
+        seen, own = Seen(), {t.untyped_storage().data_ptr() for t in self._module_tensors()}
+        stack = ExitStack()
+
+        def around() -> Any:
+            stack.close()
+            before = {t.untyped_storage().data_ptr(): "a tensor" for t in seen.made if t.device == self._device}
+            for _, leaf in self._given.leaves:
+                if isinstance(leaf, torch.Tensor):
+                    before[leaf.untyped_storage().data_ptr()] = "an argument"
+            return Guard({at: what for at, what in before.items() if at not in own}, self._device)
+
+        with stack:
+            stack.enter_context(seen)
+            self.run(around)
+
+    def _module_tensors(self) -> Iterator[torch.Tensor]:
+        yield from self._module.parameters()
+        yield from self._module.buffers()
+
+    def _choose(self, answer: Answer) -> None:
+        """Which results get a gradient, and the arrays that it is copied into."""
+        floats = [i for i, t in enumerate(answer.tensors) if t.requires_grad]
+        #: numbers of the results that have a gradient, and of those whose gradient the graph takes
+        self.differentiable = set(floats)
+        wanted = self.differentiable if self._wanted is None else self._wanted & self.differentiable
+        self.taken = sorted(wanted or self.differentiable)
+        self.grads = [torch.zeros_like(answer.tensors[i]) for i in self.taken]
+        self._grads_filled = [0] * len(self.taken)
+        if self.trains and not floats:
+            self.trains = False
+
+    def _find(self, answer: Answer) -> list[torch.Tensor | None]:
+        """Gradients of the features and of the parameters, from those of the results."""
+        ends = [answer.tensors[i] for i in self.taken]
+        starts = ([self._leaf] if self._of_features else []) + self.parameters
+        with torch.autograd.set_multithreading_enabled(False):
+            return list(torch.autograd.grad(ends, starts, self.grads, allow_unused=True))
+
+    def _capture(self) -> None:
+        device = self._device
+        stream = torch.cuda.Stream(device, priority=-1)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            summed = self._once_aside(device)  # what is timed on first use is timed here
+        torch.cuda.current_stream(device).wait_stream(stream)
+        forget_workspaces()
+        self._forward = torch.cuda.CUDAGraph()
+
+        @contextmanager
+        def captured(graph: torch.cuda.CUDAGraph, aside: Aside, pool: Any = None) -> Iterator[None]:
+            mode = "thread_local"  # what other threads ask of the device is no part of it
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode), aside.run():
+                yield
+                forget_workspaces()
+
+        with torch.cuda.stream(stream):
+            aside, other = Aside(device), Aside(device, summed)
+        self.answer = self.run(lambda: captured(self._forward, aside))
+        if self.trains:
+            self._backward = torch.cuda.CUDAGraph()
+            with captured(self._backward, other, self._forward.pool()):
+                found = self._find(self.answer)
+                other.settle(found)
+                self._gather(found)
+        self._finish()
+
+    def _once_aside(self, device: torch.device) -> bool:
+        """A run as it will be captured. Returns whether gradients may be summed on a stream of their own."""
+        aside = Aside(device)
+        answer = self.run(lambda: aside.run())
+        if self.trains:
+            again = Aside(device)
+            with again.run():
+                found = self._find(answer)
+                again.settle(found)
+                self._gather(found)
+            return not again.mixed
+        return False
+
+    def _gather(self, found: Sequence[torch.Tensor | None]) -> None:
+        """Put the gradients of parameters into one array a dtype, so that a call copies them at once."""
+        self._grad_features = found[0] if self._of_features else None
+        parts = list(found[1:] if self._of_features else found)
+        #: of each dtype: which parameters have a gradient of it
+        self._places: dict[torch.dtype, list[int]] = {}
+        for place, grad in enumerate(parts):
+            if grad is not None:
+                self._places.setdefault(grad.dtype, []).append(place)
+        self._flat = {
+            dtype: torch.cat([parts[i].reshape(-1) for i in places])  # type: ignore[union-attr]
+            for dtype, places in self._places.items()
+        }
+
+    def _finish(self) -> None:
+        answer = self.answer
+        self.rows_of = answer.rows()
+        self.results = [t.detach() for t in answer.tensors]
+        self._voxels = dict(answer.voxels)
+        self._voxels_there = self._voxels_now if self._voxels else None
+        answer.forget()
+
+    # ---- a replay
+
+    def forward(self, scene: Scene, given: Given) -> str | None:
+        """Replay for a scene. Returns what did not fit, once the host knows; None where all is well."""
+        self._follow_streams()
+        self.load(scene, given)
+        self._replay_forward()
+        if self._module.training:
+            torch.autograd.graph.increment_version([b for some in self._buffers for b in some])
+        self._wait()
+        fault = int(self._told_on_host[1])
+        if fault:
+            self._put_buffers_back()
+            return fault_of(fault)
+        return None
+
+    def _follow_streams(self) -> None:
+        """A call on another stream than the last waits for that one: both use the same memory."""
+        if self._device.type == "cuda":
+            now = torch.cuda.current_stream(self._device)
+            if self._stream is not None and self._stream != now:
+                now.wait_stream(self._stream)
+            self._stream = now
+
+    def counts(self) -> list[int]:
+        """Real rows of each grid of the results."""
+        return self._told_on_host[2:].tolist()
+
+    def taken_results(self) -> list[torch.Tensor]:
+        """The results of the last replay, in new tensors of their real rows."""
+        counts = self.counts()
+        return [t.clone() if rows is None else t[: counts[rows]].clone() for t, rows in zip(self.results, self.rows_of)]
+
+    def grids(self) -> dict[int, VoxelGrid]:
+        """The voxels of sparse results, as ordinary grids."""
+        if self._voxels_there is None:
+            return {}
+        counts, found, start = self.counts(), {}, 0
+        coords = self._voxels_there.clone()
+        for number, grid in self._voxels.items():
+            found[number] = grid._known(coords[start : start + counts[number]], grid.extent)
+            start += len(grid)
+        return found
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """Gradients of the features and the parameters, in new tensors, from those of all results."""
+        counts = self.counts()
+        with torch.no_grad():
+            for at, number in enumerate(self.taken):
+                into, grad, rows = self.grads[at], grads[number], self.rows_of[number]
+                live = counts[rows] if rows is not None else len(into) if into.ndim else 0
+                if grad is None:
+                    into.zero_()
+                    live = 0
+                elif rows is None:
+                    into.copy_(grad)
+                else:
+                    into[:live].copy_(grad)
+                    if live < self._grads_filled[at]:
+                        into[live : self._grads_filled[at]].zero_()
+                self._grads_filled[at] = live
+            self._replay_backward()
+            of_parameters: list[torch.Tensor | None] = [None] * len(self.parameters)
+            for dtype, flat in self._flat.items():
+                places = self._places[dtype]
+                for place, grad in zip(places, unflatten(flat.clone(), [self.parameters[i] for i in places])):
+                    of_parameters[place] = grad
+            of_features = None
+            if self._grad_features is not None:
+                of_features = self._grad_features[: self._filled].clone()
+        return of_features, of_parameters
+
+    def _replay_forward(self) -> None:
+        self._forward.replay()
+
+    def _replay_backward(self) -> None:
+        self._backward.replay()
+
+    def _wait(self) -> None:
+        """Wait until the report of the last run is there; the device goes on with the features meanwhile."""
+        if self._device.type != "cuda":
+            return
+        if self._reported is not None:
+            self._reported.synchronize()
+        if self._reported is None or int(self._told_on_host[0]) != self._tickets:
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _check(self) -> None:
+        fault = int(self._told_on_host[1])
+        if fault:
+            raise DoesNotFit(fault_of(fault) or "")
+
+    # ---- what a run moves
+
+    def _keep_buffers(self) -> None:
+        if self._kept and self._module.training:
+            with torch.no_grad():
+                for into, now in zip(self._kept, self._buffers):
+                    torch._foreach_copy_(into, now)
+
+    def _put_buffers_back(self) -> None:
+        if self._kept and self._module.training:
+            with torch.no_grad():
+                for now, before in zip(self._buffers, self._kept):
+                    torch._foreach_copy_(now, before)
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Running statistics and random numbers are afterwards what they were before."""
+        buffers = [b for some in self._buffers for b in some]
+        kept = [b.clone() for b in buffers]
+        cuda = self._device.type == "cuda"
+        try:
+            with torch.random.fork_rng([self._device] if cuda else []):
+                yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in zip(buffers, kept):
+                    buffer.copy_(before)
+
+
+def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One after another, pieces of (M,) with the shapes of other tensors."""
+    pieces = flat.split([t.numel() for t in like])
+    return [piece.view(t.shape) for piece, t in zip(pieces, like)]
+
+
+class Eager(NamedTuple):
+    """A call without a graph, and the features that it began with."""
+
+    answer: Answer
+    features: torch.Tensor
+
+
+class DoesNotFit(Exception):
+    """The scene at hand has more rows or edges than there are places for."""
+
+
+def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for t in tensors:
+        found.setdefault(t.dtype, []).append(t)
+    return list(found.values())
+
+
+def scene_of(x: Any) -> tuple[Kind, Scene]:
+    """What a sparse tensor holds."""
+    kind = kind_of(x)
+    assert kind is not None
+    return kind, kind.read(x)

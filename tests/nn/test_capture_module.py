@@ -1,0 +1,456 @@
+"""Modules whose calls are replayed: the same results and gradients as eager calls, for scenes of any size.
+
+Without a card a stand-in of the graphs runs what was captured again at every replay, into the same memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+
+import sparseconv as sc
+import sparseconv.interop.spconv.pytorch as spconv
+from sparseconv import nn
+from sparseconv.nn import graphs
+from sparseconv.nn.capturing import module as capturing
+from sparseconv.nn.capturing.recording import Recording
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class RunAgain(Recording):
+    """Replays by running the call again, into the memory of the first results."""
+
+    def _capture(self):
+        self._keep_buffers()
+        self.answer = self.run()
+        if self.trains:
+            self._gather(self._find(self.answer))
+        answer = self.answer
+        self._finish()
+        self._voxels_there = None if self._voxels_there is None else self._voxels_there.clone()
+        self.results = [t.detach().clone() for t in answer.tensors] or [t.clone() for t in self.results]
+
+    def tried(self):
+        pass
+
+    def _replay_forward(self):
+        with torch.inference_mode(False), torch.set_grad_enabled(self.trains):
+            self._again = self.run()
+        for kept, new in zip(self.results, self._again.tensors, strict=True):
+            kept.copy_(new.detach())
+        if self._voxels_there is not None:
+            self._voxels_there.copy_(self._voxels_now)
+
+    def _replay_backward(self):
+        with torch.enable_grad():
+            self._gather(self._find(self._again))
+
+
+@pytest.fixture(autouse=True)
+def _graphs(monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(graphs, "has_graphs", lambda device: True)
+        monkeypatch.setattr(capturing, "RECORDING", RunAgain)
+
+
+def coords_of(seed, voxels, items=2, extent=12, shift=0):
+    gen = torch.Generator().manual_seed(seed)
+    found = torch.cat(
+        [torch.randint(0, items, (voxels, 1), generator=gen), torch.randint(0, extent, (voxels, 3), generator=gen)], 1
+    )
+    found = torch.unique(found, dim=0)
+    found[:, 1:] += shift
+    return found[torch.randperm(len(found), generator=gen)].int().to(DEVICE)
+
+
+def features_of(seed, coords, channels=4):
+    return torch.randn(len(coords), channels, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+class Block(spconv.SparseModule):
+    def __init__(self, channels, key):
+        super().__init__()
+        self.conv1 = spconv.SubMConv3d(channels, channels, 3, padding=1, bias=False, indice_key=key)
+        self.bn1 = torch.nn.BatchNorm1d(channels, eps=1e-3, momentum=0.01)
+        self.relu = torch.nn.ReLU()
+        self.conv2 = spconv.SubMConv3d(channels, channels, 3, padding=1, bias=True, indice_key=key)
+        self.bn2 = torch.nn.BatchNorm1d(channels, eps=1e-3, momentum=0.01)
+
+    def forward(self, x):
+        out = self.conv1(x)
+        out = out.replace_feature(self.bn1(out.features))
+        out = out.replace_feature(self.relu(out.features))
+        out = self.conv2(out)
+        out = out.replace_feature(self.bn2(out.features))
+        out = out.replace_feature(out.features + x.features)
+        return out.replace_feature(self.relu(out.features))
+
+
+def layer(conv, channels):
+    return spconv.SparseSequential(conv, torch.nn.BatchNorm1d(channels, eps=1e-3, momentum=0.01), torch.nn.ReLU())
+
+
+class Detector(torch.nn.Module):
+    """As detectors are written: a dict in, the same dict out with tensors on several grids."""
+
+    def __init__(self):
+        super().__init__()
+        self.shape = [12, 12, 12]
+        self.first = layer(spconv.SubMConv3d(4, 8, 3, padding=1, bias=False, indice_key="a"), 8)
+        self.down = layer(spconv.SparseConv3d(8, 12, 3, 2, padding=1, bias=False, indice_key="b"), 12)
+        self.block = Block(12, "c")
+        self.out = layer(spconv.SparseConv3d(12, 16, (3, 1, 1), (2, 1, 1), bias=False, indice_key="d"), 16)
+
+    def forward(self, batch):
+        x = spconv.SparseConvTensor(batch["features"], batch["coords"].int(), self.shape, batch["batch_size"])
+        x1 = self.first(x)
+        x2 = self.block(self.down(x1))
+        batch["encoded"] = self.out(x2)
+        batch.update({"stride": 4, "scales": {"x1": x1, "x2": x2}})
+        return batch
+
+
+class Segmenter(torch.nn.Module):
+    """As segmenters are written: sizes are read on the host first, and the shape differs from scene to scene."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = layer(spconv.SubMConv3d(4, 8, 5, padding=1, bias=False, indice_key="stem"), 8)
+        self.down = layer(spconv.SparseConv3d(8, 12, 2, 2, bias=False, indice_key="down"), 12)
+        self.block = Block(12, "low")
+        self.up = layer(spconv.SparseInverseConv3d(12, 8, 2, bias=False, indice_key="down"), 8)
+        self.last = spconv.SubMConv3d(16, 3, 1, padding=1, bias=True)
+
+    def forward(self, coords, features):
+        shape = torch.add(coords[:, 1:].max(0).values, self.margin).tolist()
+        x = spconv.SparseConvTensor(features, coords.int().contiguous(), shape, coords[:, 0].max().item() + 1)
+        x = self.first(x)
+        y = self.up(self.block(self.down(x)))
+        y = y.replace_feature(torch.cat((y.features, x.features), 1))
+        return self.last(y).features
+
+    margin = 9
+
+
+def detect(net, seed, voxels=300, **where):
+    coords = coords_of(seed, voxels, **where)
+    batch = {"features": features_of(seed, coords), "coords": coords, "batch_size": 2, "name": "scene"}
+    out = net(batch)
+    assert out is batch
+    assert out["stride"] == 4
+    assert out["name"] == "scene"
+    return [out["encoded"].features, out["scales"]["x1"].features, out["scales"]["x2"].features, out["encoded"].dense()]
+
+
+def segment(net, seed, voxels=300, **where):
+    coords = coords_of(seed, voxels, **where)
+    return [net(coords, features_of(seed, coords))]
+
+
+def own(net, seed, voxels=300, **where):
+    coords = coords_of(seed, voxels, **where)
+    return [net(sc.SparseTensor(sc.VoxelGrid(coords, 2), features_of(seed, coords))).features]
+
+
+def make(kind):
+    torch.manual_seed(0)
+    if kind == "unet":
+        return nn.UNet(4, 3, channels=(8, 12)).to(DEVICE)
+    return {"detector": Detector, "segmenter": Segmenter}[kind]().to(DEVICE)
+
+
+CALLS = {"detector": detect, "segmenter": segment, "unet": own}
+KINDS = list(CALLS)
+
+
+def step(net, call, seed, voxels=300, **where):
+    """Results, gradients and buffers of a training step."""
+    net.zero_grad(set_to_none=True)
+    out = call(net, seed, voxels, **where)
+    out[0].square().mean().backward()
+    return [*(t.detach() for t in out), *(p.grad for p in net.parameters()), *(b.clone() for b in net.buffers())]
+
+
+def same(got, want, limit=2e-3):
+    for a, b in zip(got, want, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.shape == b.shape
+            assert float((a.double() - b.double()).abs().max()) <= limit * max(1.0, float(b.double().abs().max()))
+
+
+def forward_of(net):
+    return net.__dict__["forward"]
+
+
+def replays(net):
+    return sum(kind.replays for kind in forward_of(net)._kinds.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_steps_on_scenes_of_many_sizes_equal_eager_ones(kind):
+    net, call = make(kind), CALLS[kind]
+    twin = copy.deepcopy(net)
+    assert nn.capture(net) is net
+    assert list(net.state_dict()) == list(twin.state_dict())
+    for seed, voxels in enumerate([300, 280, 310, 150, 330, 300]):
+        same(step(net, call, seed, voxels), step(twin, call, seed, voxels))
+    assert replays(net) == 4, nn.explain(net)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inference_equals_eager_and_sees_every_change_of_a_weight(kind):
+    net, call = make(kind).eval(), CALLS[kind]
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in range(5):
+        with torch.inference_mode() if seed % 2 else torch.no_grad():
+            same(call(net, seed, 300 - 20 * seed), call(twin, seed, 300 - 20 * seed))
+        for one, other in zip(net.parameters(), twin.parameters(), strict=True):
+            one.data.mul_(1.1)
+            other.data.mul_(1.1)
+    assert replays(net) >= 2, nn.explain(net)
+
+
+# ---- a module as before
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return layer(spconv.SubMConv3d(4, 8, 3, padding=1, bias=False), 8).to(DEVICE)
+
+
+def through(net, seed, voxels=200, **where):
+    coords = coords_of(seed, voxels, **where)
+    features = features_of(seed, coords).requires_grad_(where.get("shift", 0) == 0)
+    out = net(spconv.SparseConvTensor(features, coords, [12] * 3, 2))
+    return [out.features, out.indices, features]
+
+
+def run(net, seed, voxels=200):
+    net.zero_grad(set_to_none=True)
+    y, indices, features = through(net, seed, voxels)
+    y.square().sum().backward()
+    return [y.detach(), indices, features.grad, *(p.grad for p in net.parameters())]
+
+
+def ready(seed=0, **options):
+    """A captured network, its twin, and two calls of both that were its example."""
+    net = small(seed)
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in (90, 91):
+        same(run(net, seed), run(twin, seed))
+    return net, twin
+
+
+def test_gradients_accumulate_and_reach_the_features():
+    net, twin = ready()
+    for both in (net, twin):
+        both.zero_grad(set_to_none=True)
+    for seed in range(3):
+        ends = [through(both, seed) for both in (net, twin)]
+        for y, _, _ in ends:
+            y.square().sum().backward()
+        same([ends[0][2].grad], [ends[1][2].grad])
+    same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+    assert replays(net) == 3
+
+
+def test_a_gradient_belongs_to_whoever_holds_it():
+    net, _ = ready()
+    first = run(net, 0)
+    kept = [t.clone() for t in first]
+    run(net, 1, 120)
+    same(first, kept, 0.0)
+
+
+def test_an_optimizer_trains_a_captured_network_like_an_eager_one():
+    net, twin = ready()
+    optimizers = [torch.optim.AdamW(both.parameters(), 1e-2) for both in (net, twin)]
+    for seed in range(4):
+        for both, optimizer in zip((net, twin), optimizers):
+            run(both, seed)
+            torch.nn.utils.clip_grad_norm_(both.parameters(), 1.0)
+            optimizer.step()
+    assert replays(net) == 4
+    same(net.state_dict().values(), twin.state_dict().values())
+
+
+def test_two_calls_before_a_gradient_give_both_their_own():
+    net, twin = ready()
+    for both in (net, twin):
+        both.zero_grad(set_to_none=True)
+        one, other = through(both, 1)[0], through(both, 2, 150)[0]
+        (one.square().sum() + other.square().sum()).backward()
+    same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+    assert "the gradient of the call before is not taken yet" in nn.explain(net)
+
+
+def test_a_gradient_is_taken_once():
+    net, _ = ready()
+    y = through(net, 1)[0].sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"nn\.release"):
+        y.backward()
+
+
+def test_weights_may_be_replaced_and_loaded():
+    net, twin = ready()
+    run(net, 0), run(twin, 0)
+    other = small(3)
+    net.load_state_dict(other.state_dict())
+    same(run(net, 1), run(copy.deepcopy(other), 1))
+    net[0].weight = torch.nn.Parameter(twin[0].weight.detach().clone())
+    other[0].weight = torch.nn.Parameter(twin[0].weight.detach().clone())
+    other.load_state_dict(net.state_dict())
+    same(run(net, 2), run(other, 2))
+    assert replays(net) == 3
+
+
+def test_a_copied_or_pickled_module_is_captured_anew():
+    net, twin = ready()
+    run(net, 0), run(twin, 0)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert forward_of(other).module is other
+        same(run(other, 5), run(copy.deepcopy(twin), 5))
+
+
+def test_a_hook_inside_is_called_and_one_outside_changes_nothing():
+    net, twin = ready()
+    called = []
+    net.register_forward_hook(lambda *_: called.append("outside"))
+    same(run(net, 0), run(twin, 0))
+    assert (called, replays(net)) == (["outside"], 1)
+    handle = net[0].register_forward_hook(lambda *_: called.append("inside"))
+    same(run(net, 1), run(twin, 1))
+    assert called[1:] == ["inside", "outside"]
+    handle.remove()
+    run(net, 2)
+    assert replays(net) == 2
+
+
+def test_a_captured_network_is_forgotten_with_its_graphs():
+    net, _ = ready()
+    run(net, 0)
+    seen = weakref.ref(net), weakref.ref(next(iter(forward_of(net)._kinds.values())).recording)
+    del net
+    gc.collect()
+    assert [s() for s in seen] == [None, None]
+
+
+def test_modes_and_released_modules():
+    net, twin = ready()
+    run(net, 0), run(twin, 0)
+    for both in (net, twin):
+        both.eval()
+    with torch.no_grad():
+        for seed in range(4):
+            same(through(net, seed)[:2], through(twin, seed)[:2])
+    assert nn.release(net) is net
+    assert nn.explain(net) == "nothing is captured: see nn.capture"
+    assert "forward" not in net.__dict__
+    same(run(net.train(), 3), run(twin.train(), 3))
+
+
+# ---- scenes that do not fit
+
+
+def test_a_scene_with_too_many_rows_is_right_and_makes_room():
+    net, twin = make("detector"), None
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed, voxels in enumerate([120, 120, 120, 900, 900, 120]):
+        same(step(net, detect, seed, voxels), step(twin, detect, seed, voxels))
+    said = nn.explain(net)
+    assert "voxels, and places for" in said
+    assert replays(net) == 3, said
+
+
+def test_a_scene_outside_of_the_extent_is_right_and_makes_room():
+    net = make("unet")
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed, shift in enumerate([0, 0, 0, 500, 500, -400, 0]):
+        same(step(net, own, seed, shift=shift), step(twin, own, seed, shift=shift))
+    assert "lies outside of the extent" in nn.explain(net)
+    assert replays(net) >= 4, nn.explain(net)
+
+
+def test_running_statistics_of_a_scene_that_did_not_fit_are_counted_once():
+    net = make("unet")
+    nn.capture(net)
+    for seed, shift in enumerate([0, 0, 0, 500]):
+        step(net, own, seed, shift=shift)
+    counts = [b for name, b in net.named_buffers() if name.endswith("num_batches_tracked")]
+    assert {int(c) for c in counts} == {4}
+
+
+def test_voxels_behind_the_end_of_a_scenes_own_shape_are_as_in_an_eager_call():
+    net = make("segmenter")
+    net.margin = 0  # an odd shape then drops the last coarse voxel
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed, extent in enumerate([12, 11, 12, 10, 12, 13, 9]):
+        same(step(net, segment, seed, extent=extent), step(twin, segment, seed, extent=extent))
+    assert replays(net) >= 1, nn.explain(net)
+
+
+def test_an_empty_scene_runs_eagerly():
+    net, twin = ready()
+    for both in (net, twin):
+        both.eval()
+    empty = torch.empty(0, 4, dtype=torch.int32, device=DEVICE)
+    with torch.no_grad():
+        x = spconv.SparseConvTensor(torch.empty(0, 4, device=DEVICE), empty, [12] * 3, 2)
+        out = [both(x) for both in (net, twin)]
+    assert [o.features.shape for o in out] == [(0, 8), (0, 8)]
+    assert "a scene without voxels" in nn.explain(net)
+
+
+def test_a_result_that_gets_a_gradient_for_the_first_time_gets_a_right_one():
+    net = make("detector")
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in range(3):
+        step(net, detect, seed), step(twin, detect, seed)
+    for seed in (3, 4):
+        for both in (net, twin):
+            both.zero_grad(set_to_none=True)
+            out = detect(both, seed)
+            (out[0].square().mean() + out[1].square().mean()).backward()
+        same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+
+
+# ---- what no graph can hold
+
+
+class Counts(Detector):
+    """A network that reads a number in its middle."""
+
+    def forward(self, batch):
+        x = spconv.SparseConvTensor(batch["features"], batch["coords"].int(), self.shape, batch["batch_size"])
+        x = self.first(x)
+        batch["encoded"] = self.block(self.down(x))
+        batch["stride"] = 4 if x.features.sum().item() > -1e9 else 5
+        batch["scales"] = {"x1": x, "x2": batch["encoded"]}
+        return batch
+
+
+def test_what_waits_in_the_middle_is_named_and_its_parts_are_captured_instead():
+    torch.manual_seed(0)
+    net = Counts().to(DEVICE)
+    twin = copy.deepcopy(net)
+    assert nn.accelerate(net) is net
+    for seed in range(7):
+        same(step(net, detect, seed), step(twin, detect, seed))
+    said = nn.explain(net)
+    assert "_local_scalar_dense waits for the device, at test_capture_module.py" in said
+    assert 'batch["stride"]' in said
+    assert sum(replays(part) for part in (net.first, net.down, net.block)) >= 6, said
