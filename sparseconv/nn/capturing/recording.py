@@ -247,6 +247,7 @@ class Recording:
             self.load(scene, self._given)
             with torch.set_grad_enabled(self.trains):
                 self._guarded()
+                self.load(scene, self._given)  # once more: now the strided layers are known
                 answer = self.run()
                 self._choose(answer)
                 self._wait()
