@@ -30,8 +30,8 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     conv_candidates,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.schedule import build_schedule
 from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe
+from sparseconv.geometry.gpu.tiles.schedule import build_schedule
 from sparseconv.geometry.kernel_map import KernelMap
 
 #: (case, channels) of the comparison with other libraries

@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sparseconv.backends.triton_implicit_gemm.build import build_schedule
-from sparseconv.backends.triton_implicit_gemm.schedule import ROW_BITS
-from sparseconv.geometry.triton_neighbors import search_window
-from sparseconv.geometry.triton_pairs import pairs_of, pairs_torch
-from sparseconv.geometry.triton_table import build_table
-from sparseconv.geometry.triton_window import encode_window
+from sparseconv.geometry.gpu.hash_table.table import build_table
+from sparseconv.geometry.gpu.pairs.pair_lists import pairs_of, pairs_torch
+from sparseconv.geometry.gpu.tiles.build import build_schedule
+from sparseconv.geometry.gpu.tiles.schedule import ROW_BITS
+from sparseconv.geometry.gpu.window.search import search_window
+from sparseconv.geometry.gpu.window.taps import encode_window
 
 OFFSETS = tuple(itertools.product((-1, 0, 1), repeat=3))
 #: case -> (must, goal) in ms

@@ -20,6 +20,7 @@ FLOORS = {
     "transforms": 0,
     "products": 1,
     "pointwise": 1,
+    "gpu": 0,
     "geometry": 1,
     "backends": 2,
     "tensor": 2,

@@ -122,8 +122,8 @@ class Sparseconv(Convolution):
     _used: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 
     def learn(self) -> None:
-        from sparseconv.backends.triton_implicit_gemm.jobs import jobs_of
-        from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+        from sparseconv.geometry.gpu.jobs.jobs import jobs_of
+        from sparseconv.geometry.gpu.tiles.schedule import schedule_of
 
         makers = {"schedule": schedule_of, "jobs": jobs_of}
         kept = [key for key in self.plan.kernel_map.prepared if isinstance(key, tuple) and key[0] in makers]
@@ -133,7 +133,7 @@ class Sparseconv(Convolution):
     def settle(self) -> None:
         self.prepare()  # the first map that knows what maps are asked for
         if self.coords.is_cuda:
-            from sparseconv.geometry.triton_launch import await_compilers
+            from sparseconv.gpu.launcher import await_compilers
 
             await_compilers()
             self.prepare()

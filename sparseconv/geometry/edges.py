@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.aside import building
+from sparseconv.geometry.cpu.line_search import edges_by_lines
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.line_search import edges_by_lines
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
+from sparseconv.gpu.streams import building
 
 if TYPE_CHECKING:
-    from sparseconv.geometry.triton_window import TapWindow
+    from sparseconv.geometry.gpu.window.taps import TapWindow
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,9 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
 
 @cache
 def _on_gpu() -> Any:
-    from sparseconv.geometry import triton_pairs  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu.pairs import pair_lists  # Triton is loaded where it is used
 
-    return triton_pairs
+    return pair_lists
 
 
 @transforms.constant
@@ -265,7 +265,7 @@ def _reach_on_gpu(
     """What the window reaches from a grid on a GPU, (M, 1+D) int32; None elsewhere, and where keys are too short."""
     if grid.device.type != "cuda" or len(grid) == 0:
         return None
-    from sparseconv.geometry.triton_reach import reach  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu.reached.output_coords import reach  # Triton is loaded where it is used
 
     size = grid.batch_size, window.offsets, window.stride, torus
     return reach(grid.coords, grid.extent, *size, to_fine=to_fine, within=within)

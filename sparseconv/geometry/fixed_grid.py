@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.geometry.aside import building
+from sparseconv.geometry.cpu.sorted_table import KeySpace, SortedTable
 from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, torus_of, wrap
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
-from sparseconv.geometry.lookup import KeySpace, SortedTable
 from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.gpu.streams import building
 
 if TYPE_CHECKING:
-    from sparseconv.geometry.triton_launch import Unseen
-    from sparseconv.geometry.triton_table import CoordinateTable
+    from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
+    from sparseconv.gpu.cooperative import Unseen
 
 #: bits of the fault flag, and what they say
 FAULTS = {
@@ -147,7 +147,7 @@ class FixedGrid(VoxelGrid):
         return table
 
     def _make_cells(self, checked: bool = False) -> CoordinateTable:
-        from sparseconv.geometry.triton_table import build_table  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.hash_table.table import build_table  # Triton is loaded where it is used
 
         with building():
             return build_table(self.coords, self._ranges, unseen=self.unseen, checked=checked)
@@ -155,7 +155,7 @@ class FixedGrid(VoxelGrid):
     @property
     def unseen(self) -> Unseen:
         """What kernels take for rows whose number the host does not know."""
-        from sparseconv.geometry.triton_launch import Unseen
+        from sparseconv.gpu.cooperative import Unseen
 
         return Unseen(self.count, self.fault, self._gates)
 
@@ -165,7 +165,7 @@ class FixedGrid(VoxelGrid):
         key = ("ranges", self.extent)
         ranges = self.example.derived.get(key)
         if ranges is None:
-            from sparseconv.geometry.triton_table import block_volume, encode_ranges
+            from sparseconv.geometry.gpu.hash_table.table import block_volume, encode_ranges
 
             low, high = (0, *self.extent.start), (self.batch_size - 1, *(end - 1 for end in self.extent.end))
             if block_volume(low, high) >= 2**62:
@@ -254,7 +254,7 @@ class FixedGrid(VoxelGrid):
         rows: int,
         to_fine: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        from sparseconv.geometry.triton_reach import reach_unseen  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.reached.output_coords import reach_unseen  # Triton is loaded where it is used
 
         size = self.batch_size, window.offsets, window.stride, folded
         limits: dict[str, Any] = {"to_fine": to_fine, "within": extent, "rows": rows, "unseen": self.unseen}
@@ -360,7 +360,7 @@ def put_scene(coords: torch.Tensor, into: torch.Tensor, count: torch.Tensor, fil
     voxels = len(coords)
     plain = coords.dtype == torch.int32 and coords.is_contiguous() and coords.data_ptr() % 16 == 0
     if into.is_cuda and plain and coords.device == into.device and into.data_ptr() % 16 == 0 and into.numel() < 2**31:
-        from sparseconv.geometry.triton_scene import put_scene_on_gpu  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.scene import put_scene_on_gpu  # Triton is loaded where it is used
 
         put_scene_on_gpu(coords, into, count, filled)
         return
@@ -376,7 +376,7 @@ def _zeros_for(coords: torch.Tensor, example: VoxelGrid) -> torch.Tensor:
     can be zeros that lay with its example when the step was run before the capture; no two graphs have the same.
     """
     if coords.is_cuda:
-        from sparseconv.geometry.triton_table import FUSED_ROWS  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.hash_table.table import FUSED_ROWS  # Triton is loaded where it is used
 
         kept = example.derived.setdefault("zeros", [])
         if torch.cuda.is_current_stream_capturing():

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.lookup import KEY_LIMIT, KeySpace, SortedTable
+from sparseconv.geometry.cpu.sorted_table import KEY_LIMIT, KeySpace, SortedTable
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
 
 if TYPE_CHECKING:
-    from sparseconv.geometry.triton_neighbors import WindowSearch
-    from sparseconv.geometry.triton_table import CoordinateTable
+    from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
+    from sparseconv.geometry.gpu.window.search import WindowSearch
 
 INT32 = torch.iinfo(torch.int32)
 Floats = tuple[float, ...]
@@ -387,9 +387,10 @@ def _table_of(coords: torch.Tensor) -> CoordinateTable:
 
 @cache
 def _on_gpu() -> tuple[Any, Any]:
-    from sparseconv.geometry import triton_ahead, triton_table  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu import prefetch  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu.hash_table import table
 
-    return triton_table, triton_ahead
+    return table, prefetch
 
 
 def _checked_coords(coords: torch.Tensor) -> torch.Tensor:

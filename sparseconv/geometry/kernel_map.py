@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.aside import Moment, appending, building
+from sparseconv.gpu.streams import Moment, appending, building
 
 if TYPE_CHECKING:
     from sparseconv.products import SparseProductInfo

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.aside import Aside, forget_workspaces
+from sparseconv.gpu.streams import Aside, forget_workspaces
 
 #: captures by which the memory of each stream is made smaller; bytes that pieces of it are multiples of, and from which
 #: torch takes no more than was asked for

@@ -10,18 +10,18 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sparseconv.backends.triton_implicit_gemm import build
-from sparseconv.backends.triton_implicit_gemm import schedule as twin
-from sparseconv.geometry import triton_launch
-from sparseconv.geometry.triton_chunks import chunks_torch
-from sparseconv.geometry.triton_neighbors import search_table, search_window
-from sparseconv.geometry.triton_table import build_table
-from sparseconv.geometry.triton_window import encode_window, tap_order
+from sparseconv.geometry.gpu.hash_table.table import build_table
+from sparseconv.geometry.gpu.order.morton_runs import chunks_torch
+from sparseconv.geometry.gpu.tiles import build as tile_building
+from sparseconv.geometry.gpu.tiles import schedule as twin
+from sparseconv.geometry.gpu.window.search import search_table, search_window
+from sparseconv.geometry.gpu.window.taps import encode_window, tap_order
+from sparseconv.gpu import launcher
 from tests.geometry.triton_cases import CASES, Case
 
-DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
+DEVICE = "cpu" if launcher.INTERPRETED else "cuda"
 pytestmark = pytest.mark.skipif(
-    not triton_launch.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
+    not launcher.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
 )
 CUBE, STRIDED, EMPTY = CASES[3], CASES[4], Case("no rows", 3, CASES[3].offsets, rows=0)
 FIELDS = ("neighbors", "out_rows", "tile_counts", "tile_rows", "tile_taps", "tile_order", "slots")
@@ -40,14 +40,14 @@ def same(got: twin.Schedule, want: twin.Schedule) -> None:
 def test_a_cube(
     at_last: int, block_m: int, groups: tuple[tuple[int, ...], ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "RANKED_AT_LAST", at_last)
+    monkeypatch.setattr(tile_building, "RANKED_AT_LAST", at_last)
     source = CUBE.source(seed=3, device=DEVICE)
     table = build_table(source)
     search = search_window(table, table.coords, encode_window(CUBE.offsets, (1, 1, 1), None, source.device))
     want = twin.build_schedule(search.neighbors, 27, block_m, groups=groups)
-    got = build.build_schedule(search, block_m, groups=groups)
+    got = tile_building.build_schedule(search, block_m, groups=groups)
     same(got, want)
-    same(build.build_schedule(search, block_m, groups=groups), want)  # the ticket was given back
+    same(tile_building.build_schedule(search, block_m, groups=groups), want)  # the ticket was given back
     if groups is None:  # where taps are all in one group, those of the reversed edges come with them
         listed = torch.arange(got.tile_taps.shape[1], device=DEVICE) < got.tile_counts[:, None]
         assert torch.equal(got.turned_taps[listed], 26 - got.tile_taps[listed])
@@ -63,8 +63,8 @@ def test_other_windows_and_given_tables(case: Case) -> None:
     search = search_window(table, target, encode_window(case.offsets, (case.stride,) * 3, None, source.device))
     ranked = tap_order(case.offsets)
     want = twin.build_schedule(search.neighbors, len(case.offsets), 64, significance=ranked)
-    same(build.build_schedule(search, 64), want)
-    same(build.build_schedule(search_table(search.neighbors), 64, significance=ranked), want)
+    same(tile_building.build_schedule(search, 64), want)
+    same(tile_building.build_schedule(search_table(search.neighbors), 64, significance=ranked), want)
 
 
 def test_runs_of_neighbouring_rows() -> None:
@@ -72,7 +72,7 @@ def test_runs_of_neighbouring_rows() -> None:
     source = case.source(seed=4, device=DEVICE)
     table = build_table(source)
     search = search_window(table, table.coords, encode_window(CUBE.offsets, (1, 1, 1), None, source.device))
-    got = build.build_schedule(search, 64, chunk_rows=64)
+    got = tile_building.build_schedule(search, 64, chunk_rows=64)
     order = got.out_rows[: len(source)].long().cpu()
     assert torch.equal(order.sort().values, torch.arange(len(source)))
     chunks = chunks_torch(source.cpu(), 64)[order]

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseconv.backends.triton_implicit_gemm.jobs import cut_jobs, most_jobs
-from sparseconv.backends.triton_implicit_gemm.schedule import (
+from sparseconv.geometry.gpu.jobs.jobs import cut_jobs, most_jobs
+from sparseconv.geometry.gpu.tiles.schedule import (
     HALF_BIT,
     LOOKAHEAD,
     ROW_BITS,

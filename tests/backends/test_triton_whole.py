@@ -14,47 +14,44 @@ if not torch.cuda.is_available():
 
 from sparseconv import ConvolutionPlan, VoxelGrid
 from sparseconv.backends.base import Request
-from sparseconv.backends.triton_implicit_gemm import whole
 from sparseconv.backends.triton_implicit_gemm.backend import work_of
-from sparseconv.backends.triton_implicit_gemm.build import build_schedule
 from sparseconv.backends.triton_implicit_gemm.config import weight_grad_candidates
-from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_jobs_on_device
-from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM, cut_jobs, jobs_of
-from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
 from sparseconv.backends.triton_implicit_gemm.steps import WeightGradRecipe
-from sparseconv.backends.triton_implicit_gemm.whole import WHOLE_ROWS, WholeLaunch, jobs_made, schedule_made
-from sparseconv.geometry import (
-    triton_ahead,
-    triton_launch,
-    triton_neighbors,
-    triton_pairs,
-    triton_sort_ahead,
-    triton_table,
-)
+from sparseconv.geometry.gpu import fused, prefetch
+from sparseconv.geometry.gpu.fused import WHOLE_ROWS, WholeLaunch, jobs_made, schedule_made
+from sparseconv.geometry.gpu.hash_table import table as hash_table
+from sparseconv.geometry.gpu.hash_table.table import CoordinateTable, build_table, lookup, read_table
+from sparseconv.geometry.gpu.jobs.jobs import JOB_QUANTUM, cut_jobs, jobs_of
+from sparseconv.geometry.gpu.jobs.kernels import cut_jobs_on_device
+from sparseconv.geometry.gpu.order import sort_ahead
+from sparseconv.geometry.gpu.pairs import pair_lists
+from sparseconv.geometry.gpu.pairs.pair_lists import FoundEdges, half_pairs_of, list_ahead, pairs_of
+from sparseconv.geometry.gpu.prefetch import own_search, search_ahead, whole_ahead
+from sparseconv.geometry.gpu.tiles.build import build_schedule
+from sparseconv.geometry.gpu.tiles.schedule import schedule_of
+from sparseconv.geometry.gpu.window import search as window_search
+from sparseconv.geometry.gpu.window.search import WindowSearch, search_window
+from sparseconv.geometry.gpu.window.taps import TapWindow, encode_window
+from sparseconv.geometry.gpu.window.window_3x3x3 import CUBE
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.triton_ahead import own_search, search_ahead, whole_ahead
-from sparseconv.geometry.triton_cube import CUBE
-from sparseconv.geometry.triton_neighbors import WindowSearch, search_window
-from sparseconv.geometry.triton_pairs import FoundEdges, half_pairs_of, list_ahead, pairs_of
-from sparseconv.geometry.triton_table import CoordinateTable, build_table, lookup, read_table
-from sparseconv.geometry.triton_window import TapWindow, encode_window
+from sparseconv.gpu import launcher
 
-DEVICE = torch.device("cpu") if triton_launch.INTERPRETED else torch.device("cuda", 0)
+DEVICE = torch.device("cpu") if launcher.INTERPRETED else torch.device("cuda", 0)
 LISTS = "neighbors", "out_rows", "tile_counts", "tile_rows", "tile_taps", "tile_order", "turned_taps"
 JOBS = "begin", "end", "order", "tap_jobs"
 pytestmark = pytest.mark.skipif(
-    not triton_launch.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
+    not launcher.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
 )
 
 
 @pytest.fixture(autouse=True)
 def _nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     for kept in ("_asked", "_whole", "_lists"):
-        monkeypatch.setattr(triton_ahead, kept, {})
-    monkeypatch.setattr(triton_ahead, "LISTED_ROWS", (10, 2_000_000))
-    monkeypatch.setattr(triton_neighbors, "_blocks", {})
-    monkeypatch.setattr(triton_sort_ahead, "_sorted", {})
-    monkeypatch.setattr(whole, "_asked", {})
+        monkeypatch.setattr(prefetch, kept, {})
+    monkeypatch.setattr(prefetch, "LISTED_ROWS", (10, 2_000_000))
+    monkeypatch.setattr(window_search, "_blocks", {})
+    monkeypatch.setattr(sort_ahead, "_sorted", {})
+    monkeypatch.setattr(fused, "_asked", {})
 
 
 def rows(count: int, seed: int = 0) -> torch.Tensor:
@@ -238,9 +235,9 @@ def test_the_next_map_is_launched_as_the_last_one_was_asked_for() -> None:
 def test_lists_of_many_rows_are_made_behind_their_search(
     chunk_rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (triton_ahead, triton_neighbors, triton_table):
+    for module in (prefetch, window_search, hash_table):
         monkeypatch.setattr(module, "FUSED_ROWS", 10)
-    monkeypatch.setattr(whole, "WHOLE_ROWS", 10)
+    monkeypatch.setattr(fused, "WHOLE_ROWS", 10)
     coords = rows(300)
 
     def searched() -> WindowSearch:
@@ -282,7 +279,7 @@ def test_lists_of_many_rows_are_made_behind_their_search(
         assert torch.equal(a, b)
     searched()
     searched()
-    assert triton_sort_ahead._sorted.get(DEVICE.index, -1) == -1
+    assert sort_ahead._sorted.get(DEVICE.index, -1) == -1
 
 
 def test_edges_are_listed_behind_a_map_that_is_launched_whole() -> None:
@@ -310,7 +307,7 @@ def test_edges_are_listed_behind_a_map_that_is_launched_whole() -> None:
 @pytest.fixture
 def _marked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     empty = torch.empty
-    monkeypatch.setattr(triton_pairs.torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(-7))
+    monkeypatch.setattr(pair_lists.torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(-7))
 
 
 @pytest.mark.usefixtures("_marked_memory")
@@ -372,13 +369,13 @@ def arrays(coords: torch.Tensor) -> tuple[bool, list[torch.Tensor]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(triton_launch.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.skipif(launcher.INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_stream_of_scenes() -> None:
     sizes = [15_000, 1, 700, 64_000, 15_001, 120_000, WHOLE_ROWS, 33_000]
     scenes = [rows(size, size) for size in sizes]
     wanted = []
     for coords in scenes:
-        triton_ahead._whole.clear()
+        prefetch._whole.clear()
         is_whole, found = arrays(coords)
         assert not is_whole
         wanted.append(found)
@@ -408,4 +405,4 @@ def test_a_stream_of_scenes() -> None:
 def test_there_are_gates_enough_for_grids_of_fixed_size() -> None:
     from sparseconv.geometry.fixed_grid import GATES
 
-    assert triton_launch.NUM_GATES + 1 <= GATES
+    assert launcher.NUM_GATES + 1 <= GATES

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from sparseconv.geometry import aside
-from sparseconv.geometry.aside import Aside, appending, building, listing
+from sparseconv.gpu import streams
+from sparseconv.gpu.streams import Aside, appending, building, listing
 
 HERE = torch.device("cpu")
 
@@ -79,7 +79,7 @@ def test_features_wait_for_maps_and_maps_for_no_features(features):
             assert scene in torch.cuda.current_stream().before
             assert feature not in torch.cuda.current_stream().before
         assert {table, search} <= features.before
-    assert aside.current() is None
+    assert streams.current() is None
     with building() as now:
         assert now is None
         assert torch.cuda.current_stream() is features
@@ -103,7 +103,7 @@ def test_what_was_built_is_kept_until_the_run_ends(features):
         in_a_run(fails)
     gc.collect()
     assert gone() is None  # a run that fails leaves nothing behind
-    assert aside.current() is None
+    assert streams.current() is None
 
 
 def test_maps_wait_for_no_lists(features):
@@ -232,7 +232,7 @@ def test_memory_of_sums_is_that_of_the_features(features):
     def run():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch, "empty", lambda size, **_: Memory(*size))
-            memory = aside.scratch(3, dtype=torch.float32, device=HERE)
+            memory = streams.scratch(3, dtype=torch.float32, device=HERE)
         assert torch.cuda.current_stream() is beside._sums
         kept.append(weakref.ref(memory))
         return torch.zeros(1)
@@ -244,4 +244,4 @@ def test_memory_of_sums_is_that_of_the_features(features):
         assert kept[0]() is not None
         beside.catch_up()
         assert kept[0]() is None
-    assert aside.scratch(2, 3, dtype=torch.int32, device=HERE).shape == (2, 3)
+    assert streams.scratch(2, 3, dtype=torch.int32, device=HERE).shape == (2, 3)

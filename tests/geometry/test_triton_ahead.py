@@ -11,24 +11,28 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sparseconv.geometry import triton_ahead, triton_launch, triton_neighbors, triton_sort_ahead, triton_table
-from sparseconv.geometry.triton_ahead import own_search, search_ahead
-from sparseconv.geometry.triton_table import CoordinateTable, build_table, read_table
-from sparseconv.geometry.triton_window import TapWindow, encode_window
+from sparseconv.geometry.gpu import prefetch
+from sparseconv.geometry.gpu.hash_table import table as hash_table
+from sparseconv.geometry.gpu.hash_table.table import CoordinateTable, build_table, read_table
+from sparseconv.geometry.gpu.order import sort_ahead
+from sparseconv.geometry.gpu.prefetch import own_search, search_ahead
+from sparseconv.geometry.gpu.window import search as window_search
+from sparseconv.geometry.gpu.window.taps import TapWindow, encode_window
+from sparseconv.gpu import launcher
 from tests.geometry.triton_cases import CASES
 
-DEVICE = torch.device("cpu") if triton_launch.INTERPRETED else torch.device("cuda", 0)
+DEVICE = torch.device("cpu") if launcher.INTERPRETED else torch.device("cuda", 0)
 CUBE, PLANE = CASES[3], CASES[1]
 pytestmark = pytest.mark.skipif(
-    not triton_launch.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
+    not launcher.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
 )
 
 
 @pytest.fixture(autouse=True)
 def _nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_ahead, "_asked", {})
-    monkeypatch.setattr(triton_sort_ahead, "_sorted", {})
-    monkeypatch.setattr(triton_neighbors, "_blocks", {})
+    monkeypatch.setattr(prefetch, "_asked", {})
+    monkeypatch.setattr(sort_ahead, "_sorted", {})
+    monkeypatch.setattr(window_search, "_blocks", {})
 
 
 def table_of(rank: int = 3) -> CoordinateTable:
@@ -88,7 +92,7 @@ def test_grids_of_another_rank_are_not_searched() -> None:
 
 @pytest.fixture
 def _many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (triton_ahead, triton_neighbors, triton_table):
+    for module in (prefetch, window_search, hash_table):
         monkeypatch.setattr(module, "FUSED_ROWS", 10)
 
 
@@ -116,7 +120,7 @@ def test_blocks_of_many_rows_are_searched_before_their_number_is_known(guessed: 
     """That of the last grid is expected; where there are more, their surroundings are found again."""
     first = own_search(table_of(), cube(), None)
     table = build_table(CUBE.source(device=DEVICE), reported=True)
-    triton_neighbors._blocks[table.coords.device.index] = guessed
+    window_search._blocks[table.coords.device.index] = guessed
     ahead = search_ahead(table)
     assert ahead is not None
     assert ahead.around is not None
@@ -125,10 +129,10 @@ def test_blocks_of_many_rows_are_searched_before_their_number_is_known(guessed: 
     assert len(ahead.around) == max(blocks, int(1.125 * guessed * len(table.coords)))
     assert torch.equal(ahead.neighbors, first.neighbors)
     assert ahead.pending.read() == first.pending.read()
-    assert triton_neighbors._blocks[table.coords.device.index] == blocks / len(table.coords)
+    assert window_search._blocks[table.coords.device.index] == blocks / len(table.coords)
 
 
-@pytest.mark.skipif(not triton_launch.INTERPRETED, reason="on a card orders are addresses")
+@pytest.mark.skipif(not launcher.INTERPRETED, reason="on a card orders are addresses")
 @pytest.mark.usefixtures("_many_rows")
 @pytest.mark.parametrize("chunk_rows", [None, 16])
 def test_many_rows_are_sorted_as_the_last_schedule_was(chunk_rows: int | None) -> None:

@@ -11,23 +11,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from sparseconv import VoxelGrid
-from sparseconv.geometry import (
-    triton_launch,
-    triton_neighbors,
-    triton_reach,
-    triton_table,
-)
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
-from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.ranges import Boundary, IndexRange
-from sparseconv.geometry.triton_chunks import chunks_torch
-from sparseconv.geometry.triton_keys import row_keys
-from sparseconv.geometry.triton_neighbors import search_window
-from sparseconv.geometry.triton_order import sort_rows
-from sparseconv.geometry.triton_pairs import FoundEdges, pairs_of, pairs_torch, reverse_neighbors
-from sparseconv.geometry.triton_planes import find_neighbors_torch
-from sparseconv.geometry.triton_reach import reach
-from sparseconv.geometry.triton_table import (
+from sparseconv.geometry.gpu.hash_table import table as hash_table
+from sparseconv.geometry.gpu.hash_table.table import (
     build_table,
     decode_ranges,
     lookup,
@@ -35,19 +21,31 @@ from sparseconv.geometry.triton_table import (
     measure_ranges,
     read_table,
 )
-from sparseconv.geometry.triton_window import encode_window, tap_order
+from sparseconv.geometry.gpu.order.morton_runs import chunks_torch
+from sparseconv.geometry.gpu.order.row_keys import row_keys
+from sparseconv.geometry.gpu.pairs.pair_lists import FoundEdges, pairs_of, pairs_torch, reverse_neighbors
+from sparseconv.geometry.gpu.reached import output_coords
+from sparseconv.geometry.gpu.reached.output_coords import reach
+from sparseconv.geometry.gpu.window import search as window_search
+from sparseconv.geometry.gpu.window.neighbor_table import find_neighbors_torch
+from sparseconv.geometry.gpu.window.search import search_window
+from sparseconv.geometry.gpu.window.taps import encode_window, tap_order
+from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.gpu import launcher
+from sparseconv.gpu.radix_sort.sort import sort_rows
 from tests.geometry.triton_cases import CASES, SLOW_CASES, Case, box
 
 SORTED_LONG = [
     pytest.param(66_000, 2**31, 31, marks=pytest.mark.slow),
     pytest.param(300_000, 2**27, 27, marks=pytest.mark.slow),
 ]
-DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
+DEVICE = "cpu" if launcher.INTERPRETED else "cuda"
 EVERY_CASE = [pytest.param(case, id=case.name) for case in CASES] + [
     pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in SLOW_CASES
 ]
 pytestmark = pytest.mark.skipif(
-    not triton_launch.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
+    not launcher.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
 )
 
 
@@ -56,8 +54,8 @@ pytestmark = pytest.mark.skipif(
 def test_edges_are_those_of_brute_force(case: Case, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = layout != "cells"
     if layout == "blocks":  # a launch for each pass, as for many rows
-        monkeypatch.setattr(triton_table, "FUSED_ROWS", 0)
-        monkeypatch.setattr(triton_neighbors, "FUSED_ROWS", 0)
+        monkeypatch.setattr(hash_table, "FUSED_ROWS", 0)
+        monkeypatch.setattr(window_search, "FUSED_ROWS", 0)
     source = case.source(device=DEVICE)
     target = case.target(source)
     stride = (case.stride,) * case.rank
@@ -174,7 +172,7 @@ def test_keys_order_rows_by_gray_code() -> None:
 
 @pytest.mark.parametrize(("rank", "spread", "batches"), [(3, 40, 1), (3, 300, 3), (2, 60, 1), (4, 30, 2), (1, 900, 5)])
 def test_runs_of_neighbours(rank: int, spread: int, batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_table, "FUSED_ROWS", 0)
+    monkeypatch.setattr(hash_table, "FUSED_ROWS", 0)
     generator = torch.Generator().manual_seed(spread)
     coords = torch.randint(-spread, spread, (300, 1 + rank), generator=generator)
     coords[:, 0] %= batches
@@ -270,7 +268,7 @@ def test_what_a_window_reaches(
     if way == "keys" and kernel[0] == 2:
         pytest.skip("one box is enough")
     if way == "keys":  # a hash table and a sort, as for far larger boxes
-        monkeypatch.setattr(triton_reach, "MOST_MARKED", 0)
+        monkeypatch.setattr(output_coords, "MOST_MARKED", 0)
     coords = Case("any", 3, (), rows=20, spread=6).source(seed=stride)
     grid, window = VoxelGrid(coords, 4), Window.of(3, kernel, stride, dilation, (1, 0, 2))
     torus = IndexRange((-6, -6, -6), (6, 6, 6)) if kind == "periodic" else None

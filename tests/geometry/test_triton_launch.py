@@ -11,9 +11,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from sparseconv.geometry import triton_launch, triton_report
-from sparseconv.geometry.triton_launch import Launcher
-from sparseconv.geometry.triton_report import UNWRITTEN, Report
+from sparseconv.gpu import launcher as launching
+from sparseconv.gpu import pinned, triton_private
+from sparseconv.gpu.launcher import Launcher
+from sparseconv.gpu.pinned import UNWRITTEN, Report
 
 
 class Function:
@@ -33,7 +34,7 @@ class Function:
 @pytest.fixture
 def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(triton_launch, "read_triton", lambda: None)
+    monkeypatch.setattr(launching, "read_triton", lambda: None)
 
 
 @pytest.mark.usefixtures("card")
@@ -53,7 +54,7 @@ def test_many_threads_compile_a_kernel_once():
 
 @pytest.mark.usefixtures("card")
 def test_who_asks_for_a_kernel_that_failed_ahead_is_told_why(monkeypatch):
-    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     function = Function(ValueError("no such instruction"))
     launcher = Launcher(function, (int,))
@@ -68,9 +69,9 @@ def test_who_asks_for_a_kernel_that_failed_ahead_is_told_why(monkeypatch):
 
 def test_a_shared_launcher_leaves_tritons_own_kernel_alone():
     kernel = SimpleNamespace(src="its own", module=1, function=2, _run=3)
-    shared = triton_launch._with_shared_launcher(kernel)
+    shared = triton_private.with_shared_launcher(kernel)
     assert (kernel.src, kernel.module, kernel.function, kernel._run) == ("its own", 1, 2, 3)
-    assert list(shared.src.signature.values()) == ["i64"] * triton_launch.SHARED_ARGUMENTS
+    assert list(shared.src.signature.values()) == ["i64"] * triton_private.SHARED_ARGUMENTS
     assert shared.module is shared.function is shared._run is None
 
 
@@ -87,10 +88,11 @@ def test_a_launch_goes_to_its_device_whichever_is_current(card, monkeypatch):
         launched.append((now[0], args))
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(triton_launch, "_current_device", lambda: now[0])
+    monkeypatch.setattr(launching, "_current_device", lambda: now[0])
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 10 + index))
-    monkeypatch.setattr(triton_launch, "driver", streams)
-    monkeypatch.setattr(triton_launch, "_entry", lambda run: None)
+    monkeypatch.setattr(launching, "driver", streams)
+    for room in (launching, triton_private):
+        monkeypatch.setattr(room, "entry_of", lambda run: None)
     launcher = Launcher(Function(), ("*fp32", int))
     monkeypatch.setattr(
         launcher, "compile", lambda constants: SimpleNamespace(run=run, function=7, packed_metadata="told", asm={})
@@ -120,11 +122,12 @@ class Run:
 def test_a_kernel_that_waits_for_the_launch_ahead_is_launched_early_but_not_in_graphs(ptx, early, card, monkeypatch):
     run, capturing = Run(), [False]
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(triton_launch, "_current_device", lambda: 0)
-    monkeypatch.setattr(triton_launch, "_is_capturing", lambda: capturing[0])
+    monkeypatch.setattr(launching, "_current_device", lambda: 0)
+    monkeypatch.setattr(launching, "_is_capturing", lambda: capturing[0])
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 10))
-    monkeypatch.setattr(triton_launch, "driver", streams)
-    monkeypatch.setattr(triton_launch, "_entry", lambda run: None)
+    monkeypatch.setattr(launching, "driver", streams)
+    for room in (launching, triton_private):
+        monkeypatch.setattr(room, "entry_of", lambda run: None)
     launcher = Launcher(Function(), ("*fp32", int))
     asm = {} if ptx is None else {"ptx": ptx}
     kernel = SimpleNamespace(run=run, function=7, packed_metadata="told", asm=asm)
@@ -153,11 +156,11 @@ class Stream:
 def stream(monkeypatch):
     """The one stream of a card whose kernels a test stands for."""
     found, stock = Stream(), []
-    for room in (triton_launch, triton_report):
+    for room in (launching, pinned):
         monkeypatch.setattr(room, "INTERPRETED", False)
-    monkeypatch.setattr(triton_report, "current_stream", lambda index: 0)
-    monkeypatch.setattr(triton_report, "_stream", lambda index, address: found)
-    monkeypatch.setattr(triton_report, "_stock", lambda index, address, length: stock)
+    monkeypatch.setattr(pinned, "current_stream", lambda index: 0)
+    monkeypatch.setattr(pinned, "_stream", lambda index, address: found)
+    monkeypatch.setattr(pinned, "_stock", lambda index, address, length: stock)
     return found
 
 

@@ -18,7 +18,6 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     conv_candidates,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.schedule import schedule_ahead, schedule_of
 from sparseconv.backends.triton_implicit_gemm.steps import (
     ConvRecipe,
     WeightGradRecipe,
@@ -26,8 +25,9 @@ from sparseconv.backends.triton_implicit_gemm.steps import (
     precision_of,
 )
 from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, tuning_enabled
-from sparseconv.geometry.aside import listing, scratch
+from sparseconv.geometry.gpu.tiles.schedule import schedule_ahead, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.gpu.streams import listing, scratch
 
 if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue
@@ -256,8 +256,8 @@ class TritonImplicitGemm(Backend):
             def ahead() -> None:
                 for config in candidates:
                     recipe_of(config, work).ahead(kernel_map, device)
-                if name[0] == "conv":
-                    schedule_ahead(kernel_map, candidates[0])
+                if name[0] == "conv" and candidates[0].split == 1 and not candidates[0].chunked:
+                    schedule_ahead(kernel_map, candidates[0].block_m)
                 if next_ahead is not None:
                     next_ahead()
 

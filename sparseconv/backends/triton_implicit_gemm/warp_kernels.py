@@ -28,7 +28,7 @@ from sparseconv.backends.triton_implicit_gemm.gluon_kernels import (
     shared_layout,
     write_tile,
 )
-from sparseconv.backends.triton_implicit_gemm.schedule import HALF_BIT
+from sparseconv.geometry.gpu.tiles.schedule import HALF_BIT
 
 #: all warps of a partition meet, by the name it has in this Triton
 meet = getattr(gl, "thread_barrier", None) or gl.barrier

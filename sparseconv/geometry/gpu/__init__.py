@@ -1,0 +1,1 @@
+"""Kernel maps on a GPU: coordinates -> hash table -> window search -> row order -> tiles -> jobs -> edge lists."""
