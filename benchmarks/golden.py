@@ -110,13 +110,14 @@ def _map_by_kernels(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary
 def _fused_by_kernels(grid: VoxelGrid, window: Window) -> tuple[KernelMap, Any, Any] | None:
     """Map, schedule and jobs that one launch leaves, by the interpreter."""
     found_edges, encode = _named("FoundEdges"), _named("encode_window")
-    whole = _named("WholeLaunch")
-    if whole is None:
-        search, schedule, jobs = _named("build_fused")(grid.coords, window, SCHEDULES[0][0], JOBS[1])
+    taps = encode(window.offsets, window.stride, None, grid.device)
+    fused = _named("FusedLaunch") or _named("WholeLaunch")
+    _, search = fused(taps, SCHEDULES[0][0], JOBS[1])(grid.coords)
+    made = getattr(search, "made", None)  # an earlier version's
+    if made is None:
+        schedule, jobs = search.prefetched.schedule, search.prefetched.jobs
     else:
-        taps = encode(window.offsets, window.stride, None, grid.device)
-        _, search = whole(taps, SCHEDULES[0][0], JOBS[1])(grid.coords)
-        schedule, jobs = search.made["schedule"], search.made["jobs"]
+        schedule, jobs = made["schedule"], made["jobs"]
     sizes = len(grid), len(grid), len(window.offsets)
     identity, mirror = window.symmetry
     edges = KernelMap(*sizes, source=found_edges(search, len(grid)), identity_tap=identity, mirror=mirror)

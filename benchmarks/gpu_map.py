@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from sparseconv.geometry.gpu.hash_table.table import build_table
-from sparseconv.geometry.gpu.pairs.pair_lists import pairs_of, pairs_torch
+from sparseconv.geometry.gpu.pairs.pair_lists import pairs_of
 from sparseconv.geometry.gpu.tiles.build import build_schedule
 from sparseconv.geometry.gpu.tiles.schedule import ROW_BITS
 from sparseconv.geometry.gpu.window.search import search_window
 from sparseconv.geometry.gpu.window.taps import encode_window
+from tests.twins import pairs_torch
 
 OFFSETS = tuple(itertools.product((-1, 0, 1), repeat=3))
 #: case -> (must, goal) in ms

@@ -122,12 +122,11 @@ class Sparseconv(Convolution):
     _used: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 
     def learn(self) -> None:
-        from sparseconv.geometry.gpu.jobs.jobs import jobs_of
-        from sparseconv.geometry.gpu.tiles.schedule import schedule_of
+        from sparseconv.geometry.gpu.work_lists import jobs_of, schedule_of
 
-        makers = {"schedule": schedule_of, "jobs": jobs_of}
-        kept = [key for key in self.plan.kernel_map.prepared if isinstance(key, tuple) and key[0] in makers]
-        self._used = {" ".join(map(str, key)): (makers[key[0]], *key[1:]) for key in kept}
+        lists = self.plan.kernel_map.work_lists
+        self._used = {" ".join(map(str, ("schedule", *form))): (schedule_of, *form) for form in lists.schedules}
+        self._used |= {f"jobs {count}": (jobs_of, count) for count in lists.jobs}
         self.lazy = not self._used
 
     def settle(self) -> None:

@@ -212,9 +212,9 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
 
 @cache
 def _on_gpu() -> Any:
-    from sparseconv.geometry.gpu.pairs import pair_lists  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu.pairs import found_edges  # Triton is loaded where it is used
 
-    return pair_lists
+    return found_edges
 
 
 @transforms.constant

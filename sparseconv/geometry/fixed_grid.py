@@ -114,7 +114,7 @@ class FixedGrid(VoxelGrid):
             aside.keep(self)
         self._set(coords, count, zeros[GATES : GATES + 1], zeros[:GATES], extent, like.voxel_size, like, room)
         if self.device.type == "cuda":
-            self.derived["cells"] = self._make_cells(checked=True)
+            self._cells = self._make_cells(checked=True)
         else:
             live = torch.arange(len(coords), device=coords.device) < count
             self.fault |= (self._table.keys.unique().numel() != count) | ((coords[:, 0] >= 0) != live).any()
@@ -141,10 +141,9 @@ class FixedGrid(VoxelGrid):
     @property
     def cells(self) -> CoordinateTable:
         """The table of the real rows that a grid on a GPU keeps."""
-        table = self.derived.get("cells")
-        if table is None:
-            table = self.derived["cells"] = self._make_cells()
-        return table
+        if self._cells is None:
+            self._cells = self._make_cells()
+        return self._cells
 
     def _make_cells(self, checked: bool = False) -> CoordinateTable:
         from sparseconv.geometry.gpu.hash_table.table import build_table  # Triton is loaded where it is used
@@ -331,7 +330,7 @@ class FixedGrid(VoxelGrid):
 
 def forget_tables(example: VoxelGrid) -> None:
     """Let go of the tables by which an example's maps were built, where their sizes are all that will be asked for."""
-    example.derived.pop("cells", None)
+    example._cells = None
     for kept in example.derived.values():
         if isinstance(kept, VoxelGrid):
             forget_tables(kept)

@@ -14,7 +14,7 @@ from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
 
 if TYPE_CHECKING:
     from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
-    from sparseconv.geometry.gpu.window.search import WindowSearch
+    from sparseconv.geometry.gpu.window.found import WindowSearch
 
 INT32 = torch.iinfo(torch.int32)
 Floats = tuple[float, ...]
@@ -54,7 +54,6 @@ class VoxelGrid:
     ) -> None:
         coords = _checked_coords(coords)
         rank = coords.shape[1] - 1
-        table, search = _table_on_gpu(coords)  # on its way while the rest is looked at
         if duplicates not in ("error", "first"):
             raise ValueError(f"duplicates must be 'error' or 'first'; got {duplicates!r}")
         self.voxel_size: Floats = (1.0,) * rank if voxel_size is None else _floats(voxel_size, rank, "voxel_size")
@@ -64,8 +63,7 @@ class VoxelGrid:
         #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
         self.derived: dict[Any, Any] = {}
         self.coords = coords
-        if table is not None and search is None:
-            search = _on_gpu()[1].search_ahead(table)
+        table = self._look_on_gpu()
         low, high = _measure(coords, table)
         if low and low[0] < 0:
             raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}")
@@ -79,10 +77,6 @@ class VoxelGrid:
         longest = max(high) - min(low) + 1 if low else 1  # of all columns: no axis has more cells
         if batch_size * longest**rank >= KEY_LIMIT:
             self._space  # noqa: B018 (raises where there are so many indeed)
-        if table is not None:
-            self.derived["cells"] = table
-            if search is not None:
-                self.derived["search"] = search
         pair = self._table.first_duplicate() if table is None or table.has_duplicates else None
         if pair is not None and duplicates == "error":
             raise ValueError(
@@ -95,7 +89,7 @@ class VoxelGrid:
             first[1:] = keys[1:] != keys[:-1]
             self.coords = coords[self._table.rows[first].sort().values]
             del self.__dict__["_table"]
-            self.derived.clear()
+            self._cells = self._search = None
 
     @cached_property
     def extent(self) -> IndexRange:
@@ -111,16 +105,31 @@ class VoxelGrid:
     @property
     def cells(self) -> CoordinateTable:
         """The table of the rows that a grid on a GPU keeps."""
-        table = self.derived.get("cells")
-        if table is None:
-            table = self.derived["cells"] = _table_of(self.coords)
-        return table
+        if self._cells is None:
+            self._cells = _table_of(self.coords)
+        return self._cells
+
+    def _look_on_gpu(self) -> CoordinateTable | None:
+        """A table of the rows of a grid on a GPU, on its way, with the search that plans will likely ask for; None
+        elsewhere, and where there is no row."""
+        if not self.coords.is_cuda or self.coords.shape[0] == 0:
+            return None
+        self._cells, self._search = _on_gpu()[1].given_table(self.coords)
+        return self._cells
+
+    def take_search(self) -> WindowSearch | None:
+        """The search of the grid's own rows that was launched with its table, for the first who asks."""
+        search, self._search = self._search, None
+        return search
 
     @cached_property
     @transforms.constant
     def _table(self) -> SortedTable:
         return SortedTable(self._space.keys(self.coords))
 
+    #: on a GPU: the table of the rows, and a search that came with it
+    _cells: CoordinateTable | None = None
+    _search: WindowSearch | None = None
     #: True where other processes hold the rest of the scene
     is_shared = False
     #: of a `FixedGrid` alone: how many of its rows are real, and what did not fit, each (1,) int32 on the device
@@ -336,7 +345,7 @@ class VoxelGrid:
         return flat.view(self.batch_size, *box.shape, features.shape[1]).movedim(-1, 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_table"} | {"derived": {}}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_table", "_cells", "_search")} | {"derived": {}}
 
     def __repr__(self) -> str:
         size = " x ".join(f"{v:g}" for v in self.voxel_size[: 1 if len(set(self.voxel_size)) == 1 else None])
@@ -366,18 +375,6 @@ def _bounds(coords: torch.Tensor) -> tuple[Ints, Ints]:
 def _measure(coords: torch.Tensor, table: CoordinateTable | None) -> tuple[Ints, Ints]:
     """Smallest and largest value of each column, read at once; where there is a table of the rows, from that."""
     return _bounds(coords) if table is None else _on_gpu()[0].read_table(table)
-
-
-def _table_on_gpu(coords: torch.Tensor) -> tuple[CoordinateTable | None, WindowSearch | None]:
-    """A table of the rows of a grid on a GPU, on its way, and the search that it came with; None elsewhere, and where
-    there is no row."""
-    if not coords.is_cuda or coords.shape[0] == 0:
-        return None, None
-    tables, ahead = _on_gpu()
-    ahead.expect_plans(coords)
-    table, search = ahead.whole_ahead(coords) or (tables.build_table(coords, reported=True), None)
-    table.is_given = True
-    return table, search
 
 
 @transforms.constant

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from sparseconv import transforms
+from sparseconv.geometry.gpu.tiles.schedule import WorkLists
 from sparseconv.gpu.streams import Moment, appending, building
 
 if TYPE_CHECKING:
@@ -97,7 +98,9 @@ class KernelMap:
         self.mirror = mirror
         #: whether each input row has exactly one edge, known from the geometry (windows side by side); else unknown
         self.meets_all = False
-        #: what backends derive from the edges and keep (schedules, wider indices), under keys of their own
+        #: schedules and jobs, where backends on a GPU have asked for them
+        self.work_lists = WorkLists()
+        #: what backends derive from the edges and keep (wider indices, bound launches), under keys of their own
         self.prepared: dict[Any, Any] = {}
         # this map owns its reverse; the reverse knows this one weakly, so that both go with the last plan
         self._reverse: KernelMap | weakref.ref[KernelMap] | None = None
@@ -328,7 +331,9 @@ class KernelMap:
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, prepared={}, _reverse=None, source=None, device=state["_pairs"][0].device)
+        self.__dict__.update(
+            state, prepared={}, work_lists=WorkLists(), _reverse=None, source=None, device=state["_pairs"][0].device
+        )
 
     def __repr__(self) -> str:
         mean = self.num_pairs / max(1, self.num_out)

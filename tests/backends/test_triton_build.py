@@ -11,13 +11,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from sparseconv.geometry.gpu.hash_table.table import build_table
-from sparseconv.geometry.gpu.order.morton_runs import chunks_torch
 from sparseconv.geometry.gpu.tiles import build as tile_building
-from sparseconv.geometry.gpu.tiles import schedule as twin
+from sparseconv.geometry.gpu.tiles.schedule import Schedule
+from sparseconv.geometry.gpu.window.neighbor_table import neighbor_table
 from sparseconv.geometry.gpu.window.search import search_table, search_window
 from sparseconv.geometry.gpu.window.taps import encode_window, tap_order
 from sparseconv.gpu import launcher
+from tests import twins as twin
 from tests.geometry.triton_cases import CASES, Case
+from tests.twins import chunks_torch
 
 DEVICE = "cpu" if launcher.INTERPRETED else "cuda"
 pytestmark = pytest.mark.skipif(
@@ -27,7 +29,7 @@ CUBE, STRIDED, EMPTY = CASES[3], CASES[4], Case("no rows", 3, CASES[3].offsets, 
 FIELDS = ("neighbors", "out_rows", "tile_counts", "tile_rows", "tile_taps", "tile_order", "slots")
 
 
-def same(got: twin.Schedule, want: twin.Schedule) -> None:
+def same(got: Schedule, want: Schedule) -> None:
     for field in FIELDS:
         a, b = getattr(got, field), getattr(want, field)
         assert (a is None) == (b is None), field
@@ -44,7 +46,7 @@ def test_a_cube(
     source = CUBE.source(seed=3, device=DEVICE)
     table = build_table(source)
     search = search_window(table, table.coords, encode_window(CUBE.offsets, (1, 1, 1), None, source.device))
-    want = twin.build_schedule(search.neighbors, 27, block_m, groups=groups)
+    want = twin.build_schedule(neighbor_table(search), 27, block_m, groups=groups)
     got = tile_building.build_schedule(search, block_m, groups=groups)
     same(got, want)
     same(tile_building.build_schedule(search, block_m, groups=groups), want)  # the ticket was given back
@@ -62,9 +64,9 @@ def test_other_windows_and_given_tables(case: Case) -> None:
     table = build_table(source)
     search = search_window(table, target, encode_window(case.offsets, (case.stride,) * 3, None, source.device))
     ranked = tap_order(case.offsets)
-    want = twin.build_schedule(search.neighbors, len(case.offsets), 64, significance=ranked)
+    want = twin.build_schedule(neighbor_table(search), len(case.offsets), 64, significance=ranked)
     same(tile_building.build_schedule(search, 64), want)
-    same(tile_building.build_schedule(search_table(search.neighbors), 64, significance=ranked), want)
+    same(tile_building.build_schedule(search_table(neighbor_table(search)), 64, significance=ranked), want)
 
 
 def test_runs_of_neighbouring_rows() -> None:
@@ -78,5 +80,5 @@ def test_runs_of_neighbouring_rows() -> None:
     chunks = chunks_torch(source.cpu(), 64)[order]
     assert (chunks.diff() >= 0).all()
     assert chunks[-1] > 1
-    assert torch.equal(got.neighbors[:-1, : len(source)].cpu(), search.neighbors.cpu()[:, order])
+    assert torch.equal(got.neighbors[:-1, : len(source)].cpu(), neighbor_table(search).cpu()[:, order])
     assert torch.equal(got.tile_order.cpu(), torch.arange(got.num_tiles, dtype=torch.int32))

@@ -24,7 +24,7 @@ from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
 )
 from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe, interpreted  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.tuning import first_of_the_fastest  # noqa: E402
-from sparseconv.geometry.gpu.tiles import schedule as schedules  # noqa: E402
+from sparseconv.geometry.gpu import work_lists  # noqa: E402
 from sparseconv.geometry.kernel_map import KernelMap  # noqa: E402
 from sparseconv.pointwise import relu  # noqa: E402
 from sparseconv.pointwise.epilogue import Epilogue  # noqa: E402
@@ -65,7 +65,7 @@ class HalvedRelu:
     ids=str,
 )
 def test_variants_agree_with_the_oracle(case, options, monkeypatch):
-    monkeypatch.setattr(schedules, "CHUNK_ROWS", 20)
+    monkeypatch.setattr(work_lists, "CHUNK_ROWS", 20)
     options = dict(options)
     wide = options.pop("wide", False)
     config = ConvConfig(**{**SMALL.__dict__, **options})

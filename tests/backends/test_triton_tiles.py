@@ -15,18 +15,20 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from sparseconv.geometry.gpu.hash_table.table import build_table
-from sparseconv.geometry.gpu.jobs.jobs import cut_jobs, most_jobs
+from sparseconv.geometry.gpu.jobs.jobs import most_jobs
 from sparseconv.geometry.gpu.jobs.kernels import cut_jobs_on_device
-from sparseconv.geometry.gpu.pairs.pair_lists import FoundEdges
-from sparseconv.geometry.gpu.tiles import schedule as twin
+from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
 from sparseconv.geometry.gpu.tiles import sortless
+from sparseconv.geometry.gpu.tiles.schedule import Schedule
 from sparseconv.geometry.gpu.window.search import search_window
 from sparseconv.geometry.gpu.window.taps import encode_window
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu import launcher
+from tests import twins as twin
 from tests.backends.test_triton_build import FIELDS, same
 from tests.backends.test_triton_schedule import edges_of, edges_of_table, table
 from tests.geometry.triton_cases import Case, box
+from tests.twins import cut_jobs
 
 DEVICE = "cpu" if launcher.INTERPRETED else "cuda"
 pytestmark = pytest.mark.skipif(
@@ -118,7 +120,5 @@ def test_new_tiles_of_the_same_rows(num_taps: int, block_m: int) -> None:
     schedule = twin.build_schedule(table(num_taps, 700, 0.1, 0).to(DEVICE), num_taps, 128)
     taps = torch.arange(num_taps, dtype=torch.int32, device=DEVICE)[None]
     counts, tile_rows, tile_taps, order = twin.tile_lists(schedule.neighbors, block_m, taps)
-    want = twin.Schedule(
-        block_m, schedule.neighbors, schedule.out_rows, counts, tile_rows, tile_taps, order, schedule.slots
-    )
-    same(sortless.retile_on_gpu(schedule, block_m), want)
+    want = Schedule(block_m, schedule.neighbors, schedule.out_rows, counts, tile_rows, tile_taps, order, schedule.slots)
+    same(sortless.retile(schedule, block_m), want)

@@ -19,12 +19,13 @@ from sparseconv.geometry.edges import Window, fine_grid
 from sparseconv.geometry.fixed_grid import FixedGrid, fault_of, put_scene
 from sparseconv.geometry.gpu.hash_table import table as hash_table
 from sparseconv.geometry.gpu.hash_table.table import lookup
-from sparseconv.geometry.gpu.pairs.pair_lists import find_edges_on_gpu
+from sparseconv.geometry.gpu.pairs.found_edges import find_edges_on_gpu
 from sparseconv.geometry.gpu.scene import put_scene_on_gpu
 from sparseconv.geometry.gpu.tiles.build import schedule_on_gpu
-from sparseconv.geometry.gpu.tiles.schedule import ROW_BITS, Schedule, schedule_of
+from sparseconv.geometry.gpu.tiles.schedule import ROW_BITS, Schedule
 from sparseconv.geometry.gpu.tiles.sortless import meets_once, one_tap_schedule
 from sparseconv.geometry.gpu.window import search as window_search
+from sparseconv.geometry.gpu.work_lists import schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.launcher import INTERPRETED
 from sparseconv.ops import avg_pool, max_pool, max_unpool, sum_pool, unpool

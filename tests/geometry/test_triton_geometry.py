@@ -13,21 +13,14 @@ if not torch.cuda.is_available():
 from sparseconv import VoxelGrid
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
 from sparseconv.geometry.gpu.hash_table import table as hash_table
-from sparseconv.geometry.gpu.hash_table.table import (
-    build_table,
-    decode_ranges,
-    lookup,
-    lookup_torch,
-    measure_ranges,
-    read_table,
-)
-from sparseconv.geometry.gpu.order.morton_runs import chunks_torch
+from sparseconv.geometry.gpu.hash_table.table import build_table, decode_ranges, lookup, measure_ranges, read_table
 from sparseconv.geometry.gpu.order.row_keys import row_keys
-from sparseconv.geometry.gpu.pairs.pair_lists import FoundEdges, pairs_of, pairs_torch, reverse_neighbors
+from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
+from sparseconv.geometry.gpu.pairs.pair_lists import pairs_of, reverse_neighbors
 from sparseconv.geometry.gpu.reached import output_coords
 from sparseconv.geometry.gpu.reached.output_coords import reach
 from sparseconv.geometry.gpu.window import search as window_search
-from sparseconv.geometry.gpu.window.neighbor_table import find_neighbors_torch
+from sparseconv.geometry.gpu.window.neighbor_table import neighbor_table
 from sparseconv.geometry.gpu.window.search import search_window
 from sparseconv.geometry.gpu.window.taps import encode_window, tap_order
 from sparseconv.geometry.kernel_map import KernelMap
@@ -35,6 +28,7 @@ from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.gpu import launcher
 from sparseconv.gpu.radix_sort.sort import sort_rows
 from tests.geometry.triton_cases import CASES, SLOW_CASES, Case, box
+from tests.twins import chunks_torch, find_neighbors_torch, lookup_torch, pairs_torch
 
 SORTED_LONG = [
     pytest.param(66_000, 2**31, 31, marks=pytest.mark.slow),
@@ -64,7 +58,7 @@ def test_edges_are_those_of_brute_force(case: Case, layout: str, monkeypatch: py
     window = encode_window(case.offsets, stride, case.torus, source.device, not blocked)
     search = search_window(table, target, window)
     pending = search.pending
-    assert torch.equal(search.neighbors.cpu(), want)
+    assert torch.equal(neighbor_table(search).cpu(), want)
     assert torch.equal(search.counts.sum(1).cpu(), (want >= 0).sum(1))
     in_rows, out_rows, offsets = pairs_of(search)
     want_in, want_out, want_offsets = pairs_torch(want, search.is_local and window.is_symmetric)
@@ -81,7 +75,7 @@ def test_looking_around_blocks_and_looking_up_keys_agree(case: Case) -> None:
     around, by_key = search_window(table, table.coords, window), search_window(table, source.clone(), window)
     assert around.around is not None
     assert by_key.around is None
-    assert torch.equal(around.neighbors, by_key.neighbors)
+    assert torch.equal(neighbor_table(around), neighbor_table(by_key))
     assert torch.equal(around.counts, by_key.counts)
     assert torch.equal(around.keys, by_key.keys)
 
@@ -115,11 +109,11 @@ def test_reversed_edges() -> None:
     target = case.target(source)
     table = build_table(source)
     search = search_window(table, target, encode_window(case.offsets, (2, 2, 2), None, source.device))
-    back = reverse_neighbors(search.neighbors, len(source))
+    back = reverse_neighbors(neighbor_table(search), len(source))
     for tap in range(len(case.offsets)):
         want = torch.full((len(source),), -1, dtype=torch.int32, device=source.device)
-        seen = search.neighbors[tap] >= 0
-        want[search.neighbors[tap][seen].long()] = seen.nonzero()[:, 0].int()
+        seen = neighbor_table(search)[tap] >= 0
+        want[neighbor_table(search)[tap][seen].long()] = seen.nonzero()[:, 0].int()
         assert torch.equal(back[tap], want)
 
 
@@ -151,8 +145,8 @@ def test_no_rows_and_no_edges() -> None:
         table = build_table(source)
         search = search_window(table, target, window)
         in_rows, out_rows, offsets = pairs_of(search)
-        assert search.neighbors.shape == (27, len(target))
-        assert (search.neighbors == -1).all()
+        assert neighbor_table(search).shape == (27, len(target))
+        assert (neighbor_table(search) == -1).all()
         assert len(in_rows) == len(out_rows) == 0
         assert offsets == (0,) * 28
 
@@ -164,7 +158,7 @@ def test_keys_order_rows_by_gray_code() -> None:
     search = search_window(table, table.coords, encode_window(case.offsets, (1, 1, 1), None, source.device))
     ranked = tap_order(case.offsets)
     assert [case.offsets[tap] for tap in ranked[:2]] == [(-1, -1, -1), (-1, -1, 1)]
-    live = (search.neighbors >= 0).long().cpu()
+    live = (neighbor_table(search) >= 0).long().cpu()
     code = sum(live[tap] << (26 - place) for place, tap in enumerate(ranked))
     assert torch.equal(search.keys[0].long().cpu() ^ (search.keys[0].long().cpu() >> 1), code)  # rank -> code
     assert torch.equal(row_keys(search, (tuple(range(27)),)), search.keys)
@@ -225,7 +219,7 @@ def test_a_map_writes_its_edges_when_they_are_asked_for(first: str) -> None:
     search = search_window(build_table(source), target, encode_window(case.offsets, (2, 2, 2), None, source.device))
     found = FoundEdges(search, len(source))
     sizes = len(source), len(target), len(case.offsets)
-    lazy, want = KernelMap(*sizes, source=found), KernelMap(*sizes, neighbors=search.look_up())
+    lazy, want = KernelMap(*sizes, source=found), KernelMap(*sizes, neighbors=neighbor_table(search))
     if first == "pairs":
         assert lazy.in_rows is lazy.reverse().out_rows
     if first == "reversed table":
@@ -251,7 +245,9 @@ def test_scratch_memory_goes_and_comes_back() -> None:
     table = build_table(source)
     search = search_window(table, table.coords, encode_window(case.offsets, (1, 1, 1), None, source.device))
     keys, counts, first = search.keys.clone(), search.counts.clone(), pairs_of(search)
-    search.release()
+    source_of_edges = FoundEdges(search.released(), len(source))
+    assert source_of_edges.search.is_released
+    search = source_of_edges.searched()
     again = pairs_of(search)
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(first, again))
     assert torch.equal(search.keys, keys)

@@ -15,8 +15,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from sparseconv.geometry.gpu.hash_table.table import build_table
+from sparseconv.geometry.gpu.order.row_order import row_order
+from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
 from sparseconv.geometry.gpu.window import passes as search_passes
 from sparseconv.geometry.gpu.window import search as window_search
+from sparseconv.geometry.gpu.window.found import ORDER
 from sparseconv.geometry.gpu.window.search import search_window
 from sparseconv.geometry.gpu.window.taps import encode_window
 from sparseconv.gpu import launcher, warp_asm
@@ -83,7 +86,7 @@ def test_a_search_of_many_rows_is_put_in_the_order_of_its_keys(monkeypatch: pyte
     case = CASES[3]
     table = build_table(case.source(device=DEVICE))
     search = search_window(table, table.coords, encode_window(case.offsets, (1,) * 3, None, table.coords.device))
-    order = search.order
+    order = row_order(search)
     assert isinstance(order, torch.Tensor)
     assert order.dtype == torch.int32
     assert torch.equal(order.long(), torch.sort(search.keys, stable=True).indices)
@@ -121,27 +124,27 @@ def test_a_search_of_few_rows_sorts_them_too(n: int) -> None:
     coords = torch.stack([cells & 0, cells >> 8, cells >> 4 & 15, cells & 15], 1).int().to(DEVICE)
     table = build_table(coords)
     search = search_window(table, table.coords, encode_window(CASES[3].offsets, (1,) * 3, None, table.coords.device))
-    place, scratch = search.order, search.scratch
-    order = scratch.tensor(search_passes.ORDER)[:n]
+    place, scratch = row_order(search), search.found[1]
+    order = scratch.tensor(ORDER)[:n]
     assert (search.ticket is None) == (launcher.INTERPRETED and n > most_together(1))
     assert place.data_ptr() == order.data_ptr() if launcher.INTERPRETED else place == order.data_ptr()
     assert torch.equal(order.long(), torch.sort(search.keys[0], stable=True).indices)
-    search.release()  # whoever asks again gets it made anew
-    _ = search.order
-    assert torch.equal(search.scratch.tensor(search_passes.ORDER)[:n], order)
-    assert search.ticket is None or int(search.scratch.tensor(search_passes.ORDER)[-1]) == 0
+    search = FoundEdges(search.released(), n).searched()  # made anew
+    row_order(search)
+    assert torch.equal(search.found[1].tensor(ORDER)[:n], order)
+    assert search.ticket is None or int(search.found[1].tensor(ORDER)[-1]) == 0
 
 
 @pytest.mark.parametrize("n", [1, 3072, 5000])
 def test_the_digits_that_a_search_has_counted_serve_a_sort_of_its_own(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    programs = search_passes.search_programs  # as in a run whose maps are aside
+    programs = search_passes.search_programs  # as in a run whose maps have streams of their own
     monkeypatch.setattr(window_search, "search_programs", lambda *args: programs(*args[:-1], False))
     cells = torch.randperm(32**3, generator=torch.Generator().manual_seed(n))[:n]
     table = build_table(torch.stack([cells & 0, cells >> 10, cells >> 5 & 31, cells & 31], 1).int().to(DEVICE))
     search = search_window(table, table.coords, encode_window(CASES[3].offsets, (1,) * 3, None, table.coords.device))
     assert search.ticket is None
-    _ = search.order
-    order = search.scratch.tensor(search_passes.ORDER)[:n]
+    row_order(search)
+    order = search.found[1].tensor(ORDER)[:n]
     assert torch.equal(order.long(), torch.sort(search.keys[0], stable=True).indices)
 
 
@@ -150,8 +153,8 @@ def test_other_windows_are_sorted_by_launches_of_their_own(offsets: tuple[tuple[
     table = build_table(CASES[3].source(device=DEVICE))
     search = search_window(table, table.coords, encode_window(offsets, (1,) * 3, None, table.coords.device))
     assert search.ticket is None
-    _ = search.order
-    order = search.scratch.tensor(search_passes.ORDER)[: search.rows]
+    row_order(search)
+    order = search.found[1].tensor(ORDER)[: search.rows]
     assert torch.equal(order.long(), torch.sort(search.keys[0], stable=True).indices)
 
 

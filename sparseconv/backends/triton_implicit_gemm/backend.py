@@ -25,7 +25,7 @@ from sparseconv.backends.triton_implicit_gemm.steps import (
     precision_of,
 )
 from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, tuning_enabled
-from sparseconv.geometry.gpu.tiles.schedule import schedule_ahead, schedule_of
+from sparseconv.geometry.gpu.work_lists import schedule_ahead, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.streams import listing, scratch
 

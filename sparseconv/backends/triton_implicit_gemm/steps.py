@@ -22,8 +22,9 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     Work,
     power_of_two,
 )
-from sparseconv.geometry.gpu.jobs.jobs import JOB_QUANTUM, jobs_of, most_jobs
-from sparseconv.geometry.gpu.tiles.schedule import Schedule, schedule_of
+from sparseconv.geometry.gpu.jobs.jobs import JOB_QUANTUM, most_jobs
+from sparseconv.geometry.gpu.tiles.schedule import Schedule
+from sparseconv.geometry.gpu.work_lists import jobs_of, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.program import Fixed, Launch, Program, program_of
 from sparseconv.gpu.streams import scratch

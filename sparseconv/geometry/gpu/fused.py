@@ -1,7 +1,10 @@
-"""The 3 x 3 x 3 map of few rows in one launch: table, search, order, tiles and jobs, as the last one was asked for.
+"""The 3 x 3 x 3 map of up to FUSED_ROWS rows in one launch: table, search, order, tiles and jobs.
 
-The host takes longer to launch the parts of such a map than the card to make them. Where rows are many, it would still
-be late with the tiles: they are launched behind the order, before somebody asks.
+    in:  rows (N, 4) int32, rows of a tile, number of jobs
+    out: the table and the search, with the lists that came with them (`WindowSearch.prefetched`)
+
+The arrays are those of the stages one by one: `table_kernel`, `search_kernel`, `cube_tiles_kernel`, `rank_kernel` and
+`jobs_kernel` share their text with this launch. The host takes longer to launch the stages than the card to run them.
 """
 
 from __future__ import annotations
@@ -27,25 +30,17 @@ from sparseconv.geometry.gpu.hash_table.table import (
 )
 from sparseconv.geometry.gpu.jobs.jobs import JOB_QUANTUM
 from sparseconv.geometry.gpu.jobs.kernels import cut_run, job_constants
-from sparseconv.geometry.gpu.pairs.pair_lists import FoundEdges
-from sparseconv.geometry.gpu.prefetch import expect_lists, expect_whole
-from sparseconv.geometry.gpu.tiles.build import KEPT_ROWS, bins_of, build_schedule, encode_parts
+from sparseconv.geometry.gpu.jobs.packed import JOB_KINDS, PackedJobs, job_lengths
+from sparseconv.geometry.gpu.tiles.build import KEPT_ROWS, bins_of, encode_parts
 from sparseconv.geometry.gpu.tiles.kernels import cut_cube, rank_run
-from sparseconv.geometry.gpu.tiles.packed import (
-    JOB_KINDS,
-    SCHEDULE_KINDS,
-    PackedJobs,
-    PackedSchedule,
-    job_lengths,
-    schedule_lengths,
-)
-from sparseconv.geometry.gpu.tiles.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule
-from sparseconv.geometry.gpu.window.counts import first_count
-from sparseconv.geometry.gpu.window.passes import SCRATCH, find_around, search_constants, search_programs, search_rows
-from sparseconv.geometry.gpu.window.search import Sent, WindowSearch
+from sparseconv.geometry.gpu.tiles.packed import SCHEDULE_KINDS, PackedSchedule, schedule_lengths
+from sparseconv.geometry.gpu.tiles.schedule import LOOKAHEAD, SLOT_ALIGNMENT
+from sparseconv.geometry.gpu.window.counts import Counters, PendingCounts, first_count
+from sparseconv.geometry.gpu.window.found import SCRATCH, Prefetched, WindowSearch
+from sparseconv.geometry.gpu.window.passes import find_around, search_constants, search_programs, search_rows
+from sparseconv.geometry.gpu.window.search import found_search
 from sparseconv.geometry.gpu.window.taps import TapWindow
 from sparseconv.geometry.gpu.window.window_3x3x3 import CUBE
-from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.arena import Arena, Kinds, lay_out
 from sparseconv.gpu.cooperative import NUM_GATES, gates_of, leave, wait_for_all
 from sparseconv.gpu.launcher import CREW, Launcher, ceil_div, pointer, power_of_2
@@ -55,60 +50,14 @@ from sparseconv.gpu.radix_sort.sort import Passes, most_together, ticket_behind
 from sparseconv.gpu.warp_asm import OPEN_CREW, open_room
 
 #: rows up to which a map is made whole
-WHOLE_ROWS = FUSED_ROWS
+MOST_ROWS = FUSED_ROWS
 #: rows of a tile at most, so that a thread has one
-WIDEST_TILE = 128
+FUSED_WIDEST_TILE = 128
 TAPS, COLUMNS = len(CUBE[0]), len(CUBE[1])
 #: the arrays of a table, of a schedule in one group of taps and of jobs, which one arena has, and where they begin
 LASTING = Kinds((*TABLE_KINDS, *SCHEDULE_KINDS[:-1], *JOB_KINDS))
 AT_SCHEDULE = len(TABLE_KINDS)
 AT_JOBS = len(LASTING) - len(JOB_KINDS)
-#: what the last map of given rows was asked for, by device: its window, rows of a tile and of a run, and jobs
-_asked: dict[int | None, tuple[TapWindow, int, int | None, int]] = {}
-
-
-def schedule_made(kernel_map: KernelMap, block_m: int, chunk_rows: int | None = None) -> Schedule | None:
-    """The schedule of a map in one group of taps that was launched with its search; the next map's will be."""
-    source = kernel_map.source
-    if not isinstance(source, FoundEdges):
-        return None
-    search = source.search
-    launch = search.made.get("launch")
-    if launch is None or (launch.block_m, launch.chunk_rows) != (block_m, chunk_rows):
-        _expect(search, tiles=(block_m, chunk_rows))
-        return None
-    launch.expect(search)
-    if kernel_map.num_out > KEPT_ROWS:
-        source.wrote("schedule")
-    return search.made["schedule"]
-
-
-def jobs_made(kernel_map: KernelMap, count: int) -> PackedJobs | None:
-    """So many jobs of a map that were launched with its search; the next map's will be."""
-    source = kernel_map.source
-    if not isinstance(source, FoundEdges):
-        return None
-    search = source.search
-    launch = search.made.get("launch")
-    if launch is None or launch.count != count:
-        _expect(search, count=count)
-        return None
-    return search.made["jobs"]
-
-
-def _expect(search: WindowSearch, tiles: tuple[int, int | None] | None = None, count: int = 0) -> None:
-    """Have the next map's lists launched before they are asked for, with what was ever asked of such maps last."""
-    table = search.table
-    if table is None or not table.is_given or not search.is_cube:
-        return
-    index = table.coords.device.index
-    _, last_block, last_chunk, last_count = _asked.get(index, (None, 0, None, 0))
-    asked = search.window, *(tiles or (last_block, last_chunk)), count or last_count
-    _asked[index] = asked
-    if search.rows > WHOLE_ROWS:
-        ListsLaunch(*asked[1:]).expect(search)
-    elif 0 < asked[1] <= WIDEST_TILE and asked[2] is None:
-        _launch_of(asked[0], asked[1], asked[3]).expect(search)
 
 
 @dataclass(frozen=True)
@@ -126,60 +75,30 @@ class Places:
     programs: int
 
 
-class ListsLaunch:
-    """Makes the schedule and jobs of a new grid's search of many rows, before the host finds out that it is asked."""
-
-    def __init__(self, block_m: int, chunk_rows: int | None, count: int) -> None:
-        self.block_m, self.chunk_rows, self.count = block_m, chunk_rows, count
-
-    def expect(self, search: WindowSearch) -> None:
-        """Have the next search of many rows as this one followed by these lists."""
-        if self.block_m:
-            expect_lists(search, "schedule", self)
-            search.expect_order(self.chunk_rows)
-
-    def __call__(self, search: WindowSearch) -> None:
-        """Leave them in what the search made; of few rows, they would be launched with it."""
-        if search.rows <= WHOLE_ROWS:
-            return
-        jobs = Arena(search.coords.device, JOB_KINDS, job_lengths(self.count, TAPS)) if self.count else None
-        schedule = build_schedule(search, self.block_m, chunk_rows=self.chunk_rows, jobs=jobs)
-        search.expect_order(-1)  # nobody has asked yet
-        search.made |= {"launch": self, "schedule": schedule}
-        if jobs is not None:
-            search.made["jobs"] = PackedJobs(jobs)
-
-
-class WholeLaunch:
+class FusedLaunch:
     """Launches the map of a new grid whole: through ``window``, in tiles of ``block_m`` rows, with ``count`` jobs."""
-
-    chunk_rows: int | None = None
 
     def __init__(self, window: TapWindow, block_m: int, count: int) -> None:
         self.window, self.block_m, self.count = window, block_m, count
         device = window.data.device
         #: rows that the programs of a launch can sort together there, and want to
-        self.most_rows = min(WHOLE_ROWS, most_together(search_programs(device, TAPS, WHOLE_ROWS, True)[1]))
+        self.most_rows = min(MOST_ROWS, most_together(search_programs(device, TAPS, MOST_ROWS, True)[1]))
         self._line_of, _ = encode_parts(window.all_taps, device)
         self._fixed = pointer(window.data), pointer(window.key_words), pointer(self._line_of)
         room = TAPS + LOOKAHEAD
-        sort = search_constants((COLUMNS - 1,), TAPS, WHOLE_ROWS, TAPS, True)[-5:]
+        sort = search_constants((COLUMNS - 1,), TAPS, MOST_ROWS, TAPS, True)[-5:]
         self._constants = (block_m, power_of_2(room), bins_of(TAPS), *job_constants(TAPS), NUM_GATES, *sort)
         self._places: dict[int, Places] = {}
 
-    def expect(self, search: WindowSearch) -> None:
-        """Have the next map launched like this."""
-        expect_whole(search.coords.device, self)
-
     def __call__(self, coords: torch.Tensor) -> tuple[CoordinateTable, WindowSearch] | None:
-        """The table of coords (N, 4) int32 and their search, with the schedule and jobs in what it made.
+        """The table of coords (N, 4) int32 and their search, with the schedule and jobs with the search.
 
         None where the rows are too many, and where the kernel is not compiled yet: that has then begun.
         """
         (n, columns), address, device = coords.shape, pointer(coords), coords.device
         if columns != COLUMNS or n > self.most_rows or coords.data_ptr() % 16:
             return None
-        launch = WHOLE.if_ready(device, self._constants)
+        launch = FUSED.if_ready(device, self._constants)
         if launch is None:
             return None
         step = 1 << max(8, n.bit_length() - 5)  # few sizes, so that a stream of scenes finds its places known
@@ -203,10 +122,11 @@ class WholeLaunch:
         launch(places.programs, 1, args)  # the card begins; what follows is for the host alone
         table = table_in(arena, coords, None, report)
         table.spare.pop()  # in which the launch counts
-        search = WindowSearch(table, coords, self.window, sent=Sent(scratch, start, (offsets, counted)))
-        search.kept.append(self._line_of)
         schedule = PackedSchedule(self.block_m, arena, (TAPS + 1, tiles, TAPS + LOOKAHEAD), first=AT_SCHEDULE)
-        search.made = {"launch": self, "schedule": schedule, "jobs": PackedJobs(arena, AT_JOBS)}
+        counters, pending = Counters(table, TAPS, chunks, start), PendingCounts(TAPS, table, (offsets, counted))
+        made = Prefetched(schedule, PackedJobs(arena, AT_JOBS))
+        search = found_search(table, coords, self.window, scratch, counters, pending, None, True, made)
+        search.kept.append(self._line_of)
         return table, search
 
     def _place(self, rows: int, device: torch.device) -> Places:
@@ -228,7 +148,19 @@ class WholeLaunch:
         return found
 
 
-_launch_of = lru_cache(maxsize=64)(WholeLaunch)
+_launch_of = lru_cache(maxsize=64)(FusedLaunch)
+
+
+def fused_map(
+    coords: torch.Tensor, window: TapWindow, block_m: int, jobs: int
+) -> tuple[CoordinateTable, WindowSearch] | None:
+    """Table and search of rows through the 3 x 3 x 3 window, in one launch with tiles and jobs.
+
+    None for another window, for wide tiles or none, for many rows, and where the kernel is not compiled yet.
+    """
+    if not window.is_cube or not 0 < block_m <= FUSED_WIDEST_TILE:
+        return None
+    return _launch_of(window, block_m, jobs)(coords)
 
 
 # ---- the kernel
@@ -239,7 +171,7 @@ QUANTUM, COUNTED = tl.constexpr(JOB_QUANTUM), tl.constexpr(first_count(TAPS))
 
 
 @triton.jit
-def whole_kernel(
+def fused_kernel(
     coords_ptr, table_ptr, status_ptr, ranges_ptr, counts_ptr, ids_ptr, info_ptr, block_keys_ptr, rows_ptr, entries_ptr,
     out_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, launch_order_ptr,
     begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr,
@@ -293,8 +225,8 @@ def whole_kernel(
 
 
 _I32, _I64 = torch.int32, torch.int64
-WHOLE = Launcher(
-    whole_kernel,
+FUSED = Launcher(
+    fused_kernel,
     (_I32, *LASTING, *SCRATCH, _I32, _I32, _I32, _I32, _I64, _I64, _I64, *(int,) * 10),
     crew=CREW,
 )

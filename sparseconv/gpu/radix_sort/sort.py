@@ -65,22 +65,12 @@ class Passes:
         #: words of 64 bits of its scratch memory: two lists of lines, then states of tiles and lists of counts
         self.words = 2 * n + (lists << self.bits) // 2 + INTERPRETED * ROOM // 8
 
-    def counting_beside(self, others: int, device: torch.device) -> int:
-        """Programs that count digits, with COUNT_WARPS warps each: one a multiprocessor, with these ``others``."""
-        return max(1, min(crew_of(device, self.counting + others, 1) - others, 1024))
-
-    def launch(
-        self, keys: Pointer, scratch: Pointer, order: Pointer, device: torch.device, counting: int | None = None
-    ) -> None:
-        """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `words`.
-
-        ``counting``: programs of a launch just made that has counted the digits.
-        """
-        passes, states = self.passes, self.states
-        if counting is None and self._is_counted:
-            counting = self.counting
-        elif counting is None:
-            counting = self.counting_beside(0, device)
+    def launch(self, keys: Pointer, scratch: Pointer, order: Pointer, device: torch.device) -> None:
+        """The order of ``keys`` (N,) int32, not negative, in ``order`` (N,) int32; ``scratch`` has `words`."""
+        passes, states, counting = self.passes, self.states, self.counting
+        if not self._is_counted:
+            # COUNT_WARPS warps each: one on a multiprocessor
+            counting = max(1, min(crew_of(device, counting, 1), 1024))
             counted = (keys, scratch, self.n, states, counting)
             DIGITS(device, (counting,), counted, (self.bits, passes, COUNT_WARPS, COUNT_STEPS))
         constants, tiles = (self.bits, WARPS, self._steps, LOOK), self.tiles

@@ -384,12 +384,3 @@ def _launch_build(table: CoordinateTable, checked: Unseen | None) -> None:
         numbered = NUMBERED if bits else 0
         constants = (columns, _width(columns), table.report is not None, is_checked, bits, numbered, 256)
         PLACE(device, (numbered + ceil_div(n, 256),), rows, constants)
-
-
-# ---- readable twin
-
-
-def lookup_torch(source: torch.Tensor, coords: torch.Tensor) -> torch.Tensor:
-    """What `lookup` finds, by comparing every row with every row."""
-    same = (coords[:, None] == source[None]).all(-1)
-    return torch.where(same.any(1), same.int().argmax(1), -1).int()

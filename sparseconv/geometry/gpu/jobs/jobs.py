@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
-import numpy as np
 import torch
-
-from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.gpu.streams import appending, listing
 
 #: pairs of one job are a multiple of this
 JOB_QUANTUM = 128
@@ -43,70 +36,6 @@ class Jobs:
         return self.count == self.tap_jobs.shape[0] - 1
 
 
-def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
-    """The map's jobs, ``max_jobs`` at most or one a tap, cut on first use and kept with the map."""
-    count = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, max_jobs, JOB_QUANTUM)
-    key = ("jobs", count)
-    jobs = kernel_map.prepared.get(key)
-    if jobs is None:
-        kernels, fused = _on_gpu()
-        jobs = fused.jobs_made(kernel_map, count)
-        if jobs is None:
-            source = kernel_map.source
-            with listing() if source is None else appending(source.moment):
-                offsets = kernel_map.tap_offsets if source is None else source.offsets()
-                jobs = kernels.cut_jobs_on_device(offsets, count, JOB_QUANTUM, kernel_map.is_halved)
-        kernel_map.prepared[key] = jobs
-    return jobs
-
-
-@cache
-def _on_gpu() -> tuple[Any, Any]:
-    from sparseconv.geometry.gpu import fused  # Triton is loaded where it is used
-    from sparseconv.geometry.gpu.jobs import kernels
-
-    return kernels, fused
-
-
 def most_jobs(num_taps: int, num_pairs: int, max_jobs: int, quantum: int) -> int:
     """J: no more than asked for, than there are runs of a quantum of pairs, and than there are taps."""
     return max(num_taps, min(max_jobs, num_taps + num_pairs // quantum))
-
-
-# ---- readable twin
-
-
-def cut_jobs(tap_counts: Sequence[int], count: int, quantum: int, halved: bool = False) -> Jobs:
-    """Cut pairs ordered by tap into ``count`` jobs, the longest of them as short as that allows.
-
-    Every tap has at least one job, empty if the tap is (its gradient is then written as zero), so there are at least
-    as many jobs as taps. Lengths are multiples of ``quantum``: all programs of a launch finish together. Jobs run in
-    the order of how far into their tap they begin.
-    """
-    counts = np.asarray(tap_counts, dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    low, high = 1, max(1, -(-int(counts.max(initial=0)) // quantum))  # in quanta: too short or just right, long enough
-    while low < high:
-        middle = (low + high) // 2
-        if np.maximum(1, -(-counts // (middle * quantum))).sum() <= count:
-            high = middle
-        else:
-            low = middle + 1
-    parts = np.maximum(1, -(-counts // (high * quantum)))
-    tap_jobs = np.concatenate([[0], np.cumsum(parts)])
-    tap = np.repeat(np.arange(len(counts)), parts)
-    index = np.arange(tap_jobs[-1]) - tap_jobs[tap]
-    share = -(-counts // (parts * quantum)) * quantum  # a tap's pairs spread evenly over its jobs
-    begin = np.minimum(starts[tap] + index * share[tap], starts[tap + 1])
-    end = np.minimum(begin + share[tap], starts[tap + 1])
-    order = np.lexsort((tap, index / parts[tap]))
-    if halved:
-        moved, turned = starts[len(counts) - 1 - tap] - starts[tap], tap > (len(counts) - 1) // 2
-        begin, end = (np.where(turned, -1 - (side + moved), side) for side in (begin, end))
-    empty = count - len(tap)
-    return Jobs(
-        torch.from_numpy(np.pad(begin, (0, empty))),
-        torch.from_numpy(np.pad(end, (0, empty))),
-        torch.from_numpy(np.concatenate([order, np.arange(len(tap), count)])).int(),
-        torch.from_numpy(tap_jobs).int(),
-    )

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from sparseconv.geometry.gpu.jobs.jobs import Jobs
-from sparseconv.geometry.gpu.tiles.packed import JOB_KINDS, PackedJobs, job_lengths
+from sparseconv.geometry.gpu.jobs.packed import JOB_KINDS, PackedJobs, job_lengths
 from sparseconv.gpu.arena import Arena
 from sparseconv.gpu.launcher import Launcher, ceil_div, follow, pointer, power_of_2
 
@@ -19,7 +19,7 @@ _I32, _I64 = torch.int32, torch.int64
 
 
 def cut_jobs_on_device(tap_offsets: torch.Tensor, count: int, quantum: int, halved: bool = False) -> Jobs:
-    """Cut the pairs of K taps into ``count`` jobs as `jobs.cut_jobs` does, without waiting for the device.
+    """Cut the pairs of K taps into ``count`` jobs that are as short as that allows, without waiting for the device.
 
     Args:
         tap_offsets: (K+1,) int64: tap k owns the pairs [tap_offsets[k], tap_offsets[k+1]).

@@ -118,21 +118,3 @@ _I32, _I64 = torch.int32, torch.int64
 _COUNT = Launcher(count_kernel, (_I32, _I64, _I64, _I64, _I32, _I32, int))
 _NUMBER = Launcher(number_kernel, (_I32, _I32, _I32))
 _KEYS = Launcher(keys_kernel, (_I64, _I32, _I32, _I32, _I32, *(int,) * 4))
-
-
-# ---- readable twin
-
-
-def chunks_torch(coords: torch.Tensor, chunk_rows: int) -> torch.Tensor:
-    """(N,) int64: the run of each row, as `chunk_keys` numbers them."""
-    q = coords.long() - coords.amin(0)
-    batches, longest, rank = int(q[:, 0].max()) + 1, int(q[:, 1:].max()) + 1, coords.shape[1] - 1
-    each = (CELL_BITS - (batches - 1).bit_length()) // rank
-    coarse = q[:, 1:] >> max((longest - 1).bit_length() - each, LEAST_SHIFT)
-    cell = q[:, 0] << (rank * each)
-    for axis in range(rank):
-        for bit in range(CELL_BITS // rank):
-            cell |= ((coarse[:, axis] >> bit) & 1) << (rank * bit + rank - 1 - axis)
-    cell.clamp_(max=2**CELL_BITS - 1)
-    rows = torch.bincount(cell, minlength=2**CELL_BITS)
-    return ((rows.cumsum(0) - rows) // chunk_rows)[cell]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from sparseconv.geometry.gpu.order.morton_runs import chunk_keys
-from sparseconv.geometry.gpu.window.neighbor_table import PLANE_KEYS, PLANE_KEYS_WIDE
-from sparseconv.geometry.gpu.window.passes import SORT_KEYS, launch_masks
+from sparseconv.geometry.gpu.window.found import SORT_KEYS, WindowSearch
+from sparseconv.geometry.gpu.window.neighbor_table import PLANE_KEYS, PLANE_KEYS_WIDE, neighbor_table
+from sparseconv.geometry.gpu.window.passes import launch_masks
 from sparseconv.geometry.gpu.window.taps import KEY_BITS, key_words, tap_order
 from sparseconv.gpu.launcher import ceil_div, pointer
-
-if TYPE_CHECKING:
-    from sparseconv.geometry.gpu.window.search import WindowSearch
 
 #: key bits of windows with more than 31 taps: the most significant taps
 WIDE_KEY_BITS = 62
@@ -40,15 +37,16 @@ def row_keys(
     chunk, room, lost = key_room(n, max(map(len, parts), default=0), chunk_rows, key_bits)
     plain = significance is None and parts == (tuple(range(taps)),)
     if room < key_bits and plain and not wide and search.is_local and search.table is not None:
-        return chunk_keys(search.table, search.ranked[SORT_KEYS], chunk, room, lost)
+        return chunk_keys(search.table, search.found[1][SORT_KEYS], chunk, room, lost)
     ranked = tap_order(search.window.offsets) if significance is None else tuple(significance)
     keys = torch.empty(len(parts), n, dtype=torch.int64 if wide else torch.int32, device=device)
-    if n and taps and taps <= KEY_BITS and search.given is None:
+    if n and taps and taps <= KEY_BITS and search.table is not None:
         search.kept.append(words := key_words(ranked, parts, device))
         launch_masks(search, words, pointer(keys), None, chunk, room, lost, len(parts))
     elif n and taps:
+        neighbors = neighbor_table(search)
         search.kept.append(bits := _key_bits(ranked, parts, WIDE_KEY_BITS if wide else KEY_BITS, device))
-        args = (pointer(search.neighbors), pointer(bits), pointer(keys), n, taps, chunk, room, lost)
+        args = (pointer(neighbors), pointer(bits), pointer(keys), n, taps, chunk, room, lost)
         launcher = PLANE_KEYS_WIDE if wide else PLANE_KEYS
         launcher(device, (ceil_div(n, 128), len(parts)), args, (wide, 128))
     return keys

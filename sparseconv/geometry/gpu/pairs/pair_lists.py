@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from sparseconv.geometry.gpu.pairs.pair_lists_3x3x3 import HALF, list_cube
-from sparseconv.geometry.gpu.prefetch import expect_lists, own_search
-from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES, STARTS
-from sparseconv.geometry.gpu.window.search import SPARE, WindowSearch, search_window
-from sparseconv.geometry.gpu.window.taps import encode_window, entry_of, look, take
-from sparseconv.gpu.launcher import INTERPRETED, Launcher, ceil_div, follow, pointer, power_of_2
-from sparseconv.gpu.streams import Moment
-
-if TYPE_CHECKING:
-    from sparseconv.geometry.edges import Window
-    from sparseconv.geometry.grid import VoxelGrid
-    from sparseconv.geometry.ranges import IndexRange
+from sparseconv.geometry.gpu.window.found import STARTS, WindowSearch
+from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES
+from sparseconv.geometry.gpu.window.taps import entry_of, look, take
+from sparseconv.gpu.launcher import Launcher, ceil_div, follow, pointer, power_of_2
 
 
 def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
@@ -39,8 +27,8 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
         in_rows (P,) int32, out_rows (P,) int32, and the offsets of the taps (K+1,) on the host, empty where it does not
         know them; on the device they are ``search.pending.offsets``.
     """
-    device, scratch = search.coords.device, search.scratch
-    pending = search.pending
+    _, scratch, pending = search.found
+    device = search.coords.device
     offsets = pending.read() if search.unseen is None else ()
     if offsets or most is None:
         most = offsets[-1] if offsets else search.most_edges
@@ -48,7 +36,7 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
     out_rows = torch.empty(most, dtype=torch.int32, device=device)
     if most:
         window = search.window
-        _confine(search, most)
+        confine(search, most)
         if search.is_cube:
             list_cube(search, pointer(in_rows), pointer(out_rows), most)
         else:
@@ -67,13 +55,14 @@ def half_pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.
 
     The others' are these turned round. ``most`` is that of all taps.
     """
-    device, scratch = search.coords.device, search.scratch  # made anew before its counts are read
+    _, scratch, pending = search.found
+    device = search.coords.device
     if search.unseen is None:
-        room = search.pending.read()[HALF.value]
+        room = pending.read()[HALF.value]
     else:
         all_taps = search.most_edges if most is None else most
         room = _half_room(search, all_taps)
-        _confine(search, all_taps)
+        confine(search, all_taps)
     in_rows = torch.empty(room, dtype=torch.int32, device=device)
     out_rows = torch.empty(room, dtype=torch.int32, device=device)
     if room and len(scratch):
@@ -86,186 +75,20 @@ def _half_room(search: WindowSearch, most: int) -> int:
     return (most + search.rows + 1) // 2
 
 
-def _confine(search: WindowSearch, most: int) -> None:
+def confine(search: WindowSearch, most: int) -> None:
     """Leave no tap an edge, and set the fault flag, where rows that the host does not know have more than ``most``.
 
     So too where half of them have more than fit: of rows that occur twice, mirrored taps are not alike.
     """
-    if search.unseen is not None and search.rows and most < search.most_edges and not search.is_confined:
-        search.is_confined = True
+    pending = search.pending
+    if search.unseen is None or pending is None:
+        return
+    if search.rows and most < search.most_edges and not pending.is_confined:
+        pending.is_confined = True
         taps = search.window.num_taps
         half, room = (HALF.value, _half_room(search, most)) if search.is_cube else (taps, most)
-        known = (pointer(search.pending.offsets), pointer(search.unseen.fault), most, taps, half, room)
+        known = (pointer(pending.offsets), pointer(search.unseen.fault), most, taps, half, room)
         _CONFINE(search.coords.device, (1,), known, (power_of_2(taps + 1),))
-
-
-@dataclass(eq=False)
-class FoundEdges:
-    """The edges of one window on a GPU, counted but not written down: an `EdgeSource` of a kernel map."""
-
-    search: WindowSearch
-    num_in: int
-    most: int | None = None  # places for pairs, where their number is not known to the host
-    written: set[str] = field(default_factory=set)  # the forms that were made
-
-    @property
-    def device(self) -> torch.device:
-        return self.search.coords.device
-
-    @property
-    def padded(self) -> bool:
-        """Whether more pairs are written than there are edges, whose number the host does not know."""
-        return self.search.unseen is not None
-
-    @property
-    def moment(self) -> Moment | None:
-        """When the search was launched, in a run whose maps are aside."""
-        return self.search.moment
-
-    @property
-    def neighbors(self) -> torch.Tensor:
-        """(K, N_out) int32, -1 where there is none."""
-        return self.search.neighbors
-
-    @property
-    def is_halved(self) -> bool:
-        """Whether there are `half_pairs`."""
-        return self.search.is_cube
-
-    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """in_rows, out_rows and tap_offsets; waits for the counts alone."""
-        in_rows, out_rows, _ = pairs_of(self.search, self.most)
-        self.wrote("pairs")
-        return in_rows, out_rows, self.search.pending.offsets
-
-    def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """in_rows and out_rows of the first HALF taps, and the tap_offsets of all; waits for the counts alone."""
-        search = self.search
-        lists = search.made.pop("edges", None)
-        room, total = (0, 0) if lists is None else (lists.shape[0] // 2, search.pending.read()[HALF.value])
-        if lists is None or total > room:
-            in_rows, out_rows = half_pairs_of(search, self.most)
-        else:
-            in_rows, out_rows = lists[:total], lists[room : room + total]
-        expect_lists(search, "edges", partial(list_ahead, in_rows.shape[0] / max(1, search.rows)))
-        self.wrote("pairs")
-        return in_rows, out_rows, search.pending.offsets
-
-    def offsets(self) -> torch.Tensor:
-        """tap_offsets; writes no edges down."""
-        search = self.search
-        _confine(search, search.most_edges if self.most is None else self.most)
-        return search.pending.offsets
-
-    def counts(self) -> tuple[int, ...]:
-        """The edges of each tap, on the host; waits for them."""
-        return tuple(b - a for a, b in itertools.pairwise(self.search.pending.read()))
-
-    def total(self) -> int:
-        """The number of edges; waits for the counts."""
-        return self.search.pending.read()[-1]
-
-    def reversed(self) -> ReversedEdges:
-        """The same edges with input and output exchanged."""
-        return ReversedEdges(self)
-
-    def wrote(self, form: str) -> None:
-        """Note that a form was made; with pairs and a schedule a step has all, and scratch memory goes back."""
-        self.written.add(form)
-        if {"pairs", "schedule"} <= self.written:
-            self.search.release()
-
-
-@dataclass(frozen=True, eq=False)
-class ReversedEdges:
-    """Found edges with input and output exchanged: an `EdgeSource` too."""
-
-    found: FoundEdges
-
-    @property
-    def device(self) -> torch.device:
-        return self.found.device
-
-    @property
-    def padded(self) -> bool:
-        """Whether more pairs are written than there are edges."""
-        return self.found.padded
-
-    @property
-    def moment(self) -> Moment | None:
-        """When the search was launched, in a run whose maps are aside."""
-        return self.found.moment
-
-    @property
-    def neighbors(self) -> torch.Tensor:
-        """(K, N_in) int32, -1 where there is none; the table of the found edges is not kept."""
-        search = self.found.search
-        return reverse_neighbors(search.look_up(), self.found.num_in)
-
-    @property
-    def is_halved(self) -> bool:
-        """As of the found edges."""
-        return self.found.is_halved
-
-    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The output rows of the found edges, their input rows, and the tap_offsets."""
-        in_rows, out_rows, offsets = self.found.pairs()
-        return out_rows, in_rows, offsets
-
-    def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same of `FoundEdges.half_pairs`."""
-        in_rows, out_rows, offsets = self.found.half_pairs()
-        return out_rows, in_rows, offsets
-
-    def offsets(self) -> torch.Tensor:
-        """tap_offsets; writes no edges down."""
-        return self.found.offsets()
-
-    def counts(self) -> tuple[int, ...]:
-        """The edges of each tap, on the host."""
-        return self.found.counts()
-
-    def total(self) -> int:
-        """The number of edges."""
-        return self.found.total()
-
-    def reversed(self) -> FoundEdges:
-        """The found edges."""
-        return self.found
-
-
-def find_edges_on_gpu(
-    fine: VoxelGrid, coords: torch.Tensor, window: Window, torus: IndexRange | None, most: int | None = None
-) -> FoundEdges:
-    """The edges that a window joins: fine = stride * coords + offsets[k], folded into the torus if there is one.
-
-    The table of the fine rows is the one that their grid keeps. ``most``: see `pairs_of`.
-    """
-    table, index = fine.cells, coords.get_device()
-    taps = None if torus is not None else window.encoded.get(index)
-    if taps is None:
-        folded = None if torus is None else (torus.start, torus.shape)
-        taps = encode_window(window.offsets, window.stride, folded, coords.device)
-        if torus is None:
-            window.encoded[index] = taps
-    if coords is fine.coords:
-        search = own_search(table, taps, fine.derived.pop("search", None))
-    else:
-        search = search_window(table, coords, taps)
-    return FoundEdges(search, fine.num_voxels, most)
-
-
-def list_ahead(per_row: float, search: WindowSearch) -> None:
-    """Leave the edges of the first HALF taps in what a search made, before somebody asks: in rows, and out rows, int32.
-
-    With room for ``per_row`` such edges a row, as the last map had, and an eighth more.
-    """
-    room = 32 * ceil_div(min(HALF.value * search.rows, int(SPARE * per_row * search.rows) + 1), 32)
-    lists = torch.empty(2 * room, dtype=torch.int32, device=search.coords.device)
-    in_rows = pointer(lists)
-    out_rows = lists[room:] if INTERPRETED else in_rows + 4 * room
-    list_cube(search, in_rows, out_rows, room, half=True)
-    search.made["edges"] = lists
 
 
 def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:
@@ -393,22 +216,3 @@ _I32, _I64 = torch.int32, torch.int64
 _CONFINE = Launcher(confine_kernel, (_I64, _I32, *(int,) * 4), num_warps=1)
 _PAIRS = Launcher(pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, *(int,) * 4), num_warps=1)
 _REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))
-
-
-# ---- readable twin
-
-
-def pairs_torch(neighbors: torch.Tensor, mirrored: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """in_rows, out_rows and tap offsets of a table (K, N_out), as `pairs_of` orders them.
-
-    ``mirrored``: the table is one of a symmetric window between the rows of one grid.
-    """
-    live = neighbors >= 0
-    offsets = torch.nn.functional.pad(live.sum(1).cumsum(0), (1, 0))
-    in_rows, out_rows = neighbors[live], live.nonzero()[:, 1].int()
-    if mirrored:
-        taps = len(neighbors)
-        parts = [(in_rows[a:b], out_rows[a:b]) for a, b in itertools.pairwise(offsets.tolist())]
-        turned = [parts[taps - 1 - tap][::-1] if tap >= (taps + 1) // 2 else parts[tap] for tap in range(taps)]
-        in_rows, out_rows = (torch.cat(side) for side in zip(*turned))
-    return in_rows, out_rows, offsets

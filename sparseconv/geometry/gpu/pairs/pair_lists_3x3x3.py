@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
-
 import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.gpu.hash_table.table import STATUS, CoordinateTable
-from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES, STARTS
+from sparseconv.geometry.gpu.hash_table.table import STATUS
+from sparseconv.geometry.gpu.window.found import STARTS, WindowSearch
+from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES
 from sparseconv.geometry.gpu.window.window_3x3x3 import corners, look_at_run
 from sparseconv.gpu.cooperative import crew_of
 from sparseconv.gpu.launcher import IS_INTERPRETED, Launcher, Pointer, ceil_div, follow, pointer
 from sparseconv.gpu.streams import current
-
-if TYPE_CHECKING:
-    from sparseconv.geometry.gpu.window.search import WindowSearch
 
 #: the taps up to the centre: their edges, turned round, are those of all others
 HALF = tl.constexpr(14)
@@ -77,11 +73,11 @@ def list_cube(search: WindowSearch, in_rows: Pointer, out_rows: Pointer, most: i
     ``half``: those of the first HALF taps alone. None are written where there are more, nor where rows occur twice:
     their lists would not be as long as was counted.
     """
-    table = cast(CoordinateTable, search.table)  # where cells around rows are looked at, there is one
-    device, scratch, programs = search.coords.device, search.scratch, 2 * search.chunks
+    table, scratch, pending = search.found
+    device, programs = search.coords.device, 2 * search.chunks
     distinct = search.rows if search.unseen is None else -1
     args = (
-        *search.pointers, scratch[STARTS], pointer(search.pending.offsets), table.arena[STATUS], in_rows, out_rows,
+        *search.pointers, scratch[STARTS], pointer(pending.offsets), table.arena[STATUS], in_rows, out_rows,
         search.rows, search.chunks, ceil_div(most, 32), distinct,
     )  # fmt: skip
     if current() is not None:

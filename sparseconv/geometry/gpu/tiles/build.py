@@ -7,13 +7,14 @@ from functools import lru_cache
 
 import torch
 
-from sparseconv.geometry.gpu.jobs.kernels import job_constants
 from sparseconv.geometry.gpu.order.row_keys import row_keys
-from sparseconv.geometry.gpu.pairs.pair_lists import FoundEdges, ReversedEdges
+from sparseconv.geometry.gpu.order.row_order import row_order
+from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges, ReversedEdges
 from sparseconv.geometry.gpu.tiles.kernels import CUBE_TILES, RANKS, TILES, TILES_64
 from sparseconv.geometry.gpu.tiles.packed import SCHEDULE_KINDS, PackedSchedule, schedule_lengths
 from sparseconv.geometry.gpu.tiles.schedule import LOOKAHEAD, SLOT_ALIGNMENT, Schedule, tap_significance
-from sparseconv.geometry.gpu.window.search import WindowSearch, search_table
+from sparseconv.geometry.gpu.window.found import WindowSearch
+from sparseconv.geometry.gpu.window.search import search_table
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.arena import Arena
 from sparseconv.gpu.launcher import Pointer, ceil_div, pointer, power_of_2
@@ -35,7 +36,7 @@ def schedule_on_gpu(
 ) -> Schedule:
     """The schedule of a kernel map on a GPU: from the search that found its edges, else from its table."""
     if isinstance(kernel_map.source, FoundEdges):
-        schedule = build_schedule(kernel_map.source.search, block_m, groups=groups, chunk_rows=chunk_rows)
+        schedule = build_schedule(kernel_map.source.searched(), block_m, groups=groups, chunk_rows=chunk_rows)
         if kernel_map.num_out > KEPT_ROWS:
             kernel_map.source.wrote("schedule")
         return schedule
@@ -44,8 +45,10 @@ def schedule_on_gpu(
     search = search_table(kernel_map.neighbors, None if turned is None else turned.unseen)
     if turned is not None:
         turned.kept.append(search.window.data)
-        search.kept = turned.kept
-    return build_schedule(search, block_m, significance=significance, groups=groups, chunk_rows=chunk_rows)
+    schedule = build_schedule(search, block_m, significance=significance, groups=groups, chunk_rows=chunk_rows)
+    if turned is not None:
+        turned.kept.extend(search.kept)
+    return schedule
 
 
 def schedule_ahead(kernel_map: KernelMap, block_m: int) -> None:
@@ -56,7 +59,7 @@ def schedule_ahead(kernel_map: KernelMap, block_m: int) -> None:
     n, lines = kernel_map.num_out, kernel_map.num_taps
     tiles = ceil_div(n, SLOT_ALIGNMENT) * (SLOT_ALIGNMENT // block_m)
     bins = bins_of(lines) if tiles <= RANKED_AT_LAST else 0
-    CUBE_TILES.ahead(source.device, (block_m, power_of_2(lines + LOOKAHEAD), bins, 0, 1))
+    CUBE_TILES.ahead(source.device, (block_m, power_of_2(lines + LOOKAHEAD), bins))
     if not bins:
         RANKS.ahead(source.device, rank_constants(lines, tiles))
 
@@ -68,7 +71,6 @@ def build_schedule(
     significance: Sequence[int] | None = None,
     groups: Sequence[Sequence[int]] | None = None,
     chunk_rows: int | None = None,
-    jobs: Arena | None = None,
 ) -> Schedule:
     """The schedule of what a window sees, without waiting for the device.
 
@@ -79,7 +81,6 @@ def build_schedule(
         groups: taps cut into groups with a row order of their own each; default: all in one.
         chunk_rows: sort only inside runs of about this many neighbouring rows, for locality; keys then lose their last
             bits, and the launch order is the order of the tiles.
-        jobs: memory for the jobs of the weight gradient, if they are to be cut by the same launch; of a cube's edges.
 
     Returns:
         A `Schedule` whose slots are padded to a multiple of 256 in each group.
@@ -91,11 +92,11 @@ def build_schedule(
     if groups is not None and sorted(tap for part in parts for tap in part) != list(range(taps)):
         raise ValueError(f"groups must hold each of the {taps} taps exactly once; got {parts}")
     if significance is None and groups is None:
-        order = search.ordered(chunk_rows)
+        order = row_order(search, chunk_rows)
     else:
         with building():
             order = sort_rows(row_keys(search, parts, significance, chunk_rows))
-    schedule = make_tiles(search, order, parts, block_m, chunk_rows is not None, jobs)
+    schedule = make_tiles(search, order, parts, block_m, chunk_rows is not None)
     aside = current()
     if aside is not None and isinstance(order, torch.Tensor):
         aside.retire(order)
@@ -108,7 +109,6 @@ def make_tiles(
     parts: tuple[tuple[int, ...], ...],
     block_m: int,
     in_order: bool = False,
-    jobs: Arena | None = None,
 ) -> Schedule:
     """The schedule of rows in the ``order`` of each group: (G, N_out) integers, or the place of (N_out,) int32."""
     n, device, window = search.rows, search.coords.device, search.window
@@ -123,7 +123,7 @@ def make_tiles(
     schedule = PackedSchedule(block_m, arena, (lines + 1, tiles, room), len(parts) if split else 0)
     if tiles:
         line_of, weight_taps = encode_parts(parts, device)
-        search.kept += (line_of, weight_taps)
+        search.kept.extend((line_of, weight_taps))
         wide = isinstance(order, torch.Tensor) and order.dtype == torch.int64
         table, out_rows, counts, tile_rows, tile_taps, launch_order, *slots_of = arena
         ticket = None if in_order or tiles > RANKED_AT_LAST else search.ticket
@@ -135,11 +135,7 @@ def make_tiles(
         )  # fmt: skip
         numbers = n, window.num_runs, taps, search.capacity, slots, padded // block_m, lines, room
         if cube:
-            count = 0 if jobs is None else jobs.length_of(0)
-            lanes, each = job_constants(taps) if count else (0, 1)
-            constants = (block_m, power_of_2(room), bins, lanes, each)
-            arrays += (pointer(search.pending.offsets), *(jobs or arena[:4]))
-            CUBE_TILES(device, (tiles + ceil_div(count, each),), (*arrays, *numbers, count), constants)
+            CUBE_TILES(device, (tiles,), (*arrays, *numbers), (block_m, power_of_2(room), bins))
         else:
             constants = (*search.constants, block_m, power_of_2(room), split, taps <= 32, plain, bins)
             (TILES_64 if wide else TILES)(device, (tiles,), (*arrays, *numbers), constants)

@@ -6,15 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.gpu.jobs.jobs import JOB_QUANTUM
-from sparseconv.geometry.gpu.jobs.kernels import cut_run
 from sparseconv.geometry.gpu.tiles.schedule import HALF_BIT
 from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES
 from sparseconv.geometry.gpu.window.taps import entry_of, look, take
 from sparseconv.geometry.gpu.window.window_3x3x3 import corners, look_at_plane
 from sparseconv.gpu.launcher import Launcher, follow
 
-QUANTUM = tl.constexpr(JOB_QUANTUM)
 HALVES = tl.constexpr(HALF_BIT)
 
 
@@ -164,27 +161,20 @@ def end_lists(count, rows_ptr, taps_ptr, num_lines, room, ROOM: tl.constexpr):
 def cube_tiles_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     order_ptr, line_of_ptr, weight_taps_ptr, out_ptr, out_rows_ptr, slots_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr,
-    launch_order_ptr, ticket_ptr, offsets_ptr, begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr,
-    n, num_runs, num_taps, capacity, num_slots, tiles, num_lines, room, jobs,
-    BLOCK_M: tl.constexpr, ROOM: tl.constexpr, BINS: tl.constexpr, LANES: tl.constexpr, JOBS_EACH: tl.constexpr,
+    launch_order_ptr, ticket_ptr, n, num_runs, num_taps, capacity, num_slots, tiles, num_lines, room,
+    BLOCK_M: tl.constexpr, ROOM: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """`tiles_kernel` for the 27 cells around rows, in one group of taps; LANES > 0: programs behind them cut jobs."""
+    """`tiles_kernel` for the 27 cells around rows, in one group of taps."""
     follow()
     program = tl.program_id(0)
-    if LANES > 0 and program >= tiles:
-        cut_run(
-            program - tiles, offsets_ptr, begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr, num_taps, jobs, QUANTUM,
-            LANES, JOBS_EACH, True,
-        )  # fmt: skip
-    else:
-        cut_cube(
-            program, tiles, info_ptr, rows_ptr, entries_ptr, around_ptr, order_ptr, line_of_ptr, out_ptr, out_rows_ptr,
-            counts_ptr, tile_rows_ptr, tile_taps_ptr, n, num_slots, num_lines, room, BLOCK_M, ROOM,
-        )  # fmt: skip
-        if BINS > 0:
-            rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, tiles, BINS)
-        elif BINS < 0:
-            tl.store(launch_order_ptr + program, program)
+    cut_cube(
+        program, tiles, info_ptr, rows_ptr, entries_ptr, around_ptr, order_ptr, line_of_ptr, out_ptr, out_rows_ptr,
+        counts_ptr, tile_rows_ptr, tile_taps_ptr, n, num_slots, num_lines, room, BLOCK_M, ROOM,
+    )  # fmt: skip
+    if BINS > 0:
+        rank_at_last(counts_ptr, launch_order_ptr, ticket_ptr, tiles, BINS)
+    elif BINS < 0:
+        tl.store(launch_order_ptr + program, program)
 
 
 @triton.jit
@@ -313,5 +303,5 @@ def rank_at_last(counts_ptr, order_ptr, ticket_ptr, tiles, BINS: tl.constexpr):
 _I32, _I64 = torch.int32, torch.int64
 TILES = Launcher(tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 11, *(int,) * 8))
 TILES_64 = Launcher(tiles_kernel, (*SEARCH_TYPES, _I64, *(_I32,) * 10, *(int,) * 8))
-CUBE_TILES = Launcher(cube_tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 11, _I64, _I64, _I64, _I32, _I32, *(int,) * 9))
+CUBE_TILES = Launcher(cube_tiles_kernel, (*SEARCH_TYPES, *(_I32,) * 11, *(int,) * 8))
 RANKS = Launcher(rank_kernel, (_I32, _I32, int))

@@ -1,28 +1,21 @@
-"""Schedules and jobs that lie in one allocation, whose arrays become tensors when they are asked for."""
+"""Schedules that lie in one allocation, whose arrays become tensors when they are asked for."""
 
 from __future__ import annotations
 
 import torch
 
-from sparseconv.geometry.gpu.jobs.jobs import Jobs
 from sparseconv.geometry.gpu.tiles.schedule import LOOKAHEAD, Schedule
 from sparseconv.gpu.arena import Arena, Kinds
 
-_I32, _I64 = torch.int32, torch.int64
-#: the arrays of a schedule, as `PackedSchedule.ARRAYS`, and of jobs
+_I32 = torch.int32
+#: the arrays of a schedule, as `PackedSchedule.ARRAYS`
 SCHEDULE_KINDS = Kinds((_I32,) * 7)
-JOB_KINDS = Kinds((_I64, _I64, _I32, _I32))
 
 
 def schedule_lengths(lines: int, slots: int, tiles: int, turned: bool) -> tuple[int, ...]:
     """Those of a schedule's arrays but the last, for so many ``lines`` of its table; ``turned``: both directions."""
     lists = tiles * (lines + LOOKAHEAD)
     return (lines + 1) * slots, slots, tiles, lists, (1 + turned) * lists, tiles
-
-
-def job_lengths(count: int, taps: int) -> tuple[int, ...]:
-    """Those of the arrays of ``count`` jobs."""
-    return count, count, count, taps + 1
 
 
 class PackedSchedule(Schedule):
@@ -87,29 +80,4 @@ class PackedSchedule(Schedule):
         elif name == "tile_rows":
             array = array.view(tiles, room)
         self.__dict__[name] = array
-        return array
-
-
-class PackedJobs(Jobs):
-    """Jobs in one allocation, from the ``first`` of its arrays on, which become tensors when they are asked for."""
-
-    _arena: Arena
-    _first: int
-    ARRAYS = ("begin", "end", "order", "tap_jobs")
-
-    def __init__(self, arena: Arena, first: int = 0) -> None:
-        self.__dict__.update(_arena=arena, _first=first)
-
-    @property
-    def count(self) -> int:
-        return self._arena.length_of(self._first)
-
-    @property
-    def one_each(self) -> bool:
-        return self.count == self._arena.length_of(self._first + 3) - 1
-
-    def __getattr__(self, name: str) -> torch.Tensor:
-        if name not in self.ARRAYS:
-            raise AttributeError(name)
-        array = self.__dict__[name] = self._arena.tensor(self._first + self.ARRAYS.index(name))
         return array

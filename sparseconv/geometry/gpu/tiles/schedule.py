@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.gpu.jobs.jobs import Jobs
 from sparseconv.gpu.program import Fixed
 
 #: slots are padded to a multiple of this, so that schedules of every block size share one table
 SLOT_ALIGNMENT = 256
-#: bits of a row's tap mask that one sort key holds
-WORD_BITS = 62
 #: list columns beyond the last live tap that a kernel may read ahead
 LOOKAHEAD = 4
 #: beside a table row in a tile's list: this bit, whether the first half of the tile's rows has a neighbour there, and
 #: the next, whether the second has
 HALF_BIT = 28
 ROW_BITS = (1 << HALF_BIT) - 1
-#: rows that are sorted together where rows must stay near their neighbours: a few megabytes of features
-CHUNK_ROWS = 32_768
 
 
 @dataclass(frozen=True)
@@ -126,289 +120,21 @@ def plane_groups(num_taps: int, parts: int = 3) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(edges) if b > a)
 
 
-def gray_rank(neighbors: torch.Tensor, taps: Sequence[int]) -> list[torch.Tensor]:
-    """The rank in the Gray sequence of each row's tap mask, as int64 words, most significant first.
+class ScheduleForm(NamedTuple):
+    """What tells the schedules of one map apart, see `work_lists.schedule_of`."""
 
-    ``taps`` are given from the most to the least significant bit. Two masks next to each other in the sequence differ
-    in one bit, so sorted rows change their taps one at a time. Rows without a live tap come last.
-    """
-    words: list[torch.Tensor] = []
-    carry: torch.Tensor | None = None
-    alive = torch.zeros(neighbors.shape[1], dtype=torch.bool, device=neighbors.device)
-    for start in range(0, len(taps), WORD_BITS):
-        part = taps[start : start + WORD_BITS]
-        word = torch.zeros(neighbors.shape[1], dtype=torch.int64, device=neighbors.device)
-        for bit, tap in enumerate(reversed(part)):
-            live = neighbors[tap] >= 0
-            word |= live.to(torch.int64) << bit
-            alive |= live
-        for shift in (1, 2, 4, 8, 16, 32):  # prefix xor: Gray code to its rank
-            word = word ^ (word >> shift)
-        if carry is not None:
-            word = word ^ (-carry & ((1 << len(part)) - 1))
-        carry = word & 1
-        words.append(word)
-    if words:
-        words[0] = torch.where(alive, words[0], 1 << WORD_BITS)
-    return words
+    block_m: int
+    transposed: bool = False
+    split: int = 1
+    chunked: bool = False
+    in_order: bool = False
 
 
-def row_order(
-    neighbors: torch.Tensor,
-    taps: Sequence[int],
-    base_order: torch.Tensor | None = None,
-    chunk_rows: int | None = None,
-) -> torch.Tensor:
-    """Rows sorted by the Gray rank of their masks, inside chunks of ``chunk_rows`` rows of the base order if given."""
-    num_rows = neighbors.shape[1]
-    order = torch.arange(num_rows, device=neighbors.device) if base_order is None else base_order.long()
-    keys = gray_rank(neighbors, taps)
-    if chunk_rows is not None and num_rows > chunk_rows:
-        chunk = torch.empty_like(order)
-        chunk[order] = torch.arange(num_rows, device=neighbors.device) // chunk_rows
-        if len(keys) == 1 and len(taps) + 1 + math.ceil(math.log2(num_rows / chunk_rows + 1)) < 63:
-            keys = [(chunk << (len(taps) + 1)) | keys[0].clamp(max=1 << len(taps))]
-        else:
-            keys = [chunk, *keys]
-    for key in reversed(keys):
-        order = order[torch.sort(key[order], stable=True).indices]
-    return order
+@dataclass(eq=False)
+class WorkLists:
+    """The schedules and jobs of one map, by what was asked for."""
 
-
-def tile_lists(
-    table: torch.Tensor, block_m: int, row_taps: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Counts, table rows, weight taps and launch order of the tiles of a table; ``row_taps`` (G, R), -1 for none."""
-    num_rows, num_slots = table.shape[0] - 1, table.shape[1]
-    num_tiles = num_slots // block_m
-    slots = table[:-1].view(num_rows, num_tiles, block_m) >= 0
-    first, second = (half.any(dim=2).t() for half in (slots[..., : block_m // 2], slots[..., block_m // 2 :]))  # (T, R)
-    live = first | second
-    counts = live.sum(dim=1, dtype=torch.int32)
-    width = num_rows + LOOKAHEAD
-    position = torch.where(live, live.cumsum(dim=1) - 1, width - 1)  # dead taps meet in the last column
-    rows = torch.arange(num_rows, dtype=torch.int32, device=table.device) | (first.int() + 2 * second.int()) << HALF_BIT
-    taps = row_taps.clamp(min=0).repeat_interleave(num_tiles // row_taps.shape[0], dim=0)
-    tile_rows = torch.full((num_tiles, width), num_rows, dtype=torch.int32, device=table.device)
-    tile_taps = torch.zeros((num_tiles, width), dtype=torch.int32, device=table.device)
-    tile_rows.scatter_(1, position, rows)
-    tile_taps.scatter_(1, position, taps)
-    tile_rows[:, -1] = num_rows
-    tile_taps[:, -1] = 0
-    order = torch.sort(counts, descending=True, stable=True).indices.to(torch.int32)
-    return counts, tile_rows, tile_taps, order
-
-
-def build_schedule(
-    neighbors: torch.Tensor,
-    num_taps: int,
-    block_m: int,
-    *,
-    base_order: torch.Tensor | None = None,
-    chunk_rows: int | None = None,
-    groups: Sequence[Sequence[int]] | None = None,
-    significance: Sequence[int] | None = None,
-) -> Schedule:
-    """Build a schedule in plain torch operations, without waiting for the device.
-
-    Args:
-        neighbors: (K, N_out) int32, the map's table.
-        num_taps: K.
-        block_m: rows of a tile; a power of two that divides 256.
-        base_order: (N_out,) a permutation of the rows that keeps neighbours close (a Morton order); equal masks stay
-            in this order. Default: the rows as they come.
-        chunk_rows: sort by mask only inside runs of this many rows of the base order, for locality.
-        groups: taps cut into groups with a row order of their own each; each row then has one slot a group.
-        significance: taps from the most to the least significant bit of the mask; default ``tap_significance``.
-
-    Returns:
-        The schedule. Slots are padded to a multiple of 256 in each group.
-
-    Example::
-
-        schedule = build_schedule(kernel_map.neighbors, kernel_map.num_taps, block_m=128)
-    """
-    if block_m < 1 or SLOT_ALIGNMENT % block_m:
-        raise ValueError(f"block_m must divide {SLOT_ALIGNMENT}, got {block_m}")
-    if neighbors.ndim != 2 or neighbors.shape[0] != num_taps:
-        raise ValueError(f"neighbors must have shape (K={num_taps}, N_out), got {tuple(neighbors.shape)}")
-    device = neighbors.device
-    num_out = neighbors.shape[1]
-    ranking = tuple(significance) if significance is not None else tap_significance(num_taps)
-    parts = [tuple(range(num_taps))] if groups is None else [tuple(group) for group in groups]
-    if sorted(tap for part in parts for tap in part) != list(range(num_taps)):
-        raise ValueError(f"groups must hold each of the {num_taps} taps exactly once, got {parts}")
-    num_rows = max(map(len, parts), default=0)
-    padded = -(-num_out // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-    table = torch.full((num_rows + 1, len(parts) * padded), -1, dtype=torch.int32, device=device)
-    out_rows = torch.full((len(parts) * padded,), -1, dtype=torch.int32, device=device)
-    row_taps = torch.full((len(parts), num_rows), -1, dtype=torch.int32)
-    slots = torch.full((len(parts), num_out), -1, dtype=torch.int32, device=device) if len(parts) > 1 else None
-    for index, part in enumerate(parts):
-        order = row_order(neighbors, [tap for tap in ranking if tap in part], base_order, chunk_rows)
-        begin = index * padded
-        alive = torch.zeros(num_out, dtype=torch.bool, device=device)
-        for row, tap in enumerate(part):
-            torch.index_select(neighbors[tap], 0, order, out=table[row, begin : begin + num_out])
-            alive |= table[row, begin : begin + num_out] >= 0
-        row_taps[index, : len(part)] = torch.tensor(part, dtype=torch.int32)
-        span = out_rows[begin : begin + num_out]
-        span.copy_(order)
-        if slots is not None:
-            place = torch.arange(begin, begin + num_out, dtype=torch.int32, device=device)
-            slots[index, order] = torch.where(alive, place, -1)
-    if device.type == "cuda":
-        row_taps = row_taps.pin_memory()
-    lists = tile_lists(table, block_m, row_taps.to(device, non_blocking=True))
-    return Schedule(block_m, table, out_rows, *lists, slots=slots)
-
-
-def retile(schedule: Schedule, block_m: int) -> Schedule:
-    """The same rows in the same order in tiles of another size; the table is shared, only the lists are new."""
-    if block_m == schedule.block_m:
-        return schedule
-    if schedule.slots is not None:
-        raise ValueError("a schedule of several groups of taps cannot be cut anew: build it for its tile size")
-    table = schedule.neighbors
-    if table.is_cuda:
-        return _on_gpu()[1].retile_on_gpu(schedule, block_m)
-    row_taps = torch.arange(table.shape[0] - 1, dtype=torch.int32, device=table.device)[None]
-    counts, tile_rows, tile_taps, order = tile_lists(table, block_m, row_taps)
-    return Schedule(block_m, table, schedule.out_rows, counts, tile_rows, tile_taps, order)
-
-
-def schedule_of(
-    kernel_map: KernelMap,
-    block_m: int,
-    transposed: bool = False,
-    split: int = 1,
-    chunked: bool = False,
-    in_order: bool = False,
-) -> Schedule:
-    """The map's schedule at a tile size, built on first use and kept with the map; transposed: of the reversed edges.
-
-    A map with a mirror symmetry is its own reverse with the taps exchanged, so its one table serves both directions.
-    ``split``: taps in so many groups with a row order each. ``chunked``: rows sorted inside runs of neighbouring rows,
-    which are those of ``kernel_map.prepared["row_order"]`` where the geometry left one, and tiles launched in order.
-    ``in_order``: rows sorted as a whole; tiles with about as many taps launched in the order of their rows.
-    Where every output row has one edge, no tile has two taps and neither makes a difference.
-    """
-    if transposed and kernel_map.mirror is None:
-        return schedule_of(kernel_map.reverse(), block_m, False, split, chunked, in_order)
-    key = ("schedule", block_m, transposed, split, chunked, in_order)
-    schedule = kernel_map.prepared.get(key)
-    if schedule is None:
-        schedule = kernel_map.prepared[key] = _schedule(kernel_map, *key[1:])
-    return schedule
-
-
-@cache
-def _on_gpu() -> tuple[Any, Any, Any]:
-    from sparseconv.geometry.gpu import fused  # Triton is loaded where it is used
-    from sparseconv.geometry.gpu.tiles import build, sortless
-
-    return build, sortless, fused
-
-
-def schedule_ahead(kernel_map: KernelMap, block_m: int) -> None:
-    """Start to compile what `schedule_of` launches for tiles of so many rows, in one group of taps, not in runs."""
-    if kernel_map.device.type == "cuda":
-        _on_gpu()[0].schedule_ahead(kernel_map, block_m)
-
-
-def _schedule(
-    kernel_map: KernelMap, block_m: int, transposed: bool, split: int, chunked: bool, in_order: bool
-) -> Schedule:
-    if transposed:
-        straight = schedule_of(kernel_map, block_m, False, split, chunked, in_order)
-        turned = straight.reversed()
-        if turned is not None:
-            return turned
-        taps = straight.turned_taps
-        if taps is None:
-            taps = _mirrored(straight.tile_taps, kernel_map)
-        return Schedule(
-            block_m,
-            straight.neighbors,
-            straight.out_rows,
-            straight.tile_counts,
-            straight.tile_rows,
-            taps,
-            straight.tile_order,
-            straight.slots,
-            straight.tile_taps,
-        )
-    by_gpu = _is_cuda(kernel_map.device) and "row_order" not in kernel_map.prepared
-    if by_gpu and _on_gpu()[1].meets_once(kernel_map):
-        if split > 1 or chunked or in_order:
-            return schedule_of(kernel_map, block_m)
-        return _on_gpu()[1].one_tap_schedule(kernel_map, block_m)
-    if split > 1:
-        return _build(kernel_map, by_gpu, block_m, plane_groups(kernel_map.num_taps, split))
-    name = "chunked schedule" if chunked else "schedule"
-    base = kernel_map.prepared.get(name)
-    if base is None:
-        base = kernel_map.prepared[name] = _build(kernel_map, by_gpu, block_m, None, CHUNK_ROWS if chunked else None)
-    schedule = retile(base, block_m)
-    if in_order:
-        return schedule.launched(_about_as_many(schedule))
-    return _in_order(schedule) if chunked and schedule is not base else schedule
-
-
-@cache
-def _is_cuda(device: torch.device) -> bool:
-    return device.type == "cuda"  # a string that torch prints anew each time
-
-
-def _in_order(schedule: Schedule) -> Schedule:
-    """The same tiles, launched in the order of their rows."""
-    order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
-    return schedule.launched(order)
-
-
-def _about_as_many(schedule: Schedule) -> torch.Tensor:
-    """The order of launch by half the number of taps, most first; tiles of the same number as they lie.
-
-    Tiles next to each other have like taps, thus on a surface the same direction, and read the same rows.
-    """
-    taps = schedule.neighbors.shape[0] - 1
-    counts = schedule.tile_counts >> 1
-    if not counts.is_cuda:
-        return torch.sort(counts, descending=True, stable=True).indices.to(torch.int32)
-    order = torch.empty_like(counts)
-    _on_gpu()[0].rank_tiles(counts, order, taps)
-    return order
-
-
-def _mirrored(tile_taps: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
-    """The mirrored tap of each."""
-    mirror = kernel_map.mirror or ()
-    last = len(mirror) - 1
-    if all(tap == last - place for place, tap in enumerate(mirror)):
-        return last - tile_taps
-    taps = kernel_map.prepared["mirror"] = _on_device(mirror, tile_taps.device)  # a graph that reads it keeps the map
-    return taps[tile_taps.long()]
-
-
-@lru_cache(maxsize=64)
-def _on_device(mirror: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    taps = torch.tensor(mirror, dtype=torch.int32)
-    return (taps.pin_memory() if device.type == "cuda" else taps).to(device, non_blocking=True)
-
-
-def _build(
-    kernel_map: KernelMap,
-    by_gpu: bool,
-    block_m: int,
-    groups: Sequence[Sequence[int]] | None,
-    chunk_rows: int | None = None,
-) -> Schedule:
-    if by_gpu:
-        build, _, fused = _on_gpu()
-        made = fused.schedule_made(kernel_map, block_m, chunk_rows) if groups is None else None
-        return made or build.schedule_on_gpu(kernel_map, block_m, groups, chunk_rows)
-    rows = kernel_map.prepared.get("row_order")
-    schedule = build_schedule(
-        kernel_map.neighbors, kernel_map.num_taps, block_m, base_order=rows, chunk_rows=chunk_rows, groups=groups
-    )
-    return schedule if chunk_rows is None else _in_order(schedule)
+    schedules: dict[ScheduleForm, Schedule] = field(default_factory=dict)
+    bases: dict[bool, Schedule] = field(default_factory=dict)  # the first of each row order: in runs, or as a whole
+    jobs: dict[int, Jobs] = field(default_factory=dict)
+    mirror: torch.Tensor | None = None  # (K,) int32, read by a graph's launches

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.gpu.pairs.pair_lists import FoundEdges
+from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
 from sparseconv.geometry.gpu.tiles.build import rank_tiles
 from sparseconv.geometry.gpu.tiles.kernels import either
 from sparseconv.geometry.gpu.tiles.schedule import HALF_BIT, LOOKAHEAD, SLOT_ALIGNMENT, Schedule
@@ -61,8 +61,10 @@ def one_tap_schedule(kernel_map: KernelMap, block_m: int) -> Schedule:
     return schedule
 
 
-def retile_on_gpu(schedule: Schedule, block_m: int) -> Schedule:
-    """`schedule.retile` of one group of taps: the table is shared, only the lists are new."""
+def retile(schedule: Schedule, block_m: int) -> Schedule:
+    """The same rows in the same order in tiles of another size, of one group of taps; only the lists are new."""
+    if schedule.slots is not None:
+        raise ValueError("a schedule of several groups of taps cannot be cut anew: build it for its tile size")
     lines, slots = schedule.neighbors.shape[0] - 1, schedule.neighbors.shape[1]
     device, room, tiles = schedule.neighbors.device, lines + LOOKAHEAD, slots // block_m
     new = _allocate(block_m, 0, 0, tiles, room, device)

@@ -33,6 +33,8 @@ class PendingCounts:
         else:
             self.offsets, self.report = sent
         self._table: CoordinateTable | None = table
+        #: whether the offsets were cut to what there is room for
+        self.is_confined = False
         self._values: tuple[int, ...] = ()
 
     def read(self) -> tuple[int, ...]:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
+from sparseconv.geometry.gpu.window.found import WindowSearch
 from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES
 from sparseconv.geometry.gpu.window.taps import entry_of, look, take
-from sparseconv.gpu.launcher import Launcher, follow
+from sparseconv.gpu.launcher import Launcher, ceil_div, follow, pointer
+
+
+def neighbor_table(search: WindowSearch) -> torch.Tensor:
+    """(K, N_out) int32: the source row of each target row through each tap; -1 absent."""
+    if search.neighbors is not None:
+        return search.neighbors
+    n, taps = search.rows, search.window.num_taps
+    planes = torch.empty(taps, n, dtype=torch.int32, device=search.coords.device)
+    if n and taps:
+        args = (*search.pointers, pointer(planes), n, search.capacity)
+        PLANES(planes.device, (ceil_div(n, 128), search.window.num_runs), args, (*search.constants, 128))
+    return planes
+
 
 # ---- kernels
 
@@ -87,25 +99,3 @@ PLANES = Launcher(planes_kernel, (*SEARCH_TYPES, _I32, int, int), num_warps=1)
 COUNT = Launcher(count_kernel, (_I32, _I32, _I64, int, int))
 PLANE_KEYS = Launcher(plane_keys_kernel, (_I32, _I32, _I32, *(int,) * 5))
 PLANE_KEYS_WIDE = Launcher(plane_keys_kernel, (_I32, _I32, _I64, *(int,) * 5))
-
-
-# ---- readable twin
-
-
-def find_neighbors_torch(
-    source: torch.Tensor,
-    coords: torch.Tensor,
-    offsets: Sequence[Sequence[int]],
-    stride: Sequence[int],
-    torus: tuple[Sequence[int], Sequence[int]] | None = None,
-) -> torch.Tensor:
-    """(K, N_out): ``WindowSearch.neighbors``, by comparing every row with every row."""
-    found = torch.empty(len(offsets), len(coords), dtype=torch.int32)
-    for tap, offset in enumerate(offsets):
-        fine = coords.long() * torch.tensor([1, *stride]) + torch.tensor([0, *offset])
-        if torus is not None:
-            start, size = (torch.tensor(v) for v in torus)
-            fine[:, 1:] = (fine[:, 1:] - start) % size + start
-        same = (fine[:, None] == source[None].long()).all(-1)
-        found[tap] = torch.where(same.any(1), same.int().argmax(1), -1).int()
-    return found

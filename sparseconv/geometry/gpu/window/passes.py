@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from sparseconv.geometry.gpu.hash_table.hash_probe import axis_blocks, axis_range, count_blocks, find
-from sparseconv.geometry.gpu.hash_table.table import KEYS, STATUS, Cells, CoordinateTable, pack_shifts, rows_per_chunk
-from sparseconv.geometry.gpu.order.morton_runs import key_in, run_of
-from sparseconv.geometry.gpu.window.counts import SCAN_BLOCK, Counters, PendingCounts, scan_tap
+from sparseconv.geometry.gpu.hash_table.table import KEYS, STATUS, CoordinateTable, pack_shifts, rows_per_chunk
+from sparseconv.geometry.gpu.order.morton_runs import key_in
+from sparseconv.geometry.gpu.window.counts import Counters, scan_tap
+from sparseconv.geometry.gpu.window.found import LINES, SORT_KEYS, STARTS, WindowSearch
 from sparseconv.geometry.gpu.window.taps import entry_of, look
 from sparseconv.geometry.gpu.window.window_3x3x3 import count_in_warps, mask_of_cube
-from sparseconv.gpu.arena import Arena, Kinds
 from sparseconv.gpu.cooperative import NUM_GATES, crew_of, gates_of, leave, wait_for_all
 from sparseconv.gpu.launcher import CREW, Launcher, Pointer, ceil_div, follow, pointer, power_of_2
 from sparseconv.gpu.radix_sort.kernels import clear_lists, count_digits, sort_together
-from sparseconv.gpu.radix_sort.sort import COUNT_STEPS, COUNT_WARPS, SUMMING, Passes, crew_constants, most_together
+from sparseconv.gpu.radix_sort.sort import SUMMING, Passes, crew_constants, most_together
 from sparseconv.gpu.warp_asm import OPEN_CREW, open_room
 
-if TYPE_CHECKING:
-    from sparseconv.geometry.gpu.window.search import WindowSearch
-
-#: the arrays of a search's scratch: edges of tap k before chunk c, sort keys, the blocks around a block, and a sort's
-STARTS, SORT_KEYS, AROUND, LINES, ORDER = range(5)
 #: chunks that a program of a search sums at once: one number for all sizes, so that none is compiled for
 SCANNED = 1024
 #: programs that read masks at most, as many as an H200 holds: each adds its totals to those of all, one after another
 MASKING = 2112
 _I32, _I64 = torch.int32, torch.int64
-SCRATCH = Kinds((_I32, _I32, _I32, _I64, _I32))
 
 
 def launch_masks(
@@ -43,22 +35,17 @@ def launch_masks(
     room: int,
     lost: int,
     groups: int = 1,
-    cells: Cells | None = None,
 ) -> None:
-    """Masks of all target rows -> ``keys``; where there are ``counters``, counts of their edges too.
-
-    ``cells``: runs of about ``chunk`` rows are of neighbours, as by `chunk_keys`, and not of rows as they come.
-    """
+    """Masks of all target rows -> ``keys``; where there are ``counters``, counts of their edges too."""
     n, window = search.coords.shape[0], search.window
     programs = min(ceil_div(n, 128), MASKING)
     totals, counts = (keys, keys) if counters is None else counters.pointers
-    of_cells = (keys, keys) if cells is None else (cells.of_blocks, cells.before)
     args = (
-        *search.pointers, pointer(words), keys, counts, totals, *of_cells,
+        *search.pointers, pointer(words), keys, counts, totals,
         n, window.num_runs, window.num_taps, search.capacity, search.chunks, chunk, room, lost, programs,
     )  # fmt: skip
     taps, counted = power_of_2(window.num_taps), counters is not None
-    constants = (*search.constants, groups, counted, taps, search.chunk_rows, 128, search.is_cube, cells is not None)
+    constants = (*search.constants, groups, counted, taps, search.chunk_rows, 128, search.is_cube)
     (_CUBE_MASKS if search.is_cube else _MASKS)(words.device, (programs,), args, constants)
 
 
@@ -75,41 +62,10 @@ def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
     _AROUND(table.coords.device, (programs,), args, constants)
 
 
-def launch_sums(
-    table: CoordinateTable,
-    scratch: Arena,
-    counters: Counters,
-    pending: PendingCounts,
-    passes: Passes,
-    keys: Pointer,
-) -> int:
-    """`scan_counts`, and in the same launch the digits of the ``keys`` by which rows are sorted next; by how many."""
-    taps, chunks = counters.shape
-    totals, counts = counters.pointers
-    counting = passes.counting_beside(taps, table.coords.device)
-    args = (
-        counts, totals, scratch[STARTS], pointer(pending.offsets), pending.report.pointer, table.arena[STATUS],
-        keys, scratch[LINES], taps, chunks, passes.n, passes.states, counting,
-    )  # fmt: skip
-    constants = (4 * SCAN_BLOCK, passes.bits, passes.passes, COUNT_WARPS, COUNT_STEPS)
-    _SUMS(table.coords.device, (taps + counting,), args, constants)
-    return counting
-
-
-def launch_search(
-    search: WindowSearch,
-    scratch: Arena,
-    counters: Counters,
-    pending: PendingCounts,
-    passes: Passes,
-    programs: int,
-    together: bool,
-) -> None:
-    """Surroundings, masks and sums of counts in one launch; digits of a cube's keys, and ``together`` their order."""
-    table, window, n = search.table, search.window, search.rows
-    if table is None:
-        return
-    taps, device = window.num_taps, table.coords.device
+def launch_search(search: WindowSearch, counters: Counters, passes: Passes, programs: int) -> None:
+    """Surroundings, masks and sums of counts in one launch; digits of a cube's keys, and where wished their order."""
+    (table, scratch, pending), window = search.found, search.window
+    taps, device, n = window.num_taps, table.coords.device, search.rows
     totals, counts = counters.pointers
     args = (
         *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals,
@@ -119,8 +75,8 @@ def launch_search(
         n, window.num_runs, taps, search.capacity, search.chunks,
         passes.states, passes.counting, passes.share, programs,
     )  # fmt: skip
-    constants = search_constants(search.constants, taps, n, window.key_bits if search.is_cube else 0, together)
-    SEARCH(device, (programs,), args, constants)
+    bits = window.key_bits if search.is_cube else 0
+    SEARCH(device, (programs,), args, search_constants(search.constants, taps, n, bits, search.is_sorted))
 
 
 def search_programs(device: torch.device, taps: int, n: int, sorting: bool) -> tuple[int, int, bool]:
@@ -190,33 +146,30 @@ def find_around(
 @triton.jit
 def masks_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr, cells_ptr, before_ptr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr,
     n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CUBE: tl.constexpr, RUNS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CUBE: tl.constexpr,
 ):  # fmt: skip
-    """Masks of the taps of rows -> their sort keys in each group of taps, and counts of edges.
-
-    RUNS: of runs of neighbours, by the cells of their blocks.
-    """
+    """Masks of the taps of rows -> their sort keys in each group of taps, and counts of edges."""
     follow()
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-        words_ptr, keys_ptr, counts_ptr, totals_ptr, cells_ptr, before_ptr,
+        words_ptr, keys_ptr, counts_ptr, totals_ptr,
         n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
-        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, GROUPS, COUNTED, TAPS, CHUNK, BLOCK, CUBE, RUNS,
+        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, GROUPS, COUNTED, TAPS, CHUNK, BLOCK, CUBE,
     )  # fmt: skip
 
 
 @triton.jit
 def read_masks(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr, cells_ptr, before_ptr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr,
     n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, CUBE: tl.constexpr, RUNS: tl.constexpr,
+    BLOCK: tl.constexpr, CUBE: tl.constexpr,
 ):  # fmt: skip
     """`masks_kernel` for every ``programs``-th run of BLOCK rows."""
     lane = tl.arange(0, TAPS)
@@ -225,7 +178,7 @@ def read_masks(
         row = first + tl.arange(0, BLOCK)
         live = row < n
         entry = entry_of(row, live, entries_ptr, SIDES)
-        own_run = run_of(entry, cells_ptr, before_ptr, key_chunk) if RUNS else row // key_chunk
+        own_run = row // key_chunk
         if CUBE:
             mask = mask_of_cube(entry, live, info_ptr, around_ptr)
         else:
@@ -254,24 +207,6 @@ def read_masks(
             total += edges
     if COUNTED:
         tl.atomic_add(totals_ptr + lane, total.to(tl.int64), mask=lane < num_taps, sem="relaxed")
-
-
-@triton.jit
-def sums_kernel(
-    counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, keys_ptr, lines_ptr,
-    num_taps, num_chunks, n, states, counting,
-    SCAN: tl.constexpr, BITS: tl.constexpr, PASSES: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """`scan_kernel` by one program a tap, and `digits_kernel` by the others: both read what masks leave."""
-    follow()
-    open_room(OPEN_CREW)
-    program = tl.program_id(0)
-    if program < num_taps:
-        scan_tap(
-            program, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, SCAN
-        )
-    else:
-        count_digits(program - num_taps, counting, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)
 
 
 @triton.jit
@@ -325,9 +260,9 @@ def search_rows(
     """`search_kernel` once all surroundings are known; the programs meet at PASSES gates, at one if no rows move."""
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-        words_ptr, keys_ptr, counts_ptr, totals_ptr, keys_ptr, keys_ptr,
+        words_ptr, keys_ptr, counts_ptr, totals_ptr,
         n, num_runs, num_taps, capacity, num_chunks, n, 31, 0, programs,
-        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK, CUBE, False,
+        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK, CUBE,
     )  # fmt: skip
     wait_for_all(gates_ptr, programs)
     for tap in range(tl.program_id(0), num_taps, programs):
@@ -346,10 +281,9 @@ def search_rows(
 
 SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
 _AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int, int))
-_MASK_TYPES = (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I32, *(int,) * 9)
+_MASK_TYPES = (*SEARCH_TYPES, _I32, _I32, _I32, _I64, *(int,) * 9)
 _MASKS = Launcher(masks_kernel, _MASK_TYPES, num_warps=1)
 _CUBE_MASKS = Launcher(masks_kernel, _MASK_TYPES)  # a row a thread, see `count_in_warps`
-_SUMS = Launcher(sums_kernel, (_I32, _I64, _I32, _I64, _I64, _I64, _I32, _I64, *(int,) * 5), num_warps=COUNT_WARPS)
 SEARCH = Launcher(
     search_kernel,
     (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, _I64, _I32, *(int,) * 9),
