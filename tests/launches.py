@@ -1,4 +1,4 @@
-"""How often a part of a test launches a kernel, and how often the host reads what a card leaves, and may wait for it."""
+"""How often a part of a test launches a kernel, and how often the host reads what a card leaves (and may wait)."""
 
 from __future__ import annotations
 
