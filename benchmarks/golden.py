@@ -156,7 +156,7 @@ def _compiled() -> None:
 
 def _beside(device: torch.device) -> Any:
     """A context in which maps are built on streams beside the current one."""
-    return (_named("Aside") or _named("SideStreams"))(device).run()
+    return (_named("SideStreams") or _named("SideStreams"))(device).run()
 
 
 # ---- what is hashed

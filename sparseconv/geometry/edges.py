@@ -189,12 +189,12 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
         identity, mirror = window.symmetry if torus is None else _symmetry(window, torus)
     if fine.coords.is_cuda:
         most = None if fine.count is None else fine.most_pairs(coarse, window, boundary)  # type: ignore[attr-defined]
-        with building() as aside:
+        with building() as streams:
             source = _on_gpu().find_edges_on_gpu(fine, coarse.coords, window, torus, most)
         sizes = source.num_in, coarse.num_voxels, len(window.offsets)
         found = KernelMap(*sizes, source=source, identity_tap=identity, mirror=mirror)
-        if aside is not None:
-            aside.keep(found)
+        if streams is not None:
+            streams.keep(found)
         if fine.count is not None:
             found.num_pairs = fine.pairs_like(coarse, window, boundary)  # type: ignore[attr-defined]
         return found

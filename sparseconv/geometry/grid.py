@@ -10,6 +10,7 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.cpu.sorted_table import KEY_LIMIT, KeySpace, SortedTable
+from sparseconv.geometry.example import ExampleSizes
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 INT32 = torch.iinfo(torch.int32)
 Floats = tuple[float, ...]
+#: what stays behind where a grid is pickled
+UNTRAVELLED = ("_table", "_cells", "_search", "sizes")
 
 
 class VoxelGrid:
@@ -101,6 +104,11 @@ class VoxelGrid:
     @cached_property
     def _space(self) -> KeySpace:
         return KeySpace.covering(IndexRange((0, *self.extent.start), (self.batch_size, *self.extent.end)))
+
+    @cached_property
+    def sizes(self) -> ExampleSizes[VoxelGrid]:
+        """What grids of fixed size have asked of this one, where they are made like it."""
+        return ExampleSizes()
 
     @property
     def cells(self) -> CoordinateTable:
@@ -345,7 +353,7 @@ class VoxelGrid:
         return flat.view(self.batch_size, *box.shape, features.shape[1]).movedim(-1, 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_table", "_cells", "_search")} | {"derived": {}}
+        return {k: v for k, v in self.__dict__.items() if k not in UNTRAVELLED} | {"derived": {}}
 
     def __repr__(self) -> str:
         size = " x ".join(f"{v:g}" for v in self.voxel_size[: 1 if len(set(self.voxel_size)) == 1 else None])

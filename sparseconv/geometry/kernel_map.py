@@ -28,7 +28,7 @@ class EdgeSource(Protocol):
 
     @property
     def moment(self) -> Moment | None:
-        """When their search was launched, in a run whose maps are aside."""
+        """When their search was launched, in a run whose maps have streams of their own."""
 
     @property
     def is_halved(self) -> bool:
@@ -253,7 +253,7 @@ class KernelMap:
     @cached_property
     @transforms.constant
     def _product_infos(self) -> tuple[SparseProductInfo, SparseProductInfo, SparseProductInfo]:
-        from sparseconv.products import SparseProductInfo  # a room beside this one, entered by those who ask for it
+        from sparseconv.products import SparseProductInfo  # a room on this floor, entered by those who ask for it
 
         ins, taps, outs = self.in_rows, self.pair_taps, self.out_rows
         num_in, num_taps, num_out = self.num_in, self.num_taps, self.num_out

@@ -9,22 +9,24 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.gpu.launcher import CREW, INTERPRETED, Pointer, current_stream, pointer
+from sparseconv.gpu.launcher import INTERPRETED, RESIDENT, Pointer, current_stream, pointer
 
 #: times that the programs of a cooperative launch may wait for each other
-NUM_GATES = 10
+NUM_BARRIERS = 10
 
 
 @dataclass(frozen=True, eq=False)
-class Unseen:
+class DeviceCount:
     """What belongs to rows whose number the host does not know: those past ``count`` have a negative batch item."""
 
     count: torch.Tensor  # (1,) int32
     fault: torch.Tensor  # (1,) int32: the bits of what did not fit since the grid's first table
-    gates: torch.Tensor  # for cooperative launches: not those of the stream, for a graph may be replayed on another one
+    barriers: (
+        torch.Tensor
+    )  # for cooperative launches: not those of the stream, for a graph may be replayed on another one
 
 
-def crew_of(device: torch.device, most: int, each: int = CREW) -> int:
+def programs_at_once(device: torch.device, most: int, each: int = RESIDENT) -> int:
     """How many programs a device holds at once, ``each`` on a multiprocessor and ``most`` at most.
 
     By default, of a cooperative launch of four warps.
@@ -39,36 +41,36 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def gates_of(device: torch.device, unseen: Unseen | None = None) -> Pointer:
+def barriers_of(device: torch.device, device_count: DeviceCount | None = None) -> Pointer:
     """Counters at which the programs of a cooperative launch meet, all zero between the launches of a stream."""
-    if unseen is not None:
-        return pointer(unseen.gates)
+    if device_count is not None:
+        return pointer(device_count.barriers)
     if INTERPRETED:
-        return torch.zeros(NUM_GATES + 1, dtype=torch.int32)
-    return _gates(device.index, current_stream(device.index)).data_ptr()
+        return torch.zeros(NUM_BARRIERS + 1, dtype=torch.int32)
+    return _barriers(device.index, current_stream(device.index)).data_ptr()
 
 
 @cache
-def _gates(index: int, stream: int) -> torch.Tensor:
-    return torch.zeros(NUM_GATES + 1, dtype=torch.int32, device=torch.device("cuda", index))
+def _barriers(index: int, stream: int) -> torch.Tensor:
+    return torch.zeros(NUM_BARRIERS + 1, dtype=torch.int32, device=torch.device("cuda", index))
 
 
 @triton.jit
-def wait_for_all(gate_ptr, programs):
+def wait_for_all(barrier_ptr, programs):
     """Wait until all programs of a cooperative launch are here and what they wrote can be read.
 
-    A gate serves once, or again for twice, three times the number of programs and so on.
+    A barrier serves once, or again for twice, three times the number of programs and so on.
     """
     tl.debug_barrier()
-    here = tl.atomic_add(gate_ptr, 1, sem="acq_rel") + 1
+    here = tl.atomic_add(barrier_ptr, 1, sem="acq_rel") + 1
     while here < programs:
-        here = tl.atomic_add(gate_ptr, 0, sem="acquire")
+        here = tl.atomic_add(barrier_ptr, 0, sem="acquire")
     tl.debug_barrier()
 
 
 @triton.jit
-def leave(gates_ptr, programs, NUM_GATES: tl.constexpr):
-    """The last act of a program of a cooperative launch: whoever is the last sets all gates back."""
-    if tl.atomic_add(gates_ptr + NUM_GATES, 1, sem="acq_rel") == programs - 1:
-        for gate in tl.static_range(NUM_GATES + 1):
-            tl.store(gates_ptr + gate, 0)
+def leave(barriers_ptr, programs, NUM_BARRIERS: tl.constexpr):
+    """The last act of a program of a cooperative launch: whoever is the last sets all barriers back."""
+    if tl.atomic_add(barriers_ptr + NUM_BARRIERS, 1, sem="acq_rel") == programs - 1:
+        for barrier in tl.static_range(NUM_BARRIERS + 1):
+            tl.store(barriers_ptr + barrier, 0)

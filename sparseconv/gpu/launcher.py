@@ -26,7 +26,7 @@ from sparseconv.gpu.triton_private import (
 
 #: programs of a cooperative launch on each multiprocessor, of 128 threads, where they need many of the registers that
 #: these share
-CREW, REGISTERS = 4, 65_536
+RESIDENT, REGISTERS = 4, 65_536
 Pointer = Any  # an address on a card; a tensor where kernels are interpreted
 
 
@@ -86,12 +86,16 @@ class Launcher:
         fill(device, (blocks,), (pointer(out), out.numel()), (256,))
     """
 
-    def __init__(self, function: Any, types: Sequence[Any], num_warps: int = 4, crew: int = 0, **options: Any) -> None:
+    def __init__(
+        self, function: Any, types: Sequence[Any], num_warps: int = 4, resident: int = 0, **options: Any
+    ) -> None:
         self.function, self.types, self.num_warps = function, tuple(types), num_warps
         #: programs on each multiprocessor that run all at once, so that they may wait for each other; 0: they may not
-        self.crew = crew
+        self.resident = resident
         #: options of the compiler
-        self.options = {"launch_cooperative_grid": True, "maxnreg": REGISTERS // 128 // crew & -8} if crew else options
+        self.options = (
+            {"launch_cooperative_grid": True, "maxnreg": REGISTERS // 128 // resident & -8} if resident else options
+        )
         self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
         self._compiled: dict[tuple, Future] = {}
         self._begun: set[tuple] = set()
@@ -227,5 +231,5 @@ _is_capturing: Callable[[], bool] = getattr(
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 
-if not INTERPRETED and torch.cuda.is_initialized():  # kernels will be asked for: 0.5 s beside the imports that follow
+if not INTERPRETED and torch.cuda.is_initialized():  # kernels will be asked for: 0.5 s during the imports that follow
     threading.Thread(target=read_triton, name=COMPILER).start()

@@ -1,4 +1,4 @@
-"""Numbers on their way from a kernel to the host, in pinned memory that is lent again and again."""
+"""Numbers on their way from a kernel to the host, in pinned memory that is used again and again."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Report:
     _values: list[int] | None = None
 
     def __init__(self, length: int, device: torch.device) -> None:
-        loan = _lend(length, device)
-        self._loan: _Loan | None = loan
+        lease = _lease(length, device)
+        self._lease: _Lease | None = lease
         self._span = slice(0, length)
-        self.pointer = loan.slip.pointer
+        self.pointer = lease.pinned.pointer
 
     def cut(self, first: int) -> Report:
         """The integers from ``first`` on as a report of their own; this one keeps those before them."""
         rest = Report.__new__(Report)
-        rest._loan, rest._span = self._loan, slice(first, self._span.stop)
+        rest._lease, rest._span = self._lease, slice(first, self._span.stop)
         rest.pointer = self.pointer[first:] if INTERPRETED else self.pointer + 8 * first
         self._span = slice(0, first)
         return rest
@@ -43,22 +43,22 @@ class Report:
     @property
     def has_arrived(self) -> bool:
         """Whether `read` would wait for nothing."""
-        loan = self._loan
-        return loan is None or loan.slip.has(self._span)
+        lease = self._lease
+        return lease is None or lease.pinned.has(self._span)
 
     def read(self) -> list[int]:
         """The integers; waits for the kernel. Raises RuntimeError where that failed."""
-        loan, over, looks = self._loan, False, 0  # a thread that is faster does not take the memory from this one
-        while self._values is None and loan is not None:
-            slip = loan.slip
-            values, looks = slip.values[self._span], looks + 1
+        lease, over, looks = self._lease, False, 0  # a thread that is faster does not take the memory from this one
+        while self._values is None and lease is not None:
+            pinned = lease.pinned
+            values, looks = pinned.values[self._span], looks + 1
             if UNWRITTEN not in values:
                 self._values = values
-                self._loan = None
+                self._lease = None
             elif over:
                 raise RuntimeError("a report is read whose kernel was not launched")
             elif looks % LOOKS == 0:
-                over = slip.stream is None or slip.stream.query()  # raises what a kernel failed with
+                over = pinned.stream is None or pinned.stream.query()  # raises what a kernel failed with
                 select.select((), (), (), 0)  # for other threads; time.sleep(0) takes 70 us
         return self._values or []
 
@@ -79,28 +79,28 @@ class KeptReport:
         )
 
 
-class _Loan:
-    """A slip that its stock gets back when nobody holds this any more."""
+class _Lease:
+    """Pinned memory that its stock gets back when nobody holds this any more."""
 
-    __slots__ = ("slip", "stock")
+    __slots__ = ("pinned", "stock")
 
-    def __init__(self, slip: _Slip, stock: list[_Slip]) -> None:
-        self.slip, self.stock = slip, stock
+    def __init__(self, pinned: _Pinned, stock: list[_Pinned]) -> None:
+        self.pinned, self.stock = pinned, stock
 
     def __del__(self) -> None:
-        self.stock.append(self.slip)
+        self.stock.append(self.pinned)
 
 
-def _lend(length: int, device: torch.device) -> _Loan:
-    """A slip of the current stream's stock that waits for so many numbers."""
+def _lease(length: int, device: torch.device) -> _Lease:
+    """Pinned memory of the current stream's stock that waits for so many numbers."""
     room = 64 if length <= 64 else power_of_2(length)
     stock = [] if INTERPRETED else _stock(device.index, current_stream(device.index), room)
-    slip = _free(stock) or _Slip(room, device)
-    slip.clear(length)
-    return _Loan(slip, stock)
+    pinned = _free(stock) or _Pinned(room, device)
+    pinned.clear(length)
+    return _Lease(pinned, stock)
 
 
-class _Slip:
+class _Pinned:
     """Pinned memory for reports, and the stream whose kernels write it."""
 
     def __init__(self, length: int, device: torch.device) -> None:
@@ -122,21 +122,21 @@ class _Slip:
         return UNWRITTEN not in self.values[span]
 
 
-def _free(stock: list[_Slip]) -> _Slip | None:
+def _free(stock: list[_Pinned]) -> _Pinned | None:
     """One that no kernel will write any more: some were given back unread."""
     for _ in range(len(stock)):
         try:
-            slip = stock.pop(0)
+            pinned = stock.pop(0)
         except IndexError:  # another thread took the last
             break
-        if slip.has(slip.awaited):
-            return slip
-        stock.append(slip)
+        if pinned.has(pinned.awaited):
+            return pinned
+        stock.append(pinned)
     return None
 
 
 @cache
-def _stock(index: int, stream: int, length: int) -> list[_Slip]:
+def _stock(index: int, stream: int, length: int) -> list[_Pinned]:
     return []
 
 

@@ -1,4 +1,4 @@
-"""What of a run needs no turn of its own, on streams beside it: where a run is captured, no host sets the order."""
+"""Side streams of one run: maps are built ahead of the features, weight gradients are summed behind them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 
 class _State(threading.local):
-    aside: Aside | None = None
+    side: SideStreams | None = None
 
 
 _state = _State()
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-class Aside:
-    """Streams beside that of one run: maps go ahead of the features, sums of gradients fall behind them.
+class SideStreams:
+    """Side streams of one run: maps go ahead of the features, sums of gradients fall behind them.
 
     In program order a map waits behind the features that were computed before somebody asked for it; on a stream of its
     own it is there when they come to it. Features wait for the maps that were asked for so far, maps for no features.
     So nothing that maps are made from may be written, and no memory that they were given may be taken again, while
-    features may read it: everything built aside is kept until the run ends.
+    features may read it: everything built on side streams is kept until the run ends.
 
     Tables and searches, whose launches are cooperative and must not meet, are one queue, with the sorts between them;
     the lists made of them (tiles, jobs) are another, for which the next map's table does not wait. Edges by tap are a
@@ -35,7 +35,7 @@ class Aside:
 
     Args:
         device: whose current stream is that of the run.
-        summed: whether gradients are summed aside.
+        summed: whether gradients are summed on a side stream.
     """
 
     def __init__(self, device: torch.device, summed: bool = True) -> None:
@@ -49,7 +49,7 @@ class Aside:
         self._operands: list[torch.Tensor] = []
         self._summing = False
         self._found: list[torch.Tensor] = []
-        self._lane: torch.cuda.Stream | None = None
+        self._current: torch.cuda.Stream | None = None
         self._retired: tuple[Any, tuple[torch.cuda.Event, ...]] | None = None
         #: bytes that maps have taken and not given back
         self.memory = 0
@@ -58,30 +58,30 @@ class Aside:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Within it, `building` and `summing` on this thread are aside. Ends before later work of the stream."""
-        for lane in self.lanes:
-            lane.wait_stream(self._features)
-        _state.aside = self
+        """Within it, this thread builds and sums on side streams. It ends before later work of the current stream."""
+        for stream in self.streams:
+            stream.wait_stream(self._features)
+        _state.side = self
         try:
             yield
         finally:
-            _state.aside = None
-            for lane in self.lanes:
-                self._features.wait_stream(lane)
+            _state.side = None
+            for stream in self.streams:
+                self._features.wait_stream(stream)
             self.catch_up()
             self._retired = None
             self._kept.clear()
             self._found.clear()
 
-    def building(self) -> AbstractContextManager[Aside]:
+    def building(self) -> AbstractContextManager[SideStreams]:
         """Within it, launches and memory belong to the stream of the maps; whoever entered it then waits for them."""
         return self._on(self._maps)
 
-    def listing(self) -> AbstractContextManager[Aside]:
+    def listing(self) -> AbstractContextManager[SideStreams]:
         """`building` of lists, from maps."""
         return self._on(self._lists)
 
-    def appending(self, since: Moment | None) -> AbstractContextManager[Aside]:
+    def appending(self, since: Moment | None) -> AbstractContextManager[SideStreams]:
         """`building` of edges by tap, from maps of this run until a moment of it; else from all maps so far."""
         return self._on(self._edges, since.event if since is not None and since.of is self else None)
 
@@ -90,30 +90,30 @@ class Aside:
         return Moment(self, self._maps.record_event())
 
     @property
-    def lanes(self) -> tuple[torch.cuda.Stream, ...]:
+    def streams(self) -> tuple[torch.cuda.Stream, ...]:
         """The streams that keep their memory until the run ends: of maps, of lists and of edges."""
         return self._maps, self._lists, self._edges
 
     @contextmanager
-    def _on(self, lane: torch.cuda.Stream, after: torch.cuda.Event | None = None) -> Iterator[Aside]:
-        outer, device = self._lane, lane.device
-        if outer is lane:
+    def _on(self, stream: torch.cuda.Stream, after: torch.cuda.Event | None = None) -> Iterator[SideStreams]:
+        outer, device = self._current, stream.device
+        if outer is stream:
             yield self
             return
         here, before = torch.cuda.current_stream(device), torch.cuda.memory_allocated(device)
         if after is not None:
-            lane.wait_event(after)
-        elif lane is not self._maps:
-            lane.wait_stream(self._maps)
-        self._lane = lane
+            stream.wait_event(after)
+        elif stream is not self._maps:
+            stream.wait_stream(self._maps)
+        self._current = stream
         try:
-            with torch.cuda.stream(lane):
+            with torch.cuda.stream(stream):
                 yield self
         finally:
-            self._lane = outer
-        here.wait_stream(lane)
+            self._current = outer
+        here.wait_stream(stream)
         if outer is None:
-            self._features.wait_stream(lane)
+            self._features.wait_stream(stream)
             self.memory += torch.cuda.memory_allocated(device) - before
 
     def retire(self, used: Any) -> None:
@@ -124,7 +124,7 @@ class Aside:
         self._retired = used, (self._lists.record_event(), self._edges.record_event())
 
     def keep(self, built: Any) -> None:
-        """Keep what was built aside until the run ends."""
+        """Keep what was built on a side stream until the run ends."""
         self._kept.append(built)
 
     def summed(self, run: Callable[[], torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
@@ -144,7 +144,7 @@ class Aside:
         return found
 
     def scratch(self, *size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for launches here and now; of sums beside the features, taken from the features' until these wait."""
+        """Memory for launches here and now; of sums on a side stream, taken from the features' until these wait."""
         device = self._features.device
         if not self._summing:
             return torch.empty(size, dtype=dtype, device=device)
@@ -170,29 +170,29 @@ class Aside:
 class Moment(NamedTuple):
     """What maps of a run had come to."""
 
-    of: Aside
+    of: SideStreams
     event: torch.cuda.Event
 
 
-def building() -> AbstractContextManager[Aside | None]:
+def building() -> AbstractContextManager[SideStreams | None]:
     """A context for launches that maps are made by: on the stream of maps in a run that has one, else where they are.
 
     What it gives must `keep` what was built, where it is not None.
     """
-    aside = current()
-    return _NOTHING if aside is None else aside.building()
+    side = current()
+    return _NOTHING if side is None else side.building()
 
 
-def listing() -> AbstractContextManager[Aside | None]:
+def listing() -> AbstractContextManager[SideStreams | None]:
     """`building` of what is made of tables, searches and sorts, none of which is made of it."""
-    aside = current()
-    return _NOTHING if aside is None else aside.listing()
+    side = current()
+    return _NOTHING if side is None else side.listing()
 
 
-def appending(since: Moment | None) -> AbstractContextManager[Aside | None]:
+def appending(since: Moment | None) -> AbstractContextManager[SideStreams | None]:
     """`building` of edges by tap, from maps that were launched until a moment."""
-    aside = current()
-    return _NOTHING if aside is None else aside.appending(since)
+    side = current()
+    return _NOTHING if side is None else side.appending(since)
 
 
 def forget_workspaces() -> None:
@@ -202,10 +202,10 @@ def forget_workspaces() -> None:
 
 def scratch(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An array for launches here and now, as the memory was."""
-    aside = current()
-    return torch.empty(*size, dtype=dtype, device=device) if aside is None else aside.scratch(*size, dtype=dtype)
+    side = current()
+    return torch.empty(*size, dtype=dtype, device=device) if side is None else side.scratch(*size, dtype=dtype)
 
 
-def current() -> Aside | None:
+def current() -> SideStreams | None:
     """That of the run of this thread."""
-    return _state.aside
+    return _state.side

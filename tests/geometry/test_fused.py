@@ -33,7 +33,7 @@ from sparseconv.geometry.gpu.window.window_3x3x3 import CUBE
 from sparseconv.geometry.gpu.work_lists import jobs_of, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu import launcher
-from sparseconv.gpu.cooperative import NUM_GATES
+from sparseconv.gpu.cooperative import NUM_BARRIERS
 from tests.twins import cut_jobs
 
 DEVICE = torch.device("cpu") if launcher.INTERPRETED else torch.device("cuda", 0)
@@ -254,6 +254,6 @@ def test_a_stream_of_scenes() -> None:
 
 
 def test_there_are_gates_enough_for_grids_of_fixed_size() -> None:
-    from sparseconv.geometry.fixed_grid import GATES
+    from sparseconv.geometry.fixed_grid import BARRIERS
 
-    assert NUM_GATES + 1 <= GATES
+    assert NUM_BARRIERS + 1 <= BARRIERS

@@ -62,7 +62,7 @@ jobs = [
     (passes.SEARCH, (*around, 32, 128, 128, 32, 16, 1024, 10, True, 3, 9, 4, 8, 0)),
     (passes.SEARCH, (*by_key, 8, 128, 128, 32, 16, 1024, 10, False, *(0,) * 5)),
     (output_coords.MARK, (3, True, 128, 512, 1024, 10)), (output_coords.MARK, (3, False, 128, 512, 1024, 10)),
-    (output_coords.EMIT, (3, 32)), (output_coords.EMIT_UNSEEN, (3, 32)),
+    (output_coords.EMIT, (3, 32)), (output_coords.EMIT_FIXED, (3, 32)),
     (output_coords.CLAIM, (4, True, 128)), (output_coords.DECODE, (3, 256)),
     (counts.SCAN, (8192,)), (scene._PUT, (2048,)), (pair_lists._REVERSE, (1024,)),
     (pair_lists._CONFINE, (32,)),

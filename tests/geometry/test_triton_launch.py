@@ -164,12 +164,12 @@ def stream(monkeypatch):
     return found
 
 
-def slip_of(report):
-    return report._loan.slip
+def pinned_of(report):
+    return report._lease.pinned
 
 
 def write(report, *numbers):
-    slip_of(report).values[: len(numbers)] = numbers
+    pinned_of(report).values[: len(numbers)] = numbers
 
 
 def test_a_report_is_read_when_all_of_its_numbers_are_there(stream):
@@ -198,19 +198,19 @@ def test_a_report_whose_kernel_failed_or_was_not_launched_is_an_error(stream):
 def test_the_memory_of_a_report_that_nobody_read_waits_for_its_kernel(stream):
     device = torch.device("cpu")
     first = Report(2, device)
-    late = slip_of(first)
+    late = pinned_of(first)
     del first
     second = Report(2, device)
-    assert slip_of(second) is not late
+    assert pinned_of(second) is not late
     late.values[:2] = [1, 2]  # the kernel of the first, at last
     assert not second.has_arrived
     third = Report(2, device)
-    assert slip_of(third) is late
-    assert slip_of(third).values[:2] == [UNWRITTEN] * 2
+    assert pinned_of(third) is late
+    assert pinned_of(third).values[:2] == [UNWRITTEN] * 2
     write(second, 3, 4)
-    slip = slip_of(second)
+    pinned = pinned_of(second)
     assert second.read() == [3, 4]
-    assert slip_of(Report(1, device)) is slip
+    assert pinned_of(Report(1, device)) is pinned
 
 
 def test_a_report_whose_kernel_never_runs_keeps_no_other_memory_from_use(stream):
@@ -219,7 +219,7 @@ def test_a_report_whose_kernel_never_runs_keeps_no_other_memory_from_use(stream)
     slips = set()
     for _ in range(5):
         report = Report(1, device)
-        slips.add(id(slip_of(report)))
+        slips.add(id(pinned_of(report)))
         write(report, 7)
         assert report.read() == [7]
     assert len(slips) == 1

@@ -26,8 +26,8 @@ from sparseconv.gpu import launcher, warp_asm
 from sparseconv.gpu.launcher import pointer
 from sparseconv.gpu.radix_sort import sort
 from sparseconv.gpu.radix_sort.kernels import clear_lists, sort_together
-from sparseconv.gpu.radix_sort.sort import CREW_WARPS, HELD, Passes, most_together, ticket_behind
-from tests.geometry.crew import beside
+from sparseconv.gpu.radix_sort.sort import HELD, TOGETHER_WARPS, Passes, most_together, ticket_behind
+from tests.geometry.concurrent_programs import beside
 from tests.geometry.triton_cases import CASES
 
 DEVICE = "cpu" if launcher.INTERPRETED else "cuda"
@@ -93,9 +93,9 @@ def test_a_search_of_many_rows_is_put_in_the_order_of_its_keys(monkeypatch: pyte
 
 
 @triton.jit
-def crew_kernel(keys_ptr, lines_ptr, order_ptr, gates_ptr, n, share, PROGRAMS: tl.constexpr):
+def together_kernel(keys_ptr, lines_ptr, order_ptr, barriers_ptr, n, share, PROGRAMS: tl.constexpr):
     clear_lists(lines_ptr, n, share, 1, 9)
-    sort_beside(PROGRAMS, keys_ptr, lines_ptr, order_ptr, gates_ptr, n, share, 3, 9, CREW_WARPS, HELD)
+    sort_beside(PROGRAMS, keys_ptr, lines_ptr, order_ptr, barriers_ptr, n, share, 3, 9, TOGETHER_WARPS, HELD)
 
 
 def sort_beside(programs: int, *args: object) -> None:
@@ -113,7 +113,7 @@ def test_programs_that_are_all_there_sort_together(n: int, programs: int, values
     stale = sort.MARK.value * (1 + 2**32)  # counts of nothing, as if they had been told
     scratch = torch.full((passes.words + programs * warp_asm.ROOM // 8,), stale, dtype=torch.int64)
     order = torch.full((ticket_behind(n) + 1,), -1, dtype=torch.int32)
-    crew_kernel[(1,)](keys, scratch, order, torch.zeros(2, dtype=torch.int32), n, passes.share, programs)
+    together_kernel[(1,)](keys, scratch, order, torch.zeros(2, dtype=torch.int32), n, passes.share, programs)
     assert torch.equal(order[:n].long(), torch.sort(keys, stable=True).indices)
     assert int(order[-1]) == 0
 

@@ -146,7 +146,7 @@ class TritonImplicitGemm(Backend):
         return grad_x, self.weight_grad(x, grad_out, kernel_map, groups)  # too large for partial sums: of whole taps
 
     def workspace_bytes(self, request: Request) -> int:
-        """The most memory that one verb allocates beside its result, in bytes: fp32 sums, or a copy of the weight."""
+        """The most memory that one verb allocates besides its result, in bytes: fp32 sums, or a copy of the weight."""
         size = 4 * request.kernel_map.num_taps * (request.c_in // max(1, request.groups)) * request.c_out
         copy = size // 4 * request.dtype.itemsize if min(request.c_in, request.c_out) >= 256 else 0
         rows = max(request.kernel_map.num_in, request.kernel_map.num_out)

@@ -42,12 +42,12 @@ from sparseconv.geometry.gpu.window.search import found_search
 from sparseconv.geometry.gpu.window.taps import TapWindow
 from sparseconv.geometry.gpu.window.window_3x3x3 import CUBE
 from sparseconv.gpu.arena import Arena, Kinds, lay_out
-from sparseconv.gpu.cooperative import NUM_GATES, gates_of, leave, wait_for_all
-from sparseconv.gpu.launcher import CREW, Launcher, ceil_div, pointer, power_of_2
+from sparseconv.gpu.cooperative import NUM_BARRIERS, barriers_of, leave, wait_for_all
+from sparseconv.gpu.launcher import RESIDENT, Launcher, ceil_div, pointer, power_of_2
 from sparseconv.gpu.pinned import Report
 from sparseconv.gpu.radix_sort.kernels import clear_lists
 from sparseconv.gpu.radix_sort.sort import Passes, most_together, ticket_behind
-from sparseconv.gpu.warp_asm import OPEN_CREW, open_room
+from sparseconv.gpu.warp_asm import OPEN_TOGETHER, open_room
 
 #: rows up to which a map is made whole
 MOST_ROWS = FUSED_ROWS
@@ -87,7 +87,7 @@ class FusedLaunch:
         self._fixed = pointer(window.data), pointer(window.key_words), pointer(self._line_of)
         room = TAPS + LOOKAHEAD
         sort = search_constants((COLUMNS - 1,), TAPS, MOST_ROWS, TAPS, True)[-5:]
-        self._constants = (block_m, power_of_2(room), bins_of(TAPS), *job_constants(TAPS), NUM_GATES, *sort)
+        self._constants = (block_m, power_of_2(room), bins_of(TAPS), *job_constants(TAPS), NUM_BARRIERS, *sort)
         self._places: dict[int, Places] = {}
 
     def __call__(self, coords: torch.Tensor) -> tuple[CoordinateTable, WindowSearch] | None:
@@ -116,7 +116,7 @@ class FusedLaunch:
         counted = report.cut(2 + 2 * COLUMNS)
         start = spare_of(n)[-1][0]
         args = (
-            address, *arena, *scratch, *self._fixed, gates_of(device), report.pointer, counted.pointer,
+            address, *arena, *scratch, *self._fixed, barriers_of(device), report.pointer, counted.pointer,
             pointer(offsets), n, chunks, slots, tiles, start, *places.numbers,
         )  # fmt: skip
         launch(places.programs, 1, args)  # the card begins; what follows is for the host alone
@@ -175,22 +175,22 @@ def fused_kernel(
     coords_ptr, table_ptr, status_ptr, ranges_ptr, counts_ptr, ids_ptr, info_ptr, block_keys_ptr, rows_ptr, entries_ptr,
     out_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, launch_order_ptr,
     begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr,
-    starts_ptr, keys_ptr, around_ptr, lines_ptr, order_ptr, window_ptr, words_ptr, line_of_ptr, gates_ptr,
+    starts_ptr, keys_ptr, around_ptr, lines_ptr, order_ptr, window_ptr, words_ptr, line_of_ptr, barriers_ptr,
     report_ptr, counted_ptr, offsets_ptr,
     n, num_chunks, num_slots, tiles, spare, capacity, zeros, share, jobs, programs,
     BLOCK_M: tl.constexpr, ROOM: tl.constexpr, BINS: tl.constexpr, LANES: tl.constexpr, JOBS_EACH: tl.constexpr,
-    NUM_GATES: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+    NUM_BARRIERS: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     MOVES: tl.constexpr,
 ):  # fmt: skip
     """`table_kernel`, `search_kernel`, `cube_tiles_kernel`, `rank_kernel`, `jobs_kernel` of 27 cells around rows.
 
     Blocks around blocks need no rows, so the programs do not meet between these.
     """
-    open_room(OPEN_CREW)
+    open_room(OPEN_TOGETHER)
     clear_lists(lines_ptr, n, share, programs, BITS)
     fill_table(
         coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, block_keys_ptr, rows_ptr, entries_ptr,
-        gates_ptr, report_ptr, ranges_ptr, ranges_ptr, n, capacity, zeros, programs,
+        barriers_ptr, report_ptr, ranges_ptr, ranges_ptr, n, capacity, zeros, programs,
         4, 4, SHIFTS, False, True, False, 128, 128,
     )  # fmt: skip
     num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
@@ -198,16 +198,16 @@ def fused_kernel(
         ranges_ptr, table_ptr, ids_ptr, block_keys_ptr, num_blocks, around_ptr, capacity, programs,
         4, SHIFTS, 27, 32, 16,
     )  # fmt: skip
-    wait_for_all(gates_ptr + 4, programs)
+    wait_for_all(barriers_ptr + 4, programs)
     totals_ptr = (counts_ptr + spare).to(tl.pointer_type(tl.int64))
     search_rows(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-        words_ptr, keys_ptr, counts_ptr + spare + COUNTED, totals_ptr, gates_ptr + 5, status_ptr,
+        words_ptr, keys_ptr, counts_ptr + spare + COUNTED, totals_ptr, barriers_ptr + 5, status_ptr,
         starts_ptr, offsets_ptr, counted_ptr, lines_ptr, order_ptr,
         n, 9, 27, capacity, num_chunks, 0, 0, share, programs,
         3, SHIFTS, 0, True, False, 27, 32, 128, 128, 1024, True, PASSES, BITS, WARPS, STEPS, MOVES,
     )  # fmt: skip
-    wait_for_all(gates_ptr + 5 + PASSES, programs)
+    wait_for_all(barriers_ptr + 5 + PASSES, programs)
     program = tl.program_id(0)
     for tile in range(program, tiles, programs):
         cut_cube(
@@ -218,15 +218,15 @@ def fused_kernel(
         cut_run(
             run, offsets_ptr, begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr, 27, jobs, QUANTUM, LANES, JOBS_EACH, True
         )
-    wait_for_all(gates_ptr + 6 + PASSES, programs)
+    wait_for_all(barriers_ptr + 6 + PASSES, programs)
     for first in range(program * 64, tiles, programs * 64):
         rank_run(first, tile_counts_ptr, launch_order_ptr, tiles, BINS, 64, 1024)
-    leave(gates_ptr, programs, NUM_GATES)
+    leave(barriers_ptr, programs, NUM_BARRIERS)
 
 
 _I32, _I64 = torch.int32, torch.int64
 FUSED = Launcher(
     fused_kernel,
     (_I32, *LASTING, *SCRATCH, _I32, _I32, _I32, _I32, _I64, _I64, _I64, *(int,) * 10),
-    crew=CREW,
+    resident=RESIDENT,
 )

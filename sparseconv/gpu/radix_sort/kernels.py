@@ -129,14 +129,14 @@ def clear_lists(lines_ptr, n, share, programs, BITS: tl.constexpr):
 
 @triton.jit
 def sort_together(
-    own, programs, keys_ptr, lines_ptr, order_ptr, gates_ptr, n, share,
+    own, programs, keys_ptr, lines_ptr, order_ptr, barriers_ptr, n, share,
     PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """The order of keys that all programs of a cooperative launch know, and a zero behind it.
 
     Each has ``share`` rows, at most STEPS for a thread, or none. In each pass it tells how often it has each digit;
     who sums a few digits tells each program how many come before its own, and in a last list how many there are. A
-    count says what it is, so that nobody waits for more than he reads. Between passes they meet: at PASSES - 1 gates.
+    count says what it is, so that a program waits for what it reads alone. They meet between passes: PASSES - 1 times.
     """
     BINS: tl.constexpr = 1 << BITS
     digit_of = tl.arange(0, BINS)
@@ -150,7 +150,7 @@ def sort_together(
     party = tl.minimum(tl.maximum(lists, BINS // SUMMED), programs)  # others have nothing to do
     for turn in range(tl.where(own < party, PASSES, 0)):
         if turn > 0:
-            wait_for_all(gates_ptr + turn - 1, party)
+            wait_for_all(barriers_ptr + turn - 1, party)
         lines = load_lines(keys_ptr, lines_ptr, first, n, turn, steps, WARPS, STEPS)
         low = turn * BITS
         total = count_lines(room_ptr, lines, low, steps, BITS, WARPS, STEPS)

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from sparseconv.gpu.cooperative import crew_of
+from sparseconv.gpu.cooperative import programs_at_once
 from sparseconv.gpu.launcher import INTERPRETED, Launcher, Pointer, ceil_div, pointer
 from sparseconv.gpu.radix_sort.kernels import LISTS, SUMMED, digits_kernel, move_kernel
 from sparseconv.gpu.warp_asm import LOOK, MOST_ROWS, ROOM
@@ -18,7 +18,7 @@ WARPS, STEPS = 8, (16, 12)
 #: warps of a program that counts all digits, and keys that each of its threads asks for at once
 COUNT_WARPS, COUNT_STEPS = 16, 8
 #: the same of programs that are all there at once, several on a multiprocessor, and keys that one counts
-CREW_WARPS, CREW_STEPS, CREW_KEYS = 4, 8, 4096
+TOGETHER_WARPS, TOGETHER_STEPS, TOGETHER_KEYS = 4, 8, 4096
 #: lines that each of their threads holds at most, where they sort together
 HELD = 10
 #: programs that sum
@@ -42,25 +42,25 @@ def sort_rows(keys: torch.Tensor, bits: int = 31) -> torch.Tensor:
 class Passes:
     """How the last ``bits`` bits of ``n`` keys are cut into digits, and keys into tiles, for a sort.
 
-    ``crew``: the programs of a cooperative launch that has written the keys, and counts their digits too; by 0, a
+    ``programs``: the programs of a cooperative launch that has written the keys, and counts their digits too; by 0, a
     launch of its own does. ``together``: it moves the lines, too; no more than `most_together` of them.
     """
 
-    def __init__(self, n: int, bits: int, crew: int = 0, together: bool = False) -> None:
+    def __init__(self, n: int, bits: int, programs: int = 0, together: bool = False) -> None:
         self.n = n
         self.passes, self.bits, self._steps = _digits(bits)
         self.tiles = ceil_div(n, 32 * WARPS * self._steps)
         self.states = LOOK + self.passes * (self.tiles + 1)
-        self.counting = ceil_div(n, CREW_KEYS if crew else 32 * COUNT_WARPS * COUNT_STEPS)
-        self._is_counted = crew > 0
-        if crew:
-            self.counting = min(self.counting, crew)
-        lists = self.states + self.passes * min(self.counting, crew or 1024)
+        self.counting = ceil_div(n, TOGETHER_KEYS if programs else 32 * COUNT_WARPS * COUNT_STEPS)
+        self._is_counted = programs > 0
+        if programs:
+            self.counting = min(self.counting, programs)
+        lists = self.states + self.passes * min(self.counting, programs or 1024)
         #: where they are moved together, the rows of a program: a whole number of steps
         self.share = 0
         if together:
-            threads = 32 * CREW_WARPS
-            self.share = ceil_div(n, _sorters(crew) * threads) * threads
+            threads = 32 * TOGETHER_WARPS
+            self.share = ceil_div(n, _sorters(programs) * threads) * threads
             lists = ceil_div(n, self.share) + 1
         #: words of 64 bits of its scratch memory: two lists of lines, then states of tiles and lists of counts
         self.words = 2 * n + (lists << self.bits) // 2 + INTERPRETED * ROOM // 8
@@ -70,7 +70,7 @@ class Passes:
         passes, states, counting = self.passes, self.states, self.counting
         if not self._is_counted:
             # COUNT_WARPS warps each: one on a multiprocessor
-            counting = max(1, min(crew_of(device, counting, 1), 1024))
+            counting = max(1, min(programs_at_once(device, counting, 1), 1024))
             counted = (keys, scratch, self.n, states, counting)
             DIGITS(device, (counting,), counted, (self.bits, passes, COUNT_WARPS, COUNT_STEPS))
         constants, tiles = (self.bits, WARPS, self._steps, LOOK), self.tiles
@@ -84,18 +84,20 @@ def ticket_behind(n: int) -> int:
     return (n + 3) & -4
 
 
-def most_together(crew: int) -> int:
+def most_together(programs: int) -> int:
     """Rows that so many programs sort together: each holds its lines in registers."""
-    return _sorters(crew) * 32 * CREW_WARPS * HELD
+    return _sorters(programs) * 32 * TOGETHER_WARPS * HELD
 
 
-def _sorters(crew: int) -> int:
-    return min(crew, LISTS.value - 1)
+def _sorters(programs: int) -> int:
+    return min(programs, LISTS.value - 1)
 
 
-def crew_constants(bits: int, together: bool) -> tuple[int, ...]:
+def together_constants(bits: int, together: bool) -> tuple[int, ...]:
     """The constants of `sort_together`, or of `count_digits` alone, for keys of so many bits; all 0 for none."""
-    return (*_digits(bits)[:2], CREW_WARPS, HELD if together else CREW_STEPS, int(together)) if bits else (0,) * 5
+    return (
+        (*_digits(bits)[:2], TOGETHER_WARPS, HELD if together else TOGETHER_STEPS, int(together)) if bits else (0,) * 5
+    )
 
 
 @cache

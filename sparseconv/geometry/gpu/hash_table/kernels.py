@@ -33,8 +33,8 @@ def ranges_kernel(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDT
 
 @triton.jit
 def clear_kernel(
-    coords_ptr, ranges_ptr, table_ptr, gates_ptr, n, zeros, programs,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NUM_GATES: tl.constexpr,
+    coords_ptr, ranges_ptr, table_ptr, barriers_ptr, n, zeros, programs,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NUM_BARRIERS: tl.constexpr,
 ):  # fmt: skip
     """Zeros, as `table_kernel` writes them, then ranges among them, by the last program to be done.
 
@@ -42,20 +42,20 @@ def clear_kernel(
     columns. One half of them reads while the other writes.
     """
     follow()
-    tl.static_assert(2 * COLUMNS <= NUM_GATES)
+    tl.static_assert(2 * COLUMNS <= NUM_BARRIERS)
     is_even = tl.program_id(0) % 2 == 0
     if is_even:
         write_zeros(table_ptr, zeros, programs, 4096)
     top, bottom = spread_of(coords_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
     if not is_even:
         write_zeros(table_ptr, zeros, programs, 4096)
-    raise_ranges(gates_ptr, top, bottom, COLUMNS, WIDTH)
+    raise_ranges(barriers_ptr, top, bottom, COLUMNS, WIDTH)
     tl.debug_barrier()
-    if tl.atomic_add(gates_ptr + NUM_GATES, 1, sem="acq_rel") == programs - 1:
+    if tl.atomic_add(barriers_ptr + NUM_BARRIERS, 1, sem="acq_rel") == programs - 1:
         side = tl.arange(0, 2 * WIDTH)
-        spread = tl.atomic_xchg(gates_ptr + side, side & 0, mask=side < 2 * COLUMNS, sem="relaxed")
+        spread = tl.atomic_xchg(barriers_ptr + side, side & 0, mask=side < 2 * COLUMNS, sem="relaxed")
         tl.store(ranges_ptr + side, spread, mask=side < 2 * COLUMNS)
-        tl.store(gates_ptr + NUM_GATES, 0)
+        tl.store(barriers_ptr + NUM_BARRIERS, 0)
 
 
 @triton.jit
@@ -267,10 +267,10 @@ def place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.con
 
 @triton.jit
 def table_kernel(
-    coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, gates_ptr,
+    coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, barriers_ptr,
     report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHIFTS: tl.constexpr, MEASURED: tl.constexpr, REPORTED: tl.constexpr,
-    CHECKED: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr, NUM_GATES: tl.constexpr,
+    CHECKED: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr, NUM_BARRIERS: tl.constexpr,
 ):  # fmt: skip
     """Zeros, ranges, blocks, their places and their rows in one launch; all programs wait for each other in between.
 
@@ -279,29 +279,29 @@ def table_kernel(
     `insert_kernel` and `check_cells`; it is 0 before.
     """
     fill_table(
-        coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, gates_ptr,
+        coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, barriers_ptr,
         report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
         COLUMNS, WIDTH, SHIFTS, MEASURED, REPORTED, CHECKED, BLOCK, EACH,
     )  # fmt: skip
-    leave(gates_ptr, programs, NUM_GATES)
+    leave(barriers_ptr, programs, NUM_BARRIERS)
 
 
 @triton.jit
 def fill_table(
-    coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, gates_ptr,
+    coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, barriers_ptr,
     report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHIFTS: tl.constexpr, MEASURED: tl.constexpr, REPORTED: tl.constexpr,
     CHECKED: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """`table_kernel` up to its last act; the programs meet at four gates, and not after the last rows."""
+    """`table_kernel` up to its last act; the programs meet at four barriers, and not after the last rows."""
     program = tl.program_id(0)
     write_zeros(table_ptr, zeros, programs, 2048)
     if CHECKED and program == 0:
         tl.store(fault_ptr, 0)
-    wait_for_all(gates_ptr, programs)
+    wait_for_all(barriers_ptr, programs)
     if not MEASURED:
         measure_rows(coords_ptr, ranges_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
-        wait_for_all(gates_ptr + 1, programs)
+        wait_for_all(barriers_ptr + 1, programs)
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
     lows, extents, counts = spans_of(ranges_ptr, COLUMNS, SHIFTS)
     wrong = tl.zeros((BLOCK,), tl.int32)
@@ -312,12 +312,12 @@ def fill_table(
         )  # fmt: skip
     if CHECKED:
         report_wrong(fault_ptr, wrong)
-    wait_for_all(gates_ptr + 2, programs)
+    wait_for_all(barriers_ptr + 2, programs)
     give_places(
         table_ptr, rows_ptr, info_ptr, status_ptr, ranges_ptr, keys_ptr, ids_ptr, ids_ptr, programs,
         COLUMNS, SHIFTS, 0, 0, EACH,
     )  # fmt: skip
-    wait_for_all(gates_ptr + 3, programs)
+    wait_for_all(barriers_ptr + 3, programs)
     if REPORTED and program == 0:
         report(report_ptr, status_ptr, ranges_ptr, COLUMNS, WIDTH)
     for first in range(program * BLOCK, n, programs * BLOCK):
@@ -376,6 +376,6 @@ PLACE = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _
 TABLE = Launcher(
     table_kernel,
     (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, _I32, _I32, *(int,) * 4),
-    crew=6,
+    resident=6,
 )
 LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I32, int, int), num_warps=1)

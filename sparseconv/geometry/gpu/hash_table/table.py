@@ -12,7 +12,7 @@ import torch
 
 from sparseconv.geometry.gpu.hash_table.kernels import CLEAR, INFO, INSERT, LOOKUP, MEASURE, PLACE, TABLE
 from sparseconv.gpu.arena import Arena, Kinds
-from sparseconv.gpu.cooperative import NUM_GATES, Unseen, crew_of, gates_of
+from sparseconv.gpu.cooperative import NUM_BARRIERS, DeviceCount, barriers_of, programs_at_once
 from sparseconv.gpu.launcher import INTERPRETED, Pointer, ceil_div, pointer, power_of_2
 from sparseconv.gpu.pinned import Report
 
@@ -30,7 +30,7 @@ LEAST_SHIFT = 4
 #: programs that share the cells between them when rows before each of them are counted
 NUMBERED = 32
 #: rows of fixed size whose cells are counted with the table; those of more by a launch of their own: edges, which begin
-#: beside it, would otherwise fill the card before the tiles
+#: during it, would otherwise fill the card before the tiles
 COUNTED_ROWS = 2_000_000
 MAX_ROWS = 2**29
 
@@ -67,7 +67,9 @@ class CoordinateTable:
     spare: list[tuple[int, int]]  # (start, length) of the zeros kept for the counts of the windows searched first
     report: Report | None  # status and ranges on their way to the host, where they were asked for
     cells: Cells | None = None  # made with the table where there are many rows
-    unseen: Unseen | None = None  # of rows whose number the host does not know: nothing of theirs is ever read back
+    device_count: DeviceCount | None = (
+        None  # of rows whose number the host does not know: nothing of theirs is ever read back
+    )
     is_given: bool = False  # whether somebody gave the rows, and not a plan: their maps are asked for one after another
 
     read: dict[str, int] = field(default_factory=dict)  # "distinct", "overflow" and "blocks", once they were read
@@ -159,7 +161,7 @@ def build_table(
     *,
     blocked: bool | None = None,
     reported: bool = False,
-    unseen: Unseen | None = None,
+    device_count: DeviceCount | None = None,
     checked: bool = False,
 ) -> CoordinateTable:
     """A table of the rows of coords (N, 1+D) int32, N < 2^29, in any order; nothing is read back.
@@ -167,7 +169,7 @@ def build_table(
     ``ranges`` are those of ``measure_ranges`` where they are known; ``blocked=False`` makes a table of single cells.
     Duplicate rows and key overflow are found on the device: `raise_for_status` reports them at the next reading.
     ``reported`` sends status and ranges to the host, for a `read_table` that follows. With given ranges, rows outside
-    of them are in no cell and never found; so are the dead ones of ``unseen`` rows, whose batch item is negative.
+    of them are in no cell and never found; so are the dead ones of ``device_count`` rows, whose batch item is negative.
     ``checked``: their fault flag is raised, on the device, unless the first ``count`` rows alone are real, and the
     table has as many cells.
     """
@@ -183,15 +185,15 @@ def build_table(
     cleared = fused or (blocked and n > 0 and ranges is None)  # by the first launch
     arena = Arena(device, TABLE_KINDS, lengths, 0 if cleared else 4)
     report = Report(2 + 2 * columns, device) if reported and blocked and n and ranges is None else None
-    table = table_in(arena, coords, ranges, report, unseen)
+    table = table_in(arena, coords, ranges, report, device_count)
     if fused:
-        _launch_table(table, unseen if checked else None)
+        _launch_table(table, device_count if checked else None)
     elif n:
         if cleared:
             _launch_clear(table)
         elif ranges is None:
             _launch_ranges(coords, table.pointers[0])
-        _launch_build(table, unseen if checked else None)
+        _launch_build(table, device_count if checked else None)
     return table
 
 
@@ -210,7 +212,7 @@ def table_in(
     coords: torch.Tensor,
     ranges: torch.Tensor | None = None,
     report: Report | None = None,
-    unseen: Unseen | None = None,
+    device_count: DeviceCount | None = None,
 ) -> CoordinateTable:
     """The table of coords (N, 1+D) int32 that a launch writes into an arena."""
     n, columns = coords.shape
@@ -220,7 +222,7 @@ def table_in(
     ids, infos, rows = (IDS, INFOS, ROWS) if blocked else (COUNTS, SLOTS, COUNTS)
     pointers = (spread, arena[SLOTS], arena[ids], arena[infos], arena[rows])
     cells = None
-    if _cells_of(n) and blocked and (unseen is None or n <= COUNTED_ROWS):
+    if _cells_of(n) and blocked and (device_count is None or n <= COUNTED_ROWS):
         begin, many = 3 * _counts_of_16(n) + 192, 1 << CELL_BITS
         if INTERPRETED:
             counts, of_blocks = arena[COUNTS][begin:], arena[KEYS][_cells_at(n) :].view(torch.int32)
@@ -229,7 +231,7 @@ def table_in(
             counts, of_blocks = arena[COUNTS] + 4 * begin, arena[KEYS] + 8 * _cells_at(n)
             cells = Cells(of_blocks, counts, counts + 4 * many, counts + 8 * many)
     shifts = _BLOCKED[columns] if blocked else (0,) * columns
-    return CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare_of(n), report, cells, unseen)
+    return CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare_of(n), report, cells, device_count)
 
 
 def spare_of(n: int) -> list[tuple[int, int]]:
@@ -323,31 +325,31 @@ def _launch_clear(table: CoordinateTable) -> None:
     arena, coords = table.arena, table.coords
     n, columns = coords.shape
     device = coords.device
-    programs = crew_of(device, ceil_div(n, 1024))
+    programs = programs_at_once(device, ceil_div(n, 1024))
     args = (
-        pointer(coords), table.pointers[0], arena[SLOTS], gates_of(device, table.unseen),
+        pointer(coords), table.pointers[0], arena[SLOTS], barriers_of(device, table.device_count),
         n, arena.length_before(IDS) // 4, programs,
     )  # fmt: skip
-    CLEAR(device, (programs,), args, (columns, _width(columns), 1024, NUM_GATES))
+    CLEAR(device, (programs,), args, (columns, _width(columns), 1024, NUM_BARRIERS))
 
 
 def _width(columns: int) -> int:
     return 2 if columns == 2 else 4 if columns <= 4 else 8
 
 
-def _launch_table(table: CoordinateTable, checked: Unseen | None) -> None:
+def _launch_table(table: CoordinateTable, checked: DeviceCount | None) -> None:
     arena, coords = table.arena, table.coords
     n, columns = coords.shape
     device = coords.device
-    programs = crew_of(device, ceil_div(n, 128), TABLE.crew)
+    programs = programs_at_once(device, ceil_div(n, 128), TABLE.resident)
     args = (
-        pointer(coords), table.pointers[0], *arena[:RANGES], *arena[IDS:], gates_of(device, table.unseen),
-        _reported(table), *_told(table, checked),
+        pointer(coords), table.pointers[0], *arena[:RANGES], *arena[IDS:], barriers_of(device, table.device_count),
+        _reported(table), *_checks(table, checked),
         n, table.capacity, arena.length_before(IDS) // 4, programs,
     )  # fmt: skip
     measured, reported = table.given_ranges is not None, table.report is not None
     shape = columns, _width(columns), pack_shifts(table.shifts)
-    TABLE(device, (programs,), args, (*shape, measured, reported, checked is not None, 128, 128, NUM_GATES))
+    TABLE(device, (programs,), args, (*shape, measured, reported, checked is not None, 128, 128, NUM_BARRIERS))
 
 
 def _reported(table: CoordinateTable) -> Pointer:
@@ -355,16 +357,16 @@ def _reported(table: CoordinateTable) -> Pointer:
     return table.arena[STATUS] if table.report is None else table.report.pointer
 
 
-def _told(table: CoordinateTable, checked: Unseen | None) -> tuple[Pointer, Pointer]:
+def _checks(table: CoordinateTable, checked: DeviceCount | None) -> tuple[Pointer, Pointer]:
     """Where the number of real rows lies, and the fault; something of that kind where nobody looks."""
     return (table.arena[RANGES],) * 2 if checked is None else (pointer(checked.count), pointer(checked.fault))
 
 
-def _launch_build(table: CoordinateTable, checked: Unseen | None) -> None:
+def _launch_build(table: CoordinateTable, checked: DeviceCount | None) -> None:
     arena, coords, capacity = table.arena, table.coords, table.capacity
     (n, columns), device = coords.shape, coords.device
     blocked, is_checked = table.blocked, checked is not None
-    count, fault = _told(table, checked)
+    count, fault = _checks(table, checked)
     slots, status, spread = arena[SLOTS], arena[STATUS], table.pointers[0]
     if blocked:
         _, _, _, _, ids, infos, keys, places, entries = arena  # slots by block lie where rows will

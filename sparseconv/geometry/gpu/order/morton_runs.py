@@ -108,9 +108,9 @@ def run_of(entry, cells_ptr, before_ptr, chunk_rows):
 
 
 @triton.jit
-def key_in(run, rank, lonely, room, lost):
-    """Sort keys of rows in a run of neighbours, from their Gray ranks; ``lonely``: no tap sees anything there."""
-    return tl.where(lonely, (((1 << (room - 1)) - 1) << 1) | 1, rank >> lost) | (run << room)
+def key_in(run, rank, no_taps, room, lost):
+    """Sort keys of rows in a run of neighbours, from their Gray ranks; ``no_taps``: no tap sees anything there."""
+    return tl.where(no_taps, (((1 << (room - 1)) - 1) << 1) | 1, rank >> lost) | (run << room)
 
 
 LAST_CELL = tl.constexpr((1 << CELL_BITS) - 1)

@@ -90,11 +90,11 @@ class FoundEdges:
     @property
     def padded(self) -> bool:
         """Whether more pairs are written than there are edges, whose number the host does not know."""
-        return self.search.unseen is not None
+        return self.search.device_count is not None
 
     @property
     def moment(self) -> Moment | None:
-        """When the search was launched, in a run whose maps are aside."""
+        """When the search was launched, in a run whose maps have streams of their own."""
         return self.search.moment
 
     def searched(self) -> WindowSearch:
@@ -185,7 +185,7 @@ class ReversedEdges:
 
     @property
     def moment(self) -> Moment | None:
-        """When the search was launched, in a run whose maps are aside."""
+        """When the search was launched, in a run whose maps have streams of their own."""
         return self.found.moment
 
     @property

@@ -29,7 +29,7 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
     """
     _, scratch, pending = search.found
     device = search.coords.device
-    offsets = pending.read() if search.unseen is None else ()
+    offsets = pending.read() if search.device_count is None else ()
     if offsets or most is None:
         most = offsets[-1] if offsets else search.most_edges
     in_rows = torch.empty(most, dtype=torch.int32, device=device)
@@ -57,7 +57,7 @@ def half_pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.
     """
     _, scratch, pending = search.found
     device = search.coords.device
-    if search.unseen is None:
+    if search.device_count is None:
         room = pending.read()[HALF.value]
     else:
         all_taps = search.most_edges if most is None else most
@@ -81,13 +81,13 @@ def confine(search: WindowSearch, most: int) -> None:
     So too where half of them have more than fit: of rows that occur twice, mirrored taps are not alike.
     """
     pending = search.pending
-    if search.unseen is None or pending is None:
+    if search.device_count is None or pending is None:
         return
     if search.rows and most < search.most_edges and not pending.is_confined:
         pending.is_confined = True
         taps = search.window.num_taps
         half, room = (HALF.value, _half_room(search, most)) if search.is_cube else (taps, most)
-        known = (pointer(pending.offsets), pointer(search.unseen.fault), most, taps, half, room)
+        known = (pointer(pending.offsets), pointer(search.device_count.fault), most, taps, half, room)
         _CONFINE(search.coords.device, (1,), known, (power_of_2(taps + 1),))
 
 

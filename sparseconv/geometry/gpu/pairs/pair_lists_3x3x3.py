@@ -10,13 +10,13 @@ from sparseconv.geometry.gpu.hash_table.table import STATUS
 from sparseconv.geometry.gpu.window.found import STARTS, WindowSearch
 from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES
 from sparseconv.geometry.gpu.window.window_3x3x3 import corners, look_at_run
-from sparseconv.gpu.cooperative import crew_of
+from sparseconv.gpu.cooperative import programs_at_once
 from sparseconv.gpu.launcher import IS_INTERPRETED, Launcher, Pointer, ceil_div, follow, pointer
 from sparseconv.gpu.streams import current
 
 #: the taps up to the centre: their edges, turned round, are those of all others
 HALF = tl.constexpr(14)
-#: programs on each multiprocessor where edges are listed beside a sort, of 22 that fit: nothing of it waits for room
+#: programs on each multiprocessor where edges are listed during a sort, of 22 that fit: nothing of it waits for room
 BESIDE = 16
 # The card reads a sector of 32 bytes from memory first where its first write is a part of it, and takes as long to
 # write a part as to write all. So edges wait in shared memory, which Triton knows nothing of, until a line of 128 bytes
@@ -75,13 +75,13 @@ def list_cube(search: WindowSearch, in_rows: Pointer, out_rows: Pointer, most: i
     """
     table, scratch, pending = search.found
     device, programs = search.coords.device, 2 * search.chunks
-    distinct = search.rows if search.unseen is None else -1
+    distinct = search.rows if search.device_count is None else -1
     args = (
         *search.pointers, scratch[STARTS], pointer(pending.offsets), table.arena[STATUS], in_rows, out_rows,
         search.rows, search.chunks, ceil_div(most, 32), distinct,
     )  # fmt: skip
     if current() is not None:
-        programs = crew_of(device, programs, BESIDE)
+        programs = programs_at_once(device, programs, BESIDE)
     CUBE_PAIRS(device, (programs,), args, (search.chunk_rows, half))
 
 

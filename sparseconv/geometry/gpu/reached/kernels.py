@@ -8,7 +8,7 @@ import triton.language as tl
 
 from sparseconv.geometry.gpu.hash_table.hash_probe import below, claim, popcount
 from sparseconv.gpu.cooperative import leave, wait_for_all
-from sparseconv.gpu.launcher import CREW, Launcher, follow
+from sparseconv.gpu.launcher import RESIDENT, Launcher, follow
 
 
 @triton.jit
@@ -82,10 +82,10 @@ def store_place(coords_ptr, row, live, batch, a, b, c, d, low0, low1, low2, low3
 
 @triton.jit
 def mark_kernel(
-    coords_ptr, window_ptr, bits_ptr, ranks_ptr, sums_ptr, words_ptr, places_ptr, starts_ptr, gates_ptr, report_ptr,
+    coords_ptr, window_ptr, bits_ptr, ranks_ptr, sums_ptr, words_ptr, places_ptr, starts_ptr, barriers_ptr, report_ptr,
     n, batches, num_steps, num_lines, programs, low0, low1, low2, low3, size0, size1, size2, size3,
     RANK: tl.constexpr, IS_BOX: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr,
-    NUM_GATES: tl.constexpr,
+    NUM_BARRIERS: tl.constexpr,
 ):  # fmt: skip
     """Which cells are reached, 64 a word, and how many before each word; all programs wait for each other in between.
 
@@ -97,7 +97,7 @@ def mark_kernel(
     for first in range(program * SPAN, num_lines, programs * SPAN):
         line = first + tl.arange(0, SPAN)
         tl.store(bits_ptr + line, tl.zeros((SPAN,), tl.int64), mask=line < num_lines)
-    wait_for_all(gates_ptr, programs)
+    wait_for_all(barriers_ptr, programs)
     one = tl.full((BLOCK,), 1, tl.int64)
     for first in range(program * BLOCK, n, programs * BLOCK):
         row = first + tl.arange(0, BLOCK)
@@ -108,12 +108,12 @@ def mark_kernel(
             )  # fmt: skip
             word = key >> 6
             tl.atomic_or(bits_ptr + (word >> 6), one << (word & 63), mask=live, sem="relaxed")
-    wait_for_all(gates_ptr + 1, programs)
-    num_words = add_up(bits_ptr, ranks_ptr, sums_ptr, gates_ptr + 2, num_lines, programs, SPAN, SUMS)
+    wait_for_all(barriers_ptr + 1, programs)
+    num_words = add_up(bits_ptr, ranks_ptr, sums_ptr, barriers_ptr + 2, num_lines, programs, SPAN, SUMS)
     for first in range(program * SPAN, num_words, programs * SPAN):
         slot = first + tl.arange(0, SPAN)
         tl.store(words_ptr + slot, tl.zeros((SPAN,), tl.int64), mask=slot < num_words)
-    wait_for_all(gates_ptr + 3, programs)
+    wait_for_all(barriers_ptr + 3, programs)
     for first in range(program * BLOCK, n, programs * BLOCK):
         row = first + tl.arange(0, BLOCK)
         for step in range(num_steps):
@@ -126,16 +126,16 @@ def mark_kernel(
             slot = tl.load(ranks_ptr + (word >> 6), mask=live, other=0) + popcount(line & below(word & 63))
             tl.atomic_or(words_ptr + slot, one << (key & 63), mask=live, sem="relaxed")
             tl.store(places_ptr + slot, word.to(tl.int32), mask=live)
-    wait_for_all(gates_ptr + 4, programs)
-    count = add_up(words_ptr, starts_ptr, sums_ptr + SUMS, gates_ptr + 5, num_words, programs, SPAN, SUMS)
+    wait_for_all(barriers_ptr + 4, programs)
+    count = add_up(words_ptr, starts_ptr, sums_ptr + SUMS, barriers_ptr + 5, num_words, programs, SPAN, SUMS)
     if program == 0:
         tl.store(report_ptr, count.to(tl.int64))
         tl.store(report_ptr + 1, num_words.to(tl.int64))
-    leave(gates_ptr, programs, NUM_GATES)
+    leave(barriers_ptr, programs, NUM_BARRIERS)
 
 
 @triton.jit
-def add_up(words_ptr, before_ptr, sums_ptr, gate_ptr, length, programs, SPAN: tl.constexpr, SUMS: tl.constexpr):
+def add_up(words_ptr, before_ptr, sums_ptr, barrier_ptr, length, programs, SPAN: tl.constexpr, SUMS: tl.constexpr):
     """before[i] = bits set in the words before the i-th; returns those of all words. Every program sums a run."""
     each = (length + programs - 1) // programs
     begin = tl.program_id(0) * each
@@ -145,7 +145,7 @@ def add_up(words_ptr, before_ptr, sums_ptr, gate_ptr, length, programs, SPAN: tl
         at = start + tl.arange(0, SPAN)
         total += tl.sum(popcount(tl.load(words_ptr + at, mask=at < end, other=0)), 0)
     tl.store(sums_ptr + tl.program_id(0), total)
-    wait_for_all(gate_ptr, programs)
+    wait_for_all(barrier_ptr, programs)
     lane = tl.arange(0, SUMS)
     sums = tl.load(sums_ptr + lane, mask=lane < programs, other=0)
     base = tl.sum(tl.where(lane < tl.program_id(0), sums, 0), 0)
@@ -171,7 +171,7 @@ def emit_kernel(
 
 
 @triton.jit
-def emit_unseen_kernel(
+def emit_fixed_kernel(
     words_ptr, places_ptr, starts_ptr, coords_ptr, report_ptr, count_ptr, fault_ptr, num_rows,
     low0, low1, low2, low3, size0, size1, size2, size3,
     RANK: tl.constexpr, BLOCK: tl.constexpr,
@@ -269,8 +269,10 @@ def decode_kernel(
 
 
 _I32, _I64 = torch.int32, torch.int64
-MARK = Launcher(mark_kernel, (_I32, _I32, _I64, _I32, _I32, _I64, _I32, _I32, _I32, _I64, *(int,) * 13), crew=CREW)
+MARK = Launcher(
+    mark_kernel, (_I32, _I32, _I64, _I32, _I32, _I64, _I32, _I32, _I32, _I64, *(int,) * 13), resident=RESIDENT
+)
 EMIT = Launcher(emit_kernel, (_I64, _I32, _I32, _I32, *(int,) * 9), num_warps=1)
-EMIT_UNSEEN = Launcher(emit_unseen_kernel, (_I64, _I32, _I32, _I32, _I64, _I32, _I32, *(int,) * 9), num_warps=1)
+EMIT_FIXED = Launcher(emit_fixed_kernel, (_I64, _I32, _I32, _I32, _I64, _I32, _I32, *(int,) * 9), num_warps=1)
 CLAIM = Launcher(claim_kernel, (_I32, _I32, _I64, _I64, *(int,) * 11), num_warps=1)
 DECODE = Launcher(decode_kernel, (_I64, _I32, *(int,) * 9))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparseconv.geometry.gpu.reached.kernels import CLAIM, DECODE, EMIT, EMIT_UNSEEN, MARK
+from sparseconv.geometry.gpu.reached.kernels import CLAIM, DECODE, EMIT, EMIT_FIXED, MARK
 from sparseconv.gpu.arena import Arena, Kinds
-from sparseconv.gpu.cooperative import NUM_GATES, Unseen, crew_of, gates_of
+from sparseconv.gpu.cooperative import NUM_BARRIERS, DeviceCount, barriers_of, programs_at_once
 from sparseconv.gpu.launcher import Pointer, ceil_div, pointer
 from sparseconv.gpu.pinned import Report
 
@@ -61,7 +61,7 @@ def reach(
     return (_marked if sizes.cells <= MOST_MARKED else _claimed)(coords, moves, sizes)
 
 
-def reach_unseen(
+def reach_fixed(
     coords: torch.Tensor,
     extent: IndexRange,
     batch_size: int,
@@ -72,7 +72,7 @@ def reach_unseen(
     to_fine: bool,
     within: IndexRange,
     rows: int,
-    unseen: Unseen,
+    device_count: DeviceCount,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """`reach` for rows whose number the host does not know: it waits for nothing, and nothing is written out of bounds.
 
@@ -93,10 +93,10 @@ def reach_unseen(
     reached = torch.empty(rows, columns, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
     report = torch.empty(2, dtype=torch.int64, device=device)
-    arena = _mark(coords, moves, sizes, pointer(report), unseen)
+    arena = _mark(coords, moves, sizes, pointer(report), device_count)
     found = (arena[FOUND], arena[PLACES], arena[STARTS], pointer(reached))
-    more = (pointer(report), pointer(count), pointer(unseen.fault))
-    EMIT_UNSEEN(device, (ceil_div(rows, 32),), (*found, *more, rows, *sizes.box), (columns - 1, 32))
+    more = (pointer(report), pointer(count), pointer(device_count.fault))
+    EMIT_FIXED(device, (ceil_div(rows, 32),), (*found, *more, rows, *sizes.box), (columns - 1, 32))
     return reached, count, moves.data
 
 
@@ -205,17 +205,19 @@ def _marked(coords: torch.Tensor, moves: _Moves, sizes: _Sizes) -> torch.Tensor:
     return reached
 
 
-def _mark(coords: torch.Tensor, moves: _Moves, sizes: _Sizes, report: Pointer, unseen: Unseen | None = None) -> Arena:
+def _mark(
+    coords: torch.Tensor, moves: _Moves, sizes: _Sizes, report: Pointer, device_count: DeviceCount | None = None
+) -> Arena:
     """Launch `mark_kernel`."""
     (n, columns), device = coords.shape, coords.device
     lines, words = ceil_div(sizes.cells, 4096), min(sizes.most, ceil_div(sizes.cells, 64))
-    programs = min(crew_of(device, max(ceil_div(n, 128), ceil_div(lines, 512))), MOST_PROGRAMS)
+    programs = min(programs_at_once(device, max(ceil_div(n, 128), ceil_div(lines, 512))), MOST_PROGRAMS)
     arena = Arena(device, _KINDS, (lines, lines, 2 * MOST_PROGRAMS, words, words, words))
     args = (
-        pointer(coords), pointer(moves.data), *arena, gates_of(device, unseen), report,
+        pointer(coords), pointer(moves.data), *arena, barriers_of(device, device_count), report,
         n, sizes.batches, moves.steps, lines, programs, *sizes.box,
     )  # fmt: skip
-    MARK(device, (programs,), args, (columns - 1, moves.is_box, 128, 512, MOST_PROGRAMS, NUM_GATES))
+    MARK(device, (programs,), args, (columns - 1, moves.is_box, 128, 512, MOST_PROGRAMS, NUM_BARRIERS))
     return arena
 
 

@@ -42,7 +42,7 @@ def schedule_on_gpu(
         return schedule
     significance = tap_significance(kernel_map.num_taps)
     turned = kernel_map.source.found.search if isinstance(kernel_map.source, ReversedEdges) else None
-    search = search_table(kernel_map.neighbors, None if turned is None else turned.unseen)
+    search = search_table(kernel_map.neighbors, None if turned is None else turned.device_count)
     if turned is not None:
         turned.kept.append(search.window.data)
     schedule = build_schedule(search, block_m, significance=significance, groups=groups, chunk_rows=chunk_rows)
@@ -97,9 +97,9 @@ def build_schedule(
         with building():
             order = sort_rows(row_keys(search, parts, significance, chunk_rows))
     schedule = make_tiles(search, order, parts, block_m, chunk_rows is not None)
-    aside = current()
-    if aside is not None and isinstance(order, torch.Tensor):
-        aside.retire(order)
+    side = current()
+    if side is not None and isinstance(order, torch.Tensor):
+        side.retire(order)
     return schedule
 
 

@@ -16,7 +16,7 @@ from sparseconv.gpu.program import Fixed
 SLOT_ALIGNMENT = 256
 #: list columns beyond the last live tap that a kernel may read ahead
 LOOKAHEAD = 4
-#: beside a table row in a tile's list: this bit, whether the first half of the tile's rows has a neighbour there, and
+#: above a table row in a tile's list: this bit, whether the first half of the tile's rows has a neighbour there, and
 #: the next, whether the second has
 HALF_BIT = 28
 ROW_BITS = (1 << HALF_BIT) - 1

@@ -45,18 +45,18 @@ def one_tap_schedule(kernel_map: KernelMap, block_m: int) -> Schedule:
     """
     taps, device = kernel_map.num_taps, kernel_map.in_rows.device
     origin = kernel_map.reverse().source
-    unseen = origin.search.unseen if isinstance(origin, FoundEdges) else None
-    lists_of = taps + (unseen is not None)
+    device_count = origin.search.device_count if isinstance(origin, FoundEdges) else None
+    lists_of = taps + (device_count is not None)
     runs = kernel_map.num_pairs // SLOT_ALIGNMENT + lists_of
     each = SLOT_ALIGNMENT // block_m
     slots, tiles, room = runs * SLOT_ALIGNMENT, runs * each, 1 + LOOKAHEAD
     schedule = _allocate(block_m, 2, slots, tiles, room, device)
     pairs = (kernel_map.tap_offsets, kernel_map.in_rows, kernel_map.out_rows)
     lists = (schedule.tile_counts, schedule.tile_rows, schedule.tile_taps, schedule.tile_order)
-    count = kernel_map.out_rows if unseen is None else unseen.count
+    count = kernel_map.out_rows if device_count is None else device_count.count
     arrays = (*pairs, count, schedule.neighbors, schedule.out_rows, *lists)
     args = (*map(pointer, arrays), taps, slots, kernel_map.num_out)
-    constants = (power_of_2(lists_of), SLOT_ALIGNMENT, block_m, each, room, power_of_2(room), unseen is not None)
+    constants = (power_of_2(lists_of), SLOT_ALIGNMENT, block_m, each, room, power_of_2(room), device_count is not None)
     _ONE_TAP(device, (runs,), args, constants)
     return schedule
 

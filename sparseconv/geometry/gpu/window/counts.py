@@ -29,7 +29,7 @@ class PendingCounts:
         if sent is None:
             #: (K+1,) int64 on the device: tap k owns the edges [offsets[k], offsets[k+1])
             self.offsets = torch.empty(taps + 1, dtype=torch.int64, device=device)
-            self.report = (Report if table.unseen is None else KeptReport)(taps + 3, device)
+            self.report = (Report if table.device_count is None else KeptReport)(taps + 3, device)
         else:
             self.offsets, self.report = sent
         self._table: CoordinateTable | None = table

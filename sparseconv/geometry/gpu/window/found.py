@@ -12,7 +12,7 @@ from sparseconv.geometry.gpu.tiles.schedule import Schedule
 from sparseconv.geometry.gpu.window.counts import Counters, PendingCounts
 from sparseconv.geometry.gpu.window.taps import KEY_BITS, TapWindow
 from sparseconv.gpu.arena import Arena, Kinds
-from sparseconv.gpu.cooperative import Unseen
+from sparseconv.gpu.cooperative import DeviceCount
 from sparseconv.gpu.launcher import INTERPRETED, Pointer
 from sparseconv.gpu.radix_sort.sort import Passes, ticket_behind
 from sparseconv.gpu.streams import Moment
@@ -48,7 +48,7 @@ class WindowSearch:
     coords: torch.Tensor  # (N_out, 1+D) int32: the target rows; none where the edges were given as a table
     window: TapWindow
     table: CoordinateTable | None  # the source rows; None where the edges were given as a table
-    unseen: Unseen | None  # of rows whose number the host does not know
+    device_count: DeviceCount | None  # of rows whose number the host does not know
     rows: int  # N_out
     capacity: int  # slots of the table; of a given one, the length of its rows
     constants: tuple  # RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES and LENGTH of the kernels

@@ -13,11 +13,11 @@ from sparseconv.geometry.gpu.window.counts import Counters, scan_tap
 from sparseconv.geometry.gpu.window.found import LINES, SORT_KEYS, STARTS, WindowSearch
 from sparseconv.geometry.gpu.window.taps import entry_of, look
 from sparseconv.geometry.gpu.window.window_3x3x3 import count_in_warps, mask_of_cube
-from sparseconv.gpu.cooperative import NUM_GATES, crew_of, gates_of, leave, wait_for_all
-from sparseconv.gpu.launcher import CREW, Launcher, Pointer, ceil_div, follow, pointer, power_of_2
+from sparseconv.gpu.cooperative import NUM_BARRIERS, barriers_of, leave, programs_at_once, wait_for_all
+from sparseconv.gpu.launcher import RESIDENT, Launcher, Pointer, ceil_div, follow, pointer, power_of_2
 from sparseconv.gpu.radix_sort.kernels import clear_lists, count_digits, sort_together
-from sparseconv.gpu.radix_sort.sort import SUMMING, Passes, crew_constants, most_together
-from sparseconv.gpu.warp_asm import OPEN_CREW, open_room
+from sparseconv.gpu.radix_sort.sort import SUMMING, Passes, most_together, together_constants
+from sparseconv.gpu.warp_asm import OPEN_TOGETHER, open_room
 
 #: chunks that a program of a search sums at once: one number for all sizes, so that none is compiled for
 SCANNED = 1024
@@ -69,7 +69,7 @@ def launch_search(search: WindowSearch, counters: Counters, passes: Passes, prog
     totals, counts = counters.pointers
     args = (
         *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals,
-        gates_of(device, table.unseen),
+        barriers_of(device, table.device_count),
         table.arena[KEYS] if table.blocked else scratch[SORT_KEYS], table.arena[STATUS],
         scratch[STARTS], pointer(pending.offsets), pending.report.pointer, *scratch[LINES:],
         n, window.num_runs, taps, search.capacity, search.chunks,
@@ -83,7 +83,7 @@ def search_programs(device: torch.device, taps: int, n: int, sorting: bool) -> t
     """Programs of a `search_kernel` over ``n`` target rows, how many of them no tap keeps busy when the keys are there,
     and whether these sort, where that is wished: each must be able to hold its lines."""
     rows = ceil_div(n, 128)
-    programs = crew_of(device, max(rows, SUMMING) + taps if sorting else max(taps, rows))
+    programs = programs_at_once(device, max(rows, SUMMING) + taps if sorting else max(taps, rows))
     spare = max(1, programs - taps)
     if sorting and n > most_together(spare):
         return search_programs(device, taps, n, False)
@@ -96,8 +96,8 @@ def search_constants(looks: tuple, taps: int, n: int, bits: int, together: bool)
     ``bits`` of a cube's keys are counted, and where ``together`` sorted by; 0: the window is another.
     """
     lanes, chunk = power_of_2(3 ** looks[0]), rows_per_chunk(n)
-    sort = crew_constants(bits, together)
-    return (*looks, power_of_2(taps), chunk, 128, lanes, max(1, 512 // lanes), SCANNED, NUM_GATES, bits > 0, *sort)
+    sort = together_constants(bits, together)
+    return (*looks, power_of_2(taps), chunk, 128, lanes, max(1, 512 // lanes), SCANNED, NUM_BARRIERS, bits > 0, *sort)
 
 
 # ---- kernels
@@ -212,12 +212,12 @@ def read_masks(
 @triton.jit
 def search_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr, gates_ptr, block_keys_ptr, status_ptr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr, barriers_ptr, block_keys_ptr, status_ptr,
     starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
     n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    LANES: tl.constexpr, BLOCKS_EACH: tl.constexpr, SCAN: tl.constexpr, NUM_GATES: tl.constexpr, CUBE: tl.constexpr,
+    LANES: tl.constexpr, BLOCKS_EACH: tl.constexpr, SCAN: tl.constexpr, NUM_BARRIERS: tl.constexpr, CUBE: tl.constexpr,
     PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """Surroundings, masks and sums of counts in one launch, whose programs wait for each other in between.
@@ -225,7 +225,7 @@ def search_kernel(
     PASSES: the digits of their keys are counted, too; MOVES: and the rows put in order.
     """
     if PASSES > 0:
-        open_room(OPEN_CREW)
+        open_room(OPEN_TOGETHER)
     if MOVES:
         clear_lists(lines_ptr, n, share, programs, BITS)
     if SIDES > 0:
@@ -234,22 +234,22 @@ def search_kernel(
             ranges_ptr, table_ptr, ids_ptr, block_keys_ptr, num_blocks, around_ptr, capacity, programs,
             RANK + 1, SHIFTS, SIDES, LANES, BLOCKS_EACH,
         )  # fmt: skip
-        wait_for_all(gates_ptr, programs)
+        wait_for_all(barriers_ptr, programs)
     search_rows(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-        words_ptr, keys_ptr, counts_ptr, totals_ptr, gates_ptr + 1, status_ptr,
+        words_ptr, keys_ptr, counts_ptr, totals_ptr, barriers_ptr + 1, status_ptr,
         starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
         n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
         RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, TAPS, CHUNK, BLOCK, SCAN, CUBE,
         PASSES, BITS, WARPS, STEPS, MOVES,
     )  # fmt: skip
-    leave(gates_ptr, programs, NUM_GATES)
+    leave(barriers_ptr, programs, NUM_BARRIERS)
 
 
 @triton.jit
 def search_rows(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
-    words_ptr, keys_ptr, counts_ptr, totals_ptr, gates_ptr, status_ptr,
+    words_ptr, keys_ptr, counts_ptr, totals_ptr, barriers_ptr, status_ptr,
     starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
     n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
@@ -257,14 +257,14 @@ def search_rows(
     CUBE: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     MOVES: tl.constexpr,
 ):  # fmt: skip
-    """`search_kernel` once all surroundings are known; the programs meet at PASSES gates, at one if no rows move."""
+    """`search_kernel` once all surroundings are known; the programs meet at PASSES barriers, at one if no rows move."""
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
         words_ptr, keys_ptr, counts_ptr, totals_ptr,
         n, num_runs, num_taps, capacity, num_chunks, n, 31, 0, programs,
         RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK, CUBE,
     )  # fmt: skip
-    wait_for_all(gates_ptr, programs)
+    wait_for_all(barriers_ptr, programs)
     for tap in range(tl.program_id(0), num_taps, programs):
         scan_tap(
             tap, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, SCAN
@@ -273,7 +273,7 @@ def search_rows(
         place = programs - 1 - tl.program_id(0)  # from the last on: the first programs have summed taps
         if MOVES:
             sort_together(
-                place, programs, keys_ptr, lines_ptr, order_ptr, gates_ptr + 1, n, share, PASSES, BITS, WARPS, STEPS
+                place, programs, keys_ptr, lines_ptr, order_ptr, barriers_ptr + 1, n, share, PASSES, BITS, WARPS, STEPS
             )  # fmt: skip
         elif place < counting:
             count_digits(place, counting, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)
@@ -287,5 +287,5 @@ _CUBE_MASKS = Launcher(masks_kernel, _MASK_TYPES)  # a row a thread, see `count_
 SEARCH = Launcher(
     search_kernel,
     (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, _I64, _I32, *(int,) * 9),
-    crew=CREW,
+    resident=RESIDENT,
 )

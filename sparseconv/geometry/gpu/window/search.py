@@ -28,7 +28,7 @@ from sparseconv.geometry.gpu.window.passes import launch_around, launch_masks, l
 from sparseconv.geometry.gpu.window.taps import GIVEN, KEY_BITS, TapWindow, bit_places, encode_window
 from sparseconv.geometry.gpu.window.window_3x3x3 import CUBE
 from sparseconv.gpu.arena import Arena
-from sparseconv.gpu.cooperative import Unseen
+from sparseconv.gpu.cooperative import DeviceCount
 from sparseconv.gpu.launcher import Pointer, ceil_div, pointer
 from sparseconv.gpu.radix_sort.sort import Passes, ticket_behind
 from sparseconv.gpu.streams import building, current
@@ -56,7 +56,7 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
     lengths = [taps * chunks, n if narrow else 0, blocks * constants[5]]
     passes, is_sorted, programs = None, False, 0
     if narrow and 0 < n <= FUSED_ROWS:
-        # one allocation less for the host, which is faster with one launch; beside features, edges run beside a sort's
+        # one allocation and one launch are fastest for the host; on side streams, edges are listed during the sort
         programs, spare, is_sorted = search_programs(device, taps, n, is_cube and side is None)
         passes = Passes(n, window.key_bits, spare if is_cube else 0, is_sorted)
         lengths += (passes.words, ticket_behind(n) + 1)
@@ -99,15 +99,15 @@ def found_search(
     pointers: tuple[Pointer, ...] = (pointer(coords), *table.pointers, entries, around, pointer(window.data))
     chunk_rows = rows_per_chunk(n)
     return WindowSearch(
-        coords, window, table, table.unseen, n, table.capacity, constants, is_local, is_cube, chunk_rows,
+        coords, window, table, table.device_count, n, table.capacity, constants, is_local, is_cube, chunk_rows,
         ceil_div(n, chunk_rows), counters, pending, scratch, passes, is_sorted, None, pointers, None, prefetched,
     )  # fmt: skip
 
 
-def search_table(neighbors: torch.Tensor, unseen: Unseen | None = None) -> WindowSearch:
+def search_table(neighbors: torch.Tensor, device_count: DeviceCount | None = None) -> WindowSearch:
     """The search that finds the edges of a table (K, N_out) int32, -1 absent, made elsewhere: a reversed map, say.
 
-    ``unseen``: of rows whose number the host does not know.
+    ``device_count``: of rows whose number the host does not know.
     """
     taps, n = neighbors.shape
     neighbors = aligned(neighbors)
@@ -116,7 +116,7 @@ def search_table(neighbors: torch.Tensor, unseen: Unseen | None = None) -> Windo
     chunk_rows, constants = rows_per_chunk(n), (1, 0, 0, False, False, GIVEN, 1)
     chunks = ceil_div(n, chunk_rows)
     return WindowSearch(
-        neighbors.new_empty(n, 0), window, None, unseen, n, n, constants, chunk_rows=chunk_rows, chunks=chunks,
+        neighbors.new_empty(n, 0), window, None, device_count, n, n, constants, chunk_rows=chunk_rows, chunks=chunks,
         neighbors=neighbors, pointers=pointers,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparseconv.gpu import streams
-from sparseconv.gpu.streams import Aside, appending, building, listing
+from sparseconv.gpu.streams import SideStreams, appending, building, listing
 
 HERE = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def features(monkeypatch):
 
 
 def in_a_run(call):
-    with Aside(HERE).run():
+    with SideStreams(HERE).run():
         call()
 
 
@@ -68,7 +68,7 @@ def launch():
 
 def test_features_wait_for_maps_and_maps_for_no_features(features):
     scene = launch()
-    beside = Aside(HERE)
+    beside = SideStreams(HERE)
     with beside.run():
         feature = launch()
         with building() as now:
@@ -107,7 +107,7 @@ def test_what_was_built_is_kept_until_the_run_ends(features):
 
 
 def test_maps_wait_for_no_lists(features):
-    beside = Aside(HERE)
+    beside = SideStreams(HERE)
     with beside.run():
         with building():
             table = launch()
@@ -124,10 +124,10 @@ def test_maps_wait_for_no_lists(features):
 
 
 def test_edges_wait_for_their_search_alone_and_features_for_them(features):
-    with Aside(HERE).run(), building() as earlier:
+    with SideStreams(HERE).run(), building() as earlier:
         launch()
         past = earlier.moment()
-    beside = Aside(HERE)
+    beside = SideStreams(HERE)
     with beside.run():
         with building():
             search = launch()
@@ -149,7 +149,7 @@ def test_edges_wait_for_their_search_alone_and_features_for_them(features):
 
 
 def test_what_edges_read_is_kept_until_maps_may_take_its_memory(features):
-    beside = Aside(HERE)
+    beside = SideStreams(HERE)
     with beside.run():
         with building():
             launch()
@@ -162,7 +162,7 @@ def test_what_edges_read_is_kept_until_maps_may_take_its_memory(features):
 
 
 def test_what_lists_read_is_kept_until_maps_may_take_its_memory(features):
-    beside = Aside(HERE)
+    beside = SideStreams(HERE)
     with beside.run():
         first, second = torch.zeros(1), torch.zeros(1)
         gone = weakref.ref(first)
@@ -180,7 +180,7 @@ def test_what_lists_read_is_kept_until_maps_may_take_its_memory(features):
 
 
 def test_sums_fall_behind_until_the_next_or_the_end(features):
-    beside = Aside(HERE)
+    beside = SideStreams(HERE)
     sums = []
 
     def summed(*operands):
@@ -211,7 +211,7 @@ def test_sums_fall_behind_until_the_next_or_the_end(features):
         third = summed(torch.zeros(3))
         beside.settle([third + 1])  # somebody added to it before it was there
         assert beside.mixed
-    alone = Aside(HERE, summed=False)
+    alone = SideStreams(HERE, summed=False)
     with alone.run():
         alone.summed(lambda: sums.append(launch()) or torch.zeros(1), torch.zeros(1))
         assert sums[-1] in features.before
@@ -221,7 +221,7 @@ def test_sums_fall_behind_until_the_next_or_the_end(features):
 
 def test_memory_of_sums_is_that_of_the_features(features):
     """What features may write again begins after what a sum reads; it is kept until they wait."""
-    beside = Aside(HERE)
+    beside = SideStreams(HERE)
     on = []
 
     class Memory(torch.Tensor):
