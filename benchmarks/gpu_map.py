@@ -78,10 +78,10 @@ def neighbors_searched(coords: torch.Tensor) -> torch.Tensor:
     return table
 
 
-def make_map(coords: torch.Tensor, blocked: bool | None = None, block_m: int = 128):
+def make_map(coords: torch.Tensor, block_m: int = 128):
     """Everything for a submanifold 3 x 3 x 3 convolution."""
-    table = build_table(coords, blocked=blocked)
-    window = encode_window(OFFSETS, (1, 1, 1), None, coords.device, not table.blocked)
+    table = build_table(coords)
+    window = encode_window(OFFSETS, (1, 1, 1), None, coords.device)
     search = search_window(table, table.coords, window)
     schedule = build_schedule(search, block_m)
     pairs = pairs_of(search)

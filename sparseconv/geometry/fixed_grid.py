@@ -164,15 +164,14 @@ class FixedGrid(VoxelGrid):
     @property
     def _ranges(self) -> torch.Tensor:
         """The extent as the table takes it, on the device; kept with the example."""
-        kept = self.example.sizes.ranges
-        ranges = kept.get(self.extent)
+        ranges = self.example.sizes.ranges.get(self.extent)
         if ranges is None:
             from sparseconv.geometry.gpu.hash_table.table import block_volume, encode_ranges
 
             low, high = (0, *self.extent.start), (self.batch_size - 1, *(end - 1 for end in self.extent.end))
             if block_volume(low, high) >= 2**62:
                 raise ValueError(f"the extent {self.extent} is too large for 64-bit keys: give a smaller one")
-            ranges = kept[self.extent] = encode_ranges(low, high).to(self.device)
+            ranges = self.example.sizes.ranges[self.extent] = encode_ranges(low, high).to(self.device)
         return ranges
 
     @cached_property

@@ -37,22 +37,21 @@ MEMORY = r"\\b(?:ld|st|atom|red|cp)\\.(?!param|shared)[\\w.:]+"
 NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
 shifts = table.pack_shifts((0, 2, 2, 2))
 places = taps.bit_places((0, 2, 2, 2))
-around = (3, shifts, places, True, False, 27, 3)
-by_key = (3, shifts, places, True, False, 0, 2)
-single = (3, 0, 0, False, True, 0, 1)
+around = (3, shifts, places, False, 27, 3)
+by_key = (3, shifts, places, False, 0, 2)
+folded = (3, shifts, places, True, 0, 1)
 jobs = [
     (table.MEASURE, (4, 4, 512)), (table.CLEAR, (4, 4, 1024, 10)),
-    (table.INSERT, (4, shifts, True, True, 128)),
-    (table.INSERT, (4, 0, False, False, 128)), (table.INFO, (4, shifts, 15, 4, 512)),
+    (table.INSERT, (4, shifts, True, 128)), (table.INFO, (4, shifts, 15, 4, 512)),
     (table.PLACE, (4, 4, True, True, 0, 0, 256)), (table.PLACE, (4, 4, True, False, 15, 32, 256)),
-    (table.LOOKUP, (4, shifts, True, 128)),
+    (table.LOOKUP, (4, shifts, 128)),
     (passes._AROUND, (4, shifts, 27, 32, 8)),
     (passes._MASKS, (*around, 1, True, 32, 512, 128, False)),
     (passes._MASKS, (*by_key, 2, False, 8, 128, 32, False)),
     (passes._CUBE_MASKS, (*around, 1, True, 32, 512, 128, True)),
     (morton_runs._COUNT, (4, shifts, 15, 4, 256)), (morton_runs._NUMBER, (15, 32)),
     (morton_runs._KEYS, (512,)),
-    (neighbor_table.PLANES, (*single, 128)), (neighbor_table.COUNT, (128, 128)),
+    (neighbor_table.PLANES, (*folded, 128)), (neighbor_table.COUNT, (128, 128)),
     (neighbor_table.PLANE_KEYS, (False, 128)), (neighbor_table.PLANE_KEYS_WIDE, (True, 128)),
     (table.TABLE, (4, 4, shifts, False, True, False, 128, 128, 10)),
     (table.TABLE, (4, 4, shifts, True, False, True, 128, 128, 10)),

@@ -43,19 +43,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("layout", ["one launch", "blocks", "cells"])
+@pytest.mark.parametrize("layout", ["one launch", "several"])
 @pytest.mark.parametrize("case", EVERY_CASE)
 def test_edges_are_those_of_brute_force(case: Case, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked = layout != "cells"
-    if layout == "blocks":  # a launch for each pass, as for many rows
+    if layout == "several":  # a launch for each pass, as for many rows
         monkeypatch.setattr(hash_table, "FUSED_ROWS", 0)
         monkeypatch.setattr(window_search, "FUSED_ROWS", 0)
     source = case.source(device=DEVICE)
     target = case.target(source)
     stride = (case.stride,) * case.rank
     want = find_neighbors_torch(source.cpu(), target.cpu(), case.offsets, stride, case.torus)
-    table = build_table(source, blocked=blocked)
-    window = encode_window(case.offsets, stride, case.torus, source.device, not blocked)
+    table = build_table(source)
+    window = encode_window(case.offsets, stride, case.torus, source.device)
     search = search_window(table, target, window)
     pending = search.pending
     assert torch.equal(neighbor_table(search).cpu(), want)
@@ -80,18 +79,17 @@ def test_looking_around_blocks_and_looking_up_keys_agree(case: Case) -> None:
     assert torch.equal(around.keys, by_key.keys)
 
 
-@pytest.mark.parametrize("blocked", [True, False])
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
-def test_lookup(rank: int, blocked: bool) -> None:
+def test_lookup(rank: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     coords = torch.unique(torch.randint(-7, 7, (90, 1 + rank), generator=generator, dtype=torch.int32), dim=0)
     coords = coords[torch.randperm(len(coords), generator=generator)].to(DEVICE)
     queries = torch.randint(-9, 9, (130, 1 + rank), generator=generator, dtype=torch.int32).to(DEVICE)
-    table = build_table(coords, blocked=blocked)
+    table = build_table(coords)
     assert decode_ranges(table.ranges) == (tuple(coords.amin(0).tolist()), tuple(coords.amax(0).tolist()))
     assert torch.equal(lookup(table, coords).cpu(), torch.arange(len(coords), dtype=torch.int32))
     assert torch.equal(lookup(table, queries), lookup_torch(coords, queries))
-    known = build_table(coords, measure_ranges(coords), blocked=blocked)
+    known = build_table(coords, measure_ranges(coords))
     assert torch.equal(lookup(known, queries[::2]), lookup_torch(coords, queries[::2]))  # not contiguous
 
 
@@ -117,11 +115,10 @@ def test_reversed_edges() -> None:
         assert torch.equal(back[tap], want)
 
 
-@pytest.mark.parametrize("blocked", [True, False])
-def test_duplicate_rows_are_named_without_a_wait_of_their_own(blocked: bool) -> None:
+def test_duplicate_rows_are_named_without_a_wait_of_their_own() -> None:
     coords = torch.tensor([[0, 1, 1, 1], [0, 5, 5, 5], [0, 2, 2, 2], [0, 5, 5, 5]], dtype=torch.int32, device=DEVICE)
-    table = build_table(coords, blocked=blocked)
-    window = encode_window(((0, 0, 0),), (1, 1, 1), None, coords.device, not blocked)
+    table = build_table(coords)
+    window = encode_window(((0, 0, 0),), (1, 1, 1), None, coords.device)
     pending = search_window(table, table.coords, window).pending
     with pytest.raises(ValueError, match=r"rows 1 and 3 of coords are the same voxel \(0, 5, 5, 5\)"):
         pending.read()

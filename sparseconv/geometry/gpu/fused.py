@@ -205,7 +205,7 @@ def fused_kernel(
         words_ptr, keys_ptr, counts_ptr + spare + COUNTED, totals_ptr, barriers_ptr + 5, status_ptr,
         starts_ptr, offsets_ptr, counted_ptr, lines_ptr, order_ptr,
         n, 9, 27, capacity, num_chunks, 0, 0, share, programs,
-        3, SHIFTS, 0, True, False, 27, 32, 128, 128, 1024, True, PASSES, BITS, WARPS, STEPS, MOVES,
+        3, SHIFTS, 0, False, 27, 32, 128, 128, 1024, True, PASSES, BITS, WARPS, STEPS, MOVES,
     )  # fmt: skip
     wait_for_all(barriers_ptr + 5 + PASSES, programs)
     program = tl.program_id(0)

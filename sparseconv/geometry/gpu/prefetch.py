@@ -96,7 +96,7 @@ def compile_first(coords: torch.Tensor) -> None:
         return
     _seen.add(device.index)
     read_triton()
-    looks = (columns - 1, pack_shifts(shifts), bit_places(shifts), True, False, 27, 3)
+    looks = (columns - 1, pack_shifts(shifts), bit_places(shifts), False, 27, 3)
     taps = len(offsets)
     together = search_programs(device, taps, n, True)[2]
     SEARCH.ahead(device, search_constants(looks, taps, n, taps, together))

@@ -10,7 +10,6 @@ from sparseconv.geometry.gpu.hash_table.hash_probe import (
     cell_of,
     cell_size,
     cells_of,
-    claim,
     count_blocks,
     find,
     load_rows,
@@ -107,7 +106,7 @@ def raise_ranges(ranges_ptr, top, bottom, COLUMNS: tl.constexpr, WIDTH: tl.const
 def insert_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, keys_ptr, slots_ptr, entries_ptr, status_ptr, count_ptr, fault_ptr, n,
     capacity,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Put the rows' cells into the table, and number their blocks; entries[row] = 64 slot + bit.
 
@@ -120,7 +119,7 @@ def insert_kernel(
     lows, extents, counts = spans_of(ranges_ptr, COLUMNS, SHIFTS)
     wrong = insert_rows(
         tl.program_id(0) * BLOCK, coords_ptr, table_ptr, ids_ptr, keys_ptr, slots_ptr, entries_ptr, status_ptr,
-        count_ptr, n, capacity, volume, lows, extents, counts, COLUMNS, SHIFTS, BLOCKED, CHECKED, BLOCK,
+        count_ptr, n, capacity, volume, lows, extents, counts, COLUMNS, SHIFTS, CHECKED, BLOCK,
     )  # fmt: skip
     if CHECKED:
         report_wrong(fault_ptr, wrong)
@@ -130,7 +129,7 @@ def insert_kernel(
 def insert_rows(
     first, coords_ptr, table_ptr, ids_ptr, keys_ptr, slots_ptr, entries_ptr, status_ptr, count_ptr, n, capacity,
     volume, lows, extents, counts,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, CHECKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`insert_kernel` for the rows from ``first`` on; returns which of them are wrong, where that is CHECKED."""
     row = first + tl.arange(0, BLOCK)
@@ -142,21 +141,16 @@ def insert_rows(
         wrong = (((values[0] >= 0) != (row < tl.load(count_ptr))) & live).to(tl.int32)
     key, bit, inside = cells_of(values, fits, lows, extents, counts, COLUMNS, SHIFTS)
     elsewhere = tl.minimum(row, capacity - 1)
-    if BLOCKED:
-        slot, fresh = occupy(table_ptr, key, bit, inside, elsewhere, capacity, volume)
-        tl.store(entries_ptr + row, tl.where(inside, slot.to(tl.int64) * 64 + bit, -1), mask=live)
-        mine = fresh.to(tl.int32)
-        total = tl.sum(mine, 0)
-        if total > 0:
-            before = (tl.atomic_add(status_ptr, total.to(tl.int64) << 32, sem="relaxed") >> 32).to(tl.int32)
-            block = before + tl.cumsum(mine, 0) - mine
-            tl.store(ids_ptr + slot, block, mask=fresh)
-            tl.store(keys_ptr + block, key, mask=fresh)
-            tl.store(slots_ptr + block, slot, mask=fresh)
-    else:
-        slot, known = claim(table_ptr, key, inside, elsewhere, capacity, volume)
-        tl.atomic_max(table_ptr + 2 * slot + 1, row.to(tl.int64) + 1, mask=inside, sem="relaxed")
-        tl.atomic_add(status_ptr, tl.sum((inside & ~known).to(tl.int64), 0), sem="relaxed")
+    slot, fresh = occupy(table_ptr, key, bit, inside, elsewhere, capacity, volume)
+    tl.store(entries_ptr + row, tl.where(inside, slot.to(tl.int64) * 64 + bit, -1), mask=live)
+    mine = fresh.to(tl.int32)
+    total = tl.sum(mine, 0)
+    if total > 0:
+        before = (tl.atomic_add(status_ptr, total.to(tl.int64) << 32, sem="relaxed") >> 32).to(tl.int32)
+        block = before + tl.cumsum(mine, 0) - mine
+        tl.store(ids_ptr + slot, block, mask=fresh)
+        tl.store(keys_ptr + block, key, mask=fresh)
+        tl.store(slots_ptr + block, slot, mask=fresh)
     if first == 0:
         tl.store(status_ptr + 1, (volume >= 0x4000000000000000).to(tl.int64))
     return wrong
@@ -308,7 +302,7 @@ def fill_table(
     for first in range(program * BLOCK, n, programs * BLOCK):
         wrong |= insert_rows(
             first, coords_ptr, table_ptr, ids_ptr, keys_ptr, rows_ptr, entries_ptr, status_ptr, count_ptr, n, capacity,
-            volume, lows, extents, counts, COLUMNS, SHIFTS, True, CHECKED, BLOCK,
+            volume, lows, extents, counts, COLUMNS, SHIFTS, CHECKED, BLOCK,
         )  # fmt: skip
     if CHECKED:
         report_wrong(fault_ptr, wrong)
@@ -346,7 +340,7 @@ def check_cells(status_ptr, count_ptr, fault_ptr):
 @triton.jit
 def lookup_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, found_ptr, n, capacity,
-    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, SHIFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """found[row] = the table's row of the same coordinates, -1 if none."""
     follow()
@@ -358,12 +352,9 @@ def lookup_kernel(
     key, bit, inside = cells_of(values, live, lows, extents, counts, COLUMNS, SHIFTS)
     slot, hit = find(table_ptr, key, inside, capacity, volume)
     word = tl.load(table_ptr + 2 * slot + 1, mask=hit, other=0)
-    if BLOCKED:
-        hit = hit & (((word >> bit.to(tl.int64)) & 1) != 0)
-        block = tl.load(ids_ptr + slot, mask=hit, other=0)
-        found = tl.load(rows_ptr + place_of(info_ptr, block.to(tl.int64), bit, hit), mask=hit, other=-1)
-    else:
-        found = tl.where(hit, word.to(tl.int32) - 1, -1)
+    hit = hit & (((word >> bit.to(tl.int64)) & 1) != 0)
+    block = tl.load(ids_ptr + slot, mask=hit, other=0)
+    found = tl.load(rows_ptr + place_of(info_ptr, block.to(tl.int64), bit, hit), mask=hit, other=-1)
     tl.store(found_ptr + row, found, mask=live)
 
 

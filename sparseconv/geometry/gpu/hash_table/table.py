@@ -1,4 +1,11 @@
-"""Coordinates -> rows on the GPU: a hash table of occupied blocks of cells, built without waiting for the device."""
+"""Coordinates -> rows on the GPU: a hash table of occupied blocks of cells, built without waiting for the device.
+
+    in:  coordinates (N, 1+D) int32, in any order
+    out: a `CoordinateTable`; status and ranges are on their way to the host where they are asked for
+
+The voxels x = 0, 1 and 5 of a line lie in one block of 16 cells: one slot with the word 0b100011, number 0, and the
+rows (0, 1, 2) side by side in the order of their cells.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +25,7 @@ from sparseconv.gpu.pinned import Report
 
 #: log2 of a block's edge along each axis, by rank: at most 64 cells, one bit each of a 64-bit word, at most 16 in line
 BLOCK_SHIFTS = {1: (4,), 2: (3, 3), 3: (2, 2, 2), 4: (1, 1, 2, 2)}
-_BLOCKED = {rank + 1: (0, *shifts) for rank, shifts in BLOCK_SHIFTS.items()}
-#: up to this many rows a table of single cells is built: two launches fewer outweigh its more frequent look-ups
-SINGLE_CELL_ROWS = 0
+_SHIFTS = {rank + 1: (0, *shifts) for rank, shifts in BLOCK_SHIFTS.items()}
 #: up to this many rows the passes of a build share one launch, which the host is faster with
 FUSED_ROWS = 600_000
 #: bits of the numbers of the cells by which more rows are put in runs (`morton_runs`)
@@ -52,8 +57,7 @@ class CoordinateTable:
     occupied cells. Occupied blocks are numbered; ``info`` has the bits of each one's two halves, each with its first
     place in ``rows``, where the rows of its cells lie side by side in the order of their bits. So the 27 look-ups of a
     3 x 3 x 3 window touch 3.4 blocks on average. Where the blocks of the bounding box are no more than the slots, a
-    block's slot is its key: a plain bitmap. With single cells (``shifts`` all 0), the second word of a slot is the
-    row + 1.
+    block's slot is its key: a plain bitmap.
 
     Which slot and number a block gets depends on a race between threads; which row is found does not.
     """
@@ -73,10 +77,6 @@ class CoordinateTable:
     is_given: bool = False  # whether somebody gave the rows, and not a plan: their maps are asked for one after another
 
     read: dict[str, int] = field(default_factory=dict)  # "distinct", "overflow" and "blocks", once they were read
-
-    @property
-    def blocked(self) -> bool:
-        return self.shifts[-1] > 0
 
     @property
     def has_duplicates(self) -> bool:
@@ -109,7 +109,7 @@ class CoordinateTable:
         return None
 
 
-#: the arrays of a table's arena; those up to COUNTS start as zeros, and single cells have no others
+#: the arrays of a table's arena; those up to COUNTS start as zeros
 SLOTS, STATUS, RANGES, COUNTS, IDS, INFOS, KEYS, ROWS, ENTRIES = range(9)
 _I32, _I64 = torch.int32, torch.int64
 TABLE_KINDS = Kinds((_I64, _I64, _I32, _I32, _I32, _I64, _I64, _I32, _I64))
@@ -141,8 +141,7 @@ def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]
         found, overflow = status.tolist()
         ranges = decode_ranges(spread)
     table.read["distinct"], table.read["overflow"] = found & 0xFFFFFFFF, overflow
-    if table.blocked:
-        table.read["blocks"] = found >> 32
+    table.read["blocks"] = found >> 32
     return ranges
 
 
@@ -159,14 +158,13 @@ def build_table(
     coords: torch.Tensor,
     ranges: torch.Tensor | None = None,
     *,
-    blocked: bool | None = None,
     reported: bool = False,
     device_count: DeviceCount | None = None,
     checked: bool = False,
 ) -> CoordinateTable:
     """A table of the rows of coords (N, 1+D) int32, N < 2^29, in any order; nothing is read back.
 
-    ``ranges`` are those of ``measure_ranges`` where they are known; ``blocked=False`` makes a table of single cells.
+    ``ranges`` are those of ``measure_ranges`` where they are known;
     Duplicate rows and key overflow are found on the device: `raise_for_status` reports them at the next reading.
     ``reported`` sends status and ranges to the host, for a `read_table` that follows. With given ranges, rows outside
     of them are in no cell and never found; so are the dead ones of ``device_count`` rows, whose batch item is negative.
@@ -178,13 +176,11 @@ def build_table(
         raise ValueError(f"a grid on a GPU holds fewer than 2^29 voxels, got {n:,}: split the scene")
     coords = aligned(coords)
     device = coords.device
-    if blocked is None:
-        blocked = n > SINGLE_CELL_ROWS
-    lengths = table_lengths(n, columns, blocked)
-    fused = blocked and 0 < n <= FUSED_ROWS
-    cleared = fused or (blocked and n > 0 and ranges is None)  # by the first launch
+    lengths = table_lengths(n, columns)
+    fused = 0 < n <= FUSED_ROWS
+    cleared = fused or (n > 0 and ranges is None)  # by the first launch
     arena = Arena(device, TABLE_KINDS, lengths, 0 if cleared else 4)
-    report = Report(2 + 2 * columns, device) if reported and blocked and n and ranges is None else None
+    report = Report(2 + 2 * columns, device) if reported and n and ranges is None else None
     table = table_in(arena, coords, ranges, report, device_count)
     if fused:
         _launch_table(table, device_count if checked else None)
@@ -197,13 +193,11 @@ def build_table(
     return table
 
 
-def table_lengths(n: int, columns: int, blocked: bool = True) -> list[int]:
+def table_lengths(n: int, columns: int) -> list[int]:
     """Those of the arrays in the arena of a table of n rows, whose kinds are `TABLE_KINDS`."""
-    capacity = max(64, n + n // 2) if blocked else max(64, 2 * n)
+    capacity, some = max(64, n + n // 2), n or 1
     lengths = [2 * capacity, 2, 2 * columns, 3 * _counts_of_16(n) + 192 + _cells_of(n)]
-    if blocked:
-        some = n or 1
-        lengths += (capacity, 2 * some, _cells_at(n) + ceil_div(n, 2) if n > FUSED_ROWS else some, some, some)
+    lengths += (capacity, 2 * some, _cells_at(n) + ceil_div(n, 2) if n > FUSED_ROWS else some, some, some)
     return lengths
 
 
@@ -218,11 +212,9 @@ def table_in(
     n, columns = coords.shape
     capacity = arena.length_of(SLOTS) // 2
     spread = arena[RANGES] if ranges is None else pointer(ranges)
-    blocked = len(arena) > IDS
-    ids, infos, rows = (IDS, INFOS, ROWS) if blocked else (COUNTS, SLOTS, COUNTS)
-    pointers = (spread, arena[SLOTS], arena[ids], arena[infos], arena[rows])
+    pointers = (spread, arena[SLOTS], arena[IDS], arena[INFOS], arena[ROWS])
     cells = None
-    if _cells_of(n) and blocked and (device_count is None or n <= COUNTED_ROWS):
+    if _cells_of(n) and (device_count is None or n <= COUNTED_ROWS):
         begin, many = 3 * _counts_of_16(n) + 192, 1 << CELL_BITS
         if INTERPRETED:
             counts, of_blocks = arena[COUNTS][begin:], arena[KEYS][_cells_at(n) :].view(torch.int32)
@@ -230,8 +222,9 @@ def table_in(
         else:
             counts, of_blocks = arena[COUNTS] + 4 * begin, arena[KEYS] + 8 * _cells_at(n)
             cells = Cells(of_blocks, counts, counts + 4 * many, counts + 8 * many)
-    shifts = _BLOCKED[columns] if blocked else (0,) * columns
-    return CoordinateTable(coords, ranges, arena, capacity, shifts, pointers, spare_of(n), report, cells, device_count)
+    return CoordinateTable(
+        coords, ranges, arena, capacity, _SHIFTS[columns], pointers, spare_of(n), report, cells, device_count
+    )
 
 
 def spare_of(n: int) -> list[tuple[int, int]]:
@@ -276,7 +269,7 @@ def lookup(table: CoordinateTable, coords: torch.Tensor) -> torch.Tensor:
     coords = aligned(coords)
     found = torch.empty(coords.shape[0], dtype=torch.int32, device=coords.device)
     if coords.shape[0]:
-        constants = (coords.shape[1], pack_shifts(table.shifts), table.blocked, 128)
+        constants = (coords.shape[1], pack_shifts(table.shifts), 128)
         grid = (ceil_div(coords.shape[0], 128),)
         args = (pointer(coords), *table.pointers, pointer(found), coords.shape[0], table.capacity)
         LOOKUP(coords.device, grid, args, constants)
@@ -365,24 +358,20 @@ def _checks(table: CoordinateTable, checked: DeviceCount | None) -> tuple[Pointe
 def _launch_build(table: CoordinateTable, checked: DeviceCount | None) -> None:
     arena, coords, capacity = table.arena, table.coords, table.capacity
     (n, columns), device = coords.shape, coords.device
-    blocked, is_checked = table.blocked, checked is not None
+    is_checked = checked is not None
     count, fault = _checks(table, checked)
     slots, status, spread = arena[SLOTS], arena[STATUS], table.pointers[0]
-    if blocked:
-        _, _, _, _, ids, infos, keys, places, entries = arena  # slots by block lie where rows will
-    else:
-        ids = infos = keys = places = entries = slots
+    _, _, _, _, ids, infos, keys, places, entries = arena  # slots by block lie where rows will
     insert = (pointer(coords), spread, slots, ids, keys, places, entries, status, count, fault, n, capacity)
-    INSERT(device, (ceil_div(n, 256),), insert, (columns, pack_shifts(table.shifts), blocked, is_checked, 256))
-    if blocked:
-        programs = min(ceil_div(n, 512), 1056)
-        cells, bits = (Cells(*(ids,) * 4), 0) if table.cells is None else (table.cells, CELL_BITS)
-        info = (slots, places, infos, status, spread, keys, cells.of_blocks, cells.counts, programs)
-        INFO(device, (programs,), info, (columns, pack_shifts(table.shifts), bits, LEAST_SHIFT, 512))
-        rows = (
-            entries, ids, infos, places, status, spread, _reported(table), count, fault,
-            cells.counts, cells.before, cells.sums, n,
-        )  # fmt: skip
-        numbered = NUMBERED if bits else 0
-        constants = (columns, _width(columns), table.report is not None, is_checked, bits, numbered, 256)
-        PLACE(device, (numbered + ceil_div(n, 256),), rows, constants)
+    INSERT(device, (ceil_div(n, 256),), insert, (columns, pack_shifts(table.shifts), is_checked, 256))
+    programs = min(ceil_div(n, 512), 1056)
+    cells, bits = (Cells(*(ids,) * 4), 0) if table.cells is None else (table.cells, CELL_BITS)
+    info = (slots, places, infos, status, spread, keys, cells.of_blocks, cells.counts, programs)
+    INFO(device, (programs,), info, (columns, pack_shifts(table.shifts), bits, LEAST_SHIFT, 512))
+    rows = (
+        entries, ids, infos, places, status, spread, _reported(table), count, fault,
+        cells.counts, cells.before, cells.sums, n,
+    )  # fmt: skip
+    numbered = NUMBERED if bits else 0
+    constants = (columns, _width(columns), table.report is not None, is_checked, bits, numbered, 256)
+    PLACE(device, (numbered + ceil_div(n, 256),), rows, constants)

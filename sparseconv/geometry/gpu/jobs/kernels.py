@@ -1,4 +1,11 @@
-"""The work list of the weight gradient, cut where the counts of the taps are: on the device, so that nobody waits."""
+"""The work list of the weight gradient, cut where the counts of the taps are: on the device, without a wait.
+
+    in:  tap offsets (K+1,) int64, and the number of jobs
+    out: `Jobs`
+
+Offsets (0, 1, 4, 5) in four jobs of at most two pairs: begin (0, 1, 3, 4), end (1, 3, 4, 5), the jobs of a tap from
+(0, 1, 3, 4) on. Jobs that begin early in their tap are launched first: (0, 1, 3, 2).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Sort keys of rows: the Gray ranks of their masks, below the numbers of runs of rows that lie side by side."""
+"""Sort keys of rows: the Gray ranks of their masks, below the numbers of runs of rows that lie side by side.
+
+    in:  a `WindowSearch`, taps in groups, and their significance: far taps first
+    out: keys (G, N_out), int32 or int64
+
+Of three taps, far ones first (0, 2, 1), a row with taps 1 and 2 has the code 0b011, the third of the Gray sequence
+000, 001, 011, 010, 110, 111, 101, 100: its key is 2. Taps 0 and 1 are 0b101, key 6; tap 1 alone is 0b001, key 1.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     in:  a `WindowSearch`, with the sort keys of its rows
     out: rows (N_out,) int32, in a stable order of the keys
 
-Rows with the masks 0b110 and 0b011 have the Gray ranks 4 and 2: the second row comes first, the order is [1, 0].
+Keys (2, 6, 1) give the order (2, 0, 1): row 2 with its one tap, row 0 with one more, then row 1.
 """
 
 from __future__ import annotations

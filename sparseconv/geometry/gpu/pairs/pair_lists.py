@@ -1,4 +1,10 @@
-"""The edges of a window by tap, and the table of the reversed edges, on the GPU."""
+"""The edges of a window by tap, and the table of the reversed edges, on the GPU.
+
+    in:  a `WindowSearch`; the host reads the counts of its edges, and waits for nothing else
+    out: in_rows and out_rows (P,) int32 by tap
+
+The offsets (0, 1, 4, 5) and the masks of `window.found` give in_rows (0, 0, 1, 2, 1) and out_rows (1, 0, 1, 2, 0).
+"""
 
 from __future__ import annotations
 
@@ -121,7 +127,7 @@ def confine_kernel(offsets_ptr, fault_ptr, most, num_taps, half, room, TAPS: tl.
 def pairs_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n, capacity, num_chunks, num_taps,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, MIRRORED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Source and target rows of the edges of one run of taps in one chunk of rows, in the order of the target rows.
@@ -161,19 +167,19 @@ def pairs_kernel(
         entry = entry_of(row, live, entries_ptr, SIDES)
         seen, near, far, cell = look(
             row, entry, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, around_ptr,
-            window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
+            window_ptr, capacity, RANK, SHIFTS, PLACES, PERIODIC, SIDES,
         )  # fmt: skip
         seen = seen & ((1 << taken) - 1)
-        found, near, far = take(rows_ptr, seen, near, far, cell, 0, EDGE, BLOCKED)
+        found, near, far = take(rows_ptr, seen, near, far, cell, 0, EDGE, SIDES)
         place0 = put(in_rows_ptr, out_rows_ptr, place0, turn0, found, row, MIRRORED)
         if LENGTH > 1:
-            found, near, far = take(rows_ptr, seen, near, far, cell, 1, EDGE, BLOCKED)
+            found, near, far = take(rows_ptr, seen, near, far, cell, 1, EDGE, SIDES)
             place1 = put(in_rows_ptr, out_rows_ptr, place1, turn1, found, row, MIRRORED)
         if LENGTH > 2:
-            found, near, far = take(rows_ptr, seen, near, far, cell, 2, EDGE, BLOCKED)
+            found, near, far = take(rows_ptr, seen, near, far, cell, 2, EDGE, SIDES)
             place2 = put(in_rows_ptr, out_rows_ptr, place2, turn2, found, row, MIRRORED)
         if LENGTH > 3:
-            found, near, far = take(rows_ptr, seen, near, far, cell, 3, EDGE, BLOCKED)
+            found, near, far = take(rows_ptr, seen, near, far, cell, 3, EDGE, SIDES)
             place3 = put(in_rows_ptr, out_rows_ptr, place3, turn3, found, row, MIRRORED)
 
 

@@ -1,4 +1,12 @@
-"""The voxels that a window reaches from the rows of a grid, on the GPU: each once, in lexicographic order."""
+"""The voxels that a window reaches from the rows of a grid, on the GPU: each once, in lexicographic order.
+
+    in:  rows (N, 1+D) int32, a window, a box around the rows
+    out: coordinates (M, 1+D) int32; the host waits once, for M
+
+A window of two cells at stride 2 sees x = 0, 1 and 5 from the coarse voxels 0, 0 and 2. Their bits in the box from 0 to
+2 are 0b101, whose ranks are the rows of the result, ((0, 0), (0, 2)). Boxes of more than 2^33 cells are hashed and
+sorted instead.
+"""
 
 from __future__ import annotations
 

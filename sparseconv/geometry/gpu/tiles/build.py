@@ -1,4 +1,17 @@
-"""Schedules on the GPU in four steps: sort the keys of the rows, permute the table, list live taps, rank the tiles."""
+"""Schedules on the GPU: the table of neighbours in the order of rows, cut into tiles with a list of live taps each.
+
+    in:  a `WindowSearch` and the order of its rows
+    out: a `Schedule`
+
+In tiles of two rows, the order (2, 0, 1) gives the slots (2, 0 | 1, -1). Their columns of the table are
+
+    tap 0   -1 -1 |  0 -1
+    tap 1    2  0 |  1 -1
+    tap 2   -1  1 | -1 -1
+
+so that the first tile lists the taps 1 and 2, the second the taps 0 and 1. (Tiles have 16 rows and more, and slots are
+padded to a multiple of 256.)
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def tiles_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     order_ptr, line_of_ptr, weight_taps_ptr, out_ptr, out_rows_ptr, slots_ptr, counts_ptr, tile_rows_ptr, tile_taps_ptr,
     launch_order_ptr, ticket_ptr, n, num_runs, num_taps, capacity, num_slots, tiles_per_group, num_lines, room,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, BLOCK_M: tl.constexpr, ROOM: tl.constexpr, SPLIT: tl.constexpr,
     MASKED: tl.constexpr, PLAIN: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
@@ -46,15 +46,15 @@ def tiles_kernel(
     for run in range(0, num_runs, 3):  # all loads of three runs before any store: they are on their way together
         tap_a, length_a, a0, a1, a2, a3 = look_and_take(
             runs_ptr, run, num_runs, row, entry, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr,
-            rows_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+            rows_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, PERIODIC, SIDES, LENGTH,
         )  # fmt: skip
         tap_b, length_b, b0, b1, b2, b3 = look_and_take(
             runs_ptr, run + 1, num_runs, row, entry, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr,
-            rows_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+            rows_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, PERIODIC, SIDES, LENGTH,
         )  # fmt: skip
         tap_c, length_c, c0, c1, c2, c3 = look_and_take(
             runs_ptr, run + 2, num_runs, row, entry, real, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr,
-            rows_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, LENGTH,
+            rows_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, PERIODIC, SIDES, LENGTH,
         )  # fmt: skip
         for part in tl.static_range(3):
             tap = tap_a if part == 0 else tap_b if part == 1 else tap_c
@@ -105,7 +105,7 @@ def tiles_kernel(
 def look_and_take(
     runs_ptr, run, num_runs, row, entry, live, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr,
     around_ptr, window_ptr, capacity,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """First tap, length and up to four found rows of a run; beyond the last run the length is 0."""
@@ -115,18 +115,18 @@ def look_and_take(
     length = tl.where(run < num_runs, tl.load(run_ptr + 1), 0)
     seen, near, far, cell = look(
         row, entry, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, around_ptr,
-        window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
+        window_ptr, capacity, RANK, SHIFTS, PLACES, PERIODIC, SIDES,
     )  # fmt: skip
-    found0, near, far = take(rows_ptr, seen, near, far, cell, 0, EDGE, BLOCKED)
+    found0, near, far = take(rows_ptr, seen, near, far, cell, 0, EDGE, SIDES)
     found1 = found0
     found2 = found0
     found3 = found0
     if LENGTH > 1:
-        found1, near, far = take(rows_ptr, seen, near, far, cell, 1, EDGE, BLOCKED)
+        found1, near, far = take(rows_ptr, seen, near, far, cell, 1, EDGE, SIDES)
     if LENGTH > 2:
-        found2, near, far = take(rows_ptr, seen, near, far, cell, 2, EDGE, BLOCKED)
+        found2, near, far = take(rows_ptr, seen, near, far, cell, 2, EDGE, SIDES)
     if LENGTH > 3:
-        found3, near, far = take(rows_ptr, seen, near, far, cell, 3, EDGE, BLOCKED)
+        found3, near, far = take(rows_ptr, seen, near, far, cell, 3, EDGE, SIDES)
     return tap, length, found0, found1, found2, found3
 
 

@@ -35,11 +35,12 @@ class Prefetched:
 class WindowSearch:
     """The edges between the rows of a table and target rows, found but not written down.
 
-    Of two voxels side by side on a line, with rows 0 and 1, through a window of three taps:
+    Of the voxels x = 0, 1 and 5 of a line, rows 0, 1 and 2, through a window of three taps:
 
-        masks   row 0: 0b110 (taps 1 and 2), row 1: 0b011 (taps 0 and 1)
-        counts  [[1], [2], [1]]: edges of each tap in the one chunk of rows
-        starts  [[0], [0], [0]]: edges of a tap in the chunks before; pending.offsets [0, 1, 3, 4]
+        masks   row 0: 0b110 (taps 1 and 2), row 1: 0b011 (taps 0 and 1), row 2: 0b010 (tap 1)
+        counts  [[1], [3], [1]]: edges of each tap in the one chunk of rows
+        starts  [[0], [0], [0]]: edges of a tap in the chunks before; pending.offsets [0, 1, 4, 5]
+        keys    [[2, 6, 1]]
 
     Sort keys are the Gray ranks of the masks, so that rows sorted by them change taps one at a time. The scratch memory
     goes back when all that is wanted was made of it (`released`); whoever wants more searches again.
@@ -51,7 +52,7 @@ class WindowSearch:
     device_count: DeviceCount | None  # of rows whose number the host does not know
     rows: int  # N_out
     capacity: int  # slots of the table; of a given one, the length of its rows
-    constants: tuple  # RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES and LENGTH of the kernels
+    constants: tuple  # RANK, SHIFTS, PLACES, PERIODIC, SIDES and LENGTH of the kernels
     is_local: bool = False  # whether the target rows are the table's own: a row's block tells the blocks around it
     is_cube: bool = False  # whether each row looks at the 27 cells around it, for which there are kernels of their own
     chunk_rows: int = 1  # rows whose edges are counted together

@@ -31,7 +31,7 @@ def neighbor_table(search: WindowSearch) -> torch.Tensor:
 def planes_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     planes_ptr, n, capacity,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """planes[tap, row] = source row, for BLOCK rows and one run of taps."""
@@ -45,10 +45,10 @@ def planes_kernel(
     entry = entry_of(row, live, entries_ptr, SIDES)
     seen, near, far, cell = look(
         row, entry, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, around_ptr,
-        window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
+        window_ptr, capacity, RANK, SHIFTS, PLACES, PERIODIC, SIDES,
     )  # fmt: skip
     for step in tl.static_range(LENGTH):
-        found, near, far = take(rows_ptr, seen, near, far, cell, step, EDGE, BLOCKED)
+        found, near, far = take(rows_ptr, seen, near, far, cell, step, EDGE, SIDES)
         tl.store(planes_ptr + (tap + step).to(tl.int64) * n + row, found, mask=row < tl.where(length > step, n, 0))
 
 

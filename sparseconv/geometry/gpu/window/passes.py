@@ -70,7 +70,7 @@ def launch_search(search: WindowSearch, counters: Counters, passes: Passes, prog
     args = (
         *search.pointers, pointer(window.key_words), scratch[SORT_KEYS], counts, totals,
         barriers_of(device, table.device_count),
-        table.arena[KEYS] if table.blocked else scratch[SORT_KEYS], table.arena[STATUS],
+        table.arena[KEYS], table.arena[STATUS],
         scratch[STARTS], pointer(pending.offsets), pending.report.pointer, *scratch[LINES:],
         n, window.num_runs, taps, search.capacity, search.chunks,
         passes.states, passes.counting, passes.share, programs,
@@ -148,7 +148,7 @@ def masks_kernel(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
     words_ptr, keys_ptr, counts_ptr, totals_ptr,
     n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, CUBE: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +158,7 @@ def masks_kernel(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
         words_ptr, keys_ptr, counts_ptr, totals_ptr,
         n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
-        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, GROUPS, COUNTED, TAPS, CHUNK, BLOCK, CUBE,
+        RANK, SHIFTS, PLACES, PERIODIC, SIDES, GROUPS, COUNTED, TAPS, CHUNK, BLOCK, CUBE,
     )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def read_masks(
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
     words_ptr, keys_ptr, counts_ptr, totals_ptr,
     n, num_runs, num_taps, capacity, num_chunks, key_chunk, room, lost, programs,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, GROUPS: tl.constexpr, COUNTED: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, CUBE: tl.constexpr,
 ):  # fmt: skip
@@ -188,7 +188,7 @@ def read_masks(
                     run_ptr = window_ptr + 3 * RANK + tl.minimum(run + part, num_runs - 1) * (2 + RANK)
                     seen, _near, _far, _cell = look(
                         row, entry, live, run_ptr, tl.load(run_ptr + 1), coords_ptr, ranges_ptr, table_ptr, ids_ptr,
-                        info_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES,
+                        info_ptr, around_ptr, window_ptr, capacity, RANK, SHIFTS, PLACES, PERIODIC, SIDES,
                     )  # fmt: skip
                     mask |= seen << tl.load(run_ptr)  # a last run met twice says the same twice
         for group in tl.static_range(GROUPS):
@@ -215,7 +215,7 @@ def search_kernel(
     words_ptr, keys_ptr, counts_ptr, totals_ptr, barriers_ptr, block_keys_ptr, status_ptr,
     starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
     n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, LENGTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, BLOCKS_EACH: tl.constexpr, SCAN: tl.constexpr, NUM_BARRIERS: tl.constexpr, CUBE: tl.constexpr,
     PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, MOVES: tl.constexpr,
@@ -240,7 +240,7 @@ def search_kernel(
         words_ptr, keys_ptr, counts_ptr, totals_ptr, barriers_ptr + 1, status_ptr,
         starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
         n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
-        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, TAPS, CHUNK, BLOCK, SCAN, CUBE,
+        RANK, SHIFTS, PLACES, PERIODIC, SIDES, TAPS, CHUNK, BLOCK, SCAN, CUBE,
         PASSES, BITS, WARPS, STEPS, MOVES,
     )  # fmt: skip
     leave(barriers_ptr, programs, NUM_BARRIERS)
@@ -252,7 +252,7 @@ def search_rows(
     words_ptr, keys_ptr, counts_ptr, totals_ptr, barriers_ptr, status_ptr,
     starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
     n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
     CUBE: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
     MOVES: tl.constexpr,
@@ -262,7 +262,7 @@ def search_rows(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
         words_ptr, keys_ptr, counts_ptr, totals_ptr,
         n, num_runs, num_taps, capacity, num_chunks, n, 31, 0, programs,
-        RANK, SHIFTS, PLACES, BLOCKED, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK, CUBE,
+        RANK, SHIFTS, PLACES, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK, CUBE,
     )  # fmt: skip
     wait_for_all(barriers_ptr, programs)
     for tap in range(tl.program_id(0), num_taps, programs):

@@ -40,7 +40,7 @@ def search_window(table: CoordinateTable, coords: torch.Tensor, window: TapWindo
     Args:
         table: the source rows.
         coords: (N_out, 1+D) int32 on the same device, in any order; ``table.coords`` itself is faster.
-        window: of the same device, with ``single=True`` for a table that is not blocked.
+        window: of the same device.
     """
     with building():
         return _search(table, coords, window)
@@ -53,7 +53,7 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
     narrow, side = taps <= KEY_BITS, current()
     counters, pending = Counters(table, taps, chunks), PendingCounts(taps, table)
     blocks = table.most_blocks if is_local else 0
-    lengths = [taps * chunks, n if narrow else 0, blocks * constants[5]]
+    lengths = [taps * chunks, n if narrow else 0, blocks * constants[4]]
     passes, is_sorted, programs = None, False, 0
     if narrow and 0 < n <= FUSED_ROWS:
         # one allocation and one launch are fastest for the host; on side streams, edges are listed during the sort
@@ -113,7 +113,7 @@ def search_table(neighbors: torch.Tensor, device_count: DeviceCount | None = Non
     neighbors = aligned(neighbors)
     window = encode_window(tuple((tap,) for tap in range(taps)), (1,), None, neighbors.device, True)
     pointers = (pointer(neighbors),) * 8 + (pointer(window.data),)
-    chunk_rows, constants = rows_per_chunk(n), (1, 0, 0, False, False, GIVEN, 1)
+    chunk_rows, constants = rows_per_chunk(n), (1, 0, 0, False, GIVEN, 1)
     chunks = ceil_div(n, chunk_rows)
     return WindowSearch(
         neighbors.new_empty(n, 0), window, None, device_count, n, n, constants, chunk_rows=chunk_rows, chunks=chunks,
@@ -124,8 +124,8 @@ def search_table(neighbors: torch.Tensor, device_count: DeviceCount | None = Non
 @lru_cache(maxsize=512)
 def _looks(window: TapWindow, shifts: tuple[int, ...], same: bool) -> tuple[bool, bool, tuple]:
     """`is_local`, `is_cube` and the constants of searches in a table of such blocks; ``same``: for its own rows."""
-    rank, blocked = len(shifts) - 1, any(shifts)
-    local = same and blocked and 0 <= window.reach <= 2 ** min(shifts[1:])
+    rank = len(shifts) - 1
+    local = same and 0 <= window.reach <= 2 ** min(shifts[1:])
     sides = 3**rank if local else 0
-    constants = rank, pack_shifts(shifts), bit_places(shifts), blocked, window.periodic, sides, window.run_length
+    constants = rank, pack_shifts(shifts), bit_places(shifts), window.periodic, sides, window.run_length
     return local, local and window.is_cube and shifts == CUBE[1], constants

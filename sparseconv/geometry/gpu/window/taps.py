@@ -235,7 +235,7 @@ def look_into_halves(near_half, far_half, line, cell, length, EDGE: tl.constexpr
 @triton.jit
 def look_up(
     row, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, window_ptr, capacity, volume,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PERIODIC: tl.constexpr,
 ):  # fmt: skip
     """The cells of a run near target rows with any coordinates, by their keys; returns what `look_around` does."""
     SHIFT: tl.constexpr = (SHIFTS >> (4 * RANK)) & 15
@@ -264,16 +264,12 @@ def look_up(
     count = axis_blocks(extent, SHIFT)
     key = key * count + block
     slot, hit = find(table_ptr, key, inside & (block >= 0) & (block < count - 1), capacity, volume)
-    if BLOCKED:
-        cell = (q & (EDGE - 1)).to(tl.int32)
-        crosses = inside & (block >= -1) & (block < count - 2) & (cell + length > EDGE)
-        next_slot, next_hit = find(table_ptr, key + 1, crosses, capacity, volume)
-        number = tl.load(ids_ptr + slot, mask=hit, other=-1)
-        following = tl.load(ids_ptr + next_slot, mask=next_hit, other=-1)
-        return look_into(number.to(tl.int64), following.to(tl.int64), bit << SHIFT, cell, length, info_ptr, EDGE)
-    else:
-        found = tl.load(table_ptr + 2 * slot + 1, mask=hit, other=0).to(tl.int32) - 1
-        return hit.to(tl.int32), found, found, bit
+    cell = (q & (EDGE - 1)).to(tl.int32)
+    crosses = inside & (block >= -1) & (block < count - 2) & (cell + length > EDGE)
+    next_slot, next_hit = find(table_ptr, key + 1, crosses, capacity, volume)
+    number = tl.load(ids_ptr + slot, mask=hit, other=-1)
+    following = tl.load(ids_ptr + next_slot, mask=next_hit, other=-1)
+    return look_into(number.to(tl.int64), following.to(tl.int64), bit << SHIFT, cell, length, info_ptr, EDGE)
 
 
 @triton.jit
@@ -289,7 +285,7 @@ def entry_of(row, live, entries_ptr, SIDES: tl.constexpr):
 def look(
     row, entry, live, run_ptr, length,
     coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, around_ptr, window_ptr, capacity,
-    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, BLOCKED: tl.constexpr, PERIODIC: tl.constexpr,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
     SIDES: tl.constexpr,
 ):  # fmt: skip
     """What a run of taps sees from rows: around their own blocks (SIDES > 0), by keys, or in a given table (< 0)."""
@@ -304,15 +300,15 @@ def look(
         volume = count_blocks(ranges_ptr, RANK + 1, SHIFTS)
         return look_up(
             row, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, window_ptr, capacity,
-            volume, RANK, SHIFTS, BLOCKED, PERIODIC,
+            volume, RANK, SHIFTS, PERIODIC,
         )  # fmt: skip
 
 
 @triton.jit
-def take(rows_ptr, seen, near, far, cell, INDEX: tl.constexpr, EDGE: tl.constexpr, BLOCKED: tl.constexpr):
+def take(rows_ptr, seen, near, far, cell, INDEX: tl.constexpr, EDGE: tl.constexpr, SIDES: tl.constexpr):
     """The row of one cell of a run, -1 if it is empty; both cursors move on past it."""
     there = ((seen >> INDEX) & 1) != 0
-    if BLOCKED:
+    if SIDES >= 0:  # else in a given table
         found = tl.load(rows_ptr + tl.where(cell + INDEX < EDGE, near, far), mask=there, other=-1)
     else:
         found = tl.where(there, near, -1)
