@@ -70,9 +70,10 @@ def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> 
         if n and taps and narrow:
             launch_masks(search, window.key_words, scratch[SORT_KEYS], counters, n, KEY_BITS, 0)
         elif n and taps:
-            search = replace(search, neighbors=neighbor_table(search))
+            neighbors = neighbor_table(search)
+            search = replace(search, neighbors=neighbors)
             totals, counts = counters.pointers
-            args = (pointer(search.neighbors), counts, totals, n, chunks)
+            args = (pointer(neighbors), counts, totals, n, chunks)
             COUNT(device, (chunks, taps), args, (search.chunk_rows, 128))
         scan_counts(counters, scratch[STARTS], pending, table)
     return search if side is None else replace(search, moment=side.moment())
