@@ -43,6 +43,8 @@ class SparseConvolution(SparseModule):
     (C_in, C_out).
     """
 
+    is_convolution = True
+
     def __init__(
         self,
         ndim: int,
