@@ -81,8 +81,7 @@ class SparseConvolution(SparseModule):
         self.conv1x1 = math.prod(self.kernel_size) == 1 and (subm or math.prod(self.stride) == 1) and not inverse
         if self.conv1x1 and not subm and any(self.padding):
             raise ValueError(f"a layer of one tap at stride 1 takes no padding; got {self.padding}")
-        self.indice_key = indice_key
-        self.algo = ConvAlgo.Native if algo is None else algo
+        self.indice_key, self.algo = indice_key, ConvAlgo.Native if algo is None else algo
         self.fp32_accum, self.record_voxel_count = fp32_accum, record_voxel_count
         self.weight_shape = [out_channels, *self.kernel_size, in_channels // groups]
         self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, **where))
