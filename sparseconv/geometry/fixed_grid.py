@@ -332,7 +332,7 @@ class FixedGrid(VoxelGrid):
 
 def forget_tables(example: VoxelGrid) -> None:
     """Let go of the tables by which an example's maps were built, where their sizes are all that will be asked for."""
-    example._cells = None
+    example._cells = example._search = None
     for kept in (*example.sizes.reached.values(), *example.derived.values()):
         if isinstance(kept, VoxelGrid):
             forget_tables(kept)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -49,6 +49,14 @@ class Cells(NamedTuple):
     sums: Pointer  # (NUMBERED,) int32: zeros for the programs that count these
 
 
+class TableStatus(NamedTuple):
+    """What the host has read of a table."""
+
+    distinct: int  # rows, each voxel once
+    blocks: int  # that are occupied
+    overflows: bool  # whether the extent is too large for keys
+
+
 @dataclass(eq=False)
 class CoordinateTable:
     """Occupied blocks of cells, found by open addressing; everything stays on the device.
@@ -74,14 +82,15 @@ class CoordinateTable:
     device_count: DeviceCount | None = (
         None  # of rows whose number the host does not know: nothing of theirs is ever read back
     )
-    is_given: bool = False  # whether somebody gave the rows, and not a plan: their maps are asked for one after another
+    is_given: bool = False  # whether somebody gave the rows, and not a plan
 
-    read: dict[str, int] = field(default_factory=dict)  # "distinct", "overflow" and "blocks", once they were read
+    status: TableStatus | None = None  # once it was read
 
     @property
     def has_duplicates(self) -> bool:
         """Whether a row occurs twice; after `read_table`."""
-        return not self.read["overflow"] and self.read["distinct"] != self.coords.shape[0]
+        status = self.status
+        return status is not None and not status.overflows and status.distinct != self.coords.shape[0]
 
     @property
     def ranges(self) -> torch.Tensor:
@@ -93,9 +102,9 @@ class CoordinateTable:
     @property
     def most_blocks(self) -> int:
         """The number of occupied blocks where the host knows it, and of rows elsewhere; waits for nothing."""
-        if "blocks" not in self.read and self.report is not None and self.report.has_arrived:
+        if self.status is None and self.report is not None and self.report.has_arrived:
             read_table(self)
-        return self.read.get("blocks", self.coords.shape[0])
+        return self.coords.shape[0] if self.status is None else self.status.blocks
 
     def spare_zeros(self, length: int) -> int | None:
         """Where in the arena's COUNTS so many zeros begin that nobody else gets; None if none are left."""
@@ -140,8 +149,7 @@ def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]
         status, spread = table.arena.read(STATUS, RANGES)
         found, overflow = status.tolist()
         ranges = decode_ranges(spread)
-    table.read["distinct"], table.read["overflow"] = found & 0xFFFFFFFF, overflow
-    table.read["blocks"] = found >> 32
+    table.status = TableStatus(found & 0xFFFFFFFF, found >> 32, overflow != 0)
     return ranges
 
 
