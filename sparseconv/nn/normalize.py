@@ -13,7 +13,7 @@ import torch
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: programs on each multiprocessor: of the statistics, of a gradient's sums, of a pass that writes; more of them leave
 #: more parts, which every program of the next pass merges
-RESIDENTS = (2, 2, 2)
+CREWS = (2, 2, 2)
 #: elements of a tile
 TILE = 4096
 
@@ -87,7 +87,7 @@ def kernels(
     block_n = TILE // block_c
     tiles, columns, start = -(-rows // block_n), -(-channels // block_c), (2 * channels + 31) & -32
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    rounds = [-(-tiles // max(1, crew * processors // columns)) for crew in RESIDENTS]
+    rounds = [-(-tiles // max(1, crew * processors // columns)) for crew in CREWS]
     grids = tuple((-(-tiles // count), columns) for count in rounds)
     size = start + 2 * grids[0][0] * channels
     return Kernels(*_launchers(x, weight, running), channels // unit, (unit, block_n, block_c), grids, start, size)
