@@ -88,7 +88,7 @@ class Captured:
         self._tripped = torch.zeros(1, dtype=torch.int32, device=device)
         told = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
         #: the faults of all scenes so far, on their way to the host; read without a wait
-        self._checks, self._told_on_host = told, told.numpy()
+        self._told, self._told_on_host = told, told.numpy()
 
     # ---- a run
 
@@ -112,7 +112,7 @@ class Captured:
         """Whether something did not fit, (1,) bool; told to the host."""
         fault: Any = grid.fault
         self._tripped |= fault
-        self._checks.copy_(self._tripped, non_blocking=True)
+        self._told.copy_(self._tripped, non_blocking=True)
         return fault != 0
 
     @contextmanager
@@ -269,7 +269,7 @@ class Captured:
             graphs.wait_for(self._device)
             fault = fault_of(int(self._told_on_host[0]))
             self._tripped.zero_()
-            self._checks.zero_()
+            self._told.zero_()
             raise RuntimeError(
                 f"a scene before this call did not fit what was captured, and its result is NaN: {fault}. Capture with "
                 f"more room (now {self._room:g}), a larger extent (now {self._box}) or a fuller example"
