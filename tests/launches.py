@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseconv.gpu.launcher import Launcher
@@ -51,7 +52,14 @@ def counted() -> Iterator[tuple[Counter[str], Counter[str]]]:
         waits["report"] += self._values is None
         return read(self)
 
+    tolist = torch.Tensor.tolist
+
+    def listed(self: torch.Tensor) -> Any:
+        waits["tolist"] += 1
+        return tolist(self)
+
     with (
+        patch.object(torch.Tensor, "tolist", listed),
         patch.object(Launcher, "__call__", launched),
         patch.object(Launcher, "if_ready", ready),
         patch.object(Report, "read", waited),
