@@ -159,11 +159,11 @@ def plot(
 
 @app.command()
 def readme() -> None:
-    """Write the README's table of a card and its claims from the committed results."""
+    """Write the figures of the README and of docs/benchmarks.md, and their claims, from the committed results."""
     from benchmarks.claims import readme as section
 
     section.write()
-    console.print(f"wrote {section.README} and {section.verify.CLAIMS}", highlight=False)
+    console.print(f"wrote {section.README}, {section.PAGE} and {section.verify.CLAIMS}", highlight=False)
 
 
 def network_jobs(cases: Sequence[str], networks: Sequence[str], device: str, seconds: float) -> list[Job]:

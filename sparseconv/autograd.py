@@ -9,8 +9,9 @@ Two operators, closed under differentiation (k over taps, over the edges of a ke
     d adjoint     = {convolution of g with w, weight_gradient(g, x)}
     d weight_gradient with cotangent h = {adjoint of g with h, convolution of x with h}
 
-A kernel map travels through an operator's schema as an integer, since torch's schemas know no such type; whoever holds
-the map (a plan, a graph node) keeps it alive. The schema says SymInt, so that a compiled network serves every scene.
+A kernel map travels through an operator's schema as an integer, since torch's schemas know no such type.
+The plan or graph node that holds the map keeps it alive. The schema says SymInt, so a compiled network serves every
+scene.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _gradients(
     return _backend(kernel_map, x, weight.shape, groups, backend).gradients(x, weight, grad, kernel_map, groups)
 
 
-#: types of tensors to which nobody listens, and of absent ones
+#: types of plain tensors, which no subclass or mode intercepts, and of absent ones
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 #: how many dispatch modes there are, and whether autocast is on for any device
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -123,10 +124,9 @@ _unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_
 
 
 def _direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether nobody listens between a call and its kernel, so that it may skip torch's dispatcher.
+    """Whether a call may bypass torch's dispatcher: plain eager tensors, no mode, no autocast, no forward mode.
 
-    Two passes through Python kernels of the dispatcher cost as much as launching a small layer. They are needed where
-    someone traces, fakes, counts, casts or differentiates forward.
+    Two passes through the dispatcher's Python kernels cost as much as launching a small layer.
     """
     return (
         type(x) in _PLAIN
@@ -207,10 +207,10 @@ class _Linear(torch.autograd.Function):
         size, (*tensors, (edges, length, groups, *rest)) = info.batch_size, args
         shared = dims[0] is None and groups == 1 and cls is _Convolution and not rest[0]
         if shared:  # then they are more output channels of the same rows
-            beside = [tensors[0], *(side_by_side(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
+            stacked = [tensors[0], *(side_by_side(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
         else:
-            beside, groups = [side_by_side(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
-        found = _call(cls, *beside, edges, length, groups, *rest)
+            stacked, groups = [side_by_side(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
+        found = _call(cls, *stacked, edges, length, groups, *rest)
         return found.unflatten(-1, (size, found.shape[-1] // size)), found.ndim - 1
 
 

@@ -97,8 +97,10 @@ def version(
 
 
 def _leave_a_core() -> None:
-    """One core stays free, unless the user says how many: threads that spin while another process holds their partner's
-    core made a training on a busy machine of two cores ten times slower than one thread alone."""
+    """Leave one core free, unless the user sets OMP_NUM_THREADS.
+
+    On a busy machine torch's threads spin while they wait for one that has no core, which is slower than one thread.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 

@@ -18,18 +18,18 @@ LARGE = 32 << 20  # bytes from which malloc asks the system for every piece, and
 KEPT = 512 << 20  # bytes of pieces without a result that are kept at most
 HUGE = 2 << 20  # bytes of a huge page
 
-_returned: SimpleQueue[mmap.mmap] = SimpleQueue()  # a destructor may interrupt whoever holds the lock
+_returned: SimpleQueue[mmap.mmap] = SimpleQueue()  # no lock: a destructor may interrupt its holder
 _free: list[mmap.mmap] = []  # in the order in which they came back
-_lock = threading.Lock()  # of the list; whoever does not get it at once does without
+_lock = threading.Lock()  # of the list; a caller that does not get it at once allocates anew
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised tensor on the CPU of ``shape``, which begins where a line of 64 bytes does.
 
-    It lies in huge pages, whose first writes cost a third or less; numpy and this module ask for them, torch does not.
-    On Linux a tensor of 32 MB or more takes over the pages of one that nobody holds any more, of at most a quarter more
-    bytes: the system clears pages at 10 GB/s, as long as a tenth of a wide convolution. Of such pages 512 MB are kept
-    at most. The system may have them whenever it is short of memory (``MADV_FREE``).
+    It lies in huge pages, whose first writes cost a third or less. numpy and this module ask for them, torch does not.
+    On Linux a tensor of 32 MB or more takes over the pages of a freed one, which may be a quarter larger. Otherwise
+    the system would clear new pages. At most 512 MB of such pages are kept, and the system may take them at any time
+    (``MADV_FREE``).
 
     >>> y = empty((3, 2), torch.bfloat16)
     >>> y.shape, y.dtype, y.data_ptr() % 64

@@ -9,6 +9,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.kinds import as_device, check_kind, check_tensor
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class SparseTensor:
     def __post_init__(self) -> None:
         if not isinstance(self.grid, VoxelGrid):
             raise TypeError(f"grid must be a VoxelGrid; got {type(self.grid).__name__}")
+        check_tensor("features", self.features)
         shape = tuple(self.features.shape)
         if len(shape) != 2 or shape[0] != len(self.grid):
             raise ValueError(f"features must be ({len(self.grid)}, C), one row a voxel; got {shape}")
@@ -38,6 +40,10 @@ class SparseTensor:
     @classmethod
     def from_list(cls, coords: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> SparseTensor:
         """One item a scene: coords (N_b, D) integers and features (N_b, C); either may have no row."""
+        for name, items in (("coords", coords), ("features", features)):
+            check_kind(name, items, (list, tuple), "pass a list of tensors, one a scene")
+            for number, item in enumerate(items):
+                check_tensor(f"{name}[{number}]", item)
         if len(coords) != len(features) or not coords:
             raise ValueError(f"need as many coords as features, at least one; got {len(coords)} and {len(features)}")
         items = [torch.cat([torch.full_like(c[:, :1], b), c], 1) for b, c in enumerate(coords)]
@@ -50,6 +56,9 @@ class SparseTensor:
     @classmethod
     def from_nested(cls, grid: VoxelGrid, nested: torch.Tensor) -> SparseTensor:
         """A jagged `torch.nested` tensor (B, N_b, C) whose items follow the grid's rows of each batch item."""
+        check_kind("grid", grid, VoxelGrid, "pass the grid of the voxels")
+        if not isinstance(nested, torch.Tensor):
+            check_tensor("nested", nested)
         if not nested.is_nested or nested.layout != torch.jagged:
             raise TypeError(f"expected a torch.nested tensor of layout torch.jagged; got layout {nested.layout}")
         values, offsets = nested.values(), nested.offsets()  # type: ignore[attr-defined]
@@ -72,10 +81,13 @@ class SparseTensor:
     @classmethod
     def from_dense(cls, dense: torch.Tensor) -> SparseTensor:
         """The sites of dense (B, C, *spatial) where any channel is not zero."""
+        check_tensor("dense", dense)
         return cls(*VoxelGrid.from_dense(dense))
 
     def to_dense(self, extent: IndexRange | Sequence[int] | None = None) -> torch.Tensor:
         """(B, C, *shape) over the extent (default: the grid's own), zero where there is no voxel."""
+        if extent is not None:
+            check_kind("extent", extent, (IndexRange, list, tuple), "pass IndexRange.of_shape(shape), or a shape")
         return self.grid.to_dense(self.features, extent)
 
     # ---- the same voxels, other features
@@ -87,10 +99,12 @@ class SparseTensor:
     def cat(self, *others: SparseTensor) -> SparseTensor:
         """Channels side by side; all on one grid."""
         for other in others:
+            check_kind("other", other, SparseTensor, "SparseTensor(grid, features) makes one")
             self._check_same_grid(other)
         return self.with_features(torch.cat([self.features, *(other.features for other in others)], 1))
 
     def __add__(self, other: SparseTensor) -> SparseTensor:
+        check_kind("other", other, SparseTensor, "use with_features(x.features + other) for a number or a tensor")
         self._check_same_grid(other)
         return self.with_features(self.features + other.features)
 
@@ -114,7 +128,9 @@ class SparseTensor:
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> SparseTensor:
         """The grid and the features on a device, the features in a dtype."""
-        grid = self.grid if device is None else self.grid.to(device)
+        if dtype is not None:
+            check_kind("dtype", dtype, torch.dtype, "pass torch.float32 or another dtype of torch")
+        grid = self.grid if device is None else self.grid.to(as_device(device))
         return SparseTensor(grid, self.features.to(device=grid.device, dtype=dtype or self.dtype))
 
     def __repr__(self) -> str:

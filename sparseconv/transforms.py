@@ -1,7 +1,7 @@
-"""Who sees tensors change between a call and its result: transforms of torch.func, and forward-mode derivatives.
+"""Transforms of torch.func and forward-mode derivatives: whether they are active, and what runs outside of them.
 
-Both need every call as a node that they know how to change. A kernel launched past them would lose what they follow,
-and its result would look like a constant.
+Both need every call as an autograd node that they can transform. A kernel launched past them loses the tangent or the
+wrapper, and its result looks like a constant.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ functional: Callable[[], bool] = torch._C._are_functorch_transforms_active
 def forward_mode() -> bool:
     """Whether there is a level of dual tensors, of torch.autograd.forward_ad or of torch.func.jvp.
 
-    Raises RuntimeError where forward mode is asked for forward mode's derivative: of autograd functions torch loses a
-    part of that, without a word.
+    Raises RuntimeError for the forward-mode derivative of a forward-mode derivative: torch silently loses a part of it
+    at autograd functions.
     """
     if forward_ad._current_level < 0:
         return False
@@ -38,12 +38,12 @@ def forward_mode() -> bool:
 
 
 def present() -> bool:
-    """Whether there are either; not to be asked where torch.compile may trace, which knows no rules for them."""
+    """Whether either is active. Do not call it where torch.compile may trace: tracing has no rules for them."""
     return forward_mode() or functional()
 
 
 def active() -> bool:
-    """`present`, and nobody traces."""
+    """Whether either is active and torch.compile does not trace."""
     return not torch.compiler.is_compiling() and present()
 
 

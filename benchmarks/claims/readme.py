@@ -1,9 +1,10 @@
-"""The README's figures of a card, written from the committed results, and the claims that go with them.
+"""The figures of the README and of docs/benchmarks.md, written from the committed results with their claims.
 
-Between the two marks of the README stands what `section` makes of ``h200_gpu.json``, ``h200_dtypes_ours.json``
-(first gradients), ``h200_network.json``, ``h200_network_beside_spconv.json``, ``targets.json`` and the peers' rows of
-every ``h200_*.json``; the claims about it, in ``benchmarks/claims/claims.json``, are made in the same pass. Claims
-without a card are written by hand and stay.
+The README has networks, docs/benchmarks.md has single layers; each between the two marks. They come from
+``h200_gpu.json``, ``h200_dtypes_ours.json`` (first gradients), ``h200_network.json``,
+``h200_network_beside_spconv.json``, ``cpu.json``, ``targets.json`` and the peers' rows of every ``h200_*.json``.
+The claims in ``benchmarks/claims/claims.json`` are made in the same pass. Claims about the demonstration are written
+by hand and stay.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from benchmarks.layers.scenes import TITLES
 from benchmarks.worker import PREFIX
 
 README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- written by `python -m benchmarks readme` -->\n", "<!-- until here -->\n"
 #: networks: ours; with spconv in one run, of an engine before
 NETWORKS, NETWORKS_BESIDE, TARGETS = "h200_network.json", "h200_network_beside_spconv.json", "targets.json"
@@ -29,6 +31,8 @@ TOLERANCE, HOST_TOLERANCE = 0.15, 0.9
 #: what of a network the host paces, and the milliseconds of a layer's under which it does
 HOSTS, HOST_MS = ("step", "inference", "fixed"), {"map": 1.5, "step": 0.5, "forward": 0.1}
 SPCONV = f"{PREFIX}spconv"
+#: two cores, ours and spconv's
+PROCESSOR = "cpu.json"
 #: what is said of a process's first gradients, and where
 FIRST, STARTS = ("cold_s", "second_s"), "h200_dtypes_ours.json"
 UNITS = {"memory": "MiB", "captured_memory": "MiB", "cold_s": "s", "second_s": "s", "voxels": "", "parameters": ""}
@@ -37,7 +41,7 @@ Claim = dict[str, Any]
 
 
 class Section:
-    """Lines of the README and the claims that they make."""
+    """Lines of the README, ``lines``, and of the benchmarks' page, ``page``, and the claims that both make."""
 
     def __init__(self, layers: dict[str, Any], networks: dict[str, Any]) -> None:
         self.claims: list[Claim] = []
@@ -45,18 +49,9 @@ class Section:
         self.layers = stated.rows_of(VERIFIED)
         self.networks = [row for row in networks["rows"] if row["status"] == "measured"]
         packages = layers["machine"]["packages"]
-        self.lines = [
-            f"One {self.card}, torch {packages['torch']}, triton {packages['triton']}, fp16 with fp32 sums, "
-            "submanifold 3x3x3, rows as given, through autograd as a user calls it. **Milliseconds, ours / the best "
-            "other's**: the fastest of spconv, spconv-triton, FlexGEMM and WarpConvNet on such cards in "
-            "November 2026. *Map* is from coordinates to all that a training step needs, "
-            "*captured*, as a graph that serves every scene; *step* is forward and both gradients. Short eager "
-            "figures, maps above all, are the host's pace, and twice as long on some: ours are of one run, in which "
-            "what the host was slow for was measured again and the least counts; theirs are the least of all runs.",
-            "",
-            "![Their time over ours: forward, training step, map](docs/pictures/h200_gpu_relative.png)",
-            "",
-        ]
+        self.versions = f"torch {packages['torch']}, triton {packages['triton']}"
+        self.lines: list[str] = []
+        self.page: list[str] = []
 
     def claim(self, row: dict[str, Any], quantity: str, words: str, whose: str = "", text: str = "") -> str:
         """A figure as the README shows it, kept as a claim."""
@@ -90,20 +85,29 @@ class Section:
         self.claims.append(claim)
         return claim["stated"]
 
-    def quotient(self, quantity: str, which: str) -> str:
-        """The least or the most of theirs over ours, as a claim that follows from the table."""
-        record = _layers_of(quantity)
-        figure = stated.quotient(stated.rows_of(record), quantity, which) or float("nan")
-        asked = {"implementation": "best other over ours", "case": "", "channels": 0, "dtype": "fp16", "device": "cuda"}
-        claim: Claim = {"name": f"{quantity}, {which}", "text": f"{which} advantage in {quantity}", "unit": "times"}
-        claim |= {"measure": asked | {"quantity": quantity}, "tolerance": TOLERANCE, "derived": which}
-        claim |= {"record": record, "card": self.card, "stated": f"{figure:.2g}", "figure": figure}
+    def quotient(self, quantity: str, which: str, device: str = "cuda") -> str:
+        """The least or the most of theirs over ours, as a claim that follows from the record."""
+        name, record, dtype = {
+            "cuda": ("best other over ours", _layers_of(quantity), "fp16"),
+            "cpu": ("spconv over ours", PROCESSOR, "fp32"),
+        }[device]
+        asked = {"implementation": name, "case": "", "channels": 0, "dtype": dtype, "device": device}
+        claim: Claim = {"name": f"{device}, {quantity}, {which}", "text": f"{which} advantage in {quantity}, {device}"}
+        claim |= {"unit": "times", "measure": asked | {"quantity": quantity}, "tolerance": TOLERANCE}
+        claim |= {"derived": which, "record": record}
+        claim |= {"card": self.card} if device == "cuda" else {}
+        figure = stated.recorded(claim) or float("nan")
+        claim |= {"stated": f"{figure:#.2g}", "figure": figure}
         self.claims.append(claim)
         return claim["stated"]
 
     def table(self) -> None:
-        """A line a cell of the first table of the targets."""
-        self.lines += [
+        """The page's lines: one for each cell of the first table of the targets."""
+        self.page += [
+            f"One {self.card}, {self.versions}; fp16, sums in fp32; submanifold 3x3x3, rows as given. "
+            "Each cell is milliseconds, **ours / the best other's**. The others are spconv, spconv-triton, FlexGEMM "
+            "and WarpConvNet, measured on such cards in November 2026.",
+            "",
             "| voxels | C | map | the same, captured | forward | step | step's memory, MiB |",
             "|---|---|---|---|---|---|---|",
         ]
@@ -128,48 +132,57 @@ class Section:
                 both = [self.claim(row, quantity, words)]
                 both += [self.claim(row, quantity, words, "best other")] if quantity != "captured_map" else []
                 cells.append(" / ".join(part for part in both if part))
-            self.lines.append(f"| {title}, {voxels} | {row['channels']} | {' | '.join(cells)} |")
-        self.lines.append("")
+            self.page.append(f"| {title}, {voxels} | {row['channels']} | {' | '.join(cells)} |")
+        self.page.append("")
 
     def sentences(self) -> None:
-        """What the table comes to, and the first gradients of a process."""
-        spans = [
-            f"{quantity.replace('_', ' ')} {self.quotient(quantity, 'least')} to {self.quotient(quantity, 'most')}"
-            for quantity in ("forward", "step", *report.MAPS)
+        """What the page's table comes to, the first gradients of a process, and a CPU."""
+
+        def span(quantity: str, device: str = "cuda") -> str:
+            return f"{self.quotient(quantity, 'least', device)} to {self.quotient(quantity, 'most', device)}"
+
+        captured = span("captured_map")
+        self.page += [f"A captured map is {captured} times as fast as the best other's map.", ""]
+        self.lines += [
+            "**Single layers.** The baseline is the best of spconv, spconv-triton, FlexGEMM and WarpConvNet on such "
+            f"a card. A forward is {span('forward')} times as fast, a training step {span('step')} times. A kernel "
+            f"map is {span('map')} times as fast. See [every layer](docs/benchmarks.md#single-layers).",
+            "",
+            f"**On a CPU** with two cores, in fp32, the baseline is spconv's CPU wheel. A layer's forward is "
+            f"{span('forward', 'cpu')} times as fast, a training step {span('step', 'cpu')} times. See "
+            "[CPU](docs/benchmarks.md#on-a-cpu).",
+            "",
         ]
-        said = f"The best other's time over ours: {', '.join(spans)}."
         cold = next(
             (row for row in stated.rows_of(STARTS) if "cold_s" in row and row["implementation"] == "sparseconv"), None
         )
         if cold is not None:
             words = f"first gradient, {_title(cold['case'])}"
             cold_s, second_s = (self.claim(cold, quantity, words) for quantity in ("cold_s", "second_s"))
-            said += f" The first gradient of a process with empty caches comes after {cold_s} s, "
-            said += f"of a second process after {second_s} s."
-        self.lines += [said, ""]
+            self.lines += [
+                f"**First step.** Kernels compile on first use: the first gradient takes {cold_s} s. A second process "
+                f"finds them in Triton's cache and takes {second_s} s.",
+                "",
+            ]
 
     def networks_table(self) -> None:
-        """A line a scan: our network and spconv's."""
+        """The README's table, a line for each scan: our network and spconv's."""
         ours = [row for row in self.networks if row["implementation"] == f"{PREFIX}sparseconv"]
         theirs = {row["case"]: row for row in stated.rows_of(NETWORKS_BESIDE) if row["implementation"] == SPCONV}
         if not ours:
             return
         parameters = self.claim(ours[0], "parameters", "U-Net", text=f"{ours[0]['parameters'] / 1e6:.2f} M")
         columns = {
-            "step, new scan": ("captured_step", "step"),
-            "inference, new scan": ("captured_inference", "inference"),
-            "inference, known geometry": ("replay", "fixed"),
-            "step's memory, MiB": ("captured_memory", "memory"),
-            "MiB without a graph": ("memory", ""),
+            "training step": ("captured_step", "step"),
+            "inference": ("captured_inference", "inference"),
+            "memory of a step, MiB": ("captured_memory", "memory"),
         }
         self.lines += [
-            f"A U-Net of {parameters} parameters, milliseconds, ours / spconv's: the less of its figures on two "
-            "such cards. A *new scan* builds all its maps; ours is one CUDA graph that serves every "
-            "scan (`nn.capture_step`, `nn.capture`) and has room for a quarter more voxels. Without a graph the host's "
-            "Python sets the pace of both, and ours is the faster one on the same host: "
-            "[networks](benchmarks/results/h200_network_beside_spconv.json).",
+            f"Milliseconds for one new scan, kernel maps included, **sparseconv / spconv**. One {self.card}, "
+            f"{self.versions}, fp16; a U-Net of {parameters} parameters. "
+            "A training step is forward, loss and gradients.",
             "",
-            f"| scan | {' | '.join(columns)} |",
+            f"| scan, voxels | {' | '.join(columns)} |",
             "|---" * (1 + len(columns)) + "|",
         ]
         for row in ours:
@@ -178,12 +191,18 @@ class Section:
             for quantity, other in columns.values():
                 found = theirs.get(row["case"])
                 both = [self.claim(row, quantity, words) or "-"]
-                both += [self.claim(found, other, f"{words}, spconv")] if found and other else []
+                both += [self.claim(found, other, f"{words}, spconv")] if found else []
                 cells.append(" / ".join(both))
             self.lines.append(f"| {_title(row['case'])}, {stated.count(row['voxels'])} | {' | '.join(cells)} |")
             if not any(claim["name"].startswith(f"sparseconv, {row['case']},") for claim in self.claims):
                 self.claim(row, "voxels", _title(row["case"]), text=stated.count(row["voxels"]))
-        self.lines.append("")
+        self.lines += [
+            "",
+            "Ours is replayed as one CUDA graph (`nn.capture_step`, `nn.capture`), with room for larger scans. "
+            "spconv runs eagerly; its best of two such cards counts. Without a graph, Python on the host sets the pace "
+            "of both, and they are about equally fast: [networks](docs/benchmarks.md#networks).",
+            "",
+        ]
 
 
 def _layers_of(quantity: str) -> str:
@@ -206,24 +225,25 @@ def section() -> Section:
     """The section of the committed results."""
     found = Section(report.read(RESULTS / VERIFIED), report.read(RESULTS / NETWORKS))
     found.table()
-    found.sentences()
     found.networks_table()
+    found.sentences()
     return found
 
 
 def written(text: str, lines: list[str]) -> str:
-    """A README's text with what stands between its marks replaced. Raises ValueError where it has no marks."""
+    """A page's text with what stands between its marks replaced. Raises ValueError where it has no marks."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"the README needs the lines {BEGIN.strip()} and {END.strip()} around its figures")
+        raise ValueError(f"the page needs the lines {BEGIN.strip()} and {END.strip()} around its figures")
     return head + begin + "\n".join(lines) + "\n" + end + tail
 
 
-def write(readme: Path = README, file: Path = verify.CLAIMS) -> None:
-    """Bring the README and the claims into step with the results."""
+def write(readme: Path = README, file: Path = verify.CLAIMS, page: Path = PAGE) -> None:
+    """Bring the README, the benchmarks' page and the claims into step with the results."""
     found = section()
     readme.write_text(written(readme.read_text(), found.lines))
+    page.write_text(written(page.read_text(), found.page))
     kept = json.loads(file.read_text())
     mine = [claim for claim in kept["claims"] if not claim.get("generated")]
     made = [claim | {"generated": True} for claim in found.claims]

@@ -15,6 +15,8 @@ from sparseconv.bench.report import figure
 SIZES = {"k": 1e3, "M": 1e6}
 #: the run that the README's first table is of; the committed results of its card
 VERIFIED, CARDS = "h200_gpu.json", "h200_*.json"
+#: what makes two rows of results the same layer
+LAYER = ("case", "channels", "dtype", "kernel")
 
 
 def shown(value: float) -> str:
@@ -66,7 +68,8 @@ def recorded(claim: dict[str, Any]) -> float | None:
     """A claim's figure in the file that it was taken from, or None."""
     asked = claim["measure"]
     if claim.get("derived"):
-        return quotient(rows_of(claim["record"]), asked["quantity"], claim["derived"])
+        derive = beside_spconv if asked["device"] == "cpu" else quotient
+        return derive(rows_of(claim["record"]), asked["quantity"], claim["derived"])
     if asked["implementation"] == "best other":
         return best_other(asked["case"], asked["channels"], asked["quantity"])
     for row in rows_of(claim["record"]):
@@ -125,6 +128,25 @@ def quotient(rows: list[dict[str, Any]], quantity: str, which: str) -> float | N
         if ours and theirs and ("map" if quantity in report.MAPS else quantity) in cell:
             found.append(theirs / ours)
     return {"least": min, "most": max}[which](found) if found else None
+
+
+def beside_spconv(rows: list[dict[str, Any]], quantity: str, which: str) -> float | None:
+    """The ``least`` or the ``most`` of spconv's figure over ours, over all layers that both have in these rows.
+
+    >>> row = {"case": "shell_64", "channels": 32, "dtype": "fp32", "kernel": 3}
+    >>> rows = [row | {"implementation": "sparseconv", "step": 2.0}, row | {"implementation": "spconv", "step": 5.0}]
+    >>> beside_spconv(rows, "step", "least"), beside_spconv(rows, "forward", "least")
+    (2.5, None)
+    """
+
+    def of(name: str) -> dict[tuple[Any, ...], float]:
+        mine = [row for row in rows if row["implementation"] == name and not row.get("shuffled")]
+        figures = {tuple(row.get(key) for key in LAYER): value(row, quantity) for row in mine}
+        return {layer: figure for layer, figure in figures.items() if figure}
+
+    ours, theirs = of("sparseconv"), of("spconv")
+    quotients: list[Any] = [theirs[layer] / ours[layer] for layer in ours.keys() & theirs.keys()]
+    return {"least": min, "most": max}[which](quotients) if quotients else None
 
 
 def of_demo(log: str) -> dict[str, float]:

@@ -108,7 +108,7 @@ class Backend(ABC):
 
     @abstractmethod
     def workspace_bytes(self, request: Request) -> int:
-        """The most memory that one verb, or both gradients together, allocates beside its result, in bytes."""
+        """The most memory that one verb, or both gradients together, allocates besides its result, in bytes."""
 
     def describe(self, request: Request) -> list[str]:
         """What this backend would do for a request that it can serve, in lines to read: tiles, waste, its choice."""

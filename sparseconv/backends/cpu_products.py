@@ -46,8 +46,8 @@ def turned(weight: torch.Tensor, groups: int) -> torch.Tensor:
 def linear() -> Callable[..., torch.Tensor] | None:
     """oneDNN's fp32 product where it is well ahead of torch's BLAS on this machine, else None.
 
-    oneDNN was 2.4 times as fast as MKL on an AMD CPU and 0.9 times on an Intel one, so both are tried, once a process.
-    The bound lies far from either, and the least of many short runs counts: a process chooses what the last one chose.
+    oneDNN is well ahead of MKL on some CPUs and behind it on others, so each process times both once. The bound lies
+    far from either case, and the least of many short runs counts. So every process makes the same choice.
     """
     try:
         onednn = torch.ops.mkldnn._linear_pointwise.default
@@ -102,9 +102,8 @@ def add_sums(
 def accumulate_gram(x: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> None:
     """out (a, b) += x (M, a)^T @ g (M, b).
 
-    The weight gradient of a 1x1 convolution over 16 images is the same sum, and goes to oneDNN. It generates code for
-    every shape it meets and keeps a bounded number of them, so it gets whole quarter thousands of rows, and BLAS the
-    rest.
+    The weight gradient of a 1x1 convolution over 16 images is the same sum, and goes to oneDNN. oneDNN generates code
+    for every new shape and keeps a bounded number of them. So it gets multiples of 256 rows, and BLAS gets the rest.
     """
     rows = x.shape[0] // 256 * 256
     if linear() is None or x.dtype != torch.float32 or rows * out.numel() < 4_000_000:

@@ -45,7 +45,7 @@ def share(work: Callable[[Part], None], parts: Iterable[Part], threads: int) -> 
 
 @cache
 def _pool(threads: int, cores: int, process: int) -> ThreadPoolExecutor:
-    """Threads with so many cores each; a forked process, which inherits no threads, makes its own."""
+    """Threads with so many cores each. A child process after fork has no threads and makes its own."""
     kept, ready = torch.get_num_threads(), Barrier(threads + 1)
 
     def begin() -> None:

@@ -25,9 +25,9 @@ class NumpyGatherScatter(Backend):
     """For runs of output rows: gather, one product a tap into one buffer, and a sum by output row.
 
     The output rows are cut into chunks whose products fit a buffer. In a chunk each live tap gathers its input rows
-    and multiplies them; then each output row, which has one owner, adds up its products in order of taps, with the
-    identity tap as one plain product on top. Nothing is scattered, so nothing is raced for. Few channels make the
-    products of a tap too small to be worth a call each: they go as one batched product of tiles of edges.
+    and multiplies them. Each output row then adds up its products in order of taps; the identity tap is one plain
+    product on top. A row has one owner and nothing is scattered, so there are no races. With few channels a tap's
+    product is too small for a call of its own: tiles of edges go as one batched product.
     """
 
     name = "numpy_gather_scatter"
@@ -110,8 +110,11 @@ def _walk(
     y: torch.Tensor | None = None,
     near: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Over all edges (k, in, out), sum x[in] @ weight[k] + bias into y[out] (N_out, C_out), where a weight is given,
-    and return the sum of x[in]^T near[out] as (K, C_in/G, C_out), where ``near`` (N_out, C_out) is; empty elsewhere."""
+    """One walk over all edges (k, in, out): a convolution, sums of outer products, or both.
+
+    With a weight, x[in] @ weight[k] + bias is summed into y[out] (N_out, C_out). With ``near`` (N_out, C_out), the
+    sums of x[in]^T near[out] are returned as (K, C_in/G, C_out); else an empty tensor.
+    """
     dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
     by = near if weight is None else weight
     assert by is not None
@@ -183,7 +186,7 @@ def _runs(
     """The products and grams of a chunk tap by tap, in blocks of ``step`` edges."""
     longest = min(step, len(chunk.in_rows))
     inputs = buffer("inputs", longest, x.shape[1], x.dtype)
-    beside = None if near is None else buffer("beside", longest, near.shape[1], x.dtype)
+    near_buffer = None if near is None else buffer("near", longest, near.shape[1], x.dtype)
     runs = [
         (tap, min(step, padded - a), min(step, last - a))
         for tap, first, last, padded in chunk.taps
@@ -195,8 +198,8 @@ def _runs(
         picked = torch.index_select(x, 0, ins, out=inputs[:size])
         if weights:
             _multiply(picked, weights[tap], out, groups)
-        if near is not None and beside is not None and edges > 0:
-            met = torch.index_select(near, 0, outs[:edges], out=beside[:edges])
+        if near is not None and near_buffer is not None and edges > 0:
+            met = torch.index_select(near, 0, outs[:edges], out=near_buffer[:edges])
             _accumulate(picked[:edges], met, gram[tap], groups)
 
 

@@ -42,7 +42,7 @@ def new_table(title: str, *columns: str, words: int = 1) -> Table:
 
 
 def plans_table(uses: Sequence[PlanUse]) -> Table:
-    """Voxels, pairs, memory of the map and of the work beside it, and the chosen backend of each plan."""
+    """Voxels, pairs, memory of the map and of the work, and the chosen backend of each plan."""
     table = new_table("Plans", "plan", "voxels", "pairs", "/voxel", "widest", "layers", "MB", "+ work", words=1)
     serving = []
     for use in uses:

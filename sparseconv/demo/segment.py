@@ -79,7 +79,7 @@ def segment_brain(
         "brightness alone": dice(brightness_alone(back, front), front.brain.labels),
         "sparse U-Net": dice(shares[in_front].argmax(1).to(device), front.brain.labels),
     }
-    table = new_table("Dice on the unseen front half", "", *CLASSES, "mean")
+    table = new_table("Dice on the held-out front half", "", *CLASSES, "mean")
     for name, figures in scores.items():
         best = "bold green" if name == "sparse U-Net" else ""
         table.add_row(name, *(f"{v:.3f}" for v in (*figures, sum(figures) / len(figures))), style=best)

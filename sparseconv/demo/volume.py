@@ -38,8 +38,8 @@ class Brain:
     def front(self) -> tuple[torch.Tensor, float]:
         """The voxels of the front half, (N,) bool, and the y in mm of the cut between the halves.
 
-        The template is symmetric: its left and right halves mirror each other voxel by voxel, so that a network trained
-        on one would be asked for what it has seen. Front and back are different anatomy.
+        The template is symmetric: its left and right halves mirror each other voxel by voxel. A network trained on one
+        half would be tested on what it has seen. Front and back are different anatomy.
         """
         y = self.grid.coords[:, 2]
         cut = int(y.median())
@@ -49,8 +49,8 @@ class Brain:
 def load_brain(voxel_size: float, folder: Path | None = None) -> Brain:
     """The template (ICBM 152 nonlinear symmetric 2009a, 1 mm) pooled to voxels of ``voxel_size`` mm.
 
-    The input is the T1-weighted image where it is not zero, the mean over each voxel. A voxel is grey or white where
-    that is the largest of the three shares (grey, white, the rest) in the template's maps, and other elsewhere.
+    The input is the T1-weighted image where it is not zero, the mean over each voxel. The template's maps give
+    each voxel three shares: grey, white, the rest. The largest share is its label.
 
     Args:
         voxel_size: edge of a voxel in mm, at least 1.

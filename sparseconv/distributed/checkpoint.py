@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sparseconv.distributed.grid import ShardedGrid, group_of, shard
 from sparseconv.distributed.partition import Order
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.kinds import check_kind, check_tensor
 
 FORMAT = 1
 ABOUT = "sparseconv.scene"
@@ -24,6 +25,10 @@ ABOUT = "sparseconv.scene"
 
 def save(path: str | PathLike[str], grid: ShardedGrid, features: torch.Tensor | None = None) -> None:
     """Write every rank's voxels, and features (N, C) if given, into the folder ``path``; all ranks call it."""
+    check_kind("path", path, (str, PathLike), "pass the name of a folder")
+    check_kind("grid", grid, ShardedGrid, "shard(grid) makes one")
+    if features is not None:
+        check_tensor("features", features)
     if features is not None and (features.ndim != 2 or features.shape[0] != len(grid)):
         raise ValueError(f"features must be ({len(grid)}, C), this rank's rows; got {tuple(features.shape)}")
     rank, world = grid.process_rank, len(grid.counts)
@@ -53,6 +58,7 @@ def load(
     Returns the rank's grid and its features, None where none were saved. Raises ValueError where the folder holds no
     scene of this library, or one whose pieces are missing, torn or do not fit together, before any rank uses a voxel.
     """
+    check_kind("path", path, (str, PathLike), "pass the name of a folder")
     group = group_of(mesh)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     wrong: str | None = None

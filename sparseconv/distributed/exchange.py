@@ -13,7 +13,7 @@ from sparseconv.autograd_function import Function
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who sends which of its rows to whom; the received rows are grouped by sender, in rank order.
+    """Which rows each rank sends to which rank; received rows are grouped by sender, in rank order.
 
     received = all_to_all(x[send_rows])            adjoint: x' [send_rows] += all_to_all back, rank after rank
     """

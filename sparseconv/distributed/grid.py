@@ -13,6 +13,7 @@ from sparseconv.distributed.exchange import Exchange, agree, send_to, summed
 from sparseconv.distributed.partition import Order, Partition, common_box, find_partition
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.kinds import check_choice, check_count, check_kind
 
 
 class ShardedGrid(VoxelGrid):
@@ -136,9 +137,11 @@ def shard(
     Returns:
         The rank's `ShardedGrid`; ``bring(features)`` takes features the same way.
     """
+    check_kind("grid", grid, (VoxelGrid, torch.Tensor), "pass a VoxelGrid, or coordinates (M, 1+D)")
+    check_choice("by", by, ("morton", "slab", "kd"))
+    if batch_size is not None:
+        check_count("batch_size", batch_size)
     group = group_of(mesh)
-    if by not in ("morton", "slab", "kd"):
-        raise ValueError(f"by must be 'morton', 'slab' or 'kd'; got {by!r}")
     if isinstance(grid, torch.Tensor):
         grid = VoxelGrid(grid, batch_size, voxel_size, origin)
     sizes = torch.tensor([batch_size or grid.batch_size], device=grid.device)

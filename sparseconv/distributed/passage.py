@@ -20,8 +20,8 @@ class Passage:
 
         y = inner(x);  y[rows] = outer(x[own_rows], halo)            (= y[rows] + beyond(halo), rounded once)
 
-    Where gradients come home, each touched row is read, summed in fp32 in a fixed order (its own part, then rank after
-    rank) and written once; the other rows are left alone.
+    Returning gradients are summed in fp32, in a fixed order: the row's own part, then rank after rank. Each touched row
+    is read and written once; the other rows are left alone.
     """
 
     def __init__(

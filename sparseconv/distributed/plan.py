@@ -25,12 +25,12 @@ Axes = int | Sequence[int]
 class ShardedConvolutionPlan:
     """`ConvolutionPlan` over the shards of one scene; same arguments, same numbers, all ranks call it alike.
 
-    Each rank computes the outputs that it owns. The inputs of other ranks that those outputs see, the halo, arrive by
-    one differentiable all-to-all a call, while the outputs that need none of them are computed. Weights are held by
-    every rank alike; their gradients are summed over the ranks.
+    Each rank computes the outputs that it owns. The halo is the inputs of other ranks that those outputs see. It
+    arrives by one differentiable all-to-all a call, while the outputs that do not need it are computed. Every rank
+    holds the same weights; their gradients are summed over the ranks.
 
-    The halo is found exactly: the window's index projection gives the places that an output sees, the partition says
-    who owns each, and the owners answer which of them hold a voxel.
+    The halo is exact. The window's index projection gives the places that an output sees. The partition gives their
+    owners, and the owners answer which places hold a voxel.
     """
 
     def __init__(

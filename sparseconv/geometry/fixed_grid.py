@@ -40,15 +40,14 @@ EDGES = 1 << 14
 class FixedGrid(VoxelGrid):
     """A grid of C rows of which the first ``count`` are real, a number that the device alone knows.
 
-    Grids and maps that are made of it wait for nothing, read nothing back, and have sizes that depend on the example
-    alone; so a step over it, maps included, can be captured in a CUDA graph and replayed for other scenes. Dead rows
-    have batch item -1 and are met by nothing: in a convolution they get epilogue(bias), and no gradient of a weight
-    sees them. ``len(grid)`` and ``num_voxels`` are C. On a CPU it works too, eagerly, with the same results.
+    Grids and maps made from it never wait for the device. Their sizes depend on the example alone. So a step over it,
+    maps included, can be captured in a CUDA graph and replayed for other scenes. Dead rows have batch item -1 and no
+    neighbours. A convolution gives them epilogue(bias), and no weight gradient sees them. ``len(grid)`` and
+    ``num_voxels`` are C. On a CPU it works eagerly, with the same results.
 
-    What the host must decide (rows of coarser grids, numbers of pairs by which kernels are chosen) is taken from
-    ``like``, an ordinary grid. The maps of the example are built when the same is first asked of a fixed grid, which
-    waits for the device, and their sizes are kept with the example: run a step once before it is captured, on the
-    capture's stream. What a graph reads lives as long as the grids and plans that were made while it was captured.
+    ``like``, an ordinary grid, gives what the host must decide: rows of coarser grids, and numbers of pairs. Its maps
+    are built when a fixed grid first needs them, which waits for the device. So run a step once before its capture, on
+    the capture's stream. What a graph reads lives as long as the grids and plans that were made during its capture.
 
     Args:
         coords: (C, 1+D) int32, contiguous, C > 0: (batch item, voxel) of the real rows, then rows of batch item -1.
@@ -56,8 +55,7 @@ class FixedGrid(VoxelGrid):
         like: the example, an ordinary grid on the same device: batch size, voxel size and origin are its.
         extent: the box that real voxels lie in; default: the example's, grown by an eighth of its length, and by 16
             cells at least, to each side.
-        room: rows of a coarser (or finer) grid over those that the example's has, and edges of a voxel over those that
-            the example's have on average.
+        room: factor over the example, for the rows of a coarser (or finer) grid and for the average edges of a voxel.
 
     Attributes:
         count: (1,) int32, of this very grid.

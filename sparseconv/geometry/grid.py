@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from sparseconv import transforms
+from sparseconv.geometry.cards import check_card
 from sparseconv.geometry.cpu.sorted_table import KEY_LIMIT, KeySpace, SortedTable
 from sparseconv.geometry.example import ExampleSizes
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
@@ -120,7 +121,10 @@ class VoxelGrid:
     def _look_on_gpu(self) -> CoordinateTable | None:
         """A table of the rows of a grid on a GPU, on its way, with the search that plans will likely ask for; None
         elsewhere, and where there is no row."""
-        if not self.coords.is_cuda or self.coords.shape[0] == 0:
+        if not self.coords.is_cuda:
+            return None
+        check_card(self.coords.device)
+        if self.coords.shape[0] == 0:
             return None
         self._cells, self._search = _on_gpu()[1].given_table(self.coords)
         return self._cells

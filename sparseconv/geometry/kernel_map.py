@@ -253,15 +253,15 @@ class KernelMap:
     @cached_property
     @transforms.constant
     def _product_infos(self) -> tuple[SparseProductInfo, SparseProductInfo, SparseProductInfo]:
-        from sparseconv.products import SparseProductInfo  # a room on this floor, entered by those who ask for it
+        from sparseconv.products.info import SparseProductInfo, known_right  # same floor, imported on demand
 
         ins, taps, outs = self.in_rows, self.pair_taps, self.out_rows
         num_in, num_taps, num_out = self.num_in, self.num_taps, self.num_out
         (out_order, out_bounds), (in_order, in_bounds) = self.by_output, self.reverse().by_output
         return (
-            SparseProductInfo(None, ins, taps, out_bounds, out_order, None, num_out, num_in, num_taps),
-            SparseProductInfo(None, taps, outs, in_bounds, in_order, None, num_in, num_taps, num_out),
-            SparseProductInfo(None, outs, ins, self.tap_offsets, None, None, num_taps, num_out, num_in),
+            known_right(SparseProductInfo, None, ins, taps, out_bounds, out_order, None, num_out, num_in, num_taps),
+            known_right(SparseProductInfo, None, taps, outs, in_bounds, in_order, None, num_in, num_taps, num_out),
+            known_right(SparseProductInfo, None, outs, ins, self.tap_offsets, None, None, num_taps, num_out, num_in),
         )
 
     @cached_property

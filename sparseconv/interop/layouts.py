@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from sparseconv.geometry.ranges import Ints, per_axis
+from sparseconv.kinds import check_kind
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def layout_of(name: str | Layout) -> Layout:
     """The layout of a library by name. Raises ValueError that lists them all."""
     if isinstance(name, Layout):
         return name
+    check_kind("layout", name, str, f"pass one of {', '.join(LAYOUTS)}")
     key = ALIASES.get(name.lower(), name.lower())
     if key not in LAYOUTS:
         raise ValueError(f"no layout {name!r}; there are {', '.join(LAYOUTS)} (and {', '.join(ALIASES)})")

@@ -10,6 +10,7 @@ import torch
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.nn.convolution import ConvolutionModule
 from sparseconv.nn.fusion import conv_norm_act, is_activation, norm_act
+from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.module import SparseModule, apply
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.tensor import SparseTensor
@@ -90,6 +91,7 @@ class ToDense(SparseModule):
         self.extent = extent
 
     def forward(self, x: SparseTensor) -> torch.Tensor:
+        grid_in(x, self, instead="nothing else: Sequential passes it on")
         return x.to_dense(self.extent)
 
     def extra_repr(self) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary
+from sparseconv.kinds import check_count
 from sparseconv.nn.geometry import Axes, LayerGeometry, grid_in, grid_of
 from sparseconv.nn.module import Features, SparseModule, features_of, placed
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -41,7 +42,9 @@ class ConvolutionModule(SparseModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if in_channels < 1 or out_channels < 1 or groups < 1 or in_channels % groups or out_channels % groups:
+        for name, count in (("in_channels", in_channels), ("out_channels", out_channels), ("groups", groups)):
+            check_count(name, count, 1)
+        if in_channels % groups or out_channels % groups:
             raise ValueError(
                 f"in_channels and out_channels must be positive multiples of groups; got {in_channels}, {out_channels} "
                 f"and groups={groups}"

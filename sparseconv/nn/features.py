@@ -22,7 +22,7 @@ class Pointwise(SparseModule):
 
     def forward(self, x: Features) -> Features:
         """Features (N, C), alone or in a `SparseTensor` -> the same kind, (N, C')."""
-        return with_features(x, self.module(features_of(x, self)))
+        return with_features(x, self.module(features_of(x, self, floating=False)))
 
 
 class Linear(FeatureModule, torch.nn.Linear):

@@ -150,7 +150,7 @@ def _joins(grid: VoxelGrid, dtype: torch.dtype, norm: BatchNorm, residual: Spars
 
 
 def hooked(*modules: Any) -> bool:
-    """Whether somebody wants to be called before or after one of these modules."""
+    """Whether one of these modules has forward or backward hooks."""
     for m in modules:
         if m is not None and (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks):
             return True
@@ -158,7 +158,7 @@ def hooked(*modules: Any) -> bool:
 
 
 def _can_join(x: Any, conv: Any, norm: Any, activation: Any) -> bool:
-    """Whether these are modules that can run as one on x, and nobody hooked in between."""
+    """Whether these modules can run as one on x, without hooks between them."""
     return (
         isinstance(norm, BatchNorm)
         and isinstance(conv, ConvolutionModule)

@@ -9,6 +9,8 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, Ints, per_axis
+from sparseconv.kinds import as_tensor, check_choice, check_count, check_kind, check_tensor
+from sparseconv.ops.rows import check_plan
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import plan_under, shared_key, shared_plan
 from sparseconv.tensor import SparseTensor
@@ -21,8 +23,8 @@ class LayerGeometry:
 
         fine = stride * coarse + dilation * tap - padding
 
-    Layers of equal geometry on one grid object share one plan. It is built at the first call on a grid and read from
-    the grid afterwards, which is one look-up in a dictionary, and what `torch.compile` can trace.
+    Layers of equal geometry on one grid object share one plan. The first call on a grid builds it.
+    Later calls read it from the grid: one look-up in a dictionary, which `torch.compile` can trace.
     """
 
     def __init__(
@@ -38,16 +40,27 @@ class LayerGeometry:
         groups: int = 1,
         backend: str = "auto",
     ) -> None:
+        check_count("groups", groups, 1)
         if not isinstance(rank, int) or not 1 <= rank <= 4:
             raise ValueError(f"rank is the number of spatial axes, 1 to 4; got {rank!r}")
         if (kernel_size is None) == (taps is None):
             raise ValueError(
                 "give either kernel_size (a box of taps) or taps (an explicit list), not both, not neither"
             )
+        check_kind("boundary", boundary, (Boundary, str), "pass 'absent', 'periodic' or another kind of Boundary")
+        if isinstance(boundary, str):
+            check_choice("boundary", boundary, ("absent", "forbid", "periodic", "negative"))
+        for name, axes in (
+            ("kernel_size", kernel_size),
+            ("stride", stride),
+            ("dilation", dilation),
+            ("padding", padding),
+        ):
+            if isinstance(axes, torch.Tensor):
+                check_tensor(name, axes)
         self.rank, self.groups, self.backend, self.boundary = rank, groups, backend, boundary
         self.kernel_size: Ints | None = None if kernel_size is None else per_axis(kernel_size, rank, "kernel_size", 1)
-        listed = taps.tolist() if isinstance(taps, torch.Tensor) else taps
-        self.taps = None if listed is None else tuple(tuple(int(t) for t in tap) for tap in listed)
+        self.taps = None if taps is None else _as_tuples(taps)
         self.stride = per_axis(stride, rank, "stride", 1)
         self.dilation = per_axis(dilation, rank, "dilation", 1)
         self.padding = None if padding is None else per_axis(padding, rank, "padding")
@@ -129,6 +142,7 @@ class LayerGeometry:
 
     def given(self, plan: ConvolutionPlan, x: Any) -> ConvolutionPlan:
         """A plan that the caller made, checked against this layer and the tensor it is for."""
+        check_plan(plan)
         if plan.num_taps != self.num_taps:
             raise ValueError(f"the plan has {plan.num_taps} taps, the layer has {self.num_taps}: {plan}")
         if plan.groups != self.groups:
@@ -169,6 +183,15 @@ class LayerGeometry:
 
 def _short(values: Ints | None) -> Any:
     return values[0] if values and len(set(values)) == 1 else values
+
+
+def _as_tuples(taps: torch.Tensor | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    listed = as_tensor("taps", taps)
+    if listed.is_floating_point() or listed.is_complex() or listed.dtype == torch.bool:
+        raise TypeError(f"taps must be integers, but their dtype is {listed.dtype}: round them first")
+    if listed.ndim != 2:
+        raise ValueError(f"taps must be (K, D), one row a tap; got {tuple(listed.shape)}")
+    return tuple(tuple(tap) for tap in listed.tolist())
 
 
 def grid_of(x: VoxelGrid | SparseTensor) -> VoxelGrid:

@@ -1,4 +1,4 @@
-"""Where features part and meet on a grid of fixed size, in training: their gradients and what is kept for them."""
+"""Skip connections on a grid of fixed size, in training: their gradients, and what is kept for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparseconv.nn.remaking import Recipe, Shared, is_direct, keeps_graph, maker
 
 
 class Parts(NamedTuple):
-    """How tensors side by side are made again: of each the tensor and its version, or the node that makes it."""
+    """How a concatenation is recomputed: each part's tensor with its version, or the node that recomputes it."""
 
     parts: tuple[tuple[Any, int], ...]
     widths: tuple[int, ...]
@@ -66,9 +66,9 @@ class _Forked(torch.autograd.Function):
 
 
 def forked(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """x (N, C) on a grid of fixed size for `trained` alone, and x @ weight^T: their gradients reach x as one.
+    """x (N, C) for `trained` alone, and x @ weight^T, on a grid of fixed size: one node, which adds both gradients.
 
-    None where they must not.
+    None where they need separate nodes.
     """
     if (
         type(weight) is not torch.nn.Parameter
@@ -86,7 +86,7 @@ def forked(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 @makes_again
 class _Joined(torch.autograd.Function):
-    """Tensors side by side, made again for whoever needs them in the backward pass."""
+    """A concatenation that is recomputed where the backward pass needs it."""
 
     @staticmethod
     def forward(ctx: Any, recipe: Parts, *parts: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparseconv.kinds import check_tensor
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 
@@ -40,12 +41,14 @@ class FeatureModule(SparseModule):
         return with_features(x, super().forward(features_of(x, self)))
 
 
-def features_of(x: Any, module: torch.nn.Module, channels: int | None = None) -> torch.Tensor:
+def features_of(x: Any, module: torch.nn.Module, channels: int | None = None, floating: bool = True) -> torch.Tensor:
     """The features (N, C) of a sparse or a plain tensor, their kind, shape and channels checked."""
     features = x.features if isinstance(x, SparseTensor) else x
     name = type(module).__name__
-    if not isinstance(features, torch.Tensor):
-        raise TypeError(f"{name} takes a SparseTensor or features (N, C); got {type(x).__name__}")
+    if not isinstance(features, torch.Tensor) or features.layout is not torch.strided or features.is_nested:
+        check_tensor(f"{name} takes a SparseTensor or features (N, C): x", features)
+    if floating and not features.is_floating_point():
+        raise TypeError(f"{name} takes features in floating point, but their dtype is {features.dtype}: x.float() is")
     if features.ndim != 2:
         raise ValueError(f"{name} takes features (N, C), one row a voxel; got {tuple(features.shape)}")
     if channels is not None and features.shape[1] != channels:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.kinds import check_count
 from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.module import FeatureModule, Features, SparseModule, features_of, with_features
 from sparseconv.nn.training import Layer, over_live_rows, serves, trained
@@ -22,6 +23,10 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
     In training a batch of one voxel is its own mean, so y is the bias; like an empty batch it has no variance and
     leaves the running statistics as they are.
     """
+
+    def __init__(self, num_features: int, *args: Any, **kwargs: Any) -> None:
+        check_count("num_features", num_features, 1)
+        super().__init__(num_features, *args, **kwargs)
 
     def forward(self, x: Features) -> Features:
         """Features (N, C), alone or in a `SparseTensor` -> the same kind."""

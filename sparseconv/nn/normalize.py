@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparseconv.geometry.cards import refusal
+
 #: dtypes of features that the kernels serve; sums are fp32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: programs on each multiprocessor: of the statistics, of a gradient's sums, of a pass that writes; more of them leave
@@ -30,7 +32,7 @@ def has_kernels(device: torch.device) -> bool:
         import triton  # noqa: F401
     except ImportError:
         return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return refusal(device) is None
 
 
 class Norm(NamedTuple):
@@ -51,8 +53,8 @@ class Norm(NamedTuple):
 class Kernels:
     """The four launches for features (rows, C) of one dtype on one device, and how they are cut into tiles.
 
-    The workspace of a norm is one array: mean and rstd (2, C), which its gradient needs, and from ``start`` on the sums
-    of the parts, those of the forward pass and later those of the backward pass.
+    The workspace of a norm is one array. It begins with mean and rstd (2, C), which the gradient needs. From ``start``
+    on it holds the parts' sums, first of the forward pass, then of the backward pass.
     """
 
     statistics: Any
@@ -228,7 +230,7 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Gradients of x, weight, bias and residual from that of y.
 
-    In dead rows they are zero, and that of y is not read; a residual that no activation followed gets ``grad`` itself.
+    They are zero in dead rows, where the gradient of y is not read. A residual without an activation gets ``grad``.
 
     Args:
         grad: (N, C), rows may be apart. x, weight, bias: those of `forward`; kept: its second result.

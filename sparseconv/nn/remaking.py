@@ -1,4 +1,4 @@
-"""What graphs of training need not keep: a node that can make its result again stands for it until it is wanted."""
+"""Recomputing in the backward pass: a graph keeps a node that can recompute its result, not the result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def makes_again(node: type[torch.autograd.Function]) -> type[torch.autograd.Func
 
 
 class Recipe(NamedTuple):
-    """How the result of a node is made again, as long as the norm's weight and bias are what they were."""
+    """How a node's result is recomputed, while the norm's weight and bias are unchanged."""
 
     z: torch.Tensor
     weight: torch.Tensor | None
@@ -124,11 +124,11 @@ def _unpacked(kept: Any) -> torch.Tensor:
 
 
 def others_save() -> bool:
-    """Whether somebody else decides what graphs keep, such as activation checkpointing, or nobody may."""
+    """Whether saved-tensor hooks are active (such as activation checkpointing's) or forbidden."""
     state: Any = torch._C._autograd
     return not state._saved_tensors_hooks_is_enabled() or state._top_saved_tensors_default_hooks(False) is not None
 
 
 def is_direct() -> bool:
-    """Whether nobody looks between operations."""
+    """Whether no functional transform and no dispatch mode is active."""
     return not (transforms.active() or torch._C._len_torch_dispatch_stack())

@@ -22,7 +22,7 @@ Norm = Callable[[int], torch.nn.Module]
 
 
 def coarsened(grid: VoxelGrid, stride: int) -> VoxelGrid:
-    """The grid of every voxel floor(c / stride), where MinkowskiEngine's strides lead; one object for all who ask.
+    """The grid of every voxel floor(c / stride), where MinkowskiEngine's strides lead; callers share one object.
 
     A window of ``stride`` reaches just these voxels; a larger one reaches more, which MinkowskiEngine leaves out.
     """

@@ -5,9 +5,9 @@
 
 Every node is a call from torch's engine into Python, which costs the host as much as two launches or more.
 
-Kept for the gradients: x, the convolution's result z, and two numbers a channel; y too where a residual was added,
-since the sign of what the activation met cannot be told from z then. What can be made again from what others keep is
-not kept where it is large; z's gradient takes z's place.
+Kept for the gradients: x, the convolution's result z, and two numbers a channel. With a residual y is kept as well,
+since z alone does not give the sign of the activation's input. Large tensors that can be recomputed are not kept.
+z's gradient is written over z.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class _Trained(torch.autograd.Function):
         joined = residual is not None and stages[last].norm.slope != 1
         ctx.save_for_backward(x, y if joined else None, *tensors, *middles, *statistics, *results)
         ctx.stages, ctx.source = stages, source
-        #: whether nobody else has a look at what was saved
+        #: whether no saved-tensor hook holds what was saved, so that it may be overwritten
         ctx.own = source is not None or not others_save()
         ctx.around = residual is x and stages[last].norm.alive is not None and x.shape[1] <= MOST_ONTO
         ctx.recipe = None
@@ -129,7 +129,7 @@ class _Trained(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _differentiable(grad, x, y, stages, tensors, needs[1])
         if last_time:
-            ctx.recipe = None  # whoever asked for it comes before
+            ctx.recipe = None  # its users' backward passes run before this one
         grads: list[Any] = [None] * (3 * count)
         grad_residual = None
         for at in reversed(range(count)):
@@ -178,7 +178,7 @@ class _Trained(torch.autograd.Function):
 
 
 def _let_go(tensors: Sequence[torch.Tensor]) -> None:
-    """Give back the memory of tensors that somebody holds and nobody reads."""
+    """Free the memory of tensors that are still referenced but are not read again."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.resizable():
@@ -329,8 +329,8 @@ def _lined_up(x: torch.Tensor) -> torch.Tensor:
 def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
     """Whether `trained` can stand for this norm of (``rows``, C) made from the features x.
 
-    On a GPU, in a half or single precision, with statistics of this batch whose weight is known beforehand, and where
-    nobody looks between operations: no tracing, no functional transform, no tensor of another kind.
+    It needs a GPU, half or single precision, and statistics of this batch whose weight is known beforehand. Tracing,
+    functional transforms and tensor subclasses rule it out.
     """
     training, momentum = norm.training, norm.momentum
     weight, bias, mean, var, tracked = tensors_of(norm)

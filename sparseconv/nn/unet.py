@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sparseconv.kinds import check_count, check_kind
 from sparseconv.nn.blocks import Activation, Bottleneck, ConvBlock, Norm, ResidualBlock
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, InverseConv
@@ -64,6 +65,11 @@ class UNet(SparseModule):
         rank: int = 3,
     ) -> None:
         super().__init__()
+        check_count("in_channels", in_channels, 1)
+        check_count("out_channels", out_channels, 1)
+        check_kind("channels", channels, (list, tuple), "pass one number a level, such as (32, 64)")
+        for level, width in enumerate(channels):
+            check_count(f"channels[{level}]", width, 1)
         if not channels:
             raise ValueError("channels must name at least one level")
         if isinstance(block, str) and block not in BLOCKS:

@@ -18,8 +18,10 @@ import torch
 from sparseconv import transforms
 from sparseconv.geometry.grid import INT32, VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.ops.rows import check_rows
+from sparseconv.kinds import check_choice, check_tensor
+from sparseconv.ops.rows import check_grid, check_rows
 from sparseconv.products import SparseProductInfo, SparseScaleInfo, sparse_scale, sparse_vecsca
+from sparseconv.products.info import known_right
 
 Mode = Literal["linear", "nearest"]
 
@@ -87,8 +89,8 @@ class Interpolation:
         back = None if weights is None else weights[self._by_row]
         sizes = self.num_points, self.num_voxels
         self._scale_infos = (
-            SparseScaleInfo(weights, self._rows, self._point_bounds, None, *sizes),
-            SparseScaleInfo(back, self._points[self._by_row], self._row_bounds, None, *sizes[::-1]),
+            known_right(SparseScaleInfo, weights, self._rows, self._point_bounds, None, *sizes),
+            known_right(SparseScaleInfo, back, self._points[self._by_row], self._row_bounds, None, *sizes[::-1]),
         )
 
     def interpolate(self, x: torch.Tensor, points: torch.Tensor | None = None) -> torch.Tensor:
@@ -137,6 +139,8 @@ class Interpolation:
         return weights.to(dtype)
 
     def _execute(self, x: torch.Tensor, points: torch.Tensor | None, splat: bool) -> torch.Tensor:
+        if points is not None:
+            check_tensor("points", points)
         if points is not None and (points.shape != self._cells.shape or points.device != self.device):
             raise ValueError(
                 f"points must be those of the plan, {tuple(self._cells.shape)} on {self.device}; "
@@ -162,9 +166,11 @@ class Interpolation:
         rows, slots, points = self._rows, self._slots, self._points
         voxels, weights, number = self.num_voxels, self._present.numel(), self.num_points
         return (
-            SparseProductInfo(None, rows, slots, self._point_bounds, None, None, number, voxels, weights),
-            SparseProductInfo(None, slots, points, self._row_bounds, self._by_row, None, voxels, weights, number),
-            SparseProductInfo(None, points, rows, None, None, slots, weights, number, voxels),
+            known_right(SparseProductInfo, None, rows, slots, self._point_bounds, None, None, number, voxels, weights),
+            known_right(
+                SparseProductInfo, None, slots, points, self._row_bounds, self._by_row, None, voxels, weights, number
+            ),
+            known_right(SparseProductInfo, None, points, rows, None, None, slots, weights, number, voxels),
         )
 
     @cached_property
@@ -173,9 +179,11 @@ class Interpolation:
         rows, slots, points = self._rows, self._slots, self._points
         voxels, weights, number = self.num_voxels, self._present.numel(), self.num_points
         return (
-            SparseProductInfo(None, points, slots, self._row_bounds, self._by_row, None, voxels, number, weights),
-            SparseProductInfo(None, slots, rows, self._point_bounds, None, None, number, weights, voxels),
-            SparseProductInfo(None, rows, points, None, None, slots, weights, voxels, number),
+            known_right(
+                SparseProductInfo, None, points, slots, self._row_bounds, self._by_row, None, voxels, number, weights
+            ),
+            known_right(SparseProductInfo, None, slots, rows, self._point_bounds, None, None, number, weights, voxels),
+            known_right(SparseProductInfo, None, rows, points, None, None, slots, weights, voxels, number),
         )
 
     def __repr__(self) -> str:
@@ -230,8 +238,11 @@ def splat(
 
 def _checked(grid: VoxelGrid, points: torch.Tensor, batch: torch.Tensor | None, mode: str) -> torch.Tensor:
     """The batch item of each point, after all that can be said against the arguments."""
-    if mode not in ("linear", "nearest"):
-        raise ValueError(f"mode must be 'linear' or 'nearest'; got {mode!r}")
+    check_choice("mode", mode, ("linear", "nearest"))
+    check_grid(grid)
+    check_tensor("points", points)
+    if batch is not None:
+        check_tensor("batch", batch)
     if grid.is_shared:
         raise ValueError("points are not looked up across shards: gather the scene, or interpolate within each shard")
     if not points.is_floating_point():

@@ -16,7 +16,8 @@ from typing import TypeAlias, cast
 import torch
 
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.ops.rows import check_rows
+from sparseconv.kinds import check_tensor
+from sparseconv.ops.rows import check_plan, check_rows
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.products import (
     SparseProductInfo,
@@ -26,6 +27,7 @@ from sparseconv.products import (
     sparse_scale,
     sparse_vecsca,
 )
+from sparseconv.products.info import known_right
 
 Products: TypeAlias = tuple[SparseProductInfo, SparseProductInfo, SparseProductInfo]
 Scales: TypeAlias = tuple[SparseScaleInfo, SparseScaleInfo]
@@ -66,6 +68,8 @@ def neighborhood_softmax(logits: torch.Tensor, plan: ConvolutionPlan) -> torch.T
     >>> neighborhood_softmax(torch.zeros(4), plan).tolist()
     [0.5, 0.5, 0.5, 0.5]
     """
+    check_plan(plan)
+    check_tensor("logits", logits)
     edges = plan.localize(logits.new_zeros(plan.num_in, 0))[1].kernel_map
     check_rows("logits", logits[:, None] if logits.ndim == 1 else logits, edges.num_pairs, "an edge", plan.device,
                "the plan")  # fmt: skip
@@ -119,6 +123,8 @@ def neighborhood_attention(
     >>> neighborhood_attention(q, k, torch.tensor([[1.0], [3.0], [5.0]]), plan).tolist()
     [[2.0], [2.0], [5.0]]
     """
+    check_plan(plan)
+    check_rows("q", q, plan.kernel_map.num_out, "a voxel of the plan's target", plan.device, "the plan", (2, 3))
     factor = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale
     wide = q.to(torch.promote_types(q.dtype, torch.float32))  # so that logits are not rounded to halves
     logits = neighborhood_logits(wide * factor, k, plan)
@@ -157,6 +163,8 @@ def depthwise_convolution(x: torch.Tensor, weight: torch.Tensor, plan: Convoluti
     >>> depthwise_convolution(torch.tensor([[1.0], [2.0]]), weight, plan).tolist()
     [[210.0], [21.0]]
     """
+    check_plan(plan)
+    check_tensor("weight", weight)
     check_rows("x", x, plan.num_in, "a voxel of the plan's source", plan.device, "the plan")
     taps = weight[:, 0] if weight.ndim == 3 and weight.shape[1] == 1 else weight
     if taps.shape != (plan.num_taps, x.shape[1]):
@@ -170,12 +178,15 @@ def depthwise_convolution(x: torch.Tensor, weight: torch.Tensor, plan: Convoluti
 
 def _sources(name: str, x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, ConvolutionPlan]:
     """x (N_in, C) or (N_in, H, C), checked; of a sharded scene, with what this rank's outputs see of other ranks."""
+    check_plan(plan)
     check_rows(name, x, plan.num_in, "a voxel of the plan's source", plan.device, "the plan", (2, 3))
     rows, local = plan.localize(x.flatten(1))
     return rows.unflatten(1, x.shape[1:]) if x.ndim == 3 else rows, local
 
 
 def _check_targets(q: torch.Tensor, k: torch.Tensor, plan: ConvolutionPlan) -> None:
+    check_plan(plan)
+    check_tensor("k", k)
     check_rows("q", q, plan.kernel_map.num_out, "a voxel of the plan's target", plan.device, "the plan", (2, 3))
     if q.shape[1:] != k.shape[1:]:
         raise ValueError(f"q and k must have the same heads and channels; got {tuple(q.shape)} and {tuple(k.shape)}")
@@ -193,6 +204,7 @@ def _heads_last(x: torch.Tensor) -> torch.Tensor:
 
 def _of_taps(bias: torch.Tensor, logits: torch.Tensor, edges: KernelMap) -> torch.Tensor:
     """The tap's number for each edge, in the shape of the logits."""
+    check_tensor("bias", bias)
     if bias.shape != (edges.num_taps, *logits.shape[1:]):
         raise ValueError(f"bias must be {(edges.num_taps, *logits.shape[1:])}; got {tuple(bias.shape)}")
     columns = bias.to(logits.dtype).reshape(edges.num_taps, -1)
@@ -207,9 +219,9 @@ def _edge_infos(edges: KernelMap) -> Products:
         num_in, num_out = edges.num_in, edges.num_out
         (out_order, out_bounds), (in_order, in_bounds) = edges.by_output, edges.reverse().by_output
         edges.prepared["edge_infos"] = (
-            SparseProductInfo(None, outs, ins, None, None, None, pairs, num_out, num_in),
-            SparseProductInfo(None, ins, None, out_bounds, out_order, None, num_out, num_in, pairs),
-            SparseProductInfo(None, None, outs, in_bounds, in_order, None, num_in, pairs, num_out),
+            known_right(SparseProductInfo, None, outs, ins, None, None, None, pairs, num_out, num_in),
+            known_right(SparseProductInfo, None, ins, None, out_bounds, out_order, None, num_out, num_in, pairs),
+            known_right(SparseProductInfo, None, None, outs, in_bounds, in_order, None, num_in, pairs, num_out),
         )
     return cast(Products, edges.prepared["edge_infos"])
 
@@ -219,8 +231,8 @@ def _output_infos(edges: KernelMap) -> Scales:
     if "output_infos" not in edges.prepared:
         order, bounds = edges.by_output
         edges.prepared["output_infos"] = (
-            SparseScaleInfo(None, order, bounds, None, edges.num_out, edges.num_pairs),
-            SparseScaleInfo(None, edges.out_rows, None, None, edges.num_pairs, edges.num_out),
+            known_right(SparseScaleInfo, None, order, bounds, None, edges.num_out, edges.num_pairs),
+            known_right(SparseScaleInfo, None, edges.out_rows, None, None, edges.num_pairs, edges.num_out),
         )
     return cast(Scales, edges.prepared["output_infos"])
 
@@ -229,7 +241,7 @@ def _tap_infos(edges: KernelMap) -> Scales:
     """A tap's number for each edge, and the sum over the edges of each tap; kept with the map."""
     if "tap_infos" not in edges.prepared:
         edges.prepared["tap_infos"] = (
-            SparseScaleInfo(None, edges.pair_taps, None, None, edges.num_pairs, edges.num_taps),
-            SparseScaleInfo(None, None, edges.tap_offsets, None, edges.num_taps, edges.num_pairs),
+            known_right(SparseScaleInfo, None, edges.pair_taps, None, None, edges.num_pairs, edges.num_taps),
+            known_right(SparseScaleInfo, None, None, edges.tap_offsets, None, edges.num_taps, edges.num_pairs),
         )
     return cast(Scales, edges.prepared["tap_infos"])

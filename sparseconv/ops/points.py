@@ -15,8 +15,10 @@ import torch
 from sparseconv import transforms
 from sparseconv.autograd import side_by_side
 from sparseconv.autograd_function import Function
+from sparseconv.kinds import check_choice, check_count, check_tensor
 from sparseconv.ops.rows import check_rows, kept
 from sparseconv.products import SparseScaleInfo, sparse_scale
+from sparseconv.products.info import known_right
 
 Reduce = Literal["mean", "sum", "max"]
 
@@ -39,6 +41,8 @@ class PointGroups:
 
     @transforms.constant
     def __init__(self, point_rows: torch.Tensor, num_voxels: int) -> None:
+        check_tensor("point_rows", point_rows)
+        check_count("num_voxels", num_voxels)
         if point_rows.is_floating_point() or point_rows.is_complex() or point_rows.dtype == torch.bool:
             raise TypeError(f"point_rows must be integers; got {point_rows.dtype}")
         if point_rows.ndim != 1:
@@ -58,10 +62,10 @@ class PointGroups:
         self.counts = bounds.diff()
         if len(rows) and ends[0] < 0:
             held = (rows >= 0).nonzero()[:, 0]
-            spread = SparseScaleInfo(None, rows[held], None, held, len(rows), num_voxels)
+            spread = known_right(SparseScaleInfo, None, rows[held], None, held, len(rows), num_voxels)
         else:
-            spread = SparseScaleInfo(None, rows, None, None, len(rows), num_voxels)
-        self._infos = SparseScaleInfo(None, order, bounds, None, num_voxels, len(rows)), spread
+            spread = known_right(SparseScaleInfo, None, rows, None, None, len(rows), num_voxels)
+        self._infos = known_right(SparseScaleInfo, None, order, bounds, None, num_voxels, len(rows)), spread
 
     def reduce(self, features: torch.Tensor, how: Reduce = "mean") -> torch.Tensor:
         """The mean, sum or maximum of each voxel's points.
@@ -79,10 +83,9 @@ class PointGroups:
             ValueError, TypeError: shapes, dtypes or devices that do not fit, or another ``how``.
         """
         check_rows("features", features, self.num_points, "a point", self.device, "the plan")
+        check_choice("how", how, ("mean", "sum", "max"))
         if how == "max":
             return _choice(features, self._winners(features.detach()), self._rows, False)
-        if how not in ("mean", "sum"):
-            raise ValueError(f"how must be 'mean', 'sum' or 'max'; got {how!r}")
         with torch.autocast(features.device.type, enabled=False):
             if how == "sum":
                 return sparse_scale(features, *self._infos)
@@ -137,7 +140,7 @@ class _Choice(Function):
 
 
 class _SeenChoice(_Choice):
-    """The same with rules for tangents and batches, of which those who trace want none."""
+    """The same with rules for tangents and batches, which tracing must not see."""
 
     @staticmethod
     def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:

@@ -21,10 +21,12 @@ from sparseconv.autograd import side_by_side
 from sparseconv.autograd_function import Function
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.kinds import check_tensor
 from sparseconv.ops.items import split_items
-from sparseconv.ops.rows import check_rows, kept
+from sparseconv.ops.rows import check_grid, check_plan, check_rows, kept
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.products import SparseScaleInfo, sparse_scale
+from sparseconv.products.info import known_right
 
 
 def sum_pool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
@@ -120,6 +122,9 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
     >>> max_unpool(y, winners, plan.transpose()).tolist()
     [[0.0], [2.0], [-4.0]]
     """
+    check_plan(plan)
+    check_tensor("x", x)
+    check_tensor("winners", winners)
     if winners.is_floating_point() or winners.dtype == torch.bool:
         raise TypeError(f"winners must be the integers that max_pool returned; got {winners.dtype}")
     if winners.shape != x.shape or winners.device != x.device:
@@ -134,11 +139,13 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
 
 def global_sum_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     """The sum over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
+    check_grid(grid)
     return grid.all_sum(_by_item(x, grid, lambda item: item.sum(0)))
 
 
 def global_avg_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     """The mean over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
+    check_grid(grid)
     if not grid.is_shared:
         return _by_item(x, grid, lambda item: item.mean(0))
     counts = grid.all_sum(grid.batch_counts).clamp_min(1)
@@ -152,6 +159,7 @@ def global_max_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     >>> global_max_pool(torch.tensor([[-1.0], [2.0], [4.0]]), grid).tolist()
     [[-1.0], [0.0], [4.0]]
     """
+    check_grid(grid)
     if grid.is_shared:
         raise ValueError("a maximum over shards is not offered: pool to one grid first, or gather the scene")
     return _by_item(x, grid, lambda item: item.max(0).values)
@@ -233,7 +241,7 @@ class _Max(Function):
 
 
 class _SeenWinnerSum(_WinnerSum):
-    """The same with rules for tangents and batches, of which those who trace want none."""
+    """The same with rules for tangents and batches, which tracing must not see."""
 
     @staticmethod
     def jvp(ctx: Any, along: torch.Tensor, *_: None) -> torch.Tensor:
@@ -247,7 +255,7 @@ class _SeenWinnerSum(_WinnerSum):
 
 
 class _SeenMax(_Max):
-    """The same with rules for tangents and batches, of which those who trace want none."""
+    """The same with rules for tangents and batches, which tracing must not see."""
 
     @staticmethod
     def jvp(ctx: Any, along: torch.Tensor, _: None) -> tuple:
@@ -326,9 +334,9 @@ def _sum_info(edges: KernelMap) -> SparseScaleInfo:
         bounds, real = _bounds(edges), (seen >= 0).flatten()
         place = torch.where(real, real.cumsum(0) - 1, real.numel())  # the absent ones meet behind the last
         rows = seen.new_zeros(real.numel() + 1).scatter_(0, place, seen.flatten().clamp_min(0))
-        return SparseScaleInfo(None, rows[:-1], bounds, None, edges.num_out, edges.num_in)
+        return known_right(SparseScaleInfo, None, rows[:-1], bounds, None, edges.num_out, edges.num_in)
     order, bounds = edges.by_output
-    return SparseScaleInfo(None, edges.in_rows[order], bounds, None, edges.num_out, edges.num_in)
+    return known_right(SparseScaleInfo, None, edges.in_rows[order], bounds, None, edges.num_out, edges.num_in)
 
 
 def _bounds(edges: KernelMap) -> torch.Tensor:
@@ -356,12 +364,14 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 def _local(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, ConvolutionPlan]:
     """x and the plan, checked; of a sharded scene, with what this rank's outputs see of other ranks."""
+    check_plan(plan)
     check_rows("x", x, plan.num_in, "a voxel of the plan's source", plan.device, "the plan")
     return plan.localize(x)
 
 
 def _by_item(x: torch.Tensor, grid: VoxelGrid, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """(B, C): each item's rows reduced, 0 for an empty item."""
+    check_grid(grid)
     check_rows("x", x, len(grid), "a voxel of the grid", grid.device, "the grid")
     if grid.batch_size == 0:
         return x

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+from sparseconv.kinds import check_tensor, described
+
+if TYPE_CHECKING:
+    from sparseconv.geometry.grid import VoxelGrid
+    from sparseconv.plan.convolution import ConvolutionPlan
 
 
 def check_rows(
     name: str, x: torch.Tensor, rows: int, each: str, device: torch.device, holder: str, ranks: tuple[int, ...] = (2,)
 ) -> None:
     """x is (rows, C), or (rows, H, C) where ``ranks`` allow it; else an error that names x and its holder."""
+    check_tensor(name, x)
     if x.ndim not in ranks or x.shape[0] != rows:
         shapes = " or ".join(f"({', '.join([str(rows), 'H', 'C'][:: 2 if rank == 2 else 1])})" for rank in ranks)
         raise ValueError(f"{name} must be {shapes}, one row {each}; got {tuple(x.shape)}")
@@ -16,6 +25,18 @@ def check_rows(
         raise TypeError(f"{name} must be floating point; got {x.dtype}")
     if x.device != device:
         raise ValueError(f"{holder} is on {device} but {name} is on {x.device}: move one of them")
+
+
+def check_plan(plan: ConvolutionPlan) -> None:
+    """Raise TypeError unless this is a plan: of one process, or of a scene that many share."""
+    if not hasattr(plan, "kernel_map") or not hasattr(plan, "localize"):
+        raise TypeError(f"plan must be a ConvolutionPlan, but it is {described(plan)}: ConvolutionPlan(grid, 3) is one")
+
+
+def check_grid(grid: VoxelGrid) -> None:
+    """Raise TypeError unless this is a grid."""
+    if not hasattr(grid, "coords") or not hasattr(grid, "batch_size"):
+        raise TypeError(f"grid must be a VoxelGrid, but it is {described(grid)}: pass x.grid of a SparseTensor")
 
 
 def kept(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

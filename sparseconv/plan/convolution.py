@@ -15,6 +15,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
+from sparseconv.kinds import as_device, check_count, check_tensor
 from sparseconv.plan.arguments import OPERANDS, Axes, as_epilogue, autocast, check_operands, checked_window
 from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.weights import PackedWeights, by_tap
@@ -225,11 +226,13 @@ class ConvolutionPlan:
         return Request(self.kernel_map, self.device, dtype, c_in, c_out, self.groups)
 
     def workspace_bytes(self, c_in: int, c_out: int, dtype: torch.dtype = torch.float32) -> int:
-        """The most memory beside its result that executing allocates, forward or backward, in bytes."""
+        """The most memory that executing allocates in addition to its result, forward or backward, in bytes."""
         return explain(repr(self), self.backend, self.request(c_in, c_out, dtype)).workspace_bytes
 
     def explain(self, x: torch.Tensor, weight: torch.Tensor) -> Explanation:
         """Which backend would execute this and why, what the others said, and what it costs; print it."""
+        check_tensor("x", x)
+        check_tensor("weight", weight)
         taps = by_tap(weight, self.kernel_size, self.num_taps)
         return explain(repr(self), self.backend, self.request(taps.shape[1] * self.groups, taps.shape[2], x.dtype))
 
@@ -276,8 +279,13 @@ class ConvolutionPlan:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
         device = self.kernel_map.device
-        for name, tensor in zip(OPERANDS, (x, weight, bias, residual)):
-            if tensor is not None and tensor.device != device:
+        given: tuple[Any, ...] = (x, weight, bias, residual)
+        for name, tensor in zip(OPERANDS, given):
+            if tensor is None and name in ("bias", "residual"):
+                continue
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+                check_tensor(name, tensor)
+            if tensor.device != device:
                 raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
         if torch.compiler.is_compiling() or casts():  # a question that cannot be traced
             x, weight, bias, residual = autocast(x, weight, bias, residual)
@@ -306,10 +314,9 @@ class ConvolutionPlan:
 
     def with_groups(self, groups: int) -> ConvolutionPlan:
         """The same edges for another number of channel groups; itself if it has that number."""
+        check_count("groups", groups, 1)
         if groups == self.groups:
             return self
-        if groups < 1:
-            raise ValueError(f"groups must be at least 1; got {groups}")
         return self.over(self.kernel_map, groups=groups)
 
     def kept_with(self, grid: VoxelGrid) -> ConvolutionPlan:
@@ -328,6 +335,7 @@ class ConvolutionPlan:
 
     def to(self, device: torch.device | str) -> ConvolutionPlan:
         """This plan on another device; itself if it is there."""
+        device = as_device(device)
         kernel_map = self.kernel_map.to(device)
         if kernel_map is self.kernel_map:
             return self

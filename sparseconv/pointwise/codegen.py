@@ -16,9 +16,9 @@ def kernel_name(schema: Schema, rank: int) -> str:
 def source(schema: Schema, rank: int, config: Config) -> str:
     """The text of the module that holds one kernel; `scalar_function` is put into it when it is loaded.
 
-    The kernel maps its program to a tile over the last axes of the task space (the slower axes are single indices),
-    loads a tile of each tensor through its own strides, calls the scalar function on the tiles and stores what it
-    returns. Along an axis on which a tensor is repeated it loads one element. Sizes, strides and numbers are run-time
+    A program is a tile over the last axes of the task space; the slower axes are single indices. It loads a tile of
+    each tensor through its strides, calls the scalar function on the tiles and stores the results. Along an axis on
+    which a tensor is repeated it loads one element. Sizes, strides and numbers are run-time
     arguments; dtypes, tile sizes and repetition are compile-time ones, so the text depends on neither.
 
     Args:

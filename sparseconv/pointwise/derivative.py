@@ -136,9 +136,8 @@ def _pushed(
 ) -> list[Any]:
     """The tangent of each output, None where it has none, from those of some arguments.
 
-    Where nothing is gathered, each number of an output depends on one of each argument, so that a gradient without its
-    sum over repeated axes is the derivative times whatever stands for the output's gradient: here the argument's
-    tangent.
+    Without a gather, each output element depends on one element of each argument. So a gradient, without its sum over
+    repeated axes, is the derivative times the output's gradient. The argument's tangent takes that place here.
     """
     if function.reference is not None and (function.derivative is None or function.schema.gather):
         return _pushed_through_twin(function, args, along)

@@ -207,7 +207,12 @@ class PointwiseDynamicFunction:
         if schema.index:
             count = torch.Size(expected.shape).numel()
             seen.append(torch.arange(count, device=seen[schema.tensors[0]].device).view(expected.shape))
-        results = self.reference(*seen)
+        try:
+            results = self.reference(*seen)
+        except (NotImplementedError, RuntimeError) as error:
+            if all(dtype.is_floating_point for dtype in expected.dtypes.compute):
+                raise
+            raise TypeError(f"{schema.name} is not made for {metadata.describe(args)}: torch says: {error}") from error
         results = list(results) if isinstance(results, (tuple, list)) else [results]
         if len(results) != schema.num_outputs:
             raise ValueError(

@@ -96,9 +96,9 @@ def _itemsize(dtype: torch.dtype) -> int:
 class Overload:
     """The kernels of one function for task spaces of one rank, callable without any inference.
 
-    ``overload(*inputs, out0=...)`` takes tensors or StridedBuffers that all have this rank and the shape of the outputs
-    (a size of 1 or a stride of 0 repeats), writes the outputs and returns them. Nothing is inferred or allocated, and
-    axes are not merged.
+    ``overload(*inputs, out0=...)`` writes the outputs and returns them. It takes tensors or StridedBuffers of this rank
+    and of the outputs' shape; a size of 1 or a stride of 0 repeats. Nothing is inferred or allocated, and axes are not
+    merged.
     """
 
     def __init__(self, schema: Schema, scalar: ScalarFunction, rank: int, config: Config) -> None:

@@ -188,7 +188,7 @@ def _merge(sizes: list[int], columns: list[Ints]) -> tuple[list[int], list[Ints]
 
 
 def _row_axis(sizes: list[int], columns: list[Ints]) -> tuple[int, bool]:
-    """The axis to tile beside the last: the fast axis of an operand that is not fast along the last, if any is."""
+    """The second axis to tile: the fast axis of an operand that is not fast along the last one, if any."""
     last = len(sizes) - 1
     for operand in range(len(columns[0])):
         steps = {k: abs(columns[k][operand]) for k in range(last + 1) if columns[k][operand] and sizes[k] > 1}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sparseconv.kinds import check_tensor
 from sparseconv.pointwise import layout, promotion
 from sparseconv.pointwise.promotion import Dtypes, Operand
 from sparseconv.pointwise.schema import Schema
@@ -38,6 +39,8 @@ def check_arguments(schema: Schema, args: Sequence[Any]) -> None:
         if flag:
             if not isinstance(value, (torch.Tensor, StridedBuffer)):
                 raise TypeError(f"{schema.name}: argument {i} is a tensor, but got {describe([value])}")
+            if isinstance(value, torch.Tensor):
+                check_tensor(f"{schema.name}: argument {i}", value)
             continue
         kind = schema.scalar_types[i] or float
         numbers = (
@@ -49,6 +52,8 @@ def check_arguments(schema: Schema, args: Sequence[Any]) -> None:
         )
         if not isinstance(value, numbers) or (kind is int and isinstance(value, bool)):
             raise TypeError(f"{schema.name}: argument {i} is a number ({kind.__name__}), but got {describe([value])}")
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{schema.name}: argument {i} must fit in 64 bits, but got {describe([value])}")
 
 
 def check_devices(schema: Schema, args: Sequence[Any]) -> torch.device:

@@ -28,12 +28,16 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def direct(*tensors: torch.Tensor) -> bool:
-    """Whether nobody listens between a call and its kernel, so that it may skip torch's dispatcher."""
+    """Whether a call may bypass torch's dispatcher: plain eager tensors, no transform, no tracing."""
     return not torch.compiler.is_compiling() and _is_plain(*tensors) and not transforms.present()
 
 
-def scale(x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:
-    """A sparse scale with its derivatives."""
+def scale(x: torch.Tensor, infos: tuple[Terms, Terms | None], out: torch.Tensor | None = None) -> torch.Tensor:
+    """A sparse scale with its derivatives; written to ``out``, which was checked, where that is given."""
+    if out is not None:
+        if direct(x, out):
+            return execute_scale(x, infos[0], out)
+        return out.copy_(scale(x, infos))
     if not direct(x):
         return _SeenScale.apply(x, infos) if transforms.active() else call_scale(x, infos)
     if x.requires_grad and torch.is_grad_enabled():
@@ -41,8 +45,19 @@ def scale(x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:
     return execute_scale(x, infos[0])
 
 
-def product(row: Product, x: torch.Tensor, y: torch.Tensor, infos: Triple, out_accumulated: bool) -> torch.Tensor:
-    """A product with its derivatives."""
+def product(
+    row: Product,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    infos: Triple,
+    out_accumulated: bool,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A product with its derivatives; written to ``out``, which was checked, where that is given."""
+    if out is not None:
+        if direct(x, y, out):
+            return execute_product(row, x, y, _given(infos[0]), out_accumulated, out)
+        return out.copy_(product(row, x, y, infos, out_accumulated))
     if not direct(x, y):
         if transforms.active():
             return _SeenProduct.apply(x, y, row, infos, out_accumulated)

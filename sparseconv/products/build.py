@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sparseconv.products.info import SparseProductInfo, SparseScaleInfo
+from sparseconv.kinds import as_tensor, check_count
+from sparseconv.products.info import SparseProductInfo, SparseScaleInfo, known_right
 
 #: an index or a scale as a tensor, an array or a list
 Column: TypeAlias = torch.Tensor | npt.NDArray[np.generic] | Sequence[int] | Sequence[float]
@@ -127,15 +128,14 @@ def _columns(
     device = next((value.device for value in given if isinstance(value, torch.Tensor)), torch.device("cpu"))
     columns = []
     for name, (value, size) in named.items():
-        column = torch.as_tensor(value, device=device)
+        check_count(f"the size of {name}", size)
+        column = as_tensor(name, value, device)
         if column.numel() == 0:
             column = column.long()  # an empty list has no integers to show
         if column.dtype.is_floating_point or column.dtype in (torch.bool, torch.complex64, torch.complex128):
             raise TypeError(f"{name} must hold integers, but its dtype is {column.dtype}")
-        if size < 0:
-            raise ValueError(f"a size must be 0 or more, but the one of {name} is {size}")
         columns.append(column)
-    weights = None if scale is None else torch.as_tensor(scale, device=device)
+    weights = None if scale is None else as_tensor("scale", scale, device)
     if weights is not None and not weights.dtype.is_floating_point:
         if weights.dtype.is_complex or weights.dtype == torch.bool:
             raise TypeError(f"scale must hold real numbers, but its dtype is {weights.dtype}")
@@ -181,7 +181,7 @@ def _scale_info(
 ) -> SparseScaleInfo:
     order, seg_out = _by_output(rows_out, out_size)
     scale = None if weights is None else weights[order]
-    return SparseScaleInfo(scale, rows_in[order], seg_out, None, out_size, in_size)
+    return known_right(SparseScaleInfo, scale, rows_in[order], seg_out, None, out_size, in_size)
 
 
 def _product_info(
@@ -195,4 +195,5 @@ def _product_info(
 ) -> SparseProductInfo:
     order, seg_out = _by_output(rows_out, out_size)
     scale = None if weights is None else weights[order]
-    return SparseProductInfo(scale, rows1[order], rows2[order], seg_out, None, None, out_size, in1_size, in2_size)
+    columns = (scale, rows1[order], rows2[order], seg_out, None, None)
+    return known_right(SparseProductInfo, *columns, out_size, in1_size, in2_size)

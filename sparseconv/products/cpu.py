@@ -116,7 +116,7 @@ def _summed(
             sums = prepared.get(piece) if count == step else None
             if sums is None:
                 sums = formulation.prepare(piece, count)
-                if start + count < batch:  # kept only for those who come back to it
+                if start + count < batch:  # kept only if the batch needs it again
                     prepared[piece] = sums
             _store(sums(*parts), target, piece, accumulated, adds)
     return out

@@ -27,10 +27,10 @@ class Piece(NamedTuple):
 class Formulation(NamedTuple):
     """How the terms of a piece are multiplied and summed.
 
-    ``prepare(piece, n)`` makes what depends on the structure alone, and gives a function from the inputs of n items of
-    the batch, (n or 1, rows, dense...), side by side, to the sums (n, S', dense...) of the piece's segments.
-    ``per_term`` and ``per_segment``: the elements of its temporaries. ``joint`` where n may be more than 1, ``streams``
-    where the temporaries are little beside the result.
+    ``prepare(piece, n)`` computes what depends on the structure alone and returns a function. That function takes the
+    inputs of n batch items, (n or 1, rows, dense...), to the sums (n, S', dense...) of the piece's segments.
+    ``per_term`` and ``per_segment`` are the elements of its temporaries. ``joint``: n may be more than 1. ``streams``:
+    the temporaries are small against the result.
     """
 
     prepare: Callable[[Piece, int], Callable[..., torch.Tensor]]

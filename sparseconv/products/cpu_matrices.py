@@ -41,8 +41,10 @@ def pays_by_term(
 def sum_by_term(
     row: Product, x: torch.Tensor, y: torch.Tensor, terms: Terms, positions: int, out: torch.Tensor
 ) -> None:
-    """Into out (N, S, b) the products of x (N, M1, a) with shared matrices y (1, M2, a, b), or into out (1, S, a, b)
-    the outer products of x (N, M1, a) and y (N, M2, b), summed over the batch; ``mat_t_vec`` has its inputs exchanged.
+    """Products with shared matrices, or outer products summed over the batch, one call for each term, into ``out``.
+
+    Matrices: x (N, M1, a) and y (1, M2, a, b) give out (N, S, b); ``mat_t_vec`` has its inputs exchanged. Outer
+    products: x (N, M1, a) and y (N, M2, b) give out (1, S, a, b).
     """
     vectors, others, at_vector, at_other = x, y, terms.index1, terms.index2
     if row.name == "mat_t_vec":

@@ -7,10 +7,19 @@ from typing import ClassVar
 import torch
 
 from sparseconv.products import autograd
+from sparseconv.products.arguments import (
+    cast,
+    check_backward,
+    check_info,
+    check_input,
+    check_out,
+    check_scale_sizes,
+    check_shapes,
+    check_sizes,
+    out_shape,
+)
 from sparseconv.products.info import SparseProductInfo, SparseScaleInfo
 from sparseconv.products.table import PRODUCTS, Product
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class SparseScale:
@@ -18,27 +27,30 @@ class SparseScale:
 
     @classmethod
     def apply(
-        cls, input: torch.Tensor, info_fwd: SparseScaleInfo, info_bwd: SparseScaleInfo | None = None
+        cls,
+        input: torch.Tensor,
+        info_fwd: SparseScaleInfo,
+        info_bwd: SparseScaleInfo | None = None,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As :func:`sparse_scale`."""
         name = "sparse_scale"
-        _check_info(name, "info", info_fwd, SparseScaleInfo)
-        _check_info(name, "info_backward", info_bwd, SparseScaleInfo, optional=True)
-        _check_tensor(name, "x", input, info_fwd)
+        check_info(name, "info", info_fwd, SparseScaleInfo)
+        check_info(name, "info_backward", info_bwd, SparseScaleInfo, optional=True)
+        check_input(name, "x", input, info_fwd)
         if input.dim() not in (2, 3):
             raise ValueError(
                 f"{name} takes x of shape (N, M, C), or (M, C) without a batch, but got shape {tuple(input.shape)}"
             )
-        needed = info_fwd.in_size
-        if needed is None and info_bwd is not None:
-            needed = info_bwd.out_size
-        if needed is not None:
-            _check_rows(name, "x", input.shape[-2], needed, exact=True)
-        elif not torch.compiler.is_compiling():
-            _check_rows(name, "x", input.shape[-2], info_fwd.least_in_size, exact=False)
-        if info_bwd is None:
-            _check_backward(name, "x", input, "info_backward", "sparse_scale_infos")
-        return autograd.scale(_cast(input), (info_fwd.terms, None if info_bwd is None else info_bwd.terms))
+        check_scale_sizes(input, info_fwd, info_bwd)
+        if info_bwd is None and out is None:
+            check_backward(name, "x", input, "info_backward", "sparse_scale_infos")
+        infos = info_fwd.terms, None if info_bwd is None else info_bwd.terms
+        x = cast(input)
+        if out is not None:
+            check_out(name, out, (*x.shape[:-2], info_fwd.num_rows, x.shape[-1]), x.dtype, (x,))
+        return autograd.scale(x, infos, out)
 
 
 class SparseProduct:
@@ -55,27 +67,33 @@ class SparseProduct:
         info_bwd1: SparseProductInfo | None = None,
         info_bwd2: SparseProductInfo | None = None,
         out_accumulated: bool = False,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As the function of the same name, :func:`sparse_mul` and its six sisters."""
         row = cls.row
         name = f"sparse_{row.name}"
-        _check_info(name, "info", info_fwd, SparseProductInfo)
-        _check_info(name, "info_backward1", info_bwd1, SparseProductInfo, optional=True)
-        _check_info(name, "info_backward2", info_bwd2, SparseProductInfo, optional=True)
-        _check_tensor(name, "x", input1, info_fwd)
-        _check_tensor(name, "y", input2, info_fwd)
-        _check_shapes(row, input1, input2)
-        _check_sizes(row, input1, input2, info_fwd, info_bwd1, info_bwd2)
-        if info_bwd1 is None:
-            _check_backward(name, "x", input1, "info_backward1", "sparse_product_infos")
-        if info_bwd2 is None:
-            _check_backward(name, "y", input2, "info_backward2", "sparse_product_infos")
+        check_info(name, "info", info_fwd, SparseProductInfo)
+        check_info(name, "info_backward1", info_bwd1, SparseProductInfo, optional=True)
+        check_info(name, "info_backward2", info_bwd2, SparseProductInfo, optional=True)
+        check_input(name, "x", input1, info_fwd)
+        check_input(name, "y", input2, info_fwd)
+        check_shapes(row, input1, input2)
+        check_sizes(row, input1, input2, info_fwd, info_bwd1, info_bwd2)
+        if info_bwd1 is None and out is None:
+            check_backward(name, "x", input1, "info_backward1", "sparse_product_infos")
+        if info_bwd2 is None and out is None:
+            check_backward(name, "y", input2, "info_backward2", "sparse_product_infos")
         infos = (
             info_fwd.terms,
             None if info_bwd1 is None else info_bwd1.terms,
             None if info_bwd2 is None else info_bwd2.terms,
         )
-        return autograd.product(row, _cast(input1), _cast(input2), infos, out_accumulated)
+        x, y = cast(input1), cast(input2)
+        if out is not None:
+            shape = out_shape(row, x, y, info_fwd.num_rows, out_accumulated)
+            check_out(name, out, shape, torch.promote_types(x.dtype, y.dtype), (x, y))
+        return autograd.product(row, x, y, infos, out_accumulated, out)
 
 
 class SparseMul(SparseProduct):
@@ -120,7 +138,13 @@ class SparseMatTVec(SparseProduct):
     row = PRODUCTS["mat_t_vec"]
 
 
-def sparse_scale(x: torch.Tensor, info: SparseScaleInfo, info_backward: SparseScaleInfo | None = None) -> torch.Tensor:
+def sparse_scale(
+    x: torch.Tensor,
+    info: SparseScaleInfo,
+    info_backward: SparseScaleInfo | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Sums scaled rows: a product with a sparse matrix along the rows of x, for every batch item and channel.
 
         z[n, row(M), c] = sum over t in segment M of scale[t] * x[n, index[t], c]
@@ -129,6 +153,8 @@ def sparse_scale(x: torch.Tensor, info: SparseScaleInfo, info_backward: SparseSc
         x: (N, M_in, C), or (M_in, C) without a batch; any strides; fp16, bf16, fp32 or fp64.
         info: what is summed where, on the device of x; :func:`sparse_scale_infos` makes it from index lists.
         info_backward: the transpose, needed where x requires a gradient.
+        out: where to write the result, of its shape, dtype and device, with any strides that overlap nowhere. It is
+            overwritten whole, rows that ``index_out`` does not list by zeros, and returned. Not differentiable.
 
     Returns:
         (N, out_size, C), or (out_size, C), in the dtype of x, summed in fp32 (fp64 for fp64); the same bits each run.
@@ -136,7 +162,8 @@ def sparse_scale(x: torch.Tensor, info: SparseScaleInfo, info_backward: SparseSc
         positions that are learnt), give it as the second input of :func:`sparse_vecsca`.
 
     Raises:
-        ValueError, TypeError: shapes, sizes, devices or dtypes that do not fit, or a missing info_backward.
+        ValueError, TypeError: shapes, sizes, devices or dtypes that do not fit, or a missing info_backward; out with a
+            gradient asked for. Nothing is written then.
 
     Example::
 
@@ -147,7 +174,7 @@ def sparse_scale(x: torch.Tensor, info: SparseScaleInfo, info_backward: SparseSc
         tensor([[2.],
                 [5.]])
     """
-    return SparseScale.apply(x, info, info_backward)
+    return SparseScale.apply(x, info, info_backward, out=out)
 
 
 def sparse_mul(
@@ -157,6 +184,8 @@ def sparse_mul(
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums of scaled elementwise products of rows.
 
@@ -169,13 +198,15 @@ def sparse_mul(
         info_backward1: needed where x requires a gradient.
         info_backward2: needed where y requires a gradient.
         out_accumulated: sum over the batch; the result then has none.
+        out: where to write the result, as :func:`sparse_scale` has it; with ``out_accumulated`` it has no batch.
 
     Returns:
         (N, out_size, C), without N where both inputs are shared or the batch is summed, in the promoted dtype, summed
         in fp32 (fp64 for fp64); the same bits each run. Differentiable to any order in x and y.
 
     Raises:
-        ValueError, TypeError: shapes, sizes, devices or dtypes that do not fit, or a missing backward info.
+        ValueError, TypeError: shapes, sizes, devices or dtypes that do not fit, or a missing backward info; out with a
+            gradient asked for. Nothing is written then.
 
     Example::
 
@@ -185,7 +216,7 @@ def sparse_mul(
         >>> sparse_mul(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[10.0, 1.0]]), *infos)
         tensor([[40.,  6.]])
     """
-    return SparseMul.apply(x, y, info, info_backward1, info_backward2, out_accumulated)
+    return SparseMul.apply(x, y, info, info_backward1, info_backward2, out_accumulated, out=out)
 
 
 def sparse_outer(
@@ -195,6 +226,8 @@ def sparse_outer(
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums of scaled outer products of rows; the weight gradient of a convolution is one.
 
@@ -211,7 +244,7 @@ def sparse_outer(
         >>> sparse_outer(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0, 5.0]]), *infos).shape
         torch.Size([1, 2, 3])
     """
-    return SparseOuter.apply(x, y, info, info_backward1, info_backward2, out_accumulated)
+    return SparseOuter.apply(x, y, info, info_backward1, info_backward2, out_accumulated, out=out)
 
 
 def sparse_inner(
@@ -221,6 +254,8 @@ def sparse_inner(
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums of scaled inner products of rows; the logits of an attention over neighbours are one.
 
@@ -236,7 +271,7 @@ def sparse_inner(
         >>> sparse_inner(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 0.0], [0.0, 4.0]]), *infos)
         tensor([3., 8.])
     """
-    return SparseInner.apply(x, y, info, info_backward1, info_backward2, out_accumulated)
+    return SparseInner.apply(x, y, info, info_backward1, info_backward2, out_accumulated, out=out)
 
 
 def sparse_vecmat(
@@ -246,6 +281,8 @@ def sparse_vecmat(
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums of scaled products of row vectors and matrices; a sparse convolution is one, over its kernel map.
 
@@ -262,7 +299,7 @@ def sparse_vecmat(
         >>> sparse_vecmat(torch.ones(2, 3), torch.ones(2, 3, 4), *infos)
         tensor([[6., 6., 6., 6.]])
     """
-    return SparseVecMat.apply(x, y, info, info_backward1, info_backward2, out_accumulated)
+    return SparseVecMat.apply(x, y, info, info_backward1, info_backward2, out_accumulated, out=out)
 
 
 def sparse_vecsca(
@@ -272,6 +309,8 @@ def sparse_vecsca(
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums of scaled products of row vectors and scalars: a sparse scale whose factors have a gradient.
 
@@ -287,7 +326,7 @@ def sparse_vecsca(
         >>> sparse_vecsca(torch.tensor([[1.0], [5.0]]), torch.tensor([0.75, 0.25]), *infos)
         tensor([[2.]])
     """
-    return SparseVecSca.apply(x, y, info, info_backward1, info_backward2, out_accumulated)
+    return SparseVecSca.apply(x, y, info, info_backward1, info_backward2, out_accumulated, out=out)
 
 
 def sparse_scavec(
@@ -297,6 +336,8 @@ def sparse_scavec(
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums of scaled products of scalars and row vectors.
 
@@ -312,7 +353,7 @@ def sparse_scavec(
         >>> sparse_scavec(torch.tensor([0.75, 0.25]), torch.tensor([[1.0], [5.0]]), *infos)
         tensor([[2.]])
     """
-    return SparseScaVec.apply(x, y, info, info_backward1, info_backward2, out_accumulated)
+    return SparseScaVec.apply(x, y, info, info_backward1, info_backward2, out_accumulated, out=out)
 
 
 def sparse_mat_t_vec(
@@ -322,6 +363,8 @@ def sparse_mat_t_vec(
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums of scaled products of transposed matrices and vectors.
 
@@ -338,92 +381,4 @@ def sparse_mat_t_vec(
         >>> sparse_mat_t_vec(torch.ones(2, 3, 4), torch.ones(2, 3), *infos)
         tensor([[6., 6., 6., 6.]])
     """
-    return SparseMatTVec.apply(x, y, info, info_backward1, info_backward2, out_accumulated)
-
-
-def _cast(x: torch.Tensor) -> torch.Tensor:
-    """Under autocast the inputs take its dtype, as those of a convolution do; sums stay in fp32."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
-
-
-def _check_info(name: str, argument: str, info: object, kind: type, optional: bool = False) -> None:
-    if not isinstance(info, kind) and not (optional and info is None):
-        raise TypeError(f"{name} takes {argument} as a {kind.__name__}, but got {type(info).__name__}")
-
-
-def _check_tensor(name: str, argument: str, x: object, info: SparseScaleInfo | SparseProductInfo) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} takes {argument} as a tensor, but got {type(x).__name__}")
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"{name} takes {argument} in fp16, bf16, fp32 or fp64, but its dtype is {x.dtype}")
-    device = info.device
-    if device is not None and x.device != device:
-        raise ValueError(
-            f"{name} needs {argument} and info on one device, but {argument} is on {x.device} and info on {device}; "
-            f"move one of them, info.to({str(x.device)!r}) for the info"
-        )
-
-
-def _check_rows(name: str, argument: str, rows: int, needed: int, exact: bool) -> None:
-    if (rows != needed) if exact else (rows < needed):
-        least = "" if exact else "at least "
-        raise ValueError(f"{name} with this info needs {least}{needed} rows in {argument}, but {argument} has {rows}")
-
-
-def _check_backward(name: str, argument: str, x: torch.Tensor, missing: str, builder: str) -> None:
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} needs {missing} because {argument} requires a gradient, but it was not given; "
-            f"{builder} makes the forward and backward infos together"
-        )
-
-
-def _shape_text(axes: str, rows: str) -> str:
-    inner = ", ".join([rows, *axes.upper()])
-    return f"(N, {inner}) or shared ({inner}{',' if not axes else ''})"
-
-
-def _check_shapes(row: Product, x: torch.Tensor, y: torch.Tensor) -> None:
-    name = f"sparse_{row.name}"
-    if x.device != y.device:
-        raise ValueError(f"{name} needs x and y on one device, but they are on {x.device} and {y.device}")
-    for argument, tensor, axes, rows in (("x", x, row.axes1, "M1"), ("y", y, row.axes2, "M2")):
-        if tensor.dim() - len(axes) not in (1, 2):
-            raise ValueError(
-                f"{name} takes {argument} of shape {_shape_text(axes, rows)}, "
-                f"but got shape {tuple(tensor.shape)} of rank {tensor.dim()}"
-            )
-    if x.dim() == len(row.axes1) + 2 and y.dim() == len(row.axes2) + 2 and x.shape[0] != y.shape[0]:
-        raise ValueError(f"{name} needs one batch size N, but x has {x.shape[0]} items and y {y.shape[0]}")
-    sizes2 = dict(zip(row.axes2, y.shape[y.dim() - len(row.axes2) :]))
-    for axis, size in zip(row.axes1, x.shape[x.dim() - len(row.axes1) :]):
-        if axis in sizes2 and sizes2[axis] != size:
-            raise ValueError(
-                f"{name} takes x {_shape_text(row.axes1, 'M1')} and y {_shape_text(row.axes2, 'M2')} with the same "
-                f"{axis.upper()}, but got shapes {tuple(x.shape)} and {tuple(y.shape)}"
-            )
-
-
-def _check_sizes(
-    row: Product,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    info: SparseProductInfo,
-    info_backward1: SparseProductInfo | None,
-    info_backward2: SparseProductInfo | None,
-) -> None:
-    name = f"sparse_{row.name}"
-    rows1, rows2 = x.shape[x.dim() - len(row.axes1) - 1], y.shape[y.dim() - len(row.axes2) - 1]
-    backward = (info_backward1, info_backward2)
-    for i, (argument, rows) in enumerate((("x", rows1), ("y", rows2))):
-        known = info.in1_size if i == 0 else info.in2_size
-        other = backward[i]
-        if known is None and other is not None:
-            known = other.out_size
-        if known is not None:
-            _check_rows(name, argument, rows, known, exact=True)
-        elif not torch.compiler.is_compiling():
-            _check_rows(name, argument, rows, info.least_in_sizes[i], exact=False)
+    return SparseMatTVec.apply(x, y, info, info_backward1, info_backward2, out_accumulated, out=out)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 
+from sparseconv.kinds import as_device, check_count, check_tensor
 from sparseconv.products.terms import Terms, make_terms
+from sparseconv.products.values import Input, least_rows
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _AnyInfo = TypeVar("_AnyInfo", "SparseScaleInfo", "SparseProductInfo")
@@ -20,7 +21,7 @@ class SparseScaleInfo:
 
         z[n, row(M), c] = sum over t in seg_out[M] .. seg_out[M+1]-1 of scale[t] * x[n, index[t], c]
 
-    Every field may be None, with the meaning given beside it. ``in_size`` is what a builder knows beyond the
+    Every field may be None, with the meaning given in its comment. ``in_size`` is what a builder knows beyond the
     formula; it lets a call check its input without looking at the indices.
 
     Example::
@@ -42,11 +43,19 @@ class SparseScaleInfo:
     in_size: int | None = None  # rows of the input, where known
     terms: Terms = field(init=False, repr=False)
     device: torch.device | None = field(init=False, repr=False)  # of the tensors; None where every field is None
+    least_in_size: int = field(init=False, repr=False)  # the fewest input rows that the indices fit in
 
     def __post_init__(self) -> None:
+        self._settle(None)
+
+    def _settle(self, least: tuple[int, ...] | None) -> None:
+        """Check and complete the fields; ``least`` where the values of the indices are known to be right."""
         terms = _same_length(self, ("scale", "index"))
         _settle_out_size(self, terms if terms is not None else self.in_size)
-        # a plain attribute, made now: torch.compile reads it as a constant, where it cannot trace a cached property
+        if least is None:
+            least = self._look(self.in_size)
+        # plain attributes, made now: torch.compile reads them as constants, where it cannot trace a cached property
+        object.__setattr__(self, "least_in_size", least[0])
         columns = (self.scale, self.index, None, self.seg_out, None, self.index_out)
         object.__setattr__(self, "terms", make_terms(*columns, self.num_rows))
         object.__setattr__(self, "device", _device(self))
@@ -61,22 +70,20 @@ class SparseScaleInfo:
         """S, the number of output rows that are written."""
         return _num_segments(self)
 
-    @cached_property
-    def least_in_size(self) -> int:
-        """The fewest input rows that the indices fit in (looks at them once)."""
-        return _least_size(self, self.index, self.in_size, "index")
-
     def to(self, device: torch.device | str) -> SparseScaleInfo:
         """The same info on another device."""
-        return _moved(self, torch.device(device))
+        return _moved(self, device)
 
     def validate(self, in_size: int | None = None) -> SparseScaleInfo:
-        """Looks at every value and returns the info itself; raises ValueError that names the first bad entry."""
-        _check_segments(self, _terms(self, self.scale, self.index))
+        """Looks at every value anew and returns the info itself; ValueError names the first bad entry."""
         in_size = self.in_size if in_size is None else in_size
-        if in_size is not None:
-            _check_range("index", self.index, in_size, "rows of the input (in_size)")
+        self._look(in_size)
         return self
+
+    def _look(self, in_size: int | None) -> tuple[int, ...]:
+        inputs = (Input("index", self.index, in_size),)
+        terms = _terms(self.scale, self.index)
+        return least_rows("SparseScaleInfo", inputs, terms, self.seg_out, None, self.index_out, self.num_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +93,7 @@ class SparseProductInfo:
         z[n, row(M)] = sum over k in seg_out[M] .. seg_out[M+1]-1, with t = gather_index[k], of
                        scale[t] * x[n, index1[t]] o y[n, index2[t]]
 
-    Every field may be None, with the meaning given beside it. ``in1_size`` and ``in2_size`` are what a builder knows
+    Every field may be None, with the meaning in its comment. ``in1_size`` and ``in2_size`` are what a builder knows
     beyond the formula; they let a call check its inputs without looking at the indices.
 
     Example::
@@ -110,14 +117,21 @@ class SparseProductInfo:
     in2_size: int | None = None  # rows of the second input, where known
     terms: Terms = field(init=False, repr=False)
     device: torch.device | None = field(init=False, repr=False)  # of the tensors; None where every field is None
+    least_in_sizes: tuple[int, int] = field(init=False, repr=False)  # the fewest rows of each that the indices fit in
 
     def __post_init__(self) -> None:
+        self._settle(None)
+
+    def _settle(self, least: tuple[int, ...] | None) -> None:
+        """Check and complete the fields; ``least`` where the values of the indices are known to be right."""
         terms = _same_length(self, ("scale", "index1", "index2"))
-        if self.gather_index is not None:
-            terms = self.gather_index.shape[0]
-        _settle_out_size(self, terms if terms is not None else self.in1_size)
+        positions = terms if self.gather_index is None else self.gather_index.shape[0]
+        _settle_out_size(self, positions if positions is not None else self.in1_size)
+        if least is None:
+            least = self._look(self.in1_size, self.in2_size)
+        # plain attributes, made now: torch.compile reads them as constants, where it cannot trace a cached property
+        object.__setattr__(self, "least_in_sizes", least)
         columns = (self.scale, self.index1, self.index2, self.seg_out, self.gather_index, self.index_out)
-        # a plain attribute, made now: torch.compile reads it as a constant, where it cannot trace a cached property
         object.__setattr__(self, "terms", make_terms(*columns, self.num_rows))
         object.__setattr__(self, "device", _device(self))
 
@@ -131,29 +145,34 @@ class SparseProductInfo:
         """S, the number of output rows that are written."""
         return _num_segments(self)
 
-    @cached_property
-    def least_in_sizes(self) -> tuple[int, int]:
-        """The fewest rows of both inputs that the indices fit in (looks at them once)."""
-        return (
-            _least_size(self, self.index1, self.in1_size, "index1"),
-            _least_size(self, self.index2, self.in2_size, "index2"),
-        )
-
     def to(self, device: torch.device | str) -> SparseProductInfo:
         """The same info on another device."""
-        return _moved(self, torch.device(device))
+        return _moved(self, device)
 
     def validate(self, in1_size: int | None = None, in2_size: int | None = None) -> SparseProductInfo:
-        """Looks at every value and returns the info itself; raises ValueError that names the first bad entry."""
-        terms = _terms(self, self.scale, self.index1, self.index2)
-        if self.gather_index is not None and terms is not None:
-            _check_range("gather_index", self.gather_index, terms, "terms")
-        _check_segments(self, terms if self.gather_index is None else self.gather_index.shape[0])
-        for name, index, size in (("1", self.index1, in1_size), ("2", self.index2, in2_size)):
-            size = getattr(self, f"in{name}_size") if size is None else size
-            if size is not None:
-                _check_range(f"index{name}", index, size, f"rows of the input (in{name}_size)")
+        """Looks at every value anew and returns the info itself; ValueError names the first bad entry."""
+        in1_size = self.in1_size if in1_size is None else in1_size
+        in2_size = self.in2_size if in2_size is None else in2_size
+        self._look(in1_size, in2_size)
         return self
+
+    def _look(self, in1_size: int | None, in2_size: int | None) -> tuple[int, ...]:
+        inputs = Input("index1", self.index1, in1_size), Input("index2", self.index2, in2_size)
+        terms, columns = _terms(self.scale, self.index1, self.index2), (self.seg_out, self.gather_index, self.index_out)
+        return least_rows("SparseProductInfo", inputs, terms, *columns, self.num_rows)
+
+
+def known_right(kind: type[_AnyInfo], *values: Any, least: tuple[int, ...] | None = None) -> _AnyInfo:
+    """The info of these fields, in their order, without a look at values that are right by how they were made.
+
+    Nothing waits for a device. ``least``: the fewest rows of each input that the indices fit in, where the fields do
+    not say how many rows the inputs have.
+    """
+    info = object.__new__(kind)
+    for column, value in zip((column for column in fields(kind) if column.init), values):
+        object.__setattr__(info, column.name, value)
+    info._settle(values[len(values) - (1 if kind is SparseScaleInfo else 2) :] if least is None else least)
+    return info
 
 
 def _tensors(info: SparseScaleInfo | SparseProductInfo) -> dict[str, torch.Tensor]:
@@ -165,17 +184,20 @@ def _device(info: SparseScaleInfo | SparseProductInfo) -> torch.device | None:
     return next((tensor.device for tensor in _tensors(info).values()), None)
 
 
-def _moved(info: _AnyInfo, device: torch.device) -> _AnyInfo:
-    values: dict[str, Any] = {column.name: getattr(info, column.name) for column in fields(info) if column.init}
-    values = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
-    moved: _AnyInfo = type(info)(**values)
-    for name in ("least_in_size", "least_in_sizes"):
-        if name in info.__dict__:
-            moved.__dict__[name] = info.__dict__[name]
-    return moved
+def _moved(info: _AnyInfo, device: torch.device | str) -> _AnyInfo:
+    if isinstance(device, torch.dtype):
+        raise TypeError(
+            f"{type(info).__name__}.to takes a device, but it was given the dtype {device}: every call sums in the "
+            "dtype of its inputs; dataclasses.replace(info, scale=info.scale.to(dtype)) gives scales of another dtype"
+        )
+    to = as_device(device)
+    values = (getattr(info, column.name) for column in fields(info) if column.init)
+    least = info.least_in_sizes if isinstance(info, SparseProductInfo) else (info.least_in_size,)
+    moved = (value.to(to) if isinstance(value, torch.Tensor) else value for value in values)
+    return known_right(type(info), *moved, least=least)
 
 
-def _terms(info: SparseScaleInfo | SparseProductInfo, *columns: torch.Tensor | None) -> int | None:
+def _terms(*columns: torch.Tensor | None) -> int | None:
     return next((column.shape[0] for column in columns if column is not None), None)
 
 
@@ -192,6 +214,12 @@ def _same_length(info: SparseScaleInfo | SparseProductInfo, columns: tuple[str, 
     """Ranks, dtypes, devices and lengths, none of which needs a look at a value; returns the number of terms."""
     name = type(info).__name__
     device = _device(info)
+    for given in fields(info):
+        value = getattr(info, given.name) if given.init else None
+        if value is not None and given.name.endswith("_size"):
+            check_count(f"{name}.{given.name}", value)
+        elif value is not None:
+            check_tensor(f"{name}.{given.name}", value)
     for column, tensor in _tensors(info).items():
         if tensor.dim() != 1:
             raise ValueError(f"{name}.{column} must have one dimension, but its shape is {tuple(tensor.shape)}")
@@ -226,7 +254,7 @@ def _settle_out_size(info: SparseScaleInfo | SparseProductInfo, terms: int | Non
                 f"but it has {info.index_out.shape[0]}"
             )
         if info.out_size is None:
-            raise ValueError(f"{name}.out_size must be given beside index_out, which may leave rows at the end empty")
+            raise ValueError(f"{name}.out_size must be given with index_out, which may leave rows at the end empty")
         return
     if info.out_size is None:
         if segments is None:
@@ -237,49 +265,3 @@ def _settle_out_size(info: SparseScaleInfo | SparseProductInfo, terms: int | Non
             f"{name} without index_out writes segment M to row M, so out_size must be the number of segments: "
             f"got out_size {info.out_size} and {segments} segments; give index_out, or repeat offsets in seg_out"
         )
-
-
-def _check_segments(info: SparseScaleInfo | SparseProductInfo, positions: int | None) -> None:
-    name = type(info).__name__
-    if info.seg_out is not None:
-        seg = info.seg_out.cpu().long()
-        if int(seg[0]) < 0 or bool((seg[1:] < seg[:-1]).any()) or (positions is not None and int(seg[-1]) > positions):
-            raise ValueError(
-                f"{name}.seg_out must ascend within 0 .. {positions} (the number of terms), but it is {seg}"
-            )
-    if info.index_out is not None:
-        assert info.out_size is not None  # settled when the info was made
-        _check_range("index_out", info.index_out, info.out_size, "rows of the output (out_size)")
-        values, counts = info.index_out.unique(return_counts=True)
-        if bool((counts > 1).any()):
-            raise ValueError(
-                f"{name}.index_out must name each output row once, but row {int(values[counts > 1][0])} stands in it "
-                f"{int(counts.max())} times; sum those terms in one segment instead"
-            )
-
-
-def _check_range(name: str, index: torch.Tensor | None, size: int, what: str) -> None:
-    if index is None or index.numel() == 0:
-        return
-    low, high = (int(v) for v in torch.stack(torch.aminmax(index)).tolist())
-    if low < 0 or high >= size:
-        position = int(((index < 0) | (index >= size)).nonzero()[0])
-        raise ValueError(
-            f"{name} must lie within 0 .. {size - 1}, there being {size} {what}, "
-            f"but entry {position} is {int(index[position])}"
-        )
-
-
-def _least_size(
-    info: SparseScaleInfo | SparseProductInfo, index: torch.Tensor | None, known: int | None, name: str
-) -> int:
-    if known is not None:
-        return known
-    if index is not None:
-        _check_range(name, index, 2**62, "rows at most")
-        return int(index.max()) + 1 if index.numel() else 0
-    # the index is t itself, so the largest t that occurs decides
-    gather = getattr(info, "gather_index", None)
-    if gather is not None:
-        return int(gather.max()) + 1 if gather.numel() else 0
-    return int(info.seg_out[-1]) if info.seg_out is not None else info.num_segments

@@ -13,12 +13,12 @@ _TABLE = 512
 
 
 class WorkItems(NamedTuple):
-    """Who sums what, in a fixed order.
+    """The work list of a segment sum, in a fixed order.
 
-    ``items`` (W, 3): begin, end and destination of each piece of a segment: an output row where the piece is a whole
-    segment, ``-2 - slot`` where it is one of several, whose sum goes to that slot first, -1 where there is nothing.
+    ``items`` (W, 3): begin, end and destination of each piece of a segment. The destination is an output row where the
+    piece is a whole segment. It is ``-2 - slot`` where several pieces make the segment, and -1 where there is nothing.
     ``joins`` (V, 3) says the same of the second pass, which adds a segment's slots; None if no segment can be long.
-    ``slots`` is their number. W and V are bounds that the host knows, so that nothing waits for the device.
+    ``slots`` is their number. W and V are bounds that the host knows, so nothing waits for the device.
 
     Example: segments of 3 and 600 terms, pieces of 512::
 

@@ -20,24 +20,35 @@ _UNROLLED = 1 << 18
 _PROGRAMS = 2048
 
 
-def segment_scale(x: torch.Tensor, terms: Terms, dtype: torch.dtype) -> torch.Tensor:
-    """(N, out_size, C) from x (N, M_in, C)."""
-    out = _output((x.shape[0], terms.out_size, x.shape[2]), dtype, x.device, terms)
+def segment_scale(
+    x: torch.Tensor, terms: Terms, dtype: torch.dtype, target: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(N, out_size, C) from x (N, M_in, C), in ``target`` where that is given: contiguous, apart from x."""
+    out = _output((x.shape[0], terms.out_size, x.shape[2]), dtype, x.device, terms, target)
     _vectors("vector", x, None, terms, out, x.shape[0], False)
     return out
 
 
 def segment_product(
-    row: Product, x: torch.Tensor, y: torch.Tensor, terms: Terms, accumulated: bool, dtype: torch.dtype
+    row: Product,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    terms: Terms,
+    accumulated: bool,
+    dtype: torch.dtype,
+    target: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(N, out_size, dense...) from x (N or 1, M1, dense...) and y (N or 1, M2, dense...); N is 1 where it is summed."""
+    """(N, out_size, dense...) from x (N or 1, M1, dense...) and y (N or 1, M2, dense...); N is 1 where it is summed.
+
+    Where nothing is summed it is written to ``target``, if that is given: contiguous, apart from x and y.
+    """
     batch = max(x.shape[0], y.shape[0]) if x.shape[0] and y.shape[0] else 0
     dense = dict(zip(row.axes1 + row.axes2, [*x.shape[2:], *y.shape[2:]]))
     shape = [terms.out_size, *(dense[axis] for axis in row.axes_out)]
     if row.name == "mat_t_vec":  # the vector first, as the kernels have it
         x, y, terms = y, x, terms._replace(index1=terms.index2, index2=terms.index1)
     if not accumulated:
-        out = _output((batch, *shape), dtype, x.device, terms)
+        out = _output((batch, *shape), dtype, x.device, terms, target)
         _write(row, x, y, terms, out, batch, False)
         return out
     # parts of the batch are summed each by one owner, then in a fixed order
@@ -145,8 +156,12 @@ def _block(batch: int) -> int:
     return 16 if batch >= 4096 else 8
 
 
-def _output(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, terms: Terms) -> torch.Tensor:
-    """Zeros where rows may stay unwritten, else whatever lies there."""
+def _output(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, terms: Terms, target: torch.Tensor | None
+) -> torch.Tensor:
+    """The target or a new tensor: zeros where rows may stay unwritten, else whatever lies there."""
+    if target is not None:
+        return target if terms.index_out is None else target.zero_()
     make = torch.zeros if terms.index_out is not None else torch.empty
     return make(shape, dtype=dtype, device=device)
 

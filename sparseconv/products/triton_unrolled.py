@@ -1,8 +1,7 @@
-"""Few terms, huge batch: a kernel written for the very structure, which reads every input and writes every row once.
+"""Few terms, large batch: a kernel generated for the structure, which reads every input and writes every row once.
 
-The generator knows nothing of the seven products. It is told which rows meet (the table of terms), and what is to be
-added where: ``target += factor * first * second``, once or several times for each term. A product is one such line,
-both of its gradients at once are two.
+The generator knows nothing of the seven products. Its input is the table of terms, and lines of the form
+``target += factor * first * second`` for each term. A product is one such line, both of its gradients are two.
 """
 
 from __future__ import annotations

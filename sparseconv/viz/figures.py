@@ -63,7 +63,7 @@ def checked_picture_path(path: str | Path) -> Path:
 
 
 def save_figure(figure: Figure, path: str | Path, dpi: int = 110) -> Path:
-    """Write a figure under its final name only when it is complete: a temporary file beside it, then a rename."""
+    """Write a figure under its final name only when it is complete: a temporary file in its folder, then a rename."""
     from matplotlib import rc_context
 
     path = checked_picture_path(path)

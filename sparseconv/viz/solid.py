@@ -23,13 +23,16 @@ def scatter3d(
     unit: str = "",
     most: int = 40_000,
     zoom: float = 1.25,
+    true_size: bool = False,
     **options: Any,
 ) -> Any:
     """Draw voxel centres as dots, coloured by values (N,); of more than ``most`` voxels an even choice is drawn.
 
     ``axes`` has matplotlib's 3-D projection; ``options`` go to its ``scatter``. ``zoom`` is the size of the box in its
-    axes: 1 leaves room for the marks of flat boxes. Returns what ``scatter`` returns.
+    axes: 1 leaves room for the marks of flat boxes. With ``true_size`` a dot is a square as wide as a voxel is on the
+    picture (at the box's centre, for the figure's size at the call). Returns what ``scatter`` returns.
     """
+    from matplotlib.markers import MarkerStyle
     from matplotlib.ticker import MaxNLocator
 
     step = max(1, math.ceil(len(grid) / most))
@@ -43,9 +46,35 @@ def scatter3d(
         axes.set_box_aspect(sides, zoom=zoom)
         for name, side in zip("xyz", sides):  # as many marks as there is room for
             getattr(axes, f"{name}axis").set_major_locator(MaxNLocator(max(1, round(6 * side / sides.max()))))
+    if true_size and len(centres):
+        dots.set_paths([MarkerStyle("s").get_path().transformed(MarkerStyle("s").get_transform())])
+        dots.set_sizes([_voxel_width(axes, grid) ** 2])
     for name in "xyz":
         getattr(axes, f"set_{name}label")(f"{name} [{unit}]" if unit else name)
     return dots
+
+
+def _voxel_width(axes: Axes3D, grid: VoxelGrid) -> float:
+    """The width of a voxel on the picture, in points: of the longest axis' voxel where it lies across the view."""
+    from mpl_toolkits.mplot3d import proj3d
+
+    spans = [high - low for low, high in (axes.get_xlim3d(), axes.get_ylim3d(), axes.get_zlim3d())]
+    middle = [(low + high) / 2 for low, high in (axes.get_xlim3d(), axes.get_ylim3d(), axes.get_zlim3d())]
+    axes.apply_aspect()
+    to_picture = axes.get_proj()
+
+    def at(place: list[float]) -> np.ndarray:
+        x, y, _ = proj3d.proj_transform(*place, to_picture)
+        return np.asarray(axes.transData.transform((x, y)))
+
+    widths = []
+    for axis in range(3):
+        ends = [list(middle), list(middle)]
+        ends[0][axis] -= spans[axis] / 4
+        ends[1][axis] += spans[axis] / 4
+        length = float(np.linalg.norm(at(ends[1]) - at(ends[0])))  # pixels of half the axis
+        widths.append(length / (spans[axis] / 2) * grid.voxel_size[axis])
+    return max(widths) * 72 / axes.get_figure().dpi  # type: ignore[union-attr]
 
 
 def render_surface(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from sparseconv.geometry import VoxelGrid
+from sparseconv.kinds import check_count, check_tensor
 from sparseconv.plan import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 from sparseconv.viz.cells import INK, WINDOW
@@ -109,6 +110,8 @@ def show(
     if grid.rank not in (2, 3):
         raise ValueError(f"voxels of rank 2 or 3 are shown; got {grid}")
     values = grid.positions()[:, -1] if values is None else values
+    check_tensor("values", values)
+    check_count("batch", batch)
     if values.shape != (len(grid),):
         raise ValueError(f"values must be ({len(grid)},), one a voxel; got {tuple(values.shape)}")
     here = grid.coords[:, 0] == batch

@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 from sparseconv.backends.triton_implicit_gemm.config import Work, conv_candidates, weight_grad_candidates
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-CAPABILITY = {80: (8, 0), 90: (9, 0), 100: (10, 0)}
+CAPABILITY = {80: (8, 0), 86: (8, 6), 89: (8, 9), 90: (9, 0), 100: (10, 0), 120: (12, 0)}
 OPERANDS = ("feats_ptr", "weight_ptr", "weight", "grad_ptr", "bias_ptr", "residual_ptr")
 
 

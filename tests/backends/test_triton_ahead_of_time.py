@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 #: bytes of shared memory that one block may take
-SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 #: bytes a thread may keep in local memory: a few words set aside before the loop, no accumulator
 STACK = 16
 
@@ -42,13 +42,13 @@ def check(arch: int, kernels: list[dict]) -> None:
         assert any(kernel["gluon"] for kernel in kernels)
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", sorted(SHARED))
 def test_a_few_configurations(arch):
     check(arch, compiled(arch))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", sorted(SHARED))
 def test_every_configuration(arch):
     check(arch, compiled(arch, "all"))

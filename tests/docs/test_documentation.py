@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SHOWN = re.compile(r"^```text\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: a reader's environment has no interpreter of Triton, which the tests may have
 READER = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -21,9 +22,9 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name)
-def test_a_page_runs(page, tmp_path):
-    """From a file, since Triton reads the source of its functions; where a page says torchrun, in two processes."""
+def run(page: Path, tmp_path: Path) -> str:
+    """What a page prints. From a file, since Triton reads the source of its functions; where a page says torchrun, in
+    two processes."""
     text = page.read_text()
     program = tmp_path / f"{page.stem}_page.py"
     program.write_text("\n".join(BLOCK.findall(text)))
@@ -37,6 +38,14 @@ def test_a_page_runs(page, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name)
+def test_a_page_runs(page, tmp_path):
+    printed = run(page, tmp_path)
+    if page.name == "how-it-works.md":  # it shows all that it prints
+        assert printed == "".join(SHOWN.findall(page.read_text()))
 
 
 def test_no_block_of_python_is_left_out():

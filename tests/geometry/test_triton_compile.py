@@ -124,5 +124,7 @@ def test_kernels_compile_for_hopper() -> None:
 
 
 @pytest.mark.slow
-def test_kernels_compile_for_ampere_and_blackwell() -> None:
-    compile_for([80, 100])
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("arch", [80, 86, 89, 100, 120])
+def test_kernels_compile_for_other_cards(arch: int) -> None:
+    compile_for([arch])

@@ -63,7 +63,7 @@ def test_infos_move_pickle_and_name_their_device():
         (([[0, 1]], [[0, 0]], [[0, 0]], None, 1, 3, 1), ValueError, "one entry for each term"),
         (([0.5, 1], [0, 0], [0, 0], None, 1, 3, 1), TypeError, "index1 must hold integers"),
         (([0, 1], [0, 0], [0, 0], [1j, 2j], 1, 3, 1), TypeError, "scale must hold real numbers"),
-        (([], [], [], None, -1, 3, 1), ValueError, "a size must be 0 or more"),
+        (([], [], [], None, -1, 3, 1), ValueError, "the size of index_out must be at least 0"),
     ],
 )
 def test_builders_refuse(columns, error, words):
@@ -135,9 +135,9 @@ def test_validate_returns_the_info():
 def test_calls_refuse():
     infos = CASES[0].infos()
     x, y = inputs("mul", CASES[0], False, False)
-    with pytest.raises(TypeError, match="x as a tensor"):
+    with pytest.raises(TypeError, match=r"x must be a torch\.Tensor"):
         sp.sparse_mul([1.0], y, *infos)
-    with pytest.raises(TypeError, match="info as a SparseProductInfo, but got SparseScaleInfo"):
+    with pytest.raises(TypeError, match=r"info as a SparseProductInfo, but got a sparseconv\.SparseScaleInfo"):
         sp.sparse_mul(x, y, sp.sparse_scale_info([0], [0], None, 1, 1))
     with pytest.raises(TypeError, match="int64"):
         sp.sparse_mul(x.long(), y, *infos)
@@ -186,3 +186,75 @@ def test_replaced_fields_reach_the_operation():
     before = sp.sparse_mul(x, y, info())
     after = sp.sparse_mul(x, y, replace(info(), scale=torch.full((3,), 2.0)))
     assert torch.equal(after, 2 * before)
+
+
+ROWS = {"in1_size": 3, "in2_size": 2}
+
+
+@pytest.mark.parametrize("call", [False, True], ids=["made", "called"])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seg_out": torch.tensor([0, 3, 2])}, "SparseProductInfo.seg_out must ascend"),
+        ({"seg_out": torch.tensor([-1, 2, 3])}, "SparseProductInfo.seg_out must ascend"),
+        ({"seg_out": torch.tensor([0, 2, 9])}, "SparseProductInfo.seg_out must ascend"),
+        ({"index_out": torch.tensor([1, 1]), "out_size": 3}, "SparseProductInfo.index_out.*row 1 stands in it 2 times"),
+        ({"index_out": torch.tensor([1, 3]), "out_size": 3}, "SparseProductInfo.index_out.*entry 1 is 3"),
+        ({"index_out": torch.tensor([-1, 2]), "out_size": 3}, "SparseProductInfo.index_out.*entry 0 is -1"),
+        ({"gather_index": torch.tensor([0, 1, 3])}, "SparseProductInfo.gather_index.*entry 2 is 3"),
+        ({"gather_index": torch.tensor([0, -1, 2])}, "SparseProductInfo.gather_index.*entry 1 is -1"),
+        ({"index1": torch.tensor([0, 1, 3])}, "SparseProductInfo.index1.*entry 2 is 3"),
+        ({"index2": None}, "index2 is None.*terms reach 2.*in2_size"),
+    ],
+)
+def test_values_of_an_info_are_looked_at_when_it_is_made(changes, words, call):
+    x, y = torch.ones(3, 1), torch.ones(2, 1)
+    use = (lambda made: sp.sparse_mul(x, y, made)) if call else (lambda made: made)
+    with pytest.raises(ValueError, match=words):
+        use(info(**{**ROWS, **changes}))
+
+
+def test_calls_look_at_no_value(monkeypatch):
+    """What is looked at once is not looked at again: a call must not wait for a GPU."""
+    made = info()
+    monkeypatch.setattr("sparseconv.products.values._facts", lambda *_: pytest.fail("a call looked at values"))
+    sp.sparse_mul(torch.ones(3, 1), torch.ones(2, 1), made)
+    sp.sparse_mul(torch.ones(3, 1), torch.ones(2, 1), made.to("cpu"))
+    sp.sparse_product_infos([0, 1], [0, 0], [1, 1], None, 2, 2, 1)
+
+
+def test_backward_infos_that_do_not_turn_are_refused():
+    forward, backward1, backward2 = CASES[0].infos()
+    x, y = inputs("mul", CASES[0], False, False)
+    with pytest.raises(ValueError, match="info_backward1 to write 4 rows"):
+        sp.sparse_mul(x, y, forward, backward2, backward1)
+    beyond = sp.SparseScaleInfo(None, torch.tensor([0, 5]), None, None, None)
+    good = sp.sparse_scale_info([0, 1], [0, 1], None, 2, 2)
+    with pytest.raises(ValueError, match="info_backward to write 2 rows from 2"):
+        sp.sparse_scale(torch.ones(2, 1), good, beyond)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: info(index1=[0, 1, 2]), "SparseProductInfo.index1 must be a torch.Tensor.*list.*torch.tensor"),
+        (lambda: info(scale=np.ones(3)), "SparseProductInfo.scale.*numpy.ndarray.*as_tensor"),
+        (lambda: info(seg_out=torch.tensor([0, 2, 3]).to_sparse()), "SparseProductInfo.seg_out.*layout"),
+        (lambda: info(out_size=2.0), "SparseProductInfo.out_size must be an integer"),
+        (lambda: info(in1_size="3"), "SparseProductInfo.in1_size must be an integer"),
+        (lambda: info().to(torch.float64), "takes a device.*replace"),
+        (lambda: info().to([0]), "device must be"),
+        (lambda: sp.sparse_product_infos(None, [0], [0], None, 1, 1, 1), "index1.*None"),
+        (lambda: sp.sparse_product_infos([0], [0], [0], None, 1.5, 1, 1), "size of index_out must be an integer"),
+        (lambda: sp.sparse_product_infos(["a"], [0], [0], None, 1, 1, 1), "index1"),
+        (lambda: sp.sparse_scale_infos([0], [0], {"a": 1}, 1, 1), "scale"),
+    ],
+)
+def test_wrong_kinds_are_type_errors(make, words):
+    with pytest.raises(TypeError, match=words):
+        make()
+
+
+def test_an_unknown_device_is_a_value_error():
+    with pytest.raises(ValueError, match="banana"):
+        info().to("banana")

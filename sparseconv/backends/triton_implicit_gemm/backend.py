@@ -25,6 +25,7 @@ from sparseconv.backends.triton_implicit_gemm.steps import (
     precision_of,
 )
 from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, tuning_enabled
+from sparseconv.geometry.cards import refusal
 from sparseconv.geometry.gpu.work_lists import schedule_ahead, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.streams import listing, scratch
@@ -59,9 +60,7 @@ class TritonImplicitGemm(Backend):
             return f"computes in float16, bfloat16 and float32, not in {request.dtype}; cast, or use another backend"
         if request.device.type != "cuda" and not interpreted():
             return f"runs on CUDA devices, not on {request.device}; TRITON_INTERPRET=1 runs it slowly on the CPU"
-        if request.device.type == "cuda" and _card(request.device)[1] < (8, 0):
-            return f"needs compute capability 8.0 or newer, {torch.cuda.get_device_name(request.device)} is older"
-        return None
+        return refusal(request.device) if request.device.type == "cuda" else None
 
     def forward(
         self,

@@ -19,10 +19,10 @@ def edges_by_lines(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Every edge fine = stride * coarse + offsets[k] as (in_rows, out_rows, tap_offsets); None past 63-bit keys.
 
-    In a key space that holds the whole reach of the window, a tap adds a constant to a key. Taps that follow each other
-    along the last axis add constants that follow each other, and so do the places of their voxels among sorted keys:
-    one binary search serves a line of taps. On one grid at stride 1, half of the taps are the other half's, reversed.
-    For the 27 taps of a submanifold kernel 3 that is four searches instead of 27.
+    In a key space that holds the whole reach of the window, a tap adds a constant to a key. Consecutive taps along the
+    last axis add consecutive constants, so their voxels lie at consecutive places among sorted keys. One binary search
+    thus serves a line of taps. On one grid at stride 1, half of the taps are the other half's, reversed. The 27 taps of
+    a submanifold kernel 3 take four searches.
     """
     space = _reach(fine, coarse, stride, offsets)
     if space is None:

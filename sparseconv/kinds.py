@@ -1,0 +1,145 @@
+"""What an argument must be: each question asked in one place, each wrong kind answered with what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise TypeError unless ``value`` is a plain tensor: dense in memory, neither sparse, nested nor quantised.
+
+    >>> check_tensor("x", [1.0, 2.0])
+    Traceback (most recent call last):
+    TypeError: x must be a torch.Tensor, but it is a list: torch.tensor(x) makes one
+    """
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.layout is not torch.strided
+        or value.is_quantized
+        or value.is_nested
+    ):
+        raise TypeError(_not_a_plain_tensor(name, value))
+
+
+def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
+    """A plain tensor of a tensor, an array or a nested list of numbers; TypeError for what holds no numbers."""
+    try:
+        tensor = torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(
+            f"{name} must be a tensor, an array or a list of numbers, but it is {described(value)} "
+            f"({shortened(value)}), of which torch says: {error}"
+        ) from None
+    check_tensor(name, tensor)
+    return tensor
+
+
+def _not_a_plain_tensor(name: str, value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{name} must be a torch.Tensor, but it is {described(value)}: {_instead(name, value)}"
+    if value.is_nested:
+        return f"{name} must be one tensor, but it is a nested one: torch.cat({name}.unbind()) puts its items together"
+    if value.is_quantized:
+        return f"{name} must not be quantised, but its dtype is {value.dtype}: pass {name}.dequantize()"
+    return (
+        f"{name} must be dense in memory, but its layout is {value.layout}: pass {name}.to_dense(), or the values of "
+        "its entries as features of a VoxelGrid of their indices"
+    )
+
+
+def _instead(name: str, value: object) -> str:
+    if value is None:
+        return "it cannot be left out here, so pass one"
+    if hasattr(value, "grid") and hasattr(value, "features"):
+        return f"pass its features, {name}.features, or give the whole to a module of sparseconv.nn"
+    if hasattr(value, "__array__"):
+        return f"torch.as_tensor({name}) makes one"
+    if isinstance(value, (list, tuple, int, float, bool, range)):
+        return f"torch.tensor({name}) makes one"
+    return "pass the tensor that it stands for"
+
+
+def described(value: object) -> str:
+    """The kind of a value in words: ``None``, ``a list``, ``a numpy.ndarray``."""
+    if value is None:
+        return "None"
+    kind = type(value)
+    text = (
+        kind.__name__
+        if kind.__module__ in ("builtins", "torch")
+        else f"{kind.__module__.split('.')[0]}.{kind.__name__}"
+    )
+    return f"{'an' if text[0] in 'aeiouAEIOU' else 'a'} {text}"
+
+
+def check_kind(name: str, value: object, kinds: type | tuple[type, ...], advice: str) -> None:
+    """Raise TypeError unless ``value`` is one of ``kinds``; ``advice`` says how to come by one."""
+    if not isinstance(value, kinds):
+        wanted = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+        raise TypeError(f"{name} must be a {wanted}, but it is {described(value)}: {advice}")
+
+
+def check_count(name: str, value: object, least: int = 0) -> None:
+    """Raise TypeError unless ``value`` is an integer (a bool is none), ValueError where it is below ``least``."""
+    if isinstance(value, torch.SymInt):
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, but it is {described(value)} ({shortened(value)}): pass an int")
+    if int(value) < least:
+        raise ValueError(f"{name} must be at least {least}, but it is {value}: pass a larger one")
+    if int(value) >= 2**63:
+        raise ValueError(f"{name} must fit in 64 bits, but it is {value}: pass a smaller one")
+
+
+def check_number(name: str, value: object, above: float = -math.inf) -> None:
+    """Raise TypeError unless ``value`` is a real number, ValueError where it is not finite or not over ``above``."""
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, but it is {described(value)} ({shortened(value)}): pass a float")
+    if not math.isfinite(value) or value <= above:
+        limit = "" if above == -math.inf else f" and above {above:g}"
+        raise ValueError(f"{name} must be finite{limit}, but it is {value}: pass another number")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise unless ``value`` is one of the names: TypeError for another kind, ValueError for another name."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be one of {', '.join(map(repr, choices))}, but it is {described(value)}")
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, but it is {value!r}")
+
+
+def as_device(value: object) -> torch.device:
+    """The device of this name: TypeError for what names none, ValueError for one that torch does not know or have.
+
+    >>> as_device("banana")
+    Traceback (most recent call last):
+    ValueError: 'banana' names no device of torch: pass 'cpu', 'cuda' or 'cuda:1'
+    """
+    if isinstance(value, torch.dtype):
+        raise TypeError(
+            f"device must name a device, but it is the dtype {value}: pass a dtype as dtype= where there is one"
+        )
+    if isinstance(value, bool) or not isinstance(value, (str, int, torch.device)):
+        raise TypeError(
+            f"device must be a torch.device or its name, but it is {described(value)}: pass 'cpu' or 'cuda'"
+        )
+    try:
+        device = torch.device(value)
+    except RuntimeError:
+        raise ValueError(f"{value!r} names no device of torch: pass 'cpu', 'cuda' or 'cuda:1'") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{value!r} asks for a GPU, but torch.cuda.is_available() is False here: stay on 'cpu'")
+    return device
+
+
+def shortened(value: object, limit: int = 60) -> str:
+    """A value as text that fits into a message."""
+    text = repr(value).replace("\n", " ")
+    return text if len(text) <= limit else text[: limit - 3] + "..."

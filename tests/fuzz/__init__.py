@@ -1,0 +1,1 @@
+"""Fuzz tests as commands: ``python -m tests.fuzz TOPIC --count N --seed S``, one module a topic."""
