@@ -155,8 +155,8 @@ def _compiled() -> None:
 
 
 def _beside(device: torch.device) -> Any:
-    """A context in which maps are built on streams beside the current one."""
-    return (_named("SideStreams") or _named("SideStreams"))(device).run()
+    """What ``run()`` builds maps on: streams other than the current one."""
+    return (_named("Aside") or _named("SideStreams"))(device)  # an earlier version's, or this one's
 
 
 # ---- what is hashed
@@ -439,12 +439,14 @@ def _hash_fixed(
 def _captured(step: Callable[[], Any], device: torch.device, beside: bool) -> Any:
     """What a step finds, replayed from a CUDA graph that was captured of it."""
     stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         step()  # the example's maps, and all kernels
         torch.cuda.synchronize(device)
         _compiled()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream), _beside(device) if beside else nullcontext():
+        graph, side = torch.cuda.CUDAGraph(), _beside(device) if beside else None
+        context = nullcontext() if side is None else side.run()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), context:
             found = step()
         graph.replay()
     torch.cuda.synchronize(device)

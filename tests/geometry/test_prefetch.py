@@ -38,6 +38,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def _nothing_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(last_request, "_last", {})
+    fused._launch_of.cache_clear()
 
 
 class Rows:
@@ -107,6 +108,7 @@ def test_many_rows_take_a_launch_a_pass(offsets: tuple[tuple[int, ...], ...], mo
     for module in (prefetch, window_search, hash_table):
         monkeypatch.setattr(module, "FUSED_ROWS", 10)
     monkeypatch.setattr(fused, "MOST_ROWS", 10)
+    fused._launch_of.cache_clear()
     with counted() as (launches, waits):
         rows = Rows(coords)
         found = arrays(map_of(rows, offsets))

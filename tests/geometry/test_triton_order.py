@@ -25,7 +25,7 @@ from sparseconv.geometry.gpu.window.taps import encode_window
 from sparseconv.gpu import launcher, warp_asm
 from sparseconv.gpu.launcher import pointer
 from sparseconv.gpu.radix_sort import sort
-from sparseconv.gpu.radix_sort.kernels import clear_lists, sort_together
+from sparseconv.gpu.radix_sort.kernels import MARK, clear_lists, sort_together
 from sparseconv.gpu.radix_sort.sort import HELD, TOGETHER_WARPS, Passes, most_together, ticket_behind
 from tests.geometry.concurrent_programs import beside
 from tests.geometry.triton_cases import CASES
@@ -110,7 +110,7 @@ def sort_beside(programs: int, *args: object) -> None:
 def test_programs_that_are_all_there_sort_together(n: int, programs: int, values: int, share: float) -> None:
     keys, passes = skewed(n, 27, values, share, seed=n), Passes(n, 27, programs, together=True)
     assert n <= most_together(programs)
-    stale = sort.MARK.value * (1 + 2**32)  # counts of nothing, as if they had been told
+    stale = MARK.value * (1 + 2**32)  # counts of nothing, as if they had been told
     scratch = torch.full((passes.words + programs * warp_asm.ROOM // 8,), stale, dtype=torch.int64)
     order = torch.full((ticket_behind(n) + 1,), -1, dtype=torch.int32)
     together_kernel[(1,)](keys, scratch, order, torch.zeros(2, dtype=torch.int32), n, passes.share, programs)
