@@ -16,10 +16,7 @@ scene.
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -28,40 +25,11 @@ from sparseconv import transforms
 from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.registry import choose
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.numbered_maps import alive, check_convolution, check_weight_gradient, map_of
+from sparseconv.torch_private import any_autocast, below_autograd, dispatch_modes, unwrap_dead
 
 if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue
-
-_maps: dict[int, weakref.ref[KernelMap]] = {}
-_numbers = itertools.count(1)
-
-
-def number_of(kernel_map: KernelMap) -> int:
-    """The number under which operators find this map while it lives."""
-    number = kernel_map.prepared.get("number")
-    if number is None:
-        mine = next(_numbers)
-        _maps[mine] = weakref.ref(kernel_map, partial(_maps.pop, mine))  # found before another thread reads the number
-        number = kernel_map.prepared.setdefault("number", mine)
-    return number
-
-
-def _alive(number: int) -> KernelMap | None:
-    """The map for a graph node to hold; none while torch traces with a symbol for the number, for any scene."""
-    return _maps.get(number, _gone)() if isinstance(number, int) else None
-
-
-def _gone() -> None:
-    """Stands for a map that is no more."""
-
-
-def _map(number: int) -> KernelMap:
-    found = _maps.get(number, _gone)()
-    if found is None:
-        raise RuntimeError(
-            f"kernel map {number} is gone: keep the plan alive as long as its graph (a compiled module must hold it)"
-        )
-    return found
 
 
 def _backend(kernel_map: KernelMap, x: torch.Tensor, weight: tuple[int, ...], groups: int, name: str) -> Backend:
@@ -92,7 +60,7 @@ def _convolution(
     adjoint: bool,
     backend: str,
 ) -> torch.Tensor:
-    kernel_map = _map(edges)
+    kernel_map = map_of(edges)
     serving = _backend(kernel_map, x, weight.shape, groups, backend)
     if adjoint:
         return serving.input_grad(x, weight, kernel_map, groups)
@@ -102,25 +70,42 @@ def _convolution(
 def _weight_gradient(
     x: torch.Tensor, grad: torch.Tensor, edges: int, taps: int, groups: int, backend: str
 ) -> torch.Tensor:
-    kernel_map = _map(edges)
+    kernel_map = map_of(edges)
     serving = _backend(kernel_map, x, (taps, x.shape[1] // groups, grad.shape[1]), groups, backend)
     return serving.weight_grad(x, grad, kernel_map, groups)
+
+
+def _checked_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    edges: int,
+    rows: int,
+    groups: int,
+    adjoint: bool,
+    backend: str,
+) -> torch.Tensor:
+    """What torch has registered, which anybody may call; a plan's own calls are checked by the plan."""
+    check_convolution(map_of(edges), x, weight, bias, rows, groups, adjoint)
+    return _convolution(x, weight, bias, edges, rows, groups, adjoint, backend)
+
+
+def _checked_weight_gradient(
+    x: torch.Tensor, grad: torch.Tensor, edges: int, taps: int, groups: int, backend: str
+) -> torch.Tensor:
+    check_weight_gradient(map_of(edges), x, grad, taps, groups)
+    return _weight_gradient(x, grad, edges, taps, groups, backend)
 
 
 def _gradients(
     x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, edges: int, groups: int, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    kernel_map = _map(edges)
+    kernel_map = map_of(edges)
     return _backend(kernel_map, x, weight.shape, groups, backend).gradients(x, weight, grad, kernel_map, groups)
 
 
 #: types of plain tensors, which no subclass or mode intercepts, and of absent ones
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
-#: how many dispatch modes there are, and whether autocast is on for any device
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-casts: Callable[[], bool] = torch._C._is_any_autocast_enabled
-#: the tensor that a functional transform wrapped which has ended, else the one given
-_unwrapped: Callable[[torch.Tensor], torch.Tensor] = torch._C._functorch.unwrap_if_dead
 
 
 def _direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
@@ -131,9 +116,9 @@ def _direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     return (
         type(x) in _PLAIN
         and _PLAIN.issuperset(map(type, others))
-        and not _modes()
+        and not dispatch_modes()
         and not transforms.forward_mode()
-        and not (casts() and torch.is_autocast_enabled(x.device.type))
+        and not (any_autocast() and torch.is_autocast_enabled(x.device.type))
     )
 
 
@@ -168,10 +153,13 @@ def _at_once(function: type[_Linear], run: Callable[..., torch.Tensor]) -> Calla
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
     made: Any = type(f"{function.__name__}AtOnce", (torch.autograd.Function,), body)
+    unwrap: Any = unwrap_dead
+    if unwrap is None:
+        return lambda *args: made.apply(*args[: function.num_tensors], args[function.num_tensors :])
     apply = super(torch.autograd.Function, made).apply
 
     def at_once(*args: Any) -> torch.Tensor:
-        tensors = [t if t is None else _unwrapped(t) for t in args[: function.num_tensors]]
+        tensors = [t if t is None else unwrap(t) for t in args[: function.num_tensors]]
         return apply(*tensors, args[len(tensors) :])
 
     return at_once
@@ -186,13 +174,14 @@ class _Linear(torch.autograd.Function):
     name: ClassVar[str]
     num_tensors: ClassVar[int]
     kernel: ClassVar[Callable[..., torch.Tensor]]
+    checked: ClassVar[Callable[..., torch.Tensor]]
     at_once: ClassVar[Callable[..., torch.Tensor]]
 
     @classmethod
     def run(cls, *args: Any) -> torch.Tensor:
-        if _direct(*args[: cls.num_tensors]):
-            return cls.kernel(*args)
-        with torch._C._AutoDispatchBelowAutograd():
+        if below_autograd is None or _direct(*args[: cls.num_tensors]):
+            return cls.checked(*args)
+        with below_autograd():
             return getattr(torch.ops.sparseconv, cls.name)(*args)
 
     @classmethod
@@ -227,7 +216,7 @@ def side_by_side(tensor: torch.Tensor | None, dim: int | None, size: int) -> tor
 
 class _Convolution(_Linear):
     name, num_tensors = "convolution", 3
-    kernel = staticmethod(_convolution)
+    kernel, checked = staticmethod(_convolution), staticmethod(_checked_convolution)
 
     @staticmethod
     def forward(*args: Any) -> torch.Tensor:
@@ -241,7 +230,7 @@ class _Convolution(_Linear):
         if transforms.present():
             ctx.save_for_forward(x, weight)
         ctx.sizes = x.shape[0], weight.shape[0]
-        ctx.kernel_map = kernel_map = _alive(ctx.call[0])
+        ctx.kernel_map = kernel_map = alive(ctx.call[0])
         if of_weight and kernel_map is not None:
             kernel_map.list_pairs()
 
@@ -264,7 +253,7 @@ class _Convolution(_Linear):
 
 class _WeightGradient(_Linear):
     name, num_tensors = "weight_gradient", 2
-    kernel = staticmethod(_weight_gradient)
+    kernel, checked = staticmethod(_weight_gradient), staticmethod(_checked_weight_gradient)
 
     @staticmethod
     def forward(*args: Any) -> torch.Tensor:
@@ -278,7 +267,7 @@ class _WeightGradient(_Linear):
         if transforms.present():
             ctx.save_for_forward(x, grad)
         ctx.sizes = x.shape[0], grad.shape[0]
-        ctx.kernel_map = _alive(ctx.call[0])
+        ctx.kernel_map = alive(ctx.call[0])
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple:  # type: ignore[override]
@@ -306,7 +295,7 @@ for _function in (_Convolution, _WeightGradient):
     _function.at_once = staticmethod(_at_once(_function, _function.kernel))
     _library.impl(_function.name, _at_once(_function, _function.run), "Autograd")
     for _kind in ("CPU", "CUDA"):
-        _library.impl(_function.name, _function.kernel, _kind)
+        _library.impl(_function.name, _function.checked, _kind)
         _library.impl(_function.name, _without_autocast(_kind.lower(), _function.name), f"Autocast{_kind}")
 
 
@@ -332,6 +321,11 @@ def convolution(
     """y (rows, C_out) from x (N_in, C_in) and weight (K, C_in/G, C_out) over the numbered map; differentiable to any
     order in x, weight and bias (C_out,). Arguments are taken as checked: `ConvolutionPlan.execute` is the boundary."""
     if torch.compiler.is_compiling():
+        if torch.compiler.is_exporting():
+            raise RuntimeError(
+                "torch.export cannot hold a kernel map: the program would name one of this process, and no other has "
+                "it. Export what comes before and after the sparse layers, or save the module and build its plans there"
+            )
         return torch.ops.sparseconv.convolution(x, weight, bias, edges, rows, groups, False, backend)
     return _call(_Convolution, x, weight, bias, edges, rows, groups, False, backend)
 
@@ -349,7 +343,7 @@ def adjoint_onto(
     """`adjoint` plus another gradient (rows, C_in) of the same; without a derivative."""
     if not _direct(grad, weight, other):
         return adjoint(grad, weight, edges, rows, groups, backend) + other
-    kernel_map = _map(edges)
+    kernel_map = map_of(edges)
     serving = _backend(kernel_map, grad, weight.shape, groups, backend)
     return serving.input_grad_onto(grad, weight, kernel_map, groups, other)
 
@@ -370,7 +364,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, epilogue: Any, call: tuple) -> Any:
-        apart = epilogue is not None and not epilogue.saves_output
+        apart = not _keeps_result(epilogue)
         kept = y = _forward_fused(x, weight, bias, residual, None if apart else epilogue, *call)
         if apart:
             y = epilogue.apply(kept)
@@ -378,7 +372,7 @@ class _Fused(torch.autograd.Function):
         ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None, None if epilogue is None else kept)
         ctx.set_materialize_grads(False)
         ctx.epilogue, ctx.call, ctx.sizes = epilogue, call, (x.shape[0], weight.shape[0])
-        ctx.kernel_map = _alive(call[0])
+        ctx.kernel_map = alive(call[0])
         return (y, kept) if apart else y
 
     @staticmethod
@@ -413,7 +407,7 @@ def _forward_fused(
     groups: int,
     backend: str,
 ) -> torch.Tensor:
-    kernel_map = _map(edges)
+    kernel_map = map_of(edges)
     serving = _backend(kernel_map, x, weight.shape, groups, backend)
     return serving.forward_fused(x, weight, kernel_map, groups, bias, residual, epilogue)
 
@@ -433,15 +427,29 @@ def fused_convolution(
 
     With a gradient, an activation whose derivative needs only its result (relu, sigmoid, tanh) is fused too and keeps
     nothing but y; for others the sum before it is kept, which is leaner than computing it again, and they run after it.
+    A result is rounded once, to the dtype of x: on a CPU a sum that is kept for halves is fp32.
     """
     call = (edges, rows, groups, backend)
     tensors = (x, weight, bias, residual)
-    traced = torch.compiler.is_compiling() or transforms.present()
-    if traced or not _direct(*tensors):
+    apart = torch.compiler.is_compiling() or transforms.present() or not _direct(*tensors)
+    with_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if x.dtype in _HALVES and x.device.type == "cpu" and (apart or (with_gradient and not _keeps_result(epilogue))):
+        more = [None if t is None else t.float() for t in (bias, residual)]  # the sum outlives its kernel: not rounded
+        wide = fused_convolution(x.float(), weight.float(), more[0], more[1], epilogue, *call)
+        return wide.to(x.dtype)
+    if apart:
         z = convolution(x, weight, bias, *call)
         z = z if residual is None else z + residual
         return z if epilogue is None else epilogue.apply(z)
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+    if not with_gradient:
         return _forward_fused(x, weight, bias, residual, epilogue, *call)
     result = _Fused.apply(x, weight, bias, residual, epilogue, call)
     return result[0] if isinstance(result, tuple) else result
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _keeps_result(epilogue: Epilogue | None) -> bool:
+    """Whether the gradient needs nothing but what the epilogue gave."""
+    return epilogue is None or epilogue.saves_output

@@ -48,7 +48,9 @@ def _one_sentence() -> Iterator[Console]:
 def demo(
     points: Annotated[
         Path | None,
-        typer.Option(help="A cloud of your own instead of the brain: .npy, .npz, .ply, .pcd, .las or .laz."),
+        typer.Option(
+            help="A cloud instead of the brain: .npy, .npz, .bin, .xyz, .txt, .csv, .ply, .pcd, .las or .laz."
+        ),
     ] = None,
     voxel_size: Annotated[
         float | None,
@@ -58,6 +60,12 @@ def demo(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU where there is one.")] = "auto",
     output: Annotated[Path, typer.Option(help="The picture to write.")] = Path("demo.png"),
     seed: Annotated[int, typer.Option(help="Seed of the network's first weights.")] = 0,
+    columns: Annotated[
+        int | None, typer.Option(help="Numbers a point in a .bin: 4 (KITTI) or 5 (nuScenes), where it does not tell.")
+    ] = None,
+    drop_nonfinite: Annotated[
+        bool, typer.Option("--drop-nonfinite", help="Leave out points of the cloud that are NaN or infinite.")
+    ] = False,
 ) -> None:
     """Train a sparse U-Net on a real brain volume, or convolve a point cloud of yours; write a picture."""
     with _one_sentence() as console:
@@ -75,7 +83,9 @@ def demo(
         else:
             from sparseconv.demo.convolve import convolve_cloud
 
-            finished = convolve_cloud(console, where, output, points, voxel_size, seed)
+            finished = convolve_cloud(
+                console, where, output, points, voxel_size, seed, columns=columns, drop_nonfinite=drop_nonfinite
+            )
         if not finished:
             raise typer.Exit(130)
 

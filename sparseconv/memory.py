@@ -36,9 +36,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     (torch.Size([3, 2]), torch.bfloat16, 0)
     """
     size = prod(shape) * dtype.itemsize
+    if size == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
     memory = _piece(size) if size >= LARGE and sys.platform == "linux" else np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
-    return torch.from_numpy(memory[start : start + size]).view(dtype).view(*shape)
+    # a tensor of its own: what a custom function returns as a view may not be changed in place under autograd
+    return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=start).resize_(tuple(shape))
 
 
 def release() -> None:

@@ -13,11 +13,19 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.autograd import forward_ad
 
+from sparseconv.torch_private import (
+    JVP,
+    dual_level,
+    functional,
+    interpreters,
+    is_batched,
+    is_wrapped,
+    no_transforms,
+    unwrapped,
+)
+
 P = ParamSpec("P")
 R = TypeVar("R")
-
-#: whether there are transforms of torch.func
-functional: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def forward_mode() -> bool:
@@ -26,10 +34,10 @@ def forward_mode() -> bool:
     Raises RuntimeError for the forward-mode derivative of a forward-mode derivative: torch silently loses a part of it
     at autograd functions.
     """
-    if forward_ad._current_level < 0:
+    if dual_level() < 0:
         return False
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    if sum(level.key() == torch._C._functorch.TransformType.Jvp for level in levels) > 1:
+    levels = interpreters() or ()
+    if sum(level.key() == JVP for level in levels) > 1:
         raise RuntimeError(
             "the derivative of torch.func.jvp (or jacfwd) by another one is not offered, since torch loses a part of "
             "it: take torch.func.grad, vjp or jacrev for one of the two, as torch.func.hessian does"
@@ -50,24 +58,24 @@ def active() -> bool:
 def followed(tensor: torch.Tensor) -> bool:
     """Whether a transform of torch.func or a level of duals follows this tensor, and not only wraps it."""
     while True:
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        if dual_level() >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
             return True
-        if not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if not is_wrapped(tensor):
             return False
-        if torch._C._functorch.is_batchedtensor(tensor) or tensor.requires_grad:
+        if is_batched(tensor) or tensor.requires_grad:
             return True
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = unwrapped(tensor)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """What a tensor holds outside of the transforms of torch.func; ValueError for one that torch.func.vmap splits."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if torch._C._functorch.is_batchedtensor(tensor):
+    while is_wrapped(tensor):
+        if is_batched(tensor):
             raise ValueError(
                 "geometry (coordinates, points, masks) cannot differ along a batch of torch.func.vmap: make the grid "
                 "or plan of one scene outside of it, or put the scenes into one grid by their batch column"
             )
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = unwrapped(tensor)
     return tensor
 
 
@@ -84,7 +92,33 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         held: Any = [plain(value) if isinstance(value, torch.Tensor) else value for value in args]
         named: Any = {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
-        with torch._C._DisableFuncTorch():
+        with no_transforms():
             return function(*held, **named)
 
     return found
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that torch.compile calls and never looks into, with a break in its graph.
+
+    What builds plans must not be traced: a map's number is drawn from a counter, which a trace takes for a constant,
+    and the next scene would ask for a map that is gone. torch._dynamo, half a second to import, is there by then.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return _skipping(function)(*args, **kwargs)
+
+    return run
+
+
+#: functions as torch.compile is told to skip them
+_skipped: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def _skipping(function: Callable[P, R]) -> Callable[P, R]:
+    if function not in _skipped:
+        _skipped[function] = torch.compiler.disable(function)
+    return _skipped[function]

@@ -4,9 +4,12 @@ there is no GPU, which must be said before Triton is first imported."""
 import os
 import sys
 
+import pytest
 import torch
 from hypothesis import settings
 
+from sparseconv.backends.registry import backend
+from tests.cpus import CPUS
 from tests.interpreter import hasten
 
 settings.register_profile("sparseconv", deadline=None, max_examples=60, print_blob=True, derandomize=True)
@@ -18,3 +21,16 @@ if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":
     hasten()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", choices=list(CPUS), help="hold the compiled CPU engine to an older CPU than this one")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    name = config.getoption("--cpu")
+    if name is None:
+        return
+    if not CPUS[name].runs_here():
+        raise pytest.UsageError(f"--cpu {name}: this CPU cannot run its kernels; it has not all of {CPUS[name].needs}")
+    backend("llvm_implicit_gemm").target = CPUS[name].target  # type: ignore[attr-defined]

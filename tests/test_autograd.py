@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.autograd import _alive, number_of
 from sparseconv.backends.registry import choose
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.numbered_maps import alive, number_of
 from tests.cases import CASES, build, named, operands
 from tests.ranks import on_ranks
 
@@ -287,7 +287,7 @@ def test_threads_find_one_number_for_a_map():
         def ask(kernel_map=kernel_map, start=start, numbers=numbers):
             start.wait()
             number = number_of(kernel_map)
-            numbers.append((number, _alive(number) is kernel_map))
+            numbers.append((number, alive(number) is kernel_map))
 
         threads = [threading.Thread(target=ask) for _ in range(4)]
         for thread in threads:
@@ -297,4 +297,4 @@ def test_threads_find_one_number_for_a_map():
         number = number_of(kernel_map)
         assert numbers == [(number, True)] * 4
         del kernel_map, ask, threads
-        assert _alive(number) is None
+        assert alive(number) is None

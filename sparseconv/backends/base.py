@@ -72,11 +72,26 @@ class Backend(ABC):
         residual: torch.Tensor | None,
         epilogue: Epilogue | None,
     ) -> torch.Tensor:
-        """epilogue(forward + residual (N_out, C_out)), without a gradient; in one store where a backend can."""
-        y = self.forward(x, weight, kernel_map, groups, bias)
+        """epilogue(forward + residual (N_out, C_out)), without a gradient; rounded once, to the dtype of x."""
+        if residual is None and epilogue is None:
+            return self.forward(x, weight, kernel_map, groups, bias)
+        y = self.sums(x, weight, kernel_map, groups, bias)
         if residual is not None:
             y += residual
-        return y if epilogue is None else epilogue.apply(y)
+        return (y if epilogue is None else epilogue.apply(y)).to(x.dtype)
+
+    def sums(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What `forward` rounds: y (N_out, C_out) in fp32, or fp64 for fp64."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        bias = None if bias is None else bias.to(wide)
+        return self.forward(x.to(wide), weight.to(wide), kernel_map, groups, bias)
 
     @abstractmethod
     def input_grad(
@@ -92,8 +107,9 @@ class Backend(ABC):
         groups: int,
         other: torch.Tensor,
     ) -> torch.Tensor:
-        """input_grad + other (N_in, C_in), in one store where a backend can."""
-        return self.input_grad(grad_out, weight, kernel_map, groups).add_(other)
+        """input_grad + other (N_in, C_in), rounded once, to the dtype of ``grad_out``."""
+        wide = torch.promote_types(grad_out.dtype, torch.float32)
+        return self.input_grad(grad_out.to(wide), weight.to(wide), kernel_map, groups).add_(other).to(grad_out.dtype)
 
     @abstractmethod
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:

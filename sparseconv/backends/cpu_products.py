@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sparseconv.backends.base import Request
+from sparseconv.torch_private import onednn_linear
 
 _buffers = threading.local()
 
@@ -49,11 +50,8 @@ def linear() -> Callable[..., torch.Tensor] | None:
     oneDNN is well ahead of MKL on some CPUs and behind it on others, so each process times both once. The bound lies
     far from either case, and the least of many short runs counts. So every process makes the same choice.
     """
-    try:
-        onednn = torch.ops.mkldnn._linear_pointwise.default
-    except AttributeError:
-        return None
-    if not torch.backends.mkldnn.is_available():
+    onednn = onednn_linear
+    if onednn is None or not torch.backends.mkldnn.is_available():
         return None
     x, w, out = torch.ones(2048, 64), torch.ones(64, 64), torch.empty(2048, 64)
     blas = _least(lambda: torch.mm(x, w, out=out))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
-from threading import Barrier
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,9 @@ def share(work: Callable[[Part], None], parts: Iterable[Part], threads: int) -> 
     torch's own threads meet at the end of every operation, and wait there for the slowest; these meet once, at the end
     of the last part. Which thread takes which part is not fixed, so parts must not touch each other's results.
     Without a gradient, as in the verbs that call this.
+
+    An error or an interrupt is raised once every thread has stopped: parts that nobody has begun are dropped. What
+    ``work`` refers to lives until then, so memory that a part still writes is never given away.
 
     >>> found = []
     >>> share(found.append, [1, 2, 3], threads=1)
@@ -39,52 +42,63 @@ def share(work: Callable[[Part], None], parts: Iterable[Part], threads: int) -> 
             work(part)
 
     pool = _pool(threads, max(1, torch.get_num_threads() // threads), os.getpid())
-    for done in [pool.submit(take) for _ in range(threads)]:
-        done.result()
+    asked: list[Future[None]] = []
+    try:
+        for _ in range(threads):
+            asked.append(pool.submit(take))
+        for done in asked:
+            done.result()
+    finally:
+        deque(waiting, maxlen=0)
+        wait(asked)
 
 
 @cache
 def _pool(threads: int, cores: int, process: int) -> ThreadPoolExecutor:
-    """Threads with so many cores each. A child process after fork has no threads and makes its own."""
-    kept, ready = torch.get_num_threads(), Barrier(threads + 1)
+    """Threads with so many cores each; a forked process, which inherits no threads, makes its own.
+
+    Each thread sets its own number of cores by OpenMP: ``torch.set_num_threads`` would set that of every thread which
+    asks for the first time meanwhile.
+    """
 
     def begin() -> None:
-        torch.set_num_threads(cores)
-        torch.get_num_threads()  # a thread's first question takes the setting that was made last, by whichever thread
-        ready.wait()
+        torch.get_num_threads()  # a thread's first question takes torch's setting
+        if (limit := _openmp("omp_set_num_threads", ctypes.c_int)) is not None:
+            limit(cores)
 
-    pool = ThreadPoolExecutor(threads, "sparseconv", begin)
-    for _ in range(threads):
-        pool.submit(int)  # each of which starts a thread, since none is idle yet
-    ready.wait()
-    torch.set_num_threads(kept)
-    return pool
+    return ThreadPoolExecutor(threads, "sparseconv", begin)
 
 
-def together(function: int, argument: int, threads: int) -> None:
+def together(function: int, argument: int, threads: int, held: object) -> None:
     """Call a compiled function (its address) with a pointer on as many threads at once, without Python's lock.
 
     They are torch's own threads where it uses GNU's OpenMP, as its Linux packages do: after an operation those wait
-    for the next one awake, in the way of any others.
+    for the next one awake, in the way of any others. ``held`` owns the memory behind the pointer; every thread's task
+    holds it, whatever becomes of the caller.
     """
     call = _FUNCTION(function)
     if threads == 1:
         call(argument)
-    elif os.getpid() == _process and _team() is not None:
-        _team()(function, argument, threads, 0)
+    elif os.getpid() == _process and (team := _openmp("GOMP_parallel", *_TEAM)) is not None:
+        team(function, argument, threads, 0)
     else:  # OpenMP's threads do not survive a fork
-        share(lambda _: call(argument), range(threads), threads)
+
+        def work(_: int, held: object = held) -> None:
+            call(argument)
+
+        share(work, range(threads), threads)
 
 
 _FUNCTION, _process = ctypes.CFUNCTYPE(None, ctypes.c_void_p), os.getpid()
+_TEAM = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)  # function, argument, threads, flags
 
 
 @cache
-def _team() -> Any:
-    """OpenMP's ``GOMP_parallel(function, argument, threads, flags)`` in this process, or None."""
+def _openmp(name: str, *arguments: type) -> Any:
+    """A function of the OpenMP that this process has loaded, or None."""
     try:
-        found = ctypes.CDLL(None).GOMP_parallel
+        found = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
         return None
-    found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    found.argtypes, found.restype = arguments, None
     return found

@@ -1,42 +1,59 @@
-"""Point clouds from files: positions, read by a well-kept reader of each format."""
+"""Point clouds from files: positions (M, 3), in whatever format, within memory that follows from the file's size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 
-#: names under which an .npz keeps its points, in the order in which they are looked for
-KEYS = ("points", "xyz", "positions", "coords")
+from sparseconv.demo import arrays, headers
+from sparseconv.reading import most_bytes, run_apart
+
+#: who reads a format whose own package is needed
+PACKAGES = {".ply": "plyfile", ".pcd": "pypcd4", ".las": "laspy", ".laz": "laspy"}
+#: seconds that such a reader may take, and bytes of a file that it may read in one more
+PATIENCE, PACE = 30.0, 1 << 20
 
 
-def read_cloud(path: str | Path) -> torch.Tensor:
-    """Positions (M, 3) float64 of the points in a .npy, .npz, .ply, .pcd, .las or .laz file.
+def read_cloud(path: str | Path, *, drop_nonfinite: bool = False, columns: int | None = None) -> torch.Tensor:
+    """Positions (M, 3) float64 of the points in a file.
 
-    Arrays are (M, 3) or wider, of which the first three columns are taken; an .npz holds one array, or one called
-    points, xyz, positions or coords.
+    Arrays (.npy, .npz) and text (.xyz, .txt, .csv) are (M, 3) or wider, of which the first three columns are taken; an
+    .npz holds one array, or one called points, xyz, positions or coords; a line of names before the numbers says which
+    columns are x, y and z. A .bin is float32 without a header, (M, 4) as KITTI's or (M, 5) as nuScenes'. The readers of
+    .ply, .pcd, .las and .laz run in a process of their own, under a limit of memory and time.
+
+    Args:
+        path: the file.
+        drop_nonfinite: leave out points that are NaN or infinite, which are an error else.
+        columns: numbers a point in a .bin, 4 or 5; default: told by the size and by what the last column holds.
 
     Raises:
-        ValueError: no such file, an unknown ending, a file that its reader refuses, an array of another shape, no
-            points, or points that are not finite. ImportError: the format's reader is not installed.
+        ValueError: no such file, an unknown ending, a file that its reader refuses or that asks for more memory than
+            a file of its size may, an array of another shape, a .bin of either width, no points, or points that are
+            not finite.
+        ImportError: the format's reader is not installed.
     """
     path = Path(path)
-    reader = READERS.get(path.suffix.lower())
-    if reader is None:
+    ending = path.suffix.lower()
+    if ending not in READERS:
         raise ValueError(f"{path.name!r} does not end in one of {', '.join(READERS)}: convert the cloud to one of them")
+    if columns is not None and (ending != ".bin" or columns not in (4, 5)):
+        raise ValueError(f"columns says how many numbers a point of a .bin has, 4 or 5; got {columns} for {path.name}")
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     try:
-        points = reader(path)
+        points = arrays.read_binary(path, columns) if ending == ".bin" else READERS[ending](path)
     except ImportError:
         raise
     except Exception as error:  # each reader has its own kinds of error for a broken file
-        raise ValueError(f"{path} could not be read as {path.suffix}: {error}") from error
-    return _checked(points, path)
+        why = str(error) or type(error).__name__
+        raise ValueError(f"{path} could not be read as {path.suffix}: {why}") from error
+    return _checked(points, path, drop_nonfinite)
 
 
 def default_voxel_size(points: torch.Tensor) -> float:
@@ -56,71 +73,58 @@ def default_voxel_size(points: torch.Tensor) -> float:
     return float(f"{steps[np.abs(np.log(steps * power / wanted)).argmin()] * power:.6g}")
 
 
-def _checked(points: np.ndarray, path: Path) -> torch.Tensor:
+def _checked(points: np.ndarray, path: Path, drop_nonfinite: bool) -> torch.Tensor:
     if points.dtype.kind not in "fiu":
         raise ValueError(f"{path} holds {points.dtype}: positions are numbers")
-    if points.ndim != 2 or points.shape[1] < 3:
-        turned = points.ndim == 2 and points.shape[0] == 3
-        hint = ": transpose it" if turned else ": one row a point, its x, y and z first"
+    few_rows = points.ndim == 2 and 3 <= points.shape[0] <= 8 and points.shape[1] > 2 * points.shape[0]
+    if points.ndim != 2 or points.shape[1] < 3 or few_rows:
+        turned = few_rows or (points.ndim == 2 and points.shape[0] == 3)
+        hint = ": transpose it, points.T" if turned else ": one row a point, its x, y and z first"
         raise ValueError(f"{path} holds an array of shape {points.shape}, not (M, 3){hint}")
     if not len(points):
         raise ValueError(f"{path} holds no points")
     points = points[:, :3].astype(np.float64)
-    broken = int((~np.isfinite(points)).any(1).sum())
-    if broken:
+    finite = np.isfinite(points).all(1)
+    broken = len(points) - int(finite.sum())
+    if broken and not drop_nonfinite:
         raise ValueError(
-            f"{broken:,} of the {len(points):,} points in {path} are NaN or infinite: drop them, for instance "
-            "points[numpy.isfinite(points).all(1)], and save the cloud again"
+            f"{broken:,} of the {len(points):,} points in {path} are NaN or infinite: drop them with "
+            "drop_nonfinite=True (--drop-nonfinite)"
         )
-    return torch.from_numpy(np.ascontiguousarray(points))
+    if broken == len(points):
+        raise ValueError(f"all {broken:,} points in {path} are NaN or infinite")
+    return torch.from_numpy(np.ascontiguousarray(points[finite] if broken else points))
 
 
-def _package(name: str, what: str) -> ModuleType:
+def _foreign(path: Path) -> np.ndarray:
+    """What `foreign.py` reads in its own process, once the header asks for no more than the file can hold."""
+    ending = path.suffix.lower()
+    name = PACKAGES[ending]
     try:
-        return import_module(name)
+        package = import_module(name)
     except ImportError:
-        raise ImportError(f"{what} files are read with {name}: pip install 'sparseconv[demo]'") from None
-
-
-def _npy(path: Path) -> np.ndarray:
-    return np.load(path, allow_pickle=False)
-
-
-def _npz(path: Path) -> np.ndarray:
-    with np.load(path, allow_pickle=False) as archive:
-        names = list(archive)
-        found = next((name for name in KEYS if name in names), names[0] if len(names) == 1 else None)
-        if found is None:
-            raise ValueError(f"it holds {', '.join(names) or 'nothing'}; call the positions {' or '.join(KEYS)}")
-        return archive[found]
-
-
-def _ply(path: Path) -> np.ndarray:
-    data = _package("plyfile", ".ply").PlyData.read(str(path))
-    if "vertex" not in data or not {"x", "y", "z"} <= {p.name for p in data["vertex"].properties}:
-        raise ValueError("it has no vertices with x, y and z")
-    return np.stack([np.asarray(data["vertex"][axis], np.float64) for axis in "xyz"], 1)
-
-
-def _pcd(path: Path) -> np.ndarray:
-    cloud = _package("pypcd4", ".pcd").PointCloud.from_path(str(path))
-    if not {"x", "y", "z"} <= set(cloud.fields):
-        raise ValueError(f"it has no x, y and z, only {', '.join(cloud.fields)}")
-    return np.asarray(cloud.numpy(("x", "y", "z")), np.float64)
-
-
-def _las(path: Path) -> np.ndarray:
-    laspy = _package("laspy", path.suffix)
-    if path.suffix.lower() == ".laz" and not laspy.LazBackend.detect_available():
+        raise ImportError(f"{ending} files are read with {name}: pip install 'sparseconv[demo]'") from None
+    if ending == ".laz" and not package.LazBackend.detect_available():
         raise ImportError(".laz files need a decompressor: pip install 'sparseconv[demo]'")
-    return np.asarray(laspy.read(path).xyz, np.float64)
+    headers.CHECKS[ending](path)
+    script = Path(__file__).with_name("foreign.py")
+    with TemporaryDirectory(prefix="sparseconv_cloud_") as folder:
+        out = Path(folder) / "points.npy"
+        size = path.stat().st_size
+        memory = 2 * most_bytes(size) + headers.FIXED
+        run_apart(script, [ending, str(path), str(out), str(memory)], PATIENCE + size / PACE)
+        return arrays.read_npy(out)
 
 
 READERS: dict[str, Callable[[Path], np.ndarray]] = {
-    ".npy": _npy,
-    ".npz": _npz,
-    ".ply": _ply,
-    ".pcd": _pcd,
-    ".las": _las,
-    ".laz": _las,
+    ".npy": arrays.read_npy,
+    ".npz": arrays.read_npz,
+    ".bin": arrays.read_binary,
+    ".xyz": arrays.read_text,
+    ".txt": arrays.read_text,
+    ".csv": arrays.read_text,
+    ".ply": _foreign,
+    ".pcd": _foreign,
+    ".las": _foreign,
+    ".laz": _foreign,
 }

@@ -27,7 +27,15 @@ CHANNELS = (16, 32, 64)
 
 
 def convolve_cloud(
-    console: Console, device: torch.device, output: Path, file: Path, voxel_size: float | None = None, seed: int = 0
+    console: Console,
+    device: torch.device,
+    output: Path,
+    file: Path,
+    voxel_size: float | None = None,
+    seed: int = 0,
+    *,
+    columns: int | None = None,
+    drop_nonfinite: bool = False,
 ) -> bool:
     """Voxelise a cloud, plan a U-Net on it, run it forward and backward, and draw the voxels. Returns True.
 
@@ -38,9 +46,10 @@ def convolve_cloud(
         file: the cloud, in a format of `read_cloud`.
         voxel_size: in the file's unit; default: about 1/250 of the cloud's widest axis.
         seed: of the weights.
+        columns, drop_nonfinite: as `read_cloud` takes them.
     """
     begin = time.perf_counter()
-    points = read_cloud(file)
+    points = read_cloud(file, columns=columns, drop_nonfinite=drop_nonfinite)
     read = time.perf_counter() - begin
     size = voxel_size or default_voxel_size(points)
     low = points.amin(0)

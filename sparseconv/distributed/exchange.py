@@ -182,14 +182,3 @@ def send_to(
     out = rows.new_empty((sum(received), *rows.shape[1:]))
     dist.all_to_all_single(out, rows[order].contiguous(), list(received), list(sent), group)
     return out, received, order, sent
-
-
-def agree(what: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Raise ValueError on every rank where the ranks do not say the same, before anything travels."""
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, {name: repr(value) for name, value in what.items()}, group=group)
-    for name in what:
-        values = {rank: one.get(name) for rank, one in enumerate(said)}
-        if len(set(values.values())) > 1:
-            listed = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
-            raise ValueError(f"the ranks disagree in {name}: {listed}")

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from sparseconv.distributed.exchange import Exchange, agree, send_to, summed
+from sparseconv.distributed.agreement import agreed, agreed_call
+from sparseconv.distributed.exchange import Exchange, send_to, summed
 from sparseconv.distributed.partition import Order, Partition, common_box, find_partition
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.ranges import IndexRange
@@ -75,7 +76,13 @@ class ShardedGrid(VoxelGrid):
 
     def subset(self, mask: torch.Tensor) -> ShardedGrid:
         """The voxels where mask (N,) bool of this rank's rows is true; all ranks call it."""
-        return self._like(super().subset(mask).coords)
+
+        def checked() -> tuple[torch.Tensor, dict[str, Any]]:
+            if mask.dtype != torch.bool or mask.shape != (len(self),):
+                raise ValueError(f"mask must be ({len(self)},) bool; got {tuple(mask.shape)} {mask.dtype}")
+            return self.coords[mask], {}
+
+        return self._like(agreed(checked, self.group))
 
     def _like(self, coords: torch.Tensor, scale: tuple[float, ...] | None = None) -> Any:
         if scale is not None:
@@ -99,10 +106,14 @@ class Arrivals:
         self.exchange, self.rows = exchange, rows
 
     def bring(self, features: torch.Tensor, num_rows: int, reduce: str) -> torch.Tensor:
-        if features.ndim != 2 or features.shape[0] != self.exchange.num_rows:
-            raise ValueError(f"features must be ({self.exchange.num_rows}, C); got {tuple(features.shape)}")
-        if reduce not in ("first", "sum", "mean"):
-            raise ValueError(f"reduce must be 'first', 'sum' or 'mean'; got {reduce!r}")
+        def checked() -> tuple[None, tuple]:
+            if features.ndim != 2 or features.shape[0] != self.exchange.num_rows:
+                raise ValueError(f"features must be ({self.exchange.num_rows}, C); got {tuple(features.shape)}")
+            if reduce not in ("first", "sum", "mean"):
+                raise ValueError(f"reduce must be 'first', 'sum' or 'mean'; got {reduce!r}")
+            return None, (features.shape[1], features.dtype, reduce, learns(features))
+
+        agreed_call(checked, "the features of bring", self.exchange.group, self.rows.device)
         came = self.exchange(features)
         order = torch.argsort(self.rows, stable=True)  # by voxel, then by the rank that sent it
         sizes = torch.bincount(self.rows, minlength=num_rows)
@@ -137,16 +148,20 @@ def shard(
     Returns:
         The rank's `ShardedGrid`; ``bring(features)`` takes features the same way.
     """
-    check_kind("grid", grid, (VoxelGrid, torch.Tensor), "pass a VoxelGrid, or coordinates (M, 1+D)")
-    check_choice("by", by, ("morton", "slab", "kd"))
-    if batch_size is not None:
-        check_count("batch_size", batch_size)
     group = group_of(mesh)
-    if isinstance(grid, torch.Tensor):
-        grid = VoxelGrid(grid, batch_size, voxel_size, origin)
+
+    def checked() -> tuple[VoxelGrid, dict[str, Any]]:
+        check_kind("grid", grid, (VoxelGrid, torch.Tensor), "pass a VoxelGrid, or coordinates (M, 1+D)")
+        check_choice("by", by, ("morton", "slab", "kd"))
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
+        whole = VoxelGrid(grid, batch_size, voxel_size, origin) if isinstance(grid, torch.Tensor) else grid
+        same = {"by": by, "voxel_size": whole.voxel_size, "origin": whole.origin, "rank of the grid": whole.rank}
+        return whole, same
+
+    grid = agreed(checked, group)
     sizes = torch.tensor([batch_size or grid.batch_size], device=grid.device)
     dist.all_reduce(sizes, dist.ReduceOp.MAX, group=group)
-    agree({"by": by, "voxel_size": grid.voxel_size, "origin": grid.origin, "rank of the grid": grid.rank}, group)
     partition = find_partition(grid.coords, by, int(sizes), group)
     owners = partition.owners(grid.coords)
     came, received, order, sent = send_to(grid.coords, owners, group)
@@ -155,6 +170,11 @@ def shard(
     exchange = Exchange(group, order, sent, received, len(grid))
     sharded.arrivals = Arrivals(exchange, sharded.lookup(came))
     return sharded
+
+
+def learns(x: torch.Tensor) -> bool:
+    """Whether a call on x has a way back, which is a collective where rows travelled."""
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def group_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from sparseconv.autograd import adjoint, convolution, number_of, weight_gradient
+from sparseconv.autograd import adjoint, convolution, weight_gradient
 from sparseconv.autograd_function import Function
 from sparseconv.distributed.exchange import Exchange, returned
+from sparseconv.numbered_maps import number_of
 from sparseconv.plan.convolution import ConvolutionPlan
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
-from sparseconv.distributed.exchange import Exchange, agree, joined, replicated, send_to
-from sparseconv.distributed.grid import ShardedGrid
+from sparseconv.distributed.agreement import agreed, agreed_call
+from sparseconv.distributed.exchange import Exchange, joined, replicated, send_to
+from sparseconv.distributed.grid import ShardedGrid, learns
 from sparseconv.distributed.passage import Passage
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, fits, torus_of, wrap
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
@@ -48,20 +49,33 @@ class ShardedConvolutionPlan:
         backend: str = "auto",
         deterministic: bool | None = None,
     ) -> None:
-        window, edge = _window_of(
-            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, target, False
+
+        def reached(window: Window, edge: Boundary) -> VoxelGrid | None:
+            """Voxels of the output that this rank sees, whoever owns them; None for the target as it is."""
+            if target not in (None, "full") and not isinstance(target, ShardedGrid):
+                raise ValueError(f"target must be a ShardedGrid, 'full' or None; got {target!r}")
+            if target == "full" or (target is None and any(s != 1 for s in window.stride)):
+                return coarse_grid(VoxelGrid(source.coords, source.batch_size), window, edge)
+            if edge.kind != "forbid":
+                return None
+            own = VoxelGrid(source.coords, source.batch_size)
+            given = own if target is None else VoxelGrid(target.coords, target.batch_size)
+            left = fits(given, own, window, edge)
+            if target is not None and left is not given:
+                raise ValueError(f"some windows of the given target leave the extent {edge.extent}")
+            return None if left is given else left
+
+        window, edge, seen = _window_of(
+            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, target, False, reached
         )
         if isinstance(target, ShardedGrid):
-            if fits(target, source, window, edge) is not target:
-                raise ValueError(f"some windows of the given target leave the extent {edge.extent}")
             coarse = target
-        elif target == "full" or (target is None and any(s != 1 for s in window.stride)):
-            seen = coarse_grid(VoxelGrid(source.coords, source.batch_size), window, edge)
-            coarse = _owned(source, seen.coords, window.stride, (1,) * source.rank)
-        elif target is None:
-            coarse = cast(ShardedGrid, fits(source, source, window, edge))
+        elif target == "full" or any(s != 1 for s in window.stride):
+            coarse = _owned(source, cast(VoxelGrid, seen).coords, window.stride, (1,) * source.rank)
+        elif edge.kind == "forbid" and _any(seen is not None, source):
+            coarse = source._like(source.coords if seen is None else seen.coords)
         else:
-            raise ValueError(f"target must be a ShardedGrid, 'full' or None; got {target!r}")
+            coarse = source
         self._set(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
 
     @classmethod
@@ -81,12 +95,18 @@ class ShardedConvolutionPlan:
         deterministic: bool | None = None,
     ) -> ShardedConvolutionPlan:
         """From coarse voxels to fine ones, onto ``target`` or onto every voxel that a tap reaches (generative)."""
-        window, edge = _window_of(
-            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, target, True
+
+        def reached(window: Window, edge: Boundary) -> VoxelGrid | None:
+            if target is not None and not isinstance(target, ShardedGrid):
+                raise ValueError(f"target must be a ShardedGrid or None; got {target!r}")
+            return fine_grid(VoxelGrid(source.coords, source.batch_size), window, edge) if target is None else None
+
+        window, edge, seen = _window_of(
+            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, target, True, reached
         )
         fine = target
         if fine is None:
-            seen = fine_grid(VoxelGrid(source.coords, source.batch_size), window, edge)
+            assert seen is not None
             fine = _owned(source, seen.coords, (1,) * source.rank, window.stride)
         plan = object.__new__(cls)
         plan._set(source, fine, window, edge, kernel_size is not None, groups, backend, True)
@@ -161,15 +181,21 @@ class ShardedConvolutionPlan:
         Differentiable to any order. Every rank must call it, with operands of one dtype and one number of channels.
         ``residual`` is this rank's (N_out, C_out); it and the epilogue run after the convolution.
         """
-        if x.ndim != 2 or x.shape[0] != len(self.source):
-            raise ValueError(f"x must be ({len(self.source)}, C_in), this rank's rows; got {tuple(x.shape)}")
-        call = (x.shape[1], x.dtype, x.device.type, tuple(weight.shape), weight.dtype, torch.is_grad_enabled())
-        if call not in self._agreed:
-            agree({"the operands of execute": call}, self.source.group)
-            self._agreed.add(call)
-        group, activation = self.source.group, as_epilogue(epilogue)
-        x, taps, bias, residual = self._inner.operands(
-            x, replicated(weight, group), None if bias is None else replicated(bias, group), residual
+        group = self.source.group
+
+        def checked() -> tuple[tuple, tuple]:
+            if x.ndim != 2 or x.shape[0] != len(self.source):
+                raise ValueError(f"x must be ({len(self.source)}, C_in), this rank's rows; got {tuple(x.shape)}")
+            activation = as_epilogue(epilogue)
+            operands = self._inner.operands(
+                x, replicated(weight, group), None if bias is None else replicated(bias, group), residual
+            )
+            kinds = [None if t is None else (tuple(t.shape), t.dtype, learns(t)) for t in (weight, bias)]
+            call = ("x", x.shape[1], operands[0].dtype, learns(x), "weight", kinds[0], "bias", kinds[1])
+            return (*operands, activation), call
+
+        x, taps, bias, residual, activation = agreed_call(
+            checked, "the operands of execute", group, self.device, self._agreed
         )
         y = self._passage.convolve(x, taps, bias)
         y = y if residual is None else y + residual
@@ -177,6 +203,13 @@ class ShardedConvolutionPlan:
 
     def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
         """This rank's rows with their halo, and the local plan over them: what any operation over edges needs."""
+
+        def checked() -> tuple[None, tuple]:
+            if x.ndim != 2 or x.shape[0] != len(self.source):
+                raise ValueError(f"x must be ({len(self.source)}, C), this rank's rows; got {tuple(x.shape)}")
+            return None, ("rows", x.shape[1], x.dtype, learns(x))
+
+        agreed_call(checked, "the rows that are asked for", self.source.group, self.device)
         return joined(x, self.exchange(x)), self.local
 
     # ---- reading
@@ -273,15 +306,17 @@ def _window_of(
     backend: str,
     target: Any,
     is_transposed: bool,
-) -> tuple[Window, Boundary]:
-    """What both constructors take, checked on this rank and between the ranks."""
+    reached: Callable[[Window, Boundary], VoxelGrid | None],
+) -> tuple[Window, Boundary, VoxelGrid | None]:
+    """What both constructors take, checked on this rank and between the ranks, and what ``reached`` makes of it."""
     if not isinstance(source, ShardedGrid):
         raise TypeError(f"source must be a ShardedGrid, made by shard(); got {type(source).__name__}")
-    window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
-    if edge.kind == "forbid" and edge.extent is None and not is_transposed:
-        edge = Boundary.forbid(source.global_extent)
-    agree(
-        {
+
+    def checked() -> tuple[tuple[Window, Boundary, VoxelGrid | None], dict[str, Any]]:
+        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+        if edge.kind == "forbid" and edge.extent is None and not is_transposed:
+            edge = Boundary.forbid(source.global_extent)
+        same = {
             "source": (source.counts, source.batch_size, source.partition),
             "window": window,
             "boundary": edge,
@@ -289,10 +324,17 @@ def _window_of(
             "backend": backend,
             "direction": is_transposed,
             "target": target.counts if isinstance(target, ShardedGrid) else target,
-        },
-        source.group,
-    )
-    return window, edge
+        }
+        return (window, edge, reached(window, edge)), same
+
+    return agreed(checked, source.group)
+
+
+def _any(flag: bool, grid: ShardedGrid) -> bool:
+    """Whether a flag is set on any rank."""
+    flags = torch.tensor([flag], dtype=torch.int32, device=grid.device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=grid.group)
+    return bool(flags)
 
 
 def _owned(

@@ -217,6 +217,7 @@ def _on_gpu() -> Any:
     return found_edges
 
 
+@transforms.untraced
 @transforms.constant
 def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every coarse voxel that sees a fine one, in lexicographic order; under ``forbid``, those whose window fits."""
@@ -235,6 +236,7 @@ def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGri
     return fits(fine._like(unique_coords(seen), scale), fine, window, boundary)
 
 
+@transforms.untraced
 @transforms.constant
 def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every fine voxel that a coarse one sees, in lexicographic order; under ``forbid``, within the extent."""

@@ -16,6 +16,7 @@ from sparseconv.geometry.example import Join, Reach
 from sparseconv.geometry.grid import VoxelGrid, unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.gpu.streams import building
+from sparseconv.torch_private import no_transforms
 
 if TYPE_CHECKING:
     from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
@@ -257,7 +258,7 @@ class FixedGrid(VoxelGrid):
 
         size = self.batch_size, window.offsets, window.stride, folded
         limits: dict[str, Any] = {"to_fine": to_fine, "within": extent, "rows": rows, "device_count": self.device_count}
-        with torch._C._DisableFuncTorch():  # voxels do not depend on what torch.func differentiates
+        with no_transforms():  # voxels do not depend on what torch.func differentiates
             found = reach_fixed(self.coords, self.extent, *size, **limits)
         if found is None:
             raise ValueError(f"the extent {extent} has too many cells for a grid of fixed size: give a smaller one")

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.gpu.launcher import INTERPRETED, RESIDENT, Pointer, current_stream, pointer
+from sparseconv.gpu.launcher import INTERPRETED, RESIDENT, Pointer, pointer
+from sparseconv.torch_private import current_stream
 
 #: times that the programs of a cooperative launch may wait for each other
 NUM_BARRIERS = 10

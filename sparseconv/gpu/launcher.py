@@ -23,6 +23,7 @@ from sparseconv.gpu.triton_private import (
     entry_of,
     with_shared_launcher,
 )
+from sparseconv.torch_private import current_device, is_capturing
 
 #: programs of a cooperative launch on each multiprocessor, of 128 threads, where they need many of the registers that
 #: these share
@@ -92,7 +93,7 @@ class Launcher:
         self.function, self.types, self.num_warps = function, tuple(types), num_warps
         #: programs on each multiprocessor that run all at once, so that they may wait for each other; 0: they may not
         self.resident = resident
-        #: options of the compiler
+        #: options of the compiler, which joins products and sums into fused ones in every version of Triton
         self.options = (
             {"launch_cooperative_grid": True, "maxnreg": REGISTERS // 128 // resident & -8} if resident else options
         )
@@ -156,7 +157,7 @@ class Launcher:
         try:
             read_triton()
             shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
-            options = {"num_warps": self.num_warps, **self.options}
+            options = {"num_warps": self.num_warps, "enable_fp_fusion": True, **self.options}
             mine.set_result(self.function.warmup(*shown, *constants, grid=(1,), **options))
         except BaseException as error:
             del self._compiled[key]  # who asks again tries again
@@ -178,10 +179,10 @@ class Launcher:
         overlapped = call_of(kernel, early(run)) if FOLLOWS in kernel.asm.get("ptx", "") else None
 
         def launch(x: int, y: int, args: tuple) -> None:
-            if _current_device() != device_index:
+            if current_device() != device_index:
                 with torch.cuda.device(device_index):
                     return launch(x, y, args)
-            start, told = plain if overlapped is None or _is_capturing() else overlapped
+            start, told = plain if overlapped is None or is_capturing() else overlapped
             start(*((x, y, 1, stream_of(device_index)) + told + args + rest))
 
         return launch
@@ -219,16 +220,6 @@ def power_of_2(n: int) -> int:
 def pointer(tensor: torch.Tensor) -> Pointer:
     """What a launcher takes for a tensor."""
     return tensor if INTERPRETED else tensor.data_ptr()
-
-
-#: torch.cuda.current_device without its look at whether CUDA is set up, which a tensor on a card says
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-#: the same of torch.cuda.is_current_stream_capturing
-_is_capturing: Callable[[], bool] = getattr(
-    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
-)
-#: the address of the current stream of a device
-current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 
 if not INTERPRETED and torch.cuda.is_initialized():  # kernels will be asked for: 0.5 s during the imports that follow

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from sparseconv.gpu.launcher import INTERPRETED, current_stream, pointer, power_of_2
+from sparseconv.gpu.launcher import INTERPRETED, pointer, power_of_2
+from sparseconv.torch_private import current_stream
 
 #: what stands in a report where its kernel has yet to write: no number that any would
 UNWRITTEN = int.from_bytes(b"\x80" * 8, "little", signed=True)

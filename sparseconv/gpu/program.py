@@ -67,7 +67,9 @@ class Program:
         """Launch as Triton does, which looks at every argument: the way of the interpreter and of unaligned views."""
         device = arguments[0].device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[grid, 1, 1](*arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
+            self.kernel[grid, 1, 1](
+                *arguments, **self.constants, num_warps=self.warps, num_stages=self.stages, enable_fp_fusion=True
+            )
 
 
 @functools.cache

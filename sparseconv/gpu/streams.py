@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparseconv.torch_private import clear_workspaces
+
 
 class _State(threading.local):
     side: SideStreams | None = None
@@ -197,7 +199,7 @@ def appending(since: Moment | None) -> AbstractContextManager[SideStreams | None
 
 def forget_workspaces() -> None:
     """Let go of the workspaces that cuBLAS keeps for every stream; it takes one anew where it needs one."""
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_workspaces()
 
 
 def scratch(*size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,9 +1,8 @@
-"""Checkpoints of other libraries, to and from: strict about keys, blind to code inside of files."""
+"""Checkpoints of other libraries, to and from: strict about keys and shapes."""
 
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -12,11 +11,8 @@ from typing import Any
 
 import torch
 
-from sparseconv.interop.layouts import LAYOUTS, Layout, kernel_of, layout_of, permute
-
-State = dict[str, torch.Tensor]
-#: where training programs put the parameters among other things
-CONTAINERS = ("state_dict", "model_state", "model_state_dict", "model", "net", "module")
+from sparseconv.interop.files import State, read, some, write
+from sparseconv.interop.layouts import LAYOUTS, Layout, check_order, kernel_of, layout_of, permute
 
 
 @dataclass(frozen=True)
@@ -56,78 +52,6 @@ class Report:
         )
 
 
-# ---- files
-
-
-def read(path: str | Path) -> State:
-    """The tensors of a .safetensors, .pth, .pt, .ckpt or .bin file, by key.
-
-    Pickled files are read with ``weights_only``: code in them is never run. A dictionary that holds the parameters
-    under one of the usual names (``state_dict``, ``model_state``, ...) is opened.
-
-    Raises:
-        ValueError: a file that is missing, truncated, holds code, or no parameters; the message names it.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"no checkpoint at {path}")
-    try:
-        found = _safetensors().load_file(str(path)) if path.suffix == ".safetensors" else _load(path)
-    except ImportError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{path} holds more than tensors and plain containers, and is not opened, since loading it would run code: "
-            f"save the state_dict alone, torch.save(model.state_dict(), ...). torch says: {_first_line(error)}"
-        ) from error
-    except Exception as error:
-        raise ValueError(f"{path} cannot be read, truncated or not a checkpoint: {_first_line(error)}") from error
-    return _parameters(found, str(path))
-
-
-def _load(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise ImportError("safetensors files need the package safetensors: pip install 'sparseconv[interop]'") from None
-    return safetensors.torch
-
-
-def _parameters(found: Any, name: str) -> State:
-    if isinstance(found, Mapping):
-        inside = [key for key in CONTAINERS if isinstance(found.get(key), Mapping)]
-        if inside and not any(isinstance(value, torch.Tensor) for value in found.values()):
-            return _parameters(found[inside[0]], f"{name}[{inside[0]!r}]")
-        others = [key for key, value in found.items() if not isinstance(value, torch.Tensor)]
-        if found and not others:
-            return {str(key): value for key, value in found.items()}
-        got = (
-            f"a dictionary without tensors ({_some(others)})" if len(others) == len(found) else f"also {_some(others)}"
-        )
-    else:
-        got = type(found).__name__
-    raise ValueError(f"{name} should hold parameters by key; got {got}. Parameters are sought under {CONTAINERS}")
-
-
-def write(state: Mapping[str, torch.Tensor], path: str | Path) -> None:
-    """Write tensors by key, as safetensors where the name ends so, else as torch.save does; whole or not at all."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    if path.suffix == ".safetensors":
-        _safetensors().save_file({k: v.contiguous() for k, v in state.items()}, str(part))
-    else:
-        torch.save(dict(state), part)
-    part.replace(path)
-
-
 # ---- conversion
 
 
@@ -136,10 +60,13 @@ def convert(
     path_out: str | Path,
     from_: str | Layout,
     to: str | Layout,
+    *,
+    ignore_classes: Sequence[str] = (),
     **options: Any,
 ) -> Report:
-    """Convert one file into another; options are those of `convert_state`. Nothing is written where it fails."""
-    state, report = convert_state(read(path_in), from_, to, **options)
+    """Convert one file into another; options are those of `read` and `convert_state`. Nothing is written where it
+    fails."""
+    state, report = convert_state(read(path_in, ignore_classes=ignore_classes), from_, to, **options)
     write(state, path_out)
     return report
 
@@ -227,7 +154,7 @@ def _convolutions(
     skip: Sequence[str],
 ) -> set[str]:
     """The keys of weights of convolutions; an error where there is none or some belong to another library."""
-    found, foreign = set(), []
+    found, foreign, told_by_shape = set(), [], {}
     for key, tensor in state.items():
         if _matches(skip, key):
             continue
@@ -239,19 +166,22 @@ def _convolutions(
             except ValueError as error:
                 raise ValueError(f"{key} {tuple(tensor.shape)}: {error}") from None
             found.add(key)
+            if _matching(sizes, key) is None:
+                told_by_shape[key] = tensor
         elif leaf in ("weight", "kernel") and tensor.ndim >= 3 and _suspicious(tensor, layout, leaf):
             foreign.append(f"{key} {tuple(tensor.shape)}")
     if foreign and (layout.parameter == "kernel" or layout.grouped or not found):
         raise ValueError(
-            f"these are no weights of {layout.name} in rank {rank}: {_some(foreign)}. {_guess(state, rank)} Dense "
+            f"these are no weights of {layout.name} in rank {rank}: {some(foreign)}. {_guess(state, rank)} Dense "
             "layers are named in skip, grouped ones in groups"
         )
     if not found:
         shapes = [f"{key} {tuple(t.shape)}" for key, t in state.items() if t.ndim > 1]
         raise ValueError(
-            f"no convolution of {layout.name} in rank {rank} among {len(state)} tensors ({_some(shapes)}). "
+            f"no convolution of {layout.name} in rank {rank} among {len(state)} tensors ({some(shapes)}). "
             f"{_guess(state, rank)}"
         )
+    check_order(told_by_shape, layout, rank)
     return found
 
 
@@ -316,29 +246,30 @@ def _matching(values: Mapping[str, Any], key: str) -> Any:
 def _check_patterns(state: Mapping[str, torch.Tensor], patterns: Sequence[str]) -> None:
     idle = [p for p in patterns if not any(key == p or fnmatchcase(key, p) for key in state)]
     if idle:
-        raise ValueError(f"no key matches {_some(idle)}; the keys are {_some(list(state))}")
-
-
-def _some(items: Sequence[str], most: int = 6) -> str:
-    shown = ", ".join(map(str, items[:most]))
-    return shown + (f" and {len(items) - most} more" if len(items) > most else "") if items else "none"
+        raise ValueError(f"no key matches {some(idle)}; the keys are {some(list(state))}")
 
 
 # ---- into a network
 
 
 def load(
-    module: torch.nn.Module, checkpoint: str | Path | Mapping[str, torch.Tensor], from_: str | Layout, **options: Any
+    module: torch.nn.Module,
+    checkpoint: str | Path | Mapping[str, torch.Tensor],
+    from_: str | Layout,
+    *,
+    ignore_classes: Sequence[str] = (),
+    **options: Any,
 ) -> Report:
     """Load another library's checkpoint into a network of this one, whole or not at all.
 
-    Options are those of `convert_state`.
+    Options are those of `read` and `convert_state`.
 
     Raises:
         ValueError: keys that are missing or unknown, or shapes that differ; all of them are named, nothing is loaded.
     """
-    state = read(checkpoint) if isinstance(checkpoint, (str, Path)) else checkpoint
-    converted, report = convert_state(state, from_, "sparseconv", **options)
+    if isinstance(checkpoint, (str, Path)):
+        checkpoint = read(checkpoint, ignore_classes=ignore_classes)
+    converted, report = convert_state(checkpoint, from_, "sparseconv", **options)
     check_fit(module, converted)
     module.load_state_dict(converted, strict=True)
     return report
@@ -355,7 +286,7 @@ def check_fit(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Non
         if k in state and state[k].shape != v.shape
     ]
     said = [
-        f"{len(items)} {word}: {_some(items, 12)}"
+        f"{len(items)} {word}: {some(items, 12)}"
         for word, items in (("missing", missing), ("unknown", unknown), ("of another shape", differ))
         if items
     ]

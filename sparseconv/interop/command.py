@@ -36,6 +36,10 @@ def convert(
     ] = None,
     groups: Annotated[list[str] | None, typer.Option(help="KEY=4: channel groups of weights that match")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="keys (patterns) of dense layers of that rank")] = None,
+    ignore_class: Annotated[
+        list[str] | None,
+        typer.Option(help="full name of a class in the file, as argparse.Namespace, whose objects are left aside"),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="only the last line")] = False,
 ) -> None:
     """Convert a checkpoint between libraries, and say what became of every tensor."""
@@ -44,7 +48,15 @@ def convert(
         sizes = {k: [int(n) for n in v.split("x")] for k, v in _pairs(kernel or [], "--kernel").items()}
         counts = {k: int(v) for k, v in _pairs(groups or [], "--groups").items()}
         report = convert_file(
-            path_in, path_out, from_, to, rank=rank, kernel_sizes=sizes, groups=counts, skip=skip or []
+            path_in,
+            path_out,
+            from_,
+            to,
+            rank=rank,
+            kernel_sizes=sizes,
+            groups=counts,
+            skip=skip or [],
+            ignore_classes=ignore_class or [],
         )
     except (ValueError, ImportError) as error:
         Console(stderr=True).print(Text("error: ", "bold red") + Text(str(error)), soft_wrap=True)

@@ -6,7 +6,7 @@ Every library here computes the same cross-correlation, so a layout is an order 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,10 +74,15 @@ LAYOUTS: dict[str, Layout] = {
 ALIASES = {
     "trellis": "flexgemm",
     "spconv-krsc": "spconv",
+    "spconv1": "spconv-rsck",
     "me": "minkowski",
     "ours": "sparseconv",
     "wcn": "warpconvnet",
 }
+#: orders of dimensions that only sizes can tell apart, and where their kernel begins
+ORDERS = {"oki": 1, "kio": 0, "koi": 0}
+#: no kernel in use has more taps along an axis
+LONGEST_EDGE = 15
 
 
 def layout_of(name: str | Layout) -> Layout:
@@ -210,6 +215,48 @@ def _store(weight: torch.Tensor, layout: Layout, sizes: Ints, groups: int) -> to
 
 def _first_fastest(layout: Layout, sizes: Ints) -> bool:
     return layout.fastest == "first" or (layout.fastest == "odd_first" and math.prod(sizes) % 2 == 1)
+
+
+def check_order(weights: Mapping[str, torch.Tensor], layout: Layout, rank: int) -> None:
+    """Raise ValueError where weights that have an axis a kernel axis are of another order than this layout's.
+
+    spconv wrote (*kernel, C_in, C_out) before 2.2 and (C_out, *kernel, C_in) since; both have the same number of
+    dimensions. A weight tells its order where one kernel would be a cube and the other none, or have an edge past any
+    kernel's. Where none tells, the shorter edges count: kernels are shorter than channels are many.
+    """
+    if layout.axes not in ORDERS:
+        return
+    other = "kio" if layout.axes == "oki" else "oki"
+    told = {key: _order(weight.shape, rank) for key, weight in weights.items()}
+    wrong = [key for key, order in told.items() if order == other]
+    if not wrong and layout.axes not in told.values():
+        edges = {key: [max(w.shape[ORDERS[o] :][:rank]) for o in (layout.axes, other)] for key, w in weights.items()}
+        wrong = [key for key, (mine, theirs) in edges.items() if theirs < mine]
+    if not wrong:
+        return
+    shape = tuple(weights[wrong[0]].shape)
+    say = (
+        "spconv 1.x and 2.0 wrote (*kernel, C_in, C_out): use spconv-rsck, or spconv-rskc for files that were saved as "
+        "(*kernel, C_out, C_in)"
+        if other == "kio"
+        else "spconv 2.2 and later write (C_out, *kernel, C_in): use spconv"
+    )
+    raise ValueError(
+        f"{wrong[0]} {shape} is no weight of {layout.name}, whose kernel would be "
+        f"{shape[ORDERS[layout.axes] :][:rank]}. {say}. Where it is right, name the kernel's size in kernel_sizes "
+        "(--kernel)"
+    )
+
+
+def _order(shape: Sequence[int], rank: int) -> str | None:
+    """The order of dimensions that a weight's shape tells, "oki" or "kio", or None."""
+    is_sound = []
+    for order in ("oki", "kio"):
+        kernel = shape[ORDERS[order] :][:rank]
+        is_sound.append((max(kernel) <= LONGEST_EDGE, len(set(kernel)) == 1))
+    if is_sound[0] == is_sound[1] or not any(fits for fits, _ in is_sound):
+        return None
+    return "oki" if is_sound[0] > is_sound[1] else "kio"
 
 
 def saved_to_krsc(weight: torch.Tensor, saved: str) -> torch.Tensor:

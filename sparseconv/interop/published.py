@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,6 +85,7 @@ def load_published(
     *,
     prefix: str | None = None,
     layout: str | Layout | None = None,
+    ignore_classes: Sequence[str] = (),
 ) -> Report:
     """Load a public checkpoint into a network of `sparseconv.nn`, whole or not at all.
 
@@ -94,6 +95,7 @@ def load_published(
         name: a family in `PUBLISHED`, such as ``"pointcept/spunet"``.
         prefix: where the network lies among the keys, if elsewhere than usual.
         layout: of the weights, if another than usual (files of spconv 1.x are ``"spconv-rsck"``).
+        ignore_classes: as `read` takes them.
 
     Raises:
         ValueError: an unknown family, no key under the prefix, or keys and shapes that do not fit, all named.
@@ -101,6 +103,7 @@ def load_published(
     if name not in PUBLISHED:
         raise ValueError(f"no family of checkpoints {name!r}; there are {', '.join(PUBLISHED)}")
     family = PUBLISHED[name]
-    state = read(checkpoint) if isinstance(checkpoint, (str, Path)) else checkpoint
-    chosen = select(state, family.prefix if prefix is None else prefix, family.renames)
+    if isinstance(checkpoint, (str, Path)):
+        checkpoint = read(checkpoint, ignore_classes=ignore_classes)
+    chosen = select(checkpoint, family.prefix if prefix is None else prefix, family.renames)
     return load(network, chosen, layout or family.layout)

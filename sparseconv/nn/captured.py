@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from sparseconv import transforms
 from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, fault_of, forget_tables, put_scene
@@ -19,6 +18,7 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.nn import graphs
 from sparseconv.nn.results import Scene, apart, rows_of
 from sparseconv.tensor import SparseTensor
+from sparseconv.torch_private import pytree
 
 
 class Captured:
@@ -150,12 +150,10 @@ class Captured:
     @torch.inference_mode(False)
     def _record(self) -> None:
         """Capture, with the scene in the arrays."""
-        self._replay = self._folded = None
+        self._replay = None
         self._results: Any = None  # an older graph goes first
         with self._unseen():
             self._replay, (self._bad, self._results) = graphs.graph_of(self._padded, self._device)
-            # weights folded before the capture: once others have taken their place, the graph alone reads them
-            self._folded = [m.__dict__.get("_folded") for m, _ in self._modes]
         forget_tables(self._like)
         self._tensors = [t for kept in self._kept for t in kept.values() if t is not None]
         self._state = self._state_now()

@@ -35,8 +35,9 @@ def capture(
     - a scene of which the device finds that a voxel lies outside of the extent or occurs twice, or that a coarser grid
       has no room for it, gives NaN (-1 in integers), and a later call or `check` raises the reason.
 
-    The weights are the network's own: a call after they were changed captures again first, which takes some tenths of a
-    second. Without a GPU a call is the plain call of the network.
+    The weights are the network's own: a replay reads them as they are, and folds norms into them within the graph. A
+    call after other tensors took their place captures again first, which takes some tenths of a second. Without a GPU a
+    call is the plain call of the network.
 
     Args:
         network: in ``eval()``; its output is a `SparseTensor` on the input's grid, a tensor whose rows are the voxels',
@@ -91,7 +92,3 @@ class CapturedInference(Captured):
     def _body(self, scene: SparseTensor, targets: Any) -> Any:
         with self._autocast():
             return self.network(scene)
-
-    def _state_now(self) -> Any:
-        """Their versions too: weights that are folded into others are read from copies."""
-        return super()._state_now(), [t._version for t in self._tensors if not t.is_inference()]

@@ -9,14 +9,16 @@ import torch
 
 from sparseconv import pointwise, transforms
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.nn import normalize
 from sparseconv.nn.convolution import ConvolutionModule
 from sparseconv.nn.features import ELU, GELU, LeakyReLU, Linear, ReLU, Sigmoid, SiLU, Tanh
 from sparseconv.nn.joining import forked, joined
 from sparseconv.nn.module import apply, features_of
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.nn.training import Layer, serves, trained
+from sparseconv.nn.training import Layer, folds, serves, trained
 from sparseconv.pointwise import Epilogue
 from sparseconv.tensor import SparseTensor
+from sparseconv.torch_private import any_module_hook
 
 #: torch's activations as epilogues, and ours, which derive from them; a user's own class may do something else
 ACTIVATIONS: dict[type[torch.nn.Module], Callable[[Any], Epilogue]] = {
@@ -154,7 +156,7 @@ def hooked(*modules: Any) -> bool:
     for m in modules:
         if m is not None and (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks):
             return True
-    return bool(torch.nn.modules.module._has_any_global_hook())
+    return bool(any_module_hook())
 
 
 def _can_join(x: Any, conv: Any, norm: Any, activation: Any) -> bool:
@@ -219,20 +221,26 @@ def _in_inference(
 
 
 def _folded(conv: Any, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight and bias with the norm's scale and shift in them; kept until one of their tensors changes.
+    """Weight and bias with the norm's scale and shift in them, made anew from the tensors as they are now.
 
     norm(conv(x)) = conv with w * s, and (b - mean) * s + beta        (s = gamma / sqrt(var + eps))
+
+    No version of a tensor tells of a write through ``.data``, numpy or another process, so no copy is kept. Folding
+    costs K C_in C_out products, under one percent of a convolution of 30,000 voxels.
     """
-    parts = (conv.weight, conv.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    state = tuple((t._version, t.data_ptr(), t.dtype) for t in parts if t is not None and not t.is_inference())
-    kept = conv.__dict__.get("_folded")
-    if kept is None or kept[0] != state or any(t is not None and t.is_inference() for t in parts):
-        weight, bias, gamma, beta, mean, var = parts
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        scale = torch.rsqrt(var.to(wide) + norm.eps)
-        scale = scale if gamma is None else scale * gamma
-        shift = -mean.to(wide) if bias is None else bias.to(wide) - mean
-        shift = shift * scale if beta is None else shift * scale + beta
-        kept = (state, ((weight.to(wide) * scale).to(weight.dtype), shift.to(weight.dtype)))
-        conv.__dict__["_folded"] = kept
-    return kept[1]
+    weight, bias, gamma, beta, mean, var = (
+        conv.weight,
+        conv.bias,
+        norm.weight,
+        norm.bias,
+        norm.running_mean,
+        norm.running_var,
+    )
+    if folds(weight, bias, gamma, beta, mean, var):
+        return normalize.folded(weight, bias, gamma, beta, mean, var, norm.eps)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    scale = torch.rsqrt(var.to(wide) + norm.eps)
+    scale = scale if gamma is None else scale * gamma
+    shift = -mean.to(wide) if bias is None else bias.to(wide) - mean
+    shift = shift * scale if beta is None else shift * scale + beta
+    return (weight.to(wide) * scale).to(weight.dtype), shift.to(weight.dtype)

@@ -1,4 +1,4 @@
-"""act(norm(z) + residual) over the rows of a batch in training, on a GPU, in two launches each way."""
+"""Batch norms on a GPU: act(norm(z) + residual) of a batch in two launches each way; folded for inference in one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: programs on each multiprocessor: of the statistics, of a gradient's sums, of a pass that writes; more of them leave
 #: more parts, which every program of the next pass merges
 CREWS = (2, 2, 2)
-#: elements of a tile
-TILE = 4096
+#: elements of a tile; of one of a weight that a norm is folded into
+TILE, FOLDED_TILE = 4096, 2048
 
 
 def on_kernels(x: torch.Tensor) -> bool:
@@ -273,3 +273,45 @@ def backward(
         run.constants,
     )
     return dx, weight_grad, bias_grad, dz
+
+
+def folded(
+    taps: torch.Tensor,
+    start: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A convolution's weight and bias with the scale and shift of its norm in them, in one launch.
+
+        folded = taps * s,  shift = (start - mean) * s + bias        (s = weight / sqrt(var + eps))
+
+    Args:
+        taps: (K, C_in/G, C). start: (C,) or None, the convolution's bias.
+        weight, bias: (C,) or None, both or neither. mean, var: (C,).
+
+    All are contiguous, aligned to 16 bytes, of `DTYPES`; the results have the dtype of ``taps``.
+    """
+    given = (taps, start, weight, bias, mean, var)
+    launch, at = _folds(*(None if t is None else t.dtype for t in given))
+    channels = taps.shape[2]
+    rows = taps.shape[0] * taps.shape[1]
+    unit, block_c = 8 if channels % 8 == 0 else 1, 32 if channels > 16 else 16
+    block_n = FOLDED_TILE // block_c
+    result, shift = torch.empty_like(taps), taps.new_empty(channels)
+    pointers = [at(taps if t is None else t) for t in (*given, result, shift)]
+    flags = (int(start is not None), int(weight is not None))
+    grid = (-(-rows // block_n), -(-channels // block_c))
+    launch(taps.device, grid, (*pointers, rows, channels // unit, *flags, eps), (unit, block_n, block_c))
+    return result, shift
+
+
+@cache
+def _folds(taps: torch.dtype, *others: torch.dtype | None) -> tuple[Any, Any]:
+    from sparseconv.gpu.launcher import INTERPRETED, Launcher, pointer
+    from sparseconv.nn import triton_norm
+
+    types = (taps, *(dtype or taps for dtype in others), taps, taps, *(int,) * 4, 0.5)
+    return Launcher(triton_norm.fold_kernel, types), pointer if INTERPRETED else torch.Tensor.data_ptr

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv import transforms
+from sparseconv import torch_private, transforms
 from sparseconv.nn import normalize
 from sparseconv.nn.normalize import Norm
 
@@ -22,7 +22,9 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 def makes_again(node: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """A node whose context has a ``recipe``, with a method ``run``, or None."""
-    _MAKERS.add(node._backward_cls)  # type: ignore[attr-defined]
+    made = torch_private.node_class(node)
+    if made is not None:
+        _MAKERS.add(made)
     return node
 
 
@@ -74,8 +76,7 @@ def recipe_of(node: Any) -> Any:
 
 def keeps_graph() -> bool:
     """Whether the backward pass under way may be followed by another one over the same graph."""
-    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return keeps
+    return torch_private.keeps_graph()
 
 
 def versions(*tensors: torch.Tensor | None) -> tuple[int, ...]:
@@ -96,7 +97,7 @@ def maker_of(x: torch.Tensor, fixed: bool) -> Any:
         or not is_large(x, fixed)
         or x._version
         or not torch.is_grad_enabled()
-        or others_save()
+        or torch_private.others_save()
     ):
         return None
     return source
@@ -123,12 +124,6 @@ def _unpacked(kept: Any) -> torch.Tensor:
     return made
 
 
-def others_save() -> bool:
-    """Whether saved-tensor hooks are active (such as activation checkpointing's) or forbidden."""
-    state: Any = torch._C._autograd
-    return not state._saved_tensors_hooks_is_enabled() or state._top_saved_tensors_default_hooks(False) is not None
-
-
 def is_direct() -> bool:
     """Whether no functional transform and no dispatch mode is active."""
-    return not (transforms.active() or torch._C._len_torch_dispatch_stack())
+    return not (transforms.active() or torch_private.dispatch_modes())

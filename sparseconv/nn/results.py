@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.tensor import SparseTensor
+from sparseconv.torch_private import pytree
 
 #: a scene: a sparse tensor, or coords (N, 1+D) int32 and features (N, C)
 Scene = SparseTensor | tuple[torch.Tensor, torch.Tensor]

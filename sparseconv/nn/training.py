@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv import transforms
-from sparseconv.autograd import adjoint, adjoint_onto, convolution, number_of, weight_gradient
+from sparseconv.autograd import adjoint, adjoint_onto, convolution, weight_gradient
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.streams import current, forget_workspaces
 from sparseconv.nn import normalize
@@ -29,12 +29,13 @@ from sparseconv.nn.remaking import (
     keeps_graph,
     maker_of,
     makes_again,
-    others_save,
     recipe_of,
     versions,
     without,
 )
+from sparseconv.numbered_maps import number_of
 from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.torch_private import dispatch_modes, others_save
 
 #: channels up to which an input gradient is written onto another: at 128 its kernel would take 236 registers, not 162,
 #: and a multiprocessor would hold two programs, not three
@@ -342,12 +343,23 @@ def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
         or (weight is None) != (bias is None)
         or (training and mean is not None and (momentum is None or var is None or tracked is None))
         or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
+        or dispatch_modes()
         or transforms.active()
     ):
         return False
     device = x.get_device()
     return all(t is None or _is_near(t, device) for t in (weight, bias, mean, var))
+
+
+def folds(weight: Any, bias: Any, *norm: Any) -> bool:
+    """Whether one launch can fold a norm into the weight (K, C_in/G, C) and bias of the convolution before it.
+
+    ``norm`` are the norm's weight, bias, running mean and variance. Nobody must look between operations.
+    """
+    if not normalize.on_kernels(weight) or (norm[0] is None) != (norm[1] is None) or dispatch_modes():
+        return False
+    device = weight.get_device()
+    return all(t is None or (t.dtype in normalize.DTYPES and _is_near(t, device)) for t in (weight, bias, *norm))
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

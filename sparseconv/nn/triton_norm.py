@@ -4,6 +4,7 @@
                normalize_kernel   parts merged (Chan), y = act((x - mean) * rstd * weight + bias + residual)
     backward:  reduce_kernel      of each part: sum dz and sum dz * (x - mean); dz = grad * act'
                input_grad_kernel  parts added, dx = weight * rstd * (dz - mean(dz) - xhat * mean(dz * xhat))
+    inference: fold_kernel        the weight and bias of the convolution before it, with the norm in them
 
 A part is every ``parts``-th tile of rows. Parts are merged by every program that needs them, in one order: the same
 bits in every run, and nothing to reset between launches. act(z) = z for z > 0, slope * z elsewhere.
@@ -310,3 +311,41 @@ def input_grad_kernel(
         dx = tl.where(live, scale[None, :] * (dz - shift[None, :] - x * slant[None, :]), 0.0)
         mask = (row < rows - tile * BLOCK_N)[:, None] & inside[None, :]
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def fold_kernel(
+    taps_ptr,  # (rows, C): a convolution's weight, rows = K * C_in/G
+    start_ptr,  # (C,): its bias, read where ``biased``
+    weight_ptr,
+    bias_ptr,  # (C,): those of the norm, read where ``affine``
+    running_mean_ptr,
+    running_var_ptr,  # (C,)
+    folded_ptr,  # (rows, C)
+    shift_ptr,  # (C,)
+    rows,
+    units,
+    biased,
+    affine,
+    eps,
+    UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    channels = units * UNIT
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = channel < channels
+    weight, bias = _affine(weight_ptr, bias_ptr, channel, channels * affine)
+    var = tl.load(running_var_ptr + channel, inside, other=1.0).to(tl.float32)
+    scale = tl.rsqrt(var + eps) * weight
+    if tile == 0:
+        start = tl.load(start_ptr + channel, channel < channels * biased, other=0.0).to(tl.float32)
+        mean = tl.load(running_mean_ptr + channel, inside, other=0.0).to(tl.float32)
+        shift = (start - mean) * scale + bias
+        tl.store(shift_ptr + channel, shift.to(shift_ptr.dtype.element_ty), inside)
+    row = tl.arange(0, BLOCK_N)
+    mask = (row < rows - tile * BLOCK_N)[:, None] & inside[None, :]
+    at = _offsets(tile, channels, row, channel, BLOCK_N)
+    folded = tl.load(taps_ptr + at, mask, other=0.0).to(tl.float32) * scale[None, :]
+    tl.store(folded_ptr + at, folded.to(folded_ptr.dtype.element_ty), mask)

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from sparseconv.autograd import casts, convolution, fused_convolution, number_of
+from sparseconv import transforms
+from sparseconv.autograd import convolution, fused_convolution
 from sparseconv.backends.base import Request
 from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
@@ -16,10 +17,12 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.kinds import as_device, check_count, check_tensor
+from sparseconv.numbered_maps import number_of
 from sparseconv.plan.arguments import OPERANDS, Axes, as_epilogue, autocast, check_operands, checked_window
 from sparseconv.plan.explanation import Explanation, explain
-from sparseconv.plan.weights import PackedWeights, by_tap
+from sparseconv.plan.weights import by_tap, packed
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
+from sparseconv.torch_private import any_autocast
 
 Held = VoxelGrid | weakref.ref[VoxelGrid]
 
@@ -129,6 +132,7 @@ class ConvolutionPlan:
         plan._join(source, target, window, boundary, box, groups, backend, is_transposed)
         return plan
 
+    @transforms.untraced
     def _join(
         self,
         source: VoxelGrid,
@@ -145,6 +149,7 @@ class ConvolutionPlan:
         kernel_map = edges.reverse() if is_transposed else edges
         self._set(source, target, window, boundary, kernel_map, box, groups, backend, is_transposed)
 
+    @transforms.untraced
     def over(self, kernel_map: KernelMap, **changes: Any) -> ConvolutionPlan:
         """This plan with other edges, and whatever else ``changes`` names (source, target, groups, is_transposed)."""
         now = {
@@ -179,7 +184,6 @@ class ConvolutionPlan:
         #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
         self.kernel_size = window.projection.counts if box else None
         self._number = number_of(kernel_map)
-        self._packed = PackedWeights()
 
     # ---- reading
 
@@ -287,9 +291,9 @@ class ConvolutionPlan:
                 check_tensor(name, tensor)
             if tensor.device != device:
                 raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
-        if torch.compiler.is_compiling() or casts():  # a question that cannot be traced
+        if torch.compiler.is_compiling() or any_autocast():  # a question that cannot be traced
             x, weight, bias, residual = autocast(x, weight, bias, residual)
-        taps = self._packed.pack(weight, by_tap(weight, self.kernel_size, self.num_taps))
+        taps = packed(by_tap(weight, self.kernel_size, self.num_taps))
         check_operands(self.kernel_map, self.groups, x, weight, taps, bias, residual)
         return x, taps, bias, residual
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseconv.geometry.edges import Window
 from sparseconv.geometry.grid import VoxelGrid
@@ -15,6 +14,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
+from sparseconv.torch_private import TorchDispatchMode
 
 
 class PlanSet:

@@ -1,13 +1,10 @@
-"""The layouts a weight may come in, and the packed copy of the foreign one."""
+"""The layouts a weight may come in."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
-
-from sparseconv import transforms
 
 
 def by_tap(weight: torch.Tensor, kernel: tuple[int, ...] | None, taps: int) -> torch.Tensor:
@@ -38,34 +35,10 @@ def by_tap(weight: torch.Tensor, kernel: tuple[int, ...] | None, taps: int) -> t
     raise ValueError(f"the weight must be {accepted}; got {tuple(shape)}")
 
 
-class PackedWeights:
-    """Contiguous (K, C_in/G, C_out) copies of weights in the foreign layout, for calls that need no gradient.
+def packed(view: torch.Tensor) -> torch.Tensor:
+    """A weight by tap (K, C_in/G, C_out) as kernels read it, contiguous: itself, or a copy that lives for one call.
 
-    A copy is kept with the version of the tensor it was made from: an in-place step of an optimiser makes it stale, and
-    the next call packs anew. Where a gradient is needed the copy is made in the graph, so that it is never detached.
+    No version of a tensor tells of a write through ``.data``, numpy or another process, so no copy is kept. In the
+    graph it is an operation like others; a compiler decides for itself what it copies.
     """
-
-    def __init__(self) -> None:
-        #: weight -> ((version, address), packed); made with the first copy, which most plans never need
-        self._copies: WeakTensorKeyDictionary | None = None
-
-    def pack(self, weight: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-        """``view`` of ``weight``, contiguous."""
-        if view.is_contiguous() or torch.compiler.is_compiling():
-            return view
-        if weight.is_inference() or (torch.is_grad_enabled() and weight.requires_grad) or transforms.present():
-            return view.contiguous()  # that of a transform lives no longer than a call
-        if self._copies is None:
-            self._copies = WeakTensorKeyDictionary()
-        state = (weight._version, weight.data_ptr())
-        kept = self._copies.get(weight)
-        if kept is None or kept[0] != state or kept[1].dtype != view.dtype or kept[1].device != view.device:
-            kept = (state, view.detach().contiguous())
-            self._copies[weight] = kept
-        return kept[1]
-
-    def __getstate__(self) -> dict:
-        return {}
-
-    def __setstate__(self, state: dict) -> None:
-        self._copies = None
+    return view if torch.compiler.is_compiling() else view.contiguous()

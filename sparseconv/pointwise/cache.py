@@ -13,11 +13,18 @@ from typing import Any
 
 
 def cache_folder() -> Path:
-    """Where generated text is kept: $SPARSECONV_CACHE_DIR, else the user's cache folder."""
+    """Where generated text is kept: $SPARSECONV_CACHE_DIR, else the user's cache folder, else a private one.
+
+    A process in a container may have neither $HOME nor an entry among the users.
+    """
     root = os.environ.get("SPARSECONV_CACHE_DIR")
     if root:
         return Path(root) / "pointwise"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparseconv" / "pointwise"
+    try:
+        user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return _private_folder()
+    return Path(user) / "sparseconv" / "pointwise"
 
 
 def store(stem: str, text: str, folder: Path | None = None) -> Path:

@@ -18,6 +18,7 @@ from sparseconv.pointwise.plan import Plan
 from sparseconv.pointwise.scalar import ScalarFunction
 from sparseconv.pointwise.schema import Config, Derivative, Schema
 from sparseconv.pointwise.strided import StridedBuffer
+from sparseconv.torch_private import dispatch_modes
 
 _PLANS_KEPT = 4096  # geometries remembered by a function
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
@@ -124,7 +125,7 @@ class PointwiseDynamicFunction:
         except RuntimeError:  # a tensor without an address: one that a transformation wraps
             return self._general(args, outs)
         plan = self._plans.get(tuple(key))
-        if plan is None or torch._C._len_torch_dispatch_stack():
+        if plan is None or dispatch_modes():
             return self._general(args, outs)
         if grad and torch.is_grad_enabled():
             if outs or not self.differentiable:
@@ -355,9 +356,7 @@ def _packed(outputs: Sequence[Any]) -> Any:
 
 def _transformed(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a subclass or a dispatch mode must see the call as an operator."""
-    return torch._C._len_torch_dispatch_stack() > 0 or any(
-        type(t) is not _Tensor and type(t) is not _Parameter for t in tensors
-    )
+    return dispatch_modes() > 0 or any(type(t) is not _Tensor and type(t) is not _Parameter for t in tensors)
 
 
 def _as_expected(result: Any, dtype: torch.dtype, expected: Metadata, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

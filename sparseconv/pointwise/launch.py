@@ -17,6 +17,7 @@ from sparseconv.pointwise.promotion import Dtypes
 from sparseconv.pointwise.scalar import ScalarFunction
 from sparseconv.pointwise.schema import Config, ScalarType, Schema
 from sparseconv.pointwise.strided import StridedBuffer
+from sparseconv.torch_private import current_device, current_stream
 
 _ALIGNMENT = 16
 
@@ -49,7 +50,7 @@ class Launch:
     def __call__(self, inputs: Sequence[Any], numbers: Sequence[Any], outputs: Sequence[Any]) -> None:
         if self.device < 0:
             self.start(None, *inputs, *numbers, *outputs, *self.tail)
-        elif self.device == torch._C._cuda_getDevice():
+        elif self.device == current_device():
             self.start(_stream(self.device), *inputs, *numbers, *outputs, *self.tail)
         else:
             with torch.cuda.device(self.device):
@@ -64,7 +65,7 @@ class Launch:
 
 
 def _stream(device: int) -> int:
-    return torch._C._cuda_getCurrentRawStream(device)
+    return current_stream(device)
 
 
 def _first_element(array: Any) -> torch.Tensor:
@@ -204,7 +205,10 @@ class Overload:
             numbers = [inputs[i] for i in self.schema.scalars]
             with torch.cuda.device(device):
                 compiled = kernel.warmup(
-                    *operands[:count], *numbers, *operands[count:], *integers, *constants, grid=(1,), num_warps=warps
+                    *(*operands[:count], *numbers, *operands[count:], *integers, *constants),
+                    grid=(1,),
+                    num_warps=warps,
+                    enable_fp_fusion=True,
                 )
                 compiled[(1, 1, 1)]  # loads the kernel onto the device
             self._compiled[key] = compiled
@@ -234,7 +238,7 @@ def task_space(
 def _through_triton(kernel: Any, programs: int, warps: int) -> Callable[..., Any]:
     """Start a kernel as Triton does, from tensors."""
     launcher = kernel[(programs,)]
-    return lambda stream, *operands: launcher(*operands, num_warps=warps)
+    return lambda stream, *operands: launcher(*operands, num_warps=warps, enable_fp_fusion=True)
 
 
 def _direct(compiled: Any, programs: int) -> Callable[..., Any]:

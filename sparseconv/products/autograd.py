@@ -22,6 +22,7 @@ from sparseconv.products.execute import execute_product, execute_scale, settle, 
 from sparseconv.products.operation import call_product, call_scale
 from sparseconv.products.table import Derivative, Product
 from sparseconv.products.terms import Terms
+from sparseconv.torch_private import below_autograd, dispatch_modes
 
 Triple = tuple[Terms | None, Terms | None, Terms | None]
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -109,9 +110,9 @@ class _SeenScale(Function):
 
     @staticmethod
     def forward(x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> torch.Tensor:
-        if _is_plain(x):
+        if below_autograd is None or _is_plain(x):
             return execute_scale(x, infos[0])
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return call_scale(x, infos)
 
     @staticmethod
@@ -136,9 +137,9 @@ class _SeenProduct(Function):
 
     @staticmethod
     def forward(x: torch.Tensor, y: torch.Tensor, row: Product, infos: Triple, out_accumulated: bool) -> torch.Tensor:
-        if _is_plain(x, y):
+        if below_autograd is None or _is_plain(x, y):
             return execute_product(row, x, y, _given(infos[0]), out_accumulated)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return call_product(row.name, x, y, infos, out_accumulated)
 
     @staticmethod
@@ -171,7 +172,7 @@ class _SeenProduct(Function):
 
 
 def _is_plain(*tensors: torch.Tensor) -> bool:
-    return all(type(tensor) in _PLAIN for tensor in tensors) and not torch._C._len_torch_dispatch_stack()
+    return all(type(tensor) in _PLAIN for tensor in tensors) and not dispatch_modes()
 
 
 class _Pair(Function):

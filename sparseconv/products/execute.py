@@ -71,11 +71,16 @@ def _holds(out: torch.Tensor | None, *inputs: torch.Tensor) -> TypeGuard[torch.T
 def _settled(result: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
     """The result in ``dtype``, or ``out`` that holds it and says that it was written."""
     if out is None:
-        return result.to(dtype)
+        return _own(result.to(dtype))
     if result.data_ptr() != out.data_ptr():
         return out.copy_(result)
     torch.autograd.graph.increment_version(out)
     return out
+
+
+def _own(out: torch.Tensor) -> torch.Tensor:
+    """The same memory as no view, which autograd lets callers change in place after a custom function."""
+    return out.detach() if out._is_view() else out
 
 
 def turn(rule: Derivative, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

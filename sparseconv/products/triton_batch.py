@@ -61,6 +61,7 @@ def batch_vectors(
         BLOCK_C=block_c,
         ACC=tl.float64 if sum_dtype(x, y) == torch.float64 else tl.float32,
         num_warps=max(1, min(4, block_n * block_c // 256)),
+        enable_fp_fusion=True,
     )
 
 
@@ -96,6 +97,7 @@ def batch_vecmat(x: torch.Tensor, y: torch.Tensor, terms: Terms, out: torch.Tens
         BLOCK_A=block_a,
         BLOCK_B=block_b,
         num_warps=4,
+        enable_fp_fusion=True,
     )
 
 

@@ -67,6 +67,7 @@ def sum_matrices(
         BLOCK_K=32,
         ACC=tl.float64 if dtype == torch.float64 else tl.float32,
         num_warps=4 if block_a * block_b >= 1024 else 1,
+        enable_fp_fusion=True,
     )
     join_pieces(partial, out.flatten(2) if outer else out, work)
 

@@ -64,6 +64,7 @@ def sum_rows(
         BLOCK_C=block_c,
         ACC=tl.float64 if partial.dtype == torch.float64 else tl.float32,
         num_warps=warps,
+        enable_fp_fusion=True,
     )
     join_pieces(partial, out if out.dim() == 3 else out[..., None], work)
 

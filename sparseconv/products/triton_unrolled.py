@@ -84,6 +84,7 @@ def run_unrolled(structure: Structure, tensors: list[torch.Tensor], batch: int) 
         BLOCK_C=block_c,
         ACC=tl.float64 if double else tl.float32,
         num_warps=warps,
+        enable_fp_fusion=True,
     )
 
 

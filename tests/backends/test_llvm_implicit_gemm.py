@@ -13,12 +13,29 @@ from sparseconv.backends import cpu_threads
 from sparseconv.backends.base import Request
 from sparseconv.backends.llvm_implicit_gemm import backend as engine
 from sparseconv.backends.llvm_implicit_gemm import compile as compiler
-from sparseconv.backends.llvm_implicit_gemm import kernels
+from sparseconv.backends.llvm_implicit_gemm import kernels, operands
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
+from sparseconv.backends.llvm_implicit_gemm.target import Target, host
 from sparseconv.geometry.fixed_grid import FixedGrid
 from tests.backends.test_numpy_gather_scatter import plain, random_map
+from tests.cpus import CPUS
 
 BACKEND = LlvmImplicitGemm()
+#: registers (bytes, how many) that this CPU runs too: LLVM cuts vectors that are too long, and spills what does not fit
+REGISTERS = [(64, 32), (32, 16), (16, 32), (16, 16)]
+
+
+@pytest.fixture(autouse=True, params=["host", *CPUS])
+def _cpu(request, monkeypatch):
+    """Every test runs as generated for each CPU that this machine can stand for."""
+    if request.param != "host":
+        if not CPUS[request.param].runs_here():
+            pytest.skip(f"this CPU has no {request.param}: test_llvm_compiling compiles for it")
+        monkeypatch.setattr(BACKEND, "target", CPUS[request.param].target)
+
+
+def with_registers(monkeypatch, registers) -> None:
+    monkeypatch.setattr(BACKEND, "target", Target(host().cpu, host().features, *registers))
 
 
 def integers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -58,29 +75,10 @@ def assert_equal(found, want):
         assert torch.equal(a.double(), b)
 
 
-@pytest.mark.parametrize(
-    ("channels", "vector", "most", "widths"),
-    [
-        (1, 16, 4, [[1]]),
-        (7, 16, 4, [[4, 2, 1]]),
-        (64, 16, 4, [[16] * 4]),
-        (80, 16, 4, [[16] * 2, [16] * 3]),
-        (20, 8, 2, [[8], [8, 4]]),
-    ],
-)
-def test_columns(channels, vector, most, widths):
-    blocks = kernels.columns(channels, vector, most)
-    assert [[width for _, width in block] for block in blocks] == widths
-    flat = [vector for block in blocks for vector in block]
-    assert [first for first, _ in flat] == [sum(width for _, width in flat[:i]) for i in range(len(flat))]
-
-
-@pytest.mark.parametrize("registers", [(64, 32), (32, 16), (16, 32), (16, 16)], ids=str)
+@pytest.mark.parametrize("registers", REGISTERS, ids=str)
 @pytest.mark.parametrize(("c_in", "c_out", "groups"), [(1, 1, 1), (5, 37, 1), (70, 66, 1), (12, 40, 2)])
 def test_integers_to_the_bit_with_the_registers_of_any_cpu(monkeypatch, registers, c_in, c_out, groups):
-    """This CPU runs them all: LLVM cuts vectors that are too long, and spills what does not fit."""
-    monkeypatch.setattr(kernels, "lanes", lambda: registers)
-    monkeypatch.setattr(engine, "kernel", kernels.kernel.__wrapped__)
+    with_registers(monkeypatch, registers)
     kernel_map = random_map(3, 70, 90, 5)
     assert_equal(*all_three(kernel_map, c_in, c_out, groups))
 
@@ -99,8 +97,7 @@ def test_integers_to_the_bit_in_every_dtype(dtype, identity):
 @pytest.mark.parametrize("identity", [1, 4])
 def test_an_identity_tap_begins_rows_that_hold_anything(monkeypatch, registers, c_in, c_out, groups, identity):
     """In several steps of depth, blocks of columns, groups and regions of chunks."""
-    monkeypatch.setattr(kernels, "lanes", lambda: registers)
-    monkeypatch.setattr(engine, "kernel", kernels.kernel.__wrapped__)
+    with_registers(monkeypatch, registers)
     monkeypatch.setattr(engine, "empty", lambda shape, dtype: torch.full(shape, torch.nan, dtype=dtype))
     monkeypatch.setattr(engine, "_threads", lambda multiplications: 3)
     monkeypatch.setattr(engine, "CHUNK", 1 << 10)
@@ -133,7 +130,7 @@ def test_any_number_of_threads_gives_the_same_integers(monkeypatch, threads, tea
     monkeypatch.setattr(engine, "_threads", lambda multiplications: threads)
     monkeypatch.setattr(engine, "CHUNK", 1 << 10)
     if not teams:
-        monkeypatch.setattr(cpu_threads, "_team", lambda: None)
+        monkeypatch.setattr(cpu_threads, "_openmp", lambda name, *arguments: None)
     assert_equal(*all_three(random_map(5, 400, 300, 6), 24, 40))
 
 
@@ -164,9 +161,9 @@ def test_views_of_any_strides():
     kernel_map = random_map(6, 60, 60, 4)
     x, w, g = integers(24, 60).t(), integers(4, 16, 24).transpose(1, 2), integers(60, 32)[:, ::2]
     dense = [t.contiguous() for t in (x, w, g)]
-    for verb, operands in (("forward", (0, 1)), ("input_grad", (2, 1)), ("weight_grad", (0, 2))):
+    for verb, which in (("forward", (0, 1)), ("input_grad", (2, 1)), ("weight_grad", (0, 2))):
         call = getattr(BACKEND, verb)
-        a, b = ([several[i] for i in operands] for several in ((x, w, g), dense))
+        a, b = ([several[i] for i in which] for several in ((x, w, g), dense))
         assert torch.equal(call(*a, kernel_map, 1), call(*b, kernel_map, 1))
 
 
@@ -189,8 +186,9 @@ def test_a_forked_process_makes_its_own_threads():
     kernel_map = random_map(7, 600, 600, 8)
     x, w = torch.ones(600, 32), torch.ones(8, 32, 32)
     want = BACKEND.forward(x, w, kernel_map, 1)
-    nothing = kernels.Operands()  # no parts: threads come and go
-    cpu_threads.together(kernels.kernel("forward", 32, False), ctypes.addressof(nothing), 2)
+    nothing = operands.Operands()  # no parts: threads come and go
+    address = kernels.kernel("forward", ((8,),), True, False, BACKEND.target or host())
+    cpu_threads.together(address, ctypes.addressof(nothing), 2, nothing)
 
     def child(queue):
         engine._threads = lambda multiplications: 2
@@ -218,7 +216,7 @@ def test_refusals_say_what_to_do(monkeypatch):
     def broken():
         raise OSError("libLLVM.so: no such file")
 
-    monkeypatch.setattr(compiler, "lanes", broken)
+    monkeypatch.setattr(compiler, "host", broken)
     compiler.missing.cache_clear()
     try:
         assert "cannot be used here: libLLVM.so" in BACKEND.unsupported(request(8, 8))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import struct
 import sys
+import time
+import zipfile
 
 import numpy as np
 import pytest
 import torch
 
+from sparseconv.demo import clouds
 from sparseconv.demo.clouds import READERS, default_voxel_size, read_cloud
 
 POINTS = np.random.default_rng(0).uniform(-50, 50, (200, 3)).round(3)
@@ -19,6 +24,13 @@ def write(path, points):
         np.save(path, points)
     elif path.suffix == ".npz":
         np.savez(path, intensity=np.ones(len(points)), xyz=points)
+    elif path.suffix == ".bin":
+        np.hstack([points, np.full((len(points), 1), 0.25)]).astype("<f4").tofile(path)
+    elif path.suffix in (".xyz", ".txt"):
+        np.savetxt(path, np.hstack([points, points]), fmt="%.3f")
+    elif path.suffix == ".csv":
+        turned = np.hstack([points[:, ::-1], np.ones((len(points), 1))])
+        np.savetxt(path, turned, fmt="%.3f", delimiter=",", header="Z,Y,X,intensity", comments="")
     elif path.suffix == ".ply":
         plyfile = pytest.importorskip("plyfile")
         rows = np.array([tuple(p) for p in points], dtype=[("x", "f8"), ("y", "f8"), ("z", "f8")])
@@ -43,9 +55,9 @@ def test_what_is_written_is_read(tmp_path, ending):
     write(path, POINTS)
     points = read_cloud(path)
     assert points.dtype == torch.float64
-    # .pcd was written in 32 bits, .las in millimetres; the others keep every bit
+    # .pcd and .bin were written in 32 bits, .las in millimetres; the others keep every bit
     np.testing.assert_allclose(
-        points.numpy(), POINTS, rtol=0, atol={".pcd": 5e-6, ".las": 1e-9, ".laz": 1e-9}.get(ending, 0)
+        points.numpy(), POINTS, rtol=0, atol={".pcd": 5e-6, ".bin": 5e-6, ".las": 1e-9, ".laz": 1e-9}.get(ending, 0)
     )
 
 
@@ -97,7 +109,7 @@ def test_ply_without_vertices(tmp_path):
 @pytest.mark.parametrize("ending", READERS)
 def test_broken_files_end_in_one_sentence(tmp_path, ending):
     path = tmp_path / f"broken{ending}"
-    path.write_bytes(b"this is no cloud\n" * 9)
+    path.write_bytes(b"this is no cloud\n" * 9 + b"!")
     with pytest.raises(ValueError, match=f"could not be read as {ending}"):
         read_cloud(path)
 
@@ -129,3 +141,194 @@ def test_a_few_far_points_do_not_set_the_voxel_size():
     points = torch.rand(1000, 3, generator=torch.Generator().manual_seed(0)) * 60
     points[:5] = 1e6
     assert default_voxel_size(points) == pytest.approx(0.2)
+
+
+# ---- what is likely meant
+
+
+def test_a_transposed_cloud_is_refused(tmp_path):
+    for rows in (3, 4, 6):
+        np.save(tmp_path / "turned.npy", np.random.default_rng(0).random((rows, 5000), np.float32))
+        with pytest.raises(ValueError, match=rf"shape \({rows}, 5000\), not \(M, 3\): transpose it"):
+            read_cloud(tmp_path / "turned.npy")
+
+
+def test_points_that_are_not_finite_are_dropped_where_that_is_asked(tmp_path):
+    np.save(tmp_path / "holes.npy", np.array([[0, 0, 0], [np.nan, 0, 0], [1, 2, 3], [0, np.inf, 0]]))
+    with pytest.raises(ValueError, match=r"2 of the 4 points .* drop_nonfinite=True \(--drop-nonfinite\)"):
+        read_cloud(tmp_path / "holes.npy")
+    assert read_cloud(tmp_path / "holes.npy", drop_nonfinite=True).tolist() == [[0, 0, 0], [1, 2, 3]]
+    np.save(tmp_path / "none.npy", np.full((4, 3), np.nan))
+    with pytest.raises(ValueError, match="all 4 points"):
+        read_cloud(tmp_path / "none.npy", drop_nonfinite=True)
+
+
+def test_lidars_of_four_and_five_numbers_are_told_apart_or_asked_for(tmp_path):
+    path = tmp_path / "sweep.pcd.bin"
+    rng = np.random.default_rng(0)
+    for count in (100, 101, 104):  # 100 points of 4 numbers have the size of 80 points of 5
+        kitti = np.hstack([POINTS[:count], rng.random((count, 1))]).astype("<f4")
+        kitti.tofile(path)
+        np.testing.assert_array_equal(read_cloud(path).numpy(), kitti[:, :3])
+        nuscenes = np.hstack([POINTS[:count], rng.integers(0, 255, (count, 1)), np.arange(count)[:, None] % 32])
+        nuscenes = nuscenes.astype("<f4")
+        nuscenes.tofile(path)
+        np.testing.assert_array_equal(read_cloud(path).numpy(), nuscenes[:, :3])
+    np.zeros(80, "<f4").tofile(path)
+    with pytest.raises(ValueError, match=r"do not tell which: pass columns=4 or columns=5"):
+        read_cloud(path)
+    assert len(read_cloud(path, columns=4)) == 20
+    assert len(read_cloud(path, columns=5)) == 16
+    for wrong in (3, 7):
+        with pytest.raises(ValueError, match="4 or 5; got"):
+            read_cloud(path, columns=wrong)
+    np.zeros(81, "<f4").tofile(path)
+    with pytest.raises(ValueError, match="no whole number of points"):
+        read_cloud(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1 2 3 255\n4 5 6 0\n",
+        "# a remark\n\n1\t2\t3\n4\t5\t6\n",
+        "// from CloudCompare\n1, 2, 3\n4, 5, 6\n",
+        "x;y;z\n1;2;3\n4;5;6\n",
+        'label,"X","Y","Z"\n7,1,2,3\n7,4,5,6\n',
+        "\ufeffX Y Z\n1 2 3\n4 5 6",
+    ],
+)
+def test_text_in_the_forms_that_programs_write(tmp_path, text):
+    (tmp_path / "cloud.txt").write_text(text, encoding="utf-8")
+    assert read_cloud(tmp_path / "cloud.txt").tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a b c\n1 2 3\n", "neither numbers nor the names x, y and z"),
+        ("1 2 3\n4 5\n", "could not be read"),
+        ("1 2 3\nfour 5 6\n", "could not be read"),
+        ("1 2\n4 5\n", r"shape \(2, 2\)"),
+        ("# nothing\n", "holds no points"),
+        ("1 2 nan\n", "NaN or infinite"),
+    ],
+)
+def test_text_that_is_no_cloud(tmp_path, text, sentence):
+    (tmp_path / "cloud.xyz").write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        read_cloud(tmp_path / "cloud.xyz")
+
+
+# ---- headers that ask for more than their file holds
+
+
+def changed(path, form, values):
+    """Write numbers over a file: {offset: value}."""
+    data = bytearray(path.read_bytes())
+    for offset, value in values.items():
+        struct.pack_into(form, data, offset % len(data), value)
+    path.write_bytes(data)
+
+
+def refused_at_once(path, sentence):
+    begin = time.perf_counter()
+    with pytest.raises(ValueError, match=sentence):
+        read_cloud(path)
+    assert time.perf_counter() - begin < 30
+
+
+def test_an_array_larger_than_its_file_is_refused(tmp_path):
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (10**12, 3)})
+    (tmp_path / "huge.npy").write_bytes(header.getvalue() + bytes(240))
+    refused_at_once(tmp_path / "huge.npy", "24,000,000,000,000 bytes; it holds 240")
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive:
+        archive.writestr("xyz.npy", header.getvalue() + bytes(240))
+    refused_at_once(tmp_path / "huge.npz", "24,000,000,000,000 bytes; it holds 240")
+
+
+def test_an_archive_that_inflates_a_thousandfold_is_refused(tmp_path):
+    np.savez_compressed(tmp_path / "bomb.npz", xyz=np.zeros((10_000_000, 3)))
+    assert (tmp_path / "bomb.npz").stat().st_size < 1 << 20
+    refused_at_once(tmp_path / "bomb.npz", "unfolds to 240,000,128 bytes")
+
+
+def test_archives_are_held_to_their_checksums(tmp_path):
+    write(tmp_path / "a.npz", POINTS)
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    data[-2000] ^= 1
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(ValueError, match="CRC"):
+        read_cloud(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize(
+    ("ending", "form", "at", "value", "sentence"),
+    [
+        (".las", "<I", 100, 2**32 - 1, "4,294,967,295 variable length records"),
+        (".las", "<I", 243, 2**32 - 1, "extended variable length records"),
+        (".las", "<Q", 247, 2**60, "points of 34 bytes"),
+        (".laz", "<I", 100, 2**32 - 1, "4,294,967,295 variable length records"),
+        (".laz", "<Q", 247, 2**60, "more than .* bytes can hold"),
+    ],
+)
+def test_counts_of_las_beyond_the_file_are_refused(tmp_path, ending, form, at, value, sentence):
+    path = tmp_path / f"cloud{ending}"
+    write(path, POINTS)
+    changed(path, form, {at: value})
+    refused_at_once(path, sentence)
+
+
+def test_a_table_of_chunks_beyond_the_file_is_refused(tmp_path):
+    path = tmp_path / "cloud.laz"
+    write(path, POINTS)
+    data = path.read_bytes()
+    (offset,) = struct.unpack_from("<I", data, 96)
+    (table,) = struct.unpack_from("<q", data, offset)
+    changed(path, "<I", {table + 4: 2**32 - 1})  # 35 GB of entries
+    refused_at_once(path, "4,294,967,295 chunks")
+
+
+@pytest.mark.parametrize("kind", ["ascii", "binary", "binary_compressed"])
+def test_counts_of_pcd_beyond_the_file_are_refused(tmp_path, kind):
+    head = "VERSION 0.7\nFIELDS x y z\nSIZE 4 4 4\nTYPE F F F\nCOUNT 1 1 4000000000\nWIDTH 9\nHEIGHT 1\nPOINTS 9\n"
+    (tmp_path / "cloud.pcd").write_bytes(f"{head}DATA {kind}\n".encode() + bytes(108))
+    pytest.importorskip("pypcd4")
+    refused_at_once(tmp_path / "cloud.pcd", "its header counts 9 points of")
+
+
+def test_counts_of_ply_beyond_the_file_are_refused(tmp_path):
+    pytest.importorskip("plyfile")
+    head = "ply\nformat binary_little_endian 1.0\nelement vertex 9000000000\n"
+    head += "property float x\nproperty float y\nproperty float z\nend_header\n"
+    (tmp_path / "cloud.ply").write_bytes(head.encode() + bytes(108))
+    refused_at_once(tmp_path / "cloud.ply", "9,000,000,000 elements vertex")
+
+
+def test_a_reader_that_dies_or_never_ends_is_an_error_here(tmp_path, monkeypatch):
+    pytest.importorskip("plyfile")
+    write(tmp_path / "a.ply", POINTS)
+    for line, sentence in (
+        ("import os; os.abort()", "crashed or ran out of memory"),
+        ("import time; time.sleep(60)", "not finished after 1 s"),
+        ("raise SystemExit('no')", "no"),
+    ):
+        (tmp_path / "foreign.py").write_text(line)
+        monkeypatch.setattr(clouds, "__file__", str(tmp_path / "clouds.py"))
+        monkeypatch.setattr(clouds, "PATIENCE", 1.0)
+        with pytest.raises(ValueError, match=sentence):
+            read_cloud(tmp_path / "a.ply")
+
+
+def test_a_reader_apart_is_held_to_its_memory(tmp_path):
+    script = tmp_path / "eat.py"
+    script.write_text(
+        "import numpy as np, sys\n"
+        f"exec(open({clouds.__file__.replace('clouds.py', 'foreign.py')!r}).read(), g := {{}})\n"
+        "g['_bound'](100 << 20)\n"
+        "try: np.ones(1 << 30)\n"
+        "except MemoryError: sys.exit('held')\n"
+    )
+    with pytest.raises(ValueError, match="held"):
+        clouds.run_apart(script, [], 60)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import datetime
 import os
+import pickle
+import random
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,8 @@ import torch.distributed as dist
 
 import sparseconv as sc
 from sparseconv.distributed import ShardedConvolutionPlan, load, save, shard
+from sparseconv.distributed.agreement import agreed
+from sparseconv.distributed.metadata import read_metadata, read_tensor
 from tests import ranks
 from tests.ranks import on_ranks
 
@@ -84,11 +91,175 @@ def test_files_are_read_by_any_number_of_ranks_and_torn_ones_refused(tmp_path):
         assert sum(n for n, _, _ in results) == total
         assert all(equal and batch == 3 for _, equal, batch in results)
     piece = next(Path(folder).glob("__1_*.distcp"))
-    piece.write_bytes(piece.read_bytes()[:100])
+    whole = piece.read_bytes()
+    piece.write_bytes(whole[:100])
     (tmp_path / "nothing").mkdir()
     for said in on_ranks(2, refused, folder, str(tmp_path / "nothing")):
         assert len(said) == 2
         assert all("cannot be loaded" in line for line in said)
+
+
+class Trap:
+    """What runs ``open(path, "w")`` where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_a_distributed_checkpoint_runs_no_code(tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "ran")))
+    with pytest.raises(ValueError, match=r"io\.open, which is no part of an index and is not run"):
+        read_metadata(tmp_path)
+    assert not (tmp_path / "ran").exists()
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02K\x01r\xff\xff\xff\x3f.")  # memory of 8 GiB for one number
+    with pytest.raises(ValueError, match="numbers an object"):
+        read_metadata(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"state": 1}))
+    with pytest.raises(ValueError, match="holds a dict"):
+        read_metadata(tmp_path)
+
+
+def index_with(folder: Path, **changed) -> None:
+    """Write the index of a scene anew, with other values in the place of its second piece's coords."""
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    (key,) = [key for key in index.storage_data if key.fqn == "coords.1"]
+    for name, value in changed.items():
+        object.__setattr__(index.storage_data[key], name, value)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def test_an_index_leads_nowhere_else(tmp_path):
+    folder = tmp_path / "scene"
+    on_ranks(2, write_then_read, str(folder))
+    assert read_tensor(folder, read_metadata(folder), "coords.1").shape[1] == 4
+    assert read_tensor(folder, read_metadata(folder), "coords.7") is None
+    (tmp_path / "other").write_bytes(b"")
+    for changed, words in (
+        ({"relative_path": "../other"}, "no file of a scene"),
+        ({"relative_path": "/etc/passwd"}, "no file of a scene"),
+        ({"relative_path": "other"}, "no file other"),
+        ({"relative_path": "__1_0.distcp", "length": 1 << 40}, "ends at byte"),
+        ({"length": 40}, "is torn"),
+    ):
+        index_with(folder, **changed)
+        with pytest.raises(ValueError, match=words):
+            read_tensor(folder, read_metadata(folder), "coords.1")
+
+
+def flips(folder: str) -> list[str]:
+    """What a load says of a scene after a bit of a piece was turned, and after two pieces became one and the same."""
+    said = []
+    path = Path(folder)
+    piece = next(path.glob("__1_*.distcp"))
+    whole = piece.read_bytes()
+    for at in (len(whole) // 5, len(whole) // 2, len(whole) - 700):
+        if dist.get_rank() == 0:
+            piece.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        dist.barrier()
+        try:
+            grid, features = load(folder)
+            rows = scene()[0].lookup(grid.coords)
+            said.append("equal" if torch.equal(scene()[1][rows], features) else "DIFFERS")
+        except ValueError as error:
+            said.append(str(error))
+        dist.barrier()
+    if dist.get_rank() == 0:
+        piece.write_bytes(whole)
+        index = pickle.loads((path / ".metadata").read_bytes())
+        places = {key.fqn: key for key in index.storage_data}
+        for name in ("coords", "features"):
+            index.storage_data[places[f"{name}.1"]] = index.storage_data[places[f"{name}.0"]]
+        (path / ".metadata").write_bytes(pickle.dumps(index))
+    dist.barrier()
+    return [*said, *refused(folder)]
+
+
+def test_a_changed_piece_is_an_error_on_every_rank(tmp_path):
+    folder = str(tmp_path / "scene")
+    on_ranks(2, write_then_read, folder)
+    results = on_ranks(2, flips, folder)
+    assert results[0] == results[1]
+    assert all("cannot be loaded" in line or line == "equal" for line in results[0])
+    assert "coords.1 is not what was saved: its checksum differs" in results[0][-1]
+    assert any("torn" in line or "checksum" in line for line in results[0][:3])
+
+
+class Silent(Exception):
+    pass
+
+
+def one_rank_errs() -> list[str]:
+    """What each rank hears where one of two asks for what cannot be."""
+    grid, features = scene()
+    part = mine(grid)
+    odd = dist.get_rank() == 1
+    sharded = shard(grid.subset(part))
+    plan = ShardedConvolutionPlan(sharded, 3)
+    x, w = torch.ones(len(sharded), 2), torch.ones(27, 2, 2)
+    learning = x.clone().requires_grad_()
+    twice = torch.zeros(2, 4, dtype=torch.int32)
+    plan.execute(x, w)  # a kind of call that the ranks know
+
+    def silent():
+        if odd:
+            raise Silent
+        return None, {}
+
+    calls = {
+        "a bias on one rank": lambda: plan.execute(x, w, torch.ones(2) if odd else None),
+        "a gradient on one rank": lambda: plan.execute(learning if odd else x, w),
+        "rows": lambda: plan.execute(x[1:] if odd else x, w),
+        "weight": lambda: plan.execute(x, w[:, :1] if odd else w),
+        "residual": lambda: plan.execute(x, w, residual=x[1:] if odd else x),
+        "localize": lambda: plan.localize(x[1:] if odd else x),
+        "a voxel twice": lambda: shard(twice if odd else twice[:1], batch_size=1),
+        "order": lambda: shard(grid.subset(part), by="slab" if odd else "nonsense"),
+        "kernel": lambda: ShardedConvolutionPlan(sharded, 0 if odd else 3),
+        "target": lambda: ShardedConvolutionPlan(sharded, 3, target="fu" if odd else "full"),
+        "mask": lambda: sharded.subset(torch.ones(2 if odd else len(sharded), dtype=torch.bool)),
+        "bring": lambda: sharded.bring(features[:2] if odd else features[part]),
+        "save": lambda: save("nowhere", sharded, x[1:] if odd else x),
+        "an error without words": lambda: agreed(silent, None),
+    }
+    said = []
+    for name, call in calls.items():
+        begin = time.monotonic()
+        try:
+            call()
+            said.append(f"{name}: no error")
+        except (ValueError, TypeError) as error:
+            said.append(f"{name}: {error}")
+        assert time.monotonic() - begin < ranks.TIMEOUT.total_seconds() / 2
+    plan.execute(learning, w.requires_grad_(), torch.ones(2, requires_grad=True)).sum().backward()
+    assert learning.grad is not None
+    return said
+
+
+def test_what_one_rank_asks_wrongly_reaches_all_at_once():
+    first, second = on_ranks(2, one_rank_errs)
+    assert first == second
+    for line in first:
+        assert "no error" not in line
+        assert "rank" in line
+    assert "the ranks disagree in the operands of execute" in first[0]
+    assert "rank 1: Silent" in first[-1]
+
+
+def forbidding() -> list[int]:
+    """A boundary that takes voxels from one rank's share alone."""
+    coords = torch.tensor([[0, i, j] for i in range(12) for j in range(12)])
+    sharded = shard(coords if dist.get_rank() == 0 else coords[:0], by="slab", batch_size=1)
+    plan = ShardedConvolutionPlan(sharded, (3, 1), boundary=sc.Boundary.forbid((40, 12)))
+    return list(plan.target.counts)
+
+
+def test_voxels_that_one_rank_loses_hold_nobody_up():
+    counts, same, _ = on_ranks(3, forbidding)
+    assert counts == same
+    assert sum(counts) == 11 * 12
 
 
 def disagree(what: str) -> str:
@@ -136,6 +307,47 @@ def test_a_rank_that_dies_ends_the_others(monkeypatch):
     monkeypatch.setattr(ranks, "TIMEOUT", datetime.timedelta(seconds=20))
     with pytest.raises(Exception, match=r"exit code 7|terminated|exited"):
         on_ranks(3, one_dies)
+
+
+def one_is_killed(folder: str, delay: float) -> None:
+    """Scenes sharded, convolved, saved and read again without end, until rank 1 is killed somewhere."""
+    if dist.get_rank() == 1:
+        timer = threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        timer.start()
+    grid, features = scene()
+    part = mine(grid)
+    end = time.monotonic() + delay + 3 * ranks.TIMEOUT.total_seconds()
+    for turn in range(1 << 30):
+        if time.monotonic() > end:
+            return
+        sharded = shard(grid.subset(part), by=("morton", "slab", "kd")[turn % 3])
+        x = sharded.bring(features[part]).requires_grad_()
+        plan = ShardedConvolutionPlan(sharded, 3, stride=1 + turn % 2)
+        plan.execute(x, torch.ones(27, 1, 2, dtype=torch.float64, requires_grad=True)).sum().backward()
+        save(f"{folder}/{turn % 4}", sharded, x)
+        load(f"{folder}/{turn % 4}")
+
+
+def killed_at(folder: Path, seed: int, monkeypatch) -> None:
+    timeout = 10.0
+    monkeypatch.setattr(ranks, "TIMEOUT", datetime.timedelta(seconds=timeout))
+    delay = random.Random(seed).uniform(0.05, 2.5)
+    begin = time.monotonic()
+    with pytest.raises(Exception, match=r"SIGKILL|terminated|exited"):
+        on_ranks(3, one_is_killed, str(folder), delay)
+    # a machine may be busy: processes start before and end after
+    assert time.monotonic() - begin < delay + timeout + 60
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_rank_killed_anywhere_holds_nobody_over_the_timeout(tmp_path, seed, monkeypatch):
+    killed_at(tmp_path, seed, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 22))
+def test_a_rank_killed_at_twenty_points(tmp_path, seed, monkeypatch):
+    killed_at(tmp_path, seed, monkeypatch)
 
 
 def test_without_a_process_group_the_error_says_what_to_start():

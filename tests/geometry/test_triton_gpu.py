@@ -274,7 +274,7 @@ def test_maps_by_launches_that_begin_early_are_those_by_launches_that_wait(
 
     scenes = [(edge, seed) for seed in range(4) for edge in edges]
     with monkeypatch.context() as patch:
-        patch.setattr(launcher, "_is_capturing", lambda: True)  # as in a graph, where no launch begins early
+        patch.setattr(launcher, "is_capturing", lambda: True)  # as in a graph, where no launch begins early
         wanted = [made(*scene) for scene in scenes]
     found = [made(*scene) for scene in scenes]
     for one, other in zip(found, wanted, strict=True):

@@ -88,7 +88,7 @@ def test_a_launch_goes_to_its_device_whichever_is_current(card, monkeypatch):
         launched.append((now[0], args))
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(launching, "_current_device", lambda: now[0])
+    monkeypatch.setattr(launching, "current_device", lambda: now[0])
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 10 + index))
     monkeypatch.setattr(launching, "driver", streams)
     for room in (launching, triton_private):
@@ -122,8 +122,8 @@ class Run:
 def test_a_kernel_that_waits_for_the_launch_ahead_is_launched_early_but_not_in_graphs(ptx, early, card, monkeypatch):
     run, capturing = Run(), [False]
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(launching, "_current_device", lambda: 0)
-    monkeypatch.setattr(launching, "_is_capturing", lambda: capturing[0])
+    monkeypatch.setattr(launching, "current_device", lambda: 0)
+    monkeypatch.setattr(launching, "is_capturing", lambda: capturing[0])
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 10))
     monkeypatch.setattr(launching, "driver", streams)
     for room in (launching, triton_private):

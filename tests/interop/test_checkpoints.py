@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
+import random
 import subprocess
 import sys
+import zipfile
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -203,7 +207,145 @@ def test_code_in_a_file_is_never_run(tmp_path):
     for name in ("evil.pth", "evil2.pth", "module.pth"):
         with pytest.raises(ValueError, match=rf"{name} holds more than tensors"):
             read(tmp_path / name)
+    with pytest.raises(ValueError):  # however the class is called, it is not looked up
+        read(tmp_path / "evil2.pth", ignore_classes=["posix.mkdir", "os.mkdir", "nt.mkdir"])
     assert not trap.exists()
+
+
+def training_checkpoint(**more):
+    """What training programs save: parameters, optimizer, scheduler, numbers of numpy, states of generators."""
+    net = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return {
+        "state_dict": {"a.weight": torch.randn(16, 3, 3, 3, 4)},
+        "optimizer": optimizer.state_dict(),
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3).state_dict(),
+        "epoch": 3,
+        "best_metric_value": np.float64(0.7),
+        "steps": np.int64(1000),
+        "confusion": np.arange(6, dtype=np.uint8).reshape(2, 3),
+        "random": (random.getstate(), np.random.RandomState(0).get_state(), torch.get_rng_state()),
+        **more,
+    }
+
+
+def test_a_training_checkpoint_with_a_numpy_number_opens(tmp_path):
+    torch.save(training_checkpoint(), tmp_path / "a.pth")
+    assert list(read(tmp_path / "a.pth")) == ["a.weight"]
+    convert(tmp_path / "a.pth", tmp_path / "b.pth", "spconv", "sparseconv")
+    assert read(tmp_path / "b.pth")["a.weight"].shape == (27, 4, 16)
+
+
+def test_other_classes_are_named_and_left_aside_where_that_is_asked(tmp_path):
+    made = training_checkpoint(args=argparse.Namespace(lr=0.1, bomb=Bomb(str(tmp_path / "ran"))))
+    torch.save(made, tmp_path / "a.pth")
+    with pytest.raises(
+        ValueError, match=r"a\.pth .*objects of argparse\.Namespace, posix\.mkdir\. Name .*ignore_classes"
+    ):
+        read(tmp_path / "a.pth")
+    with pytest.raises(ValueError, match="posix"):
+        read(tmp_path / "a.pth", ignore_classes=["argparse.Namespace"])
+    torch.save(training_checkpoint(args=argparse.Namespace(lr=0.1)), tmp_path / "a.pth")
+    state = read(tmp_path / "a.pth", ignore_classes=["argparse.Namespace"])
+    assert torch.equal(state["a.weight"], torch.load(tmp_path / "a.pth", weights_only=False)["state_dict"]["a.weight"])
+    options = ["--from", "spconv", "--ignore-class", "argparse.Namespace"]
+    done = CliRunner().invoke(app, [str(tmp_path / "a.pth"), str(tmp_path / "b.pth"), *options])
+    assert done.exit_code == 0, done.output
+    assert not (tmp_path / "ran").exists()
+
+
+# ---- weights of another order
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(3, 3, 3, 4, 16), (3, 3, 3, 16, 32)],
+        [(3, 3, 3, 3, 16), (3, 3, 3, 16, 16)],  # the first alone could be either
+        [(3, 1, 1, 64, 128)],
+        [(1, 1, 1, 64, 128)],
+        [(3, 1, 1, 4, 8)],
+        [(5, 5, 5, 1, 8)],
+    ],
+)
+def test_an_old_spconv_checkpoint_is_never_garbled(tmp_path, shapes):
+    old = {f"{n}.weight": torch.randn(shape) for n, shape in enumerate(shapes)}
+    write(old, tmp_path / "old.pth")
+    with pytest.raises(ValueError, match=r"is no weight of spconv.*1\.x.*\(\*kernel, C_in, C_out\): use spconv-rsck"):
+        convert(tmp_path / "old.pth", tmp_path / "new.pth", "spconv", "sparseconv")
+    assert not (tmp_path / "new.pth").exists()
+    for name in ("spconv-rsck", "spconv1"):
+        convert(tmp_path / "old.pth", tmp_path / "new.pth", name, "sparseconv")
+        for key, weight in read(tmp_path / "new.pth").items():
+            assert torch.equal(weight, old[key].flatten(0, 2)), key
+
+
+def test_a_new_spconv_checkpoint_is_never_taken_for_an_old_one(tmp_path):
+    for shape in [
+        (16, 3, 3, 3, 4),
+        (64, 1, 1, 1, 64),
+        (128, 3, 1, 1, 64),
+        (1, 3, 3, 3, 16),
+        (3, 3, 3, 3, 16),
+        (8, 7, 7, 7, 1),
+    ]:
+        convert_state({"a.weight": torch.zeros(shape)}, "spconv", "sparseconv")
+    for shape in [(16, 3, 3, 3, 4), (64, 1, 1, 1, 64), (128, 3, 1, 1, 64)]:
+        for name in ("spconv-rsck", "spconv-rskc"):
+            with pytest.raises(ValueError, match=r"\(C_out, \*kernel, C_in\): use spconv\."):
+                convert_state({"a.weight": torch.zeros(shape)}, name, "sparseconv")
+    odd = {"a.weight": torch.zeros(3, 3, 3, 5, 16)}  # three channels out of a box of 3 x 3 x 5, which must be said
+    with pytest.raises(ValueError, match="kernel_sizes"):
+        convert_state(odd, "spconv", "sparseconv")
+    ours, _ = convert_state(odd, "spconv", "sparseconv", kernel_sizes={"a.*": (3, 3, 5)})
+    assert ours["a.weight"].shape == (45, 16, 3)
+
+
+# ---- files that ask for more, and links
+
+
+def test_archives_are_held_to_their_checksums_and_sizes(tmp_path):
+    path = tmp_path / "a.pth"
+    write({"a.weight": torch.randn(27, 8, 8)}, path)
+    whole = path.read_bytes()
+    data = bytearray(whole)
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"its archive is torn.*CRC"):
+        read(path)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", bytes(500 << 20))
+    with pytest.raises(ValueError, match="unfolds to 524,288,000 bytes"):
+        read(path)
+    torch.save({"a.weight": torch.zeros(1).expand(1 << 40)}, path)
+    with pytest.raises(ValueError, match="unfolds to 4,398,046,511,104 bytes"):
+        read(path)
+    torch.save({"a.weight": torch.eye(3).to_sparse()}, path)
+    with pytest.raises(ValueError, match="plain tensors"):
+        read(path)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_writing_a_checkpoint_follows_no_link(tmp_path, suffix):
+    victim, out = tmp_path / "victim", tmp_path / f"o{suffix}"
+    for name in (out.name, out.name + ".part"):
+        victim.write_text("mine")
+        os.symlink(victim, tmp_path / name)
+    write({"a": torch.ones(3)}, out)
+    assert victim.read_text() == "mine"
+    assert not out.is_symlink()
+    assert torch.equal(read(out)["a"], torch.ones(3))
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["victim", out.name, out.name + ".part"])
+    before = out.read_bytes()
+    with pytest.raises(TypeError, match="'a' is a str"):
+        write({"a": "no tensor"}, out)
+    assert out.read_bytes() == before
+    if suffix == ".pth":  # as any new file's; safetensors keeps its own to their owner
+        umask = os.umask(0)
+        os.umask(umask)
+        assert out.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])

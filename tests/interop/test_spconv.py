@@ -212,7 +212,64 @@ def test_an_optimiser_step_is_seen_by_the_packed_weight():
         before = layer(x).features
         layer.weight.mul_(2)
         after = layer(x).features - layer.bias
+        layer.weight.data.mul_(2)  # no version tells of this one
+        last = layer(x).features - layer.bias
     torch.testing.assert_close(after, 2 * (before - layer.bias))
+    torch.testing.assert_close(last, 4 * (before - layer.bias))
+
+
+def down_and_back() -> spconv.SparseSequential:
+    return spconv.SparseSequential(
+        *(spconv.SubMConv3d(5, 8, 3, indice_key="a"), torch.nn.BatchNorm1d(8), torch.nn.ReLU()),
+        *(spconv.SparseConv3d(8, 8, 3, 2, 1, indice_key="b"), spconv.SparseMaxPool3d(2, 2, indice_key="c")),
+        *(spconv.SparseInverseConv3d(8, 8, 2, indice_key="c"), spconv.SparseInverseConv3d(8, 4, 3, indice_key="b")),
+    ).eval()
+
+
+def test_layers_run_in_inference_mode():
+    net, x = down_and_back(), tensor()
+    want = net(x).features.detach()
+    with torch.inference_mode():
+        fresh = spconv.SparseConvTensor(x.features.clone(), x.indices.clone(), x.spatial_shape, x.batch_size)
+        torch.testing.assert_close(net(fresh).features, want)
+        torch.testing.assert_close(net(x).features, want)
+        y = net[0](fresh)
+        y.indices[:, 1:] += 1  # the copy counts its writes here too
+        assert int(y.voxels.coords[:, 1:].min()) == int(x.indices[:, 1:].min()) + 1
+    torch.testing.assert_close(net(x).features, want)
+
+
+@pytest.mark.parametrize("layer", ["conv", "pool", "transposed", "inverse", "add", "from_sparse"])
+def test_indices_that_a_client_writes_to_are_no_plans_own(layer):
+    given = tensor()
+    x = spconv.SparseConvTensor.from_sparse_tensor(given.to_sparse_tensor(), given.spatial_shape)
+    down = spconv.SparseConv3d(5, 5, 3, 2, 1, indice_key="d")
+    run = {
+        "conv": down,
+        "pool": spconv.SparseMaxPool3d(2, 2, indice_key="p"),
+        "transposed": spconv.SparseConvTranspose3d(5, 5, 2, 2),
+        "inverse": lambda x: spconv.SparseInverseConv3d(5, 5, 3, indice_key="d")(down(x)),
+        "add": lambda x: spconv.functional.sparse_add(x, x.minus()),
+        "from_sparse": lambda x: spconv.SparseConvTensor.from_sparse_tensor(x.to_sparse_tensor(), x.spatial_shape),
+    }[layer]
+    first = run(x)
+    grid, before = first.voxels, first.voxels.coords.clone()
+    first.indices[:, 1:] *= 2
+    assert torch.equal(grid.coords, before)
+    assert torch.equal(first.voxels.coords[:, 1:], 2 * before[:, 1:])  # the tensor itself has moved
+    assert torch.equal(run(x).indices, before)
+    for data in first.indice_dict.values():
+        for handed in (data.pair_fwd, data.pair_bwd, data.out_indices):
+            handed.zero_()
+        assert int(data.pair_fwd.max()) > 0
+
+
+def test_a_key_whose_indices_were_written_to_is_refused():
+    x = tensor()
+    y = spconv.SubMConv3d(5, 5, 3, indice_key="a")(x)
+    x.indices[:, 1:] += 1
+    with pytest.raises(ValueError, match="written to since"):
+        spconv.SubMConv3d(5, 5, 3, indice_key="a")(y)
 
 
 def test_gradients_to_second_order_and_groups():

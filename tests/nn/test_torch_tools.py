@@ -84,6 +84,30 @@ def test_compiled_once_for_every_scene():
             assert error(a, b.double()) < 2e-5
 
 
+@pytest.mark.parametrize("make", [lambda: Back(), lambda: nn.UNet(4, 3, channels=(4, 6))], ids=["back", "unet"])
+def test_compiled_with_breaks_for_new_scenes(make):
+    """Plans that nobody prepared are made between graphs, and no graph keeps the number of a map that is gone."""
+    net = make().eval()
+    compiled = torch.compile(net, backend="eager")
+    for scene in range(3):
+        grid, _ = sc.voxelize(torch.rand(300 + 20 * scene, 3), voxel_size=0.15)
+        x = sc.SparseTensor(grid, torch.randn(len(grid), 4))
+        got = step(compiled, x)
+        for a, b in zip(got, step(net, x)):
+            assert error(a, b.double()) < 2e-5
+
+
+class Back(nn.SparseModule):
+    """A stride and its inverse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv(4, 8, 2, stride=2), nn.InverseConv(8, 4, 2, stride=2)
+
+    def forward(self, x):
+        return self.up(self.down(x), onto=x)
+
+
 def test_a_scene_goes_with_its_grid():
     """Nothing of a scene waits for the garbage collector: a stream of scans would fill the card meanwhile."""
     gc.collect()

@@ -57,6 +57,19 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path):
     assert cache.load(path, "y = 3\n", {}).y == 3
 
 
+def test_a_process_without_a_home_has_a_private_folder(monkeypatch):
+    for name in ("SPARSECONV_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if not hasattr(os, "getuid"):
+        pytest.skip("homes of this system are found otherwise")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # nobody's
+    with pytest.raises(RuntimeError):
+        Path.home()
+    path = cache.store("f", "z = 3\n")
+    assert path.read_text() == "z = 3\n"
+    assert cache.cache_folder() == path.parent
+
+
 def test_readers_never_meet_half_a_file(tmp_path):
     text = "z = 0\n" * 20000
     stop = threading.Event()

@@ -51,6 +51,17 @@ class CupyGatherScatter(Backend):
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """y (N_out, C_out) from x (N_in, C_in), weight (K, C_in/G, C_out) and an optional bias (C_out,)."""
+        return self.sums(x, weight, kernel_map, groups, bias).to(x.dtype)
+
+    def sums(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What `forward` rounds, in fp32, or fp64 for fp64: halves are multiplied as halves."""
         x = x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
         wide = torch.promote_types(x.dtype, torch.float32)
         c_in, c_out = x.shape[1], weight.shape[2]
@@ -70,17 +81,24 @@ class CupyGatherScatter(Backend):
             self._kernels.gather(x, ins, a)
             _multiply(a, weight[tap], groups, z)
             self._kernels.scatter_add(z, outs, total)
-        return (total if bias is None else total + bias).to(x.dtype)
+        return total if bias is None else total + bias
 
     def input_grad(
         self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
     ) -> torch.Tensor:
         """dL/dx (N_in, C_in): the forward over the reversed edges with each group's weight block transposed."""
-        count, c_in, c_out = weight.shape
-        blocks = weight.reshape(count, c_in, groups, c_out // groups).permute(0, 3, 2, 1)
-        return self.forward(
-            grad_out, blocks.reshape(count, c_out // groups, groups * c_in), kernel_map.reverse(), groups
-        )
+        return self.forward(grad_out, _turned(weight, groups), kernel_map.reverse(), groups)
+
+    def input_grad_onto(
+        self,
+        grad_out: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        other: torch.Tensor,
+    ) -> torch.Tensor:
+        total = self.sums(grad_out, _turned(weight, groups), kernel_map.reverse(), groups)
+        return total.add_(other).to(grad_out.dtype)
 
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         """dL/dw (K, C_in/G, C_out): one product a tap over its gathered rows of x and of the gradient."""
@@ -110,6 +128,13 @@ class CupyGatherScatter(Backend):
         size, wide = request.dtype.itemsize, max(4, request.dtype.itemsize)
         sums = 4 * max(request.kernel_map.num_in, request.kernel_map.num_out) * max(request.c_in, request.c_out)
         return rows * (request.c_in + request.c_out) * max(size, wide) + (sums if size < 4 else 0)
+
+
+def _turned(weight: torch.Tensor, groups: int) -> torch.Tensor:
+    """(K, a/G, b) -> (K, b/G, a): the channels of each group exchanged."""
+    count, c_in, c_out = weight.shape
+    blocks = weight.reshape(count, c_in, groups, c_out // groups).permute(0, 3, 2, 1)
+    return blocks.reshape(count, c_out // groups, groups * c_in)
 
 
 def taps(kernel_map: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -12,8 +12,10 @@ from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.cpu_products import not_on_cpu, turned
 from sparseconv.backends.cpu_threads import together
 from sparseconv.backends.edge_chunks import reversed_edges, sorted_edges
-from sparseconv.backends.llvm_implicit_gemm.compile import lanes, missing
-from sparseconv.backends.llvm_implicit_gemm.kernels import APART, Operands, kernel
+from sparseconv.backends.llvm_implicit_gemm.compile import missing
+from sparseconv.backends.llvm_implicit_gemm.kernels import kernel, runs
+from sparseconv.backends.llvm_implicit_gemm.operands import APART, Operands
+from sparseconv.backends.llvm_implicit_gemm.target import Target, host
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.memory import empty
 
@@ -31,9 +33,15 @@ class LlvmImplicitGemm(Backend):
     Output rows are cut into chunks that a cache holds. A chunk has one owner, who goes through its taps in order, so
     nothing is raced for and every run with as many threads gives the same bits. The weight's gradient is summed in
     parts of whole chunks, then over the parts in order.
+
+    Args:
+        target: the CPU to compile for; None for this one. Another one's kernels run where this one has what they use.
     """
 
     name = "llvm_implicit_gemm"
+
+    def __init__(self, target: Target | None = None) -> None:
+        self.target = target
 
     def unsupported(self, request: Request) -> str | None:
         channels = min(request.c_in, request.c_out) // request.groups
@@ -60,7 +68,8 @@ class LlvmImplicitGemm(Backend):
         operands = _operands(x, y, weight, kernel_map, groups, (c_in, c_out))
         operands.bias = start.data_ptr()
         operands.whole = _whole_tap(kernel_map) if c_in else -1
-        _run("forward", operands, c_out // groups, wide, _threads(kernel_map.num_pairs * weight[0].numel()))
+        threads = _threads(kernel_map.num_pairs * weight[0].numel())
+        self._run("forward", operands, wide, threads, kernel_map, x, y, weight, start)
         return y.to(dtype)
 
     @torch.no_grad()
@@ -82,7 +91,7 @@ class LlvmImplicitGemm(Backend):
             operands = _operands(x, grad_out, grams[0], kernel_map, groups, (c_in, c_out))
             operands.parts, operands.w_part = parts, grams[0].numel()
             operands.edges = max(16, min(EDGES, NEAR // (x.itemsize * c_in // groups + BLOCK)))
-            _run("weight_grad", operands, c_out // groups, wide, threads)
+            self._run("weight_grad", operands, wide, threads, kernel_map, x, grad_out, grams)
         return (grams[0] if parts == 1 else grams.sum(0)).to(dtype)
 
     def workspace_bytes(self, request: Request) -> int:
@@ -95,11 +104,26 @@ class LlvmImplicitGemm(Backend):
         return widened + (parts + 2) * weight
 
     def describe(self, request: Request) -> list[str]:
-        register, _ = lanes()
+        register = (self.target or host()).register
         chunks = len(_chunks(request.kernel_map, request.c_in, request.c_out, 4)[2]) - 1
         counted = {"chunk": chunks, "thread": _threads(request.flops // 2)}
         words = [f"{count} {name}{'s' * (count != 1)}" for name, count in counted.items()]
         return [f"vectors of {register} bytes, {words[0]} of output rows, {words[1]}"]
+
+    def _run(self, kind: str, operands: Operands, dtype: torch.dtype, threads: int, *held: object) -> None:
+        """Every part of a kernel's work, by threads that take one after another.
+
+        ``held`` owns the memory that ``operands`` points to, and lives until the last thread is done with it.
+        """
+        is_double, target = dtype == torch.float64, self.target or host()
+        cut = runs(operands.c_out, is_double, target)
+        for number, (_, blocks) in enumerate(cut):
+            setattr(operands, f"run{number}", blocks)
+        taken = np.zeros(threads * APART, np.int64)
+        operands.regions, operands.taken = threads, taken.ctypes.data
+        alone = len(cut) == 1 and cut[0][1] == 1
+        address = kernel(kind, tuple(shape for shape, _ in cut), alone, is_double, target)
+        together(address, ctypes.addressof(operands), threads, (operands, taken, *held))
 
 
 def _whole_tap(kernel_map: KernelMap) -> int:
@@ -116,13 +140,6 @@ def _parts(threads: int) -> int:
     return 1 if threads == 1 else max(PARTS, threads)
 
 
-def _run(kind: str, operands: Operands, channels: int, dtype: torch.dtype, threads: int) -> None:
-    """Every part of a kernel's work, by threads that take one after another."""
-    taken = np.zeros(threads * APART, np.int64)
-    operands.regions, operands.taken = threads, taken.ctypes.data
-    together(kernel(kind, channels, dtype == torch.float64), ctypes.addressof(operands), threads)
-
-
 def _operands(
     x: torch.Tensor, y: torch.Tensor, w: torch.Tensor, kernel_map: KernelMap, groups: int, channels: tuple[int, int]
 ) -> Operands:
@@ -134,6 +151,7 @@ def _operands(
         taps=kernel_map.num_taps,
         groups=groups,
         c_in=c_in // groups,
+        c_out=c_out // groups,
         in_row=c_in,
         out_row=c_out,
         w_row=c_out,

@@ -1,11 +1,15 @@
-"""From LLVM's text to a function of this process: for the CPU that runs it, by llvmlite, without a compiler."""
+"""From LLVM's text to a function of this process: by llvmlite, without a compiler."""
 
 from __future__ import annotations
 
+import hashlib
 from functools import cache
 from importlib.util import find_spec
 from threading import Lock
 from typing import Any
+
+from sparseconv.backends.llvm_implicit_gemm import object_cache
+from sparseconv.backends.llvm_implicit_gemm.target import Target, binding, host
 
 _lock = Lock()  # llvmlite's compiler is one for the process
 _engines: list[Any] = []  # whose code lives as long as they do
@@ -17,57 +21,52 @@ def missing() -> str | None:
     if find_spec("llvmlite") is None:
         return "llvmlite, which compiles its kernels, is not installed: pip install 'sparseconv[cpu]'"
     try:
-        lanes()
+        host()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return f"llvmlite is installed and cannot be used here: {error}"
     return None
 
 
-@cache
-def lanes() -> tuple[int, int]:
-    """(bytes of a vector register, how many there are) of this CPU."""
-    features = binding().get_host_cpu_features()
-    if features.get("avx512f"):
-        return 64, 32
-    if features.get("avx"):
-        return 32, 16
-    is_arm = binding().get_default_triple().startswith(("aarch64", "arm64"))
-    return 16, 32 if is_arm else 16
-
-
-def compiled(text: str, name: str) -> int:
-    """The address of a function of a module in LLVM's language."""
-    llvm = binding()
+def compiled(text: str, name: str, target: Target) -> int:
+    """The address of a function of a module in LLVM's language, from disk where a process has compiled it before."""
     with _lock:
-        module = llvm.parse_assembly(text)
-        module.verify()
-        machine = _machine()
-        # what is to be vectorised, unrolled and kept in registers is so as it is written
-        options = llvm.create_pipeline_tuning_options(speed_level=2)
-        options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
-        builder = llvm.create_pass_builder(machine, options)
-        builder.getModulePassManager().run(module, builder)
-        engine = llvm.create_mcjit_compiler(module, machine)
+        key = _key(text, target)
+        code = object_cache.load(key)
+        if code is None:
+            code = _object(text, target)
+            object_cache.store(key, code)
+        llvm = binding()
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target.machine())
+        engine.set_object_cache(None, lambda module: code)
         engine.finalize_object()
         _engines.append(engine)
         return engine.get_function_address(name)
 
 
-@cache
-def binding() -> Any:
-    """llvmlite's, ready for this CPU."""
-    import llvmlite.binding as llvm
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    return llvm
+def object_code(text: str, target: Target) -> bytes:
+    """The object file of a module in LLVM's language, for a CPU that need not be this one."""
+    with _lock:
+        return _object(text, target)
 
 
-def _machine() -> Any:
-    """A target machine, which an engine takes over."""
+def _object(text: str, target: Target) -> bytes:
     llvm = binding()
-    features = llvm.get_host_cpu_features().flatten()
-    if lanes()[0] == 64:
-        features += ",-prefer-256-bit"
-    target = llvm.Target.from_default_triple()
-    return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=3, jit=True)
+    module = llvm.parse_assembly(text)
+    module.verify()
+    machine = target.machine()
+    # what is to be vectorised, unrolled and kept in registers is so as it is written
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return machine.emit_object(module)
+
+
+def _key(text: str, target: Target) -> str:
+    """All that an object depends on: the text, the CPU, the compiler, and how this file asks it."""
+    import llvmlite
+
+    version = ".".join(map(str, binding().llvm_version_info))
+    triple = binding().get_default_triple()
+    parts = (llvmlite.__version__, version, triple, target, hashlib.sha256(text.encode()).hexdigest())
+    return repr(("speed 2, opt 3, no unrolling", *parts))

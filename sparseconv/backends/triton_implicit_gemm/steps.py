@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +28,7 @@ from sparseconv.geometry.gpu.work_lists import jobs_of, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.program import Fixed, Launch, Program, program_of
 from sparseconv.gpu.streams import scratch
+from sparseconv.torch_private import allows_tf32
 
 if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue
@@ -385,7 +386,7 @@ def _unit(work: Work, *strides: int) -> int:
 
 
 #: torch.backends.cuda.matmul.allow_tf32 without its look for a name, which takes a microsecond
-_allows_tf32: Callable[[], bool] = torch._C._get_cublas_allow_tf32
+_allows_tf32 = allows_tf32
 
 
 def precision_of(dtype: torch.dtype) -> str:

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparseconv.torch_private import busy
+
 logger = logging.getLogger(__name__)
 #: seconds of compiling after which a line says so
 PATIENCE = 2.0
@@ -174,7 +176,7 @@ def _elapsed(step: Any, tensors: tuple[torch.Tensor, ...], repeats: int) -> floa
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for more in range(SAMPLE_TRIES):
         # the launches queue up behind it: what is timed is the device
-        torch.cuda._sleep(repeats * HEAD_START_CYCLES * 4**more)
+        busy(repeats * HEAD_START_CYCLES * 4**more)
         begin.record()
         for _ in range(repeats):
             step(*tensors)

@@ -8,8 +8,9 @@ import torch
 
 from sparseconv.geometry.gpu.window.found import WindowSearch
 from sparseconv.geometry.gpu.window.taps import TapWindow
-from sparseconv.gpu.launcher import INTERPRETED, current_stream
+from sparseconv.gpu.launcher import INTERPRETED
 from sparseconv.gpu.streams import current
+from sparseconv.torch_private import current_stream
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,9 @@ FILTER_HWIO = False
 #: layout of the weights in files that are loaded: "", "KRSC", "RSKC" or "RSCK"; from the environment, as in spconv
 SAVED_WEIGHT_LAYOUT = os.getenv("SPCONV_SAVED_WEIGHT_LAYOUT", "")
 SPCONV_FX_TRACE_MODE = False
+#: pooling with spconv's numbers, for networks that were trained with them: maxima start from 0, and the gradient of a
+#: mean is multiplied by the number of its voxels instead of divided. Set it, or the environment's variable to 1
+POOL_AS_SPCONV = os.getenv("SPARSECONV_POOL_AS_SPCONV", "0") == "1"
 
 if SAVED_WEIGHT_LAYOUT not in ("", "KRSC", "RSKC", "RSCK"):
     raise ValueError(f"SPCONV_SAVED_WEIGHT_LAYOUT must be KRSC, RSKC or RSCK; got {SAVED_WEIGHT_LAYOUT!r}")

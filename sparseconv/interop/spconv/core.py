@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import Enum
 
 
@@ -11,6 +13,11 @@ class ConvAlgo(Enum):
     Native = 0
     MaskImplicitGemm = 1
     MaskSplitImplicitGemm = 2
+
+
+def default_algo(kernel_size: Sequence[int], most: int) -> ConvAlgo:
+    """What spconv, built for GPUs, chooses where a layer does not say: implicit GEMM up to so many taps."""
+    return ConvAlgo.MaskImplicitGemm if math.prod(kernel_size) <= most else ConvAlgo.Native
 
 
 class AlgoHint(Enum):

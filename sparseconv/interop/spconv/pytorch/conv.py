@@ -10,13 +10,19 @@ import torch
 
 from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
-from sparseconv.interop.spconv.core import ConvAlgo
+from sparseconv.interop.spconv.core import ConvAlgo, default_algo
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
-from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, check_ends, check_reuse, find_plan
+from sparseconv.interop.spconv.pytorch.geometry import (
+    IndiceData,
+    LayerWindow,
+    Place,
+    check_ends,
+    check_reuse,
+    find_plan,
+)
 from sparseconv.interop.spconv.pytorch.modules import Placement, SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
 from sparseconv.plan.convolution import ConvolutionPlan
-from sparseconv.plan.weights import PackedWeights
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -64,11 +70,16 @@ class SparseConvolution(SparseModule):
         algo: ConvAlgo | None = None,
         fp32_accum: bool | None = None,
         record_voxel_count: bool = False,
+        act_type: Any = None,
+        act_alpha: float = 0,
+        act_beta: float = 0,
         large_kernel_fast_algo: bool = False,
         name: str | None = None,
         **where: Unpack[Placement],
     ) -> None:
         super().__init__(name)
+        if act_type is not None and getattr(act_type, "name", "None_") != "None_":
+            raise ValueError(f"activations are not fused into a layer here, put a module after it; got {act_type}")
         if set(where) - {"device", "dtype"}:
             raise TypeError(f"{type(self).__name__} takes no argument {sorted(set(where) - {'device', 'dtype'})}")
         if groups < 1 or in_channels % groups or out_channels % groups:
@@ -81,7 +92,8 @@ class SparseConvolution(SparseModule):
         self.conv1x1 = math.prod(self.kernel_size) == 1 and (subm or math.prod(self.stride) == 1) and not inverse
         if self.conv1x1 and not subm and any(self.padding):
             raise ValueError(f"a layer of one tap at stride 1 takes no padding; got {self.padding}")
-        self.indice_key, self.algo = indice_key, ConvAlgo.Native if algo is None else algo
+        self.indice_key = indice_key
+        self.algo = default_algo(self.kernel_size, 128 if large_kernel_fast_algo else 32) if algo is None else algo
         self.fp32_accum, self.record_voxel_count = fp32_accum, record_voxel_count
         self.weight_shape = [out_channels, *self.kernel_size, in_channels // groups]
         self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, **where))
@@ -89,7 +101,6 @@ class SparseConvolution(SparseModule):
         self.register_parameter("bias", torch.nn.Parameter(torch.empty(out_channels, **where)) if bias else None)
         if record_voxel_count and not subm and not inverse:
             self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32, device=where.get("device")))
-        self._packed = PackedWeights()
         self.reset_parameters()
         self._register_load_state_dict_pre_hook(self._before_loading)
 
@@ -139,7 +150,6 @@ class SparseConvolution(SparseModule):
         stored = input.find_indice_pair(self.indice_key)
         if stored is None:
             plan = find_plan(input.voxels, window, out_shape, subm=self.subm, transposed=self.transposed)
-            indices = input.indices if self.subm else plan.target.coords
         else:
             if not self.subm:
                 raise ValueError(
@@ -147,27 +157,24 @@ class SparseConvolution(SparseModule):
                     "key of its own, or none"
                 )
             check_reuse(stored, input, self._window(), self.indice_key)
-            plan, indices = stored.plan, input.indices
+            plan = stored.plan
         out = self._execute(input, plan)
         if self.subm:
             out.spatial_shape = list(out_shape)
         else:
-            out = self._moved(out, plan, indices, out_shape)
+            out = self._moved(out, plan, out_shape)
         if self.indice_key is not None and stored is None:
-            data = IndiceData(
-                plan, input.indices, indices, input.spatial_shape, out_shape, self.subm, self.algo, window
-            )
+            ends = (input._place(), out._place())
+            data = IndiceData(plan, *ends, input.spatial_shape, out_shape, self.subm, self.algo, window)
             out.indice_dict = {**input.indice_dict, self.indice_key: data}
         return out
 
-    def _moved(
-        self, out: SparseConvTensor, plan: ConvolutionPlan, indices: torch.Tensor, shape: list[int]
-    ) -> SparseConvTensor:
+    def _moved(self, out: SparseConvTensor, plan: ConvolutionPlan, shape: list[int]) -> SparseConvTensor:
         count = self._buffers.get(RECORD)
         if count is not None:
-            count.clamp_(min=indices.shape[0])
+            count.clamp_(min=plan.target.num_voxels)
         out.spatial_shape = list(shape)
-        return out._at(plan.target, indices)
+        return out._at(Place(None, 0, plan.target))
 
     def _run_back(self, input: SparseConvTensor) -> SparseConvTensor:
         stored = input.find_indice_pair(self.indice_key)
@@ -183,16 +190,15 @@ class SparseConvolution(SparseModule):
                 f"the layer of indice_key {self.indice_key!r} has kernel size {stored.ksize}, its inverse "
                 f"{self.kernel_size}: they must be equal"
             )
-        check_ends(input, stored.out_spatial_shape, stored.out_indices, stored.plan.target, self.indice_key)
+        check_ends(input, stored.out_spatial_shape, stored.out_place, self.indice_key)
         plan = stored.inverse_plan()
         out = self._execute(input, plan)
         out.spatial_shape = list(stored.spatial_shape)
-        return out._at(plan.target, stored.indices)
+        return out._at(stored.place)
 
     def _execute(self, input: SparseConvTensor, plan: ConvolutionPlan) -> SparseConvTensor:
         taps = self.weight.reshape(self.out_channels, -1, self.in_channels // self.groups).permute(1, 2, 0)
-        packed = self._packed.pack(self.weight, taps)
-        return input.replace_feature(plan.with_groups(self.groups).execute(input.features, packed, self.bias))
+        return input.replace_feature(plan.with_groups(self.groups).execute(input.features, taps, self.bias))
 
     def _window(self) -> LayerWindow:
         return LayerWindow(tuple(self.kernel_size), tuple(self.stride), tuple(self.padding), tuple(self.dilation))
@@ -204,10 +210,8 @@ class SparseConvolution(SparseModule):
         return get_deconv_output_size(*size, self.output_padding) if self.transposed else get_conv_output_size(*size)
 
     def extra_repr(self) -> str:
-        words = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
-        for name, default in (("padding", 0), ("dilation", 1), ("output_padding", 0)):
-            if getattr(self, name) != [default] * self.ndim:
-                words.append(f"{name}={getattr(self, name)}")
+        words = [f"{self.in_channels}, {self.out_channels}"]
+        words += [f"{n}={getattr(self, n)}" for n in ("kernel_size", "stride", "padding", "dilation", "output_padding")]
         if self.groups != 1:
             words.append(f"groups={self.groups}")
         if self.bias is None:
@@ -238,7 +242,7 @@ class _Convolution(SparseConvolution):
         record_voxel_count: bool = False,
         large_kernel_fast_algo: bool = False,
         name: str | None = None,
-        **factory: Any,
+        **factory: Unpack[Placement],
     ) -> None:
         super().__init__(
             self.rank,
@@ -262,6 +266,46 @@ class _Convolution(SparseConvolution):
         )
 
 
+class _Submanifold(_Convolution):
+    """Arguments of submanifold layers, in spconv's order: no count of voxels, which stay."""
+
+    is_subm = True
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        indice_key: str | None = None,
+        algo: ConvAlgo | None = None,
+        fp32_accum: bool | None = None,
+        large_kernel_fast_algo: bool = False,
+        name: str | None = None,
+        **factory: Unpack[Placement],
+    ) -> None:
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+            indice_key,
+            algo,
+            fp32_accum,
+            large_kernel_fast_algo=large_kernel_fast_algo,
+            name=name,
+            **factory,
+        )
+
+
 class _Inverse(SparseConvolution):
     """Arguments of layers that undo the layer of their key."""
 
@@ -278,7 +322,7 @@ class _Inverse(SparseConvolution):
         fp32_accum: bool | None = None,
         large_kernel_fast_algo: bool = False,
         name: str | None = None,
-        **factory: Any,
+        **factory: Unpack[Placement],
     ) -> None:
         super().__init__(
             self.rank,
@@ -348,32 +392,28 @@ class SparseConvTranspose4d(_Convolution):
     is_transposed = True
 
 
-class SubMConv1d(_Convolution):
+class SubMConv1d(_Submanifold):
     """Submanifold convolution on one axis: outputs are the voxels of the input."""
 
     rank = 1
-    is_subm = True
 
 
-class SubMConv2d(_Convolution):
+class SubMConv2d(_Submanifold):
     """Submanifold convolution on two axes: outputs are the voxels of the input."""
 
     rank = 2
-    is_subm = True
 
 
-class SubMConv3d(_Convolution):
+class SubMConv3d(_Submanifold):
     """Submanifold convolution on three axes: outputs are the voxels of the input."""
 
     rank = 3
-    is_subm = True
 
 
-class SubMConv4d(_Convolution):
+class SubMConv4d(_Submanifold):
     """Submanifold convolution on four axes: outputs are the voxels of the input."""
 
     rank = 4
-    is_subm = True
 
 
 class SparseInverseConv1d(_Inverse):

@@ -10,7 +10,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.spconv.core import ConvAlgo
-from sparseconv.interop.spconv.pytorch.geometry import IndiceData
+from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, own
 from sparseconv.tensor import SparseTensor
 
 #: one class here stands for both of spconv's
@@ -61,7 +61,9 @@ class SparseConvTensor:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1; got {batch_size}")
         self._features = features
-        self.indices = indices if indices.dtype == torch.int32 else indices.int()
+        self._indices: torch.Tensor | None = None
+        self._voxels: Place | None = None
+        self.indices = indices
         self.spatial_shape = [int(v) for v in spatial_shape]
         self.batch_size = int(batch_size)
         self.grid: torch.Tensor | None = torch.Tensor() if grid is None else grid
@@ -73,19 +75,38 @@ class SparseConvTensor:
         self.force_algo = force_algo
         self.int8_scale = None
         self._timer = None
-        self._voxels: tuple[torch.Tensor, int, VoxelGrid] | None = None
 
     # ---- to and from sparseconv's own tensors
 
     @property
     def voxels(self) -> VoxelGrid:
         """The indices as a `VoxelGrid`, made at the first reading and passed on to tensors at the same indices."""
-        kept, indices = self._voxels, self.indices
-        if kept is not None and kept[0] is indices and (torch.compiler.is_compiling() or kept[1] == indices._version):
-            return kept[2]
-        made = VoxelGrid(indices, self.batch_size)
-        self._voxels = (indices, indices._version, made)
-        return made
+        return self._place().voxels
+
+    def _place(self) -> Place:
+        """The grid, and the tensor of indices that it goes with; made anew where the client wrote to that tensor."""
+        kept = self._voxels
+        if kept is None or not kept.is_fresh():
+            kept = self._voxels = Place.of(self.indices, VoxelGrid(self.indices, self.batch_size))
+        return kept
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """(N, 1+D) int32, which the client may write to: where a plan's own are behind it, a copy of them, made at the
+        first reading."""
+        handed = self._indices
+        if handed is None:
+            voxels = self._place().voxels
+            handed = self._indices = own(voxels.coords)
+            self._voxels = Place.of(handed, voxels)
+        return handed
+
+    @indices.setter
+    def indices(self, value: torch.Tensor) -> None:
+        if value.is_inference():  # which tells nobody that it was written to
+            value = own(value)
+        self._indices = value if value.dtype == torch.int32 else value.int()
+        self._voxels = None
 
     def to_sparse_tensor(self) -> SparseTensor:
         """The same features on the same voxels, for modules of `sparseconv.nn`."""
@@ -95,18 +116,16 @@ class SparseConvTensor:
     def from_sparse_tensor(cls, x: SparseTensor, spatial_shape: Sequence[int]) -> SparseConvTensor:
         """A `SparseTensor` with the spatial shape that it lacks; its grid and the plans kept there are shared."""
         made = cls(x.features, x.grid.coords, spatial_shape, x.grid.batch_size)
-        made._voxels = (made.indices, made.indices._version, x.grid)
-        return made
+        return made._at(Place(None, 0, x.grid))
 
     def _leave_keys(self) -> SparseConvTensor:
         """Forget (on this fresh tensor) what keys remember."""
         self.indice_dict = {}
         return self
 
-    def _at(self, voxels: VoxelGrid, indices: torch.Tensor) -> SparseConvTensor:
-        """Move this (fresh) tensor to other indices whose grid is known."""
-        self.indices = indices
-        self._voxels = (indices, 0 if torch.compiler.is_compiling() else indices._version, voxels)
+    def _at(self, place: Place) -> SparseConvTensor:
+        """Move this (fresh) tensor to other voxels."""
+        self._indices, self._voxels = place.indices, place
         return self
 
     # ---- features
@@ -134,7 +153,8 @@ class SparseConvTensor:
     def select_by_index(self, valid_indices: torch.Tensor) -> SparseConvTensor:
         """The rows at ``valid_indices`` (integers or a mask); what keys remember is left behind."""
         other = self.replace_feature(self.features[valid_indices])
-        other.indices, other.indice_dict, other._voxels = self.indices[valid_indices], {}, None
+        coords = self.voxels.coords if self._indices is None else self._indices
+        other.indices, other.indice_dict = coords[valid_indices], {}
         return other
 
     def minus(self) -> SparseConvTensor:
@@ -183,7 +203,7 @@ class SparseConvTensor:
         return dense.contiguous() if channels_first else dense.movedim(1, -1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_voxels": None}
+        return {**self.__dict__, "_indices": self.indices, "_voxels": None}
 
     def __repr__(self) -> str:
         return f"SparseConvTensor[shape={self._features.shape}]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
+from sparseconv.interop.spconv.pytorch.geometry import Place
 
 
 def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:
@@ -22,14 +23,14 @@ def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:
     for other in tens[1:]:
         union = union.union(other.voxels)
     union, _ = union.sorted("lexicographic")
-    rows = [union.lookup(t.indices) for t in tens]
+    rows = [union.lookup(t.voxels.coords) for t in tens]
     total = first.features.new_zeros(len(union), first.features.shape[1])
     for t, at in zip(tens, rows):
         total = total.index_add(0, at, t.features.to(total.dtype))
-    largest = max(range(len(tens)), key=lambda i: tens[i].indices.shape[0])
-    if tens[largest].indices.shape[0] == len(union):
+    largest = max(range(len(tens)), key=lambda i: len(tens[i].voxels))
+    if len(tens[largest].voxels) == len(union):
         return tens[largest].replace_feature(total[rows[largest]])
-    return first.replace_feature(total)._leave_keys()._at(union, union.coords)
+    return first.replace_feature(total)._leave_keys()._at(Place(None, 0, union))
 
 
 #: the same sum; in spconv the two differ in how they find the union

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -62,6 +62,37 @@ def find_plan(
     )
 
 
+class Place(NamedTuple):
+    """Voxels and the client's tensor of their indices, as it was at that version; None where no client has one.
+
+    A plan's own coordinates are never handed out: whoever asks for indices gets a copy, and may write to it.
+    """
+
+    indices: torch.Tensor | None
+    version: int
+    voxels: VoxelGrid
+
+    @classmethod
+    def of(cls, indices: torch.Tensor, voxels: VoxelGrid) -> Place:
+        return cls(indices, 0 if torch.compiler.is_compiling() else indices._version, voxels)
+
+    def is_fresh(self) -> bool:
+        """Whether the indices are still those of the voxels, as far as torch counts what is written to them."""
+        return self.indices is None or torch.compiler.is_compiling() or self.indices._version == self.version
+
+    def read(self) -> torch.Tensor:
+        """(N, 1+D) int32 for a client."""
+        return own(self.voxels.coords) if self.indices is None else self.indices
+
+
+def own(coords: torch.Tensor) -> torch.Tensor:
+    """A copy that torch counts the writes to, within ``torch.inference_mode()`` too."""
+    if torch.compiler.is_compiling():
+        return coords.clone()
+    with torch.inference_mode(False):
+        return coords.clone()
+
+
 class IndiceData:
     """What an ``indice_key`` remembers: the plan of the layer that made it, and the two ends of it.
 
@@ -72,15 +103,15 @@ class IndiceData:
     def __init__(
         self,
         plan: ConvolutionPlan,
-        indices: torch.Tensor,
-        out_indices: torch.Tensor,
+        place: Place,
+        out_place: Place,
         spatial_shape: list[int],
         out_spatial_shape: list[int],
         is_subm: bool,
         algo: ConvAlgo,
         window: LayerWindow,
     ) -> None:
-        self.plan, self.indices, self.out_indices = plan, indices, out_indices
+        self.plan, self.place, self.out_place = plan, place, out_place
         self._ends = (plan.source, plan.target)  # a plan that its grid keeps does not keep that grid
         self.spatial_shape, self.out_spatial_shape = list(spatial_shape), list(out_spatial_shape)
         self.is_subm, self.algo, self.window = is_subm, algo, window
@@ -99,6 +130,14 @@ class IndiceData:
         return plan
 
     @property
+    def indices(self) -> torch.Tensor:
+        return self.place.read()
+
+    @property
+    def out_indices(self) -> torch.Tensor:
+        return self.out_place.read()
+
+    @property
     def indice_pairs(self) -> torch.Tensor:
         return pair_table(self.plan)[0]
 
@@ -108,11 +147,11 @@ class IndiceData:
 
     @property
     def pair_fwd(self) -> torch.Tensor:
-        return self.plan.kernel_map.neighbors
+        return self.plan.kernel_map.neighbors.clone()
 
     @property
     def pair_bwd(self) -> torch.Tensor:
-        return self.plan.kernel_map.reverse().neighbors
+        return self.plan.kernel_map.reverse().neighbors.clone()
 
 
 def pair_table(plan: ConvolutionPlan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,17 +177,23 @@ def check_reuse(stored: IndiceData, input: Voxels, window: LayerWindow, key: str
             raise ValueError(
                 f"layers with one indice_key have one {name}: {key!r} was stored with {theirs}, this layer has {mine}"
             )
-    check_ends(input, stored.spatial_shape, stored.indices, stored.plan.source, key)
+    check_ends(input, stored.spatial_shape, stored.place, key)
 
 
-def check_ends(input: Voxels, shape: list[int], indices: torch.Tensor, voxels: VoxelGrid, key: str | None) -> None:
+def check_ends(input: Voxels, shape: list[int], place: Place, key: str | None) -> None:
     """Raise ValueError where a stored map does not start at the input's voxels."""
     if input.spatial_shape != shape:
         raise ValueError(f"indice_key {key!r} belongs to spatial shape {shape}; the input has {input.spatial_shape}")
-    if input.indices is indices or input.voxels is voxels:
-        return
-    if input.indices.shape != indices.shape or not torch.equal(input.indices, indices):
+    if not place.is_fresh():
         raise ValueError(
-            f"indice_key {key!r} belongs to other voxels ({indices.shape[0]} of them) than the input's "
-            f"({input.indices.shape[0]}): a key names one geometry; use another key"
+            f"the indices that indice_key {key!r} was stored for were written to since, and its map is that of the old "
+            "ones: write to a copy, or give this layer another key"
+        )
+    if input.voxels is place.voxels:
+        return
+    mine, stored = input.voxels.coords, place.voxels.coords
+    if mine.shape != stored.shape or not torch.equal(mine, stored):
+        raise ValueError(
+            f"indice_key {key!r} belongs to other voxels ({stored.shape[0]} of them) than the input's "
+            f"({mine.shape[0]}): a key names one geometry; use another key"
         )

@@ -6,10 +6,10 @@ from collections import OrderedDict
 from typing import Any, TypedDict
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.nn.normalization import BatchNorm
+from sparseconv.torch_private import BatchNormBase
 
 
 class Placement(TypedDict, total=False):
@@ -74,7 +74,7 @@ class SparseSequential(SparseModule):
                 continue
             if is_spconv_module(module) or not isinstance(input, SparseConvTensor):
                 input = module(input)
-            elif input.features.shape[0] or not isinstance(module, _BatchNorm):
+            elif input.features.shape[0] or not isinstance(module, BatchNormBase):
                 input = input.replace_feature(module(input.features))
         return input
 

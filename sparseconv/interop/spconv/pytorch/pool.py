@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from sparseconv.interop.spconv.core import ConvAlgo
+from sparseconv.interop.spconv import constants
+from sparseconv.interop.spconv.core import ConvAlgo, default_algo
 from sparseconv.interop.spconv.pytorch.conv import RECORD, Size
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
-from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, find_plan
+from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, Place, find_plan
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size
 from sparseconv.ops import pooling
@@ -22,6 +25,9 @@ class _Pool(SparseModule):
         subm: outputs are the voxels of the input.
         indice_key: keep the map, for an inverse convolution.
     """
+
+    #: of a window that spconv pools by implicit GEMM
+    most_taps = 128
 
     def __init__(
         self,
@@ -41,7 +47,7 @@ class _Pool(SparseModule):
         self.kernel_size = expand_nd(ndim, kernel_size)
         self.stride = self.kernel_size.copy() if stride is None else expand_nd(ndim, stride)
         self.padding, self.dilation = expand_nd(ndim, padding), expand_nd(ndim, dilation)
-        self.algo = ConvAlgo.Native if algo is None else algo
+        self.algo = default_algo(self.kernel_size, self.most_taps) if algo is None else algo
         self.record_voxel_count = record_voxel_count
         if record_voxel_count and not subm:
             self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32))
@@ -63,39 +69,61 @@ class _Pool(SparseModule):
         out_shape = list(input.spatial_shape) if self.subm else get_conv_output_size(input.spatial_shape, *size)
         window = LayerWindow(*(tuple(v) for v in size))
         plan = find_plan(input.voxels, window, out_shape, subm=self.subm)
-        indices = input.indices if self.subm else plan.target.coords
-        out = input.replace_feature(self._reduce(input.features, plan))._at(plan.target, indices)
+        out = input.replace_feature(self._reduce(input.features, plan))
+        if not self.subm:
+            out._at(Place(None, 0, plan.target))
         out.spatial_shape = out_shape
         count = self._buffers.get(RECORD)
         if count is not None:
-            count.clamp_(min=indices.shape[0])
+            count.clamp_(min=plan.target.num_voxels)
         if self.indice_key is not None:
-            data = IndiceData(
-                plan, input.indices, indices, input.spatial_shape, out_shape, self.subm, self.algo, window
-            )
+            ends = (input._place(), out._place())
+            data = IndiceData(plan, *ends, input.spatial_shape, out_shape, self.subm, self.algo, window)
             out.indice_dict = {**input.indice_dict, self.indice_key: data}
         return out
 
     def extra_repr(self) -> str:
-        words = [f"kernel_size={self.kernel_size}, stride={self.stride}"]
-        for name, default in (("padding", 0), ("dilation", 1)):
-            if getattr(self, name) != [default] * self.ndim:
-                words.append(f"{name}={getattr(self, name)}")
+        words = [f"{n}={getattr(self, n)}" for n in ("kernel_size", "stride", "padding", "dilation")]
         return ", ".join([*words, f"algo={self.algo}"])
 
 
 class SparseMaxPool(_Pool):
-    """The largest voxel of each window, channel by channel; absent voxels do not count."""
+    """The largest voxel of each window, channel by channel; absent voxels do not count.
+
+    Under ``constants.POOL_AS_SPCONV`` a maximum is 0 at least.
+    """
 
     def _reduce(self, features: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
-        return pooling.max_pool(features, plan)[0]
+        largest = pooling.max_pool(features, plan)[0]
+        return largest.clamp(min=0) if constants.POOL_AS_SPCONV else largest
 
 
 class SparseAvgPool(_Pool):
-    """The mean over the voxels of each window that are there."""
+    """The mean over the voxels of each window that are there.
+
+    Under ``constants.POOL_AS_SPCONV`` its gradient is spconv's.
+    """
 
     def _reduce(self, features: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
-        return pooling.avg_pool(features, plan)
+        if not constants.POOL_AS_SPCONV:
+            return pooling.avg_pool(features, plan)
+        ones = torch.ones_like(features[:, :1], dtype=torch.float32, requires_grad=False)
+        counts = pooling.sum_pool(ones, plan).to(features.dtype)
+        return _Mean.apply(pooling.sum_pool(features, plan), counts)
+
+
+class _Mean(torch.autograd.Function):
+    """total / count, with the gradient that spconv's kernel has: grad * count, where the mean's is grad / count."""
+
+    @staticmethod
+    def forward(ctx: Any, total: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(counts)
+        return total / counts.clamp(min=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
+        (counts,) = ctx.saved_tensors
+        return grad * counts, None
 
 
 class SparseGlobalMaxPool(SparseModule):

@@ -65,10 +65,10 @@ def _check_aligned(tensors: Sequence[SparseConvTensor], name: str) -> None:
         if (
             other.spatial_shape != first.spatial_shape
             or other.batch_size != first.batch_size
-            or other.indices.shape != first.indices.shape
+            or other.features.shape[0] != first.features.shape[0]
         ):
             raise ValueError(
-                f"{name} takes tensors at the same indices; got {first.indices.shape[0]} of them in "
-                f"{first.spatial_shape} and {other.indices.shape[0]} in {other.spatial_shape}: functional.sparse_add "
+                f"{name} takes tensors at the same indices; got {first.features.shape[0]} of them in "
+                f"{first.spatial_shape} and {other.features.shape[0]} in {other.spatial_shape}: functional.sparse_add "
                 "adds tensors at different ones"
             )

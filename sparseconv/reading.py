@@ -1,0 +1,84 @@
+"""What a file may ask for before it is believed: archives that unfold, and readers run apart under limits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+#: a file may unfold to this many bytes whatever its size, or to so many times its size
+ALWAYS = 64 << 20
+TIMES = 200
+#: bytes that are read at once where only the checksum counts
+BLOCK = 1 << 20
+#: what a process of `run_apart` runs: a script, under the import path of the process that started it
+START = """import sys
+sys.path[:] = sys.argv.pop(1).split("\\n")
+sys.argv.pop(0)
+exec(compile(open(sys.argv[0]).read(), sys.argv[0], "exec"))"""
+
+
+def most_bytes(size: int) -> int:
+    """The memory that the contents of a file of ``size`` bytes may take: 200 times as much, and 64 MiB at least."""
+    return max(ALWAYS, TIMES * size)
+
+
+def check_archive(file: BinaryIO, size: int) -> None:
+    """Raise ValueError where a zip archive is torn, unfolds beyond `most_bytes`, or a member's checksum is wrong.
+
+    A member whose recorded checksum is 0 was written without one.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            check_members(archive, size)
+            for member in archive.infolist():
+                if member.CRC:
+                    with archive.open(member) as content:
+                        while content.read(BLOCK):
+                            pass
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError) as error:
+        raise ValueError(f"its archive is torn: {str(error) or type(error).__name__}") from error
+
+
+def check_members(archive: zipfile.ZipFile, size: int) -> None:
+    """Raise ValueError where the members of an archive unfold beyond `most_bytes`, or two have one name."""
+    members = archive.infolist()
+    total, most = sum(member.file_size for member in members), most_bytes(size)
+    if total > most:
+        raise ValueError(
+            f"it unfolds to {total:,} bytes, {total // max(1, size):,} times its size, over the "
+            f"{most:,} that are read: unpack it and save it uncompressed"
+        )
+    names = [member.filename for member in members]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"two of its members are called {twice[0]!r}")
+
+
+def run_apart(script: Path, arguments: Sequence[str], seconds: float) -> None:
+    """Run a script in a process of its own, which sees this one's import path, and end it after ``seconds``.
+
+    The script bounds its own memory, with ``resource``, before it reads. Raises ValueError with what it wrote to stderr
+    last, or with how it ended: a reader that crashes or runs out of memory takes nobody along.
+    """
+    few = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "RAYON_NUM_THREADS": "2"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", START, "\n".join(sys.path), str(script), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **few},
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"its reader had not finished after {seconds:.0f} s") from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        if done.returncode < 0 or not said:
+            raise ValueError(f"its reader crashed or ran out of memory (exit status {done.returncode})")
+        raise ValueError(said[-1][:300])

@@ -1,0 +1,150 @@
+"""Every private name of torch that this package uses, each with a public stand-in.
+
+A private name may go with any release of torch. What stands in gives the same numbers; where torch has no public way to
+ask, the answer is the careful one (someone may be listening), which costs microseconds a call.
+
+Where Python's own attribute is meant (``tensor._version``, ``module._parameters``) it is read in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+try:
+    from torch.utils import _pytree as _trees
+except ImportError:
+    _trees = None  # type: ignore[assignment]
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode
+except ImportError:
+
+    class TorchDispatchMode(nullcontext):  # type: ignore[no-redef, type-arg]
+        """Sees nothing: whoever wants to spare operations runs them all."""
+
+
+def private(path: str, instead: Any) -> Any:
+    """What ``torch.<path>`` is, or what stands in for it."""
+    try:
+        return reduce(getattr, path.split("."), torch)
+    except AttributeError:
+        return instead
+
+
+# ---- who listens
+
+#: how many dispatch modes there are
+dispatch_modes: Callable[[], int] = private("_C._len_torch_dispatch_stack", lambda: 1)
+#: whether autocast is on for any device
+any_autocast: Callable[[], bool] = private("_C._is_any_autocast_enabled", lambda: True)
+#: whether there are transforms of torch.func
+functional: Callable[[], bool] = private("_C._are_functorch_transforms_active", lambda: True)
+#: the transforms of torch.func there are, from the outermost, and the kind that jvp is
+interpreters: Callable[[], Any] = private("_C._functorch.get_interpreter_stack", lambda: ())
+JVP: Any = private("_C._functorch.TransformType.Jvp", None)
+#: whether a transform of torch.func wraps a tensor, whether it is vmap, and what it holds
+is_wrapped: Callable[[torch.Tensor], bool] = private("_C._functorch.is_functorch_wrapped_tensor", lambda t: False)
+is_batched: Callable[[torch.Tensor], bool] = private("_C._functorch.is_batchedtensor", lambda t: False)
+unwrapped: Callable[[torch.Tensor], torch.Tensor] = private("_C._functorch.get_unwrapped", lambda t: t)
+#: what a transform that has ended wrapped, else the tensor given; None where torch alone can tell
+unwrap_dead: Callable[[torch.Tensor], torch.Tensor] | None = private("_C._functorch.unwrap_if_dead", None)
+#: outside of the transforms of torch.func
+no_transforms: Callable[[], AbstractContextManager[Any]] = private("_C._DisableFuncTorch", nullcontext)
+#: below autograd's own key of the dispatcher; None where a kernel has to be called itself
+below_autograd: Callable[[], AbstractContextManager[Any]] | None = private("_C._AutoDispatchBelowAutograd", None)
+#: whether a hook is called around every module
+any_module_hook: Callable[[], bool] = private("nn.modules.module._has_any_global_hook", lambda: True)
+#: the base of torch's batch norms
+BatchNormBase: Any = private(
+    "nn.modules.batchnorm._BatchNorm",
+    (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
+)
+
+
+def dual_level() -> int:
+    """The level of dual tensors, below 0 for none; where torch hides it, one that may be there."""
+    return getattr(forward_ad, "_current_level", 0)
+
+
+# ---- autograd's graph
+
+#: whether the backward pass under way may be followed by another one over the same graph
+keeps_graph: Callable[[], bool] = private("_C._autograd._get_current_graph_task_keep_graph", lambda: True)
+_hooks_allowed: Callable[[], bool] = private("_C._autograd._saved_tensors_hooks_is_enabled", lambda: False)
+_top_hooks: Callable[[bool], Any] = private("_C._autograd._top_saved_tensors_default_hooks", lambda ignore: ())
+
+
+def others_save() -> bool:
+    """Whether somebody else decides what graphs keep, such as activation checkpointing, or nobody may."""
+    return not _hooks_allowed() or _top_hooks(False) is not None
+
+
+def node_class(function: type[torch.autograd.Function]) -> type | None:
+    """The class of the nodes of an autograd function, or None."""
+    return getattr(function, "_backward_cls", None)
+
+
+# ---- the card
+
+#: torch.cuda.current_device without its look at whether CUDA is set up, which a tensor on a card says
+current_device: Callable[[], int] = private("_C._cuda_getDevice", torch.cuda.current_device)
+#: the same of torch.cuda.is_current_stream_capturing
+is_capturing: Callable[[], bool] = private("_C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+#: the address of the current stream of a device; 0 where torch was built without CUDA
+current_stream: Callable[[int], int] = private(
+    "_C._cuda_getCurrentRawStream",
+    (lambda index: torch.cuda.current_stream(index).cuda_stream) if torch.version.cuda else (lambda index: 0),
+)
+#: let go of cuBLAS's workspaces; torch frees them at its end where it does not offer that
+clear_workspaces: Callable[[], None] = private("_C._cuda_clearCublasWorkspaces", lambda: None)
+#: whether fp32 products may be in TF32
+allows_tf32: Callable[[], bool] = private(
+    "_C._get_cublas_allow_tf32", lambda: bool(torch.backends.cuda.matmul.allow_tf32)
+)
+#: keep the card busy for so many cycles
+busy: Callable[[int], None] = private("cuda._sleep", lambda cycles: None)
+#: oneDNN's product with what follows it, or None
+onednn_linear: Any = private("ops.mkldnn._linear_pointwise.default", None)
+
+
+# ---- tuples, lists and dicts of tensors
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves, and the form that `_unflatten` takes."""
+    kind = type(tree)
+    if kind not in (tuple, list, dict):
+        return [tree], None
+    keys = list(tree) if kind is dict else None
+    parts = [_flatten(part) for part in (tree.values() if kind is dict else tree)]
+    return [leaf for leaves, _ in parts for leaf in leaves], (kind, keys, [(len(a), form) for a, form in parts])
+
+
+def _unflatten(leaves: Any, form: Any) -> Any:
+    left = list(leaves)
+    if form is None:
+        return left[0]
+    kind, keys, parts = form
+    made = []
+    for count, part in parts:
+        made.append(_unflatten(left[:count], part))
+        left = left[count:]
+    return dict(zip(keys, made)) if kind is dict else kind(made)
+
+
+def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+    leaves, form = _flatten(tree)
+    return _unflatten(map(function, leaves), form)
+
+
+#: torch's trees: ``tree_flatten``, ``tree_unflatten``, ``tree_leaves`` and ``tree_map``; of plain containers alone
+#: where torch has none
+pytree: Any = _trees or SimpleNamespace(
+    tree_flatten=_flatten, tree_unflatten=_unflatten, tree_leaves=lambda tree: _flatten(tree)[0], tree_map=_map
+)

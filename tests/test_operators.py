@@ -1,0 +1,135 @@
+"""The registered operators, called by anybody: what they check by themselves, and whose maps they run on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import sparseconv as sc
+from sparseconv.numbered_maps import map_of, number_of
+from tests.cases import Case, build, random_grid
+
+REFUSED = (ValueError, TypeError, RuntimeError)
+OPS = torch.ops.sparseconv
+
+
+def setting():
+    """A map with more outputs than inputs, and operands of the operators by name."""
+    grid = random_grid(Case("any", voxels=40, extent=6))
+    plan = sc.ConvolutionPlan(grid, 2, target="full", groups=2)
+    edges, rows, taps = number_of(plan.kernel_map), plan.kernel_map.num_out, plan.num_taps
+    x, g, w, b = (torch.randn(*s) for s in ((len(grid), 8), (rows, 12), (taps, 4, 12), (12,)))
+    convolution = dict(x=x, weight=w, bias=b, edges=edges, rows=rows, groups=2, adjoint=False, backend="auto")
+    adjoint = convolution | dict(x=g, bias=None, rows=len(grid), adjoint=True)
+    gradient = dict(x=x, grad=g, edges=edges, taps=taps, groups=2, backend="auto")
+    return plan, {"convolution": convolution, "adjoint": adjoint, "weight_gradient": gradient}
+
+
+def operator(name):
+    return getattr(OPS, "convolution" if name == "adjoint" else name)
+
+
+#: of each operator, arguments that fit nothing, made of those that fit
+BAD = {
+    "rows_short": ("x", lambda v: v[:5]),
+    "rows_long": ("x", lambda v: torch.cat([v, v])),
+    "flat": ("x", lambda v: v.flatten()),
+    "channels": ("x", lambda v: v[:, :-1]),
+    "double": ("x", torch.Tensor.double),
+    "integers": ("x", torch.Tensor.long),
+    "elsewhere": ("x", lambda v: v.to("meta")),
+    "sparse": ("x", torch.Tensor.to_sparse),
+    "weight_taps": ("weight", lambda v: v[:-1]),
+    "weight_flat": ("weight", lambda v: v[0]),
+    "weight_channels": ("weight", lambda v: v[:, :1]),
+    "weight_half": ("weight", torch.Tensor.half),
+    "bias_long": ("bias", lambda v: torch.ones(7)),
+    "bias_double": ("bias", lambda v: torch.ones(12, dtype=torch.float64)),
+    "grad_rows": ("grad", lambda v: v[:-1]),
+    "grad_channels": ("grad", lambda v: v[:, :-1]),
+    "grad_half": ("grad", torch.Tensor.half),
+    "rows": ("rows", lambda v: v + 1),
+    "rows_negative": ("rows", lambda v: -1),
+    "groups": ("groups", lambda v: 5),
+    "no_groups": ("groups", lambda v: 0),
+    "taps": ("taps", lambda v: v + 1),
+    "map": ("edges", lambda v: 1),
+    "negative_map": ("edges", lambda v: -v),
+    "backend": ("backend", lambda v: "no such"),
+}
+
+
+@pytest.mark.parametrize("backend", ["auto", "numpy_gather_scatter", "llvm_implicit_gemm"])
+@pytest.mark.parametrize("name", ["convolution", "adjoint", "weight_gradient"])
+def test_an_operator_checks_its_operands(name, backend):
+    _, operands = setting()
+    fits = operands[name] | {"backend": backend}
+    result = operator(name)(**fits)
+    assert bool(result.isfinite().all())
+    for what, (argument, spoil) in BAD.items():
+        if fits.get(argument) is None and not (name == "adjoint" and argument == "bias"):
+            continue
+        if (name, what) == ("adjoint", "weight_channels"):
+            continue  # the adjoint's result is then narrower
+        given = fits | {argument: spoil(fits[argument])}
+        for leaf in (False, True):
+            tensors = {k: v.clone().requires_grad_(leaf and v.is_floating_point()) for k, v in given.items()
+                       if isinstance(v, torch.Tensor)}  # fmt: skip
+            with pytest.raises(REFUSED):
+                print(what, operator(name)(**(given | tensors)))
+
+
+def test_a_compiled_program_checks_its_operands():
+    _, operands = setting()
+    given = operands["convolution"]
+    x = given.pop("x")
+    run = torch.compile(lambda x: OPS.convolution(x, **given), backend="aot_eager")
+    assert run(x).shape == (given["rows"], 12)
+    with pytest.raises(REFUSED):
+        run(x[:5])
+
+
+def test_a_number_names_a_map_of_one_process_alone():
+    script = "from tests.test_operators import setting; plan, o = setting(); print(o['convolution']['edges'])"
+    found = [subprocess.run([sys.executable, "-c", script], capture_output=True, text=True) for _ in range(2)]
+    numbers = {int(one.stdout) for one in found} | {number_of(setting()[0].kernel_map)}
+    assert len(numbers) == 3
+    assert all(0 < n < 2**62 for n in numbers)
+    with pytest.raises(RuntimeError, match="another process"):
+        map_of(int(found[0].stdout))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a system without fork")
+def test_a_forked_child_draws_numbers_of_its_own():
+    plan, _ = setting()
+    first = number_of(plan.kernel_map)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, str(number_of(plan.kernel_map.reverse())).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    number = int(os.read(read, 64))
+    mine = number_of(plan.kernel_map.reverse())
+    assert abs(number - mine) > 1000
+    assert number_of(plan.kernel_map) == first
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_is_refused_in_words(strict):
+    plan = build(Case("any", voxels=40, extent=6, c_in=4, c_out=4))
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(plan.num_taps, 4, 4))
+
+        def forward(self, x):
+            return plan.execute(x, self.weight)
+
+    with pytest.raises(Exception, match=r"torch\.export cannot hold a kernel map"):
+        torch.export.export(Net(), (torch.ones(plan.num_in, 4),), strict=strict)

@@ -1,0 +1,122 @@
+"""The package without one or another private name of torch: it imports, and a plan gives the same numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sparseconv
+
+ROOT = Path(sparseconv.__file__).parent
+SOURCE = (ROOT / "torch_private.py").read_text()
+NAMES = re.findall(r"private\(\s*\"([^\"]+)\"", SOURCE)
+PRIVATE = r"torch\._[a-z]\w*|torch\._C|from torch\.[\w.]*\b_[a-z]\w*|forward_ad\._[a-z]\w*|torch\.utils import _[a-z]"
+
+#: one process imports torch, and a child of it for each name runs without that one
+SCRIPT = """
+import os, sys, traceback
+from functools import reduce
+import torch
+import torch.utils._pytree, torch.utils._python_dispatch
+
+torch.set_num_threads(1)
+
+
+def run():
+    import sparseconv as sc
+    from sparseconv import nn
+    torch.manual_seed(0)
+    grid = sc.VoxelGrid(torch.nn.functional.pad(torch.unique(torch.randint(0, 6, (60, 3)), dim=0), (1, 0)))
+    plan, x = sc.ConvolutionPlan(grid, 3, backend="numpy_gather_scatter"), torch.randn(len(grid), 4, requires_grad=True)
+    w = torch.randn(27, 4, 8, requires_grad=True)
+    y = plan.execute(x, w, epilogue=sc.pointwise.relu)
+    y.square().sum().backward()
+    (first,) = torch.autograd.grad(plan.execute(x, w).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), w)
+    whole = torch.func.grad(lambda v: plan.execute(v, w).square().sum())(x.detach())
+    with torch.autocast("cpu", torch.bfloat16):
+        half = plan.execute(x, w)
+    assert half.dtype == torch.bfloat16
+    net = nn.Sequential(nn.SubmanifoldConv(4, 8, 3), nn.BatchNorm(8), nn.ReLU())
+    trained = net(sc.SparseTensor(grid, x.detach())).features
+    with torch.no_grad():
+        seen = net.eval()(sc.SparseTensor(grid, x.detach())).features
+    return [t.detach().double().sum().item() for t in (y, x.grad, w.grad, second, whole, half, trained, seen)]
+
+
+def without(paths):
+    kept, modules = [], {}
+    for path in paths:
+        if path.startswith("sys.modules "):
+            name = path.split()[1]
+            modules[name], sys.modules[name] = sys.modules[name], None
+            continue
+        owner, name = path.rsplit(".", 1)
+        owner = reduce(lambda o, n: getattr(o, n, None), owner.split("."), torch)
+        if hasattr(owner, name):
+            kept.append((owner, name, getattr(owner, name)))
+            delattr(owner, name)
+    import sparseconv.torch_private
+    for one in kept:  # torch itself goes on with its own
+        setattr(*one)
+    sys.modules.update(modules)
+
+
+for path in sys.argv[1:]:
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            without([one for one in path.split("+") if one])
+            said = repr(run())
+        except BaseException:
+            said = traceback.format_exc()
+        os.write(write, said.encode()[-4000:])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        print(path, "=", pipe.read().replace(chr(10), " | "), flush=True)
+    os.wait()
+"""
+
+
+HIDDEN = [*NAMES, "autograd.forward_ad._current_level"]
+HIDDEN += ["sys.modules torch.utils._pytree", "sys.modules torch.utils._python_dispatch"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a system without fork")
+@pytest.mark.parametrize(
+    "missing", [["+".join(HIDDEN)], pytest.param(HIDDEN, marks=pytest.mark.slow)], ids=["all at once", "one by one"]
+)
+def test_a_plan_and_a_network_run_without_them(missing):
+    assert len(NAMES) > 15
+    done = subprocess.run([sys.executable, "-c", SCRIPT, "", *missing], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (_, want), *found = (line.split(" = ", 1) for line in done.stdout.splitlines())
+    assert len(found) == len(missing)
+    for names, said in found:
+        assert said.startswith("["), f"without torch.{names}: {said}"
+        assert json.loads(said) == pytest.approx(json.loads(want), rel=1e-4, abs=1e-4), names
+
+
+def test_private_names_are_in_one_file():
+    for path in ROOT.rglob("*.py"):
+        if path.name != "torch_private.py":
+            names = re.findall(PRIVATE, path.read_text())
+            assert not [n for n in names if n not in ("torch._dynamo",)], (path, names)
+
+
+def test_trees_of_plain_containers():
+    from sparseconv.torch_private import _flatten, _map, _unflatten
+
+    tree = {"a": [1, (2, 3)], "b": 4, "c": ()}
+    leaves, form = _flatten(tree)
+    assert leaves == [1, 2, 3, 4]
+    assert _unflatten(leaves, form) == tree
+    assert _map(lambda v: 10 * v, tree) == {"a": [10, (20, 30)], "b": 40, "c": ()}
+    assert _flatten(tree)[1] == _flatten({"a": [5, (6, 7)], "b": 8, "c": ()})[1]
+    assert _flatten(tree)[1] != _flatten([1, 2])[1]
