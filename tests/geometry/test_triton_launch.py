@@ -47,7 +47,7 @@ def test_many_threads_compile_a_kernel_once():
     for thread in threads:
         thread.join()
     assert len(function.asked) == 1
-    assert function.asked[0] == ((torch.int32, 13, 64), {"grid": (1,), "num_warps": 2})
+    assert function.asked[0] == ((torch.int32, 13, 64), {"grid": (1,), "num_warps": 2, "enable_fp_fusion": True})
     assert all(kernel is found[0] for kernel in found)
     assert launcher.compile((128,)) is not found[0]
 
