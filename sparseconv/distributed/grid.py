@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from sparseconv.distributed.agreement import agreed, agreed_call
 from sparseconv.distributed.exchange import Exchange, send_to, summed
 from sparseconv.distributed.partition import Order, Partition, common_box, find_partition
-from sparseconv.geometry.grid import VoxelGrid, unique_coords
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_choice, check_count, check_kind
 
@@ -87,7 +88,9 @@ class ShardedGrid(VoxelGrid):
     def _like(self, coords: torch.Tensor, scale: tuple[float, ...] | None = None) -> Any:
         if scale is not None:
             raise ValueError("coarsen and refine a sharded grid through plans, which know who owns the result")
-        return ShardedGrid(coords, self.batch_size, self.partition, self.group, self.voxel_size, self.origin)
+        grid = ShardedGrid(coords, self.batch_size, self.partition, self.group, self.voxel_size, self.origin)
+        grid.is_placed = self.is_placed
+        return grid
 
     def __repr__(self) -> str:
         return (
@@ -167,6 +170,7 @@ def shard(
     came, received, order, sent = send_to(grid.coords, owners, group)
     coords = unique_coords(came)
     sharded = ShardedGrid(coords, int(sizes), partition, group, grid.voxel_size, grid.origin)
+    sharded.is_placed = grid.is_placed
     exchange = Exchange(group, order, sent, received, len(grid))
     sharded.arrivals = Arrivals(exchange, sharded.lookup(came))
     return sharded

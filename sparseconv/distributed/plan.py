@@ -13,9 +13,11 @@ from sparseconv.distributed.agreement import agreed, agreed_call
 from sparseconv.distributed.exchange import Exchange, joined, replicated, send_to
 from sparseconv.distributed.grid import ShardedGrid, learns
 from sparseconv.distributed.passage import Passage
-from sparseconv.geometry.edges import Window, coarse_grid, fine_grid, fits, torus_of, wrap
-from sparseconv.geometry.grid import VoxelGrid, unique_coords
+from sparseconv.geometry.edges import coarse_grid, fine_grid, fits, torus_of, wrap
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.geometry.window import Window
 from sparseconv.plan.arguments import as_epilogue, checked_window
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
@@ -344,7 +346,9 @@ def _owned(
     partition = source.partition.scaled(tuple(numerator), tuple(denominator))
     came = send_to(seen, partition.owners(seen), source.group)[0]
     size = tuple(v * n / d for v, n, d in zip(source.voxel_size, numerator, denominator))
-    return ShardedGrid(unique_coords(came), source.batch_size, partition, source.group, size, source.origin)
+    grid = ShardedGrid(unique_coords(came), source.batch_size, partition, source.group, size, source.origin)
+    grid.is_placed = source.is_placed
+    return grid
 
 
 def _find_halo(

@@ -2,176 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import Any
 
 import torch
 
 from sparseconv import transforms
+from sparseconv.geometry.arguments import check_box, row
 from sparseconv.geometry.cpu.line_search import edges_by_lines
-from sparseconv.geometry.grid import VoxelGrid, unique_coords
+from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.projection import IndexProjection
-from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
+from sparseconv.geometry.other_voxels import unique_coords
+from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.geometry.window import Window, symmetry
 from sparseconv.gpu.streams import building
-
-if TYPE_CHECKING:
-    from sparseconv.geometry.gpu.window.taps import TapWindow
-
-
-@dataclass(frozen=True)
-class Window:
-    """An `IndexProjection` from coarse voxels to fine ones, and the points of its region that carry a weight.
-
-    fine = stride * coarse + offsets[k]        (offsets[k] = dilation * tap - padding)
-    """
-
-    projection: IndexProjection
-    stride: Ints
-    offsets: tuple[Ints, ...]
-
-    @classmethod
-    def of(
-        cls,
-        rank: int,
-        kernel_size: int | Sequence[int] | None,
-        stride: int | Sequence[int] = 1,
-        dilation: int | Sequence[int] = 1,
-        padding: int | Sequence[int] | None = None,
-        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
-    ) -> Window:
-        """A box of ``kernel_size`` taps, or an explicit list of them (K, D), whose padding defaults to 0."""
-        if (kernel_size is None) == (taps is None):
-            raise ValueError(
-                "give either kernel_size (a box of taps) or taps (an explicit list), not both, not neither"
-            )
-        if taps is None and _is_plain(kernel_size) and _is_plain(stride) and _is_plain(dilation) and _is_plain(padding):
-            return _box_window(rank, kernel_size, stride, dilation, padding)
-        listed = taps.tolist() if isinstance(taps, torch.Tensor) else taps
-        return _window(
-            rank,
-            None if kernel_size is None else per_axis(kernel_size, rank, "kernel_size", 1),
-            per_axis(stride, rank, "stride", 1),
-            per_axis(dilation, rank, "dilation", 1),
-            None if padding is None else per_axis(padding, rank, "padding"),
-            None if listed is None else tuple(tuple(tap) for tap in listed),
-        )
-
-    def fine(self, coarse: torch.Tensor, tap: int) -> torch.Tensor:
-        """What coords (M, 1+D) int64 of coarse voxels see through a tap, (M, 1+D) int64."""
-        return coarse * _row((1, *self.stride), coarse) + _row((0, *self.offsets[tap]), coarse)
-
-    @cached_property
-    def is_strided(self) -> bool:
-        """Whether coarse voxels lie farther apart than fine ones, along an axis."""
-        return any(s != 1 for s in self.stride)
-
-    @cached_property
-    def encoded(self) -> dict[int, TapWindow]:
-        """The window as kernels on a device read it, on no torus, by the device's number."""
-        return {}
-
-    def __reduce__(self) -> tuple:
-        return Window, (self.projection, self.stride, self.offsets)
-
-    @cached_property
-    def symmetry(self) -> tuple[int | None, tuple[int, ...] | None]:
-        """The identity tap and the mirrored tap of each, where both sides are one grid on no torus."""
-        return _symmetry(self, None)
-
-    @cached_property
-    def _spans(self) -> tuple[tuple[int, int, int], ...]:
-        """(smallest offset, largest offset, stride) of each axis."""
-        return tuple((min(column), max(column), s) for column, s in zip(zip(*self.offsets), self.stride))
-
-    @cached_property
-    def _sees_all(self) -> bool:
-        """Whether every fine voxel has a coarse one that sees it, and the first and last of them move with it."""
-        if all(s == 1 for s in self.stride):
-            return True
-        box = math.prod(last - first + 1 for first, last, _ in self._spans)
-        return len(self.offsets) == box and all(last - first + 1 >= s for first, last, s in self._spans)
-
-    @cached_property
-    def is_tiling(self) -> bool:
-        """Whether the windows of the coarse voxels lie side by side, so that one of them sees each fine voxel, once."""
-        box = math.prod(self.stride)
-        return len(self.offsets) == box and all(last - first + 1 == s for first, last, s in self._spans)
-
-    def coarse_extent(self, extent: IndexRange) -> IndexRange | None:
-        """The bounding box of all coarse voxels that see fine ones with this one; None where that takes a look."""
-        return self.coarse_bounds(extent) if self._sees_all else None
-
-    def coarse_bounds(self, extent: IndexRange) -> IndexRange:
-        """A box around all coarse voxels that see a fine one in this box."""
-        edges = list(zip(self._spans, extent.start, extent.end))
-        start = tuple(-((last - lo) // s) for (_, last, s), lo, _ in edges)
-        return IndexRange(start, tuple((hi - 1 - first) // s + 1 for (first, _, s), _, hi in edges))
-
-    def fine_extent(self, extent: IndexRange) -> IndexRange:
-        """The bounding box of all fine voxels that coarse ones with this one see."""
-        edges = list(zip(self._spans, extent.start, extent.end))
-        start = tuple(s * lo + first for (first, _, s), lo, _ in edges)
-        return IndexRange(start, tuple(s * (hi - 1) + last + 1 for (_, last, s), _, hi in edges))
-
-    def coarse_torus(self, torus: IndexRange | None) -> IndexRange | None:
-        """The torus of the coarse voxels, where the fine ones live on one."""
-        if torus is None:
-            return None
-        start = tuple(lo // s for lo, s in zip(torus.start, self.stride))
-        return IndexRange(start, tuple(lo + n // s for lo, n, s in zip(start, torus.shape, self.stride)))
-
-    def coarse(self, fine: torch.Tensor, tap: int) -> torch.Tensor:
-        """The coarse voxels that see fine ones (M, 1+D) int64 through a tap; fewer rows, where strides skip some."""
-        stride = _row((1, *self.stride), fine)
-        moved = fine - _row((0, *self.offsets[tap]), fine)
-        return torch.div(moved[(moved % stride == 0).all(1)], stride, rounding_mode="floor")
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether equal arguments mean the same: an integer, a tuple of them, or None, and no bool or float among them."""
-    return type(value) is int or value is None or (type(value) is tuple and all(type(v) is int for v in value))
-
-
-@lru_cache(maxsize=1024)
-def _box_window(rank: int, kernel_size: Any, stride: Any, dilation: Any, padding: Any) -> Window:
-    """`_window` of a box, by its arguments as they were given."""
-    return _window(
-        rank,
-        per_axis(kernel_size, rank, "kernel_size", 1),
-        per_axis(stride, rank, "stride", 1),
-        per_axis(dilation, rank, "dilation", 1),
-        None if padding is None else per_axis(padding, rank, "padding"),
-        None,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _window(
-    rank: int, kernel: Ints | None, strides: Ints, steps: Ints, padding: Ints | None, taps: tuple[Ints, ...] | None
-) -> Window:
-    """The window of checked arguments, made once for all plans that ask for it: it takes as long as a small map."""
-    if kernel is not None:
-        projection = IndexProjection.window(kernel, strides, steps, padding)
-        points = projection.taps().tolist()
-    else:
-        listed = taps or ()
-        if not listed or any(len(tap) != rank or not all(isinstance(t, int) for t in tap) for tap in listed):
-            raise ValueError(f"taps must be a non-empty list of integer points (K, {rank}); got {listed[:4]}")
-        if len(set(listed)) < len(listed):
-            raise ValueError("taps must be distinct: add the weights of equal ones")
-        pad = (0,) * rank if padding is None else padding
-        low = [min(tap[i] for tap in listed) for i in range(rank)]
-        size = [max(tap[i] for tap in listed) - low[i] + 1 for i in range(rank)]
-        projection = IndexProjection.window(
-            size, strides, steps, tuple(p - d * lo for p, d, lo in zip(pad, steps, low))
-        )
-        points = [[d * (t - lo) for d, t, lo in zip(steps, tap, low)] for tap in listed]
-    offsets = tuple(tuple(o + p for o, p in zip(projection.offset, point)) for point in points)
-    return Window(projection, strides, offsets)
 
 
 @transforms.constant
@@ -182,11 +27,13 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
     a tap's offset is zero.
     """
     if coarse is not fine:
-        check_pair(fine, coarse)
+        check_pair(fine, coarse, window)
     torus = torus_of(fine, window, boundary)
+    if torus is not None:
+        check_coarse(coarse, window, torus)
     identity, mirror = None, None
     if coarse is fine:
-        identity, mirror = window.symmetry if torus is None else _symmetry(window, torus)
+        identity, mirror = window.symmetry if torus is None else symmetry(window, torus)
     if fine.coords.is_cuda:
         most = None if fine.count is None else fine.most_pairs(coarse, window, boundary)  # type: ignore[attr-defined]
         with building() as streams:
@@ -240,9 +87,11 @@ def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGri
 @transforms.constant
 def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
     """Every fine voxel that a coarse one sees, in lexicographic order; under ``forbid``, within the extent."""
+    torus = torus_of(None, window, boundary)
+    if torus is not None:
+        check_coarse(coarse, window, torus)
     if coarse.count is not None:
         return coarse.reached(window, boundary, to_fine=True)  # type: ignore[attr-defined]
-    torus = torus_of(None, window, boundary)
     if boundary.kind == "forbid" and boundary.extent is None:
         raise ValueError("a generative transposed plan under 'forbid' needs Boundary.forbid(extent)")
     found = _reach_on_gpu(coarse, window, torus, boundary.extent if boundary.kind == "forbid" else None, to_fine=True)
@@ -284,23 +133,42 @@ def _whole(coarse: VoxelGrid, fine: VoxelGrid, window: Window, boundary: Boundar
         raise ValueError("a grid of fixed size cannot lose voxels, as it would under the boundary 'forbid'")
     extent = boundary.extent or fine.extent
     starts = window.projection(coarse.coords[:, 1:])
-    ends = starts + _row(window.projection.shape, starts)
-    whole = ((starts >= _row(extent.start, starts)) & (ends <= _row(extent.end, starts))).all(1)
+    ends = starts + row(window.projection.shape, starts)
+    whole = ((starts >= row(extent.start, starts)) & (ends <= row(extent.end, starts))).all(1)
     return coarse if bool(whole.all()) else coarse.subset(whole)
 
 
-def check_pair(one: VoxelGrid, other: VoxelGrid) -> None:
+def check_pair(fine: VoxelGrid, coarse: VoxelGrid, window: Window) -> None:
     """Raise ValueError where two grids cannot be the two ends of one map."""
     for name in ("rank", "batch_size", "device"):
-        a, b = getattr(one, name), getattr(other, name)
+        a, b = getattr(fine, name), getattr(coarse, name)
         if a != b:
             raise ValueError(f"source and target must have the same {name}; got {a} and {b}")
-    if (one.count is None) != (other.count is None):
-        raise ValueError(f"source and target must both be of fixed size, or neither; got {one} and {other}")
+    if (fine.count is None) != (coarse.count is None):
+        raise ValueError(f"source and target must both be of fixed size, or neither; got {fine} and {coarse}")
+    if fine.is_placed and coarse.is_placed:
+        size = tuple(v * s for v, s in zip(fine.voxel_size, window.stride))
+        if not (_close(size, coarse.voxel_size, size) and _close(fine.origin, coarse.origin, size)):
+            raise ValueError(
+                f"at stride {window.stride}, fine voxels of size {fine.voxel_size} with origin {fine.origin} meet "
+                f"coarse ones of size {size} with that origin; got {coarse.voxel_size} and {coarse.origin}. Give the "
+                "target those, or neither voxel_size nor origin"
+            )
 
 
-def _row(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)
+def _close(these: Sequence[float], those: Sequence[float], size: Sequence[float]) -> bool:
+    """Whether lengths are equal up to a millionth of a voxel."""
+    return all(abs(a - b) <= 1e-6 * s for a, b, s in zip(these, those, size))
+
+
+def check_coarse(coarse: VoxelGrid, window: Window, torus: IndexRange) -> None:
+    """Raise ValueError where coarse voxels lie outside of their torus: two of them would then be one."""
+    folded = window.coarse_torus(torus)
+    if folded is not None and not folded.encloses(coarse.extent):
+        raise ValueError(
+            f"the coarse voxels' extent {coarse.extent} leaves {folded}, the periodic extent {torus} at stride "
+            f"{window.stride}"
+        )
 
 
 def torus_of(fine: VoxelGrid | None, window: Window, boundary: Boundary) -> IndexRange | None:
@@ -314,6 +182,7 @@ def torus_of(fine: VoxelGrid | None, window: Window, boundary: Boundary) -> Inde
         raise ValueError("a periodic boundary needs its extent: Boundary.periodic(shape or IndexRange)")
     if extent.rank != len(window.stride) or extent.size == 0:
         raise ValueError(f"a periodic extent must have {len(window.stride)} non-empty axes; got {extent}")
+    check_box(extent, "a periodic extent")
     uneven = [n for n, s in zip(extent.shape, window.stride) if n % s]
     if uneven:
         raise ValueError(f"the periodic extent {extent} must be a multiple of the stride {window.stride} on every axis")
@@ -326,22 +195,7 @@ def wrap(coords: torch.Tensor, torus: IndexRange | None) -> torch.Tensor:
     """Coords (M, 1+D) int64 folded into a torus."""
     if torus is None:
         return coords
-    start = _row((0, *torus.start), coords)
-    folded = (coords - start) % _row((1, *torus.shape), coords) + start
+    start = row((0, *torus.start), coords)
+    folded = (coords - start) % row((1, *torus.shape), coords) + start
     folded[:, 0] = coords[:, 0]
     return folded
-
-
-@lru_cache(maxsize=1024)
-def _symmetry(window: Window, torus: IndexRange | None) -> tuple[int | None, tuple[int, ...] | None]:
-    """The identity tap and the mirrored tap of each, for a window at stride 1 whose two sides are one grid."""
-    if any(s != 1 for s in window.stride):
-        return None, None
-
-    def folded(offset: Sequence[int]) -> Ints:
-        return tuple(offset) if torus is None else tuple(o % n for o, n in zip(offset, torus.shape))
-
-    taps = {folded(offset): tap for tap, offset in reversed(list(enumerate(window.offsets)))}
-    identity = taps.get(folded((0,) * len(window.stride)))
-    opposite = [taps.get(folded([-o for o in offset])) for offset in window.offsets]
-    return identity, None if None in opposite else tuple(t for t in opposite if t is not None)

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.geometry.arguments import INT32, check_box, checked_device, checked_tensor
 from sparseconv.geometry.cpu.sorted_table import KeySpace, SortedTable
-from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, torus_of, wrap
+from sparseconv.geometry.edges import coarse_grid, find_edges, fine_grid, torus_of, wrap
 from sparseconv.geometry.example import Join, Reach
-from sparseconv.geometry.grid import VoxelGrid, unique_coords
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.geometry.window import Window
 from sparseconv.gpu.streams import building
 from sparseconv.torch_private import no_transforms
 
@@ -89,22 +92,22 @@ class FixedGrid(VoxelGrid):
     ) -> None:
         if not isinstance(like, VoxelGrid) or like.count is not None or like.is_shared:
             raise TypeError(f"like must be an ordinary VoxelGrid; got {like!r}")
+        wanted = f"(C, {like.rank + 1}) int32"
+        checked_tensor(coords, "coords", wanted)
+        checked_tensor(count, "count", "(1,) int32")
         if coords.dtype != torch.int32 or coords.ndim != 2 or coords.shape[1] != like.rank + 1 or not len(coords):
-            raise ValueError(
-                f"coords must be (C, {like.rank + 1}) int32, C > 0; got {tuple(coords.shape)} {coords.dtype}"
-            )
+            raise ValueError(f"coords must be {wanted}, C > 0; got {tuple(coords.shape)} {coords.dtype}")
         if count.dtype != torch.int32 or count.shape != (1,):
             raise ValueError(f"count must be (1,) int32; got {tuple(count.shape)} {count.dtype}")
         if not coords.device == count.device == like.device:
-            raise ValueError(
-                f"coords, count and like must be on one device; got {coords.device}, {count.device}, {like.device}"
-            )
-        if not room > 0:
-            raise ValueError(f"room must be positive; got {room}")
+            places = coords.device, count.device, like.device
+            raise ValueError(f"coords, count and like must be on one device; got {places}")
+        if not 0 < room < math.inf:
+            raise ValueError(f"room must be positive and finite; got {room}")
         if extent is None:
             extent = _grown(like.extent)
         elif not isinstance(extent, IndexRange):
-            extent = IndexRange.of_shape(tuple(extent))
+            extent = IndexRange.of_shape(extent)
         if extent.rank != like.rank or extent.size == 0:
             raise ValueError(f"the extent must have {like.rank} axes, none of them empty; got {extent}")
         coords = coords.detach().contiguous()
@@ -130,7 +133,9 @@ class FixedGrid(VoxelGrid):
         example: VoxelGrid,
         room: float,
     ) -> None:
+        check_box(extent, "the extent of a grid of fixed size")
         self.coords, self.count, self.fault, self._barriers = coords, count, fault, barriers
+        self.is_placed = example.is_placed
         self.batch_size, self.origin = example.batch_size, example.origin
         self.voxel_size, self.extent, self.example, self.room = voxel_size, extent, example, room
         self.derived = {}
@@ -318,7 +323,7 @@ class FixedGrid(VoxelGrid):
 
     def to(self, device: torch.device | str) -> VoxelGrid:
         """Itself, if the grid is there."""
-        if torch.empty(0, device=device).device == self.device:
+        if checked_device(device) == self.device:
             return self
         raise ValueError(f"a FixedGrid stays on its device, {self.device}: make another one on {device}")
 
@@ -390,7 +395,8 @@ def _zeros_for(coords: torch.Tensor, example: VoxelGrid) -> torch.Tensor:
 
 def _grown(extent: IndexRange) -> IndexRange:
     more = [max(16, n // 8) for n in extent.shape]
-    return IndexRange(tuple(v - m for v, m in zip(extent.start, more)), tuple(v + m for v, m in zip(extent.end, more)))
+    low = (max(INT32.min, v - m) for v, m in zip(extent.start, more))
+    return IndexRange(low, (min(INT32.max, v + m) for v, m in zip(extent.end, more)))
 
 
 def _unknown(what: str) -> ValueError:

@@ -9,17 +9,29 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from sparseconv import transforms
+from sparseconv.geometry.arguments import (
+    INT32,
+    INTEGERS,
+    Floats,
+    bounds,
+    check_indices,
+    checked_batch_size,
+    checked_coords,
+    checked_device,
+    checked_tensor,
+    no_batch,
+    numbers,
+)
 from sparseconv.geometry.cards import check_card
 from sparseconv.geometry.cpu.sorted_table import KEY_LIMIT, KeySpace, SortedTable
 from sparseconv.geometry.example import ExampleSizes
+from sparseconv.geometry.other_voxels import checked_factors, coarser, finer, near
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
 
 if TYPE_CHECKING:
     from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
     from sparseconv.geometry.gpu.window.found import WindowSearch
 
-INT32 = torch.iinfo(torch.int32)
-Floats = tuple[float, ...]
 #: what stays behind where a grid is pickled
 UNTRAVELLED = ("_table", "_cells", "_search", "sizes")
 
@@ -56,27 +68,31 @@ class VoxelGrid:
         *,
         duplicates: Literal["error", "first"] = "error",
     ) -> None:
-        coords = _checked_coords(coords)
+        coords = checked_coords(coords)
         rank = coords.shape[1] - 1
+        if batch_size is not None:
+            batch_size = checked_batch_size(batch_size)
         if duplicates not in ("error", "first"):
             raise ValueError(f"duplicates must be 'error' or 'first'; got {duplicates!r}")
-        self.voxel_size: Floats = (1.0,) * rank if voxel_size is None else _floats(voxel_size, rank, "voxel_size")
-        self.origin: Floats = (0.0,) * rank if origin is None else _floats(origin, rank, "origin")
-        if voxel_size is not None and min(self.voxel_size) <= 0:
-            raise ValueError(f"voxel_size must be positive; got {voxel_size}")
+        self.voxel_size: Floats = (1.0,) * rank
+        self.origin: Floats = (0.0,) * rank
+        if voxel_size is not None:
+            self.voxel_size, self.is_placed = numbers(voxel_size, rank, "voxel_size", positive=True), True
+        if origin is not None:
+            self.origin, self.is_placed = numbers(origin, rank, "origin"), True
         #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
         self.derived: dict[Any, Any] = {}
         self.coords = coords
         table = self._look_on_gpu()
         low, high = _measure(coords, table)
         if low and low[0] < 0:
-            raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}")
+            raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}. {no_batch(rank)}")
+        if high and max(high) == INT32.max:
+            check_indices(low, high)
         if batch_size is None:
             batch_size = high[0] + 1 if high else 1
         elif high and high[0] >= batch_size:
-            raise ValueError(f"coords name batch item {high[0]}, but batch_size is {batch_size}")
-        elif batch_size < 0:
-            raise ValueError(f"batch_size must not be negative; got {batch_size}")
+            raise ValueError(f"coords name batch item {high[0]}, but batch_size is {batch_size}. {no_batch(rank)}")
         self.batch_size, self._low, self._high = batch_size, low, high
         longest = max(high) - min(low) + 1 if low else 1  # of all columns: no axis has more cells
         if batch_size * longest**rank >= KEY_LIMIT:
@@ -142,6 +158,8 @@ class VoxelGrid:
     #: on a GPU: the table of the rows, and a search that came with it
     _cells: CoordinateTable | None = None
     _search: WindowSearch | None = None
+    #: whether voxel_size or origin was given: indices alone say nothing of where voxels lie
+    is_placed = False
     #: True where other processes hold the rest of the scene
     is_shared = False
     #: of a `FixedGrid` alone: how many of its rows are real, and what did not fit, each (1,) int32 on the device
@@ -199,9 +217,10 @@ class VoxelGrid:
     @transforms.constant
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
         """Rows (M,) int64 of coords (M, 1+D) of any integer dtype on the grid's device, -1 where absent."""
+        checked_tensor(coords, "coords", f"(M, {self.rank + 1}) integers")
         if coords.ndim != 2 or coords.shape[1] != self.rank + 1:
             raise ValueError(f"expected coords (M, {self.rank + 1}), the batch first; got {tuple(coords.shape)}")
-        if coords.is_floating_point() or coords.is_complex() or coords.dtype == torch.bool:
+        if coords.dtype not in INTEGERS:
             raise TypeError(f"coords must be integers; got {coords.dtype}")
         if coords.device != self.device:
             raise ValueError(f"coords are on {coords.device}, the grid is on {self.device}: move one of them")
@@ -215,7 +234,9 @@ class VoxelGrid:
     def _like(self, coords: torch.Tensor, scale: Floats | None = None) -> VoxelGrid:
         """A grid of other voxels in the same scene; ``scale`` multiplies the voxel size."""
         size = self.voxel_size if scale is None else tuple(v * s for v, s in zip(self.voxel_size, scale))
-        return VoxelGrid(coords, self.batch_size, size, self.origin)
+        grid = VoxelGrid(coords, self.batch_size, size, self.origin)
+        grid.is_placed = self.is_placed
+        return grid
 
     def _reached(self, coords: torch.Tensor, extent: IndexRange, scale: Floats) -> VoxelGrid:
         """`_like` for contiguous int32 coords that are known to be distinct and to fill their extent: nothing to check.
@@ -225,7 +246,7 @@ class VoxelGrid:
         grid = object.__new__(VoxelGrid)
         grid.batch_size, grid.origin, grid.extent, grid.coords = self.batch_size, self.origin, extent, coords
         grid.voxel_size = tuple(v * s for v, s in zip(self.voxel_size, scale))
-        grid.derived = {}
+        grid.derived, grid.is_placed = {}, self.is_placed
         if coords.is_cuda:
             grid.cells  # noqa: B018 (kept)
         return grid
@@ -233,6 +254,7 @@ class VoxelGrid:
     @transforms.constant
     def subset(self, mask: torch.Tensor) -> VoxelGrid:
         """The voxels where mask (N,) bool is true, in the same order."""
+        checked_tensor(mask, "mask", f"({self.num_voxels},) bool")
         if mask.dtype != torch.bool or mask.shape != (self.num_voxels,):
             raise ValueError(f"mask must be ({self.num_voxels},) bool; got {tuple(mask.shape)} {mask.dtype}")
         return self._like(self.coords[mask])
@@ -254,26 +276,17 @@ class VoxelGrid:
 
     def coarsen(self, factor: int | Sequence[int]) -> VoxelGrid:
         """Every coarse voxel floor(c / factor) that holds at least one voxel, in lexicographic order."""
-        factors = per_axis(factor, self.rank, "factor", 1)
-        coords = self.coords.clone()
-        for axis, f in enumerate(factors, 1):
-            coords[:, axis] = torch.div(coords[:, axis], f, rounding_mode="floor")
-        return self._like(unique_coords(coords), tuple(float(f) for f in factors))
+        factors = checked_factors(factor, self.rank)
+        return self._like(coarser(self.coords, factors), tuple(float(f) for f in factors))
 
     def refine(self, factor: int | Sequence[int]) -> VoxelGrid:
         """Every voxel cut into factor^D finer ones, children of a voxel side by side."""
-        factors = per_axis(factor, self.rank, "factor", 1)
-        children = torch.tensor(list(IndexRange.of_shape((1, *factors))), device=self.device)
-        scale = torch.tensor((1, *factors), device=self.device)
-        fine = (self.coords.long() * scale)[:, None] + children
-        return self._like(fine.reshape(-1, self.rank + 1), tuple(1 / f for f in factors))
+        factors = checked_factors(factor, self.rank)
+        return self._like(finer(self.coords, self.extent, factors), tuple(1 / f for f in factors))
 
     def dilate(self, radius: int | Sequence[int] = 1) -> VoxelGrid:
         """Every voxel within ``radius`` cells of one along each axis, in lexicographic order."""
-        reach = per_axis(radius, self.rank, "radius", 0)
-        box = IndexRange((0, *(-r for r in reach)), (1, *(r + 1 for r in reach)))
-        moves = torch.tensor(list(box), device=self.device)
-        return self._like(unique_coords((self.coords.long()[:, None] + moves).reshape(-1, self.rank + 1)))
+        return self._like(near(self.coords, self.extent, per_axis(radius, self.rank, "radius", 0)))
 
     def sorted(self, order: Literal["lexicographic", "morton"] = "lexicographic") -> tuple[VoxelGrid, torch.Tensor]:
         """The same voxels in another order, and the old row of each new one: ``new.coords == old.coords[rows]``."""
@@ -301,24 +314,27 @@ class VoxelGrid:
 
     def to(self, device: torch.device | str) -> VoxelGrid:
         """This grid on another device; itself if it is there."""
-        coords = self.coords.to(device)
+        coords = self.coords.to(checked_device(device))
         return self if coords is self.coords else self._like(coords)
 
     @staticmethod
     def cat(grids: Sequence[VoxelGrid]) -> VoxelGrid:
         """One grid whose batch is the items of all the given ones, one after another."""
-        if not grids:
-            raise ValueError("cat needs at least one grid")
+        if isinstance(grids, VoxelGrid) or not grids:
+            raise ValueError(f"cat needs a sequence of at least one grid; got {grids!r}")
         first, total, parts = grids[0], 0, []
         for grid in grids:
-            first._check_same_space(grid, batch=False)
+            _check_grid(first)._check_same_space(grid, batch=False)
             part = grid.coords.clone()
             part[:, 0] += total
             parts.append(part)
             total += grid.batch_size
-        return VoxelGrid(torch.cat(parts), total, first.voxel_size, first.origin)
+        made = VoxelGrid(torch.cat(parts), total, first.voxel_size, first.origin)
+        made.is_placed = first.is_placed
+        return made
 
     def _check_same_space(self, other: VoxelGrid, batch: bool = True) -> None:
+        _check_grid(other)
         for name in ("rank", "voxel_size", "origin", "device") + (("batch_size",) if batch else ()):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -334,6 +350,7 @@ class VoxelGrid:
         origin: float | Sequence[float] | None = None,
     ) -> tuple[VoxelGrid, torch.Tensor]:
         """The sites of dense (B, C, *spatial) where any channel is not zero -> the grid and its features (N, C)."""
+        checked_tensor(dense, "dense", "(B, C, *spatial)")
         if not 3 <= dense.ndim <= 6:
             raise ValueError(f"expected dense (B, C, *spatial) with 1 to 4 spatial axes; got {tuple(dense.shape)}")
         sites = (dense != 0).any(1).nonzero()
@@ -347,10 +364,11 @@ class VoxelGrid:
         it are an error.
         """
         box = self.extent if extent is None else extent
-        box = box if isinstance(box, IndexRange) else IndexRange.of_shape(tuple(box))
+        box = box if isinstance(box, IndexRange) else IndexRange.of_shape(per_axis(box, self.rank, "extent"))
+        checked_tensor(features, "features", f"({self.num_voxels}, C)")
         if features.ndim != 2 or features.shape[0] != self.num_voxels:
             raise ValueError(f"features must be ({self.num_voxels}, C); got {tuple(features.shape)}")
-        if not box.encloses(self.extent):
+        if box.rank != self.rank or not box.encloses(self.extent):
             raise ValueError(f"the grid's extent {self.extent} leaves the box {box} that should be filled")
         keys = KeySpace((0, *box.start), (max(1, self.batch_size), *(max(1, n) for n in box.shape))).keys(self.coords)
         flat = features.new_zeros(self.batch_size * box.size, features.shape[1]).index_copy(0, keys, features)
@@ -367,26 +385,15 @@ class VoxelGrid:
         )
 
 
-def unique_coords(coords: torch.Tensor) -> torch.Tensor:
-    """The distinct rows of coords (M, 1+D) of any integer dtype, in lexicographic order."""
-    low, high = _bounds(coords)
-    if not low:
-        return coords
-    space = KeySpace.covering(IndexRange(low, tuple(h + 1 for h in high)))
-    return space.coords(torch.unique(space.keys(coords)))
-
-
-def _bounds(coords: torch.Tensor) -> tuple[Ints, Ints]:
-    """Smallest and largest value of each column, read from the device at once; empty where there is no row."""
-    if coords.shape[0] == 0:
-        return (), ()
-    low, high = torch.stack(torch.aminmax(coords, dim=0)).tolist()
-    return tuple(low), tuple(high)
+def _check_grid(given: object) -> VoxelGrid:
+    if not isinstance(given, VoxelGrid):
+        raise TypeError(f"expected a VoxelGrid; got {type(given).__name__}")
+    return given
 
 
 def _measure(coords: torch.Tensor, table: CoordinateTable | None) -> tuple[Ints, Ints]:
     """Smallest and largest value of each column, read at once; where there is a table of the rows, from that."""
-    return _bounds(coords) if table is None else _on_gpu()[0].read_table(table)
+    return bounds(coords) if table is None else _on_gpu()[0].read_table(table)
 
 
 @transforms.constant
@@ -400,27 +407,3 @@ def _on_gpu() -> tuple[Any, Any]:
     from sparseconv.geometry.gpu.hash_table import table
 
     return table, prefetch
-
-
-def _checked_coords(coords: torch.Tensor) -> torch.Tensor:
-    if not isinstance(coords, torch.Tensor):
-        raise TypeError(f"coords must be a torch tensor; got {type(coords).__name__}: use torch.as_tensor")
-    narrow = coords.dtype is torch.int32
-    if not narrow and (coords.is_floating_point() or coords.is_complex() or coords.dtype == torch.bool):
-        raise TypeError(f"coords must be integers; got {coords.dtype}: voxelize() turns positions into voxels")
-    shape = coords.shape
-    if len(shape) != 2 or not 2 <= shape[1] <= 5:
-        raise ValueError(f"coords must be (N, 1+D): a batch column and 1 to 4 spatial axes; got shape {tuple(shape)}")
-    if not narrow:
-        low, high = _bounds(coords)
-        if low and (min(low) < INT32.min or max(high) >= INT32.max):
-            raise ValueError(f"voxel indices must fit in 32 bits; got values from {min(low)} to {max(high)}")
-        coords = coords.int()
-    return coords.contiguous()  # integers have no gradient to be detached from
-
-
-def _floats(value: float | Sequence[float], rank: int, name: str) -> Floats:
-    values = (float(value),) * rank if isinstance(value, (int, float)) else tuple(float(v) for v in value)
-    if len(values) != rank:
-        raise ValueError(f"{name} must be one number or {rank}, one for each axis; got {value!r}")
-    return values

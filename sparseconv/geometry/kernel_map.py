@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from sparseconv import transforms
+from sparseconv.geometry.arguments import checked_device
 from sparseconv.geometry.gpu.tiles.schedule import WorkLists
 from sparseconv.gpu.streams import Moment, appending, building
 
@@ -311,7 +312,7 @@ class KernelMap:
 
     def to(self, device: torch.device | str) -> KernelMap:
         """This map with its edges on another device; itself if they are there."""
-        if torch.empty(0, device=device).device == self.device:
+        if checked_device(device) == self.device:
             return self
         self._counted()
         in_rows, out_rows, offsets = (t.to(device) for t in self._pairs)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
+from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, integers, per_axis
 
 __all__ = ["Boundary", "IndexProjection", "IndexRange"]
 
@@ -21,8 +21,9 @@ class IndexProjection:
         start(p) = matrix . p + offset        region(p) = [start(p), start(p) + shape)
 
     ``matrix`` is (D_out, D_in), ``offset``, ``shape`` and ``step`` have one integer for each of the D_out axes.
-    ``step`` is the spacing of the region's points (a dilated window visits every ``step``-th one). ``anchors`` are
-    named points of the region, given from its start, that follow it through every change, as a window's ``center``.
+    ``step`` is the spacing of the region's points (a dilated window visits every ``step``-th one, the first and the
+    last among them: ``shape - 1`` is a multiple of it). ``anchors`` are named points of the region, given from its
+    start, that follow it through every change, as a window's ``center``.
 
     The idea is that of "index projection functions" for sharding operations over tensors; exact regions of ranges
     under mixed signs, anchors, steps and preimages are added here.
@@ -41,21 +42,26 @@ class IndexProjection:
     anchors: Mapping[str, Ints] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "matrix", tuple(tuple(int(v) for v in row) for row in self.matrix))
-        for name in ("offset", "shape", "step"):
-            object.__setattr__(self, name, tuple(int(v) for v in getattr(self, name)))
-        rank = len(self.matrix)
-        object.__setattr__(self, "step", self.step or (1,) * rank)
-        if len({len(row) for row in self.matrix}) > 1:
-            raise ValueError(f"the rows of a projection matrix must have one length; got {self.matrix}")
-        for name in ("offset", "shape", "step"):
-            if len(getattr(self, name)) != rank:
-                raise ValueError(f"{name} must have {rank} entries, one a row of the matrix; got {getattr(self, name)}")
-        if min(self.shape, default=1) < 1 or min(self.step, default=1) < 1:
-            raise ValueError(f"shape and step must be positive on every axis; got {self.shape} and {self.step}")
-        for name, anchor in self.anchors.items():
-            if len(anchor) != rank:
-                raise ValueError(f"anchor {name!r} must have {rank} entries; got {anchor}")
+        rows = tuple(integers(row, "a row of the matrix") for row in self.matrix)
+        rank = len(rows)
+        if len({len(row) for row in rows}) > 1:
+            raise ValueError(f"the rows of a projection matrix must have one length; got {rows}")
+        given = {"offset": self.offset, "shape": self.shape, "step": self.step or (1,) * rank}
+        given.update({f"anchor {name!r}": anchor for name, anchor in self.anchors.items()})
+        checked = {name: integers(values, name) for name, values in given.items()}
+        for name, values in checked.items():
+            if len(values) != rank:
+                raise ValueError(f"{name} must have {rank} entries, one a row of the matrix; got {values}")
+        shape, step = checked["shape"], checked["step"]
+        if min(shape, default=1) < 1 or min(step, default=1) < 1:
+            raise ValueError(f"shape and step must be positive on every axis; got {shape} and {step}")
+        if any((n - 1) % d for n, d in zip(shape, step)):
+            last = tuple((n - 1) // d * d + 1 for n, d in zip(shape, step))
+            raise ValueError(f"a region of shape {shape} does not end on a point of step {step}: give shape {last}")
+        anchors = {name: checked[f"anchor {name!r}"] for name in self.anchors}
+        for name, value in (("matrix", rows), ("offset", checked["offset"]), ("shape", shape), ("step", step)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "anchors", anchors)
 
     # ---- named constructors
 
@@ -132,8 +138,9 @@ class IndexProjection:
 
     def __call__(self, points: torch.Tensor) -> torch.Tensor:
         """Points (..., D_in) of any integer dtype -> the starts of their regions (..., D_out) int64."""
-        if points.is_floating_point() or points.is_complex():
-            raise TypeError(f"points must be integers; got {points.dtype}")
+        if not isinstance(points, torch.Tensor) or points.is_floating_point() or points.is_complex():
+            got = points.dtype if isinstance(points, torch.Tensor) else type(points).__name__
+            raise TypeError(f"points must be a tensor of integers; got {got}")
         if points.shape[-1] != self.rank_in:
             raise ValueError(f"points must have {self.rank_in} columns; got shape {tuple(points.shape)}")
         points = points.long()
@@ -218,7 +225,9 @@ class IndexProjection:
     def compose(self, inner: IndexProjection) -> IndexProjection:
         """What this projection sees of what ``inner`` sees: points -> inner's region -> this one's region of it.
 
-        The shape is exact; the step is the coarsest spacing that visits every point seen.
+        The shape is exact; the step is the coarsest spacing that visits every point seen. An anchor is what this
+        projection's anchor of that name sees of the inner one's. Where one of the two lacks the name and its regions
+        are single points, these stand for it; where they are not, no one point bears the name any longer.
         """
         if self.rank_in != inner.rank_out:
             raise ValueError(f"cannot compose: the inner one ends in rank {inner.rank_out}, this takes {self.rank_in}")
@@ -237,7 +246,20 @@ class IndexProjection:
             math.gcd(d if c > 1 else 0, *(a * s for a, s, m in zip(row, inner.step, inner.counts) if m > 1)) or 1
             for row, d, c in zip(self.matrix, self.step, self.counts)
         )
-        return IndexProjection(matrix, offset, shape, step)
+        anchors = {}
+        for name in dict.fromkeys([*inner.anchors, *self.anchors]):
+            within, own = inner._anchor_or_point(name), self._anchor_or_point(name)
+            if within is not None and own is not None:
+                moved = (
+                    sum(a * v - min(a, 0) * (n - 1) for a, v, n in zip(row, within, inner.shape)) for row in self.matrix
+                )
+                anchors[name] = tuple(a + b for a, b in zip(own, moved))
+        return IndexProjection(matrix, offset, shape, step, anchors)
+
+    def _anchor_or_point(self, name: str) -> Ints | None:
+        """An anchor; where there is no such, the one point of a region; None where there are several."""
+        alone = (0,) * self.rank_out if all(n == 1 for n in self.shape) else None
+        return self.anchors.get(name, alone)
 
     def translate(self, delta: Sequence[int]) -> IndexProjection:
         """The same regions moved by ``delta``."""
@@ -245,8 +267,9 @@ class IndexProjection:
 
     def permute(self, axes: Sequence[int]) -> IndexProjection:
         """The same regions of the tensor whose axes are permuted as by ``Tensor.permute(axes)``."""
+        axes = integers(axes, "axes")
         if sorted(axes) != list(range(self.rank_out)):
-            raise ValueError(f"axes must be a permutation of 0..{self.rank_out - 1}; got {tuple(axes)}")
+            raise ValueError(f"axes must be a permutation of 0..{self.rank_out - 1}; got {axes}")
 
         def pick(values: Sequence) -> tuple:
             return tuple(values[a] for a in axes)
@@ -261,6 +284,7 @@ class IndexProjection:
 
     def flip(self, axis: int, size: int) -> IndexProjection:
         """The same regions of the tensor whose axis of ``size`` elements runs backwards; anchors follow."""
+        axis, size = integers((axis, size), "axis and size")
         if not -self.rank_out <= axis < self.rank_out:
             raise ValueError(f"axis must be in [{-self.rank_out}, {self.rank_out}); got {axis}")
         axis %= self.rank_out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -15,18 +15,31 @@ Ints = tuple[int, ...]
 BoundaryKind = Literal["absent", "forbid", "periodic", "negative"]
 
 
+def integers(values: Iterable[int], name: str) -> Ints:
+    """Integers, whatever Python or an array library calls them; TypeError for anything else, which is not rounded."""
+    try:
+        return tuple(map(operator.index, values))
+    except (TypeError, RuntimeError):  # torch's, of a tensor of several
+        raise TypeError(f"{name} must be integers; got {values!r}") from None
+
+
 def per_axis(value: int | Sequence[int], rank: int, name: str, minimum: int | None = None) -> Ints:
     """One integer for each of ``rank`` axes, from one integer or a sequence of them."""
-    given = tuple(value) if isinstance(value, Iterable) else (value,) * rank
+    wanted = f"{name} must be one integer or {rank} of them, one for each axis; got {value!r}"
+    if isinstance(value, (str, bytes, Set, Mapping)):
+        raise TypeError(wanted)
     try:
-        values = tuple(operator.index(v) for v in given)
-    except TypeError:
-        raise TypeError(f"{name} must be one integer or {rank} of them, one for each axis; got {value!r}") from None
-    if len(values) != rank:
-        raise ValueError(f"{name} must be one integer or {rank} of them, one for each axis; got {value!r}")
-    if minimum is not None and min(values, default=minimum) < minimum:
+        given = (operator.index(value),) * rank  # type: ignore[arg-type]
+    except (TypeError, RuntimeError, ValueError):
+        try:
+            given = integers(value, name)  # type: ignore[arg-type]
+        except TypeError:
+            raise TypeError(wanted) from None
+    if len(given) != rank:
+        raise ValueError(wanted)
+    if minimum is not None and min(given, default=minimum) < minimum:
         raise ValueError(f"{name} must be at least {minimum} on every axis; got {value!r}")
-    return values
+    return given
 
 
 @dataclass(frozen=True, init=False)
@@ -41,7 +54,7 @@ class IndexRange:
     end: Ints
 
     def __init__(self, start: Iterable[int], end: Iterable[int]) -> None:
-        first, last = tuple(map(int, start)), tuple(map(int, end))
+        first, last = integers(start, "start"), integers(end, "end")
         if len(first) != len(last):
             raise ValueError(f"start and end must have the same rank; got {first} and {last}")
         self.__dict__.update(start=first, end=last)
@@ -49,7 +62,8 @@ class IndexRange:
     @classmethod
     def of_shape(cls, shape: Sequence[int]) -> IndexRange:
         """The box of the given shape whose first point is the origin."""
-        return cls((0,) * len(shape), tuple(shape))
+        end = integers(shape, "shape")
+        return cls((0,) * len(end), end)
 
     @property
     def rank(self) -> int:
@@ -105,6 +119,7 @@ class Boundary:
     extent: IndexRange | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "extent", _as_range(self.extent))
         if self.kind not in ("absent", "forbid", "periodic", "negative"):
             raise ValueError(
                 f"a boundary is 'absent', 'forbid', 'periodic' or (for dense arrays) 'negative'; got {self.kind!r}"
@@ -150,4 +165,4 @@ class Boundary:
 
 
 def _as_range(extent: IndexRange | Sequence[int] | None) -> IndexRange | None:
-    return extent if extent is None or isinstance(extent, IndexRange) else IndexRange.of_shape(tuple(extent))
+    return extent if extent is None or isinstance(extent, IndexRange) else IndexRange.of_shape(extent)

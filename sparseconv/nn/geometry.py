@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sparseconv.geometry.arguments import no_batch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, Ints, per_axis
 from sparseconv.kinds import as_tensor, check_choice, check_count, check_kind, check_tensor
@@ -158,8 +159,10 @@ class LayerGeometry:
     def check(self, grid: VoxelGrid) -> None:
         """Raise ValueError where the grid is of another rank."""
         if grid.rank != self.rank:
+            likely = no_batch(grid.rank) if grid.rank < self.rank else "Columns that are no position are features"
             raise ValueError(
-                f"the layer was made for rank {self.rank}, the grid has rank {grid.rank}: pass rank={grid.rank}"
+                f"the layer was made for rank {self.rank}, the grid has rank {grid.rank}. {likely}. Where the grid is "
+                f"meant to have {grid.rank} spatial axes, pass rank={grid.rank} to the layer"
             )
 
     def __repr__(self) -> str:

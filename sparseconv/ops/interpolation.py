@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.grid import INT32, VoxelGrid
+from sparseconv.geometry.arguments import INT32
+from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_choice, check_tensor
 from sparseconv.ops.rows import check_grid, check_rows

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from sparseconv.backends.registry import BACKENDS
-from sparseconv.geometry.edges import Window
+from sparseconv.geometry.arguments import check_box, no_batch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary
+from sparseconv.geometry.window import Window
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 Axes = int | Sequence[int]
@@ -30,16 +31,44 @@ def checked_window(
     boundary: Boundary | str,
     groups: int,
     backend: str,
+    deterministic: bool | None = None,
 ) -> tuple[Window, Boundary]:
     """What both constructors take, checked: the window and the boundary."""
     if not isinstance(source, VoxelGrid):
         raise TypeError(f"source must be a VoxelGrid; got {type(source).__name__}")
+    if isinstance(kernel_size, Sequence) and len(kernel_size) == source.rank + 1:
+        raise ValueError(f"kernel_size {kernel_size} has an axis more than {source}: {no_batch(source.rank)}")
+    check_groups(groups)
+    if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
+        raise (ValueError if isinstance(backend, str) else TypeError)(
+            f"no backend {backend!r}; there are {', '.join(BACKENDS)}, and 'auto'"
+        )
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True, False or None; got {deterministic!r}")
+    window = Window.of(source.rank, kernel_size, stride, dilation, padding, taps)
+    return window, checked_boundary(boundary, source.rank)
+
+
+def check_groups(groups: int) -> None:
+    """Raise for what is no number of channel groups."""
+    if isinstance(groups, bool) or not isinstance(groups, int):
+        raise TypeError(f"groups must be an integer; got {groups!r}")
     if groups < 1:
         raise ValueError(f"groups must be at least 1; got {groups}")
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"no backend {backend!r}; there are {', '.join(BACKENDS)}, and 'auto'")
-    window = Window.of(source.rank, kernel_size, stride, dilation, padding, taps)
-    return window, boundary if isinstance(boundary, Boundary) else _plain_boundary(boundary)
+
+
+def checked_boundary(boundary: Boundary | str, rank: int) -> Boundary:
+    """A boundary whose extent, where it has one, is a box of that rank within 32 bits."""
+    if isinstance(boundary, str):
+        return _plain_boundary(boundary)
+    if not isinstance(boundary, Boundary):
+        raise TypeError(f"boundary must be 'absent', 'forbid' or a Boundary; got {boundary!r}")
+    extent = boundary.extent
+    if extent is not None:
+        if extent.rank != rank:
+            raise ValueError(f"the boundary's extent must have {rank} axes, as the grid has; got {extent}")
+        check_box(extent, "the boundary's extent")
+    return boundary
 
 
 @cache

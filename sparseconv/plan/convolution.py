@@ -11,14 +11,22 @@ import torch
 from sparseconv import transforms
 from sparseconv.autograd import convolution, fused_convolution
 from sparseconv.backends.base import Request
-from sparseconv.geometry.edges import Window, coarse_grid, find_edges, fine_grid, fits
+from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
+from sparseconv.geometry.window import Window
 from sparseconv.kinds import as_device, check_count, check_tensor
 from sparseconv.numbered_maps import number_of
-from sparseconv.plan.arguments import OPERANDS, Axes, as_epilogue, autocast, check_operands, checked_window
+from sparseconv.plan.arguments import (
+    OPERANDS,
+    Axes,
+    as_epilogue,
+    autocast,
+    check_operands,
+    checked_window,
+)
 from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.weights import by_tap, packed
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
@@ -74,19 +82,24 @@ class ConvolutionPlan:
         backend: str = "auto",
         deterministic: bool | None = None,
     ) -> None:
-        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+        window, edge = checked_window(
+            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, deterministic
+        )
         if isinstance(target, VoxelGrid):
+            check_pair(source, target, window)
             if fits(target, source, window, edge) is not target:
                 raise ValueError(f"some windows of the given target leave the extent {edge.extent or source.extent}")
             coarse = target
-        elif target == "full" or (target is None and window.is_strided):
+        elif (isinstance(target, str) and target == "full") or (target is None and window.is_strided):
             coarse = coarse_grid(source, window, edge)
         elif target is None:
             coarse = fits(source, source, window, edge)
         else:
-            raise ValueError(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
+            kind = ValueError if isinstance(target, str) else TypeError
+            raise kind(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
         self._join(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
-        if window.is_tiling and coarse is not target and edge.kind == "absent":
+        reached = coarse is not target and coarse is not source  # every voxel of the source lies in some window
+        if window.is_tiling and edge.kind == "absent" and (reached or self.kernel_map.identity_tap is not None):
             self.kernel_map.meets_all = True
             if source.count is None or self.kernel_map.padded:
                 self.kernel_map.num_pairs = len(source)  # which then waits for no count of the device
@@ -111,7 +124,11 @@ class ConvolutionPlan:
 
         Arguments are those of `ConvolutionPlan`. To invert an earlier plan exactly, use its `transpose()`.
         """
-        window, edge = checked_window(source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend)
+        window, edge = checked_window(
+            source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, deterministic
+        )
+        if target is not None and not isinstance(target, VoxelGrid):
+            raise TypeError(f"target of a transposed plan must be a VoxelGrid or None; got {target!r}")
         fine = fine_grid(source, window, edge) if target is None else target
         return cls.between(source, fine, window, edge, kernel_size is not None, groups, backend, True)
 

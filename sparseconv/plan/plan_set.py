@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import torch
 
-from sparseconv.geometry.edges import Window
+from sparseconv.geometry.arguments import checked_device
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary
+from sparseconv.geometry.window import Window
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import TorchDispatchMode
@@ -103,7 +104,7 @@ class PlanSet:
 
     def to(self, device: torch.device | str) -> PlanSet:
         """The grids and plans on another device; itself if they are there."""
-        if torch.empty(0, device=device).device == self.grid.device:
+        if checked_device(device) == self.grid.device:
             return self
         return PlanSet(_assemble(_dismantle(self.grid), lambda t: t.to(device)))
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from sparseconv.geometry.edges import Window, coarse_grid
+from sparseconv.geometry.edges import coarse_grid
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
+from sparseconv.geometry.window import Window
 from sparseconv.plan.convolution import ConvolutionPlan
 
 

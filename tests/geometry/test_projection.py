@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -113,6 +114,74 @@ def test_translate_permute_and_flip_move_every_point(data):
     mirrored = {tuple(size - 1 - v if i == axis % rank else v for i, v in enumerate(q)) for q in before}
     assert seen(projection.flip(axis, size), point) == mirrored
     assert projection.flip(axis, size).flip(axis, size) == projection
+
+
+def with_anchors(draw, projection: IndexProjection, names: str) -> IndexProjection:
+    box = IndexRange.of_shape(projection.shape)
+    anchors = {n: tuple(draw(st.integers(a, b - 1)) for a, b in zip(box.start, box.end)) for n in names}
+    return dataclasses.replace(projection, anchors=anchors)
+
+
+@given(st.data())
+def test_composed_anchors_are_the_anchors_of_anchors(data):
+    inner = with_anchors(data.draw, data.draw(projections()), "ab")
+    outer = with_anchors(data.draw, data.draw(projections(rank_in=inner.rank_out)), "bc")
+    both = outer.compose(inner)
+    point = torch.tensor([data.draw(st.lists(SMALL, min_size=inner.rank_in, max_size=inner.rank_in))])
+    want = {"b": outer.anchor("b", inner.anchor("b", point))}
+    if set(outer.shape) == {1}:
+        want["a"] = outer(inner.anchor("a", point))
+    if set(inner.shape) == {1}:
+        want["c"] = outer.anchor("c", inner(point))
+    assert set(both.anchors) == set(want)
+    for name, place in want.items():
+        assert torch.equal(both.anchor(name, point), place)
+
+
+def test_the_centre_of_a_chain_of_windows():
+    both = IndexProjection.window((3,), stride=2).compose(IndexProjection.window((4,), stride=3))
+    points = torch.arange(-3, 4)[:, None]
+    assert torch.equal(both.anchor("center", points), 6 * points)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
+def test_a_shape_that_ends_between_two_points_is_refused(shape, data):
+    step = data.draw(st.lists(st.integers(1, 4), min_size=len(shape), max_size=len(shape)))
+    rank = len(shape)
+    identity = tuple(tuple(int(i == j) for j in range(rank)) for i in range(rank))
+    points = [list(range(0, n, d)) for n, d in zip(shape, step)]
+    if all(axis[-1] == n - 1 for axis, n in zip(points, shape)):
+        projection = IndexProjection(identity, (0,) * rank, tuple(shape), tuple(step))
+        assert seen(projection, (0,) * rank) == set(itertools.product(*points))
+    else:
+        with pytest.raises(ValueError, match="does not end on a point of step"):
+            IndexProjection(identity, (0,) * rank, tuple(shape), tuple(step))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: IndexProjection(((1.9,),), (0,), (2,)),
+        lambda: IndexProjection(((1,),), (0.7,), (2,)),
+        lambda: IndexProjection(((1,),), (0,), (2.0,)),
+        lambda: IndexProjection(((1,),), (0,), (3,), (2.0,)),
+        lambda: IndexProjection(((1,),), (0,), (3,), anchors={"center": (0.5,)}),
+        lambda: IndexProjection(((1,),), ("0",), (2,)),
+        lambda: IndexProjection.linear((1.5,)),
+        lambda: IndexProjection.window((3,), padding=0.5),
+        lambda: IndexProjection.window((3,)).translate((0.5,)),
+        lambda: IndexProjection.window((3,)).flip(0, 7.5),
+        lambda: IndexProjection.window((3,)).permute((0.0,)),
+        lambda: IndexRange((0.5,), (2,)),
+        lambda: IndexRange((0,), (2.9,)),
+        lambda: IndexRange.of_shape((2.5,)),
+        lambda: IndexRange(0, 1),
+        lambda: Boundary.periodic((2.5,)),
+    ],
+)
+def test_floats_are_not_rounded(make):
+    with pytest.raises(TypeError, match="integer"):
+        make()
 
 
 @given(st.integers(1, 3), st.data())

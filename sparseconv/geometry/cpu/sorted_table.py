@@ -41,7 +41,7 @@ class KeySpace:
         """Which rows of coords (M, 1+D) have a key, (M,) bool."""
         inside = torch.ones(coords.shape[0], dtype=torch.bool, device=coords.device)
         for axis, (low, size) in enumerate(zip(self.low, self.size)):
-            column = coords[:, axis]
+            column = coords[:, axis].long()  # a narrow one is compared with a bound that wraps round
             inside &= (column >= low) & (column < low + size)
         return inside
 

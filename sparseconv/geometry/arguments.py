@@ -1,0 +1,137 @@
+"""What grids are given, checked before anything is built: coordinates, sizes, boxes, devices."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.ranges import IndexRange, Ints
+
+INT32 = torch.iinfo(torch.int32)
+Floats = tuple[float, ...]
+#: dtypes that coordinates come in
+INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+#: batch items at most, and rows that one call may make of each other, some GB
+MOST_ITEMS, MOST_ROWS = 2**31, 2**27
+
+
+def no_batch(rank: int) -> str:
+    """What to do where coords of ``rank`` + 1 columns were meant as voxels of that many axes."""
+    return (
+        f"coords are (N, 1+D), the batch item first. If these are voxels of one scene in {rank + 1} axes, they "
+        "lack the batch column: torch.nn.functional.pad(coords, (1, 0))"
+    )
+
+
+def checked_tensor(given: Any, name: str, wanted: str) -> torch.Tensor:
+    """A plain tensor; TypeError for arrays, lists, and tensors without one value a place."""
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{name} must be a torch tensor, {wanted}; got {type(given).__name__}: use torch.as_tensor")
+    if given.layout is not torch.strided or given.is_quantized:
+        kind = f"layout {given.layout}" if given.layout is not torch.strided else f"dtype {given.dtype}"
+        raise TypeError(f"{name} must be a plain torch tensor, {wanted}; got {kind}: use .to_dense() or .dequantize()")
+    if given.is_meta:
+        raise ValueError(f"{name} must be a torch tensor with values, {wanted}; got one on meta")
+    return given
+
+
+def checked_coords(coords: torch.Tensor) -> torch.Tensor:
+    """The coords of a grid as contiguous int32."""
+    checked_tensor(coords, "coords", "(N, 1+D) integers")
+    narrow = coords.dtype is torch.int32
+    if not narrow and coords.dtype not in INTEGERS:
+        advice = "voxelize() turns positions into voxels" if coords.is_floating_point() else "use int32"
+        raise TypeError(f"coords must be integers; got {coords.dtype}: {advice}")
+    shape = coords.shape
+    if len(shape) != 2 or not 2 <= shape[1] <= 5:
+        turned = len(shape) == 2 and 2 <= shape[0] <= 5
+        raise ValueError(
+            f"coords must be (N, 1+D): a batch column and 1 to 4 spatial axes; got shape {tuple(shape)}"
+            + (": pass coords.T where rows and columns are exchanged" if turned else "")
+        )
+    if not narrow:
+        low, high = bounds(coords)
+        if low:
+            check_indices(low, high)
+        coords = coords.int()
+    return coords.contiguous()  # integers have no gradient to be detached from
+
+
+def bounds(coords: torch.Tensor) -> tuple[Ints, Ints]:
+    """Smallest and largest value of each column, read from the device at once; empty where there is no row."""
+    if coords.shape[0] == 0:
+        return (), ()
+    low, high = torch.stack(torch.aminmax(coords, dim=0)).tolist()
+    return tuple(low), tuple(high)
+
+
+def check_indices(low: Sequence[int], high: Sequence[int]) -> None:
+    """Raise ValueError where indices from ``low`` to ``high`` are past 32 bits; the last is for the end of boxes."""
+    if min(low) < INT32.min or max(high) >= INT32.max:
+        raise ValueError(f"voxel indices must fit in 32 bits; got values from {min(low)} to {max(high)}")
+
+
+def check_box(box: IndexRange, what: str) -> None:
+    """Raise ValueError where a box of voxels leaves 32 bits."""
+    if box.rank and (min(box.start) < INT32.min or max(box.end) > INT32.max):
+        raise ValueError(f"{what} must lie within 32 bits, from {INT32.min} to {INT32.max}; got {box}")
+
+
+def check_rows(count: int, what: str) -> None:
+    """Raise ValueError for more rows than one call makes."""
+    if count > MOST_ROWS:
+        raise ValueError(f"{what} would have {count:,} rows, more than {MOST_ROWS:,}: take smaller steps")
+
+
+def checked_batch_size(batch_size: Any) -> int:
+    """A number of batch items."""
+    try:
+        size = operator.index(batch_size)
+    except (TypeError, RuntimeError):
+        raise TypeError(f"batch_size must be an integer; got {batch_size!r}") from None
+    if not 0 <= size < MOST_ITEMS:
+        raise ValueError(f"batch_size must be from 0 to {MOST_ITEMS - 1}; got {size}")
+    return size
+
+
+def numbers(value: Any, rank: int, name: str, positive: bool = False) -> Floats:
+    """One finite number for each of ``rank`` axes, from one or a sequence of them."""
+    wanted = f"{name} must be one number or {rank}, one for each axis; got {value!r}"
+    if isinstance(value, (str, bytes, Set, Mapping)) or value is None:
+        raise TypeError(wanted)
+    try:
+        values = (float(value),) * rank
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        try:
+            values = tuple(float(v) for v in value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise TypeError(wanted) from None
+    if len(values) != rank:
+        raise ValueError(f"{wanted}. {no_batch(rank)}" if len(values) == rank + 1 else wanted)
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"{name} must be finite; got {value!r}")
+    if positive and min(values) <= 0:
+        raise ValueError(f"{name} must be positive; got {value!r}")
+    return values
+
+
+def checked_device(device: Any) -> torch.device:
+    """A device that memory can be had of, by its full name."""
+    try:
+        place = torch.empty(0, device=torch.device(device)).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"no device {device!r} can be used here: {str(error).splitlines()[0]}") from None
+    except TypeError:
+        raise TypeError(f"device must be a torch.device or its name; got {device!r}") from None
+    if place.type == "meta":
+        raise ValueError("the device meta keeps no values: a grid has to have them")
+    return place
+
+
+def row(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Integers as a row that coords on a device are compared or moved with, int64."""
+    return torch.tensor(values, dtype=torch.int64, device=like.device)

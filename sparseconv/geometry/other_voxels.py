@@ -1,0 +1,60 @@
+"""Voxels made of voxels: coarser ones, finer ones, those near by; each refused before it leaves 32 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from sparseconv.geometry.arguments import INT32, bounds, check_box, check_rows, row
+from sparseconv.geometry.cpu.sorted_table import KeySpace
+from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
+
+
+def unique_coords(coords: torch.Tensor) -> torch.Tensor:
+    """The distinct rows of coords (M, 1+D) of any integer dtype, int32 in lexicographic order."""
+    low, high = bounds(coords)
+    if not low:
+        return coords
+    box = IndexRange(low, tuple(h + 1 for h in high))
+    check_box(box, "voxels")
+    return KeySpace.covering(box).coords(torch.unique(KeySpace.covering(box).keys(coords)))
+
+
+def checked_factors(factor: int | Sequence[int], rank: int) -> Ints:
+    """By how much voxels are coarser or finer, an axis."""
+    factors = per_axis(factor, rank, "factor", 1)
+    if max(factors) > INT32.max:
+        raise ValueError(f"factor must fit in 32 bits on every axis; got {factor!r}")
+    return factors
+
+
+def coarser(coords: torch.Tensor, factors: Ints) -> torch.Tensor:
+    """The voxels floor(c / factor) of coords (N, 1+D), (M, 1+D) int32 in lexicographic order."""
+    return unique_coords(torch.div(coords.long(), row((1, *factors), coords), rounding_mode="floor"))
+
+
+def finer(coords: torch.Tensor, extent: IndexRange, factors: Ints) -> torch.Tensor:
+    """The factor^D parts of each voxel of coords (N, 1+D), side by side, (M, 1+D) int64."""
+    start, end = (tuple(v * f for v, f in zip(side, factors)) for side in (extent.start, extent.end))
+    check_box(IndexRange(start, end), "the finer voxels")
+    check_rows(max(1, len(coords)) * math.prod(factors), "the finer grid")
+    parts = _points(IndexRange.of_shape((1, *factors)), coords)
+    return ((coords.long() * row((1, *factors), coords))[:, None] + parts).reshape(-1, coords.shape[1])
+
+
+def near(coords: torch.Tensor, extent: IndexRange, reach: Ints) -> torch.Tensor:
+    """The voxels within ``reach`` cells of coords (N, 1+D) along each axis, (M, 1+D) int32 in lexicographic order."""
+    start, end = (v - r for v, r in zip(extent.start, reach)), (v + r for v, r in zip(extent.end, reach))
+    check_box(IndexRange(start, end), "the dilated voxels")
+    check_rows(
+        max(1, len(coords)) * math.prod(2 * r + 1 for r in reach), "the dilated grid, with each voxel's own box,"
+    )
+    moves = _points(IndexRange((0, *(-r for r in reach)), (1, *(r + 1 for r in reach))), coords)
+    return unique_coords((coords.long()[:, None] + moves).reshape(-1, coords.shape[1]))
+
+
+def _points(box: IndexRange, like: torch.Tensor) -> torch.Tensor:
+    """The points of a box (M, 1+D) int64, last axis fastest."""
+    return torch.cartesian_prod(*(torch.arange(a, b, device=like.device) for a, b in zip(box.start, box.end)))

@@ -1,0 +1,44 @@
+"""Some random geometries, of the many that ``python -m tests.fuzz geometries`` draws."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.fuzz import geometries, workers
+
+
+def test_some_geometries_are_those_of_the_oracle() -> None:
+    ended = Counter(geometries.run(2, number) for number in range(200))
+    assert set(ended) == {"the same", "refused"}, ended
+    assert ended["the same"] > 100
+
+
+def test_a_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = geometries._plan_by_package
+
+    def lost(case: geometries.Case) -> dict:
+        answer = plain(case)
+        answer["edges"] = answer["edges"][1:]
+        return answer
+
+    monkeypatch.setattr(geometries, "_plan_by_package", lost)
+    ended = {geometries.run(2, number) for number in range(60)}
+    assert "different: ['edges']" in ended
+
+
+def end(seed: int, number: int) -> str:
+    """Ends the process at one number and never ends at another."""
+    if number == 2:
+        import os
+
+        os._exit(11)
+    while number == 4:
+        pass
+    return str(number)
+
+
+def test_crashes_and_hangs_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "LIMIT", 1.0)
+    assert workers.answers(end, 6, 0) == ["0", "1", "crash", "3", "hang", "5"]
