@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections import Counter
@@ -56,13 +55,14 @@ class Captured:
     """The forward of a captured module. `explain` says what it does."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._begin(module, None)
-        self._plain = module.__dict__.get("forward")
+        self._begin(module, None, module.__dict__.get("forward"))
 
-    def _begin(self, module: torch.nn.Module, instead: Callable[[Captured], None] | None) -> None:
+    def _begin(
+        self, module: torch.nn.Module, instead: Callable[[Captured], None] | None, own: Callable[..., Any] | None = None
+    ) -> None:
         self.module = module
         #: a forward of the module's own, where it is not that of its class
-        self._plain: Callable[..., Any] | None = None
+        self._plain: Callable[..., Any] | None = own
         self._kinds: dict[Any, _Kind] = {}
         self.eager: Counter[str] = Counter()
         #: what `accelerate` does where nothing of the call can be captured

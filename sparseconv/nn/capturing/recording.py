@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.geometry.aside import Aside, forget_workspaces, reporting
 from sparseconv.geometry.fixed_grid import FixedGrid, fault_of, forget_tables, put_scene
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.gpu.streams import SideStreams, forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.padding import Guard, LiveRows, Seen
 from sparseconv.nn.capturing.region import Kind, Limits, Scene, Shape, kind_of, watched
@@ -147,6 +147,7 @@ class Recording:
             family = grids[0].family
             answer = Answer(out, self._given, family, self._constants)
             self._report(answer, grids[0], family)
+            self._grid_now = grids[0]
             torch.clear_autocast_cache()
             return answer
 
@@ -309,21 +310,21 @@ class Recording:
         stream = torch.cuda.Stream(device, priority=-1)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            summed = self._once_aside(device)  # what is timed on first use is timed here
+            summed = self._once_on_streams(device)  # what is timed on first use is timed here
         torch.cuda.current_stream(device).wait_stream(stream)
         forget_workspaces()
         self._forward = torch.cuda.CUDAGraph()
 
         @contextmanager
-        def captured(graph: torch.cuda.CUDAGraph, aside: Aside, pool: Any = None) -> Iterator[None]:
+        def captured(graph: torch.cuda.CUDAGraph, side: SideStreams, pool: Any = None) -> Iterator[None]:
             mode = "thread_local"  # what other threads ask of the device is no part of it
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode), aside.run():
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode), side.run():
                 yield
                 forget_workspaces()
 
         with torch.cuda.stream(stream):
-            aside, other = Aside(device), Aside(device, summed)
-        self.answer = self.run(lambda: captured(self._forward, aside))
+            side, other = SideStreams(device), SideStreams(device, summed)
+        self.answer = self.run(lambda: captured(self._forward, side))
         if self.trains:
             self._backward = torch.cuda.CUDAGraph()
             with captured(self._backward, other, self._forward.pool()):
@@ -332,12 +333,12 @@ class Recording:
                 self._gather(found)
         self._finish()
 
-    def _once_aside(self, device: torch.device) -> bool:
+    def _once_on_streams(self, device: torch.device) -> bool:
         """A run as it will be captured. Returns whether gradients may be summed on a stream of their own."""
-        aside = Aside(device)
-        answer = self.run(lambda: aside.run())
+        side = SideStreams(device)
+        answer = self.run(lambda: side.run())
         if self.trains:
-            again = Aside(device)
+            again = SideStreams(device)
             with again.run():
                 found = self._find(answer)
                 again.settle(found)
@@ -363,6 +364,7 @@ class Recording:
         answer = self.answer
         self.rows_of = answer.rows()
         self.results = [t.detach() for t in answer.tensors]
+        self._alive = self._grid_now  # with the grids and maps made of it, which the graphs read
         self._voxels = dict(answer.voxels)
         self._voxels_there = self._voxels_now if self._voxels else None
         answer.forget()

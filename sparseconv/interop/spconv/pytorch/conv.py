@@ -51,6 +51,8 @@ class SparseConvolution(SparseModule):
     (C_in, C_out).
     """
 
+    is_convolution = True
+
     def __init__(
         self,
         ndim: int,
