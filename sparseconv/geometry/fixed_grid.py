@@ -359,11 +359,11 @@ class FixedGrid(VoxelGrid):
 
 
 def forget_tables(example: VoxelGrid) -> None:
-    """Let go of the tables by which an example's maps were built, where their sizes are all that will be asked for."""
+    """Let go of an example's tables, plans and maps, where their sizes are all that will be asked for."""
     example._cells = example._search = None
-    for kept in (*example.sizes.reached.values(), *example.derived.values()):
-        if isinstance(kept, VoxelGrid):
-            forget_tables(kept)
+    example.derived.clear()
+    for kept in example.sizes.reached.values():
+        forget_tables(kept)
 
 
 def fault_of(value: int) -> str | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
+import linecache
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,13 @@ class Seen(TorchDispatchMode):
 
 def _place() -> str | None:
     """Where in the caller's files an operation is; None where this library asks for it, whose replays are its own."""
-    for frame in reversed(traceback.extract_stack()):
-        name = frame.filename
-        if name == __file__ or "/torch/" in name or name.startswith("<"):
-            continue
-        return None if name.startswith(HERE) else f"at {Path(name).name}:{frame.lineno}: {frame.line}"
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name != __file__ and "/torch/" not in name and not name.startswith("<"):
+            if name.startswith(HERE):
+                return None
+            line = linecache.getline(name, frame.f_lineno).strip()
+            return f"at {Path(name).name}:{frame.f_lineno}: {line}"
+        frame = frame.f_back
     return None
