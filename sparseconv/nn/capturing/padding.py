@@ -55,7 +55,15 @@ class LiveRows(TorchFunctionMode):
         return batch_norm_of_rows(input, count, weight, bias, running_mean, running_var, momentum, eps)
 
 
-class Guard(TorchDispatchMode):
+class _Watching(TorchDispatchMode):
+    """A mode that torch's compiler need not know of: else each call would import that, which takes seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Guard(_Watching):
     """Within it, an operation that no graph can hold raises `CannotCapture` and says where it is.
 
     Args:
@@ -87,7 +95,7 @@ class Guard(TorchDispatchMode):
         return found
 
 
-class Seen(TorchDispatchMode):
+class Seen(_Watching):
     """Within it, the tensors that operations make are noted: those that come before a region."""
 
     def __init__(self) -> None:
