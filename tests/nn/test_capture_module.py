@@ -271,6 +271,36 @@ def test_a_gradient_belongs_to_whoever_holds_it():
     same(first, kept, 0.0)
 
 
+def test_results_are_forgotten_without_a_collection():
+    net = make("detector")
+    nn.capture(net)
+    for seed in range(4):
+        step(net, detect, seed)
+    assert replays(net) == 2
+    gc.collect()
+    gc.disable()
+    try:
+        out = detect(net, 4)
+        seen = weakref.ref(out[0])
+        del out
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_a_loss_of_the_step_before_may_be_kept():
+    net, twin = small(), small()
+    nn.capture(net)
+    kept = []
+    for seed in range(5):
+        for both in (net, twin):
+            both.zero_grad(set_to_none=True)
+            kept.append(through(both, seed)[0].square().sum())
+            kept[-1].backward()
+        same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+    assert replays(net) == 3, nn.explain(net)
+
+
 def test_an_optimizer_trains_a_captured_network_like_an_eager_one():
     net, twin = ready()
     optimizers = [torch.optim.AdamW(both.parameters(), 1e-2) for both in (net, twin)]

@@ -221,7 +221,8 @@ class Captured:
             return self._eagerly(why or "nothing is captured", args, kwargs)
         kind.replays += 1
         if recording.trains:
-            tensors, kind.pending = replayed(recording, self, given, scene)
+            inputs = given.copied()  # containers that the results are not put into: no circle holds them
+            tensors, kind.pending = replayed(recording, self, inputs, scene)
         else:
             tensors = recording.taken_results()
         return recording.answer.filled(given, tensors, recording.grids(), scene.shape)

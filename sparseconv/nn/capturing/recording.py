@@ -55,6 +55,8 @@ class Recording:
     ) -> None:
         self._call, self._module, self._given, self._path = call, module, given, path
         self.sizes, self.parameters, self._wanted = sizes, list(parameters), wanted
+        #: what gradients are taken of: the parameters, or while recording other leaves over their memory
+        self._starts: list[torch.Tensor] = self.parameters
         self._device, features = example.features.device, example.features
         self.trains = bool(self.parameters) or features.requires_grad
         self._of_features = features.requires_grad
@@ -244,7 +246,7 @@ class Recording:
         Raises:
             CannotCapture: and why.
         """
-        with torch.inference_mode(False), self.unseen():
+        with torch.inference_mode(False), self.unseen(), self._as_leaves():
             self.load(scene, self._given)
             with torch.set_grad_enabled(self.trains):
                 self._guarded()
@@ -301,7 +303,7 @@ class Recording:
     def _find(self, answer: Answer) -> list[torch.Tensor | None]:
         """Gradients of the features and of the parameters, from those of the results."""
         ends = [answer.tensors[i] for i in self.taken]
-        starts = ([self._leaf] if self._of_features else []) + self.parameters
+        starts = ([self._leaf] if self._of_features else []) + self._starts
         with torch.autograd.set_multithreading_enabled(False):
             return list(torch.autograd.grad(ends, starts, self.grads, allow_unused=True))
 
@@ -474,6 +476,31 @@ class Recording:
             with torch.no_grad():
                 for now, before in zip(self._buffers, self._kept):
                     torch._foreach_copy_(now, before)
+
+    @contextmanager
+    def _as_leaves(self) -> Iterator[None]:
+        """Within it, the module has other parameters over the same memory.
+
+        A parameter's end of a gradient's graph belongs to the stream on which it was made, and lives as long as any
+        graph does, such as that of a loss from the step before. A capture may not wait for that stream.
+        """
+        others: dict[int, torch.nn.Parameter] = {}
+        held = [m._parameters for m in self._module.modules() if m._parameters]
+        before = [dict(parameters) for parameters in held]
+        for parameters in held:
+            for name, p in parameters.items():
+                if p is not None:
+                    other = others.setdefault(id(p), torch.nn.Parameter(p.detach(), p.requires_grad))
+                    parameters[name] = other
+        known = self._constants
+        self._constants = known | {id(other) for other in others.values()}
+        self._starts = [others.get(id(p), p) for p in self.parameters]
+        try:
+            yield
+        finally:
+            for parameters, kept in zip(held, before):
+                parameters.update(kept)
+            self._starts, self._constants = self.parameters, known
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
