@@ -1,4 +1,4 @@
-"""``python -m benchmarks gpu | cpu | network | verify | plot | readme``: the tables that are kept in the repository.
+"""``python -m benchmarks gpu | cpu | network | golden | verify | plot | readme``: the tables that the repository keeps.
 
 Cases, judge, clocks and our implementations are those of ``sparseconv bench``.
 """
@@ -218,6 +218,20 @@ def _file(what: str, device: str, quick: bool) -> Path:
 def _pictures(out: Path) -> Path:
     """Beside a results file, or in the documentation if that is committed."""
     return PICTURES if out.parent == RESULTS else out.parent
+
+
+@app.command()
+def golden(
+    json: Annotated[Path | None, typer.Option(help="Write the hashes here.")] = None,
+    against: Annotated[Path | None, typer.Option(help="Compare with the hashes in this file.")] = None,
+    device: Annotated[str | None, typer.Option(help="'cuda' or 'cpu'; default: a card, where there is one.")] = None,
+    case: CaseNames = None,
+    small: Annotated[bool, typer.Option(help="The small scenes alone.")] = False,
+) -> None:
+    """Hashes of every array of kernel maps, to compare two versions bit by bit; exit 1 where one differs."""
+    from benchmarks.golden import run
+
+    raise typer.Exit(run(json, against, device, case, small))
 
 
 if __name__ == "__main__":

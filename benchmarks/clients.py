@@ -213,9 +213,9 @@ def measure(args: argparse.Namespace, name: str, dtype: str, detectors: Any, spu
     row["voxels"] = [len(s[1]) for s in scenes]
     twin = copy.deepcopy(net) if args.check else None
     if args.accelerate:
-        from sparseconv import nn
+        import sparseconv as sc
 
-        nn.accelerate(net)
+        sc.accelerate(net)
 
     def autocast() -> Any:
         kind = torch.bfloat16 if dtype == "bf16" else torch.float16
@@ -248,10 +248,13 @@ def measure(args: argparse.Namespace, name: str, dtype: str, detectors: Any, spu
     if args.busy:
         row["step"] |= busy(step, scenes)
     net.eval()
-    with torch.inference_mode():
-        row["inference"] = timed(forward, scenes, args.repeats)
-        if args.busy:
-            row["inference"] |= busy(forward, scenes)
+    try:
+        with torch.inference_mode():
+            row["inference"] = timed(forward, scenes, args.repeats)
+            if args.busy:
+                row["inference"] |= busy(forward, scenes)
+    except RuntimeError as error:  # of a library that has no kernel for it
+        row["inference_error"] = str(error).strip().splitlines()[-1][:200]
     if args.accelerate:
         from sparseconv import nn
 

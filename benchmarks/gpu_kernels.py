@@ -30,9 +30,10 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     conv_candidates,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.schedule import build_schedule
 from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe
+from sparseconv.geometry.gpu.tiles.schedule import WorkLists
 from sparseconv.geometry.kernel_map import KernelMap
+from tests.twins import build_schedule
 
 #: (case, channels) of the comparison with other libraries
 CASES = [
@@ -272,8 +273,8 @@ def conv(data: str, cases) -> None:
             orders["morton"] = {"chunk_rows": 128, "base_order": near}
         for order, options in orders.items():
             kernel_map.prepared.clear()
-            name = "chunked schedule" if options else "schedule"
-            kernel_map.prepared[name] = tiles = build_schedule(kernel_map.neighbors, 27, 128, **options)
+            tiles = build_schedule(kernel_map.neighbors, 27, 128, **options)
+            kernel_map.work_lists = WorkLists(bases={bool(options): tiles})
             waste = float(tiles.tile_counts.sum()) * 128 / kernel_map.num_pairs
             note(case=case, c=c, order=order, waste=waste)
             expected: dict[bool, Any] = {}
@@ -351,6 +352,7 @@ def weight(data: str, cases) -> None:
     for case, c in cases:
         _, kernel_map = load(case, data)
         kernel_map.prepared.clear()
+        kernel_map.work_lists = WorkLists()
         x, w, g = operands(kernel_map, c, c, torch.float16)
         out = torch.empty_like(w)
         want = None
@@ -493,10 +495,9 @@ def graph_timed(run) -> float:
 def step(data: str, cases) -> None:
     """The three verbs as the backend runs them, timed choice beside the estimate alone, with the memory they take."""
     for case, c in cases:
-        coords, kernel_map = load(case, data)
+        _, kernel_map = load(case, data)
         kernel_map.prepared.clear()
-        if kernel_map.num_out >= 500_000:
-            kernel_map.prepared["row_order"] = morton(coords)
+        kernel_map.work_lists = WorkLists()
         x, w, g = operands(kernel_map, c, c, torch.float16)
         row = {}
         for tuned in ("1", "0"):

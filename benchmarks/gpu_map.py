@@ -18,12 +18,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sparseconv.backends.triton_implicit_gemm.build import build_schedule
-from sparseconv.backends.triton_implicit_gemm.schedule import ROW_BITS
-from sparseconv.geometry.triton_neighbors import search_window
-from sparseconv.geometry.triton_pairs import pairs_of, pairs_torch
-from sparseconv.geometry.triton_table import build_table
-from sparseconv.geometry.triton_window import encode_window
+from sparseconv.geometry.gpu.hash_table.table import build_table
+from sparseconv.geometry.gpu.pairs.pair_lists import pairs_of
+from sparseconv.geometry.gpu.tiles.build import build_schedule
+from sparseconv.geometry.gpu.tiles.schedule import ROW_BITS
+from sparseconv.geometry.gpu.window.search import search_window
+from sparseconv.geometry.gpu.window.taps import encode_window
+from tests.twins import pairs_torch
 
 OFFSETS = tuple(itertools.product((-1, 0, 1), repeat=3))
 #: case -> (must, goal) in ms
@@ -77,10 +78,10 @@ def neighbors_searched(coords: torch.Tensor) -> torch.Tensor:
     return table
 
 
-def make_map(coords: torch.Tensor, blocked: bool | None = None, block_m: int = 128):
+def make_map(coords: torch.Tensor, block_m: int = 128):
     """Everything for a submanifold 3 x 3 x 3 convolution."""
-    table = build_table(coords, blocked=blocked)
-    window = encode_window(OFFSETS, (1, 1, 1), None, coords.device, not table.blocked)
+    table = build_table(coords)
+    window = encode_window(OFFSETS, (1, 1, 1), None, coords.device)
     search = search_window(table, table.coords, window)
     schedule = build_schedule(search, block_m)
     pairs = pairs_of(search)

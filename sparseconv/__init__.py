@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sparseconv import pointwise as pointwise
     from sparseconv import products as products
     from sparseconv import viz as viz
+    from sparseconv.nn import accelerate as accelerate
 
 __version__ = "0.1.0"
 
@@ -41,12 +42,17 @@ __all__ = [
 #: public modules; each is loaded when it is first used
 MODULES = ("distributed", "geometry", "interop", "nn", "ops", "pointwise", "products", "viz")
 
+#: public functions of these modules, loaded with them
+FUNCTIONS = {"accelerate": "nn"}
+
 
 def __getattr__(name: str) -> Any:
+    if name in FUNCTIONS:
+        return getattr(import_module(f"{__name__}.{FUNCTIONS[name]}"), name)
     if name in MODULES:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *MODULES, "__version__"])
+    return sorted([*__all__, *FUNCTIONS, *MODULES, "__version__"])

@@ -122,18 +122,17 @@ class Sparseconv(Convolution):
     _used: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 
     def learn(self) -> None:
-        from sparseconv.backends.triton_implicit_gemm.jobs import jobs_of
-        from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+        from sparseconv.geometry.gpu.work_lists import jobs_of, schedule_of
 
-        makers = {"schedule": schedule_of, "jobs": jobs_of}
-        kept = [key for key in self.plan.kernel_map.prepared if isinstance(key, tuple) and key[0] in makers]
-        self._used = {" ".join(map(str, key)): (makers[key[0]], *key[1:]) for key in kept}
+        lists = self.plan.kernel_map.work_lists
+        self._used = {" ".join(map(str, ("schedule", *form))): (schedule_of, *form) for form in lists.schedules}
+        self._used |= {f"jobs {count}": (jobs_of, count) for count in lists.jobs}
         self.lazy = not self._used
 
     def settle(self) -> None:
         self.prepare()  # the first map that knows what maps are asked for
         if self.coords.is_cuda:
-            from sparseconv.geometry.triton_launch import await_compilers
+            from sparseconv.gpu.launcher import await_compilers
 
             await_compilers()
             self.prepare()

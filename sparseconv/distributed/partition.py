@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from sparseconv.geometry.lookup import KeySpace
+from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.ranges import IndexRange, Ints
 
 Order = Literal["morton", "slab", "kd"]

@@ -10,13 +10,13 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.arguments import check_box, row
-from sparseconv.geometry.aside import building
+from sparseconv.geometry.cpu.line_search import edges_by_lines
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.line_search import edges_by_lines
 from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.geometry.window import Window, symmetry
+from sparseconv.gpu.streams import building
 
 
 @transforms.constant
@@ -36,12 +36,12 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
         identity, mirror = window.symmetry if torus is None else symmetry(window, torus)
     if fine.coords.is_cuda:
         most = None if fine.count is None else fine.most_pairs(coarse, window, boundary)  # type: ignore[attr-defined]
-        with building() as aside:
+        with building() as streams:
             source = _on_gpu().find_edges_on_gpu(fine, coarse.coords, window, torus, most)
         sizes = source.num_in, coarse.num_voxels, len(window.offsets)
         found = KernelMap(*sizes, source=source, identity_tap=identity, mirror=mirror)
-        if aside is not None:
-            aside.keep(found)
+        if streams is not None:
+            streams.keep(found)
         if fine.count is not None:
             found.num_pairs = fine.pairs_like(coarse, window, boundary)  # type: ignore[attr-defined]
         return found
@@ -59,9 +59,9 @@ def find_edges(fine: VoxelGrid, coarse: VoxelGrid, window: Window, boundary: Bou
 
 @cache
 def _on_gpu() -> Any:
-    from sparseconv.geometry import triton_pairs  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu.pairs import found_edges  # Triton is loaded where it is used
 
-    return triton_pairs
+    return found_edges
 
 
 @transforms.untraced
@@ -116,7 +116,7 @@ def _reach_on_gpu(
     """What the window reaches from a grid on a GPU, (M, 1+D) int32; None elsewhere, and where keys are too short."""
     if grid.device.type != "cuda" or len(grid) == 0:
         return None
-    from sparseconv.geometry.triton_reach import reach  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu.reached.output_coords import reach  # Triton is loaded where it is used
 
     size = grid.batch_size, window.offsets, window.stride, torus
     return reach(grid.coords, grid.extent, *size, to_fine=to_fine, within=within)

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv.geometry.arguments import INT32, check_box, checked_device, checked_tensor
-from sparseconv.geometry.aside import building
+from sparseconv.geometry.cpu.sorted_table import KeySpace, SortedTable
 from sparseconv.geometry.edges import coarse_grid, find_edges, fine_grid, torus_of, wrap
+from sparseconv.geometry.example import Join, Reach
 from sparseconv.geometry.grid import VoxelGrid, dense_on_gpu
-from sparseconv.geometry.lookup import KeySpace, SortedTable
 from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.geometry.window import Window
+from sparseconv.gpu.streams import building
 from sparseconv.torch_private import no_transforms
 
 if TYPE_CHECKING:
-    from sparseconv.geometry.triton_launch import Unseen
-    from sparseconv.geometry.triton_table import CoordinateTable
+    from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
+    from sparseconv.gpu.cooperative import DeviceCount
 
 #: bits of the fault flag, and what they say
 FAULTS = {
@@ -32,8 +33,8 @@ FAULTS = {
     8: "a voxel lies behind the end of its scene's own spatial shape",
 }
 #: places at which the programs of a launch meet, and one more
-GATES = 16
-#: grids of one example in graphs whose gates need no launch
+BARRIERS = 16
+#: grids of one example in graphs whose barriers need no launch
 CAPTURES = 256
 #: rows of derived grids come in multiples of this
 ROWS = 256
@@ -111,13 +112,13 @@ class FixedGrid(VoxelGrid):
         if extent.rank != like.rank or extent.size == 0:
             raise ValueError(f"the extent must have {like.rank} axes, none of them empty; got {extent}")
         coords = coords.detach().contiguous()
-        with building() as aside:
+        with building() as streams:
             zeros = _zeros_for(coords, like)
-        if aside is not None:
-            aside.keep(self)
-        self._set(coords, count, zeros[GATES : GATES + 1], zeros[:GATES], extent, like.voxel_size, like, room)
+        if streams is not None:
+            streams.keep(self)
+        self._set(coords, count, zeros[BARRIERS : BARRIERS + 1], zeros[:BARRIERS], extent, like.voxel_size, like, room)
         if self.device.type == "cuda":
-            self.derived["cells"] = self._make_cells(checked=True)
+            self._cells = self._make_cells(checked=True)
         else:
             live = torch.arange(len(coords), device=coords.device) < count
             self.fault |= (self._table.keys.unique().numel() != count) | ((coords[:, 0] >= 0) != live).any()
@@ -127,7 +128,7 @@ class FixedGrid(VoxelGrid):
         coords: torch.Tensor,
         count: torch.Tensor,
         fault: torch.Tensor,
-        gates: torch.Tensor,
+        barriers: torch.Tensor,
         extent: IndexRange,
         voxel_size: tuple[float, ...],
         example: VoxelGrid,
@@ -135,7 +136,7 @@ class FixedGrid(VoxelGrid):
         family: dict[int, torch.Tensor] | None = None,
     ) -> None:
         check_box(extent, "the extent of a grid of fixed size")
-        self.coords, self.count, self.fault, self._gates = coords, count, fault, gates
+        self.coords, self.count, self.fault, self._barriers = coords, count, fault, barriers
         self.is_placed = example.is_placed
         self.batch_size, self.origin = example.batch_size, example.origin
         self.voxel_size, self.extent, self.example, self.room = voxel_size, extent, example, room
@@ -143,6 +144,8 @@ class FixedGrid(VoxelGrid):
         #: of all grids made of one another: rows -> count. No two have as many rows, so rows tell whose they are
         self.family = {} if family is None else family
         self.family[len(coords)] = count
+        #: constants on the device that launches read: kept as long as a graph that holds those launches may run
+        self._kept: list[torch.Tensor] = []
         self._space  # noqa: B018 (raises where keys are too short)
 
     # ---- rows
@@ -150,36 +153,34 @@ class FixedGrid(VoxelGrid):
     @property
     def cells(self) -> CoordinateTable:
         """The table of the real rows that a grid on a GPU keeps."""
-        table = self.derived.get("cells")
-        if table is None:
-            table = self.derived["cells"] = self._make_cells()
-        return table
+        if self._cells is None:
+            self._cells = self._make_cells()
+        return self._cells
 
     def _make_cells(self, checked: bool = False) -> CoordinateTable:
-        from sparseconv.geometry.triton_table import build_table  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.hash_table.table import build_table  # Triton is loaded where it is used
 
         with building():
-            return build_table(self.coords, self._ranges, unseen=self.unseen, checked=checked)
+            return build_table(self.coords, self._ranges, device_count=self.device_count, checked=checked)
 
     @property
-    def unseen(self) -> Unseen:
+    def device_count(self) -> DeviceCount:
         """What kernels take for rows whose number the host does not know."""
-        from sparseconv.geometry.triton_launch import Unseen
+        from sparseconv.gpu.cooperative import DeviceCount
 
-        return Unseen(self.count, self.fault, self._gates)
+        return DeviceCount(self.count, self.fault, self._barriers)
 
     @property
     def _ranges(self) -> torch.Tensor:
         """The extent as the table takes it, on the device; kept with the example."""
-        key = ("ranges", self.extent)
-        ranges = self.example.derived.get(key)
+        ranges = self.example.sizes.ranges.get(self.extent)
         if ranges is None:
-            from sparseconv.geometry.triton_table import block_volume, encode_ranges
+            from sparseconv.geometry.gpu.hash_table.table import block_volume, encode_ranges
 
             low, high = (0, *self.extent.start), (self.batch_size - 1, *(end - 1 for end in self.extent.end))
             if block_volume(low, high) >= 2**62:
                 raise ValueError(f"the extent {self.extent} is too large for 64-bit keys: give a smaller one")
-            ranges = self.example.derived[key] = encode_ranges(low, high).to(self.device)
+            ranges = self.example.sizes.ranges[self.extent] = encode_ranges(low, high).to(self.device)
         return ranges
 
     @cached_property
@@ -230,22 +231,22 @@ class FixedGrid(VoxelGrid):
         while rows in self.family:
             rows += ROWS
         grid = object.__new__(FixedGrid)
-        with building() as aside:
+        with building() as streams:
             coords, count = (self._reach_on_gpu if self.device.type == "cuda" else self._reach)(
                 window, torus_of(None, window, boundary), torus, extent, rows, to_fine
             )
         size = tuple(v * s for v, s in zip(self.voxel_size, scale))
-        grid._set(coords, count, self.fault, self._gates, extent, size, example, self.room, self.family)
-        if aside is not None:
-            aside.keep(grid)
+        grid._set(coords, count, self.fault, self._barriers, extent, size, example, self.room, self.family)
+        if streams is not None:
+            streams.keep(grid)
         if self.device.type == "cuda":
             grid.cells  # noqa: B018 (kept)
         return grid
 
     def _example(self, window: Window, boundary: Boundary, within: IndexRange | None, to_fine: bool) -> VoxelGrid:
         """What the example's voxels reach; kept with it."""
-        key = ("reached", window, boundary, within, to_fine)
-        found = self.example.derived.get(key)
+        reached, key = self.example.sizes.reached, Reach(window, boundary, within, to_fine)
+        found = reached.get(key)
         if found is None:
             self._may_look()
             found = (fine_grid if to_fine else coarse_grid)(self.example, window, boundary)
@@ -253,7 +254,7 @@ class FixedGrid(VoxelGrid):
                 low, high = (torch.tensor(v, device=self.device) for v in (within.start, within.end))
                 voxels = found.coords[:, 1:]
                 found = found.subset(((voxels >= low) & (voxels < high)).all(1))
-            self.example.derived[key] = found
+            reached[key] = found
         return found
 
     def _reach_on_gpu(
@@ -265,16 +266,16 @@ class FixedGrid(VoxelGrid):
         rows: int,
         to_fine: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        from sparseconv.geometry.triton_reach import reach_unseen  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.reached.output_coords import reach_fixed  # Triton is loaded where it is used
 
         size = self.batch_size, window.offsets, window.stride, folded
-        limits: dict[str, Any] = {"to_fine": to_fine, "within": extent, "rows": rows, "unseen": self.unseen}
+        limits: dict[str, Any] = {"to_fine": to_fine, "within": extent, "rows": rows, "device_count": self.device_count}
         with no_transforms():  # voxels do not depend on what torch.func differentiates
-            found = reach_unseen(self.coords, self.extent, *size, **limits)
+            found = reach_fixed(self.coords, self.extent, *size, **limits)
         if found is None:
             raise ValueError(f"the extent {extent} has too many cells for a grid of fixed size: give a smaller one")
         coords, count, read = found
-        self.derived["moves", window, extent] = read
+        self._kept.append(read)
         return coords, count
 
     def _reach(
@@ -306,12 +307,12 @@ class FixedGrid(VoxelGrid):
     def pairs_like(self, coarse: FixedGrid, window: Window, boundary: Boundary) -> int:
         """About how many edges a window joins between this grid, the fine one, and a coarse one: as in the example."""
         other = None if coarse.example is self.example else coarse.example
-        key = ("pairs", other, window, boundary)
-        pairs = self.example.derived.get(key)
+        kept, key = self.example.sizes.pairs, Join(other, window, boundary)
+        pairs = kept.get(key)
         if pairs is None:
             self._may_look()
             pairs = find_edges(self.example, coarse.example, window, boundary).num_pairs
-            self.example.derived[key] = pairs
+            kept[key] = pairs
         return max(1, round(pairs * len(coarse) / max(1, len(coarse.example))))
 
     def most_pairs(self, coarse: FixedGrid, window: Window, boundary: Boundary) -> int:
@@ -358,11 +359,11 @@ class FixedGrid(VoxelGrid):
 
 
 def forget_tables(example: VoxelGrid) -> None:
-    """Let go of the tables by which an example's maps were built, where their sizes are all that will be asked for."""
-    example.derived.pop("cells", None)
-    for kept in example.derived.values():
-        if isinstance(kept, VoxelGrid):
-            forget_tables(kept)
+    """Let go of an example's tables, plans and maps, where their sizes are all that will be asked for."""
+    example._cells = example._search = None
+    example.derived.clear()
+    for kept in example.sizes.reached.values():
+        forget_tables(kept)
 
 
 def fault_of(value: int) -> str | None:
@@ -388,7 +389,7 @@ def put_scene(coords: torch.Tensor, into: torch.Tensor, count: torch.Tensor, fil
     voxels = len(coords)
     plain = coords.dtype == torch.int32 and coords.is_contiguous() and coords.data_ptr() % 16 == 0
     if into.is_cuda and plain and coords.device == into.device and into.data_ptr() % 16 == 0 and into.numel() < 2**31:
-        from sparseconv.geometry.triton_scene import put_scene_on_gpu  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.scene import put_scene_on_gpu  # Triton is loaded where it is used
 
         put_scene_on_gpu(coords, into, count, filled)
         return
@@ -398,22 +399,22 @@ def put_scene(coords: torch.Tensor, into: torch.Tensor, count: torch.Tensor, fil
 
 
 def _zeros_for(coords: torch.Tensor, example: VoxelGrid) -> torch.Tensor:
-    """(GATES + 4,) int32 zeros for a grid's gates and, behind them, its fault flag.
+    """(BARRIERS + 4,) int32 zeros for a grid's barriers and, behind them, its fault flag.
 
     Gates are left at zero, and the launch that fills a table of few rows begins by setting the flag back. So a graph's
     can be zeros that lay with its example when the step was run before the capture; no two graphs have the same.
     """
     if coords.is_cuda:
-        from sparseconv.geometry.triton_table import FUSED_ROWS  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.hash_table.table import FUSED_ROWS  # Triton is loaded where it is used
 
-        kept = example.derived.setdefault("zeros", [])
+        kept = example.sizes.zeros
         if torch.cuda.is_current_stream_capturing():
             if len(coords) <= FUSED_ROWS:
                 with suppress(IndexError):  # none lay there, or another thread's capture has the last
                     return kept.pop()
         elif not kept:
-            kept.extend(coords.new_zeros(CAPTURES, GATES + 4))
-    return coords.new_zeros(GATES + 4)
+            kept.extend(coords.new_zeros(CAPTURES, BARRIERS + 4))
+    return coords.new_zeros(BARRIERS + 4)
 
 
 def _grown(extent: IndexRange) -> IndexRange:

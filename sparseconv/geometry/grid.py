@@ -23,13 +23,17 @@ from sparseconv.geometry.arguments import (
     numbers,
 )
 from sparseconv.geometry.cards import check_card
-from sparseconv.geometry.lookup import KEY_LIMIT, KeySpace, SortedTable
+from sparseconv.geometry.cpu.sorted_table import KEY_LIMIT, KeySpace, SortedTable
+from sparseconv.geometry.example import ExampleSizes
 from sparseconv.geometry.other_voxels import checked_factors, coarser, finer, near
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
 
 if TYPE_CHECKING:
-    from sparseconv.geometry.triton_neighbors import WindowSearch
-    from sparseconv.geometry.triton_table import CoordinateTable
+    from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
+    from sparseconv.geometry.gpu.window.found import WindowSearch
+
+#: what stays behind where a grid is pickled
+UNTRAVELLED = ("_table", "_cells", "_search", "sizes")
 
 
 class VoxelGrid:
@@ -68,7 +72,6 @@ class VoxelGrid:
         rank = coords.shape[1] - 1
         if batch_size is not None:
             batch_size = checked_batch_size(batch_size)
-        table, search = _table_on_gpu(coords)  # on its way while the rest is looked at
         if duplicates not in ("error", "first"):
             raise ValueError(f"duplicates must be 'error' or 'first'; got {duplicates!r}")
         self.voxel_size: Floats = (1.0,) * rank
@@ -80,8 +83,7 @@ class VoxelGrid:
         #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
         self.derived: dict[Any, Any] = {}
         self.coords = coords
-        if table is not None and search is None:
-            search = _on_gpu()[1].search_ahead(table)
+        table = self._look_on_gpu()
         low, high = _measure(coords, table)
         if low and low[0] < 0:
             raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}. {no_batch(rank)}")
@@ -95,10 +97,6 @@ class VoxelGrid:
         longest = max(high) - min(low) + 1 if low else 1  # of all columns: no axis has more cells
         if batch_size * longest**rank >= KEY_LIMIT:
             self._space  # noqa: B018 (raises where there are so many indeed)
-        if table is not None:
-            self.derived["cells"] = table
-            if search is not None:
-                self.derived["search"] = search
         pair = self._table.first_duplicate() if table is None or table.has_duplicates else None
         if pair is not None and duplicates == "error":
             raise ValueError(
@@ -111,7 +109,7 @@ class VoxelGrid:
             first[1:] = keys[1:] != keys[:-1]
             self.coords = coords[self._table.rows[first].sort().values]
             del self.__dict__["_table"]
-            self.derived.clear()
+            self._cells = self._search = None
 
     @cached_property
     def extent(self) -> IndexRange:
@@ -125,13 +123,33 @@ class VoxelGrid:
     def _space(self) -> KeySpace:
         return KeySpace.covering(IndexRange((0, *self.extent.start), (self.batch_size, *self.extent.end)))
 
+    @cached_property
+    def sizes(self) -> ExampleSizes[VoxelGrid]:
+        """What grids of fixed size have asked of this one, where they are made like it."""
+        return ExampleSizes()
+
     @property
     def cells(self) -> CoordinateTable:
         """The table of the rows that a grid on a GPU keeps."""
-        table = self.derived.get("cells")
-        if table is None:
-            table = self.derived["cells"] = _table_of(self.coords)
-        return table
+        if self._cells is None:
+            self._cells = _table_of(self.coords)
+        return self._cells
+
+    def _look_on_gpu(self) -> CoordinateTable | None:
+        """A table of the rows of a grid on a GPU, on its way, with the search that plans will likely ask for; None
+        elsewhere, and where there is no row."""
+        if not self.coords.is_cuda:
+            return None
+        check_card(self.coords.device)
+        if self.coords.shape[0] == 0:
+            return None
+        self._cells, self._search = _on_gpu()[1].given_table(self.coords)
+        return self._cells
+
+    def take_search(self) -> WindowSearch | None:
+        """The search of the grid's own rows that was launched with its table, for the first who asks."""
+        search, self._search = self._search, None
+        return search
 
     @cached_property
     @transforms.constant
@@ -140,6 +158,9 @@ class VoxelGrid:
 
     #: a box that the voxels lie in, of a grid whose extent nobody has measured yet
     _box: IndexRange | None = None
+    #: on a GPU: the table of the rows, and a search that came with it
+    _cells: CoordinateTable | None = None
+    _search: WindowSearch | None = None
     #: whether voxel_size or origin was given: indices alone say nothing of where voxels lie
     is_placed = False
     #: True where other processes hold the rest of the scene
@@ -369,7 +390,7 @@ class VoxelGrid:
         return flat.view(self.batch_size, *box.shape, features.shape[1]).movedim(-1, 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_table"} | {"derived": {}}
+        return {k: v for k, v in self.__dict__.items() if k not in UNTRAVELLED} | {"derived": {}}
 
     def __repr__(self) -> str:
         size = " x ".join(f"{v:g}" for v in self.voxel_size[: 1 if len(set(self.voxel_size)) == 1 else None])
@@ -381,11 +402,11 @@ class VoxelGrid:
 
 def dense_on_gpu(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor | None:
     """`VoxelGrid.to_dense` by one kernel; None where it does not serve."""
-    from sparseconv.geometry import triton_dense  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu import dense  # Triton is loaded where it is used
 
-    if not triton_dense.serves(features, coords):
+    if not dense.serves(features, coords):
         return None
-    return triton_dense.to_dense(features, coords, triton_dense.Box(items, box.start, box.shape))
+    return dense.to_dense(features, coords, dense.Box(items, box.start, box.shape))
 
 
 def _check_grid(given: object) -> VoxelGrid:
@@ -399,20 +420,6 @@ def _measure(coords: torch.Tensor, table: CoordinateTable | None) -> tuple[Ints,
     return bounds(coords) if table is None else _on_gpu()[0].read_table(table)
 
 
-def _table_on_gpu(coords: torch.Tensor) -> tuple[CoordinateTable | None, WindowSearch | None]:
-    """A table of the rows of a grid on a GPU, on its way, and the search that it came with; None elsewhere, and where
-    there is no row."""
-    if coords.is_cuda:
-        check_card(coords.device)
-    if not coords.is_cuda or coords.shape[0] == 0:
-        return None, None
-    tables, ahead = _on_gpu()
-    ahead.expect_plans(coords)
-    table, search = ahead.whole_ahead(coords) or (tables.build_table(coords, reported=True), None)
-    table.is_given = True
-    return table, search
-
-
 @transforms.constant
 def _table_of(coords: torch.Tensor) -> CoordinateTable:
     return _on_gpu()[0].build_table(coords, reported=True)
@@ -420,6 +427,7 @@ def _table_of(coords: torch.Tensor) -> CoordinateTable:
 
 @cache
 def _on_gpu() -> tuple[Any, Any]:
-    from sparseconv.geometry import triton_ahead, triton_table  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu import prefetch  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu.hash_table import table
 
-    return triton_table, triton_ahead
+    return table, prefetch

@@ -10,7 +10,8 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.arguments import checked_device
-from sparseconv.geometry.aside import Moment, appending, building
+from sparseconv.geometry.gpu.tiles.schedule import WorkLists
+from sparseconv.gpu.streams import Moment, appending, building
 
 if TYPE_CHECKING:
     from sparseconv.products import SparseProductInfo
@@ -28,7 +29,7 @@ class EdgeSource(Protocol):
 
     @property
     def moment(self) -> Moment | None:
-        """When their search was launched, in a run whose maps are aside."""
+        """When their search was launched, in a run whose maps have streams of their own."""
 
     @property
     def is_halved(self) -> bool:
@@ -98,7 +99,9 @@ class KernelMap:
         self.mirror = mirror
         #: whether each input row has exactly one edge, known from the geometry (windows side by side); else unknown
         self.meets_all = False
-        #: what backends derive from the edges and keep (schedules, wider indices), under keys of their own
+        #: schedules and jobs, where backends on a GPU have asked for them
+        self.work_lists = WorkLists()
+        #: what backends derive from the edges and keep (wider indices, bound launches), under keys of their own
         self.prepared: dict[Any, Any] = {}
         # this map owns its reverse; the reverse knows this one weakly, so that both go with the last plan
         self._reverse: KernelMap | weakref.ref[KernelMap] | None = None
@@ -329,7 +332,9 @@ class KernelMap:
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, prepared={}, _reverse=None, source=None, device=state["_pairs"][0].device)
+        self.__dict__.update(
+            state, prepared={}, work_lists=WorkLists(), _reverse=None, source=None, device=state["_pairs"][0].device
+        )
 
     def __repr__(self) -> str:
         mean = self.num_pairs / max(1, self.num_out)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from sparseconv.geometry.arguments import INT32, bounds, check_box, check_rows, row
-from sparseconv.geometry.lookup import KeySpace
+from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.aside import current
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.gpu.streams import current
 from sparseconv.nn.captured import Captured
 from sparseconv.nn.cross_entropy import FasterLoss
 from sparseconv.nn.results import Scene, apart, apart_in_memory

@@ -73,7 +73,7 @@ def _has_kernels(device: torch.device) -> bool:
 class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignored: int, mean: bool) -> torch.Tensor:
-        from sparseconv.geometry.triton_table import aligned  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.hash_table.table import aligned  # Triton is loaded where it is used
         from sparseconv.nn.triton_cross_entropy import forward
 
         logits, target = aligned(logits), aligned(target)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.aside import Aside, forget_workspaces
+from sparseconv.gpu.streams import SideStreams, forget_workspaces
 
 #: captures by which the memory of each stream is made smaller; bytes that pieces of it are multiples of, and from which
 #: torch takes no more than was asked for
@@ -35,14 +35,14 @@ def graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
             run()  # alone: what is timed on first use is timed here
             forget_workspaces()
             torch.cuda.reset_peak_memory_stats()
-            before, aside = torch.cuda.memory_allocated(), Aside(device)
+            before, aside = torch.cuda.memory_allocated(), SideStreams(device)
             with aside.run():
                 run()
-            again = Aside(device, summed=not aside.mixed)
+            again = SideStreams(device, summed=not aside.mixed)
             most = max(0, torch.cuda.max_memory_allocated() - before - aside.memory)
         torch.cuda.current_stream().wait_stream(stream)
         forget_workspaces()  # the graph has its own, where its other memory is
-        cuts = {s: _Cut(least) for s, least in ((stream, most), *((lane, 0) for lane in again.lanes))}
+        cuts = {s: _Cut(least) for s, least in ((stream, most), *((lane, 0) for lane in again.streams))}
         for _ in range(TRIES):
             graph, results = _captured(run, stream, again, {s: cut.piece for s, cut in cuts.items()})
             held = _held(graph)
@@ -57,7 +57,7 @@ def graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
 
 def _captured(
-    run: Callable[[], Any], stream: torch.cuda.Stream, aside: Aside, pieces: dict[torch.cuda.Stream, int]
+    run: Callable[[], Any], stream: torch.cuda.Stream, aside: SideStreams, pieces: dict[torch.cuda.Stream, int]
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """The graph of a run whose streams begin with a piece of memory each."""
     graph = torch.cuda.CUDAGraph()

@@ -99,7 +99,7 @@ def kernels(
 def _launchers(
     x: torch.dtype, weight: torch.dtype | None, running: torch.dtype | None
 ) -> tuple[Any, Any, Any, Any, Any]:
-    from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, pointer
+    from sparseconv.gpu.launcher import INTERPRETED, Launcher, pointer
     from sparseconv.nn import triton_norm
 
     w, r, sums, tracked = weight or x, running or x, torch.float32, x if running is None else torch.int64
@@ -310,7 +310,7 @@ def folded(
 
 @cache
 def _folds(taps: torch.dtype, *others: torch.dtype | None) -> tuple[Any, Any]:
-    from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, pointer
+    from sparseconv.gpu.launcher import INTERPRETED, Launcher, pointer
     from sparseconv.nn import triton_norm
 
     types = (taps, *(dtype or taps for dtype in others), taps, taps, *(int,) * 4, 0.5)

@@ -19,8 +19,8 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.autograd import adjoint, adjoint_onto, convolution, weight_gradient
-from sparseconv.geometry.aside import current, forget_workspaces
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.gpu.streams import current, forget_workspaces
 from sparseconv.nn import normalize
 from sparseconv.nn.normalize import Norm
 from sparseconv.nn.remaking import (

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.geometry.triton_launch import INTERPRETED, Launcher, ceil_div, pointer, power_of_2
+from sparseconv.gpu.launcher import INTERPRETED, Launcher, ceil_div, pointer, power_of_2
 
 #: logits of a tile, and programs of a launch at most
 TILE, MOST_PARTS = 2048, 1024

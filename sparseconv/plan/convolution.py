@@ -248,14 +248,14 @@ class ConvolutionPlan:
 
     def workspace_bytes(self, c_in: int, c_out: int, dtype: torch.dtype = torch.float32) -> int:
         """The most memory that executing allocates in addition to its result, forward or backward, in bytes."""
-        return explain(self, self.request(c_in, c_out, dtype)).workspace_bytes
+        return explain(repr(self), self.backend, self.request(c_in, c_out, dtype)).workspace_bytes
 
     def explain(self, x: torch.Tensor, weight: torch.Tensor) -> Explanation:
         """Which backend would execute this and why, what the others said, and what it costs; print it."""
         check_tensor("x", x)
         check_tensor("weight", weight)
         taps = by_tap(weight, self.kernel_size, self.num_taps)
-        return explain(self, self.request(taps.shape[1] * self.groups, taps.shape[2], x.dtype))
+        return explain(repr(self), self.backend, self.request(taps.shape[1] * self.groups, taps.shape[2], x.dtype))
 
     # ---- executing
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sparseconv.backends.base import Request
 from sparseconv.backends.registry import backend, choose, refusals
-
-if TYPE_CHECKING:
-    from sparseconv.plan.convolution import ConvolutionPlan
 
 
 @dataclass(frozen=True)
@@ -38,15 +34,18 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(plan: ConvolutionPlan, request: Request) -> Explanation:
-    """Ask every backend about a request, as the registry would. Raises ValueError where none can serve it."""
-    chosen = choose(request, plan.backend)
+def explain(plan: str, wanted: str, request: Request) -> Explanation:
+    """Ask every backend about a request of a plan in words, as the registry would for the ``wanted`` backend.
+
+    Raises ValueError where none can serve it.
+    """
+    chosen = choose(request, wanted)
     edges, size = request.kernel_map, request.dtype.itemsize
     weights = edges.num_taps * request.c_in * request.c_out // request.groups
     moved = size * (edges.num_in * request.c_in + edges.num_out * request.c_out + weights)
     grouped = f" in {request.groups} groups" if request.groups > 1 else ""
     return Explanation(
-        plan=repr(plan),
+        plan=plan,
         request=f"{request.c_in} -> {request.c_out} channels{grouped}, {request.dtype}, {request.device}",
         chosen=chosen.name,
         said=refusals(request),

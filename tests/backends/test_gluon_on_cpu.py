@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from sparseconv.backends.triton_implicit_gemm.schedule import HALF_BIT, build_schedule, plane_groups
+from sparseconv.geometry.gpu.tiles.schedule import HALF_BIT, plane_groups
 from tests.backends.gluon_on_cpu import Matrix, Offset, Program
+from tests.twins import build_schedule
 
 pytest.importorskip("triton")
 PACKAGE = "sparseconv.backends.triton_implicit_gemm"

@@ -10,24 +10,26 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from sparseconv.backends.triton_implicit_gemm import build
-from sparseconv.backends.triton_implicit_gemm import schedule as twin
-from sparseconv.geometry import triton_launch
-from sparseconv.geometry.triton_chunks import chunks_torch
-from sparseconv.geometry.triton_neighbors import search_table, search_window
-from sparseconv.geometry.triton_table import build_table
-from sparseconv.geometry.triton_window import encode_window, tap_order
+from sparseconv.geometry.gpu.hash_table.table import build_table
+from sparseconv.geometry.gpu.tiles import build as tile_building
+from sparseconv.geometry.gpu.tiles.schedule import Schedule
+from sparseconv.geometry.gpu.window.neighbor_table import neighbor_table
+from sparseconv.geometry.gpu.window.search import search_table, search_window
+from sparseconv.geometry.gpu.window.taps import encode_window, tap_order
+from sparseconv.gpu import launcher
+from tests import twins as twin
 from tests.geometry.triton_cases import CASES, Case
+from tests.twins import chunks_torch
 
-DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
+DEVICE = "cpu" if launcher.INTERPRETED else "cuda"
 pytestmark = pytest.mark.skipif(
-    not triton_launch.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
+    not launcher.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
 )
 CUBE, STRIDED, EMPTY = CASES[3], CASES[4], Case("no rows", 3, CASES[3].offsets, rows=0)
 FIELDS = ("neighbors", "out_rows", "tile_counts", "tile_rows", "tile_taps", "tile_order", "slots")
 
 
-def same(got: twin.Schedule, want: twin.Schedule) -> None:
+def same(got: Schedule, want: Schedule) -> None:
     for field in FIELDS:
         a, b = getattr(got, field), getattr(want, field)
         assert (a is None) == (b is None), field
@@ -40,14 +42,14 @@ def same(got: twin.Schedule, want: twin.Schedule) -> None:
 def test_a_cube(
     at_last: int, block_m: int, groups: tuple[tuple[int, ...], ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "RANKED_AT_LAST", at_last)
+    monkeypatch.setattr(tile_building, "RANKED_AT_LAST", at_last)
     source = CUBE.source(seed=3, device=DEVICE)
     table = build_table(source)
     search = search_window(table, table.coords, encode_window(CUBE.offsets, (1, 1, 1), None, source.device))
-    want = twin.build_schedule(search.neighbors, 27, block_m, groups=groups)
-    got = build.build_schedule(search, block_m, groups=groups)
+    want = twin.build_schedule(neighbor_table(search), 27, block_m, groups=groups)
+    got = tile_building.build_schedule(search, block_m, groups=groups)
     same(got, want)
-    same(build.build_schedule(search, block_m, groups=groups), want)  # the ticket was given back
+    same(tile_building.build_schedule(search, block_m, groups=groups), want)  # the ticket was given back
     if groups is None:  # where taps are all in one group, those of the reversed edges come with them
         listed = torch.arange(got.tile_taps.shape[1], device=DEVICE) < got.tile_counts[:, None]
         assert torch.equal(got.turned_taps[listed], 26 - got.tile_taps[listed])
@@ -62,9 +64,9 @@ def test_other_windows_and_given_tables(case: Case) -> None:
     table = build_table(source)
     search = search_window(table, target, encode_window(case.offsets, (case.stride,) * 3, None, source.device))
     ranked = tap_order(case.offsets)
-    want = twin.build_schedule(search.neighbors, len(case.offsets), 64, significance=ranked)
-    same(build.build_schedule(search, 64), want)
-    same(build.build_schedule(search_table(search.neighbors), 64, significance=ranked), want)
+    want = twin.build_schedule(neighbor_table(search), len(case.offsets), 64, significance=ranked)
+    same(tile_building.build_schedule(search, 64), want)
+    same(tile_building.build_schedule(search_table(neighbor_table(search)), 64, significance=ranked), want)
 
 
 def test_runs_of_neighbouring_rows() -> None:
@@ -72,11 +74,11 @@ def test_runs_of_neighbouring_rows() -> None:
     source = case.source(seed=4, device=DEVICE)
     table = build_table(source)
     search = search_window(table, table.coords, encode_window(CUBE.offsets, (1, 1, 1), None, source.device))
-    got = build.build_schedule(search, 64, chunk_rows=64)
+    got = tile_building.build_schedule(search, 64, chunk_rows=64)
     order = got.out_rows[: len(source)].long().cpu()
     assert torch.equal(order.sort().values, torch.arange(len(source)))
     chunks = chunks_torch(source.cpu(), 64)[order]
     assert (chunks.diff() >= 0).all()
     assert chunks[-1] > 1
-    assert torch.equal(got.neighbors[:-1, : len(source)].cpu(), search.neighbors.cpu()[:, order])
+    assert torch.equal(got.neighbors[:-1, : len(source)].cpu(), neighbor_table(search).cpu()[:, order])
     assert torch.equal(got.tile_order.cpu(), torch.arange(got.num_tiles, dtype=torch.int32))

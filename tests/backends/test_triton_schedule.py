@@ -7,20 +7,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparseconv.backends.triton_implicit_gemm.jobs import cut_jobs, most_jobs
-from sparseconv.backends.triton_implicit_gemm.schedule import (
+from sparseconv.geometry.gpu.jobs.jobs import most_jobs
+from sparseconv.geometry.gpu.tiles.schedule import (
     HALF_BIT,
     LOOKAHEAD,
     ROW_BITS,
     Schedule,
-    build_schedule,
-    gray_rank,
     plane_groups,
-    retile,
-    schedule_of,
     tap_significance,
 )
+from sparseconv.geometry.gpu.work_lists import schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
+from tests.twins import build_schedule, cut_jobs, gray_rank, retile
 
 
 def table(num_taps: int, rows: int, density: float, seed: int) -> torch.Tensor:

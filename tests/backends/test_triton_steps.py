@@ -13,7 +13,6 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from sparseconv.backends.base import Request  # noqa: E402
-from sparseconv.backends.triton_implicit_gemm import schedule as schedules  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm import tuning  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
@@ -25,6 +24,7 @@ from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
 )
 from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe, interpreted  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.tuning import first_of_the_fastest  # noqa: E402
+from sparseconv.geometry.gpu import work_lists  # noqa: E402
 from sparseconv.geometry.kernel_map import KernelMap  # noqa: E402
 from sparseconv.pointwise import relu  # noqa: E402
 from sparseconv.pointwise.epilogue import Epilogue  # noqa: E402
@@ -65,7 +65,7 @@ class HalvedRelu:
     ids=str,
 )
 def test_variants_agree_with_the_oracle(case, options, monkeypatch):
-    monkeypatch.setattr(schedules, "CHUNK_ROWS", 20)
+    monkeypatch.setattr(work_lists, "CHUNK_ROWS", 20)
     options = dict(options)
     wide = options.pop("wide", False)
     config = ConvConfig(**{**SMALL.__dict__, **options})
@@ -178,7 +178,7 @@ def test_sums_of_a_chain_lie_where_gradients_will(rows, c_in, transposed, turns)
     "case", [Case("cube", voxels=200, extent=6), Case("depthwise", voxels=200, c_in=6, c_out=6, groups=6)], ids=str
 )
 def test_several_jobs_a_tap_are_added(case, monkeypatch):
-    monkeypatch.setattr("sparseconv.backends.triton_implicit_gemm.jobs.JOB_QUANTUM", 16)
+    monkeypatch.setattr("sparseconv.geometry.gpu.jobs.jobs.JOB_QUANTUM", 16)
     plan = build(case)
     x, w, g = operands(plan, case, torch.float32)
     request = Request(plan.kernel_map, x.device, x.dtype, case.c_in, case.c_out, case.groups)

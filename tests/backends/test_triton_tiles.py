@@ -14,23 +14,25 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")
 
-from sparseconv.backends.triton_implicit_gemm import schedule as twin
-from sparseconv.backends.triton_implicit_gemm import tiles
-from sparseconv.backends.triton_implicit_gemm.job_kernel import cut_jobs_on_device
-from sparseconv.backends.triton_implicit_gemm.jobs import cut_jobs, most_jobs
-from sparseconv.geometry import triton_launch
+from sparseconv.geometry.gpu.hash_table.table import build_table
+from sparseconv.geometry.gpu.jobs.jobs import most_jobs
+from sparseconv.geometry.gpu.jobs.kernels import cut_jobs_on_device
+from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
+from sparseconv.geometry.gpu.tiles import sortless
+from sparseconv.geometry.gpu.tiles.schedule import Schedule
+from sparseconv.geometry.gpu.window.search import search_window
+from sparseconv.geometry.gpu.window.taps import encode_window
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.triton_neighbors import search_window
-from sparseconv.geometry.triton_pairs import FoundEdges
-from sparseconv.geometry.triton_table import build_table
-from sparseconv.geometry.triton_window import encode_window
+from sparseconv.gpu import launcher
+from tests import twins as twin
 from tests.backends.test_triton_build import FIELDS, same
 from tests.backends.test_triton_schedule import edges_of, edges_of_table, table
 from tests.geometry.triton_cases import Case, box
+from tests.twins import cut_jobs
 
-DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
+DEVICE = "cpu" if launcher.INTERPRETED else "cuda"
 pytestmark = pytest.mark.skipif(
-    not triton_launch.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
+    not launcher.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
 )
 
 
@@ -72,9 +74,9 @@ def downsampling(case: Case, seed: int = 0) -> KernelMap:
 def test_edges_that_meet_an_output_once_need_no_sort(case: Case, block_m: int) -> None:
     kernel_map = downsampling(case)
     reverse = kernel_map.reverse()
-    assert tiles.meets_once(reverse)
-    assert not tiles.meets_once(kernel_map)
-    schedule = tiles.one_tap_schedule(reverse, block_m)
+    assert sortless.meets_once(reverse)
+    assert not sortless.meets_once(kernel_map)
+    schedule = sortless.one_tap_schedule(reverse, block_m)
     assert edges_of(schedule) == edges_of_table(reverse.neighbors)
     assert sorted(schedule.out_rows[schedule.out_rows >= 0].tolist()) == list(range(reverse.num_out))
     assert set(schedule.tile_counts.tolist()) <= {0, 1}
@@ -89,7 +91,7 @@ def test_edges_that_meet_an_output_once_need_no_sort(case: Case, block_m: int) -
     ("offsets", "stride"), [(box(-1, 2, 3), 2), (box(0, 2, 3), 1), (((0, 0, 0), (0, 0, 2)), 2)], ids=str
 )
 def test_other_windows_may_meet_an_output_twice(offsets: tuple[tuple[int, ...], ...], stride: int) -> None:
-    assert not tiles.meets_once(downsampling(Case("", 3, offsets, stride=stride, rows=200)).reverse())
+    assert not sortless.meets_once(downsampling(Case("", 3, offsets, stride=stride, rows=200)).reverse())
 
 
 def test_a_target_that_leaves_rows_without_an_edge() -> None:
@@ -99,14 +101,14 @@ def test_a_target_that_leaves_rows_without_an_edge() -> None:
     search = search_window(build_table(source), (source[:5] // 2).contiguous().unique(dim=0), window)
     kernel_map = KernelMap(len(source), len(search.coords), 8, source=FoundEdges(search, len(source)))
     assert kernel_map.num_pairs < len(source)
-    assert not tiles.meets_once(kernel_map.reverse())
+    assert not sortless.meets_once(kernel_map.reverse())
 
 
 def test_runs_over_the_same_rows_are_launched_together() -> None:
     """Tap 0 has three runs of 256 slots and tap 1 one: their tiles are interleaved in proportion."""
     ins = torch.arange(1000, dtype=torch.int32, device=DEVICE)
     offsets = torch.tensor([0, 750, 1000], device=DEVICE)
-    schedule = tiles.one_tap_schedule(KernelMap(1000, 1000, 2, pairs=(ins, ins, offsets)), 256)
+    schedule = sortless.one_tap_schedule(KernelMap(1000, 1000, 2, pairs=(ins, ins, offsets)), 256)
     assert schedule.tile_order.tolist() == [0, 3, 1, 2, 4]
     assert schedule.tile_taps[:, 0].tolist() == [0, 0, 0, 1, 0]
     assert schedule.tile_counts.tolist() == [1, 1, 1, 1, 0]
@@ -118,7 +120,5 @@ def test_new_tiles_of_the_same_rows(num_taps: int, block_m: int) -> None:
     schedule = twin.build_schedule(table(num_taps, 700, 0.1, 0).to(DEVICE), num_taps, 128)
     taps = torch.arange(num_taps, dtype=torch.int32, device=DEVICE)[None]
     counts, tile_rows, tile_taps, order = twin.tile_lists(schedule.neighbors, block_m, taps)
-    want = twin.Schedule(
-        block_m, schedule.neighbors, schedule.out_rows, counts, tile_rows, tile_taps, order, schedule.slots
-    )
-    same(tiles.retile_on_gpu(schedule, block_m), want)
+    want = Schedule(block_m, schedule.neighbors, schedule.out_rows, counts, tile_rows, tile_taps, order, schedule.slots)
+    same(sortless.retile(schedule, block_m), want)

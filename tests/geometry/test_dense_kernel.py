@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.geometry.triton_dense import Box, to_dense
+from sparseconv.geometry.gpu.dense import Box, to_dense
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

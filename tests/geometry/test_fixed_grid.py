@@ -15,17 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid
-from sparseconv.backends.triton_implicit_gemm.build import schedule_on_gpu
-from sparseconv.backends.triton_implicit_gemm.schedule import ROW_BITS, Schedule, schedule_of
-from sparseconv.backends.triton_implicit_gemm.tiles import meets_once, one_tap_schedule
-from sparseconv.geometry import triton_neighbors, triton_table
 from sparseconv.geometry.edges import Window, fine_grid
 from sparseconv.geometry.fixed_grid import FixedGrid, fault_of, put_scene
+from sparseconv.geometry.gpu.hash_table import table as hash_table
+from sparseconv.geometry.gpu.hash_table.table import lookup
+from sparseconv.geometry.gpu.pairs.found_edges import find_edges_on_gpu
+from sparseconv.geometry.gpu.scene import put_scene_on_gpu
+from sparseconv.geometry.gpu.tiles.build import schedule_on_gpu
+from sparseconv.geometry.gpu.tiles.schedule import ROW_BITS, Schedule
+from sparseconv.geometry.gpu.tiles.sortless import meets_once, one_tap_schedule
+from sparseconv.geometry.gpu.window import search as window_search
+from sparseconv.geometry.gpu.work_lists import schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.triton_launch import INTERPRETED
-from sparseconv.geometry.triton_pairs import find_edges_on_gpu
-from sparseconv.geometry.triton_scene import put_scene_on_gpu
-from sparseconv.geometry.triton_table import lookup
+from sparseconv.gpu.launcher import INTERPRETED
 from sparseconv.ops import avg_pool, max_pool, max_unpool, sum_pool, unpool
 from sparseconv.ops.pooling import _degrees, _Max, _WinnerSum, edge_sum
 from sparseconv.plan.within import plan_within
@@ -178,8 +180,8 @@ def test_maps_of_a_card_through_the_interpreter(
     kernel: int, stride: int, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not fused:  # a launch for each pass, as for many rows
-        monkeypatch.setattr(triton_table, "FUSED_ROWS", 0)
-        monkeypatch.setattr(triton_neighbors, "FUSED_ROWS", 0)
+        monkeypatch.setattr(hash_table, "FUSED_ROWS", 0)
+        monkeypatch.setattr(window_search, "FUSED_ROWS", 0)
     real, like, window = scene(60, 4, 3), VoxelGrid(scene(100, 4, 4), 2), Window.of(3, kernel, stride)
     grid = fixed(real, 150, like)
     want = ConvolutionPlan(VoxelGrid(real, 2), kernel, stride=stride).kernel_map

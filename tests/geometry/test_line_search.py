@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseconv import VoxelGrid
-from sparseconv.geometry.line_search import edges_by_lines
+from sparseconv.geometry.cpu.line_search import edges_by_lines
 
 CUBE = tuple(itertools.product((-1, 0, 1), repeat=3))
 WINDOWS = {

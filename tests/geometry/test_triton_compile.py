@@ -18,10 +18,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from sparseconv.backends.triton_implicit_gemm import build_kernels, job_kernel, tiles, whole
-from sparseconv.geometry import triton_counts, triton_order, triton_pairs, triton_planes, triton_reach
-from sparseconv.geometry import triton_chunks, triton_cube_pairs, triton_scene
-from sparseconv.geometry import triton_launch, triton_search, triton_table, triton_window
+from sparseconv.geometry.gpu import fused, scene
+from sparseconv.geometry.gpu.hash_table import table
+from sparseconv.geometry.gpu.jobs import kernels as job_kernels
+from sparseconv.geometry.gpu.order import morton_runs
+from sparseconv.geometry.gpu.pairs import pair_lists, pair_lists_3x3x3
+from sparseconv.geometry.gpu.reached import output_coords
+from sparseconv.geometry.gpu.tiles import kernels as tile_kernels, sortless
+from sparseconv.geometry.gpu.window import counts, neighbor_table, passes, taps
+from sparseconv.gpu import launcher as launching
+from sparseconv.gpu.radix_sort import sort
 from tests.backends.aot import spill_bytes
 
 #: bytes that a thread may set aside
@@ -29,58 +35,55 @@ SPILL = 16
 #: what reads or writes memory that another launch may have written or may read
 MEMORY = r"\\b(?:ld|st|atom|red|cp)\\.(?!param|shared)[\\w.:]+"
 NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
-shifts = triton_table.pack_shifts((0, 2, 2, 2))
-places = triton_window.bit_places((0, 2, 2, 2))
-around = (3, shifts, places, True, False, 27, 3)
-by_key = (3, shifts, places, True, False, 0, 2)
-single = (3, 0, 0, False, True, 0, 1)
+shifts = table.pack_shifts((0, 2, 2, 2))
+places = taps.bit_places((0, 2, 2, 2))
+around = (3, shifts, places, False, 27, 3)
+by_key = (3, shifts, places, False, 0, 2)
+folded = (3, shifts, places, True, 0, 1)
 jobs = [
-    (triton_table.MEASURE, (4, 4, 512)), (triton_table.CLEAR, (4, 4, 1024, 10)),
-    (triton_table.INSERT, (4, shifts, True, True, 128)),
-    (triton_table.INSERT, (4, 0, False, False, 128)), (triton_table.INFO, (4, shifts, 15, 4, 512)),
-    (triton_table.PLACE, (4, 4, True, True, 0, 0, 256)), (triton_table.PLACE, (4, 4, True, False, 15, 32, 256)),
-    (triton_table.LOOKUP, (4, shifts, True, 128)),
-    (triton_search._AROUND, (4, shifts, 27, 32, 8)),
-    (triton_search._MASKS, (*around, 1, True, 32, 512, 128, False, True)),
-    (triton_search._MASKS, (*by_key, 2, False, 8, 128, 32, False, False)),
-    (triton_search._CUBE_MASKS, (*around, 1, True, 32, 512, 128, True, False)),
-    (triton_search._CUBE_MASKS, (*around, 1, True, 32, 512, 128, True, True)),
-    (triton_search._SUMS, (8192, 8, 4, 16, 8)), (triton_search._SUMS, (8192, 9, 3, 16, 8)),
-    (triton_chunks._COUNT, (4, shifts, 15, 4, 256)), (triton_chunks._NUMBER, (15, 32)),
-    (triton_chunks._KEYS, (512,)),
-    (triton_planes.PLANES, (*single, 128)), (triton_planes.COUNT, (128, 128)),
-    (triton_planes.PLANE_KEYS, (False, 128)), (triton_planes.PLANE_KEYS_WIDE, (True, 128)),
-    (triton_table.TABLE, (4, 4, shifts, False, True, False, 128, 128, 10)),
-    (triton_table.TABLE, (4, 4, shifts, True, False, True, 128, 128, 10)),
-    (triton_order.DIGITS, (8, 4, 16, 8)), (triton_order.DIGITS, (9, 3, 16, 8)),
-    (triton_order.MOVE, (8, 8, 16, 8)), (triton_order.MOVE, (9, 8, 12, 8)),
-    (triton_search.SEARCH, (*around, 32, 128, 128, 32, 16, 1024, 10, True, 3, 9, 4, 10, 1)),
-    (triton_search.SEARCH, (*around, 32, 128, 128, 32, 16, 1024, 10, True, 3, 9, 4, 8, 0)),
-    (triton_search.SEARCH, (*by_key, 8, 128, 128, 32, 16, 1024, 10, False, *(0,) * 5)),
-    (triton_reach.MARK, (3, True, 128, 512, 1024, 10)), (triton_reach.MARK, (3, False, 128, 512, 1024, 10)),
-    (triton_reach.EMIT, (3, 32)), (triton_reach.EMIT_UNSEEN, (3, 32)),
-    (triton_reach.CLAIM, (4, True, 128)), (triton_reach.DECODE, (3, 256)),
-    (triton_counts.SCAN, (8192,)), (triton_scene._PUT, (2048,)), (triton_pairs._REVERSE, (1024,)),
-    (triton_pairs._CONFINE, (32,)),
-    (triton_pairs._PAIRS, (*around, True, 512, 128)), (triton_pairs._PAIRS, (*by_key, False, 128, 128)),
-    (triton_cube_pairs.CUBE_PAIRS, (512, False)), (triton_cube_pairs.CUBE_PAIRS, (128, True)),
-    (build_kernels.CUBE_TILES, (128, 32, 32, 0, 1)), (build_kernels.CUBE_TILES, (64, 32, -1, 32, 16)),
-    (build_kernels.TILES, (*around, 128, 32, False, True, True, 32)),
-    (build_kernels.TILES_64, (*by_key, 64, 256, True, False, False, 0)),
-    (build_kernels.RANKS, (32, 64, 1024)), (build_kernels.RANKS, (32, 64, 4096)),
-    (whole.WHOLE, (128, 32, 32, 32, 16, 10, 3, 9, 4, 10)),
-    (whole.WHOLE, (64, 32, 32, 32, 16, 10, 3, 9, 4, 10)),
+    (table.MEASURE, (4, 4, 512)), (table.CLEAR, (4, 4, 1024, 10)),
+    (table.INSERT, (4, shifts, True, 128)), (table.INFO, (4, shifts, 15, 4, 512)),
+    (table.PLACE, (4, 4, True, True, 0, 0, 256)), (table.PLACE, (4, 4, True, False, 15, 32, 256)),
+    (table.LOOKUP, (4, shifts, 128)),
+    (passes._AROUND, (4, shifts, 27, 32, 8)),
+    (passes._MASKS, (*around, 1, True, 32, 512, 128, False)),
+    (passes._MASKS, (*by_key, 2, False, 8, 128, 32, False)),
+    (passes._CUBE_MASKS, (*around, 1, True, 32, 512, 128, True)),
+    (morton_runs._COUNT, (4, shifts, 15, 4, 256)), (morton_runs._NUMBER, (15, 32)),
+    (morton_runs._KEYS, (512,)),
+    (neighbor_table.PLANES, (*folded, 128)), (neighbor_table.COUNT, (128, 128)),
+    (neighbor_table.PLANE_KEYS, (False, 128)), (neighbor_table.PLANE_KEYS_WIDE, (True, 128)),
+    (table.TABLE, (4, 4, shifts, False, True, False, 128, 128, 10)),
+    (table.TABLE, (4, 4, shifts, True, False, True, 128, 128, 10)),
+    (sort.DIGITS, (8, 4, 16, 8)), (sort.DIGITS, (9, 3, 16, 8)),
+    (sort.MOVE, (8, 8, 16, 8)), (sort.MOVE, (9, 8, 12, 8)),
+    (passes.SEARCH, (*around, 32, 128, 128, 32, 16, 1024, 10, True, 3, 9, 4, 10, 1)),
+    (passes.SEARCH, (*around, 32, 128, 128, 32, 16, 1024, 10, True, 3, 9, 4, 8, 0)),
+    (passes.SEARCH, (*by_key, 8, 128, 128, 32, 16, 1024, 10, False, *(0,) * 5)),
+    (output_coords.MARK, (3, True, 128, 512, 1024, 10)), (output_coords.MARK, (3, False, 128, 512, 1024, 10)),
+    (output_coords.EMIT, (3, 32)), (output_coords.EMIT_FIXED, (3, 32)),
+    (output_coords.CLAIM, (4, True, 128)), (output_coords.DECODE, (3, 256)),
+    (counts.SCAN, (8192,)), (scene._PUT, (2048,)), (pair_lists._REVERSE, (1024,)),
+    (pair_lists._CONFINE, (32,)),
+    (pair_lists._PAIRS, (*around, True, 512, 128)), (pair_lists._PAIRS, (*by_key, False, 128, 128)),
+    (pair_lists_3x3x3.CUBE_PAIRS, (512, False)), (pair_lists_3x3x3.CUBE_PAIRS, (128, True)),
+    (tile_kernels.CUBE_TILES, (128, 32, 32)), (tile_kernels.CUBE_TILES, (64, 32, -1)),
+    (tile_kernels.TILES, (*around, 128, 32, False, True, True, 32)),
+    (tile_kernels.TILES_64, (*by_key, 64, 256, True, False, False, 0)),
+    (tile_kernels.RANKS, (32, 64, 1024)), (tile_kernels.RANKS, (32, 64, 4096)),
+    (fused.FUSED, (128, 32, 32, 32, 16, 10, 3, 9, 4, 10)),
+    (fused.FUSED, (64, 32, 32, 32, 16, 10, 3, 9, 4, 10)),
 ]
 jobs += [
-    (job_kernel._JOBS, (32, 128, False)), (job_kernel._JOBS, (32, 16, True)),
-    (tiles._ONE_TAP, (8, 256, 128, 2, 5, 8, False)),
-    (tiles._ONE_TAP, (16, 256, 256, 1, 5, 8, True)),
-    (tiles._LISTS, (64, 16, 32)),
+    (job_kernels._JOBS, (32, 128, False)), (job_kernels._JOBS, (32, 16, True)),
+    (sortless._ONE_TAP, (8, 256, 128, 2, 5, 8, False)),
+    (sortless._ONE_TAP, (16, 256, 256, 1, 5, 8, True)),
+    (sortless._LISTS, (64, 16, 32)),
 ]
 target = None
 driver.set_active(SimpleNamespace(get_current_target=lambda: target))
 for launcher, constants in jobs:
-    if len(launcher.types) + 2 > triton_launch.SHARED_ARGUMENTS:
+    if len(launcher.types) + 2 > launching.SHARED_ARGUMENTS:
         raise SystemExit(f"{launcher.function.__name__} has too many arguments for the launcher that kernels share")
     names = launcher.function.arg_names
     signature = {n: NAMES[t] for n, t in zip(names, launcher.types)}
@@ -100,9 +103,9 @@ for launcher, constants in jobs:
         spill = spill_bytes(kernel.asm["cubin"])
         if spill > SPILL:
             raise SystemExit(f"{launcher.function.__name__}{constants} on sm_{arch} spills {spill} bytes")
-        first = re.search(MEMORY + "|" + triton_launch.FOLLOWS, ptx).group()
+        first = re.search(MEMORY + "|" + launching.FOLLOWS, ptx).group()
         alone = "launch_cooperative_grid" in options  # its programs must all run at once: it is not launched early
-        if (first == triton_launch.FOLLOWS) != (arch >= 90 and not alone):
+        if (first == launching.FOLLOWS) != (arch >= 90 and not alone):
             raise SystemExit(f"{launcher.function.__name__} on sm_{arch}: {first} comes first")
 print(len(jobs))
 """

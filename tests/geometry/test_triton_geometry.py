@@ -11,62 +11,53 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from sparseconv import VoxelGrid
-from sparseconv.geometry import (
-    triton_launch,
-    triton_neighbors,
-    triton_reach,
-    triton_table,
-)
 from sparseconv.geometry.edges import Window, coarse_grid, fine_grid
+from sparseconv.geometry.gpu.hash_table import table as hash_table
+from sparseconv.geometry.gpu.hash_table.table import build_table, decode_ranges, lookup, measure_ranges, read_table
+from sparseconv.geometry.gpu.order.row_keys import row_keys
+from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
+from sparseconv.geometry.gpu.pairs.pair_lists import pairs_of, reverse_neighbors
+from sparseconv.geometry.gpu.reached import output_coords
+from sparseconv.geometry.gpu.reached.output_coords import reach
+from sparseconv.geometry.gpu.window import search as window_search
+from sparseconv.geometry.gpu.window.neighbor_table import neighbor_table
+from sparseconv.geometry.gpu.window.search import search_window
+from sparseconv.geometry.gpu.window.taps import encode_window, tap_order
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary, IndexRange
-from sparseconv.geometry.triton_chunks import chunks_torch
-from sparseconv.geometry.triton_keys import row_keys
-from sparseconv.geometry.triton_neighbors import search_window
-from sparseconv.geometry.triton_order import sort_rows
-from sparseconv.geometry.triton_pairs import FoundEdges, pairs_of, pairs_torch, reverse_neighbors
-from sparseconv.geometry.triton_planes import find_neighbors_torch
-from sparseconv.geometry.triton_reach import reach
-from sparseconv.geometry.triton_table import (
-    build_table,
-    decode_ranges,
-    lookup,
-    lookup_torch,
-    measure_ranges,
-    read_table,
-)
-from sparseconv.geometry.triton_window import encode_window, tap_order
+from sparseconv.gpu import launcher
+from sparseconv.gpu.radix_sort.sort import sort_rows
 from tests.geometry.triton_cases import CASES, SLOW_CASES, Case, box
+from tests.twins import chunks_torch, find_neighbors_torch, lookup_torch, pairs_torch
 
 SORTED_LONG = [
     pytest.param(66_000, 2**31, 31, marks=pytest.mark.slow),
     pytest.param(300_000, 2**27, 27, marks=pytest.mark.slow),
 ]
-DEVICE = "cpu" if triton_launch.INTERPRETED else "cuda"
+DEVICE = "cpu" if launcher.INTERPRETED else "cuda"
 EVERY_CASE = [pytest.param(case, id=case.name) for case in CASES] + [
     pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in SLOW_CASES
 ]
 pytestmark = pytest.mark.skipif(
-    not triton_launch.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
+    not launcher.INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
 )
 
 
-@pytest.mark.parametrize("layout", ["one launch", "blocks", "cells"])
+@pytest.mark.parametrize("layout", ["one launch", "several"])
 @pytest.mark.parametrize("case", EVERY_CASE)
 def test_edges_are_those_of_brute_force(case: Case, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked = layout != "cells"
-    if layout == "blocks":  # a launch for each pass, as for many rows
-        monkeypatch.setattr(triton_table, "FUSED_ROWS", 0)
-        monkeypatch.setattr(triton_neighbors, "FUSED_ROWS", 0)
+    if layout == "several":  # a launch for each pass, as for many rows
+        monkeypatch.setattr(hash_table, "FUSED_ROWS", 0)
+        monkeypatch.setattr(window_search, "FUSED_ROWS", 0)
     source = case.source(device=DEVICE)
     target = case.target(source)
     stride = (case.stride,) * case.rank
     want = find_neighbors_torch(source.cpu(), target.cpu(), case.offsets, stride, case.torus)
-    table = build_table(source, blocked=blocked)
-    window = encode_window(case.offsets, stride, case.torus, source.device, not blocked)
+    table = build_table(source)
+    window = encode_window(case.offsets, stride, case.torus, source.device)
     search = search_window(table, target, window)
     pending = search.pending
-    assert torch.equal(search.neighbors.cpu(), want)
+    assert torch.equal(neighbor_table(search).cpu(), want)
     assert torch.equal(search.counts.sum(1).cpu(), (want >= 0).sum(1))
     in_rows, out_rows, offsets = pairs_of(search)
     want_in, want_out, want_offsets = pairs_torch(want, search.is_local and window.is_symmetric)
@@ -83,23 +74,22 @@ def test_looking_around_blocks_and_looking_up_keys_agree(case: Case) -> None:
     around, by_key = search_window(table, table.coords, window), search_window(table, source.clone(), window)
     assert around.around is not None
     assert by_key.around is None
-    assert torch.equal(around.neighbors, by_key.neighbors)
+    assert torch.equal(neighbor_table(around), neighbor_table(by_key))
     assert torch.equal(around.counts, by_key.counts)
     assert torch.equal(around.keys, by_key.keys)
 
 
-@pytest.mark.parametrize("blocked", [True, False])
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
-def test_lookup(rank: int, blocked: bool) -> None:
+def test_lookup(rank: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     coords = torch.unique(torch.randint(-7, 7, (90, 1 + rank), generator=generator, dtype=torch.int32), dim=0)
     coords = coords[torch.randperm(len(coords), generator=generator)].to(DEVICE)
     queries = torch.randint(-9, 9, (130, 1 + rank), generator=generator, dtype=torch.int32).to(DEVICE)
-    table = build_table(coords, blocked=blocked)
+    table = build_table(coords)
     assert decode_ranges(table.ranges) == (tuple(coords.amin(0).tolist()), tuple(coords.amax(0).tolist()))
     assert torch.equal(lookup(table, coords).cpu(), torch.arange(len(coords), dtype=torch.int32))
     assert torch.equal(lookup(table, queries), lookup_torch(coords, queries))
-    known = build_table(coords, measure_ranges(coords), blocked=blocked)
+    known = build_table(coords, measure_ranges(coords))
     assert torch.equal(lookup(known, queries[::2]), lookup_torch(coords, queries[::2]))  # not contiguous
 
 
@@ -117,19 +107,18 @@ def test_reversed_edges() -> None:
     target = case.target(source)
     table = build_table(source)
     search = search_window(table, target, encode_window(case.offsets, (2, 2, 2), None, source.device))
-    back = reverse_neighbors(search.neighbors, len(source))
+    back = reverse_neighbors(neighbor_table(search), len(source))
     for tap in range(len(case.offsets)):
         want = torch.full((len(source),), -1, dtype=torch.int32, device=source.device)
-        seen = search.neighbors[tap] >= 0
-        want[search.neighbors[tap][seen].long()] = seen.nonzero()[:, 0].int()
+        seen = neighbor_table(search)[tap] >= 0
+        want[neighbor_table(search)[tap][seen].long()] = seen.nonzero()[:, 0].int()
         assert torch.equal(back[tap], want)
 
 
-@pytest.mark.parametrize("blocked", [True, False])
-def test_duplicate_rows_are_named_without_a_wait_of_their_own(blocked: bool) -> None:
+def test_duplicate_rows_are_named_without_a_wait_of_their_own() -> None:
     coords = torch.tensor([[0, 1, 1, 1], [0, 5, 5, 5], [0, 2, 2, 2], [0, 5, 5, 5]], dtype=torch.int32, device=DEVICE)
-    table = build_table(coords, blocked=blocked)
-    window = encode_window(((0, 0, 0),), (1, 1, 1), None, coords.device, not blocked)
+    table = build_table(coords)
+    window = encode_window(((0, 0, 0),), (1, 1, 1), None, coords.device)
     pending = search_window(table, table.coords, window).pending
     with pytest.raises(ValueError, match=r"rows 1 and 3 of coords are the same voxel \(0, 5, 5, 5\)"):
         pending.read()
@@ -153,8 +142,8 @@ def test_no_rows_and_no_edges() -> None:
         table = build_table(source)
         search = search_window(table, target, window)
         in_rows, out_rows, offsets = pairs_of(search)
-        assert search.neighbors.shape == (27, len(target))
-        assert (search.neighbors == -1).all()
+        assert neighbor_table(search).shape == (27, len(target))
+        assert (neighbor_table(search) == -1).all()
         assert len(in_rows) == len(out_rows) == 0
         assert offsets == (0,) * 28
 
@@ -166,7 +155,7 @@ def test_keys_order_rows_by_gray_code() -> None:
     search = search_window(table, table.coords, encode_window(case.offsets, (1, 1, 1), None, source.device))
     ranked = tap_order(case.offsets)
     assert [case.offsets[tap] for tap in ranked[:2]] == [(-1, -1, -1), (-1, -1, 1)]
-    live = (search.neighbors >= 0).long().cpu()
+    live = (neighbor_table(search) >= 0).long().cpu()
     code = sum(live[tap] << (26 - place) for place, tap in enumerate(ranked))
     assert torch.equal(search.keys[0].long().cpu() ^ (search.keys[0].long().cpu() >> 1), code)  # rank -> code
     assert torch.equal(row_keys(search, (tuple(range(27)),)), search.keys)
@@ -174,7 +163,7 @@ def test_keys_order_rows_by_gray_code() -> None:
 
 @pytest.mark.parametrize(("rank", "spread", "batches"), [(3, 40, 1), (3, 300, 3), (2, 60, 1), (4, 30, 2), (1, 900, 5)])
 def test_runs_of_neighbours(rank: int, spread: int, batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_table, "FUSED_ROWS", 0)
+    monkeypatch.setattr(hash_table, "FUSED_ROWS", 0)
     generator = torch.Generator().manual_seed(spread)
     coords = torch.randint(-spread, spread, (300, 1 + rank), generator=generator)
     coords[:, 0] %= batches
@@ -227,7 +216,7 @@ def test_a_map_writes_its_edges_when_they_are_asked_for(first: str) -> None:
     search = search_window(build_table(source), target, encode_window(case.offsets, (2, 2, 2), None, source.device))
     found = FoundEdges(search, len(source))
     sizes = len(source), len(target), len(case.offsets)
-    lazy, want = KernelMap(*sizes, source=found), KernelMap(*sizes, neighbors=search.look_up())
+    lazy, want = KernelMap(*sizes, source=found), KernelMap(*sizes, neighbors=neighbor_table(search))
     if first == "pairs":
         assert lazy.in_rows is lazy.reverse().out_rows
     if first == "reversed table":
@@ -253,7 +242,9 @@ def test_scratch_memory_goes_and_comes_back() -> None:
     table = build_table(source)
     search = search_window(table, table.coords, encode_window(case.offsets, (1, 1, 1), None, source.device))
     keys, counts, first = search.keys.clone(), search.counts.clone(), pairs_of(search)
-    search.release()
+    source_of_edges = FoundEdges(search.released(), len(source))
+    assert source_of_edges.search.is_released
+    search = source_of_edges.searched()
     again = pairs_of(search)
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(first, again))
     assert torch.equal(search.keys, keys)
@@ -270,7 +261,7 @@ def test_what_a_window_reaches(
     if way == "keys" and kernel[0] == 2:
         pytest.skip("one box is enough")
     if way == "keys":  # a hash table and a sort, as for far larger boxes
-        monkeypatch.setattr(triton_reach, "MOST_MARKED", 0)
+        monkeypatch.setattr(output_coords, "MOST_MARKED", 0)
     coords = Case("any", 3, (), rows=20, spread=6).source(seed=stride)
     grid, window = VoxelGrid(coords, 4), Window.of(3, kernel, stride, dilation, (1, 0, 2))
     torus = IndexRange((-6, -6, -6), (6, 6, 6)) if kind == "periodic" else None

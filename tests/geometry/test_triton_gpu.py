@@ -41,12 +41,12 @@ def test_maps_are_those_of_the_cpu(kernel: int, stride: int, spread: int) -> Non
 
 
 def test_two_builds_give_the_same_bits_and_wait_for_nothing() -> None:
-    from sparseconv.backends.triton_implicit_gemm.build import build_schedule
-    from sparseconv.backends.triton_implicit_gemm.schedule import Schedule
-    from sparseconv.geometry.triton_neighbors import search_window
-    from sparseconv.geometry.triton_pairs import pairs_of
-    from sparseconv.geometry.triton_table import build_table
-    from sparseconv.geometry.triton_window import encode_window
+    from sparseconv.geometry.gpu.hash_table.table import build_table
+    from sparseconv.geometry.gpu.pairs.pair_lists import pairs_of
+    from sparseconv.geometry.gpu.tiles.build import build_schedule
+    from sparseconv.geometry.gpu.tiles.schedule import Schedule
+    from sparseconv.geometry.gpu.window.search import search_window
+    from sparseconv.geometry.gpu.window.taps import encode_window
 
     coords = scattered(300_000, 60).cuda()
     window = encode_window(CUBE, (1, 1, 1), None, coords.device)
@@ -115,7 +115,7 @@ def sorted_ends(in_rows: torch.Tensor, out_rows: torch.Tensor, offsets: torch.Te
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_edges_of_many_rows_on_streams_and_threads_of_their_own(chunked: bool) -> None:
-    from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+    from sparseconv.geometry.gpu.work_lists import schedule_of
 
     coords = ball(90, 5)
     want = ConvolutionPlan(VoxelGrid(coords), 3).kernel_map
@@ -143,8 +143,8 @@ def test_edges_of_many_rows_on_streams_and_threads_of_their_own(chunked: bool) -
     assert good == [True] * 21
 
 
-def test_a_grid_of_many_rows_that_is_refused_takes_its_search_along() -> None:
-    from sparseconv.backends.triton_implicit_gemm.schedule import schedule_of
+def test_a_grid_of_many_rows_that_is_refused_leaves_nothing_behind() -> None:
+    from sparseconv.geometry.gpu.work_lists import schedule_of
 
     coords = ball(90, 3)
     for chunked in (False, True):
@@ -152,15 +152,10 @@ def test_a_grid_of_many_rows_that_is_refused_takes_its_search_along() -> None:
         rows = schedule_of(want, 128, False, 1, chunked).out_rows
         with pytest.raises(ValueError, match="the same voxel"):
             VoxelGrid(torch.cat([coords, coords[7:8]]))
-        for _ in range(2):  # nobody asked for the last search; then one is there, sorted as before
-            grid = VoxelGrid(coords)
-            ahead = grid.derived.get("search")
-            got = ConvolutionPlan(grid, 3).kernel_map
+        for _ in range(2):
+            got = ConvolutionPlan(VoxelGrid(coords), 3).kernel_map
             assert torch.equal(schedule_of(got, 128, False, 1, chunked).out_rows, rows)
             assert got.tap_counts == want.tap_counts
-        assert ahead is not None
-        assert ahead is got.source.search
-        assert grid.cells.read["blocks"] <= len(ahead.around) < len(coords)
 
 
 def test_a_schedule_may_be_built_while_a_graph_is_captured() -> None:
@@ -215,8 +210,8 @@ def test_reached_grids_are_those_of_the_cpu(kernel: int, stride: int, spread: in
 @pytest.mark.parametrize("bits", [27, 31])
 @pytest.mark.parametrize("n", [1, 160_001, 1_026_536, 4_113_056])
 def test_a_captured_sort_is_stable_for_other_keys(n: int, bits: int) -> None:
-    from sparseconv.geometry.triton_launch import pointer
-    from sparseconv.geometry.triton_order import Passes
+    from sparseconv.gpu.launcher import pointer
+    from sparseconv.gpu.radix_sort.sort import Passes
 
     generator = torch.Generator("cuda").manual_seed(n)
     keys = torch.zeros(n, dtype=torch.int32, device="cuda")
@@ -242,10 +237,11 @@ def test_a_captured_sort_is_stable_for_other_keys(n: int, bits: int) -> None:
 
 @pytest.mark.parametrize("n", [1, 128, 129, 15_192, 64_128, 64_129, 256_512, 256_513, 600_000])
 def test_a_search_sorts_its_rows_each_time(n: int) -> None:
-    from sparseconv.geometry.triton_neighbors import search_window
-    from sparseconv.geometry.triton_search import ORDER
-    from sparseconv.geometry.triton_table import build_table
-    from sparseconv.geometry.triton_window import encode_window
+    from sparseconv.geometry.gpu.hash_table.table import build_table
+    from sparseconv.geometry.gpu.order.row_order import row_order
+    from sparseconv.geometry.gpu.window.found import ORDER
+    from sparseconv.geometry.gpu.window.search import search_window
+    from sparseconv.geometry.gpu.window.taps import encode_window
 
     side = max(4, round((2 * n) ** (1 / 3)))  # half of the cells, so that masks differ
     cells = torch.randperm(side**3, generator=torch.Generator().manual_seed(n))[:n].sort().values
@@ -255,8 +251,8 @@ def test_a_search_sorts_its_rows_each_time(n: int) -> None:
     window = encode_window(offsets, (1,) * 3, None, coords.device)
     for _ in range(20):
         search = search_window(table, table.coords, window)
-        _ = search.order
-        order, keys = search.scratch.tensor(ORDER), search.keys[0]
+        row_order(search)
+        order, keys = search.found[1].tensor(ORDER), search.keys[0]
         assert torch.equal(order[:n].long(), torch.sort(keys, stable=True).indices)
         assert search.ticket is None or int(order[-1]) == 0
 
@@ -265,8 +261,9 @@ def test_a_search_sorts_its_rows_each_time(n: int) -> None:
 def test_maps_by_launches_that_begin_early_are_those_by_launches_that_wait(
     edges: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sparseconv.backends.triton_implicit_gemm.schedule import Schedule, schedule_of
-    from sparseconv.geometry import triton_launch
+    from sparseconv.geometry.gpu.tiles.schedule import Schedule
+    from sparseconv.geometry.gpu.work_lists import schedule_of
+    from sparseconv.gpu import launcher
 
     names = [field.name for field in dataclasses.fields(Schedule)]
 
@@ -277,7 +274,7 @@ def test_maps_by_launches_that_begin_early_are_those_by_launches_that_wait(
 
     scenes = [(edge, seed) for seed in range(4) for edge in edges]
     with monkeypatch.context() as patch:
-        patch.setattr(triton_launch, "_is_capturing", lambda: True)  # as in a graph, where no launch begins early
+        patch.setattr(launcher, "is_capturing", lambda: True)  # as in a graph, where no launch begins early
         wanted = [made(*scene) for scene in scenes]
     found = [made(*scene) for scene in scenes]
     for one, other in zip(found, wanted, strict=True):

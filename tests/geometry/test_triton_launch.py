@@ -11,9 +11,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from sparseconv.geometry import triton_launch, triton_report
-from sparseconv.geometry.triton_launch import Launcher
-from sparseconv.geometry.triton_report import UNWRITTEN, Report
+from sparseconv.gpu import launcher as launching
+from sparseconv.gpu import pinned, triton_private
+from sparseconv.gpu.launcher import Launcher
+from sparseconv.gpu.pinned import UNWRITTEN, Report
 
 
 class Function:
@@ -33,7 +34,7 @@ class Function:
 @pytest.fixture
 def card(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(triton_launch, "read_triton", lambda: None)
+    monkeypatch.setattr(launching, "read_triton", lambda: None)
 
 
 @pytest.mark.usefixtures("card")
@@ -46,14 +47,14 @@ def test_many_threads_compile_a_kernel_once():
     for thread in threads:
         thread.join()
     assert len(function.asked) == 1
-    assert function.asked[0] == ((torch.int32, 13, 64), {"grid": (1,), "num_warps": 2})
+    assert function.asked[0] == ((torch.int32, 13, 64), {"grid": (1,), "num_warps": 2, "enable_fp_fusion": True})
     assert all(kernel is found[0] for kernel in found)
     assert launcher.compile((128,)) is not found[0]
 
 
 @pytest.mark.usefixtures("card")
 def test_who_asks_for_a_kernel_that_failed_ahead_is_told_why(monkeypatch):
-    monkeypatch.setattr(triton_launch, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     function = Function(ValueError("no such instruction"))
     launcher = Launcher(function, (int,))
@@ -68,9 +69,9 @@ def test_who_asks_for_a_kernel_that_failed_ahead_is_told_why(monkeypatch):
 
 def test_a_shared_launcher_leaves_tritons_own_kernel_alone():
     kernel = SimpleNamespace(src="its own", module=1, function=2, _run=3)
-    shared = triton_launch._with_shared_launcher(kernel)
+    shared = triton_private.with_shared_launcher(kernel)
     assert (kernel.src, kernel.module, kernel.function, kernel._run) == ("its own", 1, 2, 3)
-    assert list(shared.src.signature.values()) == ["i64"] * triton_launch.SHARED_ARGUMENTS
+    assert list(shared.src.signature.values()) == ["i64"] * triton_private.SHARED_ARGUMENTS
     assert shared.module is shared.function is shared._run is None
 
 
@@ -87,10 +88,11 @@ def test_a_launch_goes_to_its_device_whichever_is_current(card, monkeypatch):
         launched.append((now[0], args))
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(triton_launch, "_current_device", lambda: now[0])
+    monkeypatch.setattr(launching, "current_device", lambda: now[0])
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 10 + index))
-    monkeypatch.setattr(triton_launch, "driver", streams)
-    monkeypatch.setattr(triton_launch, "_entry", lambda run: None)
+    monkeypatch.setattr(launching, "driver", streams)
+    for room in (launching, triton_private):
+        monkeypatch.setattr(room, "entry_of", lambda run: None)
     launcher = Launcher(Function(), ("*fp32", int))
     monkeypatch.setattr(
         launcher, "compile", lambda constants: SimpleNamespace(run=run, function=7, packed_metadata="told", asm={})
@@ -120,11 +122,12 @@ class Run:
 def test_a_kernel_that_waits_for_the_launch_ahead_is_launched_early_but_not_in_graphs(ptx, early, card, monkeypatch):
     run, capturing = Run(), [False]
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr(triton_launch, "_current_device", lambda: 0)
-    monkeypatch.setattr(triton_launch, "_is_capturing", lambda: capturing[0])
+    monkeypatch.setattr(launching, "current_device", lambda: 0)
+    monkeypatch.setattr(launching, "is_capturing", lambda: capturing[0])
     streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: 10))
-    monkeypatch.setattr(triton_launch, "driver", streams)
-    monkeypatch.setattr(triton_launch, "_entry", lambda run: None)
+    monkeypatch.setattr(launching, "driver", streams)
+    for room in (launching, triton_private):
+        monkeypatch.setattr(room, "entry_of", lambda run: None)
     launcher = Launcher(Function(), ("*fp32", int))
     asm = {} if ptx is None else {"ptx": ptx}
     kernel = SimpleNamespace(run=run, function=7, packed_metadata="told", asm=asm)
@@ -153,20 +156,20 @@ class Stream:
 def stream(monkeypatch):
     """The one stream of a card whose kernels a test stands for."""
     found, stock = Stream(), []
-    for room in (triton_launch, triton_report):
+    for room in (launching, pinned):
         monkeypatch.setattr(room, "INTERPRETED", False)
-    monkeypatch.setattr(triton_report, "current_stream", lambda index: 0)
-    monkeypatch.setattr(triton_report, "_stream", lambda index, address: found)
-    monkeypatch.setattr(triton_report, "_stock", lambda index, address, length: stock)
+    monkeypatch.setattr(pinned, "current_stream", lambda index: 0)
+    monkeypatch.setattr(pinned, "_stream", lambda index, address: found)
+    monkeypatch.setattr(pinned, "_stock", lambda index, address, length: stock)
     return found
 
 
-def slip_of(report):
-    return report._loan.slip
+def pinned_of(report):
+    return report._lease.pinned
 
 
 def write(report, *numbers):
-    slip_of(report).values[: len(numbers)] = numbers
+    pinned_of(report).values[: len(numbers)] = numbers
 
 
 def test_a_report_is_read_when_all_of_its_numbers_are_there(stream):
@@ -195,19 +198,19 @@ def test_a_report_whose_kernel_failed_or_was_not_launched_is_an_error(stream):
 def test_the_memory_of_a_report_that_nobody_read_waits_for_its_kernel(stream):
     device = torch.device("cpu")
     first = Report(2, device)
-    late = slip_of(first)
+    late = pinned_of(first)
     del first
     second = Report(2, device)
-    assert slip_of(second) is not late
+    assert pinned_of(second) is not late
     late.values[:2] = [1, 2]  # the kernel of the first, at last
     assert not second.has_arrived
     third = Report(2, device)
-    assert slip_of(third) is late
-    assert slip_of(third).values[:2] == [UNWRITTEN] * 2
+    assert pinned_of(third) is late
+    assert pinned_of(third).values[:2] == [UNWRITTEN] * 2
     write(second, 3, 4)
-    slip = slip_of(second)
+    pinned = pinned_of(second)
     assert second.read() == [3, 4]
-    assert slip_of(Report(1, device)) is slip
+    assert pinned_of(Report(1, device)) is pinned
 
 
 def test_a_report_whose_kernel_never_runs_keeps_no_other_memory_from_use(stream):
@@ -216,7 +219,7 @@ def test_a_report_whose_kernel_never_runs_keeps_no_other_memory_from_use(stream)
     slips = set()
     for _ in range(5):
         report = Report(1, device)
-        slips.add(id(slip_of(report)))
+        slips.add(id(pinned_of(report)))
         write(report, 7)
         assert report.read() == [7]
     assert len(slips) == 1

@@ -271,6 +271,36 @@ def test_a_gradient_belongs_to_whoever_holds_it():
     same(first, kept, 0.0)
 
 
+def test_results_are_forgotten_without_a_collection():
+    net = make("detector")
+    nn.capture(net)
+    for seed in range(4):
+        step(net, detect, seed)
+    assert replays(net) == 2
+    gc.collect()
+    gc.disable()
+    try:
+        out = detect(net, 4)
+        seen = weakref.ref(out[0])
+        del out
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_a_loss_of_the_step_before_may_be_kept():
+    net, twin = small(), small()
+    nn.capture(net)
+    kept = []
+    for seed in range(5):
+        for both in (net, twin):
+            both.zero_grad(set_to_none=True)
+            kept.append(through(both, seed)[0].square().sum())
+            kept[-1].backward()
+        same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+    assert replays(net) == 3, nn.explain(net)
+
+
 def test_an_optimizer_trains_a_captured_network_like_an_eager_one():
     net, twin = ready()
     optimizers = [torch.optim.AdamW(both.parameters(), 1e-2) for both in (net, twin)]
@@ -380,7 +410,7 @@ def test_a_scene_outside_of_the_extent_is_right_and_makes_room():
     for seed, shift in enumerate([0, 0, 0, 500, 500, -400, 0]):
         same(step(net, own, seed, shift=shift), step(twin, own, seed, shift=shift))
     assert "lies outside of the extent" in nn.explain(net)
-    assert replays(net) >= 4, nn.explain(net)
+    assert replays(net) == 3, nn.explain(net)
 
 
 def test_running_statistics_of_a_scene_that_did_not_fit_are_counted_once():
@@ -394,7 +424,7 @@ def test_running_statistics_of_a_scene_that_did_not_fit_are_counted_once():
 
 def test_voxels_behind_the_end_of_a_scenes_own_shape_are_as_in_an_eager_call():
     net = make("segmenter")
-    net.margin = 0  # an odd shape then drops the last coarse voxel
+    net.margin = 1  # an odd shape then drops the last coarse voxel
     twin = copy.deepcopy(net)
     nn.capture(net)
     for seed, extent in enumerate([12, 11, 12, 10, 12, 13, 9]):

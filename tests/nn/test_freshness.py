@@ -200,7 +200,7 @@ def test_weights_that_another_process_writes_are_seen():
 def test_one_launch_folds_as_torch_does(monkeypatch, dtype, channels, bias, affine):
     """Without a card, in Triton's interpreter."""
     pytest.importorskip("triton")
-    from sparseconv.geometry.triton_launch import INTERPRETED
+    from sparseconv.gpu.launcher import INTERPRETED
     from sparseconv.nn.fusion import _folded
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -31,7 +31,7 @@ F = torch.nn.functional
 def _kernels(monkeypatch):
     """The kernels serve CPU tensors too."""
     pytest.importorskip("triton")
-    from sparseconv.geometry.triton_launch import INTERPRETED
+    from sparseconv.gpu.launcher import INTERPRETED
 
     if DEVICE == "cpu" and not INTERPRETED:
         pytest.skip("Triton was imported before its interpreter was asked for")

@@ -18,7 +18,6 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     conv_candidates,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.schedule import schedule_ahead, schedule_of
 from sparseconv.backends.triton_implicit_gemm.steps import (
     ConvRecipe,
     WeightGradRecipe,
@@ -26,9 +25,10 @@ from sparseconv.backends.triton_implicit_gemm.steps import (
     precision_of,
 )
 from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, tuning_enabled
-from sparseconv.geometry.aside import listing, scratch
 from sparseconv.geometry.cards import refusal
+from sparseconv.geometry.gpu.work_lists import schedule_ahead, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.gpu.streams import listing, scratch
 
 if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue
@@ -145,7 +145,7 @@ class TritonImplicitGemm(Backend):
         return grad_x, self.weight_grad(x, grad_out, kernel_map, groups)  # too large for partial sums: of whole taps
 
     def workspace_bytes(self, request: Request) -> int:
-        """The most memory that one verb allocates beside its result, in bytes: fp32 sums, or a copy of the weight."""
+        """The most memory that one verb allocates besides its result, in bytes: fp32 sums, or a copy of the weight."""
         size = 4 * request.kernel_map.num_taps * (request.c_in // max(1, request.groups)) * request.c_out
         copy = size // 4 * request.dtype.itemsize if min(request.c_in, request.c_out) >= 256 else 0
         rows = max(request.kernel_map.num_in, request.kernel_map.num_out)
@@ -255,8 +255,8 @@ class TritonImplicitGemm(Backend):
             def ahead() -> None:
                 for config in candidates:
                     recipe_of(config, work).ahead(kernel_map, device)
-                if name[0] == "conv":
-                    schedule_ahead(kernel_map, candidates[0])
+                if name[0] == "conv" and candidates[0].split == 1 and not candidates[0].chunked:
+                    schedule_ahead(kernel_map, candidates[0].block_m)
                 if next_ahead is not None:
                     next_ahead()
 

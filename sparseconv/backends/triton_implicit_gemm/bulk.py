@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.backends.triton_implicit_gemm.launch import Program
+from sparseconv.gpu.program import Program
 
 
 class BulkProgram(Program):

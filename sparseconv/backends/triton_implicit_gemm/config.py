@@ -125,7 +125,7 @@ class Work:
 
     @property
     def spare_bytes(self) -> int:
-        """What this verb may take beside its result, and a step be no larger for it: the gradients that come after it.
+        """What this verb may take besides its result, and a step be no larger for it: the gradients that come after it.
 
         An input gradient goes first where a weight is large, see `TritonImplicitGemm.gradients`.
         """
@@ -172,7 +172,7 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
             tile = ConvConfig(
                 32, block_n, block_k, max(1, block_n // 32), 3, weight_copy=work.transposed, chunked=work.far
             )
-            # one warp has no registers left beside 64 x 32 sums and 64 rows' addresses
+            # one warp has no registers left for 64 x 32 sums and 64 rows' addresses
             return [tile, replace(tile, block_m=64, warps=2 if block_n == 32 else tile.warps)]
         warps = 8 if block_n == 128 else 4
         # wgmma takes tf32 operands along the contracted channels only

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from sparseconv.backends.triton_implicit_gemm import schedule
+from sparseconv.geometry.gpu.tiles import schedule
 
 #: the copy from global to shared memory, by the name it has in this Triton: (shared, pointers, mask)
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

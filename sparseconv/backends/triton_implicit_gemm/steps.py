@@ -22,11 +22,12 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     Work,
     power_of_two,
 )
-from sparseconv.backends.triton_implicit_gemm.jobs import JOB_QUANTUM, jobs_of, most_jobs
-from sparseconv.backends.triton_implicit_gemm.launch import Fixed, Launch, Program, program_of
-from sparseconv.backends.triton_implicit_gemm.schedule import Schedule, schedule_of
-from sparseconv.geometry.aside import scratch
+from sparseconv.geometry.gpu.jobs.jobs import JOB_QUANTUM, most_jobs
+from sparseconv.geometry.gpu.tiles.schedule import Schedule
+from sparseconv.geometry.gpu.work_lists import jobs_of, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.gpu.program import Fixed, Launch, Program, program_of
+from sparseconv.gpu.streams import scratch
 from sparseconv.torch_private import allows_tf32
 
 if TYPE_CHECKING:
@@ -285,7 +286,7 @@ class WeightGradRecipe:
 
     def ahead(self, kernel_map: KernelMap, device: torch.device) -> None:
         """Start to compile what `bind` will launch over a map like this one."""
-        from sparseconv.backends.triton_implicit_gemm.job_kernel import jobs_ahead  # Triton is loaded where it is used
+        from sparseconv.geometry.gpu.jobs.kernels import jobs_ahead  # Triton is loaded where it is used
 
         taps = kernel_map.num_taps
         direct = most_jobs(taps, kernel_map.num_pairs, self._max_jobs, JOB_QUANTUM) == taps

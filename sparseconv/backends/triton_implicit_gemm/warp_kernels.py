@@ -28,7 +28,7 @@ from sparseconv.backends.triton_implicit_gemm.gluon_kernels import (
     shared_layout,
     write_tile,
 )
-from sparseconv.backends.triton_implicit_gemm.schedule import HALF_BIT
+from sparseconv.geometry.gpu.tiles.schedule import HALF_BIT
 
 #: all warps of a partition meet, by the name it has in this Triton
 meet = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -140,7 +140,7 @@ def multiply_half(
             tile_rows = tile_rows_ptr + tile * list_stride
             first = tile * BLOCK_M + HALF * ROWS
             n0 = work % BLOCKS_N * BLOCK_N
-            if HAS_RESIDUAL:  # sums begin with it: beside them there would be no registers for it
+            if HAS_RESIDUAL:  # sums begin with it: later there would be no registers for it
                 places, _all = places_of(
                     out_rows_ptr, first, count, n0, 0, ROWS, BLOCK_N, GROUP_OUT, ROW, LAYOUT, False, True
                 )

@@ -56,22 +56,21 @@ class Given:
     def copied(self, replaced: Mapping[tuple[Any, ...], Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments in new containers, some leaves ``replaced`` by their path."""
         self._copies = {}
-        replaced = replaced or {}
+        made: tuple[tuple[Any, ...], dict[str, Any]] = self._copied(self.whole, (), replaced or {})
+        return made
 
-        def walk(value: Any, path: tuple[Any, ...]) -> Any:
-            if path in replaced:
-                made = replaced[path]
-                self._copies[id(made)] = path
-                return made
-            if not _is_container(value):
-                return value
-            made = _rebuilt(value, [walk(item, (*path, key)) for key, item in _items(value)])
-            self._copies[id(made)] = path
-            if path in self._dicts:
-                self._dicts[path] = made
-            return made
-
-        return walk(self.whole, ())
+    def _copied(self, value: Any, path: tuple[Any, ...], replaced: Mapping[tuple[Any, ...], Any]) -> Any:
+        """A method, since a function that calls itself would keep what it sees in a circle."""
+        if path in replaced:
+            self._copies[id(replaced[path])] = path
+            return replaced[path]
+        if not _is_container(value):
+            return value
+        made = _rebuilt(value, [self._copied(item, (*path, key), replaced) for key, item in _items(value)])
+        self._copies[id(made)] = path
+        if path in self._dicts:
+            self._dicts[path] = made
+        return made
 
     def path_of(self, value: Any) -> tuple[Any, ...] | None:
         """Where a value is among the arguments or their copies; None for a new one."""
@@ -220,26 +219,13 @@ class Answer:
         root: Sequence[int] | None,
     ) -> Any:
         """The same tree for another call: with its tensors and grids, and its arguments where they were returned."""
-
-        def make(node: Any) -> Any:
-            if isinstance(node, _FromCaller):
-                return given.at(node.path)
-            if isinstance(node, _Constant):
-                return node.value
-            if isinstance(node, _Place):
-                return tensors[node.number]
-            if isinstance(node, _SparsePlace):
-                shape = None if node.shape is None or root is None else list(node.shape.again(root))
-                like = node.kind.copy(node.like)
-                return node.kind.fill(like, grids[node.grid], tensors[node.features.number], shape)
-            return _rebuilt(node.like, [make(item) for item in node.items])
-
+        filling = _Filling(given, tensors, grids, root)
         for path, gone, new in self._changes:
             into = given.at(path)
             for key in gone:
                 into.pop(key, None)
-            into.update({key: make(node) for key, node in new.items()})
-        return make(self._out)
+            into.update({key: filling.made(node) for key, node in new.items()})
+        return filling.made(self._out)
 
     def forget(self) -> None:
         """Let go of the tensors and of what the sparse ones were made of; the tree stays."""
@@ -255,6 +241,28 @@ class Answer:
         self._out = walk(self._out)
         self._changes = [(p, g, {key: walk(node) for key, node in new.items()}) for p, g, new in self._changes]
         self.tensors, self.voxels = [], {}
+
+
+class _Filling(NamedTuple):
+    """What takes the places of an answer."""
+
+    given: Given
+    tensors: Sequence[torch.Tensor]
+    grids: Mapping[int, VoxelGrid]
+    root: Sequence[int] | None
+
+    def made(self, node: Any) -> Any:
+        if isinstance(node, _FromCaller):
+            return self.given.at(node.path)
+        if isinstance(node, _Constant):
+            return node.value
+        if isinstance(node, _Place):
+            return self.tensors[node.number]
+        if isinstance(node, _SparsePlace):
+            shape = None if node.shape is None or self.root is None else list(node.shape.again(self.root))
+            like = node.kind.copy(node.like)
+            return node.kind.fill(like, self.grids[node.grid], self.tensors[node.features.number], shape)
+        return _rebuilt(node.like, [self.made(item) for item in node.items])
 
 
 _NOTHING = torch.empty(0, 0)

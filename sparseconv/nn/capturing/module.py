@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections import Counter
@@ -56,28 +55,32 @@ class Captured:
     """The forward of a captured module. `explain` says what it does."""
 
     def __init__(self, module: torch.nn.Module) -> None:
+        self._begin(module, None, module.__dict__.get("forward"))
+
+    def _begin(
+        self, module: torch.nn.Module, instead: Callable[[Captured], None] | None, own: Callable[..., Any] | None = None
+    ) -> None:
         self.module = module
-        self.plain: Callable[..., Any] = module.forward
+        #: a forward of the module's own, where it is not that of its class
+        self._plain: Callable[..., Any] | None = own
         self._kinds: dict[Any, _Kind] = {}
         self.eager: Counter[str] = Counter()
         #: what `accelerate` does where nothing of the call can be captured
-        self.instead: Callable[[Captured], None] | None = None
-        self._collect()
+        self.instead = instead
+        self._modules: list[torch.nn.Module] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Captured:
-        """A copied module is captured anew."""
-        made = object.__new__(Captured)
-        memo[id(self)] = made
-        twin = copy.deepcopy(self.module, memo)
-        twin.__dict__["forward"] = made
-        made.module = twin
-        made.plain = type(twin).forward.__get__(twin)
-        made._kinds, made.eager, made.instead = {}, Counter(), self.instead
-        made._collect()
-        return made
+    @property
+    def plain(self) -> Callable[..., Any]:
+        """The forward that is captured."""
+        forward: Callable[..., Any] = self._plain or type(self.module).forward.__get__(self.module)
+        return forward
 
-    def __reduce__(self) -> Any:
-        return _forward_of, (self.module,)
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied or pickled module is captured anew."""
+        return {"module": self.module, "instead": self.instead}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._begin(**state)  # the module may not be whole yet: its parts are looked at when it is called
 
     def _collect(self) -> None:
         self._modules = list(self.module.modules())
@@ -90,6 +93,8 @@ class Captured:
     # ---- a call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._modules:
+            self._collect()
         if self._must_be_plain():
             return self.plain(*args, **kwargs)
         given = Given(args, kwargs)
@@ -216,7 +221,8 @@ class Captured:
             return self._eagerly(why or "nothing is captured", args, kwargs)
         kind.replays += 1
         if recording.trains:
-            tensors, kind.pending = replayed(recording, self, given, scene)
+            inputs = given.copied()  # containers that the results are not put into: no circle holds them
+            tensors, kind.pending = replayed(recording, self, inputs, scene)
         else:
             tensors = recording.taken_results()
         return recording.answer.filled(given, tensors, recording.grids(), scene.shape)
@@ -382,10 +388,6 @@ def _grown(extents: Sequence[IndexRange]) -> IndexRange:
     high = [max(e.end[a] for e in extents) for a in range(extents[0].rank)]
     more = [max(16, (h - lo) // 2) for lo, h in zip(low, high)]
     return IndexRange(tuple(lo - m for lo, m in zip(low, more)), tuple(h + m for h, m in zip(high, more)))
-
-
-def _forward_of(module: torch.nn.Module) -> Captured:
-    return Captured(module)
 
 
 def capture_module(module: Module) -> Module:

@@ -49,7 +49,9 @@ class _Replayed(torch.autograd.Function):
         return None, None, None, of_features, *of_parameters
 
 
-def replayed(recording: Recording, captured: Any, given: Given, scene: Scene) -> tuple[Any, Callable[[], Any]]:
+def replayed(
+    recording: Recording, captured: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], scene: Scene
+) -> tuple[Any, Callable[[], Any]]:
     """Results of the last replay with their gradient, and what tells whether that gradient may still be asked for."""
     token = _Token()
 
@@ -57,7 +59,7 @@ def replayed(recording: Recording, captured: Any, given: Given, scene: Scene) ->
         """The gradients by an eager call: one of a result that had none when this was captured."""
         captured.forget(recording, grads)
         with recording.unseen(), inside():
-            return recording.gradients_of(recording.eager_call(given), grads)
+            return recording.gradients_of(recording.eager_call(Given(*inputs)), grads)
 
     tensors = _Replayed.apply(recording, token, again, scene.features, *recording.parameters)
     seen = weakref.ref(token)

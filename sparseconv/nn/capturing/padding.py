@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
+import linecache
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,15 @@ class LiveRows(TorchFunctionMode):
         return batch_norm_of_rows(input, count, weight, bias, running_mean, running_var, momentum, eps)
 
 
-class Guard(TorchDispatchMode):
+class _Watching(TorchDispatchMode):
+    """A mode that torch's compiler need not know of: else each call would import that, which takes seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Guard(_Watching):
     """Within it, an operation that no graph can hold raises `CannotCapture` and says where it is.
 
     Args:
@@ -86,7 +95,7 @@ class Guard(TorchDispatchMode):
         return found
 
 
-class Seen(TorchDispatchMode):
+class Seen(_Watching):
     """Within it, the tensors that operations make are noted: those that come before a region."""
 
     def __init__(self) -> None:
@@ -101,9 +110,13 @@ class Seen(TorchDispatchMode):
 
 def _place() -> str | None:
     """Where in the caller's files an operation is; None where this library asks for it, whose replays are its own."""
-    for frame in reversed(traceback.extract_stack()):
-        name = frame.filename
-        if name == __file__ or "/torch/" in name or name.startswith("<"):
-            continue
-        return None if name.startswith(HERE) else f"at {Path(name).name}:{frame.lineno}: {frame.line}"
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name != __file__ and "/torch/" not in name and not name.startswith("<"):
+            if name.startswith(HERE):
+                return None
+            line = linecache.getline(name, frame.f_lineno).strip()
+            return f"at {Path(name).name}:{frame.f_lineno}: {line}"
+        frame = frame.f_back
     return None

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.geometry.aside import Aside, forget_workspaces, reporting
 from sparseconv.geometry.fixed_grid import FixedGrid, fault_of, forget_tables, put_scene
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.gpu.streams import SideStreams, forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.padding import Guard, LiveRows, Seen
 from sparseconv.nn.capturing.region import Kind, Limits, Scene, Shape, kind_of, watched
@@ -55,6 +55,8 @@ class Recording:
     ) -> None:
         self._call, self._module, self._given, self._path = call, module, given, path
         self.sizes, self.parameters, self._wanted = sizes, list(parameters), wanted
+        #: what gradients are taken of: the parameters, or while recording other leaves over their memory
+        self._starts: list[torch.Tensor] = self.parameters
         self._device, features = example.features.device, example.features
         self.trains = bool(self.parameters) or features.requires_grad
         self._of_features = features.requires_grad
@@ -147,6 +149,7 @@ class Recording:
             family = grids[0].family
             answer = Answer(out, self._given, family, self._constants)
             self._report(answer, grids[0], family)
+            self._grid_now = grids[0]
             torch.clear_autocast_cache()
             return answer
 
@@ -243,10 +246,11 @@ class Recording:
         Raises:
             CannotCapture: and why.
         """
-        with torch.inference_mode(False), self.unseen():
+        with torch.inference_mode(False), self.unseen(), self._as_leaves():
             self.load(scene, self._given)
             with torch.set_grad_enabled(self.trains):
                 self._guarded()
+                self.load(scene, self._given)  # once more: now the strided layers are known
                 answer = self.run()
                 self._choose(answer)
                 self._wait()
@@ -299,7 +303,7 @@ class Recording:
     def _find(self, answer: Answer) -> list[torch.Tensor | None]:
         """Gradients of the features and of the parameters, from those of the results."""
         ends = [answer.tensors[i] for i in self.taken]
-        starts = ([self._leaf] if self._of_features else []) + self.parameters
+        starts = ([self._leaf] if self._of_features else []) + self._starts
         with torch.autograd.set_multithreading_enabled(False):
             return list(torch.autograd.grad(ends, starts, self.grads, allow_unused=True))
 
@@ -308,21 +312,21 @@ class Recording:
         stream = torch.cuda.Stream(device, priority=-1)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            summed = self._once_aside(device)  # what is timed on first use is timed here
+            summed = self._once_on_streams(device)  # what is timed on first use is timed here
         torch.cuda.current_stream(device).wait_stream(stream)
         forget_workspaces()
         self._forward = torch.cuda.CUDAGraph()
 
         @contextmanager
-        def captured(graph: torch.cuda.CUDAGraph, aside: Aside, pool: Any = None) -> Iterator[None]:
+        def captured(graph: torch.cuda.CUDAGraph, side: SideStreams, pool: Any = None) -> Iterator[None]:
             mode = "thread_local"  # what other threads ask of the device is no part of it
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode), aside.run():
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode), side.run():
                 yield
                 forget_workspaces()
 
         with torch.cuda.stream(stream):
-            aside, other = Aside(device), Aside(device, summed)
-        self.answer = self.run(lambda: captured(self._forward, aside))
+            side, other = SideStreams(device), SideStreams(device, summed)
+        self.answer = self.run(lambda: captured(self._forward, side))
         if self.trains:
             self._backward = torch.cuda.CUDAGraph()
             with captured(self._backward, other, self._forward.pool()):
@@ -331,12 +335,12 @@ class Recording:
                 self._gather(found)
         self._finish()
 
-    def _once_aside(self, device: torch.device) -> bool:
+    def _once_on_streams(self, device: torch.device) -> bool:
         """A run as it will be captured. Returns whether gradients may be summed on a stream of their own."""
-        aside = Aside(device)
-        answer = self.run(lambda: aside.run())
+        side = SideStreams(device)
+        answer = self.run(lambda: side.run())
         if self.trains:
-            again = Aside(device)
+            again = SideStreams(device)
             with again.run():
                 found = self._find(answer)
                 again.settle(found)
@@ -362,6 +366,7 @@ class Recording:
         answer = self.answer
         self.rows_of = answer.rows()
         self.results = [t.detach() for t in answer.tensors]
+        self._alive = self._grid_now  # with the grids and maps made of it, which the graphs read
         self._voxels = dict(answer.voxels)
         self._voxels_there = self._voxels_now if self._voxels else None
         answer.forget()
@@ -471,6 +476,31 @@ class Recording:
             with torch.no_grad():
                 for now, before in zip(self._buffers, self._kept):
                     torch._foreach_copy_(now, before)
+
+    @contextmanager
+    def _as_leaves(self) -> Iterator[None]:
+        """Within it, the module has other parameters over the same memory.
+
+        A parameter's end of a gradient's graph belongs to the stream on which it was made, and lives as long as any
+        graph does, such as that of a loss from the step before. A capture may not wait for that stream.
+        """
+        others: dict[int, torch.nn.Parameter] = {}
+        held = [m._parameters for m in self._module.modules() if m._parameters]
+        before = [dict(parameters) for parameters in held]
+        for parameters in held:
+            for name, p in parameters.items():
+                if p is not None:
+                    other = others.setdefault(id(p), torch.nn.Parameter(p.detach(), p.requires_grad))
+                    parameters[name] = other
+        known = self._constants
+        self._constants = known | {id(other) for other in others.values()}
+        self._starts = [others.get(id(p), p) for p in self.parameters]
+        try:
+            yield
+        finally:
+            for parameters, kept in zip(held, before):
+                parameters.update(kept)
+            self._starts, self._constants = self.parameters, known
 
     @contextmanager
     def unseen(self) -> Iterator[None]:

@@ -51,6 +51,8 @@ class SparseConvolution(SparseModule):
     (C_in, C_out).
     """
 
+    is_convolution = True
+
     def __init__(
         self,
         ndim: int,
@@ -145,11 +147,11 @@ class SparseConvolution(SparseModule):
         return out
 
     def _run(self, input: SparseConvTensor) -> SparseConvTensor:
-        window = self._window()
+        window, voxels = self._window(), input.voxels  # first: with its grid, the input may get another shape
         out_shape = self._out_shape(input)
         stored = input.find_indice_pair(self.indice_key)
         if stored is None:
-            plan = find_plan(input.voxels, window, out_shape, subm=self.subm, transposed=self.transposed)
+            plan = find_plan(voxels, window, out_shape, subm=self.subm, transposed=self.transposed)
         else:
             if not self.subm:
                 raise ValueError(

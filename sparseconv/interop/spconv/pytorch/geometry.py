@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,8 +16,17 @@ from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.within import plan_within
 
-if TYPE_CHECKING:
-    from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
+
+class Voxels(Protocol):
+    """A sparse tensor, as far as a stored map asks."""
+
+    spatial_shape: list[int]
+
+    @property
+    def indices(self) -> torch.Tensor: ...
+
+    @property
+    def voxels(self) -> VoxelGrid: ...
 
 
 @dataclass(frozen=True)
@@ -157,7 +166,7 @@ def pair_table(plan: ConvolutionPlan) -> tuple[torch.Tensor, torch.Tensor]:
     return table, edges.tap_offsets.diff().int()
 
 
-def check_reuse(stored: IndiceData, input: SparseConvTensor, window: LayerWindow, key: str | None) -> None:
+def check_reuse(stored: IndiceData, input: Voxels, window: LayerWindow, key: str | None) -> None:
     """Raise ValueError where a submanifold layer meets a key that another geometry stored."""
     if not stored.is_subm:
         raise ValueError(f"indice_key {key!r} was stored by a layer that is not submanifold")
@@ -172,7 +181,7 @@ def check_reuse(stored: IndiceData, input: SparseConvTensor, window: LayerWindow
     check_ends(input, stored.spatial_shape, stored.place, key)
 
 
-def check_ends(input: SparseConvTensor, shape: list[int], place: Place, key: str | None) -> None:
+def check_ends(input: Voxels, shape: list[int], place: Place, key: str | None) -> None:
     """Raise ValueError where a stored map does not start at the input's voxels."""
     if input.spatial_shape != shape:
         raise ValueError(f"indice_key {key!r} belongs to spatial shape {shape}; the input has {input.spatial_shape}")

@@ -25,6 +25,9 @@ class Placement(TypedDict, total=False):
 class SparseModule(torch.nn.Module):
     """Modules that derive from it are given the whole `SparseConvTensor` by `SparseSequential`."""
 
+    #: whether it is one of the convolutions
+    is_convolution = False
+
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         self.name = name
@@ -135,9 +138,7 @@ def is_spconv_module(module: torch.nn.Module | None) -> bool:
 
 def is_sparse_conv(module: torch.nn.Module) -> bool:
     """Whether a module is one of the convolutions."""
-    from sparseconv.interop.spconv.pytorch.conv import SparseConvolution
-
-    return isinstance(module, SparseConvolution)
+    return isinstance(module, SparseModule) and module.is_convolution
 
 
 def assign_name_for_sparse_modules(module: torch.nn.Module) -> None:

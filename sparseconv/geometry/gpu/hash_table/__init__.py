@@ -1,0 +1,1 @@
+"""Coordinates -> rows: a hash table of occupied blocks of cells."""

@@ -1,0 +1,1 @@
+"""Pairs of each tap cut into runs for the weight gradient."""

@@ -1,0 +1,1 @@
+"""Rows in an order in which neighbours share most of their taps."""

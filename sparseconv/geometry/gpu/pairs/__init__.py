@@ -1,0 +1,1 @@
+"""Edges by tap, as lists of input and output rows."""

@@ -1,0 +1,224 @@
+"""The edges of a window by tap, and the table of the reversed edges, on the GPU.
+
+    in:  a `WindowSearch`; the host reads the counts of its edges, and waits for nothing else
+    out: in_rows and out_rows (P,) int32 by tap
+
+The offsets (0, 1, 4, 5) and the masks of `window.found` give in_rows (0, 0, 1, 2, 1) and out_rows (1, 0, 1, 2, 0).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sparseconv.geometry.gpu.pairs.pair_lists_3x3x3 import HALF, list_cube
+from sparseconv.geometry.gpu.window.found import STARTS, WindowSearch
+from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES
+from sparseconv.geometry.gpu.window.taps import entry_of, look, take
+from sparseconv.gpu.launcher import Launcher, ceil_div, follow, pointer, power_of_2
+
+
+def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """The edges by tap, and by target row within a tap; waits for ``search.pending``, the counts, alone.
+
+    Of rows that the host does not know nothing is waited for: P is then ``most``, no less than target rows (default: a
+    bound), and what lies behind the edges there is undefined. Where there are more, every tap's list is empty and bit 2
+    of the fault flag is set.
+
+    Edges between the rows of one grid through a symmetric window are found once for two mirrored taps: those of the
+    second half of the taps are then ordered by source row.
+
+    Returns:
+        in_rows (P,) int32, out_rows (P,) int32, and the offsets of the taps (K+1,) on the host, empty where it does not
+        know them; on the device they are ``search.pending.offsets``.
+    """
+    _, scratch, pending = search.found
+    device = search.coords.device
+    offsets = pending.read() if search.device_count is None else ()
+    if offsets or most is None:
+        most = offsets[-1] if offsets else search.most_edges
+    in_rows = torch.empty(most, dtype=torch.int32, device=device)
+    out_rows = torch.empty(most, dtype=torch.int32, device=device)
+    if most:
+        window = search.window
+        confine(search, most)
+        if search.is_cube:
+            list_cube(search, pointer(in_rows), pointer(out_rows), most)
+        else:
+            mirrored = search.is_local and window.is_symmetric
+            args = (
+                *search.pointers, scratch[STARTS], pointer(pending.offsets), pointer(in_rows), pointer(out_rows),
+                search.rows, search.capacity, search.chunks, window.num_taps,
+            )  # fmt: skip
+            grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
+            _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
+    return in_rows, out_rows, offsets
+
+
+def half_pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """in_rows and out_rows of the first HALF taps of a search that `is_cube`, the first of what `pairs_of` returns.
+
+    The others' are these turned round. ``most`` is that of all taps.
+    """
+    _, scratch, pending = search.found
+    device = search.coords.device
+    if search.device_count is None:
+        room = pending.read()[HALF.value]
+    else:
+        all_taps = search.most_edges if most is None else most
+        room = _half_room(search, all_taps)
+        confine(search, all_taps)
+    in_rows = torch.empty(room, dtype=torch.int32, device=device)
+    out_rows = torch.empty(room, dtype=torch.int32, device=device)
+    if room and len(scratch):
+        list_cube(search, pointer(in_rows), pointer(out_rows), room, half=True)
+    return in_rows, out_rows
+
+
+def _half_room(search: WindowSearch, most: int) -> int:
+    """Edges of the first HALF taps where all have ``most``, and no row occurs twice: the centre's are in one half."""
+    return (most + search.rows + 1) // 2
+
+
+def confine(search: WindowSearch, most: int) -> None:
+    """Leave no tap an edge, and set the fault flag, where rows that the host does not know have more than ``most``.
+
+    So too where half of them have more than fit: of rows that occur twice, mirrored taps are not alike.
+    """
+    pending = search.pending
+    if search.device_count is None or pending is None:
+        return
+    if search.rows and most < search.most_edges and not pending.is_confined:
+        pending.is_confined = True
+        taps = search.window.num_taps
+        half, room = (HALF.value, _half_room(search, most)) if search.is_cube else (taps, most)
+        known = (pointer(pending.offsets), pointer(search.device_count.fault), most, taps, half, room)
+        _CONFINE(search.coords.device, (1,), known, (power_of_2(taps + 1),))
+
+
+def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:
+    """The table (K, num_in) of the reversed edges: reversed[k, neighbors[k, r]] = r."""
+    taps, n = neighbors.shape
+    table = torch.full((taps, num_in), -1, dtype=torch.int32, device=neighbors.device)
+    if taps and n:
+        args = (pointer(neighbors), pointer(table), n, num_in)
+        _REVERSE(neighbors.device, (ceil_div(n, 1024), taps), args, (1024,))
+    return table
+
+
+# ---- kernels
+
+
+@triton.jit
+def confine_kernel(offsets_ptr, fault_ptr, most, num_taps, half, room, TAPS: tl.constexpr):
+    """Where there are more edges than places, or more of the first ``half`` taps than ``room``, no tap has any: each
+    list then fits, whatever is written to it."""
+    follow()
+    too_many = (tl.load(offsets_ptr + num_taps) > most) | (tl.load(offsets_ptr + half) > room)
+    tl.debug_barrier()
+    if too_many:
+        tap = tl.arange(0, TAPS)
+        tl.store(offsets_ptr + tap, tl.zeros((TAPS,), tl.int64), mask=tap <= num_taps)
+        tl.atomic_or(fault_ptr, 4)
+
+
+@triton.jit
+def pairs_kernel(
+    coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, rows_ptr, entries_ptr, around_ptr, window_ptr,
+    starts_ptr, offsets_ptr, in_rows_ptr, out_rows_ptr, n, capacity, num_chunks, num_taps,
+    RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
+    SIDES: tl.constexpr, LENGTH: tl.constexpr, MIRRORED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Source and target rows of the edges of one run of taps in one chunk of rows, in the order of the target rows.
+
+    MIRRORED: the edges of the first half of the taps, turned round, are those of the second.
+    """
+    follow()
+    EDGE: tl.constexpr = 1 << ((SHIFTS >> (4 * RANK)) & 15)
+    chunk = tl.program_id(0)
+    run_ptr = window_ptr + 3 * RANK + tl.program_id(1) * (2 + RANK)
+    tap = tl.load(run_ptr)
+    length = tl.load(run_ptr + 1)
+    if MIRRORED:
+        taken = tl.minimum(length, (num_taps + 1) // 2 - tap)
+    else:
+        taken = length
+    places_ptr = starts_ptr + tap * num_chunks + chunk
+    place0 = tl.load(offsets_ptr + tap) + tl.load(places_ptr)
+    place1 = place0
+    place2 = place0
+    place3 = place0
+    if LENGTH > 1:
+        place1 = tl.load(offsets_ptr + tap + 1) + tl.load(places_ptr + num_chunks, mask=length > 1, other=0)
+    if LENGTH > 2:
+        place2 = tl.load(offsets_ptr + tap + tl.minimum(length, 2))
+        place2 += tl.load(places_ptr + 2 * num_chunks, mask=length > 2, other=0)
+    if LENGTH > 3:
+        place3 = tl.load(offsets_ptr + tap + tl.minimum(length, 3))
+        place3 += tl.load(places_ptr + 3 * num_chunks, mask=length > 3, other=0)
+    turn0 = twin_of(offsets_ptr, tap, num_taps, MIRRORED)
+    turn1 = twin_of(offsets_ptr, tap + 1, num_taps, MIRRORED)
+    turn2 = twin_of(offsets_ptr, tap + 2, num_taps, MIRRORED)
+    turn3 = twin_of(offsets_ptr, tap + 3, num_taps, MIRRORED)
+    for start in range(0, CHUNK, BLOCK):
+        row = chunk * CHUNK + start + tl.arange(0, BLOCK)
+        live = row < n
+        entry = entry_of(row, live, entries_ptr, SIDES)
+        seen, near, far, cell = look(
+            row, entry, live, run_ptr, length, coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, around_ptr,
+            window_ptr, capacity, RANK, SHIFTS, PLACES, PERIODIC, SIDES,
+        )  # fmt: skip
+        seen = seen & ((1 << taken) - 1)
+        found, near, far = take(rows_ptr, seen, near, far, cell, 0, EDGE, SIDES)
+        place0 = put(in_rows_ptr, out_rows_ptr, place0, turn0, found, row, MIRRORED)
+        if LENGTH > 1:
+            found, near, far = take(rows_ptr, seen, near, far, cell, 1, EDGE, SIDES)
+            place1 = put(in_rows_ptr, out_rows_ptr, place1, turn1, found, row, MIRRORED)
+        if LENGTH > 2:
+            found, near, far = take(rows_ptr, seen, near, far, cell, 2, EDGE, SIDES)
+            place2 = put(in_rows_ptr, out_rows_ptr, place2, turn2, found, row, MIRRORED)
+        if LENGTH > 3:
+            found, near, far = take(rows_ptr, seen, near, far, cell, 3, EDGE, SIDES)
+            place3 = put(in_rows_ptr, out_rows_ptr, place3, turn3, found, row, MIRRORED)
+
+
+@triton.jit
+def twin_of(offsets_ptr, tap, num_taps, MIRRORED: tl.constexpr):
+    """How far the list of the mirrored tap lies behind the list of a tap of the first half; 0: it has no other."""
+    if MIRRORED:
+        first_half = tap < num_taps // 2
+        here = tl.load(offsets_ptr + tap, mask=first_half, other=0)
+        return tl.load(offsets_ptr + num_taps - 1 - tap, mask=first_half, other=0) - here
+    else:
+        return tap
+
+
+@triton.jit
+def put(in_rows_ptr, out_rows_ptr, place, turn, found, row, MIRRORED: tl.constexpr):
+    """Append the edges found to the lists at ``place``, which moves on, and turned round to those ``turn`` behind."""
+    there = (found >= 0).to(tl.int32)
+    at = place + (tl.cumsum(there, 0) - there)
+    tl.store(in_rows_ptr + at, found, mask=found >= 0)
+    tl.store(out_rows_ptr + at, row, mask=found >= 0)
+    if MIRRORED:
+        turned = found >= tl.where(turn > 0, 0, 0x7FFFFFFF)
+        tl.store(in_rows_ptr + at + turn, row, mask=turned)
+        tl.store(out_rows_ptr + at + turn, found, mask=turned)
+    return place + tl.sum(there, 0)
+
+
+@triton.jit
+def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
+    """reversed[tap, neighbors[tap, row]] = row."""
+    follow()
+    tap = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(neighbors_ptr + tap * n + row, mask=row < n, other=-1)
+    tl.store(reversed_ptr + tap * num_in + found, row, mask=found >= 0)
+
+
+_I32, _I64 = torch.int32, torch.int64
+_CONFINE = Launcher(confine_kernel, (_I64, _I32, *(int,) * 4), num_warps=1)
+_PAIRS = Launcher(pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, *(int,) * 4), num_warps=1)
+_REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))

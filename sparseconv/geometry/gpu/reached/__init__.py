@@ -1,0 +1,1 @@
+"""The voxels that a window reaches."""

@@ -1,0 +1,278 @@
+"""The kernels of what a window reaches: bits of cells and their ranks, or a hash table where cells are too many."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sparseconv.geometry.gpu.hash_table.hash_probe import below, claim, popcount
+from sparseconv.gpu.cooperative import leave, wait_for_all
+from sparseconv.gpu.launcher import RESIDENT, Launcher, follow
+
+
+@triton.jit
+def one_of(axis: tl.constexpr, first, second, third, fourth):
+    """A number of one axis."""
+    return first if axis == 0 else second if axis == 1 else third if axis == 2 else fourth
+
+
+@triton.jit
+def keys_of(
+    row, step, coords_ptr, window_ptr, n, batches, low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, IS_BOX: tl.constexpr,
+):  # fmt: skip
+    """Keys of what rows see in one step, and which of them are real; rows of no batch item see nothing."""
+    live = row < n
+    place = coords_ptr + row.to(tl.int64) * (RANK + 1)
+    key = tl.load(place, mask=live, other=-1).to(tl.int64)
+    live = (key >= 0) & (key < batches)
+    step_ptr = window_ptr + 8 * RANK + step * RANK
+    for axis in tl.static_range(RANK):
+        axis_ptr = window_ptr + 8 * axis
+        given = tl.load(place + 1 + axis, mask=live, other=0)
+        number = tl.load(step_ptr + axis)
+        divisor = tl.load(axis_ptr + 1)
+        if IS_BOX:
+            value = given - tl.load(axis_ptr + 6)
+            whole = value // divisor
+            whole = tl.where(value - whole * divisor < 0, whole - 1, whole) - number
+            live = live & (whole * divisor + tl.load(axis_ptr + 7) >= given)
+        else:
+            value = given * tl.load(axis_ptr) + number
+            whole = value // divisor
+            live = live & (whole * divisor == value)
+        start = tl.load(axis_ptr + 2)
+        size = tl.load(axis_ptr + 3)
+        if size > 0:
+            turned = (whole - start) % size
+            whole = start + tl.where(turned < 0, turned + size, turned)
+        live = live & (whole >= tl.load(axis_ptr + 4)) & (whole < tl.load(axis_ptr + 5))
+        low = one_of(4 - RANK + axis, low0, low1, low2, low3)
+        key = key * one_of(4 - RANK + axis, size0, size1, size2, size3) + (whole - low)
+    return key, live
+
+
+@triton.jit
+def place_of(key, size0, size1, size2, size3):
+    """The batch item of keys, and where they lie on each of four axes from the box's corner on."""
+    rest = key // size3
+    d = (key - rest * size3).to(tl.int32)
+    key = rest // size2
+    c = (rest - key * size2).to(tl.int32)
+    rest = key // size1
+    b = (key - rest * size1).to(tl.int32)
+    key = rest // size0
+    return key.to(tl.int32), (rest - key * size0).to(tl.int32), b, c, d
+
+
+@triton.jit
+def store_place(coords_ptr, row, live, batch, a, b, c, d, low0, low1, low2, low3, RANK: tl.constexpr):
+    """Write places from the box's corner on into rows of coordinates."""
+    place = coords_ptr + row.to(tl.int64) * (RANK + 1)
+    tl.store(place, batch, mask=live)
+    if RANK > 3:
+        tl.store(place + RANK - 3, a + low0, mask=live)
+    if RANK > 2:
+        tl.store(place + RANK - 2, b + low1, mask=live)
+    if RANK > 1:
+        tl.store(place + RANK - 1, c + low2, mask=live)
+    tl.store(place + RANK, d + low3, mask=live)
+
+
+@triton.jit
+def mark_kernel(
+    coords_ptr, window_ptr, bits_ptr, ranks_ptr, sums_ptr, words_ptr, places_ptr, starts_ptr, barriers_ptr, report_ptr,
+    n, batches, num_steps, num_lines, programs, low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, IS_BOX: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, SUMS: tl.constexpr,
+    NUM_BARRIERS: tl.constexpr,
+):  # fmt: skip
+    """Which cells are reached, 64 a word, and how many before each word; all programs wait for each other in between.
+
+    A line of 64 bits says which of 4096 cells' words are not empty; ranks count those before a line. The words that are
+    not empty lie side by side: words their cells, places which they are, starts how many cells lie before. The report
+    has the numbers of cells and of words.
+    """
+    program = tl.program_id(0)
+    for first in range(program * SPAN, num_lines, programs * SPAN):
+        line = first + tl.arange(0, SPAN)
+        tl.store(bits_ptr + line, tl.zeros((SPAN,), tl.int64), mask=line < num_lines)
+    wait_for_all(barriers_ptr, programs)
+    one = tl.full((BLOCK,), 1, tl.int64)
+    for first in range(program * BLOCK, n, programs * BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        for step in range(num_steps):
+            key, live = keys_of(
+                row, step, coords_ptr, window_ptr, n, batches, low0, low1, low2, low3, size0, size1, size2, size3,
+                RANK, IS_BOX,
+            )  # fmt: skip
+            word = key >> 6
+            tl.atomic_or(bits_ptr + (word >> 6), one << (word & 63), mask=live, sem="relaxed")
+    wait_for_all(barriers_ptr + 1, programs)
+    num_words = add_up(bits_ptr, ranks_ptr, sums_ptr, barriers_ptr + 2, num_lines, programs, SPAN, SUMS)
+    for first in range(program * SPAN, num_words, programs * SPAN):
+        slot = first + tl.arange(0, SPAN)
+        tl.store(words_ptr + slot, tl.zeros((SPAN,), tl.int64), mask=slot < num_words)
+    wait_for_all(barriers_ptr + 3, programs)
+    for first in range(program * BLOCK, n, programs * BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        for step in range(num_steps):
+            key, live = keys_of(
+                row, step, coords_ptr, window_ptr, n, batches, low0, low1, low2, low3, size0, size1, size2, size3,
+                RANK, IS_BOX,
+            )  # fmt: skip
+            word = key >> 6
+            line = tl.load(bits_ptr + (word >> 6), mask=live, other=0)
+            slot = tl.load(ranks_ptr + (word >> 6), mask=live, other=0) + popcount(line & below(word & 63))
+            tl.atomic_or(words_ptr + slot, one << (key & 63), mask=live, sem="relaxed")
+            tl.store(places_ptr + slot, word.to(tl.int32), mask=live)
+    wait_for_all(barriers_ptr + 4, programs)
+    count = add_up(words_ptr, starts_ptr, sums_ptr + SUMS, barriers_ptr + 5, num_words, programs, SPAN, SUMS)
+    if program == 0:
+        tl.store(report_ptr, count.to(tl.int64))
+        tl.store(report_ptr + 1, num_words.to(tl.int64))
+    leave(barriers_ptr, programs, NUM_BARRIERS)
+
+
+@triton.jit
+def add_up(words_ptr, before_ptr, sums_ptr, barrier_ptr, length, programs, SPAN: tl.constexpr, SUMS: tl.constexpr):
+    """before[i] = bits set in the words before the i-th; returns those of all words. Every program sums a run."""
+    each = (length + programs - 1) // programs
+    begin = tl.program_id(0) * each
+    end = tl.minimum(begin + each, length)
+    total = tl.zeros((), tl.int32)
+    for start in range(begin, end, SPAN):
+        at = start + tl.arange(0, SPAN)
+        total += tl.sum(popcount(tl.load(words_ptr + at, mask=at < end, other=0)), 0)
+    tl.store(sums_ptr + tl.program_id(0), total)
+    wait_for_all(barrier_ptr, programs)
+    lane = tl.arange(0, SUMS)
+    sums = tl.load(sums_ptr + lane, mask=lane < programs, other=0)
+    base = tl.sum(tl.where(lane < tl.program_id(0), sums, 0), 0)
+    for start in range(begin, end, SPAN):
+        at = start + tl.arange(0, SPAN)
+        count = popcount(tl.load(words_ptr + at, mask=at < end, other=0))
+        tl.store(before_ptr + at, base + tl.cumsum(count, 0) - count, mask=at < end)
+        base += tl.sum(count, 0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def emit_kernel(
+    words_ptr, places_ptr, starts_ptr, coords_ptr, num_words, low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The coordinates of the cells of BLOCK words, one cell of each at a time."""
+    follow()
+    emit_words(
+        words_ptr, places_ptr, starts_ptr, coords_ptr, num_words, 0x7FFFFFFF, low0, low1, low2, low3,
+        size0, size1, size2, size3, RANK, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def emit_fixed_kernel(
+    words_ptr, places_ptr, starts_ptr, coords_ptr, report_ptr, count_ptr, fault_ptr, num_rows,
+    low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`emit_kernel` into so many rows: those behind the last cell are dead, and cells beyond them a fault.
+
+    No word is empty, so that as many words as rows are enough, a program for BLOCK of either.
+    """
+    follow()
+    count = tl.load(report_ptr)
+    num_words = tl.load(report_ptr + 1).to(tl.int32)
+    emit_words(
+        words_ptr, places_ptr, starts_ptr, coords_ptr, num_words, num_rows, low0, low1, low2, low3,
+        size0, size1, size2, size3, RANK, BLOCK,
+    )  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    dead = (row >= count) & (row < num_rows)
+    for column in tl.static_range(RANK + 1):
+        tl.store(coords_ptr + row.to(tl.int64) * (RANK + 1) + column, -1, mask=dead)
+    if tl.program_id(0) == 0:
+        tl.store(count_ptr, tl.minimum(count, num_rows).to(tl.int32))
+        if count > num_rows:
+            tl.atomic_or(fault_ptr, 2, sem="relaxed")
+
+
+@triton.jit
+def emit_words(
+    words_ptr, places_ptr, starts_ptr, coords_ptr, num_words, num_rows,
+    low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The cells of this program's words, into no more than ``num_rows`` rows."""
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = slot < num_words
+    word = tl.load(words_ptr + slot, mask=real, other=0)
+    row = tl.load(starts_ptr + slot, mask=real, other=0)
+    first = tl.load(places_ptr + slot, mask=real, other=0).to(tl.int64) << 6
+    batch, a, b, c, d = place_of(first, size0, size1, size2, size3)
+    while tl.max((word != 0).to(tl.int32), 0) > 0:
+        # onwards by the bit along the last axis, and what is too much is carried to the axes before: 32 bits are enough
+        on_d = d + popcount((word & -word) - 1)
+        over = on_d // size3
+        on_c = c + over
+        on_d -= over * size3
+        over = on_c // size2
+        on_b = b + over
+        on_c -= over * size2
+        over = on_b // size1
+        on_a = a + over
+        on_b -= over * size1
+        over = on_a // size0
+        store_place(
+            coords_ptr, row, (word != 0) & (row < num_rows), batch + over, on_a - over * size0, on_b, on_c, on_d,
+            low0, low1, low2, low3, RANK,
+        )  # fmt: skip
+        row += 1
+        word = word & (word - 1)
+
+
+@triton.jit
+def claim_kernel(
+    coords_ptr, window_ptr, table_ptr, keys_ptr, n, batches, capacity,
+    low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, IS_BOX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Claim the keys of what BLOCK rows see in one step, and append those that were not there before."""
+    follow()
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key, live = keys_of(
+        row, tl.program_id(1), coords_ptr, window_ptr, n, batches, low0, low1, low2, low3, size0, size1, size2, size3,
+        RANK, IS_BOX,
+    )  # fmt: skip
+    _slot, known = claim(
+        table_ptr, key, live, tl.minimum(row, capacity - 1), capacity, tl.full((), 0x4000000000000000, tl.int64)
+    )
+    fresh = (live & ~known).to(tl.int64)
+    total = tl.sum(fresh, 0)
+    if total > 0:
+        count_ptr = table_ptr + 2 * capacity.to(tl.int64)
+        at = tl.atomic_add(count_ptr, total, sem="relaxed") + tl.cumsum(fresh, 0) - fresh
+        tl.store(keys_ptr + at, key, mask=fresh > 0)
+
+
+@triton.jit
+def decode_kernel(
+    keys_ptr, coords_ptr, n, low0, low1, low2, low3, size0, size1, size2, size3,
+    RANK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys back to coordinates."""
+    follow()
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(keys_ptr + row, mask=row < n, other=0)
+    batch, a, b, c, d = place_of(key, size0, size1, size2, size3)
+    store_place(coords_ptr, row, row < n, batch, a, b, c, d, low0, low1, low2, low3, RANK)
+
+
+_I32, _I64 = torch.int32, torch.int64
+MARK = Launcher(
+    mark_kernel, (_I32, _I32, _I64, _I32, _I32, _I64, _I32, _I32, _I32, _I64, *(int,) * 13), resident=RESIDENT
+)
+EMIT = Launcher(emit_kernel, (_I64, _I32, _I32, _I32, *(int,) * 9), num_warps=1)
+EMIT_FIXED = Launcher(emit_fixed_kernel, (_I64, _I32, _I32, _I32, _I64, _I32, _I32, *(int,) * 9), num_warps=1)
+CLAIM = Launcher(claim_kernel, (_I32, _I32, _I64, _I64, *(int,) * 11), num_warps=1)
+DECODE = Launcher(decode_kernel, (_I64, _I32, *(int,) * 9))

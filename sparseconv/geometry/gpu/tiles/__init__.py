@@ -1,0 +1,1 @@
+"""Rows cut into tiles of like taps, with a list of live taps for each."""

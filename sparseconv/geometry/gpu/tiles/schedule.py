@@ -1,0 +1,140 @@
+"""The work list of the implicit GEMM: rows in tiles of like taps, and for each tile the taps that live in it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from sparseconv.geometry.gpu.jobs.jobs import Jobs
+from sparseconv.gpu.program import Fixed
+
+#: slots are padded to a multiple of this, so that schedules of every block size share one table
+SLOT_ALIGNMENT = 256
+#: list columns beyond the last live tap that a kernel may read ahead
+LOOKAHEAD = 4
+#: above a table row in a tile's list: this bit, whether the first half of the tile's rows has a neighbour there, and
+#: the next, whether the second has
+HALF_BIT = 28
+ROW_BITS = (1 << HALF_BIT) - 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A kernel map's rows cut into T tiles of ``block_m`` rows; NP = T * block_m slots, R tap rows in the table.
+
+    Rows are permuted so that the rows of a tile share most of their taps; a tile then runs over its own list of live
+    taps only. Where taps are split in groups, a row has a slot in each group, and ``slots`` says which where it has a
+    live tap, so that the partial sums can be added in a fixed order.
+    """
+
+    block_m: int
+    neighbors: (
+        torch.Tensor
+    )  # (R + 1, NP) int32: input row of a slot through a table row; -1 absent; the last row all -1
+    out_rows: torch.Tensor  # (NP,) int32: the output row of a slot; -1 for padding
+    tile_counts: torch.Tensor  # (T,) int32: live taps of a tile
+    tile_rows: (
+        torch.Tensor
+    )  # (T, S) int32: the table rows of a tile's live taps, with HALF_BITs; R beyond tile_counts; S >= R + 4
+    tile_taps: torch.Tensor  # (T, S) int32: the weight tap of each of them; 0 beyond tile_counts
+    tile_order: torch.Tensor  # (T,) int32: the order of launch, most taps first
+    slots: torch.Tensor | None = None  # (G, N_out) int32: a row's slot in each group of taps, -1 none; None: one group
+    turned_taps: torch.Tensor | None = (
+        None  # (T, S) int32: tile_taps of the reversed edges, where they were written too
+    )
+
+    @property
+    def num_tiles(self) -> int:
+        return self.tile_counts.shape[0]
+
+    def executed_rows(self, by_halves: bool) -> int:
+        """Rows that are multiplied: for each live tap those of the tile, or of its halves with a neighbour there.
+
+        Read back from the device.
+        """
+        if not by_halves:
+            return int(self.tile_counts.sum()) * self.block_m
+        halves = self.tile_rows >> HALF_BIT
+        return int((halves & 1).sum() + (halves >> 1).sum()) * (self.block_m // 2)
+
+    def reversed(self) -> Schedule | None:
+        """That of the reversed edges, where it costs nothing."""
+        return None
+
+    def launched(self, order: torch.Tensor) -> Schedule:
+        """The same tiles in another order of launch (T,) int32."""
+        arrays = self.neighbors, self.out_rows, self.tile_counts, self.tile_rows, self.tile_taps
+        return Schedule(self.block_m, *arrays, order, self.slots, self.turned_taps)
+
+    @cached_property
+    def fixed(self) -> Fixed:
+        """What a launch over the tiles takes."""
+        return self._launched_in(self.tile_order)
+
+    @cached_property
+    def links(self) -> tuple[Fixed, ...]:
+        """What a launch over the tiles of each group of taps takes, most taps first."""
+        groups = 1 if self.slots is None else self.slots.shape[0]
+        counts = self.tile_counts.view(groups, -1)
+        each = counts.shape[1]
+        order = torch.sort(counts, dim=1, descending=True, stable=True).indices
+        order += each * torch.arange(groups, device=order.device)[:, None]
+        padded = torch.nn.functional.pad(order.to(torch.int32), (0, -each % 4))  # each row begins at 16 bytes
+        return tuple(self._launched_in(group) for group in padded)
+
+    def _launched_in(self, order: torch.Tensor) -> Fixed:
+        lists = (self.tile_counts, self.tile_rows, self.tile_taps, order)
+        return Fixed((self.neighbors, self.out_rows, *lists), (self.out_rows.shape[0], self.tile_rows.shape[1]))
+
+
+def tap_significance(num_taps: int) -> tuple[int, ...]:
+    """Taps from the most to the least significant bit of a row's mask: farthest from the kernel's centre first.
+
+    A far tap (a corner) is the rarest, and a rare tap costs most when the rows that have it are spread over many tiles.
+    The box is taken to be the cube, else the square, else the line with this many taps.
+    """
+    for rank in (3, 2):
+        side = round(num_taps ** (1 / rank))
+        if side**rank == num_taps:
+            break
+    else:
+        rank, side = 1, num_taps
+
+    def distance(tap: int) -> int:
+        total = 0
+        for _ in range(rank):
+            tap, digit = divmod(tap, side)
+            total += abs(2 * digit - (side - 1))
+        return total
+
+    return tuple(sorted(range(num_taps), key=lambda tap: -distance(tap)))
+
+
+def plane_groups(num_taps: int, parts: int = 3) -> tuple[tuple[int, ...], ...]:
+    """Taps cut into ``parts`` runs of neighbouring tap numbers: the planes along the first axis of a cube."""
+    edges = [round(part * num_taps / parts) for part in range(parts + 1)]
+    return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(edges) if b > a)
+
+
+class ScheduleForm(NamedTuple):
+    """What tells the schedules of one map apart, see `work_lists.schedule_of`."""
+
+    block_m: int
+    transposed: bool = False
+    split: int = 1
+    chunked: bool = False
+    in_order: bool = False
+
+
+@dataclass(eq=False)
+class WorkLists:
+    """The schedules and jobs of one map, by what was asked for."""
+
+    schedules: dict[ScheduleForm, Schedule] = field(default_factory=dict)
+    bases: dict[bool, Schedule] = field(default_factory=dict)  # the first of each row order: in runs, or as a whole
+    jobs: dict[int, Jobs] = field(default_factory=dict)
+    mirror: torch.Tensor | None = None  # (K,) int32, read by a graph's launches

@@ -1,0 +1,1 @@
+"""What a window sees from each row: masks of taps, counts of edges."""

@@ -1,0 +1,132 @@
+"""What a window sees from each target row, on the GPU: the blocks around, tap masks, sort keys and counts of edges.
+
+    in:  a table of source rows, target rows (N_out, 1+D) int32, a window of K taps
+    out: a `WindowSearch`; nothing is read back
+
+Up to FUSED_ROWS rows it is one launch, whose programs wait for each other; of more rows, a launch a pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from sparseconv.geometry.gpu.hash_table.table import (
+    ENTRIES,
+    FUSED_ROWS,
+    CoordinateTable,
+    aligned,
+    pack_shifts,
+    rows_per_chunk,
+)
+from sparseconv.geometry.gpu.window.counts import Counters, PendingCounts, scan_counts
+from sparseconv.geometry.gpu.window.found import AROUND, SCRATCH, SORT_KEYS, STARTS, Prefetched, WindowSearch
+from sparseconv.geometry.gpu.window.neighbor_table import COUNT, neighbor_table
+from sparseconv.geometry.gpu.window.passes import launch_around, launch_masks, launch_search, search_programs
+from sparseconv.geometry.gpu.window.taps import GIVEN, KEY_BITS, TapWindow, bit_places, encode_window
+from sparseconv.geometry.gpu.window.window_3x3x3 import CUBE
+from sparseconv.gpu.arena import Arena
+from sparseconv.gpu.cooperative import DeviceCount
+from sparseconv.gpu.launcher import Pointer, ceil_div, pointer
+from sparseconv.gpu.radix_sort.sort import Passes, ticket_behind
+from sparseconv.gpu.streams import building, current
+
+
+def search_window(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> WindowSearch:
+    """Find what target rows see: row of (stride * coords[r] + offsets[k], folded into the torus) for each r and k.
+
+    Args:
+        table: the source rows.
+        coords: (N_out, 1+D) int32 on the same device, in any order; ``table.coords`` itself is faster.
+        window: of the same device.
+    """
+    with building():
+        return _search(table, coords, window)
+
+
+def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> WindowSearch:
+    n, taps, device = coords.shape[0], window.num_taps, coords.device
+    is_local, is_cube, constants = _looks(window, table.shifts, coords is table.coords and n > 0)
+    chunks = ceil_div(n, rows_per_chunk(n))
+    narrow, side = taps <= KEY_BITS, current()
+    counters, pending = Counters(table, taps, chunks), PendingCounts(taps, table)
+    blocks = table.most_blocks if is_local else 0
+    lengths = [taps * chunks, n if narrow else 0, blocks * constants[4]]
+    passes, is_sorted, programs = None, False, 0
+    if narrow and 0 < n <= FUSED_ROWS:
+        # one allocation and one launch are fastest for the host; on side streams, edges are listed during the sort
+        programs, spare, is_sorted = search_programs(device, taps, n, is_cube and side is None)
+        passes = Passes(n, window.key_bits, spare if is_cube else 0, is_sorted)
+        lengths += (passes.words, ticket_behind(n) + 1)
+    scratch = Arena(device, SCRATCH, lengths)
+    search = found_search(table, coords, window, scratch, counters, pending, passes, is_sorted)
+    if passes is not None and taps:
+        launch_search(search, counters, passes, programs)
+    else:
+        if is_local:
+            launch_around(table, scratch[AROUND], blocks)
+        if n and taps and narrow:
+            launch_masks(search, window.key_words, scratch[SORT_KEYS], counters, n, KEY_BITS, 0)
+        elif n and taps:
+            neighbors = neighbor_table(search)
+            search = replace(search, neighbors=neighbors)
+            totals, counts = counters.pointers
+            args = (pointer(neighbors), counts, totals, n, chunks)
+            COUNT(device, (chunks, taps), args, (search.chunk_rows, 128))
+        scan_counts(counters, scratch[STARTS], pending, table)
+    return search if side is None else replace(search, moment=side.moment())
+
+
+def found_search(
+    table: CoordinateTable,
+    coords: torch.Tensor,
+    window: TapWindow,
+    scratch: Arena,
+    counters: Counters,
+    pending: PendingCounts,
+    passes: Passes | None = None,
+    is_sorted: bool = False,
+    prefetched: Prefetched | None = None,
+) -> WindowSearch:
+    """The search that a launch leaves in scratch memory and counters."""
+    n = coords.shape[0]
+    is_local, is_cube, constants = _looks(window, table.shifts, coords is table.coords and n > 0)
+    coords = coords if is_local else aligned(coords)
+    entries, around = table.pointers[3:5]
+    if is_local:
+        entries, around = table.arena[ENTRIES], scratch[AROUND]
+    pointers: tuple[Pointer, ...] = (pointer(coords), *table.pointers, entries, around, pointer(window.data))
+    chunk_rows = rows_per_chunk(n)
+    return WindowSearch(
+        coords, window, table, table.device_count, n, table.capacity, constants, is_local, is_cube, chunk_rows,
+        ceil_div(n, chunk_rows), counters, pending, scratch, passes, is_sorted, None, pointers, None, prefetched,
+    )  # fmt: skip
+
+
+def search_table(neighbors: torch.Tensor, device_count: DeviceCount | None = None) -> WindowSearch:
+    """The search that finds the edges of a table (K, N_out) int32, -1 absent, made elsewhere: a reversed map, say.
+
+    ``device_count``: of rows whose number the host does not know.
+    """
+    taps, n = neighbors.shape
+    neighbors = aligned(neighbors)
+    window = encode_window(tuple((tap,) for tap in range(taps)), (1,), None, neighbors.device, True)
+    pointers = (pointer(neighbors),) * 8 + (pointer(window.data),)
+    chunk_rows, constants = rows_per_chunk(n), (1, 0, 0, False, GIVEN, 1)
+    chunks = ceil_div(n, chunk_rows)
+    return WindowSearch(
+        neighbors.new_empty(n, 0), window, None, device_count, n, n, constants, chunk_rows=chunk_rows, chunks=chunks,
+        neighbors=neighbors, pointers=pointers,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=512)
+def _looks(window: TapWindow, shifts: tuple[int, ...], same: bool) -> tuple[bool, bool, tuple]:
+    """`is_local`, `is_cube` and the constants of searches in a table of such blocks; ``same``: for its own rows."""
+    rank = len(shifts) - 1
+    local = same and 0 <= window.reach <= 2 ** min(shifts[1:])
+    sides = 3**rank if local else 0
+    constants = rank, pack_shifts(shifts), bit_places(shifts), window.periodic, sides, window.run_length
+    return local, local and window.is_cube and shifts == CUBE[1], constants

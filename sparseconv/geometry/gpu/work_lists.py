@@ -1,0 +1,137 @@
+"""The work lists of a kernel map on a GPU: schedules and jobs, made on first use and kept with the map."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.gpu.jobs.jobs import JOB_QUANTUM, Jobs, most_jobs
+from sparseconv.geometry.gpu.tiles.schedule import Schedule, ScheduleForm, plane_groups
+from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.gpu.streams import appending, listing
+
+#: rows that are sorted together where rows must stay near their neighbours: a few megabytes of features
+CHUNK_ROWS = 32_768
+
+
+def schedule_of(
+    kernel_map: KernelMap,
+    block_m: int,
+    transposed: bool = False,
+    split: int = 1,
+    chunked: bool = False,
+    in_order: bool = False,
+) -> Schedule:
+    """The map's schedule at a tile size; transposed: of the reversed edges.
+
+    A map with a mirror symmetry is its own reverse with the taps exchanged, so its one table serves both directions.
+    ``split``: taps in so many groups with a row order each. ``chunked``: rows sorted inside runs of neighbouring rows,
+    and tiles launched in order. ``in_order``: rows sorted as a whole; tiles with about as many taps launched in the
+    order of their rows. Where every output row has one edge, no tile has two taps and neither makes a difference.
+    """
+    if transposed and kernel_map.mirror is None:
+        return schedule_of(kernel_map.reverse(), block_m, False, split, chunked, in_order)
+    form = ScheduleForm(block_m, transposed, split, chunked, in_order)
+    schedules = kernel_map.work_lists.schedules
+    schedule = schedules.get(form)
+    if schedule is None:
+        schedule = schedules[form] = _turned(kernel_map, form) if transposed else _schedule(kernel_map, form)
+    return schedule
+
+
+def schedule_ahead(kernel_map: KernelMap, block_m: int) -> None:
+    """Start to compile what `schedule_of` launches for tiles of so many rows, in one group of taps, not in runs."""
+    if kernel_map.device.type == "cuda":
+        _stages()[0].schedule_ahead(kernel_map, block_m)
+
+
+def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
+    """The map's jobs, ``max_jobs`` at most or one a tap."""
+    count = most_jobs(kernel_map.num_taps, kernel_map.num_pairs, max_jobs, JOB_QUANTUM)
+    jobs = kernel_map.work_lists.jobs.get(count)
+    if jobs is None:
+        _, _, kernels, prefetch = _stages()
+        jobs = prefetch.prefetched_jobs(kernel_map, count)
+        if jobs is None:
+            source = kernel_map.source
+            with listing() if source is None else appending(source.moment):
+                offsets = kernel_map.tap_offsets if source is None else source.offsets()
+                jobs = kernels.cut_jobs_on_device(offsets, count, JOB_QUANTUM, kernel_map.is_halved)
+        kernel_map.work_lists.jobs[count] = jobs
+    return jobs
+
+
+@cache
+def _stages() -> tuple[Any, Any, Any, Any]:
+    from sparseconv.geometry.gpu import prefetch  # Triton is loaded where it is used
+    from sparseconv.geometry.gpu.jobs import kernels
+    from sparseconv.geometry.gpu.tiles import build, sortless
+
+    return build, sortless, kernels, prefetch
+
+
+def _schedule(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
+    build, sortless, _, prefetch = _stages()
+    if sortless.meets_once(kernel_map):
+        if form.split > 1 or form.chunked or form.in_order:
+            return schedule_of(kernel_map, form.block_m)
+        return sortless.one_tap_schedule(kernel_map, form.block_m)
+    if form.split > 1:
+        return build.schedule_on_gpu(kernel_map, form.block_m, plane_groups(kernel_map.num_taps, form.split))
+    bases, chunk_rows = kernel_map.work_lists.bases, CHUNK_ROWS if form.chunked else None
+    base = bases.get(form.chunked)
+    if base is None:
+        made = prefetch.prefetched_schedule(kernel_map, form.block_m) if chunk_rows is None else None
+        base = bases[form.chunked] = made or build.schedule_on_gpu(kernel_map, form.block_m, None, chunk_rows)
+    schedule = base if form.block_m == base.block_m else sortless.retile(base, form.block_m)
+    if form.in_order:
+        return schedule.launched(_about_as_many(schedule))
+    return _as_they_lie(schedule) if form.chunked and schedule is not base else schedule
+
+
+def _turned(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
+    """The schedule of the reversed edges of a map with a mirror symmetry: the same with other weight taps."""
+    straight = schedule_of(kernel_map, form.block_m, False, form.split, form.chunked, form.in_order)
+    turned = straight.reversed()
+    if turned is not None:
+        return turned
+    taps = straight.turned_taps
+    if taps is None:
+        taps = _mirrored(straight.tile_taps, kernel_map)
+    lists = straight.tile_counts, straight.tile_rows, taps, straight.tile_order, straight.slots, straight.tile_taps
+    return Schedule(form.block_m, straight.neighbors, straight.out_rows, *lists)
+
+
+def _as_they_lie(schedule: Schedule) -> Schedule:
+    """The same tiles, launched in the order of their rows."""
+    order = torch.arange(schedule.num_tiles, dtype=torch.int32, device=schedule.tile_order.device)
+    return schedule.launched(order)
+
+
+def _about_as_many(schedule: Schedule) -> torch.Tensor:
+    """The order of launch by half the number of taps, most first; tiles of the same number as they lie.
+
+    Tiles next to each other have like taps, thus on a surface the same direction, and read the same rows.
+    """
+    counts = schedule.tile_counts >> 1
+    order = torch.empty_like(counts)
+    _stages()[0].rank_tiles(counts, order, schedule.neighbors.shape[0] - 1)
+    return order
+
+
+def _mirrored(tile_taps: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
+    """The mirrored tap of each."""
+    mirror = kernel_map.mirror or ()
+    last = len(mirror) - 1
+    if all(tap == last - place for place, tap in enumerate(mirror)):
+        return last - tile_taps
+    taps = kernel_map.work_lists.mirror = _on_device(mirror, tile_taps.device)  # a graph that reads it keeps the map
+    return taps[tile_taps.long()]
+
+
+@lru_cache(maxsize=64)
+def _on_device(mirror: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    taps = torch.tensor(mirror, dtype=torch.int32)
+    return (taps.pin_memory() if device.type == "cuda" else taps).to(device, non_blocking=True)

@@ -1,0 +1,226 @@
+"""Launching Triton kernels at the cost of the driver's call alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import driver
+
+from sparseconv.gpu.triton_private import (
+    SHARED_ARGUMENTS,
+    build_shared_launcher,
+    builds_launchers,
+    call_of,
+    early,
+    entry_of,
+    with_shared_launcher,
+)
+from sparseconv.torch_private import current_device, is_capturing
+
+#: programs of a cooperative launch on each multiprocessor, of 128 threads, where they need many of the registers that
+#: these share
+RESIDENT, REGISTERS = 4, 65_536
+Pointer = Any  # an address on a card; a tensor where kernels are interpreted
+
+
+#: the name of threads that compile ahead
+COMPILER = "sparseconv compiler"
+#: times that a kernel is compiled ahead before whoever launches it is told what fails
+TRIES = 3
+
+#: what the text of a kernel has in it that begins with `follow`, on cards that can launch it early
+FOLLOWS = "griddepcontrol.wait"
+
+_reading = threading.Lock()
+
+
+@triton.jit
+def _probe():
+    pass
+
+
+#: whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors
+INTERPRETED = not isinstance(_probe, triton.runtime.JITFunction)
+IS_INTERPRETED = tl.constexpr(INTERPRETED)
+
+try:
+    from triton.language.extra.cuda import gdc_wait
+    from triton.language.target_info import cuda_capability_geq
+except ImportError:  # an older Triton
+
+    @triton.jit
+    def follow():
+        """Nothing: each launch begins when the one before it has ended."""
+
+else:
+
+    @triton.jit
+    def follow():
+        """First of all in a kernel: wait until the launch before it in its stream has ended.
+
+        A kernel that does so is launched early where the card can (Hopper and later): its programs take their places
+        as those before them leave, and the microsecond between two launches is gone.
+        """
+        if not IS_INTERPRETED and cuda_capability_geq(9, 0):
+            gdc_wait()
+
+
+class Launcher:
+    """A jitted function, compiled once for each set of constants and launched without a look at its arguments.
+
+    Triton's own call works out the type, alignment and value class of every argument at each launch, which costs
+    several times the driver's launch. Here the types are declared: ``types`` has the torch dtype of each pointer and
+    ``int`` for each 32-bit integer; constants follow them in the function's signature. Pointers must be aligned to 16
+    bytes; integers are not specialised, but for those declared by an example (16: a multiple of 16).
+
+    Example::
+
+        fill = Launcher(fill_kernel, (torch.int32, int), num_warps=4)
+        fill(device, (blocks,), (pointer(out), out.numel()), (256,))
+    """
+
+    def __init__(
+        self, function: Any, types: Sequence[Any], num_warps: int = 4, resident: int = 0, **options: Any
+    ) -> None:
+        self.function, self.types, self.num_warps = function, tuple(types), num_warps
+        #: programs on each multiprocessor that run all at once, so that they may wait for each other; 0: they may not
+        self.resident = resident
+        #: options of the compiler, which joins products and sums into fused ones in every version of Triton
+        self.options = (
+            {"launch_cooperative_grid": True, "maxnreg": REGISTERS // 128 // resident & -8} if resident else options
+        )
+        self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
+        self._compiled: dict[tuple, Future] = {}
+        self._begun: set[tuple] = set()
+        #: what threads of their own failed with, who try again a few times
+        self.failures: dict[tuple, list[Exception]] = {}
+
+    def __call__(self, device: torch.device, grid: tuple[int, ...], args: tuple, constants: tuple = ()) -> None:
+        if INTERPRETED:
+            self.function[grid](*args, *constants)
+            return
+        ready = self._ready.get((device.index, constants)) or self.on(device.index, constants)
+        ready(grid[0], grid[1] if len(grid) > 1 else 1, args)
+
+    def on(self, device_index: int, constants: tuple) -> Callable[[int, int, tuple], None]:
+        """What launches on a device with these constants: called with both sides of the grid and the arguments."""
+        ready = self._ready.get((device_index, constants))
+        if ready is None:
+            with torch.cuda.device(device_index):
+                ready = self._ready[device_index, constants] = self._prepare(constants, device_index)
+        return ready
+
+    def if_ready(self, device: torch.device, constants: tuple) -> Callable[[int, int, tuple], None] | None:
+        """What launches, where no compiler is waited for; else its thread is started, and None."""
+        ready = self._ready.get((device.index, constants))
+        if ready is None and INTERPRETED:
+            return lambda x, y, args: self.function[x, y](*args, *constants)
+        if ready is None:
+            kernel = self._compiled.get((device.index, constants))
+            if kernel is not None and kernel.done():
+                return self.on(device.index, constants)
+            self.ahead(device, constants)
+        return ready
+
+    def ahead(self, device: torch.device, constants: tuple) -> None:
+        """Compile on a thread of its own what a device will soon be asked to launch; that launch says what fails."""
+        if not INTERPRETED and (device.index, constants) not in self._begun:
+            self._begun.add((device.index, constants))
+            threading.Thread(target=self._compile_for, args=(device, constants), name=COMPILER).start()
+
+    def _compile_for(self, device: torch.device, constants: tuple) -> None:
+        key = device.index, constants
+        try:
+            with torch.cuda.device(device):
+                self.compile(constants)
+        except Exception as error:
+            failures = self.failures.setdefault(key, [])
+            failures.append(error)
+            if len(failures) < TRIES:
+                self._begun.discard(key)
+
+    def compile(self, constants: tuple) -> Any:
+        """Triton's compiled kernel for these constants on the current device; once, whichever threads ask."""
+        mine: Future = Future()
+        key = torch.cuda.current_device(), constants
+        found = self._compiled.setdefault(key, mine)
+        if found is not mine:
+            return found.result()
+        try:
+            read_triton()
+            shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
+            options = {"num_warps": self.num_warps, "enable_fp_fusion": True, **self.options}
+            mine.set_result(self.function.warmup(*shown, *constants, grid=(1,), **options))
+        except BaseException as error:
+            del self._compiled[key]  # who asks again tries again
+            mine.set_exception(error)
+        return mine.result()
+
+    def _prepare(self, constants: tuple, device_index: int) -> Callable[[int, int, tuple], None]:
+        kernel = self.compile(constants)
+        rest: tuple = constants
+        numbers = all(t is int or isinstance(t, (int, torch.dtype)) for t in self.types)  # 64 bits or fewer
+        fits = numbers and len(self.types) + 2 <= SHARED_ARGUMENTS
+        if fits and builds_launchers():
+            kernel, rest = with_shared_launcher(kernel), (0,) * (SHARED_ARGUMENTS - len(self.types))
+        run = kernel.run  # loads the binary
+        if entry_of(run) is None and rest is not constants:  # it asks for scratch memory
+            kernel, rest = self.compile(constants), constants
+            run = kernel.run
+        plain, stream_of = call_of(kernel, run), driver.active.get_current_stream
+        overlapped = call_of(kernel, early(run)) if FOLLOWS in kernel.asm.get("ptx", "") else None
+
+        def launch(x: int, y: int, args: tuple) -> None:
+            if current_device() != device_index:
+                with torch.cuda.device(device_index):
+                    return launch(x, y, args)
+            start, told = plain if overlapped is None or is_capturing() else overlapped
+            start(*((x, y, 1, stream_of(device_index)) + told + args + rest))
+
+        return launch
+
+
+def await_compilers() -> None:
+    """Wait for all that is being compiled ahead."""
+    for thread in threading.enumerate():
+        if thread.name == COMPILER:
+            thread.join()
+
+
+@cache
+def read_triton() -> None:
+    """Once, whichever threads ask: the digest of Triton's files, which is part of every kernel's name in its cache, and
+    what Triton needs of the driver."""
+    with _reading, suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+    if builds_launchers():  # both by a C compiler: what it calls of the driver, then the shared launcher
+        threading.Thread(target=build_shared_launcher, name=COMPILER).start()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The smallest integer that is at least a / b (Triton's own costs microseconds a call)."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, for n >= 1."""
+    return 1 << (n - 1).bit_length()
+
+
+def pointer(tensor: torch.Tensor) -> Pointer:
+    """What a launcher takes for a tensor."""
+    return tensor if INTERPRETED else tensor.data_ptr()
+
+
+if not INTERPRETED and torch.cuda.is_initialized():  # kernels will be asked for: 0.5 s during the imports that follow
+    threading.Thread(target=read_triton, name=COMPILER).start()

@@ -1,0 +1,1 @@
+"""A stable radix sort of 32-bit keys on a GPU."""

@@ -1,0 +1,71 @@
+"""What Triton keeps to itself: the C functions behind its launchers, and one of them for kernels of many signatures."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from triton.runtime import driver
+
+#: arguments of the launcher that kernels share: those of the longest, and two that Triton adds
+SHARED_ARGUMENTS = 56
+#: what a launcher is called with that a C compiler made
+BUILT_FORM = ("self", "gridX", "gridY", "gridZ", "stream", "function", "args")
+
+SHARED = SimpleNamespace(constants={}, signature=dict.fromkeys(range(SHARED_ARGUMENTS), "i64"))
+
+
+def with_shared_launcher(kernel: Any) -> Any:
+    """The kernel, to be launched with SHARED_ARGUMENTS 64-bit numbers, of which the card reads those that it declares.
+
+    Addresses and integers come first, then Triton's two addresses of scratch memory, then what is left over.
+    """
+    kernel = copy.copy(kernel)  # Triton launches its own by the signature that it was compiled for
+    kernel.src = SHARED
+    kernel.module = kernel.function = kernel._run = None
+    return kernel
+
+
+@cache
+def builds_launchers() -> bool:
+    """Whether this Triton has a C compiler make a launcher for each signature, which takes it half a second."""
+    return tuple(inspect.signature(driver.active.launcher_cls.__call__).parameters) == BUILT_FORM
+
+
+def build_shared_launcher() -> None:
+    names = ("num_ctas", "global_scratch_size", "global_scratch_align", "profile_scratch_size", "profile_scratch_align")
+    with suppress(Exception):  # who launches will say what is wrong
+        told = dict.fromkeys((*names, "launch_cooperative_grid", "launch_pdl"), 0)
+        driver.active.launcher_cls(SHARED, SimpleNamespace(**told))
+
+
+def entry_of(run: Any) -> tuple[Callable[..., None], tuple[bool, bool]] | None:
+    """The C function behind a launcher of Triton that only adds memory for kernels which ask for some, and what it
+    is told of cooperation and of overlap; None for kernels that ask, and for launchers of another form."""
+    told = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size")
+    if tuple(inspect.signature(type(run).__call__).parameters) != BUILT_FORM or not all(
+        hasattr(run, name) for name in told
+    ):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    return run.launch, (run.launch_cooperative_grid, run.launch_pdl)
+
+
+def call_of(kernel: Any, run: Any) -> tuple[Callable[..., None], tuple]:
+    """What launches a kernel, and what it is told between the stream and the kernel's own arguments."""
+    at_once = entry_of(run)
+    start, how = (run, ()) if at_once is None else (at_once[0], (*at_once[1], None, None))
+    return start, (kernel.function, *how, kernel.packed_metadata, None, None, None)
+
+
+def early(run: Any) -> Any:
+    """A launcher of Triton that does not wait for the launch ahead; not for graphs, in which nothing lies between."""
+    run = copy.copy(run)
+    run.launch_pdl = True
+    return run

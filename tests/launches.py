@@ -1,0 +1,68 @@
+"""How often a part of a test launches a kernel, and how often the host reads what a card leaves (and may wait)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparseconv.gpu.launcher import Launcher
+from sparseconv.gpu.pinned import Report
+
+#: what reads a number back, or has a result of a size that the host must learn first
+WAITING = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select"}
+
+
+class _Waits(TorchDispatchMode):
+    """Counts torch's own calls that wait for a card."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in WAITING:
+            self._found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Launches by kernel, and waits by what waits, within."""
+    launches: Counter[str] = Counter()
+    waits: Counter[str] = Counter()
+    call, if_ready, read = Launcher.__call__, Launcher.if_ready, Report.read
+
+    def launched(self: Launcher, *args: Any) -> None:
+        launches[self.function.__name__] += 1
+        call(self, *args)
+
+    def ready(self: Launcher, *args: Any) -> Any:
+        launch = if_ready(self, *args)
+        launches[self.function.__name__] += launch is not None
+        return launch
+
+    def waited(self: Report) -> list[int]:
+        waits["report"] += self._values is None
+        return read(self)
+
+    tolist = torch.Tensor.tolist
+
+    def listed(self: torch.Tensor) -> Any:
+        waits["tolist"] += 1
+        return tolist(self)
+
+    with (
+        patch.object(torch.Tensor, "tolist", listed),
+        patch.object(Launcher, "__call__", launched),
+        patch.object(Launcher, "if_ready", ready),
+        patch.object(Report, "read", waited),
+        _Waits(waits),
+    ):
+        yield launches, waits
