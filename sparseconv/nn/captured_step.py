@@ -89,7 +89,7 @@ class CapturedStep(Captured):
         return loss
 
     def _body(self, scene: SparseTensor, targets: Any) -> Any:
-        # on one thread, whose maps are aside and which has one workspace of cuBLAS
+        # on one thread, whose maps have streams of their own and which has one workspace of cuBLAS
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             with self._autocast():
                 output = self.network(scene)
@@ -99,9 +99,9 @@ class CapturedStep(Captured):
             if scene.grid.fault is not None:  # no gradient goes through the NaN
                 loss = torch.where(scene.grid.fault[0] != 0, float("nan"), loss)
             grads = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        aside = current()
-        if aside is not None:
-            aside.settle(grads)
+        streams = current()
+        if streams is not None:
+            streams.settle(grads)
         return loss.detach(), apart_in_memory(grads)
 
     def _try_loss(self, output: Any, padded: Any, of_rows: Any, targets: Any) -> None:

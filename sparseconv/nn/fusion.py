@@ -12,7 +12,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn import normalize
 from sparseconv.nn.convolution import ConvolutionModule
 from sparseconv.nn.features import ELU, GELU, LeakyReLU, Linear, ReLU, Sigmoid, SiLU, Tanh
-from sparseconv.nn.joining import forked, joined
+from sparseconv.nn.joining import branched, joined
 from sparseconv.nn.module import apply, features_of
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.nn.training import Layer, folds, serves, trained
@@ -78,7 +78,7 @@ def two_layers(
             and _joins(x.grid, x.dtype, second[1], residual)
         ):
             plain = x.grid.count is not None and type(skip) is Linear and skip.bias is None and not hooked(skip)
-            both = forked(x.features, skip.weight) if plain and skip.out_features == second[1].num_features else None
+            both = branched(x.features, skip.weight) if plain and skip.out_features == second[1].num_features else None
             if both is not None:
                 return x.with_features(trained(both[0], [one, two], both[1]))
             residual = residual if skip is None else skip(x)
@@ -107,7 +107,7 @@ def norm_act(x: Any, norm: Any, activation: Any = None, residual: SparseTensor |
     return y if activation is None else apply(activation, y)
 
 
-def beside(x: SparseTensor, *others: SparseTensor, again: bool = True) -> SparseTensor:
+def concatenated(x: SparseTensor, *others: SparseTensor, again: bool = True) -> SparseTensor:
     """``x.cat(*others)``; a captured step may make it ``again`` in its backward pass rather than keep it."""
     if not again or x.grid.count is None or any(other.grid is not x.grid for other in others):
         return x.cat(*others)

@@ -35,11 +35,11 @@ def graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
             run()  # alone: what is timed on first use is timed here
             forget_workspaces()
             torch.cuda.reset_peak_memory_stats()
-            before, aside = torch.cuda.memory_allocated(), SideStreams(device)
-            with aside.run():
+            before, streams = torch.cuda.memory_allocated(), SideStreams(device)
+            with streams.run():
                 run()
-            again = SideStreams(device, summed=not aside.mixed)
-            most = max(0, torch.cuda.max_memory_allocated() - before - aside.memory)
+            again = SideStreams(device, summed=not streams.mixed)
+            most = max(0, torch.cuda.max_memory_allocated() - before - streams.memory)
         torch.cuda.current_stream().wait_stream(stream)
         forget_workspaces()  # the graph has its own, where its other memory is
         cuts = {s: _Cut(least) for s, least in ((stream, most), *((lane, 0) for lane in again.streams))}
@@ -57,12 +57,12 @@ def graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
 
 def _captured(
-    run: Callable[[], Any], stream: torch.cuda.Stream, aside: SideStreams, pieces: dict[torch.cuda.Stream, int]
+    run: Callable[[], Any], stream: torch.cuda.Stream, streams: SideStreams, pieces: dict[torch.cuda.Stream, int]
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """The graph of a run whose streams begin with a piece of memory each."""
     graph = torch.cuda.CUDAGraph()
     # what other threads ask of the device, such as pinned memory for the next scene, is no part of the capture
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), aside.run():
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), streams.run():
         for owner, piece in pieces.items():
             with torch.cuda.stream(owner):
                 torch.empty(piece, dtype=torch.uint8, device=owner.device)

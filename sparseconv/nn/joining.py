@@ -65,7 +65,7 @@ class _Forked(torch.autograd.Function):
         return grad.addmm_(grad_y, weight), grad_weight, None
 
 
-def forked(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def branched(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """x (N, C) for `trained` alone, and x @ weight^T, on a grid of fixed size: one node, which adds both gradients.
 
     None where they need separate nodes.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sparseconv.nn.convolution import Conv, InverseConv, SubmanifoldConv
 from sparseconv.nn.features import ReLU
-from sparseconv.nn.fusion import beside, conv_norm_act
+from sparseconv.nn.fusion import concatenated, conv_norm_act
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.nn.resnet import BasicBlock, Block, BottleneckBlock, stage
@@ -104,6 +104,6 @@ class MinkUNet(SparseModule):
             x = part(block)(conv_norm_act(x, part(conv), part(norm), self.relu))
         for conv, norm, block in self._up:
             skip = skips.pop()
-            x = beside(conv_norm_act(x, part(conv), part(norm), self.relu, onto=skip), skip, again=bool(skips))
+            x = concatenated(conv_norm_act(x, part(conv), part(norm), self.relu, onto=skip), skip, again=bool(skips))
             x = part(block)(x)
         return self.final(x)

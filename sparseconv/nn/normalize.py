@@ -89,7 +89,7 @@ def kernels(
     block_n = TILE // block_c
     tiles, columns, start = -(-rows // block_n), -(-channels // block_c), (2 * channels + 31) & -32
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    rounds = [-(-tiles // max(1, crew * processors // columns)) for crew in CREWS]
+    rounds = [-(-tiles // max(1, resident * processors // columns)) for resident in CREWS]
     grids = tuple((-(-tiles // count), columns) for count in rounds)
     size = start + 2 * grids[0][0] * channels
     return Kernels(*_launchers(x, weight, running), channels // unit, (unit, block_n, block_c), grids, start, size)
@@ -226,7 +226,7 @@ def backward(
     bias: torch.Tensor | None,
     kept: torch.Tensor,
     norm: Norm,
-    spent: bool = False,
+    overwrite: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Gradients of x, weight, bias and residual from that of y.
 
@@ -235,7 +235,7 @@ def backward(
     Args:
         grad: (N, C), rows may be apart. x, weight, bias: those of `forward`; kept: its second result.
         y: the result, where a residual was added before an activation; else None.
-        spent: x is read for the last time: its gradient is written over it.
+        overwrite: x is read for the last time: its gradient is written over it.
     """
     run = _kernels_of(x, weight, norm)
     at, device, rows, unit = run.at, x.device, x.shape[0], run.constants[0]
@@ -243,7 +243,7 @@ def backward(
     if column != 1 or row % unit or grad.data_ptr() % 16:
         grad, row = grad.clone(memory_format=torch.contiguous_format), x.shape[1]
     none = at(x)
-    dx = x if spent else torch.empty_like(x)
+    dx = x if overwrite else torch.empty_like(x)
     weight_grad = bias_grad = None
     affine = affine_grad = (none, none)
     if weight is not None and bias is not None:

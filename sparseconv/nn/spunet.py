@@ -12,7 +12,7 @@ import torch
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, InverseConv, SubmanifoldConv
 from sparseconv.nn.features import ReLU
-from sparseconv.nn.fusion import beside, conv_norm_act
+from sparseconv.nn.fusion import concatenated, conv_norm_act
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.nn.resnet import BasicBlock
@@ -87,7 +87,7 @@ class SpUNet(SparseModule):
             x = enc(down(x))
         for s in reversed(range(len(self.up))):
             skip, up = skips.pop(), cast(Sequential, self.up[s])
-            x = beside(conv_norm_act(x, *up, onto=skip), skip, again=s > 0)
+            x = concatenated(conv_norm_act(x, *up, onto=skip), skip, again=s > 0)
             x = self.dec[s](x)
         if self.final is not None:
             x = self.final(x)

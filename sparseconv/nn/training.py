@@ -138,9 +138,9 @@ class _Trained(torch.autograd.Function):
             taps, weight, bias = tensors[3 * at : 3 * at + 3]
             if at == 0 and z is None and source is not None:
                 x = recipe_of(source).run()
-            spent = z is not None and last_time and ctx.own
+            overwrite = z is not None and last_time and ctx.own
             dz, grads[3 * at + 1], grads[3 * at + 2], dres = normalize.backward(
-                grad, x if z is None else z, y, weight, bias, statistics[at], norm, spent
+                grad, x if z is None else z, y, weight, bias, statistics[at], norm, overwrite
             )
             if at == count - 1:
                 if needs[1]:
@@ -188,9 +188,9 @@ def _let_go(tensors: Sequence[torch.Tensor]) -> None:
 
 def _catch_up() -> None:
     """Wait for the sums beside this pass, so that what they read makes room for what is made next."""
-    aside = current()
-    if aside is not None:
-        aside.catch_up()
+    streams = current()
+    if streams is not None:
+        streams.catch_up()
 
 
 def _summed(x: torch.Tensor, grad: torch.Tensor, taps: torch.Tensor, edges: tuple[int, int, str]) -> torch.Tensor:
@@ -202,10 +202,10 @@ def _summed(x: torch.Tensor, grad: torch.Tensor, taps: torch.Tensor, edges: tupl
     def run() -> torch.Tensor:
         return weight_gradient(x, grad, edges[0], taps.shape[0], *edges[1:])
 
-    aside = current()
-    if aside is None or not taps.is_leaf or taps.shape[1] * taps.shape[2] > MOST_ASIDE:
+    streams = current()
+    if streams is None or not taps.is_leaf or taps.shape[1] * taps.shape[2] > MOST_ASIDE:
         return run()
-    return aside.summed(run, x, grad)
+    return streams.summed(run, x, grad)
 
 
 def _differentiable(

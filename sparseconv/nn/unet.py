@@ -13,7 +13,7 @@ from sparseconv.nn.blocks import Activation, Bottleneck, ConvBlock, Norm, Residu
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, InverseConv
 from sparseconv.nn.features import Linear, ReLU
-from sparseconv.nn.fusion import beside, conv_norm_act, hooked
+from sparseconv.nn.fusion import concatenated, conv_norm_act, hooked
 from sparseconv.nn.geometry import Axes
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
@@ -110,7 +110,7 @@ class UNet(SparseModule):
         for level in reversed(range(len(self.up))):
             skip = skips.pop()
             # the finest comes first in the backward pass, which needs it before anything has made room
-            x = beside(skip, self._raise(level, x, skip), again=level > 0)
+            x = concatenated(skip, self._raise(level, x, skip), again=level > 0)
             x = self.decoder[level](x)
         return self.head(x)
 

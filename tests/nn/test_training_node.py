@@ -18,7 +18,7 @@ import sparseconv as sc
 from sparseconv import nn
 from sparseconv.geometry import FixedGrid
 from sparseconv.nn import joining, normalize, remaking, training
-from sparseconv.nn.fusion import beside, norm_act
+from sparseconv.nn.fusion import concatenated, norm_act
 from sparseconv.nn.synchronized import SyncBatchNorm
 from tests.cases import TOLERANCE, error
 from tests.nn.test_convolution import sparse
@@ -429,8 +429,8 @@ def test_gradients_that_meet_at_a_block_s_input_are_one(width, monkeypatch, torc
     block = nn.ResidualBlock(8, width).to(DEVICE)
     ramp = torch.linspace(-1, 1, 90 * width, device=DEVICE).view(90, width)
     nodes, joined = [], []
-    forked, onto = joining.forked, training.adjoint_onto
-    monkeypatch.setattr("sparseconv.nn.fusion.forked", lambda *a: nodes.append(forked(*a)) or nodes[-1])
+    branched, onto = joining.branched, training.adjoint_onto
+    monkeypatch.setattr("sparseconv.nn.fusion.branched", lambda *a: nodes.append(branched(*a)) or nodes[-1])
     monkeypatch.setattr(training, "adjoint_onto", lambda *a: joined.append(1) or onto(*a))
     results = []
     for kernels in (True, False):
@@ -446,14 +446,14 @@ def test_gradients_that_meet_at_a_block_s_input_are_one(width, monkeypatch, torc
         assert error(a, b.double().cpu()) < 1e-4
 
 
-def test_a_forked_tensor_has_second_derivatives():
+def test_a_branched_tensor_has_second_derivatives():
     gen = torch.Generator().manual_seed(0)
     x, weight = torch.randn(5, 3, generator=gen), torch.nn.Parameter(torch.randn(4, 3, generator=gen))
     x = x.to(DEVICE, torch.float64).requires_grad_()
     weight = torch.nn.Parameter(weight.detach().to(DEVICE, torch.float64))
     assert torch.autograd.gradcheck(lambda x, w: joining._Forked.apply(x, w, None), (x, weight))
     assert torch.autograd.gradgradcheck(lambda x, w: joining._Forked.apply(x, w, None), (x, weight))
-    assert joining.forked(x.detach(), weight) is None
+    assert joining.branched(x.detach(), weight) is None
 
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
@@ -656,7 +656,7 @@ def test_features_changed_after_they_were_concatenated_are_an_error(monkeypatch)
     x = on_fixed_rows()
     first, last = nn.ConvBlock(4, 8).to(DEVICE), nn.ConvBlock(12, 8).to(DEVICE)
     skip = x.features.clone()
-    y = last(beside(x.with_features(skip), first(x))).features
+    y = last(concatenated(x.with_features(skip), first(x))).features
     skip.mul_(2)
     with pytest.raises(RuntimeError, match="changed in place"):
         y[:70].sum().backward()

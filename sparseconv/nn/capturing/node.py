@@ -58,7 +58,7 @@ def replayed(
     def again(grads: Any) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
         """The gradients by an eager call: one of a result that had none when this was captured."""
         captured.forget(recording, grads)
-        with recording.unseen(), inside():
+        with recording.restoring(), inside():
             return recording.gradients_of(recording.eager_call(Given(*inputs)), grads)
 
     tensors = _Replayed.apply(recording, token, again, scene.features, *recording.parameters)

@@ -246,7 +246,7 @@ class Recording:
         Raises:
             CannotCapture: and why.
         """
-        with torch.inference_mode(False), self.unseen(), self._as_leaves():
+        with torch.inference_mode(False), self.restoring(), self._as_leaves():
             self.load(scene, self._given)
             with torch.set_grad_enabled(self.trains):
                 self._guarded()
@@ -503,7 +503,7 @@ class Recording:
             self._starts, self._constants = self.parameters, known
 
     @contextmanager
-    def unseen(self) -> Iterator[None]:
+    def restoring(self) -> Iterator[None]:
         """Running statistics and random numbers are afterwards what they were before."""
         buffers = [b for some in self._buffers for b in some]
         kept = [b.clone() for b in buffers]
