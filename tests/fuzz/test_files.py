@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import time
 
@@ -18,6 +19,7 @@ def test_the_judge_sees_what_it_looks_for(monkeypatch):
 
     def ends(number):
         if number == 1:
+            faulthandler.disable()  # which would say so among the results of other tests
             os.abort()
         if number == 3:
             time.sleep(60)

@@ -17,6 +17,7 @@ from sparseconv.gpu.streams import SideStreams, forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.padding import Guard, LiveRows, Seen
 from sparseconv.nn.capturing.region import Kind, Limits, Scene, Shape, kind_of, watched
+from sparseconv.torch_private import copy_each
 
 
 @dataclass(frozen=True)
@@ -469,13 +470,13 @@ class Recording:
         if self._kept and self._module.training:
             with torch.no_grad():
                 for into, now in zip(self._kept, self._buffers):
-                    torch._foreach_copy_(into, now)
+                    copy_each(into, now)
 
     def _put_buffers_back(self) -> None:
         if self._kept and self._module.training:
             with torch.no_grad():
                 for now, before in zip(self._buffers, self._kept):
-                    torch._foreach_copy_(now, before)
+                    copy_each(now, before)
 
     @contextmanager
     def _as_leaves(self) -> Iterator[None]:
