@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from sparseconv.torch_private import copy_each
+
 
 class ModuleState:
     """Buffers of a module with a copy, and its parameters.
@@ -30,14 +32,14 @@ class ModuleState:
         if self._moves:
             with torch.no_grad():
                 for into, now in zip(self._kept, self._buffers):
-                    torch._foreach_copy_(into, now)
+                    copy_each(into, now)
 
     def put_back(self) -> None:
         """Make the buffers what they were when they were kept."""
         if self._moves:
             with torch.no_grad():
                 for now, before in zip(self._buffers, self._kept):
-                    torch._foreach_copy_(now, before)
+                    copy_each(now, before)
 
     def count_writes(self) -> None:
         """Tell autograd that a graph wrote to the buffers."""
