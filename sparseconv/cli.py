@@ -96,14 +96,19 @@ def info() -> None:
     typer.echo(text())
 
 
-@app.callback()
-def version(
-    asked: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
-) -> None:
-    """Sparse convolution with plan objects: plan once, execute many times."""
+def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"sparseconv {sparseconv.__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def version(
+    asked: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Sparse convolution with plan objects: plan once, execute many times."""
 
 
 def _leave_a_core() -> None:

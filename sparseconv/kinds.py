@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 
-def check_tensor(name: str, value: object) -> None:
+def check_tensor(name: str, value: object, wanted: str = "") -> None:
     """Raise TypeError unless ``value`` is a plain tensor: dense in memory, neither sparse, nested nor quantised.
+
+    ``wanted`` says its shape and dtype in the message.
 
     >>> check_tensor("x", [1.0, 2.0])
     Traceback (most recent call last):
@@ -23,7 +25,16 @@ def check_tensor(name: str, value: object) -> None:
         or value.is_quantized
         or value.is_nested
     ):
-        raise TypeError(_not_a_plain_tensor(name, value))
+        raise TypeError(_not_a_plain_tensor(name, value, wanted))
+
+
+def check_values(name: str, value: torch.Tensor, wanted: str = "") -> None:
+    """Raise TypeError unless ``value`` is a plain tensor, ValueError where it keeps no values, on the device meta."""
+    check_tensor(name, value, wanted)
+    if value.is_meta:
+        raise ValueError(
+            f"{name} must hold values, but it is on the device meta, which keeps none: make it on another device"
+        )
 
 
 def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
@@ -39,9 +50,10 @@ def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torc
     return tensor
 
 
-def _not_a_plain_tensor(name: str, value: Any) -> str:
+def _not_a_plain_tensor(name: str, value: Any, wanted: str) -> str:
     if not isinstance(value, torch.Tensor):
-        return f"{name} must be a torch.Tensor, but it is {described(value)}: {_instead(name, value)}"
+        kind = f"torch.Tensor, {wanted}" if wanted else "torch.Tensor"
+        return f"{name} must be a {kind}, but it is {described(value)}: {_instead(name, value)}"
     if value.is_nested:
         return f"{name} must be one tensor, but it is a nested one: torch.cat({name}.unbind()) puts its items together"
     if value.is_quantized:
@@ -116,7 +128,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def as_device(value: object) -> torch.device:
-    """The device of this name: TypeError for what names none, ValueError for one that torch does not know or have.
+    """The device of this name, with its number: TypeError for what names none, ValueError for one that torch lacks.
 
     >>> as_device("banana")
     Traceback (most recent call last):
@@ -136,7 +148,10 @@ def as_device(value: object) -> torch.device:
         raise ValueError(f"{value!r} names no device of torch: pass 'cpu', 'cuda' or 'cuda:1'") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{value!r} asks for a GPU, but torch.cuda.is_available() is False here: stay on 'cpu'")
-    return device
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"no memory can be had on {value!r}: {str(error).splitlines()[0]}") from None
 
 
 def shortened(value: object, limit: int = 60) -> str:

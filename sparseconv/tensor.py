@@ -26,8 +26,7 @@ class SparseTensor:
     features: torch.Tensor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.grid, VoxelGrid):
-            raise TypeError(f"grid must be a VoxelGrid; got {type(self.grid).__name__}")
+        check_kind("grid", self.grid, VoxelGrid, "pass VoxelGrid(coords)")
         check_tensor("features", self.features)
         shape = tuple(self.features.shape)
         if len(shape) != 2 or shape[0] != len(self.grid):

@@ -109,6 +109,10 @@ allows_tf32: Callable[[], bool] = private(
 )
 #: keep the card busy for so many cycles
 busy: Callable[[int], None] = private("cuda._sleep", lambda cycles: None)
+#: copy tensors into those of another list, by one kernel on a card where torch can
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = private(
+    "_foreach_copy_", lambda into, others: [a.copy_(b) for a, b in zip(into, others)]
+)
 #: oneDNN's product with what follows it, or None
 onednn_linear: Any = private("ops.mkldnn._linear_pointwise.default", None)
 

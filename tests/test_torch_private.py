@@ -56,8 +56,8 @@ def without(paths):
             name = path.split()[1]
             modules[name], sys.modules[name] = sys.modules[name], None
             continue
-        owner, name = path.rsplit(".", 1)
-        owner = reduce(lambda o, n: getattr(o, n, None), owner.split("."), torch)
+        *owners, name = path.split(".")
+        owner = reduce(lambda o, n: getattr(o, n, None), owners, torch)
         if hasattr(owner, name):
             kept.append((owner, name, getattr(owner, name)))
             delattr(owner, name)

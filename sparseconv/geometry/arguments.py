@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.ranges import IndexRange, Ints
+from sparseconv.kinds import as_device, check_values
 
 INT32 = torch.iinfo(torch.int32)
 Floats = tuple[float, ...]
@@ -27,21 +28,9 @@ def no_batch(rank: int) -> str:
     )
 
 
-def checked_tensor(given: Any, name: str, wanted: str) -> torch.Tensor:
-    """A plain tensor; TypeError for arrays, lists, and tensors without one value a place."""
-    if not isinstance(given, torch.Tensor):
-        raise TypeError(f"{name} must be a torch tensor, {wanted}; got {type(given).__name__}: use torch.as_tensor")
-    if given.layout is not torch.strided or given.is_quantized:
-        kind = f"layout {given.layout}" if given.layout is not torch.strided else f"dtype {given.dtype}"
-        raise TypeError(f"{name} must be a plain torch tensor, {wanted}; got {kind}: use .to_dense() or .dequantize()")
-    if given.is_meta:
-        raise ValueError(f"{name} must be a torch tensor with values, {wanted}; got one on meta")
-    return given
-
-
 def checked_coords(coords: torch.Tensor) -> torch.Tensor:
     """The coords of a grid as contiguous int32."""
-    checked_tensor(coords, "coords", "(N, 1+D) integers")
+    check_values("coords", coords, "(N, 1+D) integers")
     narrow = coords.dtype is torch.int32
     if not narrow and coords.dtype not in INTEGERS:
         advice = "voxelize() turns positions into voxels" if coords.is_floating_point() else "use int32"
@@ -119,16 +108,11 @@ def numbers(value: Any, rank: int, name: str, positive: bool = False) -> Floats:
     return values
 
 
-def checked_device(device: Any) -> torch.device:
-    """A device that memory can be had of, by its full name."""
-    try:
-        place = torch.empty(0, device=torch.device(device)).device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"no device {device!r} can be used here: {str(error).splitlines()[0]}") from None
-    except TypeError:
-        raise TypeError(f"device must be a torch.device or its name; got {device!r}") from None
+def checked_device(device: torch.device | str) -> torch.device:
+    """A device that a grid can be on, with its number; as `as_device` raises, and ValueError for the device meta."""
+    place = as_device(device)
     if place.type == "meta":
-        raise ValueError("the device meta keeps no values: a grid has to have them")
+        raise ValueError("the device meta keeps no values, but a grid has to have them: pass 'cpu' or 'cuda'")
     return place
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.geometry.arguments import INT32, check_box, checked_device, checked_tensor
+from sparseconv.geometry.arguments import INT32, check_box, checked_device
 from sparseconv.geometry.cpu.sorted_table import KeySpace, SortedTable
 from sparseconv.geometry.edges import coarse_grid, find_edges, fine_grid, torus_of, wrap
 from sparseconv.geometry.example import Join, Reach
@@ -19,6 +19,7 @@ from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.geometry.window import Window
 from sparseconv.gpu.streams import building
+from sparseconv.kinds import check_values
 from sparseconv.torch_private import no_transforms
 
 if TYPE_CHECKING:
@@ -94,8 +95,8 @@ class FixedGrid(VoxelGrid):
         if not isinstance(like, VoxelGrid) or like.count is not None or like.is_shared:
             raise TypeError(f"like must be an ordinary VoxelGrid; got {like!r}")
         wanted = f"(C, {like.rank + 1}) int32"
-        checked_tensor(coords, "coords", wanted)
-        checked_tensor(count, "count", "(1,) int32")
+        check_values("coords", coords, wanted)
+        check_values("count", count, "(1,) int32")
         if coords.dtype != torch.int32 or coords.ndim != 2 or coords.shape[1] != like.rank + 1 or not len(coords):
             raise ValueError(f"coords must be {wanted}, C > 0; got {tuple(coords.shape)} {coords.dtype}")
         if count.dtype != torch.int32 or count.shape != (1,):

@@ -18,7 +18,6 @@ from sparseconv.geometry.arguments import (
     checked_batch_size,
     checked_coords,
     checked_device,
-    checked_tensor,
     no_batch,
     numbers,
 )
@@ -27,6 +26,7 @@ from sparseconv.geometry.cpu.sorted_table import KEY_LIMIT, KeySpace, SortedTabl
 from sparseconv.geometry.example import ExampleSizes
 from sparseconv.geometry.other_voxels import checked_factors, coarser, finer, near
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
+from sparseconv.kinds import check_values
 
 if TYPE_CHECKING:
     from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
@@ -220,7 +220,7 @@ class VoxelGrid:
     @transforms.constant
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
         """Rows (M,) int64 of coords (M, 1+D) of any integer dtype on the grid's device, -1 where absent."""
-        checked_tensor(coords, "coords", f"(M, {self.rank + 1}) integers")
+        check_values("coords", coords, f"(M, {self.rank + 1}) integers")
         if coords.ndim != 2 or coords.shape[1] != self.rank + 1:
             raise ValueError(f"expected coords (M, {self.rank + 1}), the batch first; got {tuple(coords.shape)}")
         if coords.dtype not in INTEGERS:
@@ -264,7 +264,7 @@ class VoxelGrid:
     @transforms.constant
     def subset(self, mask: torch.Tensor) -> VoxelGrid:
         """The voxels where mask (N,) bool is true, in the same order."""
-        checked_tensor(mask, "mask", f"({self.num_voxels},) bool")
+        check_values("mask", mask, f"({self.num_voxels},) bool")
         if mask.dtype != torch.bool or mask.shape != (self.num_voxels,):
             raise ValueError(f"mask must be ({self.num_voxels},) bool; got {tuple(mask.shape)} {mask.dtype}")
         return self._like(self.coords[mask])
@@ -360,7 +360,7 @@ class VoxelGrid:
         origin: float | Sequence[float] | None = None,
     ) -> tuple[VoxelGrid, torch.Tensor]:
         """The sites of dense (B, C, *spatial) where any channel is not zero -> the grid and its features (N, C)."""
-        checked_tensor(dense, "dense", "(B, C, *spatial)")
+        check_values("dense", dense, "(B, C, *spatial)")
         if not 3 <= dense.ndim <= 6:
             raise ValueError(f"expected dense (B, C, *spatial) with 1 to 4 spatial axes; got {tuple(dense.shape)}")
         sites = (dense != 0).any(1).nonzero()
@@ -375,7 +375,7 @@ class VoxelGrid:
         """
         box = self.extent if extent is None else extent
         box = box if isinstance(box, IndexRange) else IndexRange.of_shape(per_axis(box, self.rank, "extent"))
-        checked_tensor(features, "features", f"({self.num_voxels}, C)")
+        check_values("features", features, f"({self.num_voxels}, C)")
         if features.ndim != 2 or features.shape[0] != self.num_voxels:
             raise ValueError(f"features must be ({self.num_voxels}, C); got {tuple(features.shape)}")
         inside = box.rank == self.rank and (box.encloses(self._box or self.extent) or box.encloses(self.extent))

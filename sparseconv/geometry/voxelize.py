@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import INT32, INTEGERS, checked_batch_size, checked_tensor, numbers
+from sparseconv.geometry.arguments import INT32, INTEGERS, checked_batch_size, numbers
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.kinds import check_values
 
 
 @transforms.constant
@@ -43,7 +44,7 @@ def voxelize(
     >>> grid.coords.tolist(), rows.tolist()
     ([[0, -1, 0], [0, 0, 3]], [1, 1, 0])
     """
-    checked_tensor(points, "points", "(M, D) floating point")
+    check_values("points", points, "(M, D) floating point")
     if not points.is_floating_point():
         raise TypeError(f"points must be floating point; got {points.dtype}. Integer voxels go to VoxelGrid(coords)")
     if points.ndim != 2 or not 1 <= points.shape[1] <= 4:
@@ -65,7 +66,7 @@ def voxelize(
         )
     if batch is None:
         batch = torch.zeros(len(points), dtype=torch.int32, device=points.device)
-    checked_tensor(batch, "batch", f"({len(points)},) integers")
+    check_values("batch", batch, f"({len(points)},) integers")
     if batch.dtype not in INTEGERS:
         raise TypeError(f"batch must be integers; got {batch.dtype}")
     if batch.shape != (len(points),) or batch.device != points.device:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sparseconv.kinds import check_kind
 from sparseconv.reading import check_archive, most_bytes
 
 State = dict[str, torch.Tensor]
@@ -140,6 +141,7 @@ def write(state: Mapping[str, torch.Tensor], path: str | Path) -> None:
     The file is written in a new folder beside ``path`` that nobody else may enter, and moved: no link is followed, and
     a link at ``path`` itself is replaced.
     """
+    check_kind("state", state, Mapping, "pass a dict of tensors by key, such as module.state_dict()")
     path = Path(path)
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):

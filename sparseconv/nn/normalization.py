@@ -24,9 +24,19 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
     leaves the running statistics as they are.
     """
 
-    def __init__(self, num_features: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **newer: Any,  # what later releases of torch take, such as bias
+    ) -> None:
         check_count("num_features", num_features, 1)
-        super().__init__(num_features, *args, **kwargs)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype, **newer)
 
     def forward(self, x: Features) -> Features:
         """Features (N, C), alone or in a `SparseTensor` -> the same kind."""

@@ -55,7 +55,7 @@ def neighborhood_logits(q: torch.Tensor, k: torch.Tensor, plan: ConvolutionPlan)
     """
     k, local = _sources("k", k, plan)
     _check_targets(q, k, local)
-    return _heads_last(sparse_inner(_heads_first(q), _heads_first(k), *_edge_infos(local.kernel_map)))
+    return _logits(q, k, local)
 
 
 def neighborhood_softmax(logits: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
@@ -123,12 +123,12 @@ def neighborhood_attention(
     >>> neighborhood_attention(q, k, torch.tensor([[1.0], [3.0], [5.0]]), plan).tolist()
     [[2.0], [2.0], [5.0]]
     """
-    check_plan(plan)
-    check_rows("q", q, plan.kernel_map.num_out, "a voxel of the plan's target", plan.device, "the plan", (2, 3))
+    k, local = _sources("k", k, plan)
+    _check_targets(q, k, local)
     factor = 1 / math.sqrt(max(1, q.shape[-1])) if scale is None else scale
     wide = q.to(torch.promote_types(q.dtype, torch.float32))  # so that logits are not rounded to halves
-    logits = neighborhood_logits(wide * factor, k, plan)
-    v, local = _sources("v", v, plan)
+    logits = _logits(wide * factor, k, local)
+    v, _ = _sources("v", v, plan)
     if v.ndim != q.ndim or (v.ndim == 3 and v.shape[1] != q.shape[1]):
         raise ValueError(f"v must have the heads of q {tuple(q.shape)}; got {tuple(v.shape)}")
     if bias is not None:
@@ -185,11 +185,14 @@ def _sources(name: str, x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.T
 
 
 def _check_targets(q: torch.Tensor, k: torch.Tensor, plan: ConvolutionPlan) -> None:
-    check_plan(plan)
-    check_tensor("k", k)
     check_rows("q", q, plan.kernel_map.num_out, "a voxel of the plan's target", plan.device, "the plan", (2, 3))
     if q.shape[1:] != k.shape[1:]:
         raise ValueError(f"q and k must have the same heads and channels; got {tuple(q.shape)} and {tuple(k.shape)}")
+
+
+def _logits(q: torch.Tensor, k: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+    """`neighborhood_logits` of checked operands over a plan of this process."""
+    return _heads_last(sparse_inner(_heads_first(q), _heads_first(k), *_edge_infos(plan.kernel_map)))
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:

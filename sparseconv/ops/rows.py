@@ -29,7 +29,7 @@ def check_rows(
 
 def check_plan(plan: ConvolutionPlan) -> None:
     """Raise TypeError unless this is a plan: of one process, or of a scene that many share."""
-    if not hasattr(plan, "kernel_map") or not hasattr(plan, "localize"):
+    if not hasattr(plan, "localize"):
         raise TypeError(f"plan must be a ConvolutionPlan, but it is {described(plan)}: ConvolutionPlan(grid, 3) is one")
 
 

@@ -14,6 +14,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
+from sparseconv.kinds import check_count, check_kind
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 Axes = int | Sequence[int]
@@ -34,11 +35,10 @@ def checked_window(
     deterministic: bool | None = None,
 ) -> tuple[Window, Boundary]:
     """What both constructors take, checked: the window and the boundary."""
-    if not isinstance(source, VoxelGrid):
-        raise TypeError(f"source must be a VoxelGrid; got {type(source).__name__}")
+    check_kind("source", source, VoxelGrid, "pass VoxelGrid(coords), or the grid of a SparseTensor, x.grid")
     if isinstance(kernel_size, Sequence) and len(kernel_size) == source.rank + 1:
         raise ValueError(f"kernel_size {kernel_size} has an axis more than {source}: {no_batch(source.rank)}")
-    check_groups(groups)
+    check_count("groups", groups, 1)
     if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
         raise (ValueError if isinstance(backend, str) else TypeError)(
             f"no backend {backend!r}; there are {', '.join(BACKENDS)}, and 'auto'"
@@ -47,14 +47,6 @@ def checked_window(
         raise TypeError(f"deterministic must be True, False or None; got {deterministic!r}")
     window = Window.of(source.rank, kernel_size, stride, dilation, padding, taps)
     return window, checked_boundary(boundary, source.rank)
-
-
-def check_groups(groups: int) -> None:
-    """Raise for what is no number of channel groups."""
-    if isinstance(groups, bool) or not isinstance(groups, int):
-        raise TypeError(f"groups must be an integer; got {groups!r}")
-    if groups < 1:
-        raise ValueError(f"groups must be at least 1; got {groups}")
 
 
 def checked_boundary(boundary: Boundary | str, rank: int) -> Boundary:

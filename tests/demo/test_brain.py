@@ -11,7 +11,7 @@ pytest.importorskip("nilearn")
 from sparseconv import SparseTensor, VoxelGrid
 from sparseconv.demo.learn import Scan, Segmenter, brightness_alone, dice, majority, train, turned_grids
 from sparseconv.demo.plans import plans_in_use
-from sparseconv.demo.volume import Brain, _image, load_brain
+from sparseconv.demo.volume import Brain, load_brain, template
 from sparseconv.nn import UNet
 
 
@@ -21,7 +21,7 @@ def brain():
 
 
 def test_voxels_are_means_over_blocks_of_the_template(brain):
-    t1, affine = _image("t1", None)
+    t1, affine = template("t1", None)
     rng = np.random.default_rng(0)
     for row in rng.integers(0, len(brain), 20):
         low = np.array(brain.grid.origin) + 8.0 * brain.grid.coords[row, 1:].numpy()
@@ -31,7 +31,7 @@ def test_voxels_are_means_over_blocks_of_the_template(brain):
 
 
 def test_the_template_mirrors_its_halves_and_the_split_does_not(brain):
-    t1, _ = _image("t1", None)
+    t1, _ = template("t1", None)
     assert (t1 == t1[::-1]).all()
     front, cut = brain.front()
     y = brain.grid.positions()[:, 1]

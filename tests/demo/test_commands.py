@@ -139,7 +139,7 @@ def test_a_bare_installation_says_what_a_bug_report_needs(asked):
     assert "sparseconv" in said
     assert "0.1.0" in said
     assert ("backends for a plan on cpu" in said) == (asked == "info")
-    _, typed = run(asked)
+    typed = run(asked)[0].output
     assert [line for line in typed.splitlines() if "=" not in line] == [
         line for line in said.splitlines() if "=" not in line
     ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.geometry.cards import check_card
 from sparseconv.interop import load, read
 
 ROOT = Path(__file__).parents[2]
@@ -17,6 +19,14 @@ HEADINGS = re.findall(r'^### "(.+)"$', (ROOT / "docs" / "troubleshooting.md").re
 GRID, _ = sc.voxelize(torch.tensor([[0.1, 0.2], [1.2, 0.4], [2.7, 0.3]]), 1.0)
 PLAN = sc.ConvolutionPlan(GRID, 3)
 TENSOR = sc.SparseTensor(GRID, torch.zeros(3, 2))
+
+
+def _old_card(_):
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(7, 5)),
+        mock.patch.object(torch.cuda, "get_device_name", return_value="Tesla T4"),
+    ):
+        check_card(torch.device("cuda", 99))
 
 
 def _pickled(folder: Path) -> None:
@@ -41,10 +51,10 @@ SEEN = {
         nn.SubmanifoldConv(2, 4, 3), {"other.weight": torch.zeros(4, 3, 3, 3, 2)}, "spconv"
     ),
     "holds more than tensors": _pickled,
+    "has compute capability": _old_card,
 }
 #: messages that only a card, or a reader without Triton's interpreter, brings about: their folders
 IN_FILES = {
-    "needs compute capability 8.0 or newer": "backends/triton_implicit_gemm",
     "runs on CUDA devices, not on cpu": "backends/triton_implicit_gemm",
     "a scene before this call did not fit what was captured, and its result is NaN": "nn",
     "the rows that are no voxels change the network's result": "nn",

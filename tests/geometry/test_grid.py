@@ -171,7 +171,7 @@ def test_a_grid_pickles_and_moves():
 @pytest.mark.parametrize(
     ("coords", "error", "message"),
     [
-        ([[0, 1]], TypeError, "torch tensor"),
+        ([[0, 1]], TypeError, "torch.Tensor"),
         (torch.zeros(3, 4), TypeError, "voxelize"),
         (torch.zeros(3, 4, dtype=torch.bool), TypeError, "integers"),
         (torch.zeros(3, dtype=torch.int32), ValueError, "batch column"),

@@ -27,7 +27,7 @@ class RunAgain(Recording):
     """Replays by running the call again, into the memory of the first results."""
 
     def _capture(self):
-        self._keep_buffers()
+        self.state.keep()
         self.answer = self.run()
         if self.trains:
             self._gather(self._find(self.answer))

@@ -205,7 +205,7 @@ def test_errors_say_what_to_do():
     x = torch.zeros(len(grid), 3)
     for match, kind, call in (
         ("give batch", ValueError, lambda: ops.interpolate(x, grid, points)),
-        ("'linear' or 'nearest'", ValueError, lambda: ops.interpolate(x, grid, points, "cubic", batch=batch)),
+        ("'linear', 'nearest', but", ValueError, lambda: ops.interpolate(x, grid, points, "cubic", batch=batch)),
         (r"points must be \(M, 2\)", ValueError, lambda: ops.splat(x, grid, points[:, :1], batch=batch)),
         ("floating point, in the unit", TypeError, lambda: ops.interpolate(x, grid, points.long(), batch=batch)),
         ("point 0 is", ValueError, lambda: ops.interpolate(x, grid, points * torch.nan, batch=batch)),

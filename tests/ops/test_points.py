@@ -106,7 +106,7 @@ def test_errors_say_what_to_do():
         ("one row a point", ValueError, lambda: ops.PointGroups(rows[None], 5)),
         (r"within -1 \(no voxel\) .. 3", ValueError, lambda: ops.PointGroups(rows, 4)),
         (r"got -2 .. 2", ValueError, lambda: ops.PointGroups(rows - 2, 4)),
-        ("'mean', 'sum' or 'max'", ValueError, lambda: groups.reduce(torch.zeros(3, 1), "min")),
+        ("'mean', 'sum', 'max', but it is 'min'", ValueError, lambda: groups.reduce(torch.zeros(3, 1), "min")),
         (r"features must be \(3, C\)", ValueError, lambda: groups.reduce(torch.zeros(2, 1))),
         (r"x must be \(5, C\)", ValueError, lambda: groups.spread(torch.zeros(2, 1))),
         ("floating point", TypeError, lambda: groups.reduce(torch.zeros(3, 1).int())),

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparseconv.autograd_function import Function
 from sparseconv.gpu.launcher import Launcher, pointer
 
 BLOCK_N, BLOCK_C = 64, 32
@@ -37,7 +38,7 @@ def serves(features: torch.Tensor, coords: torch.Tensor) -> bool:
     return features.is_cuda and coords.dtype == torch.int32 and features.dtype in _LAUNCHERS and features.numel() > 0
 
 
-class _ToDense(torch.autograd.Function):
+class _ToDense(Function):
     @staticmethod
     def forward(ctx: Any, features: torch.Tensor, coords: torch.Tensor, box: Box) -> torch.Tensor:
         ctx.save_for_backward(coords)
@@ -47,12 +48,12 @@ class _ToDense(torch.autograd.Function):
         return dense
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (coords,) = ctx.saved_tensors
         return _ToRows.apply(grad, coords, ctx.box), None, None
 
 
-class _ToRows(torch.autograd.Function):
+class _ToRows(Function):
     @staticmethod
     def forward(ctx: Any, dense: torch.Tensor, coords: torch.Tensor, box: Box) -> torch.Tensor:
         ctx.save_for_backward(coords)
@@ -62,7 +63,7 @@ class _ToRows(torch.autograd.Function):
         return features
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         (coords,) = ctx.saved_tensors
         return _ToDense.apply(grad, coords, ctx.box), None, None
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from sparseconv.nn.captured_inference import capture as capture_example
 from sparseconv.nn.capturing.accelerate import accelerate
-from sparseconv.nn.capturing.module import capture_module, explain, release
+from sparseconv.nn.capturing.capture import capture_module, explain, release
 from sparseconv.nn.capturing.region import register_layers
 from sparseconv.nn.module import SparseModule
 

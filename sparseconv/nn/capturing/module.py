@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.ranges import IndexRange
 from sparseconv.nn import graphs
 from sparseconv.nn.capturing import verify
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
+from sparseconv.nn.capturing.arrays import Sizes
 from sparseconv.nn.capturing.node import replayed
-from sparseconv.nn.capturing.recording import DoesNotFit, Recording, Sizes
+from sparseconv.nn.capturing.recording import DoesNotFit, Recording
 from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
-
-Module = TypeVar("Module", bound=torch.nn.Module)
 
 _log = logging.getLogger(__name__)
 
@@ -236,13 +232,7 @@ class Captured:
             self._collect()
             state = self._state()
         if recording is not None:
-            sizes = recording.sizes
-            if len(scene.coords) > sizes.rows:
-                return f"{len(scene.coords)} voxels, and places for {sizes.rows}"
-            larger = any(n > m for n, m in zip(scene.shape or (), sizes.shape or ()))
-            if larger or (scene.shape != sizes.shape and not sizes.loose):
-                return f"spatial shape {scene.shape}, captured with {sizes.shape}"
-            return None
+            return recording.sizes.lack(scene)
         if kind.captures >= MOST_CAPTURES:
             kind.refused = f"its scenes outgrew {MOST_CAPTURES} captures, one after another"
             return kind.refused
@@ -264,7 +254,7 @@ class Captured:
         parameters = [p for p in self.module.parameters() if p.requires_grad] if grad else []
         example = scene._replace(features=scene.features.detach().requires_grad_(grad and scene.features.requires_grad))
         for attempt in range(4):
-            sizes = self._sizes(kind, scene)
+            sizes = Sizes.of([*kind.scenes, scene], kind.room)
             try:
                 recording = RECORDING(
                     self.plain, self.module, given, path, example, sizes, parameters, kind.wanted or None
@@ -287,18 +277,6 @@ class Captured:
             else:
                 return recording
         raise AssertionError
-
-    def _sizes(self, kind: _Kind, scene: Scene) -> Sizes:
-        scenes = [*kind.scenes, scene]
-        rows = _stepped(kind.room * max(len(s.coords) for s in scenes))
-        if scene.shape is None:
-            return Sizes(rows, kind.room, _grown([_extent(s.coords) for s in scenes]), None)
-        shapes = [s.shape for s in scenes if s.shape is not None]
-        loose = len(set(shapes)) > 1
-        shape = tuple(map(max, zip(*shapes)))
-        if loose:
-            shape = tuple(-(-(5 * n) // 256) * 64 for n in shape)  # a quarter more, in multiples of 64
-        return Sizes(rows, kind.room, IndexRange.of_shape(shape), shape, loose)
 
     def forget(self, recording: Recording, grads: Sequence[Any]) -> None:
         """Let go of a recording whose results got gradients that it does not take; the next one takes these too."""
@@ -369,83 +347,3 @@ def _spelled(value: Any) -> Any:
 
 def _hooked(m: torch.nn.Module) -> bool:
     return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
-
-
-def _stepped(rows: float) -> int:
-    """Rows rounded up to a quarter of an octave, and to 256."""
-    octave = 2 ** max(8, math.ceil(math.log2(max(1.0, rows))) - 1)
-    return max(256, -(-math.ceil(rows) // (octave // 4)) * (octave // 4))
-
-
-def _extent(coords: torch.Tensor) -> IndexRange:
-    low, high = torch.stack(torch.aminmax(coords[:, 1:], dim=0)).tolist()
-    return IndexRange(tuple(low), tuple(v + 1 for v in high))
-
-
-def _grown(extents: Sequence[IndexRange]) -> IndexRange:
-    """The box around all of them, grown by half of its longest side to each side: rotations stay within."""
-    low = [min(e.start[a] for e in extents) for a in range(extents[0].rank)]
-    high = [max(e.end[a] for e in extents) for a in range(extents[0].rank)]
-    more = [max(16, (h - lo) // 2) for lo, h in zip(low, high)]
-    return IndexRange(tuple(lo - m for lo, m in zip(low, more)), tuple(h + m for h, m in zip(high, more)))
-
-
-def capture_module(module: Module) -> Module:
-    """Replay this module's calls as CUDA graphs, for scenes of any size. Returns the same module.
-
-    Two calls of a kind run eagerly and are the example. Then a call is one graph, and its gradient another: the host
-    launches two graphs and not a thousand kernels. The module stays what it was: its parameters, keys, optimizer,
-    GradScaler, clipping, EMA, DistributedDataParallel and hooks on itself know nothing of it. Without a card, calls are
-    the plain calls.
-
-    A graph begins with the first grid that the call asks for; what the call does before runs eagerly every time. So a
-    client of spconv's names may read sizes (``.tolist()``) before it makes its `SparseConvTensor`. What the call
-    returns may be sparse tensors on any voxels, tensors, and tuples, lists and dicts of them.
-
-    A scene always gets its right result. The device tells the host before results leave whether a scene fitted (rows,
-    edges, extent); one that did not runs eagerly, and the next capture has more room. The first replays are compared
-    with eager calls. What a graph cannot hold keeps the module eager; `explain` says what and where.
-
-    Args:
-        module: any module whose call takes or makes one sparse tensor.
-
-    >>> import sparseconv as sc
-    >>> from sparseconv import nn
-    >>> net = nn.capture(nn.UNet(4, 3, channels=(8, 16)))
-    >>> grid, _ = sc.voxelize(torch.rand(500, 3), voxel_size=0.1)
-    >>> net(sc.SparseTensor(grid, torch.randn(len(grid), 4))).channels
-    3
-    """
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"capture takes a torch.nn.Module; got {type(module).__name__}")
-    if not isinstance(module.__dict__.get("forward"), Captured):
-        module.forward = Captured(module)  # type: ignore[method-assign]
-    return module
-
-
-def release(module: Module) -> Module:
-    """Undo `capture` for a module and its parts: calls are the plain calls again, and the graphs' memory is free."""
-    for part in module.modules():
-        if isinstance(part.__dict__.get("forward"), Captured):
-            del part.__dict__["forward"]
-    return module
-
-
-def explain(module: torch.nn.Module) -> str:
-    """What of a module and its parts is captured, how often that was replayed, and why other calls were eager."""
-    found = [part.__dict__["forward"] for part in module.modules() if "forward" in part.__dict__]
-    said = [forward.explain() for forward in found if isinstance(forward, Captured)]
-    return "\n".join(said) or "nothing is captured: see nn.capture"
-
-
-@contextmanager
-def eager_calls(module: torch.nn.Module) -> Iterator[None]:
-    """Within it, a captured module and its parts run as if they were not."""
-    parts = [
-        (p, p.__dict__.pop("forward")) for p in module.modules() if isinstance(p.__dict__.get("forward"), Captured)
-    ]
-    try:
-        yield
-    finally:
-        for part, forward in parts:
-            part.__dict__["forward"] = forward

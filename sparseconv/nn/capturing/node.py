@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from sparseconv.autograd_function import Function
 from sparseconv.nn.capturing.answer import Given
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene, inside
@@ -21,7 +22,7 @@ class _Token:
         self.taken = False
 
 
-class _Replayed(torch.autograd.Function):
+class _Replayed(Function):
     @staticmethod
     def forward(ctx: Any, recording: Recording, token: _Token, again: Any, features: Any, *parameters: Any) -> Any:
         results = recording.taken_results()
@@ -32,7 +33,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Any) -> tuple:
         recording, token = ctx.recording, ctx.token
         extra = [i for i, g in enumerate(grads) if g is not None and i not in recording.taken]
         if extra:
@@ -58,7 +59,7 @@ def replayed(
     def again(grads: Any) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
         """The gradients by an eager call: one of a result that had none when this was captured."""
         captured.forget(recording, grads)
-        with recording.restoring(), inside():
+        with recording.state.restoring(), inside():
             return recording.gradients_of(recording.eager_call(Given(*inputs)), grads)
 
     tensors = _Replayed.apply(recording, token, again, scene.features, *recording.parameters)

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseconv.nn.capturing.answer import CannotCapture
 from sparseconv.nn.training import batch_norm_of_rows
+from sparseconv.torch_private import TorchDispatchMode
 
 #: operations that wait for the device, or whose results have a size that only the device knows
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim")

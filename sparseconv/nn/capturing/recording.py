@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.geometry.fixed_grid import FixedGrid, fault_of, forget_tables, put_scene
+from sparseconv.geometry.fixed_grid import FixedGrid, fault_of, forget_tables
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.ranges import IndexRange
 from sparseconv.gpu.streams import SideStreams, forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
+from sparseconv.nn.capturing.arrays import SceneArrays, Sizes
+from sparseconv.nn.capturing.module_state import ModuleState
 from sparseconv.nn.capturing.padding import Guard, LiveRows, Seen
-from sparseconv.nn.capturing.region import Kind, Limits, Scene, Shape, kind_of, watched
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a recording has places for."""
-
-    rows: int
-    room: float  # rows of coarser grids, and edges, over those of the example
-    extent: IndexRange
-    shape: tuple[int, ...] | None  # the spatial shape; a scene's own may be smaller where ``loose``
-    loose: bool = False
+from sparseconv.nn.capturing.region import Scene, kind_of, watched
 
 
 class Recording:
@@ -55,69 +44,15 @@ class Recording:
     ) -> None:
         self._call, self._module, self._given, self._path = call, module, given, path
         self.sizes, self.parameters, self._wanted = sizes, list(parameters), wanted
-        #: what gradients are taken of: the parameters, or while recording other leaves over their memory
-        self._starts: list[torch.Tensor] = self.parameters
         self._device, features = example.features.device, example.features
         self.trains = bool(self.parameters) or features.requires_grad
         self._of_features = features.requires_grad
-        self._constants = {id(t) for t in (*module.parameters(), *module.buffers())}
-        rank = example.coords.shape[1] - 1
         with torch.inference_mode(False):
-            self._like = VoxelGrid(example.coords.clone(), example.batch_size, example.voxel_size, example.origin)
-            self._coords = torch.full((sizes.rows, rank + 1), -1, dtype=torch.int32, device=self._device)
-            self._features = features.new_zeros((sizes.rows, features.shape[1]), requires_grad=False)
-            self._count = torch.zeros(1, dtype=torch.int32, device=self._device)
-            self._ticket = torch.zeros(1, dtype=torch.int32, device=self._device)
-            self._limits = Limits(self._device, rank)
-            self._buffers = _by_dtype(b for b in module.buffers() if not b.is_inference())
-            self._kept = [[b.clone() for b in some] for some in self._buffers]
-            self._extras = self._make_extras(given, path)
-        self._filled, self._tickets = 0, 0
+            self.arrays = SceneArrays(given, path, example, sizes)
+            self.state = ModuleState(module, self.parameters)
         self._stream: torch.cuda.Stream | None = None
-        self._root: Sequence[int] | None = None
         self._told = torch.zeros(0, dtype=torch.int32)
         self.grads: list[torch.Tensor] = []
-
-    # ---- a scene goes in
-
-    def _make_extras(self, given: Given, path: Any) -> dict[tuple[Any, ...], tuple[torch.Tensor, bool]]:
-        """Arrays for other tensors among the arguments, and whether they have a row for each voxel.
-
-        Where the call makes its sparse tensor itself, what comes before that reads the arguments as they are.
-        """
-        found: dict[tuple[Any, ...], tuple[torch.Tensor, bool]] = {}
-        if path is None:
-            return found
-        voxels = len(scene_of(given.at(path))[1].coords)
-        for where, leaf in given.leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.device == self._device:
-                if leaf.requires_grad:
-                    raise CannotCapture(f"the argument {where} wants a gradient; only the scene's features may")
-                by_row = leaf.ndim > 0 and len(leaf) == voxels
-                shape = (self.sizes.rows, *leaf.shape[1:]) if by_row else leaf.shape
-                found[where] = leaf.new_zeros(shape), by_row
-        return found
-
-    @torch.no_grad()
-    def load(self, scene: Scene, given: Given) -> None:
-        """Copy a scene into the arrays, and the other tensors among the arguments."""
-        voxels = len(scene.coords)
-        for where, (slot, by_row) in self._extras.items():
-            value = given.at(where)
-            if by_row:
-                slot[:voxels].copy_(value)
-                slot[voxels : self._filled].zero_()
-            else:
-                slot.copy_(value)
-        put_scene(scene.coords, self._coords, self._count, self._filled)
-        self._features[:voxels].copy_(scene.features)
-        if voxels < self._filled:
-            self._features[voxels : self._filled].zero_()
-        self._filled, self._root = voxels, scene.shape
-        self._tickets = self._tickets % (2**31 - 2) + 1
-        self._ticket.fill_(self._tickets)
-        if self.sizes.loose and scene.shape is not None:
-            self._limits.load(scene.shape)
 
     # ---- the call on these arrays
 
@@ -141,13 +76,12 @@ class Recording:
             else:
                 x, grid = self._enter(self._given.at(self._path), stack, around)
                 grids.append(grid)
-                slots = {where: slot for where, (slot, _) in self._extras.items()}
-                args, kwargs = self._given.copied({self._path: x, **slots})
+                args, kwargs = self._given.copied({self._path: x, **self.arrays.slots()})
                 out = self._call(*args, **kwargs)
             if not grids:
                 raise CannotCapture("the call asked for no sparse tensor's grid this time")
             family = grids[0].family
-            answer = Answer(out, self._given, family, self._constants)
+            answer = Answer(out, self._given, family, self.state.constants)
             self._report(answer, grids[0], family)
             self._grid_now = grids[0]
             torch.clear_autocast_cache()
@@ -159,33 +93,20 @@ class Recording:
         """The region begins: the sparse tensor on the arrays, and its grid."""
         kind = kind_of(x)
         assert kind is not None
-        features = self._begin(stack, around)
-        grid = self._grid()
-        stack.enter_context(LiveRows(grid.family))
-        return kind.fill(x if in_place else kind.copy(x), grid, features, self._shape()), grid
-
-    def _begin(self, stack: ExitStack, around: Callable[[], Any]) -> torch.Tensor:
-        self._limits.begin()
+        self.arrays.limits.begin()
         stack.enter_context(around())
-        self._keep_buffers()
+        self.state.keep()
         #: a leaf of its own in every run, over the same memory
-        self._leaf = self._features.detach().requires_grad_(self._of_features and torch.is_grad_enabled())
-        return self._leaf
-
-    def _grid(self) -> FixedGrid:
-        return FixedGrid(self._coords, self._count, self._like, extent=self.sizes.extent, room=self.sizes.room)
-
-    def _shape(self) -> Sequence[int] | None:
-        shape = self.sizes.shape
-        if shape is None or not self.sizes.loose:
-            return None if shape is None else list(shape)
-        return Shape(shape, lambda root: root, self._limits)
+        self._leaf = self.arrays.features.detach().requires_grad_(self._of_features and torch.is_grad_enabled())
+        grid = self.arrays.grid()
+        stack.enter_context(LiveRows(grid.family))
+        return kind.fill(x if in_place else kind.copy(x), grid, self._leaf, self.arrays.shape()), grid
 
     def _report(self, answer: Answer, grid: FixedGrid, family: dict[int, torch.Tensor]) -> None:
         """Tell the host what did not fit and how many rows are real: as soon as all maps are there."""
         counts = [family[rows] for rows in answer.grids]
         with reporting(), torch.no_grad():
-            told = torch.cat([self._ticket, grid.fault, *counts])
+            told = torch.cat([self.arrays.ticket, grid.fault, *counts])
             if len(self._told) != len(told):
                 self._told = torch.zeros(len(told), dtype=torch.int32, pin_memory=self._device.type == "cuda")
                 self._told_on_host = self._told.numpy()
@@ -226,7 +147,7 @@ class Recording:
             else:
                 args, kwargs = given.copied({self._path: start(given.at(self._path))})
                 out = self._call(*args, **kwargs)
-            return Eager(Answer(out, given, None, self._constants), starts[0])
+            return Eager(Answer(out, given, None, self.state.constants), starts[0])
 
     def gradients_of(
         self, eager: Eager, grads: Sequence[torch.Tensor | None]
@@ -246,20 +167,21 @@ class Recording:
         Raises:
             CannotCapture: and why.
         """
-        with torch.inference_mode(False), self.restoring(), self._as_leaves():
-            self.load(scene, self._given)
+        with torch.inference_mode(False), self.state.restoring(), self.state.as_leaves():
+            self.arrays.load(scene, self._given)
             with torch.set_grad_enabled(self.trains):
                 self._guarded()
-                self.load(scene, self._given)  # once more: now the strided layers are known
+                self.arrays.load(scene, self._given)  # once more: now the strided layers are known
                 answer = self.run()
                 self._choose(answer)
                 self._wait()
-                self._check()
+                if fault := fault_of(int(self._told_on_host[1])):
+                    raise DoesNotFit(fault)
                 if self.trains:
                     self._find(answer)
                 del answer
                 self._capture()
-        forget_tables(self._like)
+        forget_tables(self.arrays.like)
 
     def tried(self) -> None:
         """Let go of what only the capture and its comparison needed."""
@@ -303,7 +225,7 @@ class Recording:
     def _find(self, answer: Answer) -> list[torch.Tensor | None]:
         """Gradients of the features and of the parameters, from those of the results."""
         ends = [answer.tensors[i] for i in self.taken]
-        starts = ([self._leaf] if self._of_features else []) + self._starts
+        starts = ([self._leaf] if self._of_features else []) + self.state.starts
         with torch.autograd.set_multithreading_enabled(False):
             return list(torch.autograd.grad(ends, starts, self.grads, allow_unused=True))
 
@@ -358,8 +280,8 @@ class Recording:
             if grad is not None:
                 self._places.setdefault(grad.dtype, []).append(place)
         self._flat = {
-            dtype: torch.cat([parts[i].reshape(-1) for i in places])  # type: ignore[union-attr]
-            for dtype, places in self._places.items()
+            dtype: torch.cat([g.reshape(-1) for g in parts if g is not None and g.dtype == dtype])
+            for dtype in self._places
         }
 
     def _finish(self) -> None:
@@ -376,14 +298,13 @@ class Recording:
     def forward(self, scene: Scene, given: Given) -> str | None:
         """Replay for a scene. Returns what did not fit, once the host knows; None where all is well."""
         self._follow_streams()
-        self.load(scene, given)
+        self.arrays.load(scene, given)
         self._replay_forward()
-        if self._module.training:
-            torch.autograd.graph.increment_version([b for some in self._buffers for b in some])
+        self.state.count_writes()
         self._wait()
         fault = int(self._told_on_host[1])
         if fault:
-            self._put_buffers_back()
+            self.state.put_back()
             return fault_of(fault)
         return None
 
@@ -440,7 +361,7 @@ class Recording:
                     of_parameters[place] = grad
             of_features = None
             if self._grad_features is not None:
-                of_features = self._grad_features[: self._filled].clone()
+                of_features = self._grad_features[: self.arrays.filled].clone()
         return of_features, of_parameters
 
     def _replay_forward(self) -> None:
@@ -455,66 +376,8 @@ class Recording:
             return
         if self._reported is not None:
             self._reported.synchronize()
-        if self._reported is None or int(self._told_on_host[0]) != self._tickets:
+        if self._reported is None or int(self._told_on_host[0]) != self.arrays.tickets:
             torch.cuda.current_stream(self._device).synchronize()
-
-    def _check(self) -> None:
-        fault = int(self._told_on_host[1])
-        if fault:
-            raise DoesNotFit(fault_of(fault) or "")
-
-    # ---- what a run moves
-
-    def _keep_buffers(self) -> None:
-        if self._kept and self._module.training:
-            with torch.no_grad():
-                for into, now in zip(self._kept, self._buffers):
-                    torch._foreach_copy_(into, now)
-
-    def _put_buffers_back(self) -> None:
-        if self._kept and self._module.training:
-            with torch.no_grad():
-                for now, before in zip(self._buffers, self._kept):
-                    torch._foreach_copy_(now, before)
-
-    @contextmanager
-    def _as_leaves(self) -> Iterator[None]:
-        """Within it, the module has other parameters over the same memory.
-
-        A parameter's end of a gradient's graph belongs to the stream on which it was made, and lives as long as any
-        graph does, such as that of a loss from the step before. A capture may not wait for that stream.
-        """
-        others: dict[int, torch.nn.Parameter] = {}
-        held = [m._parameters for m in self._module.modules() if m._parameters]
-        before = [dict(parameters) for parameters in held]
-        for parameters in held:
-            for name, p in parameters.items():
-                if p is not None:
-                    other = others.setdefault(id(p), torch.nn.Parameter(p.detach(), p.requires_grad))
-                    parameters[name] = other
-        known = self._constants
-        self._constants = known | {id(other) for other in others.values()}
-        self._starts = [others.get(id(p), p) for p in self.parameters]
-        try:
-            yield
-        finally:
-            for parameters, kept in zip(held, before):
-                parameters.update(kept)
-            self._starts, self._constants = self.parameters, known
-
-    @contextmanager
-    def restoring(self) -> Iterator[None]:
-        """Running statistics and random numbers are afterwards what they were before."""
-        buffers = [b for some in self._buffers for b in some]
-        kept = [b.clone() for b in buffers]
-        cuda = self._device.type == "cuda"
-        try:
-            with torch.random.fork_rng([self._device] if cuda else []):
-                yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in zip(buffers, kept):
-                    buffer.copy_(before)
 
 
 def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -532,17 +395,3 @@ class Eager(NamedTuple):
 
 class DoesNotFit(Exception):
     """The scene at hand has more rows or edges than there are places for."""
-
-
-def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    found: dict[torch.dtype, list[torch.Tensor]] = {}
-    for t in tensors:
-        found.setdefault(t.dtype, []).append(t)
-    return list(found.values())
-
-
-def scene_of(x: Any) -> tuple[Kind, Scene]:
-    """What a sparse tensor holds."""
-    kind = kind_of(x)
-    assert kind is not None
-    return kind, kind.read(x)

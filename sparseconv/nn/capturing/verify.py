@@ -18,7 +18,7 @@ GRADIENTS = {torch.float64: 1e-5, torch.float32: 5e-2, torch.float16: 2e-1, torc
 
 def against_eager(recording: Recording, given: Given, scene: Scene) -> None:
     """Raise `CannotCapture` where a replay differs from the eager call by more than rounding."""
-    with recording.restoring():
+    with recording.state.restoring():
         fault = recording.forward(scene, given)
         if fault is not None:
             raise CannotCapture(f"the scene of the capture does not fit into it: {fault}")
