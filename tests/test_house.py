@@ -131,7 +131,7 @@ CIRCLES = {frozenset({"pointwise.derivative", "pointwise.library", "pointwise.fu
 #: files of more than 400 lines, folders of more than 14 files, functions of more than 20 parameters (kernels: 40)
 LONG = {"autograd", "backends.triton_implicit_gemm.gluon_kernels", "backends.triton_implicit_gemm.steps",
         "distributed.plan", "geometry.fixed_grid", "geometry.grid", "interop.spconv.pytorch.conv"}  # fmt: skip
-WIDE = {"nn": 29, "pointwise": 15, "products": 19}
+WIDE = {"pointwise": 15, "products": 19}
 MANY = {("geometry.gpu.fused", "fused_kernel"): 53,
         ("geometry.gpu.window.passes", "search_kernel"): 49, ("geometry.gpu.window.passes", "search_rows"): 43,
         ("interop.spconv.pytorch.conv", "__init__"): 23}  # fmt: skip

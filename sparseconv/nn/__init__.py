@@ -4,7 +4,6 @@ from sparseconv.nn.blocks import Bottleneck, ConvBlock, ResidualBlock
 from sparseconv.nn.captured_step import capture_step
 from sparseconv.nn.capturing import accelerate, capture, explain, release
 from sparseconv.nn.containers import Add, Cat, Residual, Sequential, ToDense
-from sparseconv.nn.convnext import ConvNeXtUNet
 from sparseconv.nn.convolution import Conv, ConvTranspose, InverseConv, SubmanifoldConv
 from sparseconv.nn.features import (
     ELU,
@@ -20,7 +19,13 @@ from sparseconv.nn.features import (
     Softplus,
     Tanh,
 )
-from sparseconv.nn.minkunet import MinkUNet
+from sparseconv.nn.models.convnext import ConvNeXtUNet
+from sparseconv.nn.models.minkunet import MinkUNet
+from sparseconv.nn.models.ptv3 import ConditionalPositionalEncoding, PointEmbedding
+from sparseconv.nn.models.resnet import ResNet
+from sparseconv.nn.models.second import SecondEncoder, VoxelResBackBone8x
+from sparseconv.nn.models.spunet import SpUNet
+from sparseconv.nn.models.unet import UNet
 from sparseconv.nn.module import FeatureModule, SparseModule
 from sparseconv.nn.normalization import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
 from sparseconv.nn.pooling import (
@@ -33,12 +38,7 @@ from sparseconv.nn.pooling import (
     SumPool,
     Unpool,
 )
-from sparseconv.nn.ptv3 import ConditionalPositionalEncoding, PointEmbedding
-from sparseconv.nn.resnet import ResNet
-from sparseconv.nn.second import SecondEncoder, VoxelResBackBone8x
-from sparseconv.nn.spunet import SpUNet
 from sparseconv.nn.synchronized import SyncBatchNorm
-from sparseconv.nn.unet import UNet
 
 __all__ = [
     "ELU",

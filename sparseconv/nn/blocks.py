@@ -9,7 +9,7 @@ import torch
 from sparseconv.nn.containers import Sequential, run
 from sparseconv.nn.convolution import SubmanifoldConv
 from sparseconv.nn.features import Linear, ReLU
-from sparseconv.nn.fusion import conv_norm_act, hooked, is_activation, two_layers
+from sparseconv.nn.fused.fusion import conv_norm_act, hooked, is_activation, two_layers
 from sparseconv.nn.geometry import Axes
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm

@@ -10,7 +10,7 @@ import torch
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.gpu.streams import current
 from sparseconv.nn.captured import Captured
-from sparseconv.nn.cross_entropy import FasterLoss
+from sparseconv.nn.fused.cross_entropy import FasterLoss
 from sparseconv.nn.results import Scene, apart, apart_in_memory
 from sparseconv.tensor import SparseTensor
 

@@ -9,7 +9,7 @@ import torch
 
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.nn.convolution import ConvolutionModule
-from sparseconv.nn.fusion import conv_norm_act, is_activation, norm_act
+from sparseconv.nn.fused.fusion import conv_norm_act, is_activation, norm_act
 from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.module import SparseModule, apply
 from sparseconv.nn.normalization import BatchNorm

@@ -8,9 +8,10 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import check_count
+from sparseconv.nn.fused.live_rows import over_live_rows
+from sparseconv.nn.fused.training import Layer, serves, trained
 from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.module import FeatureModule, Features, SparseModule, features_of, with_features
-from sparseconv.nn.training import Layer, over_live_rows, serves, trained
 from sparseconv.ops.items import join_items, split_items
 from sparseconv.tensor import SparseTensor
 

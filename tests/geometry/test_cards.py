@@ -55,7 +55,7 @@ def test_amd_cards_are_refused_in_words(card):
 
 @pytest.mark.parametrize(("capability", "hip"), [((7, 5), None), ((9, 4), "6.3.1")])
 def test_the_triton_backend_and_the_norms_say_the_same(card, capability, hip):
-    from sparseconv.nn import normalize
+    from sparseconv.nn.fused import normalize
 
     card(capability, hip)
     request = Request(None, DEVICE, torch.float32, 4, 4, 1)

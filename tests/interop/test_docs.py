@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from sparseconv.interop import LAYOUTS
-from sparseconv.nn.convnext import ConvNeXtUNet
-from sparseconv.nn.minkunet import MinkUNet
-from sparseconv.nn.resnet import ResNet
-from sparseconv.nn.second import SecondEncoder, VoxelResBackBone8x
-from sparseconv.nn.spunet import SpUNet
+from sparseconv.nn.models.convnext import ConvNeXtUNet
+from sparseconv.nn.models.minkunet import MinkUNet
+from sparseconv.nn.models.resnet import ResNet
+from sparseconv.nn.models.second import SecondEncoder, VoxelResBackBone8x
+from sparseconv.nn.models.spunet import SpUNet
 
 PAGE = (Path(__file__).parents[2] / "docs" / "interop.md").read_text()
 

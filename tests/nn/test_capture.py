@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.nn import graphs, normalize, remaking
-from sparseconv.nn.fusion import conv_norm_act
-from sparseconv.nn.minkunet import MinkUNet
+from sparseconv.nn import graphs
+from sparseconv.nn.fused import normalize, remaking
+from sparseconv.nn.fused.fusion import conv_norm_act
+from sparseconv.nn.models.minkunet import MinkUNet
 from tests.cases import error
 from tests.waits import nothing_waits
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparseconv.nn import cross_entropy
-from sparseconv.nn.cross_entropy import FasterLoss
+from sparseconv.nn.fused import cross_entropy
+from sparseconv.nn.fused.cross_entropy import FasterLoss
 from tests.cases import error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

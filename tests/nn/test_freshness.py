@@ -10,7 +10,8 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.nn import normalize, second
+from sparseconv.nn.fused import normalize
+from sparseconv.nn.models import second
 from sparseconv.plan import shared_plan
 from tests.cases import TOLERANCE, error
 from tests.nn.test_convolution import sparse
@@ -201,7 +202,7 @@ def test_one_launch_folds_as_torch_does(monkeypatch, dtype, channels, bias, affi
     """Without a card, in Triton's interpreter."""
     pytest.importorskip("triton")
     from sparseconv.gpu.launcher import INTERPRETED
-    from sparseconv.nn.fusion import _folded
+    from sparseconv.nn.fused.fusion import _folded
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not INTERPRETED:

@@ -13,8 +13,8 @@ import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sparseconv.nn import triton_cross_entropy
-from sparseconv.nn.normalize import _folds, kernels
+from sparseconv.nn.fused import triton_cross_entropy
+from sparseconv.nn.fused.normalize import _folds, kernels
 
 NAMES = {torch.float16: "*fp16", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64"}
 NAMES |= {torch.int32: "*i32", int: "i32"}

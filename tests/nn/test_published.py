@@ -11,12 +11,12 @@ import sparseconv as sc
 import sparseconv.nn
 from sparseconv.interop import convert_state, load_published
 from sparseconv.interop.spconv import pytorch as spconv
-from sparseconv.nn.convnext import ConvNeXtUNet
-from sparseconv.nn.minkunet import PLANES, MinkUNet
-from sparseconv.nn.ptv3 import ConditionalPositionalEncoding, PointEmbedding
-from sparseconv.nn.resnet import ResNet, coarsened
-from sparseconv.nn.second import SecondEncoder, VoxelResBackBone8x
-from sparseconv.nn.spunet import SpUNet
+from sparseconv.nn.models.convnext import ConvNeXtUNet
+from sparseconv.nn.models.minkunet import PLANES, MinkUNet
+from sparseconv.nn.models.ptv3 import ConditionalPositionalEncoding, PointEmbedding
+from sparseconv.nn.models.resnet import ResNet, coarsened
+from sparseconv.nn.models.second import SecondEncoder, VoxelResBackBone8x
+from sparseconv.nn.models.spunet import SpUNet
 
 
 def scene(voxels=400, extent=24, channels=3, batch=2, shape=None, seed=0):

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.nn.convnext import ConvNeXtUNet
-from sparseconv.nn.minkunet import MinkUNet
-from sparseconv.nn.second import SecondEncoder
-from sparseconv.nn.spunet import SpUNet
+from sparseconv.nn.models.convnext import ConvNeXtUNet
+from sparseconv.nn.models.minkunet import MinkUNet
+from sparseconv.nn.models.second import SecondEncoder
+from sparseconv.nn.models.spunet import SpUNet
 from sparseconv.nn.synchronized import SyncBatchNorm
 from sparseconv.plan import PlanSet
 from tests.cases import error

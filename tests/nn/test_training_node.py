@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import sparseconv as sc
 from sparseconv import nn
 from sparseconv.geometry import FixedGrid
-from sparseconv.nn import joining, normalize, remaking, training
-from sparseconv.nn.fusion import concatenated, norm_act
+from sparseconv.nn.fused import joining, normalize, remaking, training
+from sparseconv.nn.fused.fusion import concatenated, norm_act
 from sparseconv.nn.synchronized import SyncBatchNorm
 from tests.cases import TOLERANCE, error
 from tests.nn.test_convolution import sparse
@@ -430,7 +430,7 @@ def test_gradients_that_meet_at_a_block_s_input_are_one(width, monkeypatch, torc
     ramp = torch.linspace(-1, 1, 90 * width, device=DEVICE).view(90, width)
     nodes, joined = [], []
     branched, onto = joining.branched, training.adjoint_onto
-    monkeypatch.setattr("sparseconv.nn.fusion.branched", lambda *a: nodes.append(branched(*a)) or nodes[-1])
+    monkeypatch.setattr("sparseconv.nn.fused.fusion.branched", lambda *a: nodes.append(branched(*a)) or nodes[-1])
     monkeypatch.setattr(training, "adjoint_onto", lambda *a: joined.append(1) or onto(*a))
     results = []
     for kernels in (True, False):

@@ -10,9 +10,9 @@ import torch
 import sparseconv as sc
 import sparseconv.plan.convolution
 from sparseconv import nn
-from sparseconv.nn.minkunet import MinkUNet
-from sparseconv.nn.resnet import ResNet
-from sparseconv.nn.second import SecondEncoder
+from sparseconv.nn.models.minkunet import MinkUNet
+from sparseconv.nn.models.resnet import ResNet
+from sparseconv.nn.models.second import SecondEncoder
 from sparseconv.plan import PlanSet, plan_within
 from sparseconv.plan.within import dense_shape
 

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sparseconv.nn.capturing.answer import CannotCapture
-from sparseconv.nn.training import batch_norm_of_rows
+from sparseconv.nn.fused.training import batch_norm_of_rows
 from sparseconv.torch_private import TorchDispatchMode
 
 #: operations that wait for the device, or whose results have a size that only the device knows

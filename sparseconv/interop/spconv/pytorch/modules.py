@@ -9,9 +9,9 @@ import torch
 
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.nn.capturing.region import register_layers
-from sparseconv.nn.fusion import hooked
+from sparseconv.nn.fused.fusion import hooked
+from sparseconv.nn.fused.training import Layer, serves, trained
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.nn.training import Layer, serves, trained
 from sparseconv.torch_private import BatchNormBase
 
 

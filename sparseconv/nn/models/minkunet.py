@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from sparseconv.nn.convolution import Conv, InverseConv, SubmanifoldConv
 from sparseconv.nn.features import ReLU
-from sparseconv.nn.fusion import concatenated, conv_norm_act
+from sparseconv.nn.fused.fusion import concatenated, conv_norm_act
+from sparseconv.nn.models.resnet import BasicBlock, Block, BottleneckBlock, stage
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.nn.resnet import BasicBlock, Block, BottleneckBlock, stage
 from sparseconv.tensor import SparseTensor
 
 #: depth -> (block, blocks a stage, down then up)

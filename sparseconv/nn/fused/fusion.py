@@ -9,13 +9,13 @@ import torch
 
 from sparseconv import pointwise, transforms
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.nn import normalize
 from sparseconv.nn.convolution import ConvolutionModule
 from sparseconv.nn.features import ELU, GELU, LeakyReLU, Linear, ReLU, Sigmoid, SiLU, Tanh
-from sparseconv.nn.joining import branched, joined
+from sparseconv.nn.fused import normalize
+from sparseconv.nn.fused.joining import branched, joined
+from sparseconv.nn.fused.training import Layer, folds, serves, trained
 from sparseconv.nn.module import apply, features_of
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.nn.training import Layer, folds, serves, trained
 from sparseconv.pointwise import Epilogue
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import any_module_hook

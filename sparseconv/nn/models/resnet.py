@@ -11,7 +11,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, SubmanifoldConv
 from sparseconv.nn.features import Linear, ReLU
-from sparseconv.nn.fusion import conv_norm_act, two_layers
+from sparseconv.nn.fused.fusion import conv_norm_act, two_layers
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.nn.pooling import AvgPool, GlobalMaxPool

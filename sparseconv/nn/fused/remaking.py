@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv import torch_private, transforms
-from sparseconv.nn import normalize
-from sparseconv.nn.normalize import Norm
+from sparseconv.nn.fused import normalize
+from sparseconv.nn.fused.normalize import Norm
 
 #: bytes from which the next convolution's input is computed again in the backward pass rather than kept: one more pass
 #: over memory, on scenes large enough that the device and not the host sets the pace; where there is no host, five

@@ -13,9 +13,9 @@ from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import ConvolutionModule, SubmanifoldConv
 from sparseconv.nn.features import ReLU
 from sparseconv.nn.geometry import Axes, grid_in
+from sparseconv.nn.models.resnet import BasicBlock
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.nn.resnet import BasicBlock
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.within import dense_shape, plan_within
 from sparseconv.tensor import SparseTensor

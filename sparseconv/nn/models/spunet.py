@@ -12,10 +12,10 @@ import torch
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, InverseConv, SubmanifoldConv
 from sparseconv.nn.features import ReLU
-from sparseconv.nn.fusion import concatenated, conv_norm_act
+from sparseconv.nn.fused.fusion import concatenated, conv_norm_act
+from sparseconv.nn.models.resnet import BasicBlock
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.nn.resnet import BasicBlock
 from sparseconv.ops.pooling import global_avg_pool
 from sparseconv.tensor import SparseTensor
 

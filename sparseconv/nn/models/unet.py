@@ -13,7 +13,7 @@ from sparseconv.nn.blocks import Activation, Bottleneck, ConvBlock, Norm, Residu
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import Conv, InverseConv
 from sparseconv.nn.features import Linear, ReLU
-from sparseconv.nn.fusion import concatenated, conv_norm_act, hooked
+from sparseconv.nn.fused.fusion import concatenated, conv_norm_act, hooked
 from sparseconv.nn.geometry import Axes
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm

@@ -6,8 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.nn import normalize
-from sparseconv.nn.remaking import Recipe, Shared, is_direct, keeps_graph, maker_of, makes_again, recipe_of, without
+from sparseconv.nn.fused import normalize
+from sparseconv.nn.fused.remaking import (
+    Recipe,
+    Shared,
+    is_direct,
+    keeps_graph,
+    maker_of,
+    makes_again,
+    recipe_of,
+    without,
+)
 
 
 class Parts(NamedTuple):

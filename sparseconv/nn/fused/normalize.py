@@ -100,7 +100,7 @@ def _launchers(
     x: torch.dtype, weight: torch.dtype | None, running: torch.dtype | None
 ) -> tuple[Any, Any, Any, Any, Any]:
     from sparseconv.gpu.launcher import INTERPRETED, Launcher, pointer
-    from sparseconv.nn import triton_norm
+    from sparseconv.nn.fused import triton_norm
 
     w, r, sums, tracked = weight or x, running or x, torch.float32, x if running is None else torch.int64
     number = 0.5  # any: they are fp32
@@ -311,7 +311,7 @@ def folded(
 @cache
 def _folds(taps: torch.dtype, *others: torch.dtype | None) -> tuple[Any, Any]:
     from sparseconv.gpu.launcher import INTERPRETED, Launcher, pointer
-    from sparseconv.nn import triton_norm
+    from sparseconv.nn.fused import triton_norm
 
     types = (taps, *(dtype or taps for dtype in others), taps, taps, *(int,) * 4, 0.5)
     return Launcher(triton_norm.fold_kernel, types), pointer if INTERPRETED else torch.Tensor.data_ptr

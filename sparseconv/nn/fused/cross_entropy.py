@@ -65,7 +65,7 @@ def _serves(logits: torch.Tensor, target: torch.Tensor) -> bool:
 
 @cache
 def _has_kernels(device: torch.device) -> bool:
-    from sparseconv.nn.normalize import has_kernels
+    from sparseconv.nn.fused.normalize import has_kernels
 
     return device.type == "cuda" and has_kernels(device)
 
@@ -74,7 +74,7 @@ class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, ignored: int, mean: bool) -> torch.Tensor:
         from sparseconv.geometry.gpu.hash_table.table import aligned  # Triton is loaded where it is used
-        from sparseconv.nn.triton_cross_entropy import forward
+        from sparseconv.nn.fused.triton_cross_entropy import forward
 
         logits, target = aligned(logits), aligned(target)
         loss, rows = forward(logits, target, ignored, mean)
@@ -89,6 +89,6 @@ class _CrossEntropy(Function):
             with torch.enable_grad():
                 loss = F.cross_entropy(logits, target, ignore_index=ignored, reduction="mean" if mean else "sum")
             return *torch.autograd.grad(loss, logits, grad, create_graph=True), None, None, None
-        from sparseconv.nn.triton_cross_entropy import backward  # Triton is loaded where it is used
+        from sparseconv.nn.fused.triton_cross_entropy import backward  # Triton is loaded where it is used
 
         return backward(grad, logits, target, rows, ignored), None, None, None

@@ -1,0 +1,1 @@
+"""Convolution, norm, activation and loss in few launches and graph nodes."""
