@@ -186,7 +186,8 @@ class Measurements(session.Kept):
         self._measure({job for claim in late for job in jobs_of(claim["measure"])})
 
     def _measure(self, jobs: Iterable[Job]) -> None:
-        session.run(_in_order(jobs), self._console, self._caches, self.keep)
+        if ordered := _in_order(jobs):
+            session.run(ordered, self._console, self._caches, self.keep)
 
 
 def _is_network(job: Job) -> bool:
