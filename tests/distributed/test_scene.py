@@ -351,5 +351,5 @@ def test_a_rank_killed_at_twenty_points(tmp_path, seed, monkeypatch):
 
 
 def test_without_a_process_group_the_error_says_what_to_start():
-    with pytest.raises(RuntimeError, match="torchrun"):
+    with pytest.raises(ValueError, match="torchrun"):
         shard(scene()[0])

@@ -420,12 +420,20 @@ def test_errors() -> None:
         FixedGrid(coords, count, like, extent=(4, 0, 4))
     for ask in (
         lambda: grid.subset(grid.coords[:, 0] >= 0), lambda: grid.coarsen(2), lambda: grid.batch_rows,
-        lambda: grid.to_dense(torch.ones(30, 1)), lambda: ConvolutionPlan(grid, 3, boundary="forbid"),
+        lambda: ConvolutionPlan(grid, 3, boundary="forbid"),
         lambda: ConvolutionPlan(grid, 3, stride=2, boundary="forbid"), lambda: ConvolutionPlan(grid, 3, target=like),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="fixed size"):
             ask()
     assert grid.to("cpu") is grid
+
+
+def test_a_dense_array_leaves_out_the_rows_that_are_no_voxels():
+    like = VoxelGrid(torch.tensor([[0, 1, 2], [1, 0, 3]]))
+    coords = torch.tensor([[0, 1, 2], [1, 0, 3], [-1, -1, -1]], dtype=torch.int32)
+    features = torch.tensor([[1.0], [2.0], [float("nan")]])
+    grid = FixedGrid(coords, torch.tensor([2], dtype=torch.int32), like)
+    assert torch.equal(grid.to_dense(features, (2, 4)), like.to_dense(features[:2], (2, 4)))
 
 
 @pytest.mark.gpu
