@@ -299,6 +299,6 @@ def test_a_sample_for_which_the_host_was_late_is_taken_again(
             return 10.0 / len(slept)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(tuning, "busy", slept.append)
     assert tuning._elapsed(lambda: None, (), 10) == pytest.approx(1 / len(rests))
     assert slept == [tuning.HEAD_START_CYCLES * rest for rest in rests]
