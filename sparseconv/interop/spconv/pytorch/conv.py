@@ -21,6 +21,7 @@ from sparseconv.interop.spconv.pytorch.geometry import (
     check_reuse,
     find_plan,
 )
+from sparseconv.interop.spconv.pytorch.joined import Inference
 from sparseconv.interop.spconv.pytorch.modules import Placement, SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
 from sparseconv.nn.capturing.region import Shape, own_shape, stepped
@@ -130,15 +131,21 @@ class SparseConvolution(SparseModule):
 
     def forward(self, input: SparseConvTensor, add_input: SparseConvTensor | None = None) -> SparseConvTensor:
         """A `SparseConvTensor` -> one at the output's indices; ``add_input``'s features are added to the result."""
+        out = self.convolved(input)
+        return out if add_input is None else out.replace_feature(out.features + add_input.features)
+
+    @property
+    def joins(self) -> bool:
+        """Whether a batch norm and an activation after this layer can go into its kernel."""
+        return type(self).forward is SparseConvolution.forward and not (self.conv1x1 and self.groups == 1)
+
+    def convolved(self, input: SparseConvTensor, after: Inference | None = None) -> SparseConvTensor:
+        """A `SparseConvTensor` -> one at the output's indices, where the layer `joins` with what comes ``after``."""
         if input.features.shape[1] != self.in_channels:
             raise ValueError(f"the layer takes {self.in_channels} channels; got {tuple(input.features.shape)}")
         if self.conv1x1 and self.groups == 1:
-            out = self._multiply(input)
-        elif self.inverse:
-            out = self._run_back(input)
-        else:
-            out = self._run(input)
-        return out if add_input is None else out.replace_feature(out.features + add_input.features)
+            return self._multiply(input)
+        return self._run_back(input, after) if self.inverse else self._run(input, after)
 
     def _multiply(self, input: SparseConvTensor) -> SparseConvTensor:
         product = input.features @ self.weight.view(self.in_channels, self.out_channels)
@@ -146,7 +153,7 @@ class SparseConvolution(SparseModule):
         out.spatial_shape = self._out_shape(input)
         return out
 
-    def _run(self, input: SparseConvTensor) -> SparseConvTensor:
+    def _run(self, input: SparseConvTensor, after: Inference | None) -> SparseConvTensor:
         window, voxels = self._window(), input.voxels  # first: with its grid, the input may get another shape
         out_shape = self._out_shape(input)
         stored = input.find_indice_pair(self.indice_key)
@@ -160,7 +167,7 @@ class SparseConvolution(SparseModule):
                 )
             check_reuse(stored, input, self._window(), self.indice_key)
             plan = stored.plan
-        out = self._execute(input, plan)
+        out = self._execute(input, plan, after)
         if self.subm:
             out.spatial_shape = own_shape(out_shape)
         else:
@@ -180,7 +187,7 @@ class SparseConvolution(SparseModule):
             plan.target.end_at(shape.limits.row(shape))
         return out._at(Place(None, 0, plan.target))
 
-    def _run_back(self, input: SparseConvTensor) -> SparseConvTensor:
+    def _run_back(self, input: SparseConvTensor, after: Inference | None) -> SparseConvTensor:
         stored = input.find_indice_pair(self.indice_key)
         if stored is None:
             raise ValueError(
@@ -196,13 +203,17 @@ class SparseConvolution(SparseModule):
             )
         check_ends(input, stored.out_spatial_shape, stored.out_place, self.indice_key)
         plan = stored.inverse_plan()
-        out = self._execute(input, plan)
+        out = self._execute(input, plan, after)
         out.spatial_shape = own_shape(stored.spatial_shape)
         return out._at(stored.place)
 
-    def _execute(self, input: SparseConvTensor, plan: ConvolutionPlan) -> SparseConvTensor:
+    def _execute(self, input: SparseConvTensor, plan: ConvolutionPlan, after: Inference | None) -> SparseConvTensor:
+        x, bias, epilogue = input.features, self.bias, None
         taps = self.weight.reshape(self.out_channels, -1, self.in_channels // self.groups).permute(1, 2, 0)
-        return input.replace_feature(plan.with_groups(self.groups).execute(input.features, taps, self.bias))
+        if after is not None:
+            taps, bias = after.folded(x, taps, bias)
+            epilogue = after.epilogue
+        return input.replace_feature(plan.with_groups(self.groups).execute(x, taps, bias, epilogue=epilogue))
 
     def _window(self) -> LayerWindow:
         return LayerWindow(tuple(self.kernel_size), tuple(self.stride), tuple(self.padding), tuple(self.dilation))
