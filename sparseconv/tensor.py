@@ -29,8 +29,8 @@ class SparseTensor:
         check_kind("grid", self.grid, VoxelGrid, "pass VoxelGrid(coords)")
         check_tensor("features", self.features)
         shape = tuple(self.features.shape)
-        if len(shape) != 2 or shape[0] != len(self.grid):
-            raise ValueError(f"features must be ({len(self.grid)}, C), one row a voxel; got {shape}")
+        if len(shape) != 2 or shape[0] != self.grid.num_voxels:
+            raise ValueError(f"features must be ({self.grid.num_voxels}, C), one row a voxel; got {shape}")
         if self.features.device != self.grid.device:
             raise ValueError(f"features are on {self.features.device}, the grid is on {self.grid.device}: move one")
 

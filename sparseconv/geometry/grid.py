@@ -58,6 +58,10 @@ class VoxelGrid:
     [1, -1]
     """
 
+    def __new__(cls, *_: Any, **__: Any) -> VoxelGrid:
+        kind = cls.traced_type if cls is VoxelGrid and torch.compiler.is_exporting() else None
+        return object.__new__(kind or cls)
+
     @transforms.constant
     def __init__(
         self,
@@ -170,6 +174,8 @@ class VoxelGrid:
     fault: torch.Tensor | None = None
     #: the class of this kind of grid's plans, where floors above give it one of its own
     plan_type: type | None = None
+    #: what a grid is while torch.export traces: one of unknown voxels, of the room `sparseconv.export`
+    traced_type: type[VoxelGrid] | None = None
 
     def all_sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of ``values`` over the processes that share the scene: themselves, where one process holds it."""

@@ -167,7 +167,7 @@ def _can_join(x: Any, conv: Any, norm: Any, activation: Any) -> bool:
         and isinstance(x, SparseTensor)
         and norm.num_features == conv.out_channels
         and not x.grid.is_shared
-        and not torch.compiler.is_compiling()
+        and (not torch.compiler.is_compiling() or torch.compiler.is_exporting())
         and not transforms.active()
         and not hooked(conv, norm, activation)
     )

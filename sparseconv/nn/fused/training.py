@@ -335,9 +335,9 @@ def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
     training, momentum = norm.training, norm.momentum
     weight, bias, mean, var, tracked = tensors_of(norm)
     if (
-        rows < 2
-        or not (training or mean is None)
+        not (training or mean is None)
         or type(x) not in _PLAIN
+        or rows < 2
         or not normalize.on_kernels(x)
         or (weight is None) != (bias is None)
         or (training and mean is not None and (momentum is None or var is None or tracked is None))

@@ -41,7 +41,7 @@ def in_inference(conv: Any, norm: Any, activation: Any) -> Inference | None:
         or norm.running_mean is None
         or norm.num_features != conv.out_channels
         or torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
+        or (torch.compiler.is_compiling() and not torch.compiler.is_exporting())
         or transforms.active()
         or hooked(conv, norm)
         or "forward" in vars(conv)

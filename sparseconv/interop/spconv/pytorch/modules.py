@@ -124,7 +124,7 @@ def _first(modules: list[Any], input: Any) -> tuple[Any, int]:
         return module.convolved(input, joined), 2 if joined.epilogue is None else 3
     if type(module) is torch.nn.BatchNorm1d and (y := norm_and_relu(module, following, input)) is not None:
         return input.replace_feature(y), 2
-    if not input.features.shape[0] and isinstance(module, BatchNormBase):
+    if isinstance(module, BatchNormBase) and module.training and not input.features.shape[0]:
         return input, 1
     return input.replace_feature(module(input.features)), 1
 
