@@ -11,7 +11,7 @@ True
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import sparseconv.export  # registers the operators that exported programs call
+import sparseconv.export  # noqa: F401 (registers the operators that exported programs call)
 from sparseconv.geometry import Boundary, IndexProjection, IndexRange, KernelMap, VoxelGrid, voxelize
 from sparseconv.plan import ConvolutionPlan
 from sparseconv.tensor import SparseTensor

@@ -16,26 +16,12 @@ import torch
 from sparseconv import pointwise
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange
-from sparseconv.ops import pooling
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.within import plan_within
 from sparseconv.pointwise import Epilogue
 
 Kind = TypeVar("Kind", VoxelGrid, ConvolutionPlan)
-
-#: window poolings by the name that a program calls them
-POOLINGS = {
-    "sum": pooling.sum_pool,
-    "average": pooling.avg_pool,
-    "average_of_taps": lambda x, plan: pooling.avg_pool(x, plan, count_absent=True),
-}
-#: poolings of whole batch items
-ITEM_POOLINGS = {
-    "sum": pooling.global_sum_pool,
-    "average": pooling.global_avg_pool,
-    "max": pooling.global_max_pool,
-}
 
 _numbers = itertools.count(1 + secrets.randbits(61))
 _owners: weakref.WeakValueDictionary[int, _Owner] = weakref.WeakValueDictionary()
@@ -119,7 +105,7 @@ def _some_voxels(coords: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _grid_and_coords(grid: VoxelGrid) -> tuple[torch.Tensor, torch.Tensor]:
-    return handle((grid,)), grid.coords.clone()  # a compiler may write into what it was given
+    return handle((grid,)), grid.coords.clone()
 
 
 # ---- grids
@@ -127,7 +113,7 @@ def _grid_and_coords(grid: VoxelGrid) -> tuple[torch.Tensor, torch.Tensor]:
 
 @_implement("grid")
 def _grid(coords: torch.Tensor, items: int, voxel_size: list[float], origin: list[float]) -> torch.Tensor:
-    own = coords.to(torch.int32, copy=True) if coords.dtype != torch.int64 else coords
+    own = coords.clone()  # a compiler may write into what it was given
     return handle((VoxelGrid(own, items, tuple(voxel_size) or None, tuple(origin) or None),))
 
 
@@ -149,7 +135,10 @@ def _to_dense(grid: torch.Tensor, x: torch.Tensor, items: int, start: list[int],
 
 @_implement("pool_items")
 def _pool_items(grid: torch.Tensor, x: torch.Tensor, items: int, how: str) -> torch.Tensor:
-    return ITEM_POOLINGS[how](x, held_by(grid, VoxelGrid))
+    from sparseconv.ops import pooling  # loaded where it is used
+
+    how_to = {"sum": pooling.global_sum_pool, "average": pooling.global_avg_pool, "max": pooling.global_max_pool}
+    return how_to[how](x, held_by(grid, VoxelGrid))
 
 
 _shape_of("grid")(_some_handle)
@@ -232,16 +221,25 @@ def _execute(
 
 @_implement("pool")
 def _pool(plan: torch.Tensor, x: torch.Tensor, onto: torch.Tensor, how: str) -> torch.Tensor:
-    return POOLINGS[how](x, held_by(plan, ConvolutionPlan))
+    from sparseconv.ops import pooling
+
+    ready = held_by(plan, ConvolutionPlan)
+    if how == "sum":
+        return pooling.sum_pool(x, ready)
+    return pooling.avg_pool(x, ready, count_absent=how == "average_of_taps")
 
 
 @_implement("max_pool")
 def _max_pool(plan: torch.Tensor, x: torch.Tensor, onto: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from sparseconv.ops import pooling
+
     return pooling.max_pool(x, held_by(plan, ConvolutionPlan))
 
 
 @_implement("max_unpool")
 def _max_unpool(plan: torch.Tensor, x: torch.Tensor, winners: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
+    from sparseconv.ops import pooling
+
     return pooling.max_unpool(x, winners, held_by(plan, ConvolutionPlan))
 
 

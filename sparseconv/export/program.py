@@ -23,8 +23,7 @@ class _Program(torch.nn.Module):
 
     def forward(self, coords: torch.Tensor, features: torch.Tensor) -> Any:
         x = self.make(coords, features)
-        grid = grid_of(x)
-        return pytree.tree_map(lambda leaf: _plain(leaf, grid), self.net(x), is_leaf=is_sparse)
+        return plain(self.net(x), x)
 
 
 def export(
@@ -72,30 +71,29 @@ def export(
         program = _Program(net, make)
     rows = torch.export.Dim.DYNAMIC
     with torch.no_grad():
-        exported = torch.export.export(
-            program, (coords, features), dynamic_shapes=({0: rows}, {0: rows}), strict=False
-        )
+        exported = torch.export.export(program, (coords, features), dynamic_shapes=({0: rows}, {0: rows}), strict=False)
         _compare(exported.module()(coords, features), program(coords, features))
     if path is not None:
         torch.export.save(exported, Path(path))
     return exported
 
 
-def is_sparse(leaf: Any) -> bool:
-    """Whether this is a sparse tensor, of this library or of one whose names it has."""
-    return isinstance(leaf, SparseTensor) or hasattr(leaf, "voxels")
+def plain(results: Any, x: Any) -> Any:
+    """What a network returned for ``x``, as a program returns it: tensors in the place of sparse tensors."""
+    grid = _grid_of(x)
+
+    def of(leaf: Any) -> Any:
+        own = _grid_of(leaf)
+        if own is None:
+            return leaf
+        return leaf.features if own is grid else (leaf.features, own.coords)
+
+    return pytree.tree_map(of, results, is_leaf=lambda leaf: _grid_of(leaf) is not None)
 
 
-def grid_of(x: Any) -> VoxelGrid | None:
-    """The voxels of a sparse tensor; None of anything else."""
+def _grid_of(x: Any) -> VoxelGrid | None:
+    """The voxels of a sparse tensor, of this library or of one whose names it has; None of anything else."""
     return x.grid if isinstance(x, SparseTensor) else getattr(x, "voxels", None)
-
-
-def _plain(leaf: Any, grid: VoxelGrid | None) -> Any:
-    if not is_sparse(leaf):
-        return leaf
-    own = grid_of(leaf)
-    return leaf.features if own is None or own is grid else (leaf.features, own.coords)
 
 
 def _checked(net: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,10 +115,11 @@ def _checked(net: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torc
 
 
 def _compare(got: Any, want: Any) -> None:
-    """Raise ValueError where two results differ in a bit."""
-    pairs = zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True)
-    for number, (mine, theirs) in enumerate(pairs):
-        same = torch.equal(mine, theirs) if isinstance(theirs, torch.Tensor) else mine == theirs
-        if not same and not (isinstance(theirs, torch.Tensor) and torch.equal(mine.isnan(), theirs.isnan())
-                             and torch.equal(mine.nan_to_num(), theirs.nan_to_num())):
+    """Raise ValueError where two results differ in a bit, but for the kind of a NaN."""
+    for number, (mine, theirs) in enumerate(zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True)):
+        if isinstance(theirs, torch.Tensor):
+            same = torch.equal(mine.isnan(), theirs.isnan()) and torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+        else:
+            same = mine == theirs
+        if not same:
             raise ValueError(f"the exported program differs from the network on the example, in result {number}")

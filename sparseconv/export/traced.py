@@ -11,10 +11,8 @@ from sparseconv import pointwise
 from sparseconv.geometry.arguments import INTEGERS, Floats, checked_batch_size, numbers
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
-from sparseconv.geometry.window import Window
 from sparseconv.kinds import check_count
 from sparseconv.plan.arguments import Axes, as_epilogue, autocast, checked_window
-from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.weights import by_tap
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
@@ -58,8 +56,9 @@ class TracedGrid(VoxelGrid):
         self.handle, self.coords, self.batch_size = made, coords, items
         self.voxel_size, self.origin, self.derived = size, origin, {}
 
-    def moved(self, made: torch.Tensor, coords: torch.Tensor, scale: Sequence[float]) -> TracedGrid:
-        """The grid of a handle, in the same scene; ``scale`` multiplies the voxel size."""
+    def moved(self, found: tuple[torch.Tensor, torch.Tensor], scale: Sequence[float]) -> TracedGrid:
+        """The grid of a handle and its coords, in the same scene; ``scale`` multiplies the voxel size."""
+        made, coords = found
         grid = object.__new__(TracedGrid)
         grid._be(made, coords, self.batch_size, tuple(v * s for v, s in zip(self.voxel_size, scale)), self.origin)
         grid.is_placed = self.is_placed
@@ -79,7 +78,7 @@ class TracedGrid(VoxelGrid):
         return _ops.lookup(self.handle, coords)
 
     def subset(self, mask: torch.Tensor) -> VoxelGrid:
-        return self.moved(*_ops.subset(self.handle, mask, self.coords), (1.0,) * self.rank)
+        return self.moved(_ops.subset(self.handle, mask, self.coords), (1.0,) * self.rank)
 
     def to_dense(self, features: torch.Tensor, extent: IndexRange | Sequence[int] | None = None) -> torch.Tensor:
         box = self.extent if extent is None else extent
@@ -87,7 +86,7 @@ class TracedGrid(VoxelGrid):
         return _ops.to_dense(self.handle, features, self.batch_size, list(box.start), list(box.shape))
 
     def pooled(self, x: torch.Tensor, how: str) -> torch.Tensor:
-        """Features (N, C) -> (B, C), by one of `operators.ITEM_POOLINGS`."""
+        """Features (N, C) -> (B, C), pooled over each item: "sum", "average" or "max"."""
         return _ops.pool_items(self.handle, x, self.batch_size, how)
 
     def __repr__(self) -> str:
@@ -149,7 +148,7 @@ class TracedPlan:
             self.target = source
         else:
             scale = [1 / s if generative else float(s) for s in window.stride]
-            self.target = source.moved(*_ops.target(self.handle, source.coords), scale)
+            self.target = source.moved(_ops.target(self.handle, source.coords), scale)
 
     @classmethod
     def transposed(cls, source: TracedGrid, kernel_size: Axes | None = None, **options: Any) -> TracedPlan:
@@ -157,9 +156,7 @@ class TracedPlan:
         return cls(source, kernel_size, generative=True, **options)
 
     @classmethod
-    def within(
-        cls, source: TracedGrid, shape: Ints, kernel_size: Axes, generative: bool, **size: Any
-    ) -> TracedPlan:
+    def within(cls, source: TracedGrid, shape: Ints, kernel_size: Axes, generative: bool, **size: Any) -> TracedPlan:
         """`plan_within`: onto the voxels of [0, shape) that a window reaches."""
         return cls(source, kernel_size, generative=generative, within=shape, **size)
 
@@ -207,7 +204,7 @@ class TracedPlan:
         return y if after is None or inlined else after.apply(y)
 
     def pooled(self, x: torch.Tensor, how: str) -> torch.Tensor:
-        """One of `operators.POOLINGS`."""
+        """`ops.sum_pool` or `ops.avg_pool`: "sum", "average", "average_of_taps"."""
         return _ops.pool(self.handle, x, self.target.coords, how)
 
     def max_pooled(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,17 +22,18 @@ from sparseconv.numbered_maps import number_of
 from sparseconv.plan.arguments import (
     OPERANDS,
     Axes,
+    Held,
     as_epilogue,
     autocast,
     check_operands,
     checked_window,
+    held,
+    recorder,
 )
 from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.weights import by_tap, packed
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 from sparseconv.torch_private import any_autocast
-
-Held = VoxelGrid | weakref.ref[VoxelGrid]
 
 
 class ConvolutionPlan:
@@ -66,6 +67,10 @@ class ConvolutionPlan:
     >>> plan.execute(torch.ones(3, 4), torch.ones(9, 4, 2))[:, 0].tolist()
     [8.0, 8.0, 4.0]
     """
+
+    def __new__(cls, source: Any = None, *given: Any, **named: Any) -> Any:
+        recorded = recorder(source)
+        return object.__new__(cls) if recorded is None else recorded(source, *given, **named)
 
     def __init__(
         self,
@@ -124,6 +129,11 @@ class ConvolutionPlan:
 
         Arguments are those of `ConvolutionPlan`. To invert an earlier plan exactly, use its `transpose()`.
         """
+        recorded = recorder(source)
+        if recorded is not None:
+            size = {"stride": stride, "dilation": dilation, "padding": padding, "taps": taps, "target": target}
+            options = {"boundary": boundary, "groups": groups, "backend": backend, "deterministic": deterministic}
+            return recorded.transposed(source, kernel_size, **size, **options)
         window, edge = checked_window(
             source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, deterministic
         )
@@ -207,12 +217,12 @@ class ConvolutionPlan:
     @property
     def source(self) -> VoxelGrid:
         """The grid of the inputs."""
-        return _held(self._source)
+        return held(self._source)
 
     @property
     def target(self) -> VoxelGrid:
         """The grid of the outputs."""
-        return _held(self._target)
+        return held(self._target)
 
     @property
     def projection(self) -> IndexProjection:
@@ -388,13 +398,3 @@ class ConvolutionPlan:
         words.append(f"{edges.num_in:,} -> {edges.num_out:,} voxels")
         words.append(f"{edges.num_pairs:,} pairs, {edges.num_pairs / max(1, edges.num_out):.1f} an output")
         return f"ConvolutionPlan({', '.join(words)}, {self.device})"
-
-
-def _held(grid: Held) -> VoxelGrid:
-    """The grid, which a plan kept with it holds weakly."""
-    if not isinstance(grid, weakref.ref):
-        return grid
-    alive = grid()
-    if alive is None:
-        raise RuntimeError("the grid that kept this plan is gone: hold the grid as long as you ask the plan for it")
-    return alive

@@ -208,7 +208,8 @@ class SparseConvolution(SparseModule):
         return out._at(stored.place)
 
     def _execute(self, input: SparseConvTensor, plan: ConvolutionPlan, after: Inference | None) -> SparseConvTensor:
-        x, bias, epilogue = input.features, self.bias, None
+        x, epilogue = input.features, None
+        bias: torch.Tensor | None = self.bias
         taps = self.weight.reshape(self.out_channels, -1, self.in_channels // self.groups).permute(1, 2, 0)
         if after is not None:
             taps, bias = after.folded(x, taps, bias)
