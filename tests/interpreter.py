@@ -18,7 +18,7 @@ def hasten() -> None:
         return
     for saving in (
         *(no_sums_for_nobody, known_dtypes, language_patched_once, block_types_kept),
-        *(shapes_kept, types_promoted_once, operands_alike, whole_constants_kept),
+        *(shapes_kept, types_promoted_once, operands_alike, whole_numbers_kept, called_directly),
     ):
         try:
             saving(interpreter)
@@ -131,9 +131,9 @@ def operands_alike(interpreter) -> None:
     computed_in_themselves = {"int1", "int32", "int64", "uint32", "uint64", "fp32", "fp64"}
 
     def operands(lhs, rhs, *flags, **more):
-        if isinstance(lhs, tensor) and isinstance(rhs, tensor) and lhs.type is rhs.type:
-            if lhs.dtype.name in computed_in_themselves:
-                return lhs, rhs
+        alike = isinstance(lhs, tensor) and isinstance(rhs, tensor) and lhs.type is rhs.type
+        if alike and lhs.dtype.name in computed_in_themselves:
+            return lhs, rhs
         return check(lhs, rhs, *flags, **more)
 
     def of_one_shape(lhs, rhs):
@@ -150,17 +150,36 @@ def operands_alike(interpreter) -> None:
     semantic.cast = to_dtype
 
 
-def whole_constants_kept(interpreter) -> None:
-    """A whole number in a kernel's text is made a value once, not in every turn of a loop."""
-    semantic, made = interpreter.interpreter_semantic, {}
-    original = semantic.scalar_constant
+def whole_numbers_kept(interpreter) -> None:
+    """A whole number beside a block of whole numbers is made a block once for each type, if it is a small one."""
+    semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.tensor
+    check, ordinary = semantic.binary_op_type_checking_impl, {"int32", "int64"}
 
-    def constant(value, dtype):
-        if type(value) is not int or dtype is None:
-            return original(value, dtype)
-        key = value, dtype.name
-        if key not in made:
-            made[key] = original(value, dtype)
-        return made[key]
+    def operands(lhs, rhs, *flags, **more):
+        small = type(rhs) is int and -1024 < rhs < 1024
+        if not small or not isinstance(lhs, tensor) or lhs.dtype.name not in ordinary:
+            return check(lhs, rhs, *flags, **more)
+        kept = lhs.type.__dict__.setdefault("_numbers", {})
+        if rhs not in kept:
+            kept[rhs] = check(lhs, rhs, *flags, **more)[1]
+        return lhs, kept[rhs]
 
-    semantic.scalar_constant = constant
+    semantic.binary_op_type_checking_impl = operands
+
+
+def called_directly(interpreter) -> None:
+    """A function of the language is called with the interpreter's semantics, not asked for them first."""
+    semantic = interpreter.interpreter_semantic
+    if "_semantic" not in inspect.signature(interpreter.tl.core.load).parameters:
+        return
+
+    def patch_attr(obj, name, member, builder, scope):
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch_attr
