@@ -79,18 +79,22 @@ def language_patched_once(interpreter) -> None:
 
 
 def block_types_kept(interpreter) -> None:
-    """The type of a block of numbers or pointers, made anew with all its checks for each value, is made once."""
-    builder, block = interpreter.interpreter_builder, interpreter.tl.block_type
-    of_builder, made = builder.get_block_ty, {}
+    """The type of a block of numbers or pointers, made anew for each value, is checked once: equal ones share what
+    they hold."""
+    block = interpreter.tl.block_type
+    original, with_element_ty, held = block.__init__, block.with_element_ty, {}
 
-    def get_block_ty(dtype, shape):
-        key = dtype.name, getattr(dtype, "address_space", None), tuple(shape)
-        if key not in made:
-            made[key] = of_builder(dtype, shape)
-        return made[key]
+    def init(self, element_ty, shape):
+        name = getattr(element_ty, "name", None)
+        key = name, getattr(element_ty, "address_space", None), tuple(shape)
+        if name is not None and key in held:
+            self.__dict__ = held[key]
+            return
+        original(self, element_ty, shape)
+        held[key] = self.__dict__
 
-    builder.get_block_ty = get_block_ty
-    block.with_element_ty = lambda self, scalar: self if scalar is self.element_ty else get_block_ty(scalar, self.shape)
+    block.__init__ = init
+    block.with_element_ty = lambda self, scalar: self if scalar is self.element_ty else with_element_ty(self, scalar)
 
 
 def shapes_kept(interpreter) -> None:
@@ -128,19 +132,29 @@ def operands_alike(interpreter) -> None:
     """Values of one type need no cast and no broadcast, and are not asked for either."""
     semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.tensor
     check, broadcast, cast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value, semantic.cast
+    block, make, create = interpreter.tl.block_type, semantic.make_tensor, semantic.builder.create_broadcast
     computed_in_themselves = {"int1", "int32", "int64", "uint32", "uint64", "fp32", "fp64"}
 
     def operands(lhs, rhs, *flags, **more):
-        alike = isinstance(lhs, tensor) and isinstance(rhs, tensor) and lhs.type is rhs.type
+        alike = isinstance(lhs, tensor) and isinstance(rhs, tensor) and lhs.type.__dict__ is rhs.type.__dict__
         if alike and lhs.dtype.name in computed_in_themselves:
             return lhs, rhs
         return check(lhs, rhs, *flags, **more)
 
     def of_one_shape(lhs, rhs):
         a, b = lhs.type, rhs.type
-        if a is b or (a.is_block() and b.is_block() and list(a.shape) == list(b.shape)):
+        if not a.is_block() or not b.is_block():
+            return broadcast(lhs, rhs)
+        shapes = tuple(a.shape), tuple(b.shape)
+        if shapes[0] == shapes[1]:
             return lhs, rhs
-        return broadcast(lhs, rhs)
+        if len(shapes[0]) != len(shapes[1]) or any(m != n and 1 not in (m, n) for m, n in zip(*shapes)):
+            return broadcast(lhs, rhs)
+        whole = [max(sizes) for sizes in zip(*shapes)]
+        return tuple(
+            value if list(shape) == whole else make(create(value.handle, whole), block(value.dtype, whole))
+            for value, shape in zip((lhs, rhs), shapes)
+        )
 
     def to_dtype(input, dtype, *more, **named):
         return input if input.dtype is dtype else cast(input, dtype, *more, **named)
