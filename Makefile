@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 	OMP_WAIT_POLICY=passive $(BIN)/sparseconv demo
 
 test: $(VENV)/.tests
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
