@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, TypedDict
 
 import torch
 
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
+from sparseconv.interop.spconv.pytorch.tracing import leaf, proxy_among, recorded
 from sparseconv.nn.capturing.region import register_layers
 from sparseconv.nn.fused.fusion import hooked
 from sparseconv.nn.fused.training import Layer, serves, trained
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.torch_private import BatchNormBase
+
+#: what norms and activations take
+EITHER = "a SparseConvTensor or features"
 
 
 class Placement(TypedDict, total=False):
@@ -71,20 +77,38 @@ class SparseSequential(SparseModule):
             raise KeyError(f"there is a module {name!r} already")
         self.add_module(name, module)
 
-    def forward(self, input: Any) -> Any:
-        modules: list[Any] = list(self._modules.values())
-        after = [*modules[1:], None]
-        joined = None
-        for module, following in zip(modules, after):
-            if module is None or module is joined:
-                continue
-            if is_spconv_module(module) or not isinstance(input, SparseConvTensor):
-                input = module(input)
-            elif type(module) is torch.nn.BatchNorm1d and (y := norm_and_relu(module, following, input)) is not None:
-                input, joined = input.replace_feature(y), following
-            elif input.features.shape[0] or not isinstance(module, BatchNormBase):
-                input = input.replace_feature(module(input.features))
+    def forward(self, input):  # no annotations: torch.fx cannot pickle a graph with one that is text
+        modules = [module for module in self._modules.values() if module is not None]
+        if isinstance(input, SparseConvTensor) or proxy_among(input) is None:
+            return in_turn(input, modules)
+        for whole, run in groupby(modules, is_spconv_module):
+            together = tuple(run)
+            if whole:
+                for module in together:
+                    input = module(input)
+            else:
+                input = in_turn(input, together)
         return input
+
+
+def in_turn(input: Any, modules: Sequence[Any]) -> Any:
+    """Modules one after another on a `SparseConvTensor`, plain ones on its features; on anything else, on that.
+
+    Where `torch.fx` traces it is one node, since only the tensor itself tells whether it is sparse.
+    """
+    if not isinstance(input, SparseConvTensor) and (node := recorded(in_turn, (input, modules))) is not None:
+        return node
+    joined = None
+    for module, following in zip(modules, [*modules[1:], None]):
+        if module is joined:
+            continue
+        if is_spconv_module(module) or not isinstance(input, SparseConvTensor):
+            input = module(input)
+        elif type(module) is torch.nn.BatchNorm1d and (y := norm_and_relu(module, following, input)) is not None:
+            input, joined = input.replace_feature(y), following
+        elif input.features.shape[0] or not isinstance(module, BatchNormBase):
+            input = input.replace_feature(module(input.features))
+    return input
 
 
 class SparseBatchNorm(BatchNorm):
@@ -93,7 +117,7 @@ class SparseBatchNorm(BatchNorm):
     def forward(self, input: Any) -> Any:
         if isinstance(input, SparseConvTensor):
             return input.replace_feature(super().forward(input.features))
-        return super().forward(input)
+        return super().forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)
 
 
 class SparseSyncBatchNorm(torch.nn.SyncBatchNorm):
@@ -102,7 +126,7 @@ class SparseSyncBatchNorm(torch.nn.SyncBatchNorm):
     def forward(self, input: Any) -> Any:
         if isinstance(input, SparseConvTensor):
             return input.replace_feature(super().forward(input.features))
-        return super().forward(input)
+        return super().forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)
 
 
 class SparseReLU(torch.nn.ReLU):
@@ -111,7 +135,7 @@ class SparseReLU(torch.nn.ReLU):
     def forward(self, input: Any) -> Any:
         if isinstance(input, SparseConvTensor):
             return input.replace_feature(super().forward(input.features))
-        return super().forward(input)
+        return super().forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)
 
 
 class SparseIdentity(torch.nn.Identity):
