@@ -24,6 +24,7 @@ from sparseconv.interop.spconv.pytorch.geometry import (
 from sparseconv.interop.spconv.pytorch.joined import Inference
 from sparseconv.interop.spconv.pytorch.modules import Placement, SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
+from sparseconv.interop.spconv.pytorch.tracing import leaf
 from sparseconv.nn.capturing.region import Shape, own_shape, stepped
 from sparseconv.plan.convolution import ConvolutionPlan
 
@@ -131,6 +132,8 @@ class SparseConvolution(SparseModule):
 
     def forward(self, input: SparseConvTensor, add_input: SparseConvTensor | None = None) -> SparseConvTensor:
         """A `SparseConvTensor` -> one at the output's indices; ``add_input``'s features are added to the result."""
+        if not isinstance(input, SparseConvTensor):
+            return leaf(self, input, add_input)
         out = self.convolved(input)
         return out if add_input is None else out.replace_feature(out.features + add_input.features)
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, TypedDict
 
 import torch
 
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.joined import in_inference, norm_and_relu
+from sparseconv.interop.spconv.pytorch.tracing import leaf, proxy_among, recorded
 from sparseconv.nn.capturing.region import register_layers
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.torch_private import BatchNormBase
+
+#: what norms and activations take
+EITHER = "a SparseConvTensor or features"
 
 
 class Placement(TypedDict, total=False):
@@ -70,12 +76,32 @@ class SparseSequential(SparseModule):
             raise KeyError(f"there is a module {name!r} already")
         self.add_module(name, module)
 
-    def forward(self, input: Any) -> Any:
-        modules: list[Any] = [module for module in self._modules.values() if module is not None]
-        while modules:
-            input, taken = _first(modules, input)
-            del modules[:taken]
+    def forward(self, input):  # no annotations: torch.fx cannot pickle a graph with one that is text
+        modules = [module for module in self._modules.values() if module is not None]
+        if isinstance(input, SparseConvTensor) or proxy_among(input) is None:
+            return in_turn(input, modules)
+        for whole, run in groupby(modules, is_spconv_module):
+            together = tuple(run)
+            if whole:
+                for module in together:
+                    input = module(input)
+            else:
+                input = in_turn(input, together)
         return input
+
+
+def in_turn(input: Any, modules: Sequence[Any]) -> Any:
+    """Modules one after another on a `SparseConvTensor`, plain ones on its features; on anything else, on that.
+
+    Where `torch.fx` traces it is one node, since only the tensor itself tells whether it is sparse.
+    """
+    if not isinstance(input, SparseConvTensor) and (node := recorded(in_turn, (input, modules))) is not None:
+        return node
+    left = list(modules)
+    while left:
+        input, taken = _first(left, input)
+        del left[:taken]
+    return input
 
 
 class SparseBatchNorm(BatchNorm):
@@ -84,7 +110,7 @@ class SparseBatchNorm(BatchNorm):
     def forward(self, input: Any) -> Any:
         if isinstance(input, SparseConvTensor):
             return input.replace_feature(super().forward(input.features))
-        return super().forward(input)
+        return super().forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)
 
 
 class SparseSyncBatchNorm(torch.nn.SyncBatchNorm):
@@ -93,7 +119,7 @@ class SparseSyncBatchNorm(torch.nn.SyncBatchNorm):
     def forward(self, input: Any) -> Any:
         if isinstance(input, SparseConvTensor):
             return input.replace_feature(super().forward(input.features))
-        return super().forward(input)
+        return super().forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)
 
 
 class SparseReLU(torch.nn.ReLU):
@@ -102,7 +128,7 @@ class SparseReLU(torch.nn.ReLU):
     def forward(self, input: Any) -> Any:
         if isinstance(input, SparseConvTensor):
             return input.replace_feature(super().forward(input.features))
-        return super().forward(input)
+        return super().forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)
 
 
 class SparseIdentity(torch.nn.Identity):
