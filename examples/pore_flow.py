@@ -8,8 +8,8 @@ The medium is periodic, and so are the convolutions. Solid cells are absent: no 
 missing neighbour is how a voxel knows of its wall. The score is the share of the velocity's variance that the network
 explains on media that it has not seen; guessing the mean is 0.
 
-The same script takes volumes: make the taps 3-D with ``rank=3``. A rock sample of 256^3 cells with 20 % pores (not run
-here) has 3.4 million voxels; train on crops of 64^3 with ``boundary="absent"``.
+For volumes (not run here) give the layers ``rank=3``, the head a third component, and the items a third axis. A rock
+sample of 256^3 cells with 20 % pores has 3.4 million voxels: train on crops, without the torus.
 """
 
 from __future__ import annotations

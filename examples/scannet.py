@@ -118,19 +118,19 @@ def main(
     data: Path = typer.Option(None, help="The folder with scans and the lists of scenes."),
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = 20,
-    batch: int = 4,
+    batch: int = typer.Option(None, help="Scenes a batch: 4, and 2 for the stand-in."),
     variant: str = typer.Option(None, help="Of MinkUNet: 34C, and 14 for the stand-in."),
     width: int = typer.Option(None, help="Channels of the finest level: 32, and 8 for the stand-in."),
-    voxel_size: float = typer.Option(None, help="[m]: 0.02, and 0.08 for the stand-in."),
+    voxel_size: float = typer.Option(None, help="[m]: 0.02, and 0.12 for the stand-in."),
     workers: int = 0,
     output: Path = Path("runs"),
     seed: int = 0,
 ) -> None:
     """Segment ScanNet v2 with MinkUNet; run it again to continue."""
     with data_folder(data, stand_in, stand_in_set.write) as folder:
-        size = ("14", 8, 0.08) if stand_in else ("34C", 32, 0.02)
-        variant, width, voxel_size = (given or default for given, default in zip((variant, width, voxel_size), size))
-        run = train(folder, output, epochs, batch, variant, width, voxel_size, workers, seed)
+        size = (2, "14", 8, 0.12) if stand_in else (4, "34C", 32, 0.02)
+        size = [given or default for given, default in zip((batch, variant, width, voxel_size), size)]
+        run = train(folder, output, epochs, *size, workers, seed)
     print(run.summary("mean_iou", run.history[-1]["guessing"]))
 
 

@@ -153,8 +153,8 @@ def main(
     """Segment SemanticKITTI with MinkUNet; run it again to continue."""
     with data_folder(data, stand_in, stand_in_set.write) as folder:
         size = ("14", 8, 0.2) if stand_in else ("18", 32, 0.05)
-        variant, width, voxel_size = (given or default for given, default in zip((variant, width, voxel_size), size))
-        run = train(folder, output, epochs, batch, variant, width, voxel_size, workers, seed)
+        size = [given or default for given, default in zip((variant, width, voxel_size), size)]
+        run = train(folder, output, epochs, batch, *size, workers, seed)
     print(run.summary("mean_iou", run.history[-1]["guessing"]))
 
 

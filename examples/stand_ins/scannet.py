@@ -19,7 +19,7 @@ THINGS = {
 WALL, FLOOR, UNLABELLED = 1, 2, 0
 
 
-def write(folder: Path, train: int = 8, valid: int = 2, seed: int = 0, step: float = 0.07) -> None:
+def write(folder: Path, train: int = 8, valid: int = 2, seed: int = 0, step: float = 0.1) -> None:
     """Rooms of boxes, sampled on a grid of ``step`` [m]."""
     rng = np.random.default_rng(seed)
     names = {"train": [f"scene{n:04d}_00" for n in range(train)], "val": [f"scene{100 + n:04d}_00" for n in range(valid)]}
