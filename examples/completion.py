@@ -14,7 +14,9 @@ GPU memory at 16 shapes a batch.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
@@ -73,11 +75,13 @@ class Completion(nn.SparseModule):
 
     def __init__(self, channels: tuple[int, ...]) -> None:
         super().__init__()
-        pairs = list(zip(channels, channels[1:]))
+        pairs = list(pairwise(channels))
         self.stem = nn.ConvBlock(1, channels[0])
         self.down = torch.nn.ModuleList(self._down(a, b) for a, b in pairs)
         self.up = torch.nn.ModuleList(self._up(b, a) for a, b in reversed(pairs))
-        self.spread = nn.Sequential(nn.Conv(channels[-1], channels[-1], 5, target="full"), nn.BatchNorm(channels[-1]), nn.ReLU())
+        self.spread = nn.Sequential(
+            nn.Conv(channels[-1], channels[-1], 5, target="full"), nn.BatchNorm(channels[-1]), nn.ReLU()
+        )
         self.keep = torch.nn.ModuleList(nn.Linear(a, 1) for a in reversed(channels))
 
     @staticmethod
@@ -86,7 +90,9 @@ class Completion(nn.SparseModule):
 
     @staticmethod
     def _up(b: int, a: int) -> nn.Sequential:
-        return nn.Sequential(nn.ConvTranspose(b, a, 2, stride=2, bias=False), nn.BatchNorm(a), nn.ReLU(), nn.ResidualBlock(a, a))
+        return nn.Sequential(
+            nn.ConvTranspose(b, a, 2, stride=2, bias=False), nn.BatchNorm(a), nn.ReLU(), nn.ResidualBlock(a, a)
+        )
 
     def forward(self, x: sc.SparseTensor, whole: sc.VoxelGrid | None = None) -> tuple[sc.SparseTensor, list]:
         """The completed shape, and (logits, truth) of each level, coarsest first, where ``whole`` is given."""
@@ -174,7 +180,7 @@ def train(
 
 
 def main(
-    data: Path = typer.Option(None, help="The folder ModelNet40."),
+    data: Annotated[Path | None, typer.Option(help="The folder ModelNet40.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = 20,
     batch: int = 16,

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log, pi
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -85,7 +86,7 @@ class Kitti(Dataset):
         camera, image = read_calibration(self.folder / "calib" / f"{name}.txt")
         points = np.fromfile(self.folder / "velodyne" / f"{name}.bin", "<f4").reshape(-1, 4)
         u, v, depth = image @ camera @ np.concatenate([points[:, :3], np.ones((len(points), 1))], 1).T
-        seen = (depth > 0) & (0 <= u) & (u < depth * IMAGE[0]) & (0 <= v) & (v < depth * IMAGE[1])
+        seen = (depth > 0) & (u >= 0) & (u < depth * IMAGE[0]) & (v >= 0) & (v < depth * IMAGE[1])
         points = torch.from_numpy(points[seen])
         boxes = read_boxes(self.folder / "label_2" / f"{name}.txt", camera)
         if self.augment:
@@ -101,7 +102,9 @@ class Kitti(Dataset):
 def augmented(points: torch.Tensor, boxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mirrored left and right, turned about z by up to 45 degrees, scaled by up to 5 %."""
     points, boxes = points.clone(), boxes.clone()
-    mirror, turn, scale = (torch.rand(3) * torch.tensor([2.0, pi / 2, 0.1]) - torch.tensor([1.0, pi / 4, -0.95])).tolist()
+    mirror, turn, scale = (
+        torch.rand(3) * torch.tensor([2.0, pi / 2, 0.1]) - torch.tensor([1.0, pi / 4, -0.95])
+    ).tolist()
     if mirror < 0:
         points[:, 1], boxes[:, 2], boxes[:, 7] = -points[:, 1], -boxes[:, 2], -boxes[:, 7]
     angle = torch.tensor(turn)
@@ -126,7 +129,8 @@ class Detector(torch.nn.Module):
         self.encoder = nn.SecondEncoder(4, space.shape)
 
         def block(c_in: int) -> list[torch.nn.Module]:
-            return [torch.nn.Conv2d(c_in, width, 3, padding=1, bias=False), torch.nn.BatchNorm2d(width), torch.nn.ReLU()]
+            conv = torch.nn.Conv2d(c_in, width, 3, padding=1, bias=False)
+            return [conv, torch.nn.BatchNorm2d(width), torch.nn.ReLU()]
 
         bev = 128 * self.encoder.out_shape[0]
         self.head = torch.nn.Sequential(*block(bev), *block(width), torch.nn.Conv2d(width, len(CLASSES) + 8, 1))
@@ -144,7 +148,8 @@ class Detector(torch.nn.Module):
 
     def loss(self, heat: torch.Tensor, values: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
         """CenterPoint's: a focal loss of the heat map, with discs of 2 cells around centres, and L1 at the centres."""
-        heat, values, target, off = heat.float(), values.float(), torch.zeros_like(heat).float(), heat.new_zeros(()).float()
+        heat, values = heat.float(), values.float()
+        target, off = torch.zeros_like(heat), heat.new_zeros(())
         y, x = torch.meshgrid(*(torch.arange(n, device=heat.device) for n in heat.shape[2:]), indexing="ij")
         for item, found in enumerate(boxes):
             for place, box in zip(self.cells(found), found):
@@ -154,7 +159,9 @@ class Detector(torch.nn.Module):
                 kind = int(box[0])
                 target[item, kind] = torch.maximum(target[item, kind], disc)
                 wanted = [*(place - torch.tensor([column, row])), box[3], *box[4:7].log(), box[7].sin(), box[7].cos()]
-                off = off + F.l1_loss(values[item, :, row, column], torch.stack(wanted).to(heat.device), reduction="sum")
+                off = off + F.l1_loss(
+                    values[item, :, row, column], torch.stack(wanted).to(heat.device), reduction="sum"
+                )
         centre, p = target == 1, heat.sigmoid()
         hit = ((1 - p) ** 2 * F.logsigmoid(heat))[centre].sum()
         miss = ((1 - target) ** 4 * p**2 * F.logsigmoid(-heat))[~centre].sum()
@@ -171,18 +178,27 @@ class Detector(torch.nn.Module):
         found = []
         for item, v in enumerate(values.float().flatten(2)):
             v = v[:, cell[item]]
-            place = [(v[i] + c[item]) * self.space.voxel[i] * STRIDE + self.space.low[i] for i, c in ((0, column), (1, row))]
-            found.append(torch.stack([kind[item], *place, v[2], *v[3:6].exp(), torch.atan2(v[6], v[7]), score[item]], 1))
+            place = [
+                (v[i] + c[item]) * self.space.voxel[i] * STRIDE + self.space.low[i] for i, c in ((0, column), (1, row))
+            ]
+            found.append(
+                torch.stack([kind[item], *place, v[2], *v[3:6].exp(), torch.atan2(v[6], v[7]), score[item]], 1)
+            )
         return found
 
 
 def average_precision(found: list[torch.Tensor], boxes: list[torch.Tensor], reach: float = 1.0) -> float:
-    """Mean over the classes that occur of the precision at 40 recalls; a box is right within ``reach`` [m] of a free one."""
+    """The precision at 40 recalls, mean over the classes that occur.
+
+    A box is right within ``reach`` [m] of one that no better box has taken.
+    """
     scores = []
     for kind in {int(k) for b in boxes for k in b[:, 0]}:
         free = [b[b[:, 0] == kind] for b in boxes]
         total, right = sum(map(len, free)), []
-        ordered = sorted(((float(f[8]), i, f) for i, item in enumerate(found) for f in item if f[0] == kind), key=lambda f: -f[0])
+        ordered = sorted(
+            ((float(f[8]), i, f) for i, item in enumerate(found) for f in item if f[0] == kind), key=lambda f: -f[0]
+        )
         for _, item, box in ordered:
             distance = (free[item][:, 1:3] - box[1:3]).norm(dim=1)
             hit = len(distance) > 0 and float(distance.min()) < reach
@@ -206,7 +222,9 @@ def validate(net: Detector, loader: DataLoader) -> float:
     return average_precision(found, boxes)
 
 
-def train(folder: Path, output: Path, epochs: int, space: Space, batch: int = 4, workers: int = 0, seed: int = 0) -> Run:
+def train(
+    folder: Path, output: Path, epochs: int, space: Space, batch: int = 4, workers: int = 0, seed: int = 0
+) -> Run:
     """Train, score after each epoch, keep what is needed to continue."""
     device = begin(seed)
     loaders = {}
@@ -229,7 +247,7 @@ def train(folder: Path, output: Path, epochs: int, space: Space, batch: int = 4,
 
 
 def main(
-    data: Path = typer.Option(None, help="The folder with training and ImageSets."),
+    data: Annotated[Path | None, typer.Option(help="The folder with training and ImageSets.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = 40,
     batch: int = 4,

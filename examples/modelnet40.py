@@ -12,8 +12,10 @@ overall accuracy. Reading .off text takes longer than training: use workers, or 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import pi
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -44,7 +46,7 @@ def read_off(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
         found, at = [], 0
         for _ in range(faces):
             corners = rest[at + 1 : at + 1 + rest[at]]
-            found += [(corners[0], b, c) for b, c in zip(corners[1:], corners[2:])]
+            found += [(corners[0], b, c) for b, c in pairwise(corners[1:])]
             at += 1 + rest[at]
         triangles = np.array(found)
     return torch.from_numpy(points).float(), torch.from_numpy(triangles)
@@ -142,7 +144,7 @@ def train(
 
 
 def main(
-    data: Path = typer.Option(None, help="The folder ModelNet40."),
+    data: Annotated[Path | None, typer.Option(help="The folder ModelNet40.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = 25,
     batch: int = typer.Option(None, help="Meshes a batch: 32, and 16 for the stand-in."),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from math import sqrt
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -38,10 +39,11 @@ def read(folder: Path, molecule: str, split: str) -> tuple[torch.Tensor, TensorD
 
 
 class Potential(torch.nn.Module):
-    """Rounds of messages between atoms within a cutoff; features (atoms, (l_max + 1)^2, channels) turn with the molecule.
+    """Rounds of messages between atoms; features (atoms, (l_max + 1)^2, channels) turn with the molecule.
 
-    A message couples the sender's feature with the spherical harmonics of the edge, and the length of the edge weighs
-    each path of the coupling. Energies are sums over atoms of what a small network reads off the invariant rows.
+    Atoms within ``cutoff`` are neighbours. A message couples the sender's feature with the spherical harmonics of the
+    edge, and the length of the edge weighs each path of the coupling. The energy is a sum over atoms of what a small
+    network reads off the invariant rows.
     """
 
     def __init__(self, charges: torch.Tensor, channels: int = 16, l_max: int = 2, rounds: int = 2, cutoff: float = 4.0):
@@ -143,7 +145,7 @@ def train(folder: Path, output: Path, epochs: int, molecule: str = "ethanol", ba
 
 
 def main(
-    data: Path = typer.Option(None, help="The folder rmd17."),
+    data: Annotated[Path | None, typer.Option(help="The folder rmd17.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     molecule: str = "ethanol",
     epochs: int = typer.Option(None, help="2,000, and 12 for the stand-in."),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -156,7 +157,7 @@ def train(
 
 
 def main(
-    data: Path = typer.Option(None, help="The folder with v1.0-trainval, samples and lidarseg."),
+    data: Annotated[Path | None, typer.Option(help="The folder with v1.0-trainval, samples and lidarseg.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = 15,
     batch: int = 2,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Annotated
 
 import constriction
 import numpy as np
@@ -65,7 +66,9 @@ def with_batch(coords: torch.Tensor, item: int = 0) -> torch.Tensor:
     return F.pad(coords, (1, 0), value=item)
 
 
-def features(nodes: torch.Tensor, above: torch.Tensor | None, occupancy: torch.Tensor | None, level: int) -> torch.Tensor:
+def features(
+    nodes: torch.Tensor, above: torch.Tensor | None, occupancy: torch.Tensor | None, level: int
+) -> torch.Tensor:
     """What the decoder knows of each node: which child it is, its siblings, its level; (N, 16 + LEVELS)."""
     octant = F.one_hot(((nodes & 1) * torch.tensor([4, 2, 1])).sum(1).long(), 8)
     siblings = torch.zeros(len(nodes), 8, dtype=torch.int64)
@@ -201,7 +204,7 @@ def train(
 
 
 def main(
-    data: Path = typer.Option(None, help="The folder 'dataset' of SemanticKITTI."),
+    data: Annotated[Path | None, typer.Option(help="The folder 'dataset' of SemanticKITTI.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = 12,
     batch: int = 2,

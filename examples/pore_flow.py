@@ -15,6 +15,7 @@ sample of 256^3 cells with 20 % pores has 3.4 million voxels: train on crops, wi
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -95,7 +96,9 @@ def explained(net: Surrogate, loader: DataLoader) -> float:
     return 1 - wrong / spread
 
 
-def train(folder: Path, output: Path, epochs: int, batch: int = 4, width: int = 24, workers: int = 0, seed: int = 0) -> Run:
+def train(
+    folder: Path, output: Path, epochs: int, batch: int = 4, width: int = 24, workers: int = 0, seed: int = 0
+) -> Run:
     """Train, score after each epoch, keep what is needed to continue."""
     device = begin(seed)
     loaders = {}
@@ -121,7 +124,7 @@ def train(folder: Path, output: Path, epochs: int, batch: int = 4, width: int = 
 
 
 def main(
-    data: Path = typer.Option(None, help="The folder with train and test."),
+    data: Annotated[Path | None, typer.Option(help="The folder with train and test.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = 25,
     batch: int = 4,

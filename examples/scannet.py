@@ -14,6 +14,7 @@ The real set (not run here) has 1,201 training and 312 validation scenes of abou
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -115,7 +116,7 @@ def train(
 
 
 def main(
-    data: Path = typer.Option(None, help="The folder with scans and the lists of scenes."),
+    data: Annotated[Path | None, typer.Option(help="The folder with scans and the lists of scenes.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = 20,
     batch: int = typer.Option(None, help="Scenes a batch: 4, and 2 for the stand-in."),

@@ -14,6 +14,7 @@ mean IoU in published runs of 15 epochs. Plan for 10 GB of GPU memory at two sca
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ def read_points(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def read_labels(path: Path) -> torch.Tensor:
-    """Classes (M,) from 0 to 18, IGNORE for unlabelled points. The lower 16 bits are the label, the upper an instance."""
+    """Classes (M,) from 0 to 18, IGNORE for unlabelled points: of the lower 16 bits; the upper name an instance."""
     lookup = np.full(1 << 16, -1, np.int64)  # a label that the map lacks is an error below
     lookup[list(LEARNING_MAP)] = list(LEARNING_MAP.values())
     classes = lookup[np.fromfile(path, "<u4") & 0xFFFF]
@@ -139,7 +140,7 @@ def train(
 
 
 def main(
-    data: Path = typer.Option(None, help="The folder 'dataset' of SemanticKITTI."),
+    data: Annotated[Path | None, typer.Option(help="The folder 'dataset' of SemanticKITTI.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = 15,
     batch: int = 2,

@@ -11,6 +11,7 @@ epoch; the state of chance is kept by two hooks below. A `Batch` moves itself to
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import lightning
 import torch
@@ -106,7 +107,7 @@ def train(
 
 
 def main(
-    data: Path = typer.Option(None, help="The folder 'dataset' of SemanticKITTI."),
+    data: Annotated[Path | None, typer.Option(help="The folder 'dataset' of SemanticKITTI.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
     epochs: int = 15,
     batch: int = 2,

@@ -10,7 +10,8 @@ from stand_ins.street import KINDS, Street, street
 
 CALIBRATION = {
     "P2": [[721.5377, 0, 609.5593, 44.85728], [0, 721.5377, 172.854, 0.2163791], [0, 0, 1, 0.002745884]],
-    "R0_rect": [[0.9999239, 0.0098378, -0.0074450], [-0.0098698, 0.9999421, -0.0042785], [0.0074025, 0.0043516, 0.9999631]],
+    "R0_rect": [[0.9999239, 0.0098378, -0.0074450], [-0.0098698, 0.9999421, -0.0042785],
+                [0.0074025, 0.0043516, 0.9999631]],
     "Tr_velo_to_cam": [[0.0075337, -0.9999714, -0.0006166, -0.0040698], [0.0148025, 0.0007281, -0.9998902, -0.0763162],
                        [0.9998621, 0.0075238, 0.0148076, -0.2717806]],
 }  # fmt: skip
@@ -36,7 +37,14 @@ def write(folder: Path, train: int = 16, val: int = 4, seed: int = 0, beams: int
 def calibration() -> str:
     """A line a matrix, rows one after another."""
     rows = {name: np.ravel(values) for name, values in CALIBRATION.items()}
-    rows = {"P0": rows["P2"], "P1": rows["P2"], "P2": rows["P2"], "P3": rows["P2"], **rows, "Tr_imu_to_velo": np.eye(3, 4).ravel()}
+    rows = {
+        "P0": rows["P2"],
+        "P1": rows["P2"],
+        "P2": rows["P2"],
+        "P3": rows["P2"],
+        **rows,
+        "Tr_imu_to_velo": np.eye(3, 4).ravel(),
+    }
     return "".join(f"{name}: {' '.join(f'{v:.12e}' for v in values)}\n" for name, values in rows.items())
 
 
@@ -53,6 +61,7 @@ def labels(seen: Street) -> str:
             continue
         rotation = (-yaw - np.pi / 2 + np.pi) % (2 * np.pi) - np.pi
         place = " ".join(f"{v:.6f}" for v in (height, width, length, *bottom[:3], rotation))
-        lines.append(f"{name} 0.00 0 0.00 {u / depth - 9:.2f} {v / depth - 9:.2f} {u / depth + 9:.2f} {v / depth + 9:.2f} {place}\n")
+        image = " ".join(f"{v / depth + side:.2f}" for side in (-9, 9) for v in (u, v))
+        lines.append(f"{name} 0.00 0 0.00 {image} {place}\n")
     lines.append("DontCare -1 -1 -10 500.00 170.00 520.00 180.00 -1 -1 -1 -1000 -1000 -1000 -10\n")
     return "".join(lines)

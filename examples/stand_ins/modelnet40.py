@@ -82,7 +82,11 @@ def _bookshelf(rng: np.random.Generator) -> list[Mesh]:
 def _bottle(rng: np.random.Generator) -> list[Mesh]:
     radius, height = rng.uniform((0.12, 0.5), (0.18, 0.8))
     neck = frustum(0, 0, height * 0.85, radius * 0.35, radius * 0.3, height * 0.25)
-    return [frustum(0, 0, 0, radius, radius, height * 0.65), frustum(0, 0, height * 0.65, radius, radius * 0.35, height * 0.2), neck]
+    return [
+        frustum(0, 0, 0, radius, radius, height * 0.65),
+        frustum(0, 0, height * 0.65, radius, radius * 0.35, height * 0.2),
+        neck,
+    ]
 
 
 def _cone(rng: np.random.Generator) -> list[Mesh]:

@@ -1,4 +1,4 @@
-"""A stand-in for nuScenes-lidarseg: tables in v1.0-trainval, samples/LIDAR_TOP/*.pcd.bin, lidarseg/v1.0-trainval/*.bin."""
+"""A stand-in for nuScenes-lidarseg: v1.0-trainval/*.json, samples/LIDAR_TOP/*.pcd.bin, lidarseg/v1.0-trainval/*.bin."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = ["noise", "flat.driveable_surface", "flat.sidewalk", "flat.terrain", "st
 
 
 def write(folder: Path, train: int = 8, valid: int = 2, seed: int = 0, **sweep: int) -> None:
-    """``train`` key frames in scene-0001 and scene-0002, ``valid`` in scene-0003; a sweep without labels beside each."""
+    """``train`` key frames in scene-0001 and -0002, ``valid`` in scene-0003; beside each a sweep without labels."""
     rng = np.random.default_rng(seed)
     tables: dict[str, list[dict]] = {name: [] for name in ("scene", "sample", "sample_data", "lidarseg")}
     for name in ("scene-0001", "scene-0002", "scene-0003"):

@@ -12,7 +12,7 @@ OPPOSITE = [0, 3, 4, 1, 2, 7, 8, 5, 6]
 
 
 def write(folder: Path, train: int = 24, test: int = 6, size: int = 40, steps: int = 500, seed: int = 0) -> None:
-    """``solid`` (size, size) bool and ``velocity`` (2, size, size) fp32, x then y, in each file; periodic in x and y."""
+    """In each file ``solid`` (size, size) bool and ``velocity`` (2, size, size) fp32, x then y; both on a torus."""
     rng = np.random.default_rng(seed)
     solid = np.stack([discs(rng, size) for _ in range(train + test)])
     velocity = flow(solid, steps)

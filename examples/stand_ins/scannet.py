@@ -22,7 +22,10 @@ WALL, FLOOR, UNLABELLED = 1, 2, 0
 def write(folder: Path, train: int = 8, valid: int = 2, seed: int = 0, step: float = 0.1) -> None:
     """Rooms of boxes, sampled on a grid of ``step`` [m]."""
     rng = np.random.default_rng(seed)
-    names = {"train": [f"scene{n:04d}_00" for n in range(train)], "val": [f"scene{100 + n:04d}_00" for n in range(valid)]}
+    names = {
+        "train": [f"scene{n:04d}_00" for n in range(train)],
+        "val": [f"scene{100 + n:04d}_00" for n in range(valid)],
+    }
     for split, scenes in names.items():
         (folder / f"scannetv2_{split}.txt").write_text("".join(f"{name}\n" for name in scenes))
         for name in scenes:

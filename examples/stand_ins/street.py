@@ -39,7 +39,9 @@ def street(rng: np.random.Generator, beams: int = 24, around: int = 480, reach: 
     ray, distance, instance, ring = ray[seen], distance[seen], instance[seen], ring[seen]
     points = ray * (distance + rng.normal(0, 0.015, len(distance)))[:, None]
     aside = np.abs(points[:, 1])
-    ground = np.where(aside < 5, KINDS.index("road"), np.where(aside < 8, KINDS.index("sidewalk"), KINDS.index("terrain")))
+    ground = np.where(
+        aside < 5, KINDS.index("road"), np.where(aside < 8, KINDS.index("sidewalk"), KINDS.index("terrain"))
+    )
     kind = np.where(instance > 0, np.concatenate([[0], boxes[:, 0]]).astype(int)[instance], ground)
     leaves = kind == KINDS.index("vegetation")
     points[leaves] += rng.normal(0, 0.2, (leaves.sum(), 3))
