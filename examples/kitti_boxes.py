@@ -102,10 +102,9 @@ class Kitti(Dataset):
 def augmented(points: torch.Tensor, boxes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mirrored left and right, turned about z by up to 45 degrees, scaled by up to 5 %."""
     points, boxes = points.clone(), boxes.clone()
-    mirror, turn, scale = (
-        torch.rand(3) * torch.tensor([2.0, pi / 2, 0.1]) - torch.tensor([1.0, pi / 4, -0.95])
-    ).tolist()
-    if mirror < 0:
+    mirror, turn, scale = (torch.rand(3) * torch.tensor([1.0, pi / 2, 0.1])).tolist()
+    turn, scale = turn - pi / 4, scale + 0.95
+    if mirror < 0.5:
         points[:, 1], boxes[:, 2], boxes[:, 7] = -points[:, 1], -boxes[:, 2], -boxes[:, 7]
     angle = torch.tensor(turn)
     matrix = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
@@ -159,9 +158,7 @@ class Detector(torch.nn.Module):
                 kind = int(box[0])
                 target[item, kind] = torch.maximum(target[item, kind], disc)
                 wanted = [*(place - torch.tensor([column, row])), box[3], *box[4:7].log(), box[7].sin(), box[7].cos()]
-                off = off + F.l1_loss(
-                    values[item, :, row, column], torch.stack(wanted).to(heat.device), reduction="sum"
-                )
+                off = off + (values[item, :, row, column] - torch.stack(wanted).to(heat.device)).abs().sum()
         centre, p = target == 1, heat.sigmoid()
         hit = ((1 - p) ** 2 * F.logsigmoid(heat))[centre].sum()
         miss = ((1 - target) ** 4 * p**2 * F.logsigmoid(-heat))[~centre].sum()
@@ -178,12 +175,10 @@ class Detector(torch.nn.Module):
         found = []
         for item, v in enumerate(values.float().flatten(2)):
             v = v[:, cell[item]]
-            place = [
-                (v[i] + c[item]) * self.space.voxel[i] * STRIDE + self.space.low[i] for i, c in ((0, column), (1, row))
-            ]
-            found.append(
-                torch.stack([kind[item], *place, v[2], *v[3:6].exp(), torch.atan2(v[6], v[7]), score[item]], 1)
-            )
+            x = (v[0] + column[item]) * self.space.voxel[0] * STRIDE + self.space.low[0]
+            y = (v[1] + row[item]) * self.space.voxel[1] * STRIDE + self.space.low[1]
+            yaw = torch.atan2(v[6], v[7])
+            found.append(torch.stack([kind[item], x, y, v[2], *v[3:6].exp(), yaw, score[item]], 1))
         return found
 
 
@@ -196,10 +191,8 @@ def average_precision(found: list[torch.Tensor], boxes: list[torch.Tensor], reac
     for kind in {int(k) for b in boxes for k in b[:, 0]}:
         free = [b[b[:, 0] == kind] for b in boxes]
         total, right = sum(map(len, free)), []
-        ordered = sorted(
-            ((float(f[8]), i, f) for i, item in enumerate(found) for f in item if f[0] == kind), key=lambda f: -f[0]
-        )
-        for _, item, box in ordered:
+        mine = [(item, box) for item, boxes_of in enumerate(found) for box in boxes_of if box[0] == kind]
+        for item, box in sorted(mine, key=lambda m: -float(m[1][8])):
             distance = (free[item][:, 1:3] - box[1:3]).norm(dim=1)
             hit = len(distance) > 0 and float(distance.min()) < reach
             right.append(hit)
