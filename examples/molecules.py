@@ -113,12 +113,12 @@ class Potential(torch.nn.Module):
 
 def force_error(net: Potential, loader: DataLoader) -> tuple[float, float]:
     """The mean absolute error of a force component, and its mean absolute value."""
-    device, errors, sizes = net.scale.device, [], []
+    device, wrong, size, count = net.scale.device, 0.0, 0.0, 0
     for positions, _, forces in loader:
         _, found = net.energy_and_forces(positions.to(device))
-        errors.append((found.detach() * net.scale - forces.to(device)).abs().mean())
-        sizes.append(forces.abs().mean())
-    return float(torch.stack(errors).mean()), float(torch.stack(sizes).mean())
+        wrong += float((found.detach() * net.scale - forces.to(device)).abs().sum())
+        size, count = size + float(forces.abs().sum()), count + forces.numel()
+    return wrong / count, size / count
 
 
 def train(folder: Path, output: Path, epochs: int, molecule: str = "ethanol", batch: int = 10, seed: int = 0) -> Run:

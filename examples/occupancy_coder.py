@@ -187,8 +187,7 @@ def train(
     device = begin(seed)
     scans, held_out = Scans(folder, "train", voxel_size), Scans(folder, "valid", voxel_size)
     loader = DataLoader(scans, batch, shuffle=True, collate_fn=collate, num_workers=workers)
-    net = Predictor(width).to(device)
-    sc.accelerate(net)  # captured as CUDA graphs; without a GPU, calls are the plain calls
+    net = Predictor(width).to(device)  # not captured as graphs, so that both ends take the same way to the same bits
     optimizer = torch.optim.AdamW(net.parameters())
     steps = epochs * len(loader)
     run = Run(output, "occupancy_coder", net, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.005, steps))

@@ -64,6 +64,7 @@ class Run:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.device.type == "cuda")
         self.history: list[dict[str, float]] = []
         self.losses: list[float] = []
+        self.planned: int | None = None
         self._batch_losses: list[torch.Tensor] = []
         self._started = time.process_time()
         if self.checkpoint.exists():
@@ -75,6 +76,12 @@ class Run:
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left of ``count``, from 1."""
+        if self.planned not in (None, count):
+            raise ValueError(
+                f"{self.checkpoint} is of a run of {self.planned} epochs, whose schedule ends there; got {count}: give "
+                "--epochs as before, or another --output"
+            )
+        self.planned = count
         while len(self.history) < count:
             self._started = time.process_time()
             yield len(self.history) + 1
@@ -115,13 +122,13 @@ class Run:
             chance["cuda"] = torch.cuda.get_rng_state(self.device)
         parts = {"net": self.net, "optimizer": self.optimizer, "schedule": self.schedule, "scaler": self.scaler}
         states = {name: part.state_dict() for name, part in parts.items() if part is not None}
-        return {**states, "chance": chance, "history": self.history, "losses": self.losses}
+        return {**states, "chance": chance, "history": self.history, "losses": self.losses, "planned": self.planned}
 
     def _restore(self, state: dict) -> None:
         for name in ("net", "optimizer", "schedule", "scaler"):
             if name in state:
                 getattr(self, name).load_state_dict(state[name])
-        self.history, self.losses = state["history"], state["losses"]
+        self.history, self.losses, self.planned = state["history"], state["losses"], state["planned"]
         torch.set_rng_state(state["chance"]["cpu"])
         if "cuda" in state["chance"] and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["chance"]["cuda"], self.device)

@@ -97,6 +97,8 @@ def test_training_lowers_the_loss_and_resumes_to_the_same_bits(name, tmp_path, m
     moments = [[s for state in run.optimizer.state.values() for s in state.values()] for run in (whole, again)]
     assert all(torch.equal(a, b) for a, b in zip(*moments))
     assert train(tmp_path / "cut").history == again.history  # nothing is left to do
+    with pytest.raises(ValueError, match="of a run of 2 epochs, whose schedule ends there; got 3"):
+        train(tmp_path / "cut", 3)
 
 
 def test_a_run_is_drawn_and_summed_up(tmp_path):
