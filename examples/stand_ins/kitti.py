@@ -61,7 +61,7 @@ def labels(seen: Street) -> str:
             continue
         rotation = (-yaw - np.pi / 2 + np.pi) % (2 * np.pi) - np.pi
         place = " ".join(f"{v:.6f}" for v in (height, width, length, *bottom[:3], rotation))
-        image = " ".join(f"{v / depth + side:.2f}" for side in (-9, 9) for v in (u, v))
+        image = " ".join(f"{pixel / depth + side:.2f}" for side in (-9, 9) for pixel in (u, v))
         lines.append(f"{name} 0.00 0 0.00 {image} {place}\n")
     lines.append("DontCare -1 -1 -10 500.00 170.00 520.00 180.00 -1 -1 -1 -1000 -1000 -1000 -10\n")
     return "".join(lines)
