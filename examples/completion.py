@@ -1,6 +1,6 @@
 """Complete shapes that were seen from one side: a generative network, with ModelNet40's meshes.
 
-    python examples/completion.py --data DIR --workers 8
+    python examples/completion.py --data DIR --workers 8 --epochs 100
     python examples/completion.py --stand-in
 
 DIR is the folder ``ModelNet40``. A mesh becomes voxels; the input keeps those that a camera at a random side sees

@@ -1,6 +1,6 @@
 """Classify the meshes of ModelNet40 with a sparse ResNet.
 
-    python examples/modelnet40.py --data DIR --workers 8
+    python examples/modelnet40.py --data DIR --workers 8 --epochs 100
     python examples/modelnet40.py --stand-in
 
 DIR is the folder ``ModelNet40`` with ``<class>/{train,test}/<class>_NNNN.off``. Points are drawn on the surface, evenly

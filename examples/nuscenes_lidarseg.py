@@ -1,6 +1,6 @@
 """Segment nuScenes-lidarseg with MinkUNet.
 
-    python examples/nuscenes_lidarseg.py --data DIR --workers 8
+    python examples/nuscenes_lidarseg.py --data DIR --workers 8 --epochs 50
     python examples/nuscenes_lidarseg.py --stand-in
 
 DIR holds the tables ``v1.0-trainval/*.json``, the sweeps ``samples/LIDAR_TOP/*.pcd.bin`` and the labels

@@ -1,7 +1,7 @@
 """Compress LiDAR scans without loss: a sparse network predicts an octree, an arithmetic coder writes it down.
 
     pip install constriction
-    python examples/occupancy_coder.py --data DIR --workers 8
+    python examples/occupancy_coder.py --data DIR --workers 8 --epochs 50
     python examples/occupancy_coder.py --stand-in
 
 DIR is SemanticKITTI's folder ``dataset``; labels are not read. A scan becomes voxels, and these the leaves of an

@@ -1,6 +1,6 @@
 """Segment ScanNet v2 with MinkUNet.
 
-    python examples/scannet.py --data DIR --workers 8
+    python examples/scannet.py --data DIR --workers 8 --epochs 600
     python examples/scannet.py --stand-in
 
 DIR holds ``scans/sceneNNNN_NN/sceneNNNN_NN_vh_clean_2.ply`` and ``..._vh_clean_2.labels.ply``, and the benchmark's

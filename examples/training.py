@@ -161,7 +161,7 @@ class Run:
         left.set(xlabel="step", ylabel="training loss", title=self.name.replace("_", " "))
         right.plot(range(1, len(self.history) + 1), [epoch[score] for epoch in self.history], "o-", label="held out")
         right.axhline(chance, color="gray", ls=":", label="guessing")
-        right.set(xlabel="epoch", ylabel=score.replace("_", " "))
+        right.set(xlabel="epoch", ylabel=score.replace("_", " ").replace("iou", "IoU"))
         right.xaxis.get_major_locator().set_params(integer=True)
         right.legend()
         figure.savefig(self.output / f"{self.name}.png", dpi=90)

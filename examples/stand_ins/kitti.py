@@ -18,7 +18,7 @@ CALIBRATION = {
 NAMES = {"car": "Car", "person": "Pedestrian"}
 
 
-def write(folder: Path, train: int = 16, val: int = 4, seed: int = 0, beams: int = 24, around: int = 900) -> None:
+def write(folder: Path, train: int = 12, val: int = 4, seed: int = 0, beams: int = 24, around: int = 600) -> None:
     """Sweeps all around, as the real ones are; boxes only of what the camera sees."""
     rng = np.random.default_rng(seed)
     for kind in ("velodyne", "label_2", "calib"):
