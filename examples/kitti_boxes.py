@@ -140,18 +140,14 @@ class Detector(torch.nn.Module):
         y = self.head(self.encoder.to_bev(self.encoder(x)))
         return y[:, : len(CLASSES)], y[:, len(CLASSES) :]
 
-    def cells(self, boxes: torch.Tensor) -> torch.Tensor:
-        """Centres of boxes (B, 2), in cells of the map."""
-        low, voxel = (boxes.new_tensor(v[:2]) for v in (self.space.low, self.space.voxel))
-        return (boxes[:, 1:3] - low) / (voxel * STRIDE)
-
     def loss(self, heat: torch.Tensor, values: torch.Tensor, boxes: list[torch.Tensor]) -> torch.Tensor:
         """CenterPoint's: a focal loss of the heat map, with discs of 2 cells around centres, and L1 at the centres."""
         heat, values = heat.float(), values.float()
         target, off = torch.zeros_like(heat), heat.new_zeros(())
         y, x = torch.meshgrid(*(torch.arange(n, device=heat.device) for n in heat.shape[2:]), indexing="ij")
+        low, cell = (torch.tensor(v[:2]) for v in (self.space.low, self.space.voxel))
         for item, found in enumerate(boxes):
-            for place, box in zip(self.cells(found), found):
+            for place, box in zip((found[:, 1:3] - low) / (cell * STRIDE), found):
                 column, row = place.long().clamp_min(0).tolist()
                 row, column = min(row, heat.shape[2] - 1), min(column, heat.shape[3] - 1)
                 disc = torch.exp(-((x - column) ** 2 + (y - row) ** 2) / 1.5).to(target)

@@ -1,7 +1,7 @@
 """Compress LiDAR scans without loss: a sparse network predicts an octree, an arithmetic coder writes it down.
 
     pip install constriction
-    python examples/occupancy_coder.py --data DIR --workers 8 --epochs 50
+    python examples/occupancy_coder.py --data DIR --workers 8
     python examples/occupancy_coder.py --stand-in
 
 DIR is SemanticKITTI's folder ``dataset``; labels are not read. A scan becomes voxels, and these the leaves of an
@@ -205,18 +205,19 @@ def train(
 def main(
     data: Annotated[Path | None, typer.Option(help="The folder 'dataset' of SemanticKITTI.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
-    epochs: int = 12,
-    batch: int = 2,
+    epochs: int = typer.Option(None, help="50, and 8 for the stand-in."),
+    batch: int = typer.Option(None, help="Scans a batch: 2, and 1 for the stand-in."),
     width: int = typer.Option(None, help="Channels: 64, and 32 for the stand-in."),
-    voxel_size: float = typer.Option(None, help="[m]: 0.02, and 0.1 for the stand-in."),
+    voxel_size: float = typer.Option(None, help="[m]: 0.02, and 0.25 for the stand-in."),
     workers: int = 0,
     output: Path = Path("runs"),
     seed: int = 0,
 ) -> None:
     """Compress LiDAR scans without loss; run it again to continue."""
     with data_folder(data, stand_in, stand_in_set.write) as folder:
-        size = [given or default for given, default in zip((width, voxel_size), (32, 0.1) if stand_in else (64, 0.02))]
-        run, table = train(folder, output, epochs, batch, *size, workers, seed)
+        size = (8, 1, 32, 0.25) if stand_in else (50, 2, 64, 0.02)
+        size = [given or default for given, default in zip((epochs, batch, width, voxel_size), size)]
+        run, table = train(folder, output, *size, workers, seed)
     print(run.summary("bits_a_voxel", table))
 
 
