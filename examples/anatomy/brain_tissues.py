@@ -2,7 +2,7 @@
 
 The voxels are those of the MNI152 template inside the skull, pooled to 3 mm. The network learns from slabs of the back
 of the head and is judged on the front: the other hemisphere would be nearly the mirror image of what it learnt.
-Run: python examples/brain_tissues.py
+Run: python examples/anatomy/brain_tissues.py
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def options(text: str, steps: int, millimetres: float | None = None) -> argparse
     """The command line of an example."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=steps)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results")
     if millimetres is not None:
         parser.add_argument("--millimetres", type=type(millimetres), default=millimetres, help="edge of a voxel")
     return parser.parse_args()

@@ -2,7 +2,7 @@
 
 The voxels are all labelled tissue, pooled 4 x 4 x 4; the network sees how full each is and where it lies along the
 body, above the belly, and off the midline. Two processes learn from slabs of the left half of the frog (DDP, batch
-norms over both); the mirrored right half is held out. Run: python examples/frog_tissues.py
+norms over both); the mirrored right half is held out. Run: python examples/anatomy/frog_tissues.py
 """
 
 from __future__ import annotations

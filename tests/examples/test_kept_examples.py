@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "examples"
+FOLDER = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_an_example_resumes_and_draws(name, package, tmp_path):
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     paths = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--steps", "4", "--output", str(tmp_path)]
+    command = [sys.executable, str(FOLDER / "anatomy" / f"{name}.py"), "--steps", "4", "--output", str(tmp_path)]
     subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=False, capture_output=True)
     found = json.loads((tmp_path / f"{name}.json").read_text())
     assert found["resumed_equals"]

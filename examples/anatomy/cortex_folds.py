@@ -3,7 +3,7 @@
 The voxels are those that the folded surface of one hemisphere (fsaverage5, 10,242 points) passes through at 2 mm; a
 voxel is a furrow where the surface lies deeper than the mean there. Both hemispheres are surfaces without thickness:
 the case that sparse convolutions are for. The network learns from the left one, the mirrored right one is held out.
-Run: python examples/cortex_folds.py
+Run: python examples/anatomy/cortex_folds.py
 """
 
 from __future__ import annotations
