@@ -80,7 +80,7 @@ class CoordinateManager(KeyedMaps):
             return self._reached(key, kernel, tuple(t * s for t, s in zip(stride, steps)), transposed)
         if any(t % s for t, s in zip(stride, steps)):
             raise ValueError(
-                f"a transposed layer of stride {steps} divides the tensor stride {list(stride)}, which must be a multiple "
+                f"a transposed layer of stride {steps} divides the tensor stride {list(stride)}: that must be a multiple "
                 "of it on every axis"
             )
         finer = tuple(t // s for t, s in zip(stride, steps))

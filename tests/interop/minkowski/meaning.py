@@ -1,4 +1,4 @@
-"""What MinkowskiEngine's layers mean, in loops over coordinates: in = out + tap * dilation * stride of the finer side."""
+"""What MinkowskiEngine's layers mean, in loops: in = out + tap * dilation * tensor stride of the finer side."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_convolution(rank, kernel, stride, dilation, tensor_stride):
 
 @pytest.mark.parametrize(("rank", "kernel", "stride", "dilation", "tensor_stride"), CASES)
 def test_transposed_convolution_onto_the_encoders_voxels(rank, kernel, stride, dilation, tensor_stride):
-    size, step, gap, start = (axes(v, rank) for v in (kernel, stride, dilation, tensor_stride))
+    size, gap, start = (axes(v, rank) for v in (kernel, dilation, tensor_stride))
     x = tensor(rank=rank, stride=start)
     down = ME.MinkowskiConvolution(3, 5, kernel, stride, dilation, dimension=rank).double()(x)
     down = down.like(torch.randn(len(down), 5, dtype=torch.float64, requires_grad=True))
