@@ -80,8 +80,8 @@ class CoordinateManager(KeyedMaps):
             return self._reached(key, kernel, tuple(t * s for t, s in zip(stride, steps)), transposed)
         if any(t % s for t, s in zip(stride, steps)):
             raise ValueError(
-                f"a transposed layer of stride {steps} divides the tensor stride {list(stride)}: that must be a multiple "
-                "of it on every axis"
+                f"a transposed layer divides the tensor stride, which must be a multiple of its own stride {steps} on "
+                f"every axis; got {list(stride)}"
             )
         finer = tuple(t // s for t, s in zip(stride, steps))
         if (finer, "") in self._maps and not expand:

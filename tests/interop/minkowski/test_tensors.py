@@ -1,4 +1,4 @@
-"""Sparse tensors, fields, coordinate managers: what is read from them, quantisation, arithmetic, slices, dense arrays."""
+"""Sparse tensors, fields and coordinate managers: reading, quantisation, arithmetic, slices, dense arrays."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def test_batched_coordinates():
         ([np.zeros(3)], ValueError),
         ([np.zeros((1, 2)), np.zeros((1, 3))], ValueError),
     ):
-        with pytest.raises(error, match="coords|coordinates"):
+        with pytest.raises(error, match="coord"):
             U.batched_coordinates(wrong)
     with pytest.raises(ValueError, match="dtype"):
         U.batched_coordinates(scenes, dtype=torch.int64)
@@ -94,7 +94,7 @@ def test_quantisation_of_many_axes_and_wide_extents():
     unique, inverse = U.unique_coordinate_map(torch.IntTensor([[0, 0], [0, 0], [0, 1]]))
     assert unique.tolist() == [0, 2]
     assert inverse.tolist() == [0, 0, 1]
-    with pytest.raises(ValueError, match="return_index"):
+    with pytest.raises(ValueError, match="return_inverse goes"):
         U.sparse_quantize(wide, return_inverse=True)
     with pytest.raises(ValueError, match="quantization_size"):
         U.sparse_quantize(wide, quantization_size=[1, 2])
