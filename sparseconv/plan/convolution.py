@@ -18,6 +18,7 @@ from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
 from sparseconv.kinds import as_device, check_count, check_tensor
+from sparseconv.moving import Movable
 from sparseconv.numbered_maps import number_of
 from sparseconv.plan.arguments import (
     OPERANDS,
@@ -35,7 +36,7 @@ from sparseconv.torch_private import any_autocast
 Held = VoxelGrid | weakref.ref[VoxelGrid]
 
 
-class ConvolutionPlan:
+class ConvolutionPlan(Movable):
     """Which input voxel meets which output voxel through which tap, ready to be executed.
 
         fine = stride * coarse + dilation * tap - padding        (tap = 0 .. kernel_size - 1, per axis)
@@ -392,9 +393,7 @@ class ConvolutionPlan:
 
 def _held(grid: Held) -> VoxelGrid:
     """The grid, which a plan kept with it holds weakly."""
-    if not isinstance(grid, weakref.ref):
-        return grid
-    alive = grid()
+    alive = grid() if isinstance(grid, weakref.ref) else grid
     if alive is None:
         raise RuntimeError("the grid that kept this plan is gone: hold the grid as long as you ask the plan for it")
     return alive
