@@ -23,6 +23,8 @@ FLOORS = {
     "autograd_function": 0,
     "transforms": 0,
     "kinds": 0,
+    "moving": 0,
+    "row_functions": 1,
     "products": 1,
     "pointwise": 1,
     "gpu": 0,

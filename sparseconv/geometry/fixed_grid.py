@@ -335,7 +335,7 @@ class FixedGrid(VoxelGrid):
     def _like(self, coords: torch.Tensor, scale: tuple[float, ...] | None = None) -> VoxelGrid:
         raise _unknown("voxels chosen one by one")
 
-    def to(self, device: torch.device | str) -> VoxelGrid:
+    def to(self, device: torch.device | str) -> FixedGrid:
         """Itself, if the grid is there."""
         if checked_device(device) == self.device:
             return self

@@ -25,8 +25,10 @@ from sparseconv.geometry.cards import check_card
 from sparseconv.geometry.cpu.sorted_table import KEY_LIMIT, KeySpace, SortedTable
 from sparseconv.geometry.example import ExampleSizes
 from sparseconv.geometry.other_voxels import checked_factors, coarser, finer, near
+from sparseconv.geometry.picture import html
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
 from sparseconv.kinds import check_values
+from sparseconv.moving import Movable
 
 if TYPE_CHECKING:
     from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 UNTRAVELLED = ("_table", "_cells", "_search", "sizes")
 
 
-class VoxelGrid:
+class VoxelGrid(Movable):
     """An immutable set of voxels in a batch of scenes, in the caller's row order.
 
     Args:
@@ -404,6 +406,9 @@ class VoxelGrid:
             f"VoxelGrid({self.num_voxels:,} voxels, rank {self.rank}, batch {self.batch_size}, extent {self.extent}, "
             f"voxel size {size}, {self.device})"
         )
+
+    def _repr_html_(self) -> str:
+        return html(self.coords, self.voxel_size, repr(self))
 
 
 def dense_on_gpu(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor | None:

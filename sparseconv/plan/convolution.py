@@ -18,6 +18,7 @@ from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
 from sparseconv.kinds import as_device, check_count, check_tensor
+from sparseconv.moving import Movable
 from sparseconv.numbered_maps import number_of
 from sparseconv.plan.arguments import (
     OPERANDS,
@@ -36,7 +37,7 @@ from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 from sparseconv.torch_private import any_autocast
 
 
-class ConvolutionPlan:
+class ConvolutionPlan(Movable):
     """Which input voxel meets which output voxel through which tap, ready to be executed.
 
         fine = stride * coarse + dilation * tap - padding        (tap = 0 .. kernel_size - 1, per axis)
