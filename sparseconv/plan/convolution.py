@@ -130,8 +130,7 @@ class ConvolutionPlan(Movable):
 
         Arguments are those of `ConvolutionPlan`. To invert an earlier plan exactly, use its `transpose()`.
         """
-        recorded = recorder(source)
-        if recorded is not None:
+        if (recorded := recorder(source)) is not None:
             size = {"stride": stride, "dilation": dilation, "padding": padding, "taps": taps, "target": target}
             options = {"boundary": boundary, "groups": groups, "backend": backend, "deterministic": deterministic}
             return recorded.transposed(source, kernel_size, **size, **options)
