@@ -323,8 +323,9 @@ def convolution(
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting():
             raise RuntimeError(
-                "torch.export cannot hold a kernel map: the program would name one of this process, and no other has "
-                "it. Export what comes before and after the sparse layers, or save the module and build its plans there"
+                "torch.export cannot hold a kernel map that was made before: the program would name one of this "
+                "process, and no other has it. Make the VoxelGrid within what is exported, or use "
+                "sparseconv.export.export(net, (coords, features))"
             )
         return torch.ops.sparseconv.convolution(x, weight, bias, edges, rows, groups, False, backend)
     return _call(_Convolution, x, weight, bias, edges, rows, groups, False, backend)
