@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from sparseconv import transforms
-from sparseconv.autograd import convolution, fused_convolution
 from sparseconv.backends.base import Request
+from sparseconv.fused_convolution import fused_convolution
 from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
@@ -298,8 +298,6 @@ class ConvolutionPlan(Movable):
         """
         x, taps, bias, residual = self.operands(x, weight, bias, residual)
         call = (self._number, self.kernel_map.num_out, self.groups, self.backend)
-        if residual is None and epilogue is None:
-            return convolution(x, taps, bias, *call)
         return fused_convolution(x, taps, bias, residual, as_epilogue(epilogue), *call)
 
     def operands(

@@ -13,7 +13,7 @@ import torch
 from sparseconv.pointwise import derivative, metadata
 
 if TYPE_CHECKING:
-    from sparseconv.pointwise.function import PointwiseDynamicFunction
+    from sparseconv.pointwise.evaluation import Evaluation
 
 NAMESPACE = "sparseconv_pointwise"
 _taken: dict[str, itertools.count[int]] = {}
@@ -21,7 +21,7 @@ _lock = threading.Lock()
 _SCALAR_NAMES = {float: "float", int: "int", bool: "bool", None: "Scalar"}
 
 
-def register(function: PointwiseDynamicFunction) -> tuple[Any, torch.library.Library]:
+def register(function: Evaluation) -> tuple[Any, torch.library.Library]:
     """Make the function an operator of torch; it lives as long as the library that is returned with it.
 
     Returns:
