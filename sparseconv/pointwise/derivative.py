@@ -10,10 +10,10 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.autograd_function import Function
+from sparseconv.pointwise.evaluation import Evaluation, packed
 from sparseconv.pointwise.schema import Derivative
 
 if TYPE_CHECKING:
-    from sparseconv.pointwise.evaluation import Evaluation
     from sparseconv.pointwise.kernel.plan import Plan
 
 
@@ -183,7 +183,7 @@ class Differentiable(Function):
     @staticmethod
     def forward(ctx: Any, function: Evaluation, plan: Plan | None, addresses: Any, numbers: Any, *args: Any) -> Any:
         ctx.function = function
-        result = _packed(function.evaluate(args)) if plan is None else plan.fresh(addresses, numbers)
+        result = packed(function.evaluate(args)) if plan is None else plan.fresh(addresses, numbers)
         _finish(ctx, function, args, result, ctx.needs_input_grad[4:])
         return result
 
@@ -197,7 +197,7 @@ class Transformed(Function):
 
     @staticmethod
     def forward(function: Evaluation, *args: Any) -> Any:
-        return _packed(function.evaluate(args))
+        return packed(function.evaluate(args))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -216,7 +216,7 @@ class Transformed(Function):
         for i in function.schema.tensors:
             args[i] = saved.pop(0)
         along = {i: t for i, t in enumerate(tangents) if t is not None and (t.is_floating_point() or t.is_complex())}
-        return _packed(_pushed(function, args, saved, along))
+        return packed(_pushed(function, args, saved, along))
 
     @staticmethod
     def vmap(info: Any, dims: Any, function: Evaluation, *args: Any) -> tuple[Any, Any]:
@@ -239,10 +239,6 @@ class Transformed(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return (None, *gradients(ctx, ctx.function, grads))
-
-
-def _packed(outputs: Sequence[torch.Tensor]) -> Any:
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def _finish(ctx: Any, function: Evaluation, inputs: Any, result: Any, needed: tuple[bool, ...]) -> None:

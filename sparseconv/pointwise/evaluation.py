@@ -19,6 +19,11 @@ from sparseconv.pointwise.strided import StridedBuffer
 _PLANS_KEPT = 4096  # geometries remembered by a function
 
 
+def packed(outputs: Sequence[Any]) -> Any:
+    """Outputs as a call returns them: one as it is, several as a tuple."""
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
 class Evaluation:
     """The outputs of a scalar function over tensors, by its kernel on a GPU and by its twin on a CPU.
 

@@ -10,7 +10,7 @@ import torch
 from sparseconv import transforms
 from sparseconv.pointwise import metadata
 from sparseconv.pointwise.derivative import Differentiable, Transformed
-from sparseconv.pointwise.evaluation import Evaluation
+from sparseconv.pointwise.evaluation import Evaluation, packed
 from sparseconv.pointwise.kernel.plan import Plan
 from sparseconv.pointwise.library import register
 from sparseconv.pointwise.scalar import ScalarFunction
@@ -90,21 +90,21 @@ class PointwiseDynamicFunction(Evaluation):
             return self._into(args, outs, device)
         tensors = [args[i] for i in self.schema.tensors]
         if any(isinstance(a, StridedBuffer) for a in tensors):
-            return _packed(self._kernel(args, {}, device) if device.type != "cpu" else self.evaluate(args))
+            return packed(self._kernel(args, {}, device) if device.type != "cpu" else self.evaluate(args))
         if transforms.present():
             return Transformed.apply(self, *args)
         if _transformed(tensors) or device.type not in ("cpu", "cuda"):
             return self.op(*args)
         if torch.is_grad_enabled() and any(a.requires_grad for a in tensors) and self._has_gradient(args):
             return Differentiable.apply(self, None, (), (), *args)
-        return _packed(self.evaluate(args))
+        return packed(self.evaluate(args))
 
     def kernel_path(self, *args: Any, **outs: Any) -> Any:
         """The call by the generated kernel, whatever the device; on CPU tensors Triton's interpreter must be on."""
         args = (*args, *self.defaults[len(self.defaults) - (self.schema.num_inputs - len(args)) :])
         metadata.check_arguments(self.schema, args)
         device = metadata.check_devices(self.schema, args)
-        return _packed(self._kernel(self._placed(args, device), self._named(outs), device))
+        return packed(self._kernel(self._placed(args, device), self._named(outs), device))
 
     def _into(self, args: Sequence[Any], outs: Mapping[str, Any], device: torch.device) -> Any:
         named = self._named(outs)
@@ -119,7 +119,7 @@ class PointwiseDynamicFunction(Evaluation):
         expected, outputs = self._outputs(args, named, device)
         if device.type == "cpu" and self.reference is not None:
             with torch.no_grad():
-                return _packed([out.copy_(result) for out, result in zip(outputs, self.twin(args))])
+                return packed([out.copy_(result) for out, result in zip(outputs, self.twin(args))])
         if device.type == "cpu" or len(tensors) < len(self.schema.tensors) + len(named):
             outputs = self._kernel(args, named, device)
         else:
@@ -131,7 +131,7 @@ class PointwiseDynamicFunction(Evaluation):
                     self._remember(args, outs, plan)
         for out in named.values():
             torch.autograd.graph.increment_version(out.base if isinstance(out, StridedBuffer) else out)
-        return _packed(outputs)
+        return packed(outputs)
 
     def _traced(self, args: Sequence[Any], outs: Mapping[str, Any]) -> Any:
         """The call while torch.compile traces it: the operator, and copies into given outputs."""
@@ -143,7 +143,7 @@ class PointwiseDynamicFunction(Evaluation):
         results = list(result) if isinstance(result, tuple) else [result]
         for j, out in self._named(outs).items():
             results[j] = out.copy_(results[j])
-        return results[0] if len(results) == 1 else tuple(results)
+        return packed(results)
 
     def _named(self, outs: Mapping[str, Any]) -> dict[int, Any]:
         """Given outputs by number; None stands for an output that is not given."""
@@ -186,10 +186,6 @@ class PointwiseDynamicFunction(Evaluation):
         parts = [f"{len(schema.tensors)} tensors", f"{len(schema.scalars)} numbers", f"{schema.num_outputs} outputs"]
         has = [name for name in ("reference", "derivative") if getattr(self, name) is not None]
         return f"PointwiseDynamicFunction({schema.name}: {', '.join(parts + has)})"
-
-
-def _packed(outputs: Sequence[Any]) -> Any:
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def _transformed(tensors: Sequence[torch.Tensor]) -> bool:

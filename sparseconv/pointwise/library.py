@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sparseconv.pointwise import derivative, metadata
-
-if TYPE_CHECKING:
-    from sparseconv.pointwise.evaluation import Evaluation
+from sparseconv.pointwise.evaluation import Evaluation, packed
 
 NAMESPACE = "sparseconv_pointwise"
 _taken: dict[str, itertools.count[int]] = {}
@@ -36,9 +33,6 @@ def register(function: Evaluation) -> tuple[Any, torch.library.Library]:
     ]
     results = "Tensor" if schema.num_outputs == 1 else "(" + ", ".join(["Tensor"] * schema.num_outputs) + ")"
     library.define(f"{name}({', '.join(arguments)}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
-
-    def packed(outputs: Sequence[torch.Tensor]) -> Any:
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def run(*args: Any) -> Any:
         metadata.check_devices(schema, args)
