@@ -33,7 +33,6 @@ FLOORS = {
     "tensor": 2,
     "numbered_maps": 2,
     "autograd": 3,
-    "fused_convolution": 3,
     "plan": 4,
     "ops": 5,
     "distributed": 5,
@@ -49,8 +48,7 @@ FLOORS = {
     "__init__": 8,
 }
 #: arrows between rooms of one floor that are allowed, one way each
-SIDEWAYS = {("geometry", "products"), ("fused_convolution", "autograd"),
-            ("backends", "pointwise"), ("cli", "bench"), ("cli", "demo"), ("cli", "interop"),
+SIDEWAYS = {("geometry", "products"), ("backends", "pointwise"), ("cli", "bench"), ("cli", "demo"), ("cli", "interop"),
             ("cli", "viz"), ("demo", "viz"), ("bench", "demo"), ("__main__", "cli")}  # fmt: skip
 FILES = sorted(ROOT.rglob("*.py"))
 

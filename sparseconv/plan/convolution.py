@@ -10,7 +10,6 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.backends.base import Request
-from sparseconv.fused_convolution import fused_convolution
 from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
@@ -32,6 +31,7 @@ from sparseconv.plan.arguments import (
     recorder,
 )
 from sparseconv.plan.explanation import Explanation, explain
+from sparseconv.plan.fused import fused_convolution
 from sparseconv.plan.weights import by_tap, packed
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 from sparseconv.torch_private import any_autocast
