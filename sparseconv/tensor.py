@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.picture import html
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.geometry.views.picture import html
 from sparseconv.kinds import as_device, check_kind, check_tensor
 from sparseconv.moving import Movable
 from sparseconv.row_functions import ELEMENTWISE_NAMES, check_function, check_operand, name_of

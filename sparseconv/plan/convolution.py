@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 
 from sparseconv import transforms
-from sparseconv.autograd import convolution, fused_convolution
 from sparseconv.backends.base import Request
 from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
@@ -32,6 +31,7 @@ from sparseconv.plan.arguments import (
     recorder,
 )
 from sparseconv.plan.explanation import Explanation, explain
+from sparseconv.plan.fused import fused_convolution
 from sparseconv.plan.weights import by_tap, packed
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 from sparseconv.torch_private import any_autocast
@@ -297,8 +297,6 @@ class ConvolutionPlan(Movable):
         """
         x, taps, bias, residual = self.operands(x, weight, bias, residual)
         call = (self._number, self.kernel_map.num_out, self.groups, self.backend)
-        if residual is None and epilogue is None:
-            return convolution(x, taps, bias, *call)
         return fused_convolution(x, taps, bias, residual, as_epilogue(epilogue), *call)
 
     def operands(

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from sparseconv.pointwise import cache as files
-from sparseconv.pointwise import codegen, layout, metadata
+from sparseconv.pointwise import metadata
+from sparseconv.pointwise.kernel import cache as files
+from sparseconv.pointwise.kernel import codegen, layout
 from sparseconv.pointwise.promotion import Dtypes
 from sparseconv.pointwise.scalar import ScalarFunction
 from sparseconv.pointwise.schema import Config, ScalarType, Schema

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sparseconv.pointwise import metadata
-from sparseconv.pointwise.launch import Launch
+from sparseconv.pointwise.kernel.launch import Launch
 from sparseconv.pointwise.schema import Schema
 
 

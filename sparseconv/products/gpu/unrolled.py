@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseconv.products.triton_segments import row_strides, sum_dtype
+from sparseconv.products.gpu.segments import row_strides, sum_dtype
 
 #: vectors that a program may hold at once: more would not fit the registers
 _RESIDENT = 72

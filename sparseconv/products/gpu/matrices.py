@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sparseconv.products.gpu.segments import join_pieces, row_strides, sum_dtype
 from sparseconv.products.schedule import WorkItems
 from sparseconv.products.terms import Terms
-from sparseconv.products.triton_segments import join_pieces, row_strides, sum_dtype
 
 
 def sum_matrices(

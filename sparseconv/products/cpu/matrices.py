@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from sparseconv.products.cpu_bags import Formulation, Piece, bag, bounds_of, column_of, scale_of
+from sparseconv.products.cpu.bags import Formulation, Piece, bag, bounds_of, column_of, scale_of
 from sparseconv.products.table import Product
 from sparseconv.products.terms import Terms
 

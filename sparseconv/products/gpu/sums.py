@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from sparseconv.products.gpu.batch import batch_vecmat, batch_vectors
+from sparseconv.products.gpu.matrices import sum_matrices
+from sparseconv.products.gpu.segments import sum_rows
+from sparseconv.products.gpu.unrolled import Line, Operand, Structure, can_unroll, run_unrolled
 from sparseconv.products.schedule import WorkItems
 from sparseconv.products.table import Product
 from sparseconv.products.terms import Terms
-from sparseconv.products.triton_batch import batch_vecmat, batch_vectors
-from sparseconv.products.triton_matrices import sum_matrices
-from sparseconv.products.triton_segments import sum_rows
-from sparseconv.products.triton_unrolled import Line, Operand, Structure, can_unroll, run_unrolled
 
 #: batch items from which a block of them is worth a program of its own
 _BATCH = 16

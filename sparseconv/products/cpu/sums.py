@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sparseconv.memory import empty
-from sparseconv.products import cpu_matrices
-from sparseconv.products.cpu_bags import Formulation, Piece, formulate, weighted
+from sparseconv.products.cpu import matrices
+from sparseconv.products.cpu.bags import Formulation, Piece, formulate, weighted
 from sparseconv.products.table import Product
 from sparseconv.products.terms import Terms
 
@@ -46,12 +46,12 @@ def segment_product(
     terms = _composed(terms, dtype)
     dense = dict(zip(row.axes1 + row.axes2, [*x.shape[2:], *y.shape[2:]]))
     shape = [dense[axis] for axis in row.axes_out]
-    if cpu_matrices.pays_by_term(row, x, y, terms, positions, accumulated):
+    if matrices.pays_by_term(row, x, y, terms, positions, accumulated):
         batch = 1 if accumulated else max(x.shape[0], y.shape[0])
         out = _result((batch, terms.num_segments, *shape), dtype)
-        cpu_matrices.sum_by_term(row, x.to(dtype), y.to(dtype), terms, positions, out)
+        matrices.sum_by_term(row, x.to(dtype), y.to(dtype), terms, positions, out)
         return _placed(out, terms)
-    formulation = cpu_matrices.formulate(row, x, y, terms, positions) or formulate(row, x, y, terms)
+    formulation = matrices.formulate(row, x, y, terms, positions) or formulate(row, x, y, terms)
     return _placed(_summed(formulation, (x, y), terms, positions, shape, dtype, accumulated), terms)
 
 

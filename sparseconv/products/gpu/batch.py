@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sparseconv.products.gpu.segments import row_strides, sum_dtype
 from sparseconv.products.terms import Terms
-from sparseconv.products.triton_segments import row_strides, sum_dtype
 
 
 def batch_vectors(
