@@ -1,4 +1,4 @@
-"""Triton's interpreter without work whose outcome nobody sees; the kernels of the tests run in it a third as long.
+"""Triton's interpreter without work whose outcome nobody sees; the kernels of the tests run in it a quarter as long.
 
 It does to a kernel what it did. Where Triton has other names inside, it stays as it is.
 """
