@@ -1,4 +1,4 @@
-"""Triton's interpreter without work whose outcome nobody sees; the kernels of the tests run in it a third as long.
+"""Triton's interpreter without work whose outcome nobody sees; the kernels of the tests run in it a quarter as long.
 
 It does to a kernel what it did. Where Triton has other names inside, it stays as it is.
 """
@@ -184,7 +184,7 @@ def whole_numbers_kept(interpreter) -> None:
 def called_directly(interpreter) -> None:
     """A function of the language is called with the interpreter's semantics, not asked for them first."""
     semantic = interpreter.interpreter_semantic
-    if "_semantic" not in inspect.signature(interpreter.tl.core.load).parameters:
+    if list(inspect.signature(interpreter._patch_attr).parameters) != ["obj", "name", "member", "builder", "scope"]:
         return
 
     def patch_attr(obj, name, member, builder, scope):

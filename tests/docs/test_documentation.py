@@ -22,7 +22,13 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def run(page: Path, tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """Where pages keep compiled kernels: the first that needs one compiles it for all."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def run(page: Path, tmp_path: Path, cache: Path) -> str:
     """What a page prints. From a file, since Triton reads the source of its functions; where a page says torchrun, in
     two processes."""
     text = page.read_text()
@@ -34,7 +40,7 @@ def run(page: Path, tmp_path: Path) -> str:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=READER | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPARSECONV_CACHE_DIR": str(tmp_path)},
+        env=READER | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPARSECONV_CACHE_DIR": str(cache)},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -42,8 +48,8 @@ def run(page: Path, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name)
-def test_a_page_runs(page, tmp_path):
-    printed = run(page, tmp_path)
+def test_a_page_runs(page, tmp_path, cache):
+    printed = run(page, tmp_path, cache)
     if page.name == "how-it-works.md":  # it shows all that it prints
         assert printed == "".join(SHOWN.findall(page.read_text()))
 
