@@ -37,7 +37,7 @@ SIZES = {
     "kitti_boxes": ((), {"train": 2, "val": 1, "beams": 8, "around": 200}, {"batch": 1}),
     "completion": ((), {"train": 2, "test": 1}, {"batch": 8, "channels": (4, 8, 8), "resolution": 12, "points": 300}),
     "molecules": ((), {"train": 20, "test": 10}, {"batch": 5}),
-    "pore_flow": (("scipy",), {"train": 4, "test": 1, "size": 16, "steps": 40}, {"batch": 2, "width": 4}),
+    "pore_flow": (("scipy",), {"train": 8, "test": 1, "size": 16, "steps": 40}, {"batch": 2, "width": 8}),
     "occupancy_coder": (
         ("constriction",),
         {"train": 4, "valid": 1, **TINY},
