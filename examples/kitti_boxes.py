@@ -7,8 +7,8 @@ DIR holds ``training/{velodyne,label_2,calib}`` and the usual lists ``ImageSets/
 sees is labelled, so points outside of its image are left out. The score is the average precision at a centre distance
 of 1 m, as nuScenes matches boxes, mean over the classes; KITTI's own score matches by overlap, with its own program.
 
-The real set (not run here) has 3,712 training and 3,769 validation sweeps. Plan for 80 epochs, 8 GB of GPU memory at 4
-sweeps a batch. A detector for a leaderboard also pastes boxes of other sweeps and has a deeper head.
+The real set (not run here) has 3,712 training and 3,769 validation sweeps; 80 epochs are usual. A detector for a
+leaderboard also pastes boxes of other sweeps and has a deeper head.
 """
 
 from __future__ import annotations
