@@ -11,8 +11,7 @@ and its size in bits is the cross-entropy that it was trained on. The score is b
 and read back equal. The chance level is a fixed table of how often each occupancy occurs.
 
 Probabilities must agree to the last bit at both ends: use one machine, one version, as many threads. Convolutions give
-the same bits in every run for the same grid. The real set (not run here) at 2 cm needs 13 levels, and a network of
-64 channels with a few days of training.
+the same bits in every run for the same grid. The real set (not run here) at 2 cm needs 13 levels.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ lists ``scannetv2_train.txt`` and ``scannetv2_val.txt``. Labels are NYU40's; the
 is the mean IoU over the vertices of the validation scenes.
 
 The real set (not run here) has 1,201 training and 312 validation scenes of about 150,000 vertices. MinkUNet-34C at
-2 cm reaches about 72 % mean IoU in published runs of some 600 epochs. Plan for 24 GB of GPU memory at 4 scenes a batch.
+2 cm reaches about 72 % mean IoU in published runs of some 600 epochs.
 """
 
 from __future__ import annotations

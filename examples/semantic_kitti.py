@@ -8,7 +8,7 @@ Learning map, class weights and splits are those of the benchmark's ``semantic-k
 of 19 classes over the points of sequence 08; unlabelled points do not count.
 
 The real set (not run here) has 19,130 training scans of about 120,000 points. MinkUNet-18 at 5 cm reaches about 63 %
-mean IoU in published runs of 15 epochs. Plan for 10 GB of GPU memory at two scans a batch.
+mean IoU in published runs of 15 epochs.
 """
 
 from __future__ import annotations
