@@ -12,7 +12,7 @@ from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
-from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
+from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd, whole
 from sparseconv.interop.spconv.pytorch.geometry import (
     IndiceData,
     LayerWindow,
@@ -26,6 +26,7 @@ from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deco
 from sparseconv.interop.spconv.pytorch.tracing import leaf
 from sparseconv.nn.capturing.region import Shape, own_shape, stepped
 from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.torch_private import any_autocast
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -91,6 +92,8 @@ class SparseConvolution(SparseModule):
         self.kernel_size = expand_nd(ndim, kernel_size)
         self.stride, self.padding = expand_nd(ndim, stride), expand_nd(ndim, padding)
         self.dilation, self.output_padding = expand_nd(ndim, dilation), expand_nd(ndim, output_padding)
+        for what, sizes in (("kernel_size", self.kernel_size), ("stride", self.stride), ("dilation", self.dilation)):
+            whole(sizes, what, 1)
         self.subm, self.transposed, self.inverse = subm, transposed, inverse
         self.conv1x1 = math.prod(self.kernel_size) == 1 and (subm or math.prod(self.stride) == 1) and not inverse
         if self.conv1x1 and not subm and any(self.padding):
@@ -144,6 +147,14 @@ class SparseConvolution(SparseModule):
         return out if add_input is None else out.replace_feature(out.features + add_input.features)
 
     def _multiply(self, input: SparseConvTensor) -> SparseConvTensor:
+        rows = input._rows().shape[0]
+        if input.features.shape[0] != rows:
+            raise ValueError(f"features must be ({rows}, C), one row an index; got {tuple(input.features.shape)}")
+        if input.features.dtype != self.weight.dtype and not any_autocast():
+            raise TypeError(
+                f"features are {input.features.dtype} but the weight is {self.weight.dtype}: cast one, or use "
+                "torch.autocast"
+            )
         product = input.features @ self.weight.view(self.in_channels, self.out_channels)
         out = input.replace_feature(product if self.bias is None else product + self.bias.to(product.dtype))
         out.spatial_shape = self._out_shape(input)
