@@ -14,7 +14,7 @@ from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
-from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
+from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd, whole
 from sparseconv.interop.spconv.pytorch.geometry import (
     IndiceData,
     LayerWindow,
@@ -29,6 +29,7 @@ from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deco
 from sparseconv.interop.spconv.pytorch.tracing import leaf
 from sparseconv.nn.capturing.region import Shape, own_shape, stepped
 from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.torch_private import any_autocast
 
 Size = int | Sequence[int]
 RECORD = "max_num_voxels_during_training"
@@ -99,6 +100,8 @@ class SparseConvolution(SparseModule):
             expand_nd(given.ndim, size)
             for size in (given.kernel_size, given.stride, given.padding, given.dilation, given.output_padding)
         )
+        for what, sizes in (("kernel_size", self.kernel_size), ("stride", self.stride), ("dilation", self.dilation)):
+            whole(sizes, what, 1)
         self.subm, self.transposed, self.inverse = given.subm, given.transposed, given.inverse
         self.conv1x1 = (
             math.prod(self.kernel_size) == 1 and (self.subm or math.prod(self.stride) == 1) and not self.inverse
@@ -161,6 +164,14 @@ class SparseConvolution(SparseModule):
         return self._run_back(input, after) if self.inverse else self._run(input, after)
 
     def _multiply(self, input: SparseConvTensor) -> SparseConvTensor:
+        rows = input._rows().shape[0]
+        if input.features.shape[0] != rows:
+            raise ValueError(f"features must be ({rows}, C), one row an index; got {tuple(input.features.shape)}")
+        if input.features.dtype != self.weight.dtype and not any_autocast():
+            raise TypeError(
+                f"features are {input.features.dtype} but the weight is {self.weight.dtype}: cast one, or use "
+                "torch.autocast"
+            )
         product = input.features @ self.weight.view(self.in_channels, self.out_channels)
         out = input.replace_feature(product if self.bias is None else product + self.bias.to(product.dtype))
         out.spatial_shape = self._out_shape(input)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.fx import ProxyableClassMeta
 
+from sparseconv.geometry.arguments import checked_coords
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, own
+from sparseconv.interop.spconv.pytorch.tracing import Traced
 from sparseconv.nn.capturing import region
 from sparseconv.tensor import SparseTensor
 
@@ -20,7 +22,7 @@ from sparseconv.tensor import SparseTensor
 ImplicitGemmIndiceData = IndiceData
 
 
-class SparseConvTensor(metaclass=ProxyableClassMeta):
+class SparseConvTensor(metaclass=Traced):
     """Features (N, C) at indices (N, 1+D), within a spatial shape.
 
     Args:
@@ -52,6 +54,10 @@ class SparseConvTensor(metaclass=ProxyableClassMeta):
         enable_timer: bool = False,
         force_algo: ConvAlgo | None = None,
     ) -> None:
+        if not isinstance(features, torch.Tensor) or not isinstance(indices, torch.Tensor):
+            raise TypeError(
+                f"features and indices must be tensors; got {type(features).__name__} and {type(indices).__name__}"
+            )
         if features.ndim != 2 or indices.ndim != 2:
             raise ValueError(
                 f"features must be (N, C) and indices (N, 1+D); got {tuple(features.shape)} and {tuple(indices.shape)}"
@@ -61,16 +67,12 @@ class SparseConvTensor(metaclass=ProxyableClassMeta):
                 f"spatial_shape {list(spatial_shape)} must have one entry for each of the {indices.shape[1] - 1} axes "
                 f"of indices {tuple(indices.shape)}"
             )
-        if indices.is_floating_point() or indices.dtype == torch.bool:
-            raise TypeError(f"indices must be integers; got {indices.dtype}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1; got {batch_size}")
         self._features = features
         self._indices: torch.Tensor | None = None
         self._voxels: Place | None = None
         self.indices = indices
-        self.spatial_shape = [int(v) for v in spatial_shape]
-        self.batch_size = int(batch_size)
+        self.spatial_shape = whole(spatial_shape, "spatial_shape", 1)
+        (self.batch_size,) = whole([batch_size], "batch_size", 1)
         self.grid: torch.Tensor | None = torch.Tensor() if grid is None else grid
         self.voxel_num = voxel_num
         self.indice_dict: dict[str, Any] = {} if indice_dict is None else indice_dict
@@ -114,9 +116,13 @@ class SparseConvTensor(metaclass=ProxyableClassMeta):
 
     @indices.setter
     def indices(self, value: torch.Tensor) -> None:
-        if value.is_inference():  # which tells nobody that it was written to
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"indices must be a tensor (N, 1+D) of integers; got {type(value).__name__}")
+        if value.dtype != torch.int32:
+            value = checked_coords(value)
+        elif value.is_inference():  # which tells nobody that it was written to
             value = own(value)
-        self._indices = value if value.dtype == torch.int32 else value.int()
+        self._indices = value
         self._voxels = None
 
     def to_sparse_tensor(self) -> SparseTensor:
@@ -249,10 +255,33 @@ region.register(
 
 def expand_nd(ndim: int, val: int | Sequence[int] | np.ndarray) -> list[int]:
     """One integer an axis."""
-    values = [val] * ndim if isinstance(val, (int, np.integer)) else list(val)
+    values = list(val) if isinstance(val, (Sequence, np.ndarray)) else [val] * ndim
     if len(values) != ndim:
         raise ValueError(f"expected one integer or {ndim} of them; got {val}")
-    return [int(v) for v in values]
+    return whole(values, "sizes")
+
+
+def whole(values: Any, name: str, minimum: int | None = None) -> list[int]:
+    """Integers, and floats without a fraction, as numpy's arithmetic makes of shapes; nothing is rounded.
+
+    Raises:
+        TypeError: a value that is no whole number.
+        ValueError: one below ``minimum``.
+    """
+    made = []
+    for value in values:
+        if not isinstance(value, int):
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            else:
+                try:
+                    value = operator.index(value)
+                except (TypeError, RuntimeError):  # torch's, of a tensor of several
+                    raise TypeError(f"{name} must be whole numbers; got {values!r}") from None
+        if minimum is not None and value < minimum:
+            raise ValueError(f"{name} must be at least {minimum}; got {values!r}")
+        made.append(value)
+    return made
 
 
 def scatter_nd(indices: torch.Tensor, updates: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

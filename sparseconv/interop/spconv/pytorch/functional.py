@@ -26,6 +26,8 @@ def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:
             raise ValueError(
                 f"tensors must agree in spatial shape, batch size, channels and device; got {mine} and {theirs}"
             )
+    for t in tens:
+        t.to_sparse_tensor()  # which says where features and indices differ in rows
     union = first.voxels
     for other in tens[1:]:
         union = union.union(other.voxels)

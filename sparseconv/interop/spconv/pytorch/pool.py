@@ -10,7 +10,7 @@ from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
 from sparseconv.interop.spconv.layer import RECORD, Size
-from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
+from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd, whole
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, Place, find_plan
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size
@@ -50,6 +50,8 @@ class _Pool(SparseModule):
         self.kernel_size = expand_nd(ndim, kernel_size)
         self.stride = self.kernel_size.copy() if stride is None else expand_nd(ndim, stride)
         self.padding, self.dilation = expand_nd(ndim, padding), expand_nd(ndim, dilation)
+        for what, sizes in (("kernel_size", self.kernel_size), ("stride", self.stride), ("dilation", self.dilation)):
+            whole(sizes, what, 1)
         self.algo = default_algo(self.kernel_size, self.most_taps) if algo is None else algo
         self.record_voxel_count = record_voxel_count
         if record_voxel_count and not subm:

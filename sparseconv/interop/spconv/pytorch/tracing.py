@@ -6,7 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Proxy
+from torch.fx import Proxy, ProxyableClassMeta
+
+
+class Traced(ProxyableClassMeta):
+    """Of a class whose objects are proxies where they are made of proxies."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        proxy = proxy_among([*args, *kwargs.values()])
+        if proxy is None:
+            return type.__call__(cls, *args, **kwargs)
+        return proxy.tracer.create_proxy("call_function", cls, args, kwargs)
 
 
 def proxy_among(values: Any) -> Proxy | None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from sparseconv.interop.spconv.pytorch.core import whole
+
 
 class PointToVoxel:
     """Puts points into the voxels of a box.
@@ -40,8 +42,8 @@ class PointToVoxel:
             )
         self.device = torch.device(device)
         self.num_point_features = num_point_features
-        self.max_num_voxels = max_num_voxels
-        self.max_num_points_per_voxel = max_num_points_per_voxel
+        (self.max_num_voxels,) = whole([max_num_voxels], "max_num_voxels", 0)
+        (self.max_num_points_per_voxel,) = whole([max_num_points_per_voxel], "max_num_points_per_voxel", 1)
         # slowest axis first (z, y, x), as the indices are
         self.vsize = [float(v) for v in reversed(list(vsize_xyz))]
         low, high = coors_range_xyz[: self.ndim], coors_range_xyz[self.ndim :]
@@ -67,6 +69,8 @@ class PointToVoxel:
         """
         if pc.ndim != 2 or pc.shape[1] != self.num_point_features:
             raise ValueError(f"points must be (M, {self.num_point_features}); got {tuple(pc.shape)}")
+        if not pc.is_floating_point():
+            raise TypeError(f"points must be floating point; got {pc.dtype}")
         if pc.device.type != self.device.type:
             raise ValueError(f"points are on {pc.device}, this was made for {self.device}")
         with torch.no_grad():
@@ -123,5 +127,7 @@ def gather_features_by_pc_voxel_id(
     shape = (ids.shape[0], *seg_res_features.shape[1:])
     result = seg_res_features.new_full(shape, invalid_value)
     inside = ids >= 0
+    if ids.device.type == "cpu" and len(ids) and int(ids.max()) >= len(seg_res_features):  # a GPU checks by itself
+        raise ValueError(f"there are features of {len(seg_res_features)} voxels; a point is in voxel {int(ids.max())}")
     result[inside] = seg_res_features[ids[inside]]
     return result

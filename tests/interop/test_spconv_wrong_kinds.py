@@ -1,0 +1,101 @@
+"""Nothing is rounded, wrapped or left out in silence by the drop-in: what it cannot take is an error in words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import sparseconv.interop.spconv.pytorch as spconv
+from sparseconv.interop.spconv.pytorch import functional
+from sparseconv.interop.spconv.pytorch.utils import PointToVoxel, gather_features_by_pc_voxel_id
+from tests.interop.scenes import scene
+
+FEATURES, INDICES, SHAPE, BATCH = scene()
+
+
+def tensor(features=FEATURES, indices=INDICES, shape=SHAPE, batch=BATCH):
+    return spconv.SparseConvTensor(features, indices, shape, batch)
+
+
+def moved(indices):
+    """A tensor whose indices were set by its client."""
+    x = tensor()
+    x.indices = indices
+    return x
+
+
+def past_32_bits():
+    indices = INDICES.long()
+    indices[0, 1] += 2**32
+    return indices
+
+
+def points(**options):
+    given = {"max_num_voxels": 10, "max_num_points_per_voxel": 3, **options}
+    return PointToVoxel([0.5] * 3, [0.0] * 3 + [9.0] * 3, 3, **given)
+
+
+WRONG = {
+    "indices past 32 bits": (lambda: tensor(indices=past_32_bits()), ValueError, "32 bits"),
+    "indices set past 32 bits": (lambda: moved(past_32_bits()), ValueError, "32 bits"),
+    "indices set to floats": (lambda: moved(INDICES * 0.5), TypeError, "must be integers"),
+    "indices set to a mask": (lambda: moved(INDICES > 0), TypeError, "must be integers"),
+    "indices set to nothing": (lambda: moved(None), TypeError, "NoneType"),
+    "features in numpy": (lambda: tensor(features=FEATURES.numpy()), TypeError, "ndarray"),
+    "a part of a cell": (lambda: tensor(shape=[8.7, 8, 8]), TypeError, "spatial_shape must be whole"),
+    "a shape that is text": (lambda: tensor(shape="888"), TypeError, "spatial_shape must be whole"),
+    "a shape below nothing": (lambda: tensor(shape=[8, -8, 8]), ValueError, "at least 1"),
+    "a part of a scene": (lambda: tensor(batch=2.7), TypeError, "batch_size must be whole"),
+    "a kernel between two": (lambda: spconv.SubMConv3d(5, 6, (2.5, 3, 3)), TypeError, "whole numbers"),
+    "a kernel of a float": (lambda: spconv.SubMConv3d(5, 6, 2.5), TypeError, "whole numbers"),
+    "a kernel of nothing": (lambda: spconv.SubMConv3d(5, 6, 0), ValueError, "kernel_size must be at least 1"),
+    "no stride": (lambda: spconv.SparseConv3d(5, 6, 3, 0), ValueError, "stride must be at least 1"),
+    "a stride between two": (lambda: spconv.SparseConv3d(5, 6, 3, (1.5, 1, 1)), TypeError, "whole numbers"),
+    "a pool between two": (lambda: spconv.SparseMaxPool3d((2.9, 2, 2)), TypeError, "whole numbers"),
+    "a pool backwards": (lambda: spconv.SparseMaxPool3d(2, -1), ValueError, "stride must be at least 1"),
+    "rows without an index": (
+        lambda: spconv.SubMConv3d(5, 6, 1)(tensor(features=FEATURES[:-3])),
+        ValueError,
+        "one row an index",
+    ),
+    "a sum without an index": (
+        lambda: functional.sparse_add(tensor(features=FEATURES[:-3]), tensor()),
+        ValueError,
+        "one row a voxel",
+    ),
+    "another dtype, one tap": (
+        lambda: spconv.SubMConv3d(5, 6, 1)(tensor(features=FEATURES.double())),
+        TypeError,
+        "autocast",
+    ),
+    "points that are integers": (
+        lambda: points()(torch.randint(0, 9, (20, 3))),
+        TypeError,
+        "points must be floating point",
+    ),
+    "a part of a voxel": (lambda: points(max_num_voxels=10.5), TypeError, "max_num_voxels must be whole"),
+    "fewer voxels than none": (lambda: points(max_num_voxels=-1), ValueError, "at least 0"),
+    "a point in a voxel too far": (
+        lambda: gather_features_by_pc_voxel_id(torch.ones(3, 2), torch.tensor([0, 5])),
+        ValueError,
+        "voxel 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_it_is_refused_in_words(what):
+    call, kind, words = WRONG[what]
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_whole_numbers_of_any_library_are_taken():
+    x = tensor(shape=np.array([8.0, 8, 8]), batch=torch.tensor(2))
+    assert x.spatial_shape == [8, 8, 8]
+    assert x.batch_size == 2
+    layer = spconv.SparseConv3d(5, 6, np.int64(3), np.array([2, 1, 2]), torch.tensor([1, 1, 1]).tolist())
+    assert (layer.kernel_size, layer.stride) == ([3, 3, 3], [2, 1, 2])
+    assert tensor(indices=INDICES.long()).indices.dtype == torch.int32
+    assert tensor(indices=INDICES.to(torch.uint8)).indices.equal(INDICES)
