@@ -13,9 +13,9 @@ from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.kinds import Axes, convert_to_int_list
 from sparseconv.interop.minkowski.kinds import SparseTensorQuantizationMode as Mode
 from sparseconv.interop.minkowski.tensor import Tensor, check_rows, checked_features, manager_for
-from sparseconv.ops.points import PointGroups
+from sparseconv.ops.points import PointGroups, Reduce
 
-_REDUCTIONS = {Mode.UNWEIGHTED_AVERAGE: "mean", Mode.UNWEIGHTED_SUM: "sum", Mode.MAX_POOL: "max"}
+_REDUCTIONS: dict[Mode, Reduce] = {Mode.UNWEIGHTED_AVERAGE: "mean", Mode.UNWEIGHTED_SUM: "sum", Mode.MAX_POOL: "max"}
 
 
 def _reduced(features: torch.Tensor, mode: Mode, groups: PointGroups, unique: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ def _reduced(features: torch.Tensor, mode: Mode, groups: PointGroups, unique: to
         raise ValueError(
             f"{mode} leaves no row a voxel, but some points share one: quantise them first, or choose another mode"
         )
-    return groups.reduce(features, _REDUCTIONS[mode])  # type: ignore[arg-type]
+    return groups.reduce(features, _REDUCTIONS[mode])
 
 
 class SparseTensor(Tensor):
@@ -72,8 +72,8 @@ class SparseTensor(Tensor):
     ) -> None:
         features = checked_features(feats if features is None else features)
         coordinates = coords if coordinates is None else coordinates
-        key = coords_key if coordinate_map_key is None else coordinate_map_key
-        manager = coords_manager if coordinate_manager is None else coordinate_manager
+        key: Any = coords_key if coordinate_map_key is None else coordinate_map_key
+        manager: Any = coords_manager if coordinate_manager is None else coordinate_manager
         _check_source(coordinates, key, manager)
         if device is not None:
             features = features.to(device)
@@ -88,12 +88,12 @@ class SparseTensor(Tensor):
             if len(self.unique_index) < len(features):
                 groups = PointGroups(self.inverse_mapping, len(self.unique_index))
                 features = _reduced(features, quantization_mode, groups, self.unique_index)
-        elif len(features) != manager.size(key):  # type: ignore[union-attr,arg-type]
-            raise ValueError(f"{key} names {manager.size(key)} voxels; got features {tuple(features.shape)}")  # type: ignore[union-attr,arg-type]
+        elif len(features) != manager.size(key):
+            raise ValueError(f"{key} names {manager.size(key)} voxels; got features {tuple(features.shape)}")
         if requires_grad is not None:
             features.requires_grad_(requires_grad)
-        self._F, self._manager, self._D = features, manager, manager.D  # type: ignore[assignment,union-attr]
-        self.coordinate_map_key: CoordinateMapKey = key  # type: ignore[assignment]
+        self._F, self._manager, self._D = features, manager, manager.D
+        self.coordinate_map_key: CoordinateMapKey = key
 
     @property
     def key(self) -> CoordinateMapKey:
@@ -263,7 +263,8 @@ class TensorField(Tensor):
         device: torch.device | str | int | None = None,
     ) -> None:
         features = checked_features(features)
-        key, manager = coordinate_field_map_key, coordinate_manager
+        key: Any = coordinate_field_map_key
+        manager: Any = coordinate_manager
         if quantization_mode is not Mode.RANDOM_SUBSAMPLE and quantization_mode not in _REDUCTIONS:
             raise ValueError(f"a field's quantization_mode must make one row a voxel; got {quantization_mode}")
         _check_source(coordinates, key, manager)
@@ -277,9 +278,9 @@ class TensorField(Tensor):
         if requires_grad is not None:
             features.requires_grad_(requires_grad)
         self.quantization_mode = quantization_mode
-        self._F, self._C, self._manager = features, coordinates, manager  # type: ignore[assignment]
-        self._D = manager.D  # type: ignore[union-attr]
-        self.coordinate_field_map_key: CoordinateMapKey = key  # type: ignore[assignment]
+        self._F, self._C, self._manager = features, coordinates, manager
+        self._D = manager.D
+        self.coordinate_field_map_key: CoordinateMapKey = key
 
     @property
     def key(self) -> CoordinateMapKey:

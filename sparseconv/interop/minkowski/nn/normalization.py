@@ -50,7 +50,8 @@ class MinkowskiSyncBatchNorm(MinkowskiBatchNorm):
         process_group: Any = None,
     ) -> None:
         torch.nn.Module.__init__(self)
-        self.bn = torch.nn.SyncBatchNorm(num_features, eps, momentum, affine, track_running_stats, process_group)  # type: ignore[arg-type]
+        rest: Any = (momentum, affine, track_running_stats, process_group)
+        self.bn = torch.nn.SyncBatchNorm(num_features, eps, *rest)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:

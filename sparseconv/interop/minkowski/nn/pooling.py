@@ -13,10 +13,10 @@ from sparseconv.interop.minkowski.kinds import Axes, PoolingMode
 from sparseconv.interop.minkowski.nn.convolution import MinkowskiModuleBase
 from sparseconv.interop.minkowski.nn.placement import Place, check_input, ends, place_key
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor, TensorField
-from sparseconv.ops.points import PointGroups
+from sparseconv.ops.points import PointGroups, Reduce
 from sparseconv.ops.pooling import avg_pool, max_pool, sum_pool
 
-_HOW = {
+_HOW: dict[PoolingMode, Reduce] = {
     PoolingMode.LOCAL_SUM_POOLING: "sum",
     PoolingMode.LOCAL_AVG_POOLING: "mean",
     PoolingMode.LOCAL_MAX_POOLING: "max",
@@ -36,7 +36,7 @@ def _pool(
     if kernel.kernel_size == kernel.kernel_stride:
         if transposed:
             return manager.groups(out_key, in_key).spread(features)
-        return manager.groups(in_key, out_key).reduce(features, _HOW[mode])  # type: ignore[arg-type]
+        return manager.groups(in_key, out_key).reduce(features, _HOW[mode])
     plan = manager.plan(in_key, out_key, kernel, transposed)
     if transposed or mode is PoolingMode.LOCAL_SUM_POOLING:
         return sum_pool(features, plan)
@@ -170,9 +170,10 @@ def _global(
     features: torch.Tensor, mode: PoolingMode, key: CoordinateMapKey, manager: CoordinateManager
 ) -> torch.Tensor:
     """(B, C): the rows of each batch item reduced; 0 for an item without any."""
-    how = next(h for word, h in (("_SUM_", "sum"), ("_AVG_", "mean"), ("_MAX_", "max")) if word in mode.name)
+    kinds: tuple[tuple[str, Reduce], ...] = (("_SUM_", "sum"), ("_AVG_", "mean"), ("_MAX_", "max"))
+    how = next(how for word, how in kinds if word in mode.name)
     held = manager.find_field(key) if manager.is_field(key) else manager.find(key)
-    out = held.items.reduce(features, how)  # type: ignore[arg-type]
+    out = held.items.reduce(features, how)
     missing = manager.batch_size - len(out)
     return torch.cat([out, out.new_zeros(missing, out.shape[1])]) if missing else out
 

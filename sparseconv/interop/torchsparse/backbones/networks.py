@@ -87,9 +87,9 @@ class SparseResUNet(nn.Module):
         for encoder in self.encoders:
             down.append(encoder(down[-1]))
         outputs = list(down)
-        for decoder, skip in zip(self.decoders, down[-2::-1]):
-            up = decoder["upsample"](outputs[-1])  # type: ignore[index]
-            outputs.append(decoder["fuse"](cat([up, skip])))  # type: ignore[index]
+        decoders: Any = self.decoders
+        for decoder, skip in zip(decoders, down[-2::-1]):
+            outputs.append(decoder["fuse"](cat([decoder["upsample"](outputs[-1]), skip])))
         return outputs
 
 

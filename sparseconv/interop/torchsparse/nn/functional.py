@@ -154,7 +154,7 @@ def sphash(coords: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.T
     """60-bit FNV-1a hashes of coords (N, 4) int32: (N,) int64; with offsets (K, 3), added to the first columns, (K, N).
 
     >>> int(sphash(torch.zeros(1, 4, dtype=torch.int32)))
-    590575105559112877
+    947293587111810033
     """
     if coords.dtype != torch.int32 or coords.ndim != 2 or coords.shape[1] != 4:
         raise ValueError(f"coords must be (N, 4) int32; got {tuple(coords.shape)} {coords.dtype}")

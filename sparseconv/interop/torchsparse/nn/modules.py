@@ -90,21 +90,21 @@ class Conv3d(torch.nn.Module):
 class BatchNorm(torch.nn.BatchNorm1d):
     """``torch.nn.BatchNorm1d`` over all voxels."""
 
-    def forward(self, input: SparseTensor) -> SparseTensor:  # type: ignore[override]
+    def forward(self, input: Any) -> Any:
         return fapply(input, super().forward)
 
 
 class InstanceNorm(torch.nn.InstanceNorm1d):
     """``torch.nn.InstanceNorm1d`` of features (N, C), as torchsparse calls it: over the channels of each voxel."""
 
-    def forward(self, input: SparseTensor) -> SparseTensor:  # type: ignore[override]
+    def forward(self, input: Any) -> Any:
         return fapply(input, super().forward)
 
 
 class GroupNorm(torch.nn.GroupNorm):
     """``torch.nn.GroupNorm`` over the voxels of each batch item."""
 
-    def forward(self, input: SparseTensor) -> SparseTensor:  # type: ignore[override]
+    def forward(self, input: Any) -> Any:
         x, items = input.feats, inner(input.coords, input.stride)[:, 0]
         groups = PointGroups(items, int(items.max()) + 1 if len(items) else 0)
         size = x.shape[1] // self.num_groups
@@ -122,21 +122,21 @@ class GroupNorm(torch.nn.GroupNorm):
 class ReLU(torch.nn.ReLU):
     """``torch.nn.ReLU`` on features."""
 
-    def forward(self, input: SparseTensor) -> SparseTensor:  # type: ignore[override]
+    def forward(self, input: Any) -> Any:
         return fapply(input, super().forward)
 
 
 class LeakyReLU(torch.nn.LeakyReLU):
     """``torch.nn.LeakyReLU`` on features."""
 
-    def forward(self, input: SparseTensor) -> SparseTensor:  # type: ignore[override]
+    def forward(self, input: Any) -> Any:
         return fapply(input, super().forward)
 
 
 class SiLU(torch.nn.SiLU):
     """``torch.nn.SiLU`` on features."""
 
-    def forward(self, input: SparseTensor) -> SparseTensor:  # type: ignore[override]
+    def forward(self, input: Any) -> Any:
         return fapply(input, super().forward)
 
 
