@@ -115,6 +115,9 @@ class Boundary:
     ``absent``: nothing is there (padding); ``forbid``: such an index may not occur; ``periodic``: the space is a torus
     of the given extent; ``negative``: numpy's counting from the end, for dense arrays only. The extent is an
     `IndexRange`; for dense arrays it is the array itself.
+
+    >>> Boundary.periodic((8, 8, 8)).kind
+    'periodic'
     """
 
     kind: BoundaryKind = "absent"

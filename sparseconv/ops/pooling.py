@@ -146,7 +146,12 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
 
 
 def global_sum_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
-    """The sum over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
+    """The sum over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [1, 0]]))
+    >>> global_sum_pool(torch.tensor([[1.0], [3.0], [5.0]]), grid).tolist()
+    [[4.0], [5.0]]
+    """
     check_grid(grid)
     if (recorder := _recorder(grid)) is not None:
         return recorder.pooled(x, "sum")
@@ -154,7 +159,12 @@ def global_sum_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
 
 
 def global_avg_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
-    """The mean over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
+    """The mean over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [1, 0]]))
+    >>> global_avg_pool(torch.tensor([[1.0], [3.0], [5.0]]), grid).tolist()
+    [[2.0], [5.0]]
+    """
     check_grid(grid)
     if (recorder := _recorder(grid)) is not None:
         return recorder.pooled(x, "average")

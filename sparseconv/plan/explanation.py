@@ -10,7 +10,14 @@ from sparseconv.backends.registry import backend, choose, refusals
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What `ConvolutionPlan.explain` found; printed, or shown by an interpreter, it is lines to read."""
+    """What `ConvolutionPlan.explain` found; printed, or shown by an interpreter, it is lines to read.
+
+    >>> import torch
+    >>> import sparseconv as sc
+    >>> plan = sc.ConvolutionPlan(sc.VoxelGrid(torch.tensor([[0, 0, 0]])), 3)
+    >>> plan.explain(torch.ones(1, 4), torch.ones(9, 4, 8)).flops
+    64
+    """
 
     plan: str
     request: str
