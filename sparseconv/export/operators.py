@@ -174,10 +174,11 @@ def _plan(
     else:
         rank, axes = grid.rank, tuple(extent)
         box = IndexRange(axes[:rank], axes[rank:]) if axes else None
+        kind: Any = boundary
         options: dict[str, Any] = {
             "kernel_size": None if kernel_size is None else tuple(kernel_size),
             "padding": None if padding is None else tuple(padding),
-            "boundary": Boundary(boundary, box),  # type: ignore[arg-type]
+            "boundary": Boundary(kind, box),
             "backend": backend,
             **size,
         }

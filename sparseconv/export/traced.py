@@ -64,15 +64,13 @@ class TracedGrid(VoxelGrid):
         grid.is_placed = self.is_placed
         return grid
 
-    @property
-    def extent(self) -> IndexRange:  # type: ignore[override]
+    def _unknown(self) -> Any:
         raise ValueError(
             "while torch.export traces, nobody knows where voxels lie: give the shape or extent that is asked for"
         )
 
-    @property
-    def _space(self) -> Any:  # type: ignore[override]
-        return self.extent
+    extent: Any = property(_unknown)
+    _space: Any = property(_unknown)
 
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
         return _ops.lookup(self.handle, coords)
