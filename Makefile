@@ -18,7 +18,7 @@ test: $(VENV)/.tests
 # with the least versions that pyproject.toml allows, in an environment beside .venv; make oldest TESTS=tests/backends
 OLDEST ?= .venv-oldest
 oldest: $(OLDEST)/.tests
-	$(OLDEST)/bin/python -m pytest $(if $(TESTS),$(TESTS),-n auto)
+	$(OLDEST)/bin/python -m pytest $(if $(TESTS),$(TESTS),-n auto --dist worksteal)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
