@@ -8,12 +8,17 @@ CONSTRAINED := -c constraints.txt
 INSTALL := $(PIP) install -q --no-compile $(CONSTRAINED)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint wheel bench notebooks docs clean
+.PHONY: demo test oldest lint wheel bench notebooks docs clean
 demo: $(VENV)/.demo
 	OMP_WAIT_POLICY=passive $(BIN)/sparseconv demo
 
 test: $(VENV)/.tests
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# with the least versions that pyproject.toml allows, in an environment beside .venv; make oldest TESTS=tests/backends
+OLDEST ?= .venv-oldest
+oldest: $(OLDEST)/.tests
+	$(OLDEST)/bin/python -m pytest $(if $(TESTS),$(TESTS),-n auto)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -34,7 +39,7 @@ notebooks: $(VENV)/.notebooks
 	OMP_WAIT_POLICY=passive $(BIN)/python notebooks/execute.py
 
 clean:
-	rm -rf $(VENV) dist build site
+	rm -rf $(VENV) $(OLDEST) dist build site
 
 $(VENV)/.base: constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -47,6 +52,12 @@ $(VENV)/.demo: $(VENV)/.base pyproject.toml
 
 $(VENV)/.tests: $(VENV)/.base pyproject.toml
 	$(INSTALL) -e ".[demo,interop]" --group tests
+	touch $@
+
+$(OLDEST)/.tests: oldest.txt pyproject.toml
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -q --upgrade pip
+	$(OLDEST)/bin/python -m pip install -q --no-compile -c oldest.txt -e ".[demo,interop]" --group tests
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.base pyproject.toml

@@ -96,3 +96,19 @@ def test_a_bare_installation_has_its_command(tmp_path):
         assert done.returncode == code, done.stderr
         assert word in done.stdout
         assert ("pip install 'sparseconv[cli]'" in done.stderr) == (code == 1)
+
+
+def test_the_oldest_versions_are_those_that_are_tried():
+    """`make oldest` installs the least versions that pyproject.toml promises, and no others."""
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib is of Python 3.11")
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["cpu"]]
+    least = dict(entry.split(";")[0].strip().split(">=") for entry in asked)
+    lines = [line for line in (ROOT / "oldest.txt").read_text().splitlines() if not line.startswith("#")]
+    tried = dict(line.split("==") for line in lines)
+    assert least.keys() == tried.keys()
+    for name, version in least.items():
+        assert f"{tried[name]}.".startswith(f"{version}."), f"{name}: {version} is promised, {tried[name]} is tried"

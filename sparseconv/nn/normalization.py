@@ -51,7 +51,7 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
             y = trained(features, [Layer(self, alive=count)])
         elif count is not None and of_batch:
             y = self._by_sums(features, count)
-        elif features.shape[0] < 2 and of_batch:
+        elif of_batch and features.shape[0] < 2:
             y = features - features
             if self.weight is not None:
                 y = (y * self.weight + self.bias).to(features.dtype)

@@ -47,6 +47,8 @@ def sum_pool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
     >>> sum_pool(torch.tensor([[1.0], [2.0], [4.0]]), ConvolutionPlan(grid, 2, stride=2)).tolist()
     [[3.0], [4.0]]
     """
+    if (recorder := _recorder(plan)) is not None:
+        return recorder.pooled(x, "sum")
     x, plan = _local(x, plan)
     return edge_sum(x, plan.kernel_map)
 
@@ -61,6 +63,8 @@ def avg_pool(x: torch.Tensor, plan: ConvolutionPlan, *, count_absent: bool = Fal
     >>> avg_pool(torch.tensor([[1.0], [2.0], [4.0]]), ConvolutionPlan(grid, 2, stride=2)).tolist()
     [[1.5], [4.0]]
     """
+    if (recorder := _recorder(plan)) is not None:
+        return recorder.pooled(x, "average_of_taps" if count_absent else "average")
     x, plan = _local(x, plan)
     total = edge_sum(x.to(_wide(x)), plan.kernel_map)
     return (total / (plan.num_taps if count_absent else _degrees(plan.kernel_map))).to(x.dtype)
@@ -80,6 +84,8 @@ def max_pool(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, torc
     >>> y.tolist(), winners.tolist()
     ([[2.0], [-4.0]], [[1], [1]])
     """
+    if (recorder := _recorder(plan)) is not None:
+        return recorder.max_pooled(x)
     x, plan = _local(x, plan)
     return _max(x, plan.kernel_map)
 
@@ -131,6 +137,8 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
         raise ValueError(
             f"winners must be {tuple(x.shape)} on {x.device} like x; got {tuple(winners.shape)} on {winners.device}"
         )
+    if (recorder := _recorder(plan)) is not None:
+        return recorder.max_unpooled(x, winners)
     if getattr(plan.source, "is_shared", False):
         raise ValueError("max_unpool over shards needs the winners of other ranks: use unpool, or gather the scene")
     x, plan = _local(x, plan)
@@ -140,12 +148,16 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
 def global_sum_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     """The sum over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
     check_grid(grid)
+    if (recorder := _recorder(grid)) is not None:
+        return recorder.pooled(x, "sum")
     return grid.all_sum(_by_item(x, grid, lambda item: item.sum(0)))
 
 
 def global_avg_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     """The mean over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
     check_grid(grid)
+    if (recorder := _recorder(grid)) is not None:
+        return recorder.pooled(x, "average")
     if not grid.is_shared:
         return _by_item(x, grid, lambda item: item.mean(0))
     counts = grid.all_sum(grid.batch_counts).clamp_min(1)
@@ -160,9 +172,16 @@ def global_max_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     [[-1.0], [0.0], [4.0]]
     """
     check_grid(grid)
+    if (recorder := _recorder(grid)) is not None:
+        return recorder.pooled(x, "max")
     if grid.is_shared:
         raise ValueError("a maximum over shards is not offered: pool to one grid first, or gather the scene")
     return _by_item(x, grid, lambda item: item.max(0).values)
+
+
+def _recorder(place: Any) -> Any:
+    """A grid or plan of a trace by torch.export, which records poolings as operators of its own; None of others."""
+    return place if hasattr(place, "pooled") else None
 
 
 # ---- the two operations

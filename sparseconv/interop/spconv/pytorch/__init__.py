@@ -46,19 +46,22 @@ from sparseconv.interop.spconv.pytorch.pool import (
     SparseMaxPool4d,
 )
 from sparseconv.interop.spconv.pytorch.tables import AddTable, AddTableMisaligned, ConcatTable, JoinTable
+from sparseconv.interop.spconv.pytorch.tracing import leaf
 
 
 class ToDense(SparseModule):
     """A `SparseConvTensor` -> dense (B, C, *spatial)."""
 
     def forward(self, x: SparseConvTensor) -> torch.Tensor:
-        return x.dense()
+        return x.dense() if isinstance(x, SparseConvTensor) else leaf(self, x)
 
 
 class RemoveGrid(SparseModule):
     """Drop the ``grid`` attribute."""
 
     def forward(self, x: SparseConvTensor) -> SparseConvTensor:
+        if not isinstance(x, SparseConvTensor):
+            return leaf(self, x)
         x.grid = None
         return x
 

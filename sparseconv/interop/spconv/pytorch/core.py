@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.fx import ProxyableClassMeta
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.spconv.core import ConvAlgo
@@ -18,7 +20,7 @@ from sparseconv.tensor import SparseTensor
 ImplicitGemmIndiceData = IndiceData
 
 
-class SparseConvTensor:
+class SparseConvTensor(metaclass=ProxyableClassMeta):
     """Features (N, C) at indices (N, 1+D), within a spatial shape.
 
     Args:
@@ -28,6 +30,8 @@ class SparseConvTensor:
         batch_size: number of batch items.
         grid, voxel_num, benchmark, permanent_thrust_allocator, enable_timer, force_algo: kept, without effect.
         indice_dict: what layers with an ``indice_key`` have stored so far.
+
+    Where `torch.fx` traces, one that is made of proxies is a proxy.
 
     >>> indices = torch.tensor([[0, 1, 2], [0, 1, 3]], dtype=torch.int32)
     >>> SparseConvTensor(torch.ones(2, 4), indices, [8, 8], 1).dense().shape
@@ -216,6 +220,11 @@ class SparseConvTensor:
 
     def __repr__(self) -> str:
         return f"SparseConvTensor[shape={self._features.shape}]"
+
+
+# what `help` shows of a class whose metaclass has a call of its own
+_OF_SELF, *_GIVEN = inspect.signature(SparseConvTensor.__init__).parameters.values()
+SparseConvTensor.__signature__ = inspect.Signature(_GIVEN)  # type: ignore[attr-defined]
 
 
 def _filled(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.geometry import Place
+from sparseconv.interop.spconv.pytorch.tracing import recorded
 
 
 def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:
@@ -12,6 +13,12 @@ def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:
     All must have one spatial shape, batch size and width. Where the union is the indices of one of them, what its keys
     remember is kept.
     """
+    if not all(isinstance(t, SparseConvTensor) for t in tens):
+        if (node := recorded(sparse_add, tens)) is not None:
+            return node
+        raise TypeError(f"sparse_add takes SparseConvTensors; got {[type(t).__name__ for t in tens]}")
+    if not tens:
+        raise TypeError("sparse_add takes one SparseConvTensor or more; got none")
     first = tens[0]
     for other in tens[1:]:
         mine, theirs = ((t.spatial_shape, t.batch_size, t.features.shape[1], t.features.device) for t in (first, other))

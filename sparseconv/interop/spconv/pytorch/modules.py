@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, TypedDict
 
 import torch
 
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
+from sparseconv.interop.spconv.pytorch.joined import in_inference, norm_and_relu
+from sparseconv.interop.spconv.pytorch.tracing import leaf, proxy_among, recorded
 from sparseconv.nn.capturing.region import register_layers
-from sparseconv.nn.fused.fusion import hooked
-from sparseconv.nn.fused.training import Layer, serves, trained
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.torch_private import BatchNormBase
+
+#: what norms and activations take
+EITHER = "a SparseConvTensor or features"
 
 
 class Placement(TypedDict, total=False):
@@ -71,20 +76,32 @@ class SparseSequential(SparseModule):
             raise KeyError(f"there is a module {name!r} already")
         self.add_module(name, module)
 
-    def forward(self, input: Any) -> Any:
-        modules: list[Any] = list(self._modules.values())
-        after = [*modules[1:], None]
-        joined = None
-        for module, following in zip(modules, after):
-            if module is None or module is joined:
-                continue
-            if is_spconv_module(module) or not isinstance(input, SparseConvTensor):
-                input = module(input)
-            elif type(module) is torch.nn.BatchNorm1d and (y := norm_and_relu(module, following, input)) is not None:
-                input, joined = input.replace_feature(y), following
-            elif input.features.shape[0] or not isinstance(module, BatchNormBase):
-                input = input.replace_feature(module(input.features))
+    def forward(self, input):  # no annotations: torch.fx cannot pickle a graph with one that is text
+        modules = [module for module in self._modules.values() if module is not None]
+        if isinstance(input, SparseConvTensor) or proxy_among(input) is None:
+            return in_turn(input, modules)
+        for whole, run in groupby(modules, is_spconv_module):
+            together = tuple(run)
+            if whole:
+                for module in together:
+                    input = module(input)
+            else:
+                input = in_turn(input, together)
         return input
+
+
+def in_turn(input: Any, modules: Sequence[Any]) -> Any:
+    """Modules one after another on a `SparseConvTensor`, plain ones on its features; on anything else, on that.
+
+    Where `torch.fx` traces it is one node, since only the tensor itself tells whether it is sparse.
+    """
+    if not isinstance(input, SparseConvTensor) and (node := recorded(in_turn, (input, modules))) is not None:
+        return node
+    left = list(modules)
+    while left:
+        input, taken = _first(left, input)
+        del left[:taken]
+    return input
 
 
 class SparseBatchNorm(BatchNorm):
@@ -93,7 +110,7 @@ class SparseBatchNorm(BatchNorm):
     def forward(self, input: Any) -> Any:
         if isinstance(input, SparseConvTensor):
             return input.replace_feature(super().forward(input.features))
-        return super().forward(input)
+        return super().forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)
 
 
 class SparseSyncBatchNorm(torch.nn.SyncBatchNorm):
@@ -102,7 +119,7 @@ class SparseSyncBatchNorm(torch.nn.SyncBatchNorm):
     def forward(self, input: Any) -> Any:
         if isinstance(input, SparseConvTensor):
             return input.replace_feature(super().forward(input.features))
-        return super().forward(input)
+        return super().forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)
 
 
 class SparseReLU(torch.nn.ReLU):
@@ -111,24 +128,31 @@ class SparseReLU(torch.nn.ReLU):
     def forward(self, input: Any) -> Any:
         if isinstance(input, SparseConvTensor):
             return input.replace_feature(super().forward(input.features))
-        return super().forward(input)
+        return super().forward(input) if isinstance(input, torch.Tensor) else leaf(self, input, takes=EITHER)
 
 
 class SparseIdentity(torch.nn.Identity):
     """Returns its input."""
 
 
-def norm_and_relu(norm: torch.nn.BatchNorm1d, relu: Any, input: SparseConvTensor) -> torch.Tensor | None:
-    """Features after torch's batch norm and ReLU in training, by one node of the gradient; None where it may not."""
-    features = input.features
-    if type(relu) is not torch.nn.ReLU or features.shape[1] != norm.num_features or hooked(norm, relu):
-        return None
-    if torch.compiler.is_compiling() or not serves(features, norm, features.shape[0]):
-        return None
-    return trained(features, [Layer(norm, 0.0, alive=input.voxels.count)])
-
-
 register_layers(SparseModule, SparseBatchNorm, SparseSyncBatchNorm, SparseReLU)
+
+
+def _first(modules: list[Any], input: Any) -> tuple[Any, int]:
+    """The first of the modules applied to a tensor, and how many of them that took: some run as one."""
+    module, following, third = (*modules, None, None)[:3]
+    if not isinstance(input, SparseConvTensor):
+        return module(input), 1
+    if is_spconv_module(module):
+        joined = in_inference(module, following, third) if is_sparse_conv(module) and module.joins else None
+        if joined is None:
+            return module(input), 1
+        return module.convolved(input, joined), 2 if joined.epilogue is None else 3
+    if type(module) is torch.nn.BatchNorm1d and (y := norm_and_relu(module, following, input)) is not None:
+        return input.replace_feature(y), 2
+    if isinstance(module, BatchNormBase) and module.training and not input.features.shape[0]:
+        return input, 1
+    return input.replace_feature(module(input.features)), 1
 
 
 def is_spconv_module(module: torch.nn.Module | None) -> bool:

@@ -9,11 +9,12 @@ import torch
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
-from sparseconv.interop.spconv.pytorch.conv import RECORD, Size
+from sparseconv.interop.spconv.layer import RECORD, Size
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, Place, find_plan
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size
+from sparseconv.interop.spconv.pytorch.tracing import leaf
 from sparseconv.nn.capturing.region import Shape, own_shape, stepped
 from sparseconv.ops import pooling
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -64,7 +65,7 @@ class _Pool(SparseModule):
     def forward(self, input: SparseConvTensor) -> SparseConvTensor:
         """A `SparseConvTensor` -> one on the output's voxels."""
         if not isinstance(input, SparseConvTensor):
-            raise TypeError(f"{type(self).__name__} takes a SparseConvTensor; got {type(input).__name__}")
+            return leaf(self, input)
         if self.indice_key is not None and self.indice_key in input.indice_dict:
             raise ValueError(f"indice_key {self.indice_key!r} is taken: give this pool a key of its own, or none")
         size = (self.kernel_size, self.stride, self.padding, self.dilation)
@@ -135,6 +136,8 @@ class SparseGlobalMaxPool(SparseModule):
     """The maximum over the voxels of each batch item, (B, C); 0 for an empty item."""
 
     def forward(self, input: SparseConvTensor) -> torch.Tensor:
+        if not isinstance(input, SparseConvTensor):
+            return leaf(self, input)
         return pooling.global_max_pool(input.features, input.voxels)
 
 
@@ -142,6 +145,8 @@ class SparseGlobalAvgPool(SparseModule):
     """The mean over the voxels of each batch item, (B, C); 0 for an empty item."""
 
     def forward(self, input: SparseConvTensor) -> torch.Tensor:
+        if not isinstance(input, SparseConvTensor):
+            return leaf(self, input)
         return pooling.global_avg_pool(input.features, input.voxels)
 
 

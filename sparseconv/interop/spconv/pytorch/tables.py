@@ -10,6 +10,10 @@ import torch
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.functional import sparse_add_hash_based
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
+from sparseconv.interop.spconv.pytorch.tracing import leaf
+
+#: what a table takes
+TENSORS = "a list of SparseConvTensors, at least one"
 
 
 class _Table(SparseModule):
@@ -21,6 +25,8 @@ class JoinTable(_Table):
     """Channels of tensors at the same indices, side by side; they may differ in width."""
 
     def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        if not _are_sparse(input):
+            return leaf(self, input, takes=TENSORS)
         _check_aligned(input, "JoinTable")
         return input[0].replace_feature(torch.cat([x.features for x in input], 1))
 
@@ -29,6 +35,8 @@ class AddTable(_Table):
     """The sum of tensors at the same indices."""
 
     def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
+        if not _are_sparse(input):
+            return leaf(self, input, takes=TENSORS)
         _check_aligned(input, "AddTable")
         total = input[0].features
         for x in input[1:]:
@@ -40,7 +48,7 @@ class AddTableMisaligned(_Table):
     """The sum of tensors at different indices, over the union of them; inverse convolutions past it find no key."""
 
     def forward(self, input: Sequence[SparseConvTensor]) -> SparseConvTensor:
-        return sparse_add_hash_based(*input)
+        return sparse_add_hash_based(*input) if _are_sparse(input) else leaf(self, input, takes=TENSORS)
 
 
 class ConcatTable(SparseModule):
@@ -57,6 +65,10 @@ class ConcatTable(SparseModule):
     def input_spatial_size(self, out_size: Any) -> Any:
         first: Any = self._modules["0"]
         return first.input_spatial_size(out_size)
+
+
+def _are_sparse(input: Any) -> bool:
+    return isinstance(input, Sequence) and bool(input) and all(isinstance(x, SparseConvTensor) for x in input)
 
 
 def _check_aligned(tensors: Sequence[SparseConvTensor], name: str) -> None:

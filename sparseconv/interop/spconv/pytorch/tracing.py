@@ -1,0 +1,42 @@
+"""Calls that `torch.fx` records as one node each, where a graph is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Proxy
+
+
+def proxy_among(values: Any) -> Proxy | None:
+    """The first proxy of ``values``, also within lists and tuples; None where nothing is traced."""
+    if isinstance(values, Proxy):
+        return values
+    if isinstance(values, (list, tuple)):
+        return next((found for value in values if (found := proxy_among(value)) is not None), None)
+    return None
+
+
+def leaf(module: torch.nn.Module, *args: Any, takes: str = "a SparseConvTensor") -> Any:
+    """The call of ``module`` as a node, as of torch's own modules; for arguments that are no sparse tensors.
+
+    Raises:
+        TypeError: nothing among ``args`` is traced, so that they are of a wrong kind.
+        ValueError: ``module`` is the root of the graph, which has no name to call it by.
+    """
+    proxy = proxy_among(args)
+    name = type(module).__name__
+    if proxy is None:
+        raise TypeError(f"{name} takes {takes}; got {type(args[0]).__name__}")
+    tracer: Any = proxy.tracer
+    path = tracer.path_of_module(module)
+    if not path:
+        raise ValueError(f"{name} is one node of a graph, not a graph: trace SparseSequential({name})")
+    return tracer.create_proxy("call_module", path, args, {})
+
+
+def recorded(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """The call of a function of this package as a node; None where nothing among ``args`` is traced."""
+    proxy = proxy_among(args)
+    return None if proxy is None else proxy.tracer.create_proxy("call_function", function, tuple(args), {})
