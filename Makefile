@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 	OMP_WAIT_POLICY=passive $(BIN)/sparseconv demo
 
 test: $(VENV)/.tests
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # with the least versions that pyproject.toml allows, in an environment beside .venv; make oldest TESTS=tests/backends
 OLDEST ?= .venv-oldest

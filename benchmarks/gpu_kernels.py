@@ -30,7 +30,8 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     conv_candidates,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe
+from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
+from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
 from sparseconv.geometry.gpu.tiles.schedule import WorkLists
 from sparseconv.geometry.kernel_map import KernelMap
 from tests.twins import build_schedule

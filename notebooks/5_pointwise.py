@@ -100,7 +100,7 @@ print(torch.equal(leaky, pw.leaky_relu(plan.execute(features, w), 0.1)))
 # Kernels are generated once a rank, as text that can be read. This is the one for two axes:
 
 # %%
-from sparseconv.pointwise.codegen import source
+from sparseconv.pointwise.kernel.codegen import source
 
 text = source(bent.schema, 2, bent.config)
 print(text[text.index("@triton.jit") :])

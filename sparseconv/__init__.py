@@ -11,12 +11,14 @@ True
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import sparseconv.export  # noqa: F401 (registers the operators that exported programs call)
 from sparseconv.geometry import Boundary, IndexProjection, IndexRange, KernelMap, VoxelGrid, voxelize
 from sparseconv.plan import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 
 if TYPE_CHECKING:
     from sparseconv import distributed as distributed
+    from sparseconv import export as export
     from sparseconv import geometry as geometry
     from sparseconv import interop as interop
     from sparseconv import nn as nn
@@ -40,7 +42,7 @@ __all__ = [
 ]
 
 #: public modules; each is loaded when it is first used
-MODULES = ("distributed", "geometry", "interop", "nn", "ops", "pointwise", "products", "viz")
+MODULES = ("distributed", "export", "geometry", "interop", "nn", "ops", "pointwise", "products", "viz")
 
 #: public functions of these modules, loaded with them
 FUNCTIONS = {"accelerate": "nn"}

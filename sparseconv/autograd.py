@@ -17,7 +17,7 @@ scene.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,11 +28,8 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.numbered_maps import alive, check_convolution, check_weight_gradient, map_of
 from sparseconv.torch_private import any_autocast, below_autograd, dispatch_modes, unwrap_dead
 
-if TYPE_CHECKING:
-    from sparseconv.pointwise import Epilogue
 
-
-def _backend(kernel_map: KernelMap, x: torch.Tensor, weight: tuple[int, ...], groups: int, name: str) -> Backend:
+def serving_backend(kernel_map: KernelMap, x: torch.Tensor, weight: tuple[int, ...], groups: int, name: str) -> Backend:
     """What serves these features with a weight of that shape."""
     key = ("backend", name, x.dtype, weight, groups)
     chosen = kernel_map.prepared.get(key)
@@ -61,7 +58,7 @@ def _convolution(
     backend: str,
 ) -> torch.Tensor:
     kernel_map = map_of(edges)
-    serving = _backend(kernel_map, x, weight.shape, groups, backend)
+    serving = serving_backend(kernel_map, x, weight.shape, groups, backend)
     if adjoint:
         return serving.input_grad(x, weight, kernel_map, groups)
     return serving.forward(x, weight, kernel_map, groups, bias)
@@ -71,7 +68,7 @@ def _weight_gradient(
     x: torch.Tensor, grad: torch.Tensor, edges: int, taps: int, groups: int, backend: str
 ) -> torch.Tensor:
     kernel_map = map_of(edges)
-    serving = _backend(kernel_map, x, (taps, x.shape[1] // groups, grad.shape[1]), groups, backend)
+    serving = serving_backend(kernel_map, x, (taps, x.shape[1] // groups, grad.shape[1]), groups, backend)
     return serving.weight_grad(x, grad, kernel_map, groups)
 
 
@@ -97,18 +94,18 @@ def _checked_weight_gradient(
     return _weight_gradient(x, grad, edges, taps, groups, backend)
 
 
-def _gradients(
+def gradients(
     x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, edges: int, groups: int, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kernel_map = map_of(edges)
-    return _backend(kernel_map, x, weight.shape, groups, backend).gradients(x, weight, grad, kernel_map, groups)
+    return serving_backend(kernel_map, x, weight.shape, groups, backend).gradients(x, weight, grad, kernel_map, groups)
 
 
 #: types of plain tensors, which no subclass or mode intercepts, and of absent ones
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
-def _direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+def is_direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether a call may bypass torch's dispatcher: plain eager tensors, no mode, no autocast, no forward mode.
 
     Two passes through the dispatcher's Python kernels cost as much as launching a small layer.
@@ -122,16 +119,16 @@ def _direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     )
 
 
-def _is_last(*tensors: torch.Tensor) -> bool:
+def is_last(*tensors: torch.Tensor) -> bool:
     """Whether both gradients of a convolution are wanted as they are, without derivatives of their own."""
-    return not torch.is_grad_enabled() and not transforms.present() and _direct(*tensors)
+    return not torch.is_grad_enabled() and not transforms.present() and is_direct(*tensors)
 
 
 def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
     tensors = args[: function.num_tensors]
     if transforms.present():  # which see through autograd functions only
         return function.apply(*tensors, args[len(tensors) :])
-    if not _direct(*tensors):
+    if not is_direct(*tensors):
         return getattr(torch.ops.sparseconv, function.name)(*args)
     if torch.is_grad_enabled():
         for t in tensors:
@@ -179,7 +176,7 @@ class _Linear(torch.autograd.Function):
 
     @classmethod
     def run(cls, *args: Any) -> torch.Tensor:
-        if below_autograd is None or _direct(*args[: cls.num_tensors]):
+        if below_autograd is None or is_direct(*args[: cls.num_tensors]):
             return cls.checked(*args)
         with below_autograd():
             return getattr(torch.ops.sparseconv, cls.name)(*args)
@@ -239,8 +236,8 @@ class _Convolution(_Linear):
         x, weight = ctx.saved_tensors
         (edges, _, groups, adjoint, backend), (of_x, of_weight, of_bias, _) = ctx.call, ctx.needs_input_grad
         grad_x = grad_weight = None
-        if of_x and of_weight and not adjoint and _is_last(grad, x, weight):
-            grad_x, grad_weight = _gradients(x, weight, grad, edges, groups, backend)
+        if of_x and of_weight and not adjoint and is_last(grad, x, weight):
+            grad_x, grad_weight = gradients(x, weight, grad, edges, groups, backend)
         else:
             rows, taps = ctx.sizes
             if of_weight:  # first: its partial sums then lie where the input gradient will be
@@ -323,8 +320,9 @@ def convolution(
     if torch.compiler.is_compiling():
         if torch.compiler.is_exporting():
             raise RuntimeError(
-                "torch.export cannot hold a kernel map: the program would name one of this process, and no other has "
-                "it. Export what comes before and after the sparse layers, or save the module and build its plans there"
+                "torch.export cannot hold a kernel map that was made before: the program would name one of this "
+                "process, and no other has it. Make the VoxelGrid within what is exported, or use "
+                "sparseconv.export.export(net, (coords, features))"
             )
         return torch.ops.sparseconv.convolution(x, weight, bias, edges, rows, groups, False, backend)
     return _call(_Convolution, x, weight, bias, edges, rows, groups, False, backend)
@@ -341,10 +339,10 @@ def adjoint_onto(
     grad: torch.Tensor, weight: torch.Tensor, edges: int, rows: int, groups: int, backend: str, other: torch.Tensor
 ) -> torch.Tensor:
     """`adjoint` plus another gradient (rows, C_in) of the same; without a derivative."""
-    if not _direct(grad, weight, other):
+    if not is_direct(grad, weight, other):
         return adjoint(grad, weight, edges, rows, groups, backend) + other
     kernel_map = map_of(edges)
-    serving = _backend(kernel_map, grad, weight.shape, groups, backend)
+    serving = serving_backend(kernel_map, grad, weight.shape, groups, backend)
     return serving.input_grad_onto(grad, weight, kernel_map, groups, other)
 
 
@@ -353,103 +351,3 @@ def weight_gradient(
 ) -> torch.Tensor:
     """dL/dw (K, C_in/G, C_out) of a `convolution` from dL/dy; differentiable to any order in both tensors."""
     return _call(_WeightGradient, x, grad, edges, taps, groups, backend)
-
-
-class _Fused(torch.autograd.Function):
-    """act(convolution + bias + residual) as one node, and from one kernel where the gradient needs only the result.
-
-    Where it needs the sum before the activation, that sum is the node's second result: what is kept of it then has a
-    derivative too.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, epilogue: Any, call: tuple) -> Any:
-        apart = not _keeps_result(epilogue)
-        kept = y = _forward_fused(x, weight, bias, residual, None if apart else epilogue, *call)
-        if apart:
-            y = epilogue.apply(kept)
-        needs = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None, None if epilogue is None else kept)
-        ctx.set_materialize_grads(False)
-        ctx.epilogue, ctx.call, ctx.sizes = epilogue, call, (x.shape[0], weight.shape[0])
-        ctx.kernel_map = alive(call[0])
-        return (y, kept) if apart else y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any, grad_sum: torch.Tensor | None = None) -> tuple:  # type: ignore[override]
-        x, weight, kept = ctx.saved_tensors
-        (edges, _, groups, backend), (rows, taps), needs = ctx.call, ctx.sizes, ctx.needs_input_grad
-        if grad is not None and ctx.epilogue is not None:
-            grad = ctx.epilogue.input_grad(grad, **{"y" if ctx.epilogue.saves_output else "x": kept})
-        if grad_sum is not None:
-            grad = grad_sum if grad is None else grad + grad_sum
-        grad_x = grad_weight = None
-        if grad is None:
-            return (None,) * 6
-        if needs[0] and needs[1] and _is_last(grad, x, weight):
-            grad_x, grad_weight = _gradients(x, weight, grad, edges, groups, backend)
-        else:
-            if needs[1]:
-                grad_weight = _call(_WeightGradient, x, grad, edges, taps, groups, backend)
-            if needs[0]:
-                grad_x = _call(_Convolution, grad, weight, None, edges, rows, groups, True, backend)
-        return grad_x, grad_weight, grad.sum(0) if needs[2] else None, grad if needs[3] else None, None, None
-
-
-def _forward_fused(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    epilogue: Epilogue | None,
-    edges: int,
-    rows: int,
-    groups: int,
-    backend: str,
-) -> torch.Tensor:
-    kernel_map = map_of(edges)
-    serving = _backend(kernel_map, x, weight.shape, groups, backend)
-    return serving.forward_fused(x, weight, kernel_map, groups, bias, residual, epilogue)
-
-
-def fused_convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    epilogue: Epilogue | None,
-    edges: int,
-    rows: int,
-    groups: int = 1,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """epilogue(convolution + residual (rows, C_out)): one kernel where the backend has one, the same numbers elsewhere.
-
-    With a gradient, an activation whose derivative needs only its result (relu, sigmoid, tanh) is fused too and keeps
-    nothing but y; for others the sum before it is kept, which is leaner than computing it again, and they run after it.
-    A result is rounded once, to the dtype of x: on a CPU a sum that is kept for halves is fp32.
-    """
-    call = (edges, rows, groups, backend)
-    tensors = (x, weight, bias, residual)
-    apart = torch.compiler.is_compiling() or transforms.present() or not _direct(*tensors)
-    with_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if x.dtype in _HALVES and x.device.type == "cpu" and (apart or (with_gradient and not _keeps_result(epilogue))):
-        more = [None if t is None else t.float() for t in (bias, residual)]  # the sum outlives its kernel: not rounded
-        wide = fused_convolution(x.float(), weight.float(), more[0], more[1], epilogue, *call)
-        return wide.to(x.dtype)
-    if apart:
-        z = convolution(x, weight, bias, *call)
-        z = z if residual is None else z + residual
-        return z if epilogue is None else epilogue.apply(z)
-    if not with_gradient:
-        return _forward_fused(x, weight, bias, residual, epilogue, *call)
-    result = _Fused.apply(x, weight, bias, residual, epilogue, call)
-    return result[0] if isinstance(result, tuple) else result
-
-
-_HALVES = (torch.float16, torch.bfloat16)
-
-
-def _keeps_result(epilogue: Epilogue | None) -> bool:
-    """Whether the gradient needs nothing but what the epilogue gave."""
-    return epilogue is None or epilogue.saves_output

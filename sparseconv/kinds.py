@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -106,17 +105,6 @@ def check_count(name: str, value: object, least: int = 0) -> None:
         raise ValueError(f"{name} must be at least {least}, but it is {value}: pass a larger one")
     if int(value) >= 2**63:
         raise ValueError(f"{name} must fit in 64 bits, but it is {value}: pass a smaller one")
-
-
-def check_number(name: str, value: object, above: float = -math.inf) -> None:
-    """Raise TypeError unless ``value`` is a real number, ValueError where it is not finite or not over ``above``."""
-    if isinstance(value, (torch.SymFloat, torch.SymInt)):
-        return
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, but it is {described(value)} ({shortened(value)}): pass a float")
-    if not math.isfinite(value) or value <= above:
-        limit = "" if above == -math.inf else f" and above {above:g}"
-        raise ValueError(f"{name} must be finite{limit}, but it is {value}: pass another number")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.geometry.views.picture import html
 from sparseconv.kinds import as_device, check_kind, check_tensor
+from sparseconv.moving import Movable
+from sparseconv.row_functions import ELEMENTWISE_NAMES, check_function, check_operand, name_of
 
 
-@dataclass(frozen=True)
-class SparseTensor:
+@dataclass(frozen=True, repr=False)
+class SparseTensor(Movable):
     """Features (N, C), one row a voxel of ``grid``, on its device.
+
+    Arithmetic and torch's row-wise functions work on it and keep the voxels: ``2 * x + bias``, ``torch.relu(x)``,
+    ``torch.cat([x, y], 1)``. A function that mixes rows is a TypeError, and its message says what to use.
 
     >>> grid = VoxelGrid(torch.tensor([[0, 1, 2], [1, 0, 0], [1, 0, 1]]))
     >>> x = SparseTensor(grid, torch.arange(6.0).view(3, 2))
@@ -29,8 +36,8 @@ class SparseTensor:
         check_kind("grid", self.grid, VoxelGrid, "pass VoxelGrid(coords)")
         check_tensor("features", self.features)
         shape = tuple(self.features.shape)
-        if len(shape) != 2 or shape[0] != len(self.grid):
-            raise ValueError(f"features must be ({len(self.grid)}, C), one row a voxel; got {shape}")
+        if len(shape) != 2 or shape[0] != self.grid.num_voxels:
+            raise ValueError(f"features must be ({self.grid.num_voxels}, C), one row a voxel; got {shape}")
         if self.features.device != self.grid.device:
             raise ValueError(f"features are on {self.features.device}, the grid is on {self.grid.device}: move one")
 
@@ -102,10 +109,59 @@ class SparseTensor:
             self._check_same_grid(other)
         return self.with_features(torch.cat([self.features, *(other.features for other in others)], 1))
 
-    def __add__(self, other: SparseTensor) -> SparseTensor:
-        check_kind("other", other, SparseTensor, "use with_features(x.features + other) for a number or a tensor")
-        self._check_same_grid(other)
-        return self.with_features(self.features + other.features)
+    def __add__(self, other: Any) -> SparseTensor:
+        return _elementwise(torch.add, self, other)
+
+    def __sub__(self, other: Any) -> SparseTensor:
+        return _elementwise(torch.sub, self, other)
+
+    def __rsub__(self, other: Any) -> SparseTensor:
+        return -self + other
+
+    def __mul__(self, other: Any) -> SparseTensor:
+        return _elementwise(torch.mul, self, other)
+
+    def __truediv__(self, other: Any) -> SparseTensor:
+        return _elementwise(torch.div, self, other)
+
+    def __rtruediv__(self, other: Any) -> SparseTensor:
+        return _elementwise(torch.div, other, self)
+
+    def __pow__(self, other: Any) -> SparseTensor:
+        return _elementwise(torch.pow, self, other)
+
+    def __rpow__(self, other: Any) -> SparseTensor:
+        return _elementwise(torch.pow, other, self)
+
+    def __neg__(self) -> SparseTensor:
+        return self.with_features(-self.features)
+
+    __radd__, __rmul__ = __add__, __mul__
+    #: numpy leaves arithmetic with its arrays to this class
+    __array_ufunc__ = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> SparseTensor:
+        """Torch's functions on the features, where they make each row of one row; see `sparseconv.row_functions`."""
+        kwargs = kwargs or {}
+        check_function(func, args, kwargs, SparseTensor)
+        given = [*args, *kwargs.values()]
+        parts = [part for value in given for part in (value if isinstance(value, (list, tuple)) else (value,))]
+        first = next(part for part in parts if isinstance(part, SparseTensor))
+        operands = name_of(func) in ELEMENTWISE_NAMES
+
+        def features(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(features, value))
+            if isinstance(value, SparseTensor):
+                first._check_same_grid(value)
+                return value.features
+            return check_operand(value, first.features) if operands and isinstance(value, torch.Tensor) else value
+
+        made = func(*map(features, args), **{name: features(value) for name, value in kwargs.items()})
+        return first.with_features(made)
 
     def _check_same_grid(self, other: SparseTensor) -> None:
         if other.grid is not self.grid and not torch.equal(other.grid.coords, self.grid.coords):
@@ -114,23 +170,97 @@ class SparseTensor:
     # ---- reading
 
     @property
+    def coords(self) -> torch.Tensor:
+        """(N, 1+D) int32, the batch item first: those of the grid."""
+        return self.grid.coords
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, C), that of the features."""
+        return self.features.shape
+
+    def dim(self) -> int:
+        """2: rows and channels."""
+        return 2
+
+    @property
     def channels(self) -> int:
+        """C."""
         return self.features.shape[1]
 
     @property
     def device(self) -> torch.device:
+        """The device of the features and the grid."""
         return self.features.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the features."""
         return self.features.dtype
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> SparseTensor:
-        """The grid and the features on a device, the features in a dtype."""
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the features do."""
+        return self.features.requires_grad
+
+    def requires_grad_(self, requires_grad: bool = True) -> SparseTensor:
+        """Let autograd record what is done with these features, in place; returns itself."""
+        self.features.requires_grad_(requires_grad)
+        return self
+
+    def detach(self) -> SparseTensor:
+        """The same features without their history, sharing memory."""
+        return self.with_features(self.features.detach())
+
+    # ---- elsewhere
+
+    def to(
+        self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> SparseTensor:
+        """The grid and the features on a device, the features in a dtype; either may come alone."""
+        if isinstance(device, torch.dtype) and dtype is None:
+            device, dtype = None, device
         if dtype is not None:
             check_kind("dtype", dtype, torch.dtype, "pass torch.float32 or another dtype of torch")
         grid = self.grid if device is None else self.grid.to(as_device(device))
-        return SparseTensor(grid, self.features.to(device=grid.device, dtype=dtype or self.dtype))
+        features = self.features.to(device=grid.device, dtype=dtype or self.dtype)
+        return self if grid is self.grid and features is self.features else SparseTensor(grid, features)
+
+    def half(self) -> SparseTensor:
+        """The features as float16."""
+        return self.to(dtype=torch.float16)
+
+    def bfloat16(self) -> SparseTensor:
+        """The features as bfloat16."""
+        return self.to(dtype=torch.bfloat16)
+
+    def float(self) -> SparseTensor:
+        """The features as float32."""
+        return self.to(dtype=torch.float32)
+
+    def double(self) -> SparseTensor:
+        """The features as float64."""
+        return self.to(dtype=torch.float64)
 
     def __repr__(self) -> str:
-        return f"SparseTensor({self.channels} channels, {self.dtype}, on {self.grid})"
+        gradient = ", requires grad" if self.requires_grad else ""
+        return f"SparseTensor({self.channels} channels, {self.dtype}{gradient}, on {self.grid})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a line of words, and a picture coloured by the length of the features."""
+        values = self.features.detach()
+        shown = values[:, 0] if self.channels == 1 else values.float().norm(dim=1)
+        return html(self.coords, self.grid.voxel_size, repr(self), shown)
+
+
+def _elementwise(function: Callable[..., torch.Tensor], a: Any, b: Any) -> SparseTensor:
+    """A function of two operands, at least one of them a sparse tensor."""
+    sparse, other = (a, b) if isinstance(a, SparseTensor) else (b, a)
+    if isinstance(other, SparseTensor):
+        sparse._check_same_grid(other)
+        operand = other.features
+    else:
+        operand = check_operand(other, sparse.features)
+    return sparse.with_features(
+        function(sparse.features, operand) if sparse is a else function(operand, sparse.features)
+    )

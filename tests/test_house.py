@@ -23,6 +23,8 @@ FLOORS = {
     "autograd_function": 0,
     "transforms": 0,
     "kinds": 0,
+    "moving": 0,
+    "row_functions": 1,
     "products": 1,
     "pointwise": 1,
     "gpu": 0,
@@ -35,6 +37,7 @@ FLOORS = {
     "ops": 5,
     "distributed": 5,
     "info": 5,
+    "export": 6,
     "nn": 6,
     "interop": 7,
     "cli": 7,
@@ -94,7 +97,7 @@ def test_public_modules_are_loaded_when_they_are_used():
     """And dir() shows the public names alone; a type checker sees each module."""
     code = (
         "import sys, sparseconv as sc;"
-        "unused = [m for m in sc.MODULES if m not in ('geometry', 'products', 'pointwise')];"
+        "unused = [m for m in sc.MODULES if m not in ('export', 'geometry', 'products', 'pointwise')];"
         "before = [m for m in unused if f'sparseconv.{m}' in sys.modules];"
         "there = [getattr(sc, m).__name__ for m in sc.MODULES];"
         "print(before, there == [f'sparseconv.{m}' for m in sc.MODULES], 'triton' in sys.modules);"
@@ -124,17 +127,8 @@ def test_examples_in_docstrings_run(module):
     assert result.failed == 0
 
 
-# ---- the house in numbers: what is named here may only become less
+# ---- the house in numbers
 
-#: circles that are still there, each by its modules
-CIRCLES = {frozenset({"pointwise.derivative", "pointwise.library", "pointwise.function"})}
-#: files of more than 400 lines, folders of more than 14 files, functions of more than 20 parameters (kernels: 40)
-LONG = {"autograd", "backends.triton_implicit_gemm.gluon_kernels", "backends.triton_implicit_gemm.steps",
-        "distributed.plan", "geometry.fixed_grid", "geometry.grid", "interop.spconv.pytorch.conv"}  # fmt: skip
-WIDE = {"pointwise": 15, "products": 19}
-MANY = {("geometry.gpu.fused", "fused_kernel"): 53,
-        ("geometry.gpu.window.passes", "search_kernel"): 49, ("geometry.gpu.window.passes", "search_rows"): 43,
-        ("interop.spconv.pytorch.conv", "__init__"): 23}  # fmt: skip
 #: `type: ignore` in the rooms of the kernel map
 IGNORES = 13
 
@@ -169,18 +163,16 @@ def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
     return seen
 
 
-def test_no_new_circle_of_imports():
+def test_no_circle_of_imports():
     graph = {name: arrows(path) for name, path in MODULES.items()}
-    ends = {name: reachable(name, graph) for name in graph}
-    circles = {frozenset(other for other in ends[name] if name in ends[other]) for name in graph if name in ends[name]}
-    assert circles <= CIRCLES
+    assert [name for name in graph if name in reachable(name, graph)] == []
 
 
 def test_files_and_folders_keep_their_size():
-    assert {name for name, path in MODULES.items() if path.read_text().count("\n") > 400} <= LONG
+    assert [name for name, path in MODULES.items() if path.read_text().count("\n") > 400] == []
     folders = Counter(dotted(path.parent / "x.py").removesuffix(".x") for path in FILES if path.name != "__init__.py")
     for folder, count in folders.items():
-        assert count <= WIDE.get(folder, 14), f"{folder} has {count} files: give it rooms"
+        assert count <= 14, f"{folder} has {count} files: give it rooms"
 
 
 def test_functions_take_few_arguments():
@@ -189,7 +181,7 @@ def test_functions_take_few_arguments():
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 count = len(node.args.posonlyargs) + len(node.args.args) + len(node.args.kwonlyargs)
                 kernel = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
-                assert count <= MANY.get((name, node.name), 40 if kernel else 20), f"{name}.{node.name} takes {count}"
+                assert count <= (40 if kernel else 20), f"{name}.{node.name} takes {count}"
 
 
 def test_types_of_the_kernel_map_are_checked():

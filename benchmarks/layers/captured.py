@@ -15,6 +15,7 @@ from sparseconv.bench.implementations import Sparseconv
 from sparseconv.bench.measure import Layer
 from sparseconv.geometry import fixed_grid
 from sparseconv.geometry.fixed_grid import FixedGrid
+from sparseconv.geometry.scene import put_scene
 from sparseconv.nn import graphs
 
 #: rows of a captured map over the scene's, in the figure and in the one beside it: as few as fit, and nn.capture's own
@@ -54,7 +55,7 @@ class CapturedMap:
         self._like, self._room = sc.VoxelGrid(coords), room
         rows = -(-math.ceil(room * len(coords)) // fixed_grid.ROWS) * fixed_grid.ROWS
         self._coords, self._count = coords.new_full((rows, coords.shape[1]), -1), coords.new_zeros(1)
-        self._put, self._filled = fixed_grid.put_scene, 0
+        self._put, self._filled = put_scene, 0
         self._load(coords)
         self._twin = twin = copy.copy(convolution)
         twin._used = {}

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from sparseconv.distributed.agreement import agreed, agreed_call
-from sparseconv.distributed.exchange import Exchange, joined, replicated, send_to
+from sparseconv.distributed.exchange import joined, replicated, send_to
 from sparseconv.distributed.grid import ShardedGrid, learns
+from sparseconv.distributed.halo import find_halo
 from sparseconv.distributed.passage import Passage
-from sparseconv.geometry.edges import coarse_grid, fine_grid, fits, torus_of, wrap
+from sparseconv.geometry.edges import coarse_grid, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.other_voxels import unique_coords
-from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
 from sparseconv.plan.arguments import as_epilogue, checked_window
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -130,7 +131,7 @@ class ShardedConvolutionPlan:
         self._transposed: ShardedConvolutionPlan | None = None
         #: kinds of call that the ranks have compared: each kind is compared once, since it costs a round trip
         self._agreed: set[tuple] = set()
-        self.exchange, self.halo = _find_halo(source, target, window, boundary, is_transposed)
+        self.exchange, self.halo = find_halo(source, target, window, boundary, is_transposed)
         self._split()
 
     def _between(self, source: VoxelGrid, target: VoxelGrid) -> ConvolutionPlan:
@@ -349,53 +350,3 @@ def _owned(
     grid = ShardedGrid(unique_coords(came), source.batch_size, partition, source.group, size, source.origin)
     grid.is_placed = source.is_placed
     return grid
-
-
-def _find_halo(
-    source: ShardedGrid, target: ShardedGrid, window: Window, boundary: Boundary, is_transposed: bool
-) -> tuple[Exchange, torch.Tensor]:
-    """The exchange of the rows that outputs see across shards, and the coords of those that this rank receives."""
-    torus = torus_of(None, window, boundary)
-    coords = target.coords if torus is not None else target.coords[_near_others(source, target, window, is_transposed)]
-    coords = coords.long()
-    me = source.process_rank
-    remote = []
-    for tap in range(len(window.offsets)):
-        if is_transposed:
-            places = window.coarse(wrap(coords, torus), tap)
-            places = wrap(places, window.coarse_torus(torus))
-        else:
-            places = wrap(window.fine(coords, tap), torus)
-        remote.append(places[source.partition.owners(places) != me])
-    asked = unique_coords(torch.cat(remote)).long()
-    came, received, order, sent = send_to(asked, source.partition.owners(asked), source.group)
-    rows = source.lookup(came)
-    answers = torch.empty(len(asked), dtype=torch.uint8, device=source.device)
-    dist.all_to_all_single(answers, (rows >= 0).to(torch.uint8), list(sent), list(received), source.group)
-    there = answers.bool()
-    exchange = Exchange(
-        source.group,
-        rows[rows >= 0],
-        tuple(int((part >= 0).sum()) for part in rows.split(received)),
-        tuple(int(part.sum()) for part in there.split(sent)),
-        len(source),
-    )
-    return exchange, asked[order][there].int()
-
-
-def _near_others(source: ShardedGrid, target: ShardedGrid, window: Window, is_transposed: bool) -> torch.Tensor:
-    """(N_out,) bool: this rank's outputs whose region meets the box of another rank's inputs; no other has a halo."""
-    mine = torch.tensor([*source.extent.start, *source.extent.end], device=source.device)
-    boxes = [torch.empty_like(mine) for _ in range(dist.get_world_size(source.group))]
-    dist.all_gather(boxes, mine, group=source.group)
-    coords = target.coords[:, 1:]
-    near = torch.zeros(len(coords), dtype=torch.bool, device=coords.device)
-    for rank, (start, end) in enumerate((box[: source.rank].tolist(), box[source.rank :].tolist()) for box in boxes):
-        box = IndexRange(tuple(start), tuple(end))
-        if rank == source.process_rank or box.size == 0:
-            continue
-        seeing = window.projection.region(box) if is_transposed else window.projection.preimage(box)
-        if seeing.intersect(target.extent).size:
-            low, high = (torch.tensor(edge, device=coords.device) for edge in (seeing.start, seeing.end))
-            near |= ((coords >= low) & (coords < high)).all(1)
-    return near

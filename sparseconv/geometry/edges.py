@@ -14,7 +14,7 @@ from sparseconv.geometry.cpu.line_search import edges_by_lines
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.other_voxels import unique_coords
-from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.geometry.ranges import DENSE_KINDS, Boundary, IndexRange
 from sparseconv.geometry.window import Window, symmetry
 from sparseconv.gpu.streams import building
 
@@ -173,8 +173,10 @@ def check_coarse(coarse: VoxelGrid, window: Window, torus: IndexRange) -> None:
 
 def torus_of(fine: VoxelGrid | None, window: Window, boundary: Boundary) -> IndexRange | None:
     """The extent of a periodic boundary, checked against the grid and the stride; None for other boundaries."""
-    if boundary.kind == "negative":
-        raise ValueError("numpy's negative indices are for dense arrays: on a voxel grid -1 is a voxel")
+    if boundary.kind in DENSE_KINDS:
+        raise ValueError(
+            f"the boundary {boundary.kind!r} is for dense arrays, where an axis has ends: on a voxel grid -1 is a voxel"
+        )
     if boundary.kind != "periodic":
         return None
     extent = boundary.extent

@@ -14,9 +14,10 @@ from sparseconv.geometry.arguments import INT32, check_box, checked_device
 from sparseconv.geometry.cpu.sorted_table import KeySpace, SortedTable
 from sparseconv.geometry.edges import coarse_grid, find_edges, fine_grid, torus_of, wrap
 from sparseconv.geometry.example import Join, Reach
-from sparseconv.geometry.grid import VoxelGrid, dense_on_gpu
+from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.geometry.views.dense import dense_of, dense_on_gpu
 from sparseconv.geometry.window import Window
 from sparseconv.gpu.streams import building
 from sparseconv.kinds import check_values
@@ -26,13 +27,6 @@ if TYPE_CHECKING:
     from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
     from sparseconv.gpu.cooperative import DeviceCount
 
-#: bits of the fault flag, and what they say
-FAULTS = {
-    1: "a voxel lies outside of the extent or the batch, occurs twice, or the dead rows do not follow the real ones",
-    2: "a derived grid has more voxels than its rows hold: give more room",
-    4: "a map has more edges than there is room for: give more room, or an example with as many neighbours a voxel",
-    8: "a voxel lies behind the end of its scene's own spatial shape",
-}
 #: places at which the programs of a launch meet, and one more
 BARRIERS = 16
 #: grids of one example in graphs whose barriers need no launch
@@ -65,8 +59,8 @@ class FixedGrid(VoxelGrid):
 
     Attributes:
         count: (1,) int32, of this very grid.
-        fault: (1,) int32, shared with all grids made of this one: 0, or the bits of `FAULTS` that say what did not fit.
-            Results are then finite or not, and wrong; nothing is ever written out of bounds.
+        fault: (1,) int32, shared with all grids made of this one: 0, or the bits of `scene.FAULTS`, which say what did
+            not fit. Results are then finite or not, and wrong; nothing is ever written out of bounds.
 
     Raises:
         TypeError, ValueError: arguments of the wrong kind, shape or device, or an extent too large for keys.
@@ -335,7 +329,7 @@ class FixedGrid(VoxelGrid):
     def _like(self, coords: torch.Tensor, scale: tuple[float, ...] | None = None) -> VoxelGrid:
         raise _unknown("voxels chosen one by one")
 
-    def to(self, device: torch.device | str) -> VoxelGrid:
+    def to(self, device: torch.device | str) -> FixedGrid:
         """Itself, if the grid is there."""
         if checked_device(device) == self.device:
             return self
@@ -350,10 +344,8 @@ class FixedGrid(VoxelGrid):
             if dense is not None:
                 return dense
         space = KeySpace.covering(IndexRange((0, *box.start), (self.batch_size, *box.end)))
-        cells = self.batch_size * box.size
-        keys = torch.where(space.contains(self.coords), space.keys(self.coords.long()), cells)
-        flat = features.new_zeros(cells + 1, features.shape[1]).index_copy(0, keys, features)[:cells]
-        return flat.view(self.batch_size, *box.shape, features.shape[1]).movedim(-1, 1)
+        keys = torch.where(space.contains(self.coords), space.keys(self.coords.long()), self.batch_size * box.size)
+        return dense_of(features, keys, self.batch_size, box, spare=1)
 
     def __repr__(self) -> str:
         return super().__repr__().replace("VoxelGrid(", "FixedGrid(").replace(" voxels,", " rows,")
@@ -365,38 +357,6 @@ def forget_tables(example: VoxelGrid) -> None:
     example.derived.clear()
     for kept in example.sizes.reached.values():
         forget_tables(kept)
-
-
-def fault_of(value: int) -> str | None:
-    """What a fault flag that was read says, as a sentence; None for 0."""
-    return "; ".join(text for bit, text in FAULTS.items() if value & bit) or None
-
-
-@torch.no_grad()
-def put_scene(coords: torch.Tensor, into: torch.Tensor, count: torch.Tensor, filled: int) -> None:
-    """Put a scene's rows into the arrays of a `FixedGrid`: dead ones behind them, and their number.
-
-    Args:
-        coords: (N, 1+D) integers, N <= C, on any device.
-        into: (C, 1+D) int32, the rows of the grid.
-        count: (1,) int32, the number of real ones.
-        filled: how many were real before; those behind are dead.
-
-    >>> rows, count = torch.tensor([[0, 7], [0, 8], [0, 9], [-1, -1]], dtype=torch.int32), torch.tensor([3]).int()
-    >>> put_scene(torch.tensor([[0, 4]]), rows, count, 3)
-    >>> rows.tolist(), count.tolist()
-    ([[0, 4], [-1, -1], [-1, -1], [-1, -1]], [1])
-    """
-    voxels = len(coords)
-    plain = coords.dtype == torch.int32 and coords.is_contiguous() and coords.data_ptr() % 16 == 0
-    if into.is_cuda and plain and coords.device == into.device and into.data_ptr() % 16 == 0 and into.numel() < 2**31:
-        from sparseconv.geometry.gpu.scene import put_scene_on_gpu  # Triton is loaded where it is used
-
-        put_scene_on_gpu(coords, into, count, filled)
-        return
-    into[:voxels].copy_(coords)
-    into[voxels : max(voxels, filled)].fill_(-1)
-    count.fill_(voxels)
 
 
 def _zeros_for(coords: torch.Tensor, example: VoxelGrid) -> torch.Tensor:

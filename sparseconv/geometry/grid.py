@@ -24,9 +24,12 @@ from sparseconv.geometry.arguments import (
 from sparseconv.geometry.cards import check_card
 from sparseconv.geometry.cpu.sorted_table import KEY_LIMIT, KeySpace, SortedTable
 from sparseconv.geometry.example import ExampleSizes
-from sparseconv.geometry.other_voxels import checked_factors, coarser, finer, near
-from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
-from sparseconv.kinds import check_values
+from sparseconv.geometry.other_voxels import checked_factors, coarser, finer, morton_rows, near
+from sparseconv.geometry.ranges import IndexRange, per_axis
+from sparseconv.geometry.views.dense import filled, sites_of
+from sparseconv.geometry.views.picture import html
+from sparseconv.kinds import check_choice, check_values
+from sparseconv.moving import Movable
 
 if TYPE_CHECKING:
     from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 UNTRAVELLED = ("_table", "_cells", "_search", "sizes")
 
 
-class VoxelGrid:
+class VoxelGrid(Movable):
     """An immutable set of voxels in a batch of scenes, in the caller's row order.
 
     Args:
@@ -58,6 +61,10 @@ class VoxelGrid:
     [1, -1]
     """
 
+    def __new__(cls, *_: Any, **__: Any) -> VoxelGrid:
+        kind = cls.traced_type if cls is VoxelGrid and torch.compiler.is_exporting() else None
+        return object.__new__(kind or cls)
+
     @transforms.constant
     def __init__(
         self,
@@ -72,8 +79,7 @@ class VoxelGrid:
         rank = coords.shape[1] - 1
         if batch_size is not None:
             batch_size = checked_batch_size(batch_size)
-        if duplicates not in ("error", "first"):
-            raise ValueError(f"duplicates must be 'error' or 'first'; got {duplicates!r}")
+        check_choice("duplicates", duplicates, ("error", "first"))
         self.voxel_size: Floats = (1.0,) * rank
         self.origin: Floats = (0.0,) * rank
         if voxel_size is not None:
@@ -84,7 +90,7 @@ class VoxelGrid:
         self.derived: dict[Any, Any] = {}
         self.coords = coords
         table = self._look_on_gpu()
-        low, high = _measure(coords, table)
+        low, high = bounds(coords) if table is None else _on_gpu()[0].read_table(table)
         if low and low[0] < 0:
             raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}. {no_batch(rank)}")
         if high and max(high) == INT32.max:
@@ -104,10 +110,7 @@ class VoxelGrid:
                 "one, pass duplicates='first', or use voxelize() to merge points"
             )
         if pair is not None:
-            keys = self._table.keys
-            first = torch.ones_like(keys, dtype=torch.bool)
-            first[1:] = keys[1:] != keys[:-1]
-            self.coords = coords[self._table.rows[first].sort().values]
+            self.coords = coords[self._table.first_rows()]
             del self.__dict__["_table"]
             self._cells = self._search = None
 
@@ -170,6 +173,8 @@ class VoxelGrid:
     fault: torch.Tensor | None = None
     #: the class of this kind of grid's plans, where floors above give it one of its own
     plan_type: type | None = None
+    #: what a grid is while torch.export traces: one of unknown voxels, of the room `sparseconv.export`
+    traced_type: type[VoxelGrid] | None = None
 
     def all_sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of ``values`` over the processes that share the scene: themselves, where one process holds it."""
@@ -246,10 +251,8 @@ class VoxelGrid:
 
         On a GPU their table is on its way when this returns.
         """
-        grid = object.__new__(VoxelGrid)
-        grid.batch_size, grid.origin, grid.extent, grid.coords = self.batch_size, self.origin, extent, coords
-        grid.voxel_size = tuple(v * s for v, s in zip(self.voxel_size, scale))
-        grid.derived, grid.is_placed = {}, self.is_placed
+        grid = self._known(coords, extent)
+        grid.voxel_size, grid.extent = tuple(v * s for v, s in zip(self.voxel_size, scale)), extent
         if coords.is_cuda:
             grid.cells  # noqa: B018 (kept)
         return grid
@@ -300,27 +303,9 @@ class VoxelGrid:
 
     def sorted(self, order: Literal["lexicographic", "morton"] = "lexicographic") -> tuple[VoxelGrid, torch.Tensor]:
         """The same voxels in another order, and the old row of each new one: ``new.coords == old.coords[rows]``."""
-        if order == "lexicographic":
-            rows = self._table.rows
-        elif order == "morton":
-            rows = self._morton_rows()
-        else:
-            raise ValueError(f"order must be 'lexicographic' or 'morton'; got {order!r}")
+        check_choice("order", order, ("lexicographic", "morton"))
+        rows = self._table.rows if order == "lexicographic" else morton_rows(self.coords, self.extent)
         return self._like(self.coords[rows]), rows
-
-    def _morton_rows(self) -> torch.Tensor:
-        """Rows along a Z curve in each batch item: sorted by the interleaved bits of the coordinates."""
-        bits = max((n - 1).bit_length() for n in self.extent.shape)
-        rows = torch.arange(self.num_voxels, device=self.device)
-        local = self.coords[:, 1:].long() - torch.tensor(self.extent.start, device=self.device)
-        for first in range(0, bits, 62 // self.rank):  # as many levels a pass as a key holds, least significant first
-            key = torch.zeros_like(rows)
-            for bit in range(first, min(bits, first + 62 // self.rank)):
-                for axis in range(self.rank):
-                    place = (bit - first) * self.rank + self.rank - 1 - axis
-                    key |= ((local[rows, axis] >> bit) & 1) << place
-            rows = rows[torch.argsort(key, stable=True)]
-        return rows[torch.argsort(self.coords[rows, 0], stable=True)]
 
     def to(self, device: torch.device | str) -> VoxelGrid:
         """This grid on another device; itself if it is there."""
@@ -360,11 +345,7 @@ class VoxelGrid:
         origin: float | Sequence[float] | None = None,
     ) -> tuple[VoxelGrid, torch.Tensor]:
         """The sites of dense (B, C, *spatial) where any channel is not zero -> the grid and its features (N, C)."""
-        check_values("dense", dense, "(B, C, *spatial)")
-        if not 3 <= dense.ndim <= 6:
-            raise ValueError(f"expected dense (B, C, *spatial) with 1 to 4 spatial axes; got {tuple(dense.shape)}")
-        sites = (dense != 0).any(1).nonzero()
-        features = dense.movedim(1, -1)[tuple(sites.unbind(1))]
+        sites, features = sites_of(dense)
         return cls(sites, dense.shape[0], voxel_size, origin), features
 
     def to_dense(self, features: torch.Tensor, extent: IndexRange | Sequence[int] | None = None) -> torch.Tensor:
@@ -381,13 +362,7 @@ class VoxelGrid:
         inside = box.rank == self.rank and (box.encloses(self._box or self.extent) or box.encloses(self.extent))
         if not inside:
             raise ValueError(f"the grid's extent {self.extent} leaves the box {box} that should be filled")
-        if features.is_cuda and not torch.compiler.is_compiling() and not transforms.present():
-            dense = dense_on_gpu(features, self.coords, self.batch_size, box)
-            if dense is not None:
-                return dense
-        keys = KeySpace((0, *box.start), (max(1, self.batch_size), *(max(1, n) for n in box.shape))).keys(self.coords)
-        flat = features.new_zeros(self.batch_size * box.size, features.shape[1]).index_copy(0, keys, features)
-        return flat.view(self.batch_size, *box.shape, features.shape[1]).movedim(-1, 1)
+        return filled(features, self.coords, self.batch_size, box)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k not in UNTRAVELLED} | {"derived": {}}
@@ -399,25 +374,14 @@ class VoxelGrid:
             f"voxel size {size}, {self.device})"
         )
 
-
-def dense_on_gpu(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor | None:
-    """`VoxelGrid.to_dense` by one kernel; None where it does not serve."""
-    from sparseconv.geometry.gpu import dense  # Triton is loaded where it is used
-
-    if not dense.serves(features, coords):
-        return None
-    return dense.to_dense(features, coords, dense.Box(items, box.start, box.shape))
+    def _repr_html_(self) -> str:
+        return html(self.coords, self.voxel_size, repr(self))
 
 
 def _check_grid(given: object) -> VoxelGrid:
     if not isinstance(given, VoxelGrid):
         raise TypeError(f"expected a VoxelGrid; got {type(given).__name__}")
     return given
-
-
-def _measure(coords: torch.Tensor, table: CoordinateTable | None) -> tuple[Ints, Ints]:
-    """Smallest and largest value of each column, read at once; where there is a table of the rows, from that."""
-    return bounds(coords) if table is None else _on_gpu()[0].read_table(table)
 
 
 @transforms.constant

@@ -12,6 +12,7 @@ from sparseconv import transforms
 from sparseconv.geometry.arguments import checked_device
 from sparseconv.geometry.gpu.tiles.schedule import WorkLists
 from sparseconv.gpu.streams import Moment, appending, building
+from sparseconv.moving import Movable
 
 if TYPE_CHECKING:
     from sparseconv.products import SparseProductInfo
@@ -58,7 +59,7 @@ class EdgeSource(Protocol):
         """The same edges with input and output exchanged."""
 
 
-class KernelMap:
+class KernelMap(Movable):
     """Edges (tap, input row, output row), in the orders that execution needs.
 
         y[out] = sum over edges (k, in, out) of x[in] @ weight[k]

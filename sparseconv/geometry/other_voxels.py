@@ -58,3 +58,18 @@ def near(coords: torch.Tensor, extent: IndexRange, reach: Ints) -> torch.Tensor:
 def _points(box: IndexRange, like: torch.Tensor) -> torch.Tensor:
     """The points of a box (M, 1+D) int64, last axis fastest."""
     return torch.cartesian_prod(*(torch.arange(a, b, device=like.device) for a, b in zip(box.start, box.end)))
+
+
+def morton_rows(coords: torch.Tensor, extent: IndexRange) -> torch.Tensor:
+    """Rows (N,) of coords along a Z curve in each batch item: sorted by the interleaved bits of the voxels."""
+    rank = coords.shape[1] - 1
+    bits = max((n - 1).bit_length() for n in extent.shape)
+    rows = torch.arange(len(coords), device=coords.device)
+    local = coords[:, 1:].long() - torch.tensor(extent.start, device=coords.device)
+    for first in range(0, bits, 62 // rank):  # as many levels a pass as a key holds, least significant first
+        key = torch.zeros_like(rows)
+        for bit in range(first, min(bits, first + 62 // rank)):
+            for axis in range(rank):
+                key |= ((local[rows, axis] >> bit) & 1) << ((bit - first) * rank + rank - 1 - axis)
+        rows = rows[torch.argsort(key, stable=True)]
+    return rows[torch.argsort(coords[rows, 0], stable=True)]

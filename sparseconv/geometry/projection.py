@@ -131,10 +131,13 @@ class IndexProjection:
         """Points of a region along each axis, with its step."""
         return tuple((s - 1) // d + 1 for s, d in zip(self.shape, self.step))
 
+    def points(self) -> list[Ints]:
+        """The points of a region counted from its start, last axis fastest."""
+        return [tuple(d * t for d, t in zip(self.step, tap)) for tap in IndexRange.of_shape(self.counts)]
+
     def taps(self) -> torch.Tensor:
-        """The points of a region counted from its start: (K, D_out) int64, last axis fastest."""
-        points = [tuple(d * t for d, t in zip(self.step, tap)) for tap in IndexRange.of_shape(self.counts)]
-        return torch.tensor(points, dtype=torch.int64).reshape(-1, self.rank_out)
+        """The same `points` as a tensor (K, D_out) int64."""
+        return torch.tensor(self.points(), dtype=torch.int64).reshape(-1, self.rank_out)
 
     def __call__(self, points: torch.Tensor) -> torch.Tensor:
         """Points (..., D_in) of any integer dtype -> the starts of their regions (..., D_out) int64."""

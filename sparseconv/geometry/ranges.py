@@ -7,12 +7,14 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 Ints = tuple[int, ...]
 BoundaryKind = Literal["absent", "forbid", "periodic", "negative"]
+#: all kinds of boundary, and those that mean something for dense arrays alone
+KINDS, DENSE_KINDS = get_args(BoundaryKind), ("negative",)
 
 
 def integers(values: Iterable[int], name: str) -> Ints:
@@ -113,6 +115,9 @@ class Boundary:
     ``absent``: nothing is there (padding); ``forbid``: such an index may not occur; ``periodic``: the space is a torus
     of the given extent; ``negative``: numpy's counting from the end, for dense arrays only. The extent is an
     `IndexRange`; for dense arrays it is the array itself.
+
+    >>> Boundary.periodic((8, 8, 8)).kind
+    'periodic'
     """
 
     kind: BoundaryKind = "absent"
@@ -120,10 +125,9 @@ class Boundary:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "extent", _as_range(self.extent))
-        if self.kind not in ("absent", "forbid", "periodic", "negative"):
-            raise ValueError(
-                f"a boundary is 'absent', 'forbid', 'periodic' or (for dense arrays) 'negative'; got {self.kind!r}"
-            )
+        if self.kind not in KINDS:
+            voxels, dense = (", ".join(k for k in KINDS if (k in DENSE_KINDS) is there) for there in (False, True))
+            raise ValueError(f"a boundary is one of {voxels} or (for dense arrays) {dense}; got {self.kind!r}")
 
     @classmethod
     def absent(cls) -> Boundary:

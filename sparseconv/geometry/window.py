@@ -161,7 +161,7 @@ def _window(
             raise ValueError(f"{name} must fit in 32 bits on every axis; got {values}")
     if kernel is not None:
         projection = IndexProjection.window(kernel, strides, steps, padding)
-        points = projection.taps().tolist()
+        points = projection.points()
     else:
         listed = taps or ()
         if len(set(listed)) < len(listed):
@@ -172,7 +172,7 @@ def _window(
         projection = IndexProjection.window(
             size, strides, steps, tuple(p - d * lo for p, d, lo in zip(pad, steps, low))
         )
-        points = [[d * (t - lo) for d, t, lo in zip(steps, tap, low)] for tap in listed]
+        points = [tuple(d * (t - lo) for d, t, lo in zip(steps, tap, low)) for tap in listed]
     offsets = tuple(tuple(o + p for o, p in zip(projection.offset, point)) for point in points)
     if any(abs(v) > INT32.max for v in (*map(min, zip(*offsets)), *map(max, zip(*offsets)))):
         raise ValueError(f"the window reaches past 32 bits: kernel {kernel}, dilation {steps}, padding {padding}")

@@ -51,6 +51,13 @@ def _probe():
 INTERPRETED = not isinstance(_probe, triton.runtime.JITFunction)
 IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
+
+def constant(value: Any) -> Any:
+    """A number of a module that its kernels know when they are compiled; as it is for the interpreter, whose kernels
+    are plain Python and may shift by it."""
+    return value if INTERPRETED else tl.constexpr(value)
+
+
 try:
     from triton.language.extra.cuda import gdc_wait
     from triton.language.target_info import cuda_capability_geq

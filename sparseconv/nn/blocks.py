@@ -80,6 +80,10 @@ class ResidualBlock(_SkipBlock):
         norm: makes a norm for a number of channels, such as ``BatchNorm`` or ``lambda c: GroupNorm(8, c)``.
         activation: makes an activation, such as ``ReLU``.
         rank: number of spatial axes.
+
+    >>> from sparseconv.geometry.grid import VoxelGrid
+    >>> ResidualBlock(16, 32)(SparseTensor(VoxelGrid(torch.tensor([[0, 0, 0, 0]])), torch.ones(1, 16))).channels
+    32
     """
 
     def __init__(
@@ -114,6 +118,10 @@ class Bottleneck(_SkipBlock):
         reduction: the middle has out_channels / reduction channels, rounded up to a multiple of ``groups``.
 
     The other arguments are those of `ResidualBlock`.
+
+    >>> from sparseconv.geometry.grid import VoxelGrid
+    >>> Bottleneck(16, 32)(SparseTensor(VoxelGrid(torch.tensor([[0, 0, 0, 0]])), torch.ones(1, 16))).channels
+    32
     """
 
     def __init__(

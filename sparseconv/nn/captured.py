@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, fault_of, forget_tables, put_scene
+from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, forget_tables
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.geometry.scene import fault_of, put_scene
 from sparseconv.nn import graphs
 from sparseconv.nn.results import Scene, apart, rows_of
 from sparseconv.tensor import SparseTensor

@@ -47,14 +47,26 @@ def run(modules: tuple[torch.nn.Module, ...], x: Any) -> Any:
 
 
 class Cat(SparseModule):
-    """Channels of several tensors on one grid, side by side."""
+    """Channels of several tensors on one grid, side by side.
+
+    >>> from sparseconv.geometry.grid import VoxelGrid
+    >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 0, 0, 0]])), torch.ones(1, 4))
+    >>> Cat()(x, x).channels
+    8
+    """
 
     def forward(self, *tensors: SparseTensor) -> SparseTensor:
         return tensors[0].cat(*tensors[1:])
 
 
 class Add(SparseModule):
-    """The sum of several tensors on one grid."""
+    """The sum of several tensors on one grid.
+
+    >>> from sparseconv.geometry.grid import VoxelGrid
+    >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 0, 0, 0]])), torch.ones(1, 2))
+    >>> Add()(x, x, x).features.tolist()
+    [[3.0, 3.0]]
+    """
 
     def forward(self, *tensors: SparseTensor) -> SparseTensor:
         total = tensors[0]
@@ -84,6 +96,11 @@ class ToDense(SparseModule):
     Args:
         extent: the box to fill, an `IndexRange` or a shape from the origin; default: the grid's own extent, which
             differs from scene to scene.
+
+    >>> from sparseconv.geometry.grid import VoxelGrid
+    >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 1, 2]])), torch.ones(1, 4))
+    >>> ToDense((3, 3))(x).shape
+    torch.Size([1, 4, 3, 3])
     """
 
     def __init__(self, extent: IndexRange | Sequence[int] | None = None) -> None:

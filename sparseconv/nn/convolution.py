@@ -106,10 +106,38 @@ class SubmanifoldConv(ConvolutionModule):
     torch.Size([2, 8])
     """
 
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: Axes | None = None, **options: Any) -> None:
-        if "stride" in options:
-            raise TypeError("a submanifold convolution has no stride: use Conv(..., stride=...)")
-        super().__init__(in_channels, out_channels, kernel_size, **options)
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Axes | None = None,
+        *,
+        dilation: Axes = 1,
+        padding: Axes | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        boundary: Boundary | str = "absent",
+        groups: int = 1,
+        bias: bool = True,
+        rank: int = 3,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            dilation=dilation,
+            padding=padding,
+            taps=taps,
+            boundary=boundary,
+            groups=groups,
+            bias=bias,
+            rank=rank,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+        )
 
     def forward(self, x: Features, *, plan: ConvolutionPlan | None = None) -> Features:
         """A `SparseTensor` -> one on the same grid; or features (N, C_in) with ``plan`` -> (N, C_out)."""
@@ -140,10 +168,35 @@ class Conv(ConvolutionModule):
         out_channels: int,
         kernel_size: Axes | None = None,
         *,
+        stride: Axes = 1,
         target: str | None = None,
-        **options: Any,
+        dilation: Axes = 1,
+        padding: Axes | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        boundary: Boundary | str = "absent",
+        groups: int = 1,
+        bias: bool = True,
+        rank: int = 3,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, **options)
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride=stride,
+            dilation=dilation,
+            padding=padding,
+            taps=taps,
+            boundary=boundary,
+            groups=groups,
+            bias=bias,
+            rank=rank,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+        )
         if target not in (None, "full"):
             raise ValueError(f"target is 'full' or None here, and a grid at the call; got {target!r}")
         self.target = target
@@ -183,10 +236,35 @@ class InverseConv(ConvolutionModule):
         out_channels: int,
         kernel_size: Axes | None = None,
         *,
+        stride: Axes = 1,
         target: str | None = None,
-        **options: Any,
+        dilation: Axes = 1,
+        padding: Axes | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        boundary: Boundary | str = "absent",
+        groups: int = 1,
+        bias: bool = True,
+        rank: int = 3,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, **options)
+        super().__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride=stride,
+            dilation=dilation,
+            padding=padding,
+            taps=taps,
+            boundary=boundary,
+            groups=groups,
+            bias=bias,
+            rank=rank,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+        )
         self.target = target
 
     def forward(

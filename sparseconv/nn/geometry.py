@@ -9,7 +9,7 @@ import torch
 
 from sparseconv.geometry.arguments import no_batch
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.ranges import Boundary, Ints, per_axis
+from sparseconv.geometry.ranges import KINDS, Boundary, Ints, per_axis
 from sparseconv.kinds import as_tensor, check_choice, check_count, check_kind, check_tensor
 from sparseconv.ops.rows import check_plan
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -50,7 +50,7 @@ class LayerGeometry:
             )
         check_kind("boundary", boundary, (Boundary, str), "pass 'absent', 'periodic' or another kind of Boundary")
         if isinstance(boundary, str):
-            check_choice("boundary", boundary, ("absent", "forbid", "periodic", "negative"))
+            check_choice("boundary", boundary, KINDS)
         for name, axes in (
             ("kernel_size", kernel_size),
             ("stride", stride),

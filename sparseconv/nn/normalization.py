@@ -23,6 +23,9 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
 
     In training a batch of one voxel is its own mean, so y is the bias; like an empty batch it has no variance and
     leaves the running statistics as they are.
+
+    >>> BatchNorm(1)(torch.tensor([[1.0], [3.0]])).tolist()[0][0] < 0
+    True
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
             y = trained(features, [Layer(self, alive=count)])
         elif count is not None and of_batch:
             y = self._by_sums(features, count)
-        elif features.shape[0] < 2 and of_batch:
+        elif of_batch and features.shape[0] < 2:
             y = features - features
             if self.weight is not None:
                 y = (y * self.weight + self.bias).to(features.dtype)
@@ -82,7 +85,11 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
 
 
 class LayerNorm(FeatureModule, torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm` over the channels of each voxel."""
+    """`torch.nn.LayerNorm` over the channels of each voxel.
+
+    >>> LayerNorm(4)(torch.ones(2, 4)).shape
+    torch.Size([2, 4])
+    """
 
 
 class GroupNorm(SparseModule, torch.nn.GroupNorm):
@@ -109,6 +116,10 @@ class InstanceNorm(SparseModule):
         num_features: C.
         eps: added to the variance.
         affine: learn a weight and a bias (C,).
+
+    >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 0], [0, 1], [1, 0]])), torch.rand(3, 4))
+    >>> InstanceNorm(4)(x).shape
+    torch.Size([3, 4])
     """
 
     def __init__(

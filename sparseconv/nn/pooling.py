@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import Boundary
 from sparseconv.nn.geometry import Axes, LayerGeometry, grid_in, grid_of
 from sparseconv.nn.module import Features, SparseModule, features_of, placed
 from sparseconv.ops import pooling
@@ -22,7 +24,7 @@ class WindowPool(SparseModule):
         stride: default ``kernel_size``; 1 where ``taps`` are given.
         target: ``"full"`` or None, as in `Conv`.
         rank: number of spatial axes.
-        options: dilation, padding, taps and boundary of `ConvolutionPlan`.
+        dilation, padding, taps, boundary, backend: those of `ConvolutionPlan`.
     """
 
     def __init__(
@@ -32,12 +34,25 @@ class WindowPool(SparseModule):
         *,
         target: str | None = None,
         rank: int = 3,
-        **options: Any,
+        dilation: Axes = 1,
+        padding: Axes | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        boundary: Boundary | str = "absent",
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         if stride is None:
             stride = 1 if kernel_size is None else kernel_size
-        self.geometry = LayerGeometry(rank, kernel_size, stride=stride, **options)
+        self.geometry = LayerGeometry(
+            rank,
+            kernel_size,
+            stride=stride,
+            dilation=dilation,
+            padding=padding,
+            taps=taps,
+            boundary=boundary,
+            backend=backend,
+        )
         self.target = target
 
     def _down(self, x: Any, target: VoxelGrid | SparseTensor | None, plan: ConvolutionPlan | None) -> ConvolutionPlan:
@@ -55,7 +70,12 @@ class WindowPool(SparseModule):
 
 
 class SumPool(WindowPool):
-    """The sum of the voxels in each window; see `sparseconv.ops.sum_pool`."""
+    """The sum of the voxels in each window; see `sparseconv.ops.sum_pool`.
+
+    >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 4]])), torch.tensor([[1.0], [3.0], [5.0]]))
+    >>> SumPool(2, rank=1)(x).features.tolist()
+    [[4.0], [5.0]]
+    """
 
     def forward(
         self, x: Features, *, target: VoxelGrid | SparseTensor | None = None, plan: ConvolutionPlan | None = None
@@ -84,9 +104,25 @@ class AvgPool(WindowPool):
         stride: Axes | None = None,
         *,
         count_absent: bool = False,
-        **options: Any,
+        target: str | None = None,
+        rank: int = 3,
+        dilation: Axes = 1,
+        padding: Axes | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        boundary: Boundary | str = "absent",
+        backend: str = "auto",
     ) -> None:
-        super().__init__(kernel_size, stride, **options)
+        super().__init__(
+            kernel_size,
+            stride,
+            target=target,
+            rank=rank,
+            dilation=dilation,
+            padding=padding,
+            taps=taps,
+            boundary=boundary,
+            backend=backend,
+        )
         self.count_absent = count_absent
 
     def forward(
@@ -107,6 +143,10 @@ class MaxPool(WindowPool):
         return_winners: also return the tap of each maximum (N_out, C), for `MaxUnpool`.
 
     The other arguments are those of `WindowPool`.
+
+    >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 4]])), torch.tensor([[1.0], [3.0], [5.0]]))
+    >>> MaxPool(2, rank=1)(x).features.tolist()
+    [[3.0], [5.0]]
     """
 
     def __init__(
@@ -115,9 +155,25 @@ class MaxPool(WindowPool):
         stride: Axes | None = None,
         *,
         return_winners: bool = False,
-        **options: Any,
+        target: str | None = None,
+        rank: int = 3,
+        dilation: Axes = 1,
+        padding: Axes | None = None,
+        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        boundary: Boundary | str = "absent",
+        backend: str = "auto",
     ) -> None:
-        super().__init__(kernel_size, stride, **options)
+        super().__init__(
+            kernel_size,
+            stride,
+            target=target,
+            rank=rank,
+            dilation=dilation,
+            padding=padding,
+            taps=taps,
+            boundary=boundary,
+            backend=backend,
+        )
         self.return_winners = return_winners
 
     def forward(
@@ -151,6 +207,11 @@ class MaxUnpool(WindowPool):
     """Put values back where a `MaxPool` found them, 0 elsewhere; see `sparseconv.ops.max_unpool`.
 
     Arguments are those of the `MaxPool` that it undoes.
+
+    >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 4]])), torch.tensor([[1.0], [3.0], [5.0]]))
+    >>> y, winners = MaxPool(2, rank=1, return_winners=True)(x)
+    >>> MaxUnpool(2, rank=1)(y, winners, onto=x).features.tolist()
+    [[0.0], [3.0], [5.0]]
     """
 
     def forward(
@@ -167,7 +228,12 @@ class MaxUnpool(WindowPool):
 
 
 class GlobalSumPool(SparseModule):
-    """The sum over the voxels of each batch item: a `SparseTensor` -> (B, C), 0 for an empty item."""
+    """The sum over the voxels of each batch item: a `SparseTensor` -> (B, C), 0 for an empty item.
+
+    >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 4]])), torch.tensor([[1.0], [3.0], [5.0]]))
+    >>> GlobalSumPool()(x)
+    tensor([[9.]])
+    """
 
     def forward(self, x: Features, *, grid: VoxelGrid | None = None) -> torch.Tensor:
         """A `SparseTensor`, or features (N, C) with their ``grid`` -> (B, C)."""
@@ -175,7 +241,12 @@ class GlobalSumPool(SparseModule):
 
 
 class GlobalAvgPool(SparseModule):
-    """The mean over the voxels of each batch item: a `SparseTensor` -> (B, C), 0 for an empty item."""
+    """The mean over the voxels of each batch item: a `SparseTensor` -> (B, C), 0 for an empty item.
+
+    >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 4]])), torch.tensor([[1.0], [3.0], [5.0]]))
+    >>> GlobalAvgPool()(x)
+    tensor([[3.]])
+    """
 
     def forward(self, x: Features, *, grid: VoxelGrid | None = None) -> torch.Tensor:
         """A `SparseTensor`, or features (N, C) with their ``grid`` -> (B, C)."""
@@ -183,7 +254,12 @@ class GlobalAvgPool(SparseModule):
 
 
 class GlobalMaxPool(SparseModule):
-    """The maximum over the voxels of each batch item: a `SparseTensor` -> (B, C), 0 for an empty item."""
+    """The maximum over the voxels of each batch item: a `SparseTensor` -> (B, C), 0 for an empty item.
+
+    >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 4]])), torch.tensor([[1.0], [3.0], [5.0]]))
+    >>> GlobalMaxPool()(x)
+    tensor([[5.]])
+    """
 
     def forward(self, x: Features, *, grid: VoxelGrid | None = None) -> torch.Tensor:
         """A `SparseTensor`, or features (N, C) with their ``grid`` -> (B, C)."""

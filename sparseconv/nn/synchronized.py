@@ -20,6 +20,10 @@ class SyncBatchNorm(BatchNorm):
 
     Processes may hold different numbers of voxels, none at all included. Statistics in fp32 for halves. Outside of
     training, or without processes, it is `BatchNorm`. State and arguments are torch's; ``process_group`` is the group.
+
+    >>> net = torch.nn.Sequential(BatchNorm(8))
+    >>> type(SyncBatchNorm.convert(net)[0]).__name__
+    'SyncBatchNorm'
     """
 
     def __init__(self, num_features: int, *args: Any, process_group: Any = None, **options: Any) -> None:

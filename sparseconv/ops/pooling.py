@@ -23,7 +23,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.kinds import check_tensor
 from sparseconv.ops.items import split_items
-from sparseconv.ops.rows import check_grid, check_plan, check_rows, kept
+from sparseconv.ops.rows import check_grid, check_plan, check_rows, kept, recorder, wide
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.products import SparseScaleInfo, sparse_scale
 from sparseconv.products.info import known_right
@@ -47,6 +47,8 @@ def sum_pool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
     >>> sum_pool(torch.tensor([[1.0], [2.0], [4.0]]), ConvolutionPlan(grid, 2, stride=2)).tolist()
     [[3.0], [4.0]]
     """
+    if (traced := recorder(plan)) is not None:
+        return traced.pooled(x, "sum")
     x, plan = _local(x, plan)
     return edge_sum(x, plan.kernel_map)
 
@@ -61,8 +63,10 @@ def avg_pool(x: torch.Tensor, plan: ConvolutionPlan, *, count_absent: bool = Fal
     >>> avg_pool(torch.tensor([[1.0], [2.0], [4.0]]), ConvolutionPlan(grid, 2, stride=2)).tolist()
     [[1.5], [4.0]]
     """
+    if (traced := recorder(plan)) is not None:
+        return traced.pooled(x, "average_of_taps" if count_absent else "average")
     x, plan = _local(x, plan)
-    total = edge_sum(x.to(_wide(x)), plan.kernel_map)
+    total = edge_sum(x.to(wide(x)), plan.kernel_map)
     return (total / (plan.num_taps if count_absent else _degrees(plan.kernel_map))).to(x.dtype)
 
 
@@ -80,6 +84,8 @@ def max_pool(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, torc
     >>> y.tolist(), winners.tolist()
     ([[2.0], [-4.0]], [[1], [1]])
     """
+    if (traced := recorder(plan)) is not None:
+        return traced.max_pooled(x)
     x, plan = _local(x, plan)
     return _max(x, plan.kernel_map)
 
@@ -131,6 +137,8 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
         raise ValueError(
             f"winners must be {tuple(x.shape)} on {x.device} like x; got {tuple(winners.shape)} on {winners.device}"
         )
+    if (traced := recorder(plan)) is not None:
+        return traced.max_unpooled(x, winners)
     if getattr(plan.source, "is_shared", False):
         raise ValueError("max_unpool over shards needs the winners of other ranks: use unpool, or gather the scene")
     x, plan = _local(x, plan)
@@ -138,18 +146,32 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
 
 
 def global_sum_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
-    """The sum over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
+    """The sum over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [1, 0]]))
+    >>> global_sum_pool(torch.tensor([[1.0], [3.0], [5.0]]), grid).tolist()
+    [[4.0], [5.0]]
+    """
     check_grid(grid)
+    if (traced := recorder(grid)) is not None:
+        return traced.pooled(x, "sum")
     return grid.all_sum(_by_item(x, grid, lambda item: item.sum(0)))
 
 
 def global_avg_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
-    """The mean over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item."""
+    """The mean over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item.
+
+    >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [1, 0]]))
+    >>> global_avg_pool(torch.tensor([[1.0], [3.0], [5.0]]), grid).tolist()
+    [[2.0], [5.0]]
+    """
     check_grid(grid)
+    if (traced := recorder(grid)) is not None:
+        return traced.pooled(x, "average")
     if not grid.is_shared:
         return _by_item(x, grid, lambda item: item.mean(0))
     counts = grid.all_sum(grid.batch_counts).clamp_min(1)
-    return (global_sum_pool(x.to(_wide(x)), grid) / counts[:, None]).to(x.dtype)
+    return (global_sum_pool(x.to(wide(x)), grid) / counts[:, None]).to(x.dtype)
 
 
 def global_max_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
@@ -160,6 +182,8 @@ def global_max_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     [[-1.0], [0.0], [4.0]]
     """
     check_grid(grid)
+    if (traced := recorder(grid)) is not None:
+        return traced.pooled(x, "max")
     if grid.is_shared:
         raise ValueError("a maximum over shards is not offered: pool to one grid first, or gather the scene")
     return _by_item(x, grid, lambda item: item.max(0).values)
@@ -187,7 +211,7 @@ class _WinnerSum(Function):
         if kernel_map.padded:
             return _chosen_sum(x, winners, kernel_map.reverse() if adjoint else kernel_map, at_target)
         rows = kernel_map.num_in if adjoint else kernel_map.num_out
-        y = torch.zeros((rows, x.shape[1]), dtype=_wide(x), device=x.device)
+        y = torch.zeros((rows, x.shape[1]), dtype=wide(x), device=x.device)
         for tap, ins, outs in _by_tap(kernel_map):
             sources, targets = (outs, ins) if adjoint else (ins, outs)
             chosen = winners.index_select(0, targets if at_target else sources) == tap
@@ -286,7 +310,7 @@ def _seen(edges: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
 
 def _chosen_sum(x: torch.Tensor, winners: torch.Tensor, edges: KernelMap, at_target: bool) -> torch.Tensor:
     """`_WinnerSum` onto the output rows of edges that the host cannot count."""
-    y = torch.zeros((edges.num_out, x.shape[1]), dtype=_wide(x), device=x.device)
+    y = torch.zeros((edges.num_out, x.shape[1]), dtype=wide(x), device=x.device)
     for tap, rows, real in _seen(edges):
         chosen = (winners if at_target else winners.index_select(0, rows)) == tap
         y += torch.where(real & chosen, x.index_select(0, rows), 0)
@@ -356,10 +380,6 @@ def _degrees(kernel_map: KernelMap) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             kernel_map.prepared["degrees"] = degrees
     return degrees
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _local(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, ConvolutionPlan]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,3 +49,13 @@ def kept(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return torch.where(mask, terms, 0)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[terms.element_size()]
     return (terms.view(bits) & mask.to(bits).neg_()).view(terms.dtype)
+
+
+def recorder(place: Any) -> Any:
+    """A grid or plan of a trace by torch.export, which records poolings as operators of its own; None of others."""
+    return place if hasattr(place, "pooled") else None
+
+
+def wide(x: torch.Tensor) -> torch.dtype:
+    """The dtype that sums of x are kept in: fp32 of halves."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -18,6 +19,8 @@ from sparseconv.kinds import check_count, check_kind
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
 Axes = int | Sequence[int]
+#: a grid, as a plan holds it
+Held = VoxelGrid | weakref.ref[VoxelGrid]
 #: the tensors that `ConvolutionPlan.execute` takes
 OPERANDS = ("x", "weight", "bias", "residual")
 
@@ -119,3 +122,18 @@ def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue |
         f"epilogue must be a function made with pointwise_dynamic, or an Epilogue of one; got {type(given).__name__}: "
         "sparseconv.pointwise has relu, silu, gelu and others"
     )
+
+
+def recorder(source: Any) -> Any:
+    """The class of plans on a grid of a trace by torch.export; None of any other grid."""
+    return source.plan_type if torch.compiler.is_exporting() and isinstance(source, VoxelGrid) else None
+
+
+def held(grid: Held) -> VoxelGrid:
+    """The grid, which a plan kept with it holds weakly."""
+    if not isinstance(grid, weakref.ref):
+        return grid
+    alive = grid()
+    if alive is None:
+        raise RuntimeError("the grid that kept this plan is gone: hold the grid as long as you ask the plan for it")
+    return alive

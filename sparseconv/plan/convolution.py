@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 
 from sparseconv import transforms
-from sparseconv.autograd import convolution, fused_convolution
 from sparseconv.backends.base import Request
 from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
@@ -18,24 +17,27 @@ from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
 from sparseconv.kinds import as_device, check_count, check_tensor
+from sparseconv.moving import Movable
 from sparseconv.numbered_maps import number_of
 from sparseconv.plan.arguments import (
     OPERANDS,
     Axes,
+    Held,
     as_epilogue,
     autocast,
     check_operands,
     checked_window,
+    held,
+    recorder,
 )
 from sparseconv.plan.explanation import Explanation, explain
+from sparseconv.plan.fused import fused_convolution
 from sparseconv.plan.weights import by_tap, packed
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 from sparseconv.torch_private import any_autocast
 
-Held = VoxelGrid | weakref.ref[VoxelGrid]
 
-
-class ConvolutionPlan:
+class ConvolutionPlan(Movable):
     """Which input voxel meets which output voxel through which tap, ready to be executed.
 
         fine = stride * coarse + dilation * tap - padding        (tap = 0 .. kernel_size - 1, per axis)
@@ -66,6 +68,10 @@ class ConvolutionPlan:
     >>> plan.execute(torch.ones(3, 4), torch.ones(9, 4, 2))[:, 0].tolist()
     [8.0, 8.0, 4.0]
     """
+
+    def __new__(cls, source: Any = None, *given: Any, **named: Any) -> Any:
+        recorded = recorder(source)
+        return object.__new__(cls) if recorded is None else recorded(source, *given, **named)
 
     def __init__(
         self,
@@ -124,6 +130,10 @@ class ConvolutionPlan:
 
         Arguments are those of `ConvolutionPlan`. To invert an earlier plan exactly, use its `transpose()`.
         """
+        if (recorded := recorder(source)) is not None:
+            size = {"stride": stride, "dilation": dilation, "padding": padding, "taps": taps, "target": target}
+            options = {"boundary": boundary, "groups": groups, "backend": backend, "deterministic": deterministic}
+            return recorded.transposed(source, kernel_size, **size, **options)
         window, edge = checked_window(
             source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, deterministic
         )
@@ -207,12 +217,12 @@ class ConvolutionPlan:
     @property
     def source(self) -> VoxelGrid:
         """The grid of the inputs."""
-        return _held(self._source)
+        return held(self._source)
 
     @property
     def target(self) -> VoxelGrid:
         """The grid of the outputs."""
-        return _held(self._target)
+        return held(self._target)
 
     @property
     def projection(self) -> IndexProjection:
@@ -287,8 +297,6 @@ class ConvolutionPlan:
         """
         x, taps, bias, residual = self.operands(x, weight, bias, residual)
         call = (self._number, self.kernel_map.num_out, self.groups, self.backend)
-        if residual is None and epilogue is None:
-            return convolution(x, taps, bias, *call)
         return fused_convolution(x, taps, bias, residual, as_epilogue(epilogue), *call)
 
     def operands(
@@ -388,13 +396,3 @@ class ConvolutionPlan:
         words.append(f"{edges.num_in:,} -> {edges.num_out:,} voxels")
         words.append(f"{edges.num_pairs:,} pairs, {edges.num_pairs / max(1, edges.num_out):.1f} an output")
         return f"ConvolutionPlan({', '.join(words)}, {self.device})"
-
-
-def _held(grid: Held) -> VoxelGrid:
-    """The grid, which a plan kept with it holds weakly."""
-    if not isinstance(grid, weakref.ref):
-        return grid
-    alive = grid()
-    if alive is None:
-        raise RuntimeError("the grid that kept this plan is gone: hold the grid as long as you ask the plan for it")
-    return alive

@@ -8,9 +8,16 @@ from sparseconv.backends.base import Request
 from sparseconv.backends.registry import backend, choose, refusals
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """What `ConvolutionPlan.explain` found; ``str()`` of it is meant to be read."""
+    """What `ConvolutionPlan.explain` found; printed, or shown by an interpreter, it is lines to read.
+
+    >>> import torch
+    >>> import sparseconv as sc
+    >>> plan = sc.ConvolutionPlan(sc.VoxelGrid(torch.tensor([[0, 0, 0]])), 3)
+    >>> plan.explain(torch.ones(1, 4), torch.ones(9, 4, 8)).flops
+    64
+    """
 
     plan: str
     request: str
@@ -21,7 +28,7 @@ class Explanation:
     fewest_bytes: int  # inputs, weight and outputs once each
     workspace_bytes: int
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [self.plan, f"  asked: {self.request}"]
         for name, sentence in self.said.items():
             verdict = "chosen" if name == self.chosen else "could serve" if sentence is None else f"no: {sentence}"

@@ -13,12 +13,13 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
+from sparseconv.moving import Movable
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import TorchDispatchMode
 
 
-class PlanSet:
+class PlanSet(Movable):
     """The plans that layers keep with a grid, and with the coarser grids that these lead to.
 
     A grid drops them when it is pickled, since they are large and can be built again. A plan set carries them: a worker

@@ -62,7 +62,10 @@ def plan_within(
     if plan is None:
         window = Window.of(grid.rank, size["kernel_size"], size["stride"], size["dilation"], size["padding"])
         kernel, step, pad, gap = size.values()
-        if generative:
+        recorded = getattr(grid.plan_type, "within", None)  # where torch.export traces
+        if recorded is not None:
+            plan = recorded(grid, box.shape, kernel, generative, stride=step, padding=pad, dilation=gap)
+        elif generative:
             boundary = Boundary.forbid(box)
             plan = ConvolutionPlan.transposed(grid, kernel, stride=step, padding=pad, dilation=gap, boundary=boundary)
         else:

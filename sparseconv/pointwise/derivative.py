@@ -10,11 +10,11 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.autograd_function import Function
+from sparseconv.pointwise.evaluation import Evaluation, packed
 from sparseconv.pointwise.schema import Derivative
 
 if TYPE_CHECKING:
-    from sparseconv.pointwise.function import PointwiseDynamicFunction
-    from sparseconv.pointwise.plan import Plan
+    from sparseconv.pointwise.kernel.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Recipe:
     names: tuple[str, ...]  # of the tensors, then of the numbers
 
     @staticmethod
-    def of(function: PointwiseDynamicFunction, needed: Sequence[bool]) -> Recipe:
+    def of(function: Evaluation, needed: Sequence[bool]) -> Recipe:
         schema = function.schema
         names: dict[str, None] = {}
         if function.derivative is None:
@@ -51,7 +51,7 @@ class Recipe:
 
 def keep(
     ctx: Any,
-    function: PointwiseDynamicFunction,
+    function: Evaluation,
     inputs: Sequence[Any],
     outputs: Sequence[Any],
     needed: tuple[bool, ...],
@@ -67,7 +67,7 @@ def keep(
     ctx.forms = [(inputs[i].shape, inputs[i].dtype) for i in recipe.wanted]
 
 
-def gradients(ctx: Any, function: PointwiseDynamicFunction, grads: Sequence[Any]) -> list[Any]:
+def gradients(ctx: Any, function: Evaluation, grads: Sequence[Any]) -> list[Any]:
     """The gradient of every argument, None where there is none."""
     recipe = ctx.recipe
     values: dict[str, Any] = dict(zip(recipe.names, (*ctx.saved_tensors, *ctx.numbers)))
@@ -83,7 +83,7 @@ def gradients(ctx: Any, function: PointwiseDynamicFunction, grads: Sequence[Any]
     return results
 
 
-def _declared(function: PointwiseDynamicFunction, wanted: Sequence[int], values: dict[str, Any]) -> dict[int, Any]:
+def _declared(function: Evaluation, wanted: Sequence[int], values: dict[str, Any]) -> dict[int, Any]:
     found: dict[int, Any] = {}
     computed: list[tuple[Derivative, Any]] = []  # arguments that share a derivative share its result
     for i in wanted:
@@ -98,7 +98,7 @@ def _declared(function: PointwiseDynamicFunction, wanted: Sequence[int], values:
     return found
 
 
-def _through_twin(function: PointwiseDynamicFunction, wanted: Sequence[int], values: dict[str, Any]) -> dict[int, Any]:
+def _through_twin(function: Evaluation, wanted: Sequence[int], values: dict[str, Any]) -> dict[int, Any]:
     """Each argument is one of its own, also where the caller made one of another."""
     args = [values[f"in{i}"] for i in range(function.schema.num_inputs)]
     run, places = _twin_of(function, args, wanted)
@@ -117,7 +117,7 @@ def _through_twin(function: PointwiseDynamicFunction, wanted: Sequence[int], val
 
 
 def _twin_of(
-    function: PointwiseDynamicFunction, args: Sequence[Any], moving: Iterable[int]
+    function: Evaluation, args: Sequence[Any], moving: Iterable[int]
 ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], list[int]]:
     """The twin as a function of some arguments, and which outputs it then gives: those that can have a derivative."""
     places: list[int] = []
@@ -132,7 +132,7 @@ def _twin_of(
 
 
 def _pushed(
-    function: PointwiseDynamicFunction, args: Sequence[Any], outputs: Sequence[torch.Tensor], along: dict[int, Any]
+    function: Evaluation, args: Sequence[Any], outputs: Sequence[torch.Tensor], along: dict[int, Any]
 ) -> list[Any]:
     """The tangent of each output, None where it has none, from those of some arguments.
 
@@ -162,7 +162,7 @@ def _pushed(
     return tangents
 
 
-def _pushed_through_twin(function: PointwiseDynamicFunction, args: Sequence[Any], along: dict[int, Any]) -> list[Any]:
+def _pushed_through_twin(function: Evaluation, args: Sequence[Any], along: dict[int, Any]) -> list[Any]:
     """`_pushed` by the gradient of the twin's gradient, which is linear in what stands for the outputs' gradients."""
     run, places = _twin_of(function, args, along)
     outputs, pull, *_ = torch.func.vjp(run, *(args[i] for i in along))
@@ -181,11 +181,9 @@ class Differentiable(Function):
     """One call of a pointwise function as a node of the autograd graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any, function: PointwiseDynamicFunction, plan: Plan | None, addresses: Any, numbers: Any, *args: Any
-    ) -> Any:
+    def forward(ctx: Any, function: Evaluation, plan: Plan | None, addresses: Any, numbers: Any, *args: Any) -> Any:
         ctx.function = function
-        result = _packed(function.evaluate(args)) if plan is None else plan.fresh(addresses, numbers)
+        result = packed(function.evaluate(args)) if plan is None else plan.fresh(addresses, numbers)
         _finish(ctx, function, args, result, ctx.needs_input_grad[4:])
         return result
 
@@ -198,8 +196,8 @@ class Transformed(Function):
     """The same node in the form that torch.func's transforms ask for, which costs the host several times more."""
 
     @staticmethod
-    def forward(function: PointwiseDynamicFunction, *args: Any) -> Any:
-        return _packed(function.evaluate(args))
+    def forward(function: Evaluation, *args: Any) -> Any:
+        return packed(function.evaluate(args))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -218,10 +216,10 @@ class Transformed(Function):
         for i in function.schema.tensors:
             args[i] = saved.pop(0)
         along = {i: t for i, t in enumerate(tangents) if t is not None and (t.is_floating_point() or t.is_complex())}
-        return _packed(_pushed(function, args, saved, along))
+        return packed(_pushed(function, args, saved, along))
 
     @staticmethod
-    def vmap(info: Any, dims: Any, function: PointwiseDynamicFunction, *args: Any) -> tuple[Any, Any]:
+    def vmap(info: Any, dims: Any, function: Evaluation, *args: Any) -> tuple[Any, Any]:
         """A batch of calls, for torch.func.vmap: one more axis in front of all others."""
         batched = {i: args[i].movedim(dim, 0) for i, dim in enumerate(dims[1:]) if dim is not None}
         rank = max(batched[i].ndim - 1 if i in batched else args[i].ndim for i in function.schema.tensors)
@@ -243,11 +241,7 @@ class Transformed(Function):
         return (None, *gradients(ctx, ctx.function, grads))
 
 
-def _packed(outputs: Sequence[torch.Tensor]) -> Any:
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
-def _finish(ctx: Any, function: PointwiseDynamicFunction, inputs: Any, result: Any, needed: tuple[bool, ...]) -> None:
+def _finish(ctx: Any, function: Evaluation, inputs: Any, result: Any, needed: tuple[bool, ...]) -> None:
     outputs = (result,) if isinstance(result, torch.Tensor) else result
     keep(ctx, function, inputs, outputs, needed)
     if not all(y.is_floating_point() for y in outputs):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from sparseconv import transforms
 from sparseconv.pointwise import metadata
-from sparseconv.pointwise.derivative import Differentiable, Recipe, Transformed
-from sparseconv.pointwise.launch import Launch, Overload, task_space
+from sparseconv.pointwise.derivative import Differentiable, Transformed
+from sparseconv.pointwise.evaluation import Evaluation, packed
+from sparseconv.pointwise.kernel.plan import Plan
 from sparseconv.pointwise.library import register
-from sparseconv.pointwise.metadata import Metadata
-from sparseconv.pointwise.plan import Plan
 from sparseconv.pointwise.scalar import ScalarFunction
-from sparseconv.pointwise.schema import Config, Derivative, Schema
+from sparseconv.pointwise.schema import Schema
 from sparseconv.pointwise.strided import StridedBuffer
 from sparseconv.torch_private import dispatch_modes
 
@@ -24,7 +22,7 @@ _PLANS_KEPT = 4096  # geometries remembered by a function
 _Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 
 
-class PointwiseDynamicFunction:
+class PointwiseDynamicFunction(Evaluation):
     """A pointwise operator over tensors of any rank, strides, dtype and broadcast, made by `pointwise_dynamic`.
 
     Call it with the arguments of its scalar function by position, and outputs to write to by keyword (``out0=``,
@@ -37,66 +35,12 @@ class PointwiseDynamicFunction:
         extra_arguments: positions of the arguments that are numbers.
         reference: the twin, a torch function of the same arguments, or None.
         derivative: argument -> `Derivative`, or None if gradients go through the twin.
+        op: the operator that torch has registered.
     """
 
-    def __init__(
-        self,
-        scalar: ScalarFunction,
-        schema: Schema,
-        *,
-        reference: Callable[..., Any] | None = None,
-        derivative: Mapping[int, Derivative] | None = None,
-        config: Config | None = None,
-        autocast: torch.dtype | None = None,
-        defaults: Sequence[Any] = (),
-        doc: str | None = None,
-    ) -> None:
-        self.schema = schema
-        self.defaults = tuple(defaults)
-        self.reference = reference
-        self.derivative = derivative
-        self.config = config or Config()
-        self.autocast = autocast
-        self.extra_arguments = schema.scalars
-        self.differentiable = derivative is not None or reference is not None
-        self.__name__ = self.__qualname__ = schema.name
-        self.__doc__ = doc or getattr(scalar.python, "__doc__", None) or type(self).__doc__
-        self._scalar_function = scalar
-        self._is_tensor = schema.is_tensor
-        self._count = schema.num_inputs
-        self._overloads: dict[int, Overload] = {}
-        self._lock = threading.Lock()
-        self._derived: dict[Any, Any] = {}
-        self.recipes: dict[tuple[bool, ...], Recipe] = {}
-        self._plans: dict[Any, Plan] = {}
+    def __init__(self, scalar: ScalarFunction, schema: Schema, **options: Any) -> None:
+        super().__init__(scalar, schema, **options)
         self.op, self._library = register(self)
-
-    @property
-    def scalar(self) -> Any:
-        return self._scalar_function.jitted
-
-    @property
-    def scalar_function(self) -> ScalarFunction:
-        return self._scalar_function
-
-    def instantiate(self, rank: int) -> Overload:
-        """The overload for task spaces of ``rank`` axes, which takes ready outputs and infers nothing."""
-        if not isinstance(rank, int) or rank < 0:
-            raise ValueError(f"{self.schema.name}: instantiate(rank) takes a rank of 0 or more, but got {rank!r}")
-        found = self._overloads.get(rank)
-        if found is None:
-            with self._lock:
-                found = self._overloads.setdefault(
-                    rank, Overload(self.schema, self._scalar_function, rank, self.config)
-                )
-        return found
-
-    def derived(self, make: Callable[..., Any], *key: Any) -> Any:
-        """What ``make(self, *key)`` gives, made once for each key."""
-        found = self._derived.get((make, key))
-        if found is None:
-            found = self._derived.setdefault((make, key), make(self, *key))
-        return found
 
     def __call__(self, *args: Any, **outs: Any) -> Any:
         missing = self._count - len(args)
@@ -137,16 +81,6 @@ class PointwiseDynamicFunction:
             return self._general(args, outs)
         return plan.into(addresses, numbers, written)
 
-    def _written(self, key: list[Any], outs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """Given outputs added to the key of a call, or nothing where the call must be looked at in full."""
-        given = []
-        for name, value in outs.items():
-            if type(value) is not _Tensor or value.requires_grad:
-                return []
-            key += (name, value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() & 15)
-            given.append(value)
-        return given if len(given) == self.schema.num_outputs else []
-
     def _general(self, args: Sequence[Any], outs: Mapping[str, Any]) -> Any:
         """A call in full: every check, every kind of argument."""
         metadata.check_arguments(self.schema, args)
@@ -156,111 +90,21 @@ class PointwiseDynamicFunction:
             return self._into(args, outs, device)
         tensors = [args[i] for i in self.schema.tensors]
         if any(isinstance(a, StridedBuffer) for a in tensors):
-            return _packed(self._kernel(args, {}, device) if device.type != "cpu" else self.evaluate(args))
+            return packed(self._kernel(args, {}, device) if device.type != "cpu" else self.evaluate(args))
         if transforms.present():
             return Transformed.apply(self, *args)
         if _transformed(tensors) or device.type not in ("cpu", "cuda"):
             return self.op(*args)
         if torch.is_grad_enabled() and any(a.requires_grad for a in tensors) and self._has_gradient(args):
             return Differentiable.apply(self, None, (), (), *args)
-        return _packed(self.evaluate(args))
-
-    def evaluate(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        """The outputs for plain arguments on one device, outside autograd."""
-        first = args[self.schema.tensors[0]]
-        device = metadata.check_devices(self.schema, args) if first.device.type == "cpu" else first.device
-        if device.type == "cpu":
-            if self.reference is not None:
-                return self.twin(args)
-            return self._kernel(args, {}, device)
-        args = self._placed(args, device)
-        if any(isinstance(args[i], StridedBuffer) for i in self.schema.tensors) or self._scalar_function.interpreted:
-            return self._kernel(args, {}, device)
-        expected, outputs = self._outputs(args, {}, device)
-        launch = self._launch(args, expected, outputs)
-        self._remember(args, {}, Plan.make(self.schema, args, expected, outputs, launch, given=False))
-        if launch is not None:
-            launch.on(args, outputs, self.schema)
-        return outputs
-
-    def _remember(self, args: Sequence[Any], outs: Mapping[str, Any], plan: Plan) -> None:
-        """Keep what a further call of this geometry needs."""
-        key: list[Any] = [torch.get_default_dtype()]
-        for value, flag in zip(args, self._is_tensor):
-            if flag:
-                key += (value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() & 15)
-            else:
-                key.append(type(value))
-        if outs and not self._written(key, outs):
-            return
-        if len(self._plans) >= _PLANS_KEPT:
-            self._plans.clear()
-        self._plans[tuple(key)] = plan
-
-    def twin(self, args: Sequence[Any]) -> list[torch.Tensor]:
-        """The outputs by ``reference``, with the dtypes, shape and strides that the kernel would give."""
-        schema = self.schema
-        if self.reference is None:
-            raise TypeError(f"{schema.name} has no reference= and cannot run on {args[schema.tensors[0]].device}")
-        args = [a.to_tensor() if isinstance(a, StridedBuffer) else a for a in args]
-        expected = metadata.infer(schema, args)
-        seen = [a.to(t) if flag else a for a, flag, t in zip(args, schema.is_tensor, expected.dtypes.compute)]
-        if schema.index:
-            count = torch.Size(expected.shape).numel()
-            seen.append(torch.arange(count, device=seen[schema.tensors[0]].device).view(expected.shape))
-        try:
-            results = self.reference(*seen)
-        except (NotImplementedError, RuntimeError) as error:
-            if all(dtype.is_floating_point for dtype in expected.dtypes.compute):
-                raise
-            raise TypeError(f"{schema.name} is not made for {metadata.describe(args)}: torch says: {error}") from error
-        results = list(results) if isinstance(results, (tuple, list)) else [results]
-        if len(results) != schema.num_outputs:
-            raise ValueError(
-                f"{schema.name}: reference= gave {len(results)} outputs, but {schema.num_outputs} are declared"
-            )
-        inputs = [args[i] for i in schema.tensors]
-        return [_as_expected(r, t, expected, inputs) for r, t in zip(results, expected.dtypes.results)]
+        return packed(self.evaluate(args))
 
     def kernel_path(self, *args: Any, **outs: Any) -> Any:
         """The call by the generated kernel, whatever the device; on CPU tensors Triton's interpreter must be on."""
         args = (*args, *self.defaults[len(self.defaults) - (self.schema.num_inputs - len(args)) :])
         metadata.check_arguments(self.schema, args)
         device = metadata.check_devices(self.schema, args)
-        return _packed(self._kernel(self._placed(args, device), self._named(outs), device))
-
-    def _kernel(self, args: Sequence[Any], outs: Mapping[int, Any], device: torch.device) -> list[Any]:
-        if device.type == "cpu" and not self._scalar_function.interpreted:
-            raise TypeError(
-                f"{self.schema.name} has no reference=, the torch function that runs on CPU tensors; "
-                f"declare one, or move the arguments to a GPU"
-            )
-        expected, outputs = self._outputs(args, outs, device)
-        launch = self._launch(args, expected, outputs)
-        if launch is not None:
-            launch.on(args, outputs, self.schema)
-        return outputs
-
-    def _outputs(
-        self, args: Sequence[Any], outs: Mapping[int, Any], device: torch.device
-    ) -> tuple[Metadata, list[Any]]:
-        expected = metadata.infer(self.schema, args)
-        for j, out in outs.items():
-            name = f"out{j}"
-            metadata.check_output(self.schema.name, name, out, expected.shape, expected.dtypes.results[j], device)
-            others = [other for k, other in outs.items() if k != j]
-            metadata.check_aliasing(self.schema.name, name, out, args)
-            if any(other.data_ptr() == out.data_ptr() and out.numel() for other in others):
-                raise ValueError(f"{self.schema.name}: {name}= is given for two outputs")
-        fresh = expected.allocate(device) if len(outs) < self.schema.num_outputs else []
-        return expected, [outs[j] if j in outs else fresh[j] for j in range(self.schema.num_outputs)]
-
-    def _launch(self, args: Sequence[Any], expected: Metadata, outputs: Sequence[Any]) -> Launch | None:
-        if 0 in expected.shape:
-            return None
-        geometry = [*(tuple(o.stride()) for o in outputs), *expected.operands]
-        space = task_space(self.schema, args, outputs, expected.shape, geometry, self.config)
-        return self.instantiate(len(space.sizes)).prepare(args, outputs, space, expected.dtypes)
+        return packed(self._kernel(self._placed(args, device), self._named(outs), device))
 
     def _into(self, args: Sequence[Any], outs: Mapping[str, Any], device: torch.device) -> Any:
         named = self._named(outs)
@@ -275,7 +119,7 @@ class PointwiseDynamicFunction:
         expected, outputs = self._outputs(args, named, device)
         if device.type == "cpu" and self.reference is not None:
             with torch.no_grad():
-                return _packed([out.copy_(result) for out, result in zip(outputs, self.twin(args))])
+                return packed([out.copy_(result) for out, result in zip(outputs, self.twin(args))])
         if device.type == "cpu" or len(tensors) < len(self.schema.tensors) + len(named):
             outputs = self._kernel(args, named, device)
         else:
@@ -287,7 +131,7 @@ class PointwiseDynamicFunction:
                     self._remember(args, outs, plan)
         for out in named.values():
             torch.autograd.graph.increment_version(out.base if isinstance(out, StridedBuffer) else out)
-        return _packed(outputs)
+        return packed(outputs)
 
     def _traced(self, args: Sequence[Any], outs: Mapping[str, Any]) -> Any:
         """The call while torch.compile traces it: the operator, and copies into given outputs."""
@@ -299,7 +143,7 @@ class PointwiseDynamicFunction:
         results = list(result) if isinstance(result, tuple) else [result]
         for j, out in self._named(outs).items():
             results[j] = out.copy_(results[j])
-        return results[0] if len(results) == 1 else tuple(results)
+        return packed(results)
 
     def _named(self, outs: Mapping[str, Any]) -> dict[int, Any]:
         """Given outputs by number; None stands for an output that is not given."""
@@ -326,12 +170,6 @@ class PointwiseDynamicFunction:
         halves = (torch.float16, torch.bfloat16)
         return [a.to(self.autocast) if isinstance(a, torch.Tensor) and a.dtype in halves else a for a in args]
 
-    def _placed(self, args: Sequence[Any], device: torch.device) -> Sequence[Any]:
-        """0-d CPU tensors moved to the device of the others."""
-        if device.type == "cpu" or all(a.device == device for a in (args[i] for i in self.schema.tensors)):
-            return args
-        return [a.to(device) if isinstance(a, torch.Tensor) and a.device.type == "cpu" else a for a in args]
-
     def _has_gradient(self, args: Sequence[Any]) -> bool:
         results = metadata.dtypes_of(self.schema, args).results
         if not any(t.is_floating_point or t.is_complex for t in results):
@@ -350,21 +188,6 @@ class PointwiseDynamicFunction:
         return f"PointwiseDynamicFunction({schema.name}: {', '.join(parts + has)})"
 
 
-def _packed(outputs: Sequence[Any]) -> Any:
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
-
-
 def _transformed(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a subclass or a dispatch mode must see the call as an operator."""
     return dispatch_modes() > 0 or any(type(t) is not _Tensor and type(t) is not _Parameter for t in tensors)
-
-
-def _as_expected(result: Any, dtype: torch.dtype, expected: Metadata, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A twin's result as a fresh tensor of the dtype and strides that the kernel's would have."""
-    result = result.to(dtype)
-    wrong_strides = any(n > 1 and a != b for n, a, b in zip(expected.shape, result.stride(), expected.strides))
-    same_shape = tuple(result.shape) == expected.shape
-    if same_shape and not wrong_strides and not any(result is t or result._base is t for t in inputs):
-        return result
-    fresh = torch.empty_strided(expected.shape, expected.strides, dtype=dtype, device=result.device)
-    return fresh.copy_(result)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sparseconv.pointwise import derivative, metadata
-
-if TYPE_CHECKING:
-    from sparseconv.pointwise.function import PointwiseDynamicFunction
+from sparseconv.pointwise.evaluation import Evaluation, packed
 
 NAMESPACE = "sparseconv_pointwise"
 _taken: dict[str, itertools.count[int]] = {}
@@ -21,7 +18,7 @@ _lock = threading.Lock()
 _SCALAR_NAMES = {float: "float", int: "int", bool: "bool", None: "Scalar"}
 
 
-def register(function: PointwiseDynamicFunction) -> tuple[Any, torch.library.Library]:
+def register(function: Evaluation) -> tuple[Any, torch.library.Library]:
     """Make the function an operator of torch; it lives as long as the library that is returned with it.
 
     Returns:
@@ -36,9 +33,6 @@ def register(function: PointwiseDynamicFunction) -> tuple[Any, torch.library.Lib
     ]
     results = "Tensor" if schema.num_outputs == 1 else "(" + ", ".join(["Tensor"] * schema.num_outputs) + ")"
     library.define(f"{name}({', '.join(arguments)}) -> {results}", tags=(torch.Tag.pt2_compliant_tag,))
-
-    def packed(outputs: Sequence[torch.Tensor]) -> Any:
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def run(*args: Any) -> Any:
         metadata.check_devices(schema, args)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from sparseconv.kinds import check_tensor
-from sparseconv.pointwise import layout, promotion
+from sparseconv.pointwise import promotion
+from sparseconv.pointwise.kernel import layout
 from sparseconv.pointwise.promotion import Dtypes, Operand
 from sparseconv.pointwise.schema import Schema
 from sparseconv.pointwise.strided import StridedBuffer

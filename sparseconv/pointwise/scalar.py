@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sparseconv.pointwise import cache as files
-from sparseconv.pointwise import codegen
+from sparseconv.pointwise.kernel import cache as files
+from sparseconv.pointwise.kernel import codegen
 
 
 @dataclass(frozen=True)

@@ -186,9 +186,9 @@ class _Pair(Function):
         ctx.call = row, infos
         ctx.set_materialize_grads(False)
         if x.device.type == "cuda":
-            from sparseconv.products import triton_products
+            from sparseconv.products.gpu import sums as on_gpu
 
-            both = triton_products.gradient_pair(row, x, y, grad, _given(infos[0]))
+            both = on_gpu.gradient_pair(row, x, y, grad, _given(infos[0]))
             if both is not None:
                 return both
         grad_x = execute_product(row.grad1.row, *turn(row.grad1, y, grad), _given(infos[1]), False)
@@ -230,9 +230,9 @@ class _Sum(Function):
         ctx.call = row, infos
         terms = _given(infos[0])
         if x.device.type == "cuda":
-            from sparseconv.products import triton_products
+            from sparseconv.products.gpu import sums as on_gpu
 
-            both = triton_products.product_sum(row, x, y, x2, y2, terms)
+            both = on_gpu.product_sum(row, x, y, x2, y2, terms)
             if both is not None:
                 return both
         return execute_product(row, x, y, terms, False) + execute_product(row, x2, y2, terms, False)

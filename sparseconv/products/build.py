@@ -53,7 +53,11 @@ def sparse_scale_infos(
 def sparse_scale_info(
     index: Column, index_out: Column, scale: Column | None, out_size: int, in_size: int
 ) -> SparseScaleInfo:
-    """The forward info of :func:`sparse_scale_infos` alone, for calls that need no gradient."""
+    """The forward info of :func:`sparse_scale_infos` alone, for calls that need no gradient.
+
+    >>> sparse_scale_info([2, 0], [0, 1], None, 2, 3).out_size
+    2
+    """
     (rows_in, rows_out), weights = _columns({"index": (index, in_size), "index_out": (index_out, out_size)}, scale)
     return _scale_info(rows_in, rows_out, weights, out_size, in_size)
 
@@ -114,7 +118,11 @@ def sparse_product_info(
     in1_size: int,
     in2_size: int,
 ) -> SparseProductInfo:
-    """The forward info of :func:`sparse_product_infos` alone, for calls that need no gradient."""
+    """The forward info of :func:`sparse_product_infos` alone, for calls that need no gradient.
+
+    >>> sparse_product_info([0], [0], [1], None, 2, 1, 1).out_size
+    2
+    """
     named = {"index1": (index1, in1_size), "index2": (index2, in2_size), "index_out": (index_out, out_size)}
     (rows1, rows2, rows_out), weights = _columns(named, scale)
     return _product_info(rows1, rows2, rows_out, weights, out_size, in1_size, in2_size)

@@ -146,7 +146,7 @@ def report(
     name: str, work: Work, config, constants: dict, arch: int, out: str | None, residual: str | None = None, **facts
 ) -> None:
     """Compile one kernel and print what it became."""
-    module = getattr(config, "kernels", "gluon_kernels" if config.gluon else "kernels")
+    module = config.kernels
     function = getattr(importlib.import_module(f"sparseconv.backends.triton_implicit_gemm.{module}"), name)
     kernel = compile_kernel(function, work.dtype, constants, config, arch, out, residual)
     ptx = kernel.asm["ptx"]

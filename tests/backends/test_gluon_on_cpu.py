@@ -19,7 +19,7 @@ PACKAGE = "sparseconv.backends.triton_implicit_gemm"
 
 @cache
 def program(*names: str) -> Program:
-    return Program(*(f"{PACKAGE}.{name}" for name in ("gluon_kernels", *names)))
+    return Program(*(f"{PACKAGE}.{name}" for name in ("gluon_kernels", "gluon_weight_grad", *names)))
 
 
 def integers(generator: torch.Generator, *shape: int, dtype: type = np.float16) -> np.ndarray:

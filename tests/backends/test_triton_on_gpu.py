@@ -10,7 +10,8 @@ import torch
 from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm.backend import TritonImplicitGemm, work_of
 from sparseconv.backends.triton_implicit_gemm.config import ConvConfig, conv_candidates, weight_grad_candidates
-from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe
+from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
+from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
 from sparseconv.bench.timing import DTYPES, precision
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap

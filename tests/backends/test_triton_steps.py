@@ -22,8 +22,10 @@ from sparseconv.backends.triton_implicit_gemm.config import (  # noqa: E402
     conv_candidates,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.steps import ConvRecipe, WeightGradRecipe, interpreted  # noqa: E402
+from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe  # noqa: E402
+from sparseconv.backends.triton_implicit_gemm.recipe import interpreted  # noqa: E402
 from sparseconv.backends.triton_implicit_gemm.tuning import first_of_the_fastest  # noqa: E402
+from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe  # noqa: E402
 from sparseconv.geometry.gpu import work_lists  # noqa: E402
 from sparseconv.geometry.kernel_map import KernelMap  # noqa: E402
 from sparseconv.pointwise import relu  # noqa: E402

@@ -309,14 +309,14 @@ def test_counts_of_ply_beyond_the_file_are_refused(tmp_path):
 def test_a_reader_that_dies_or_never_ends_is_an_error_here(tmp_path, monkeypatch):
     pytest.importorskip("plyfile")
     write(tmp_path / "a.ply", POINTS)
-    for line, sentence in (
-        ("import os; os.abort()", "crashed or ran out of memory"),
-        ("import time; time.sleep(60)", "not finished after 1 s"),
-        ("raise SystemExit('no')", "no"),
+    for line, patience, sentence in (
+        ("import os; os.abort()", clouds.PATIENCE, "crashed or ran out of memory"),
+        ("import time; time.sleep(60)", 1.0, "not finished after 1 s"),
+        ("raise SystemExit('no')", clouds.PATIENCE, "no"),
     ):
         (tmp_path / "foreign.py").write_text(line)
         monkeypatch.setattr(clouds, "__file__", str(tmp_path / "clouds.py"))
-        monkeypatch.setattr(clouds, "PATIENCE", 1.0)
+        monkeypatch.setattr(clouds, "PATIENCE", patience)
         with pytest.raises(ValueError, match=sentence):
             read_cloud(tmp_path / "a.ply")
 

@@ -6,9 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import sparseconv
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -22,7 +25,13 @@ def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def run(page: Path, tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """Where pages keep compiled kernels: the first that needs one compiles it for all."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def run(page: Path, tmp_path: Path, cache: Path) -> str:
     """What a page prints. From a file, since Triton reads the source of its functions; where a page says torchrun, in
     two processes."""
     text = page.read_text()
@@ -34,7 +43,7 @@ def run(page: Path, tmp_path: Path) -> str:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=READER | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPARSECONV_CACHE_DIR": str(tmp_path)},
+        env=READER | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPARSECONV_CACHE_DIR": str(cache)},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -42,9 +51,9 @@ def run(page: Path, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name)
-def test_a_page_runs(page, tmp_path):
-    printed = run(page, tmp_path)
-    if page.name == "how-it-works.md":  # it shows all that it prints
+def test_a_page_runs(page, tmp_path, cache):
+    printed = run(page, tmp_path, cache)
+    if page.name == "how-it-works.md" or page.parent.name == "guides":  # they show all that they print
         assert printed == "".join(SHOWN.findall(page.read_text()))
 
 
@@ -60,3 +69,63 @@ def test_links_lead_to_files(page):
     links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL))
     missing = [link for link in links if "://" not in link and not (page.parent / link.partition("#")[0]).exists()]
     assert missing == []
+
+
+# ---- the reference
+
+#: public names whose docstring has no example yet, by module: what needs files, a process group, a figure or a
+#: decorator's arguments. Only ever less.
+WITHOUT_EXAMPLE = {
+    "distributed": "Exchange Partition Sharded ShardedConvolutionPlan ShardedGrid load replicated save shard summed",
+    "interop": "Layout Report convert convert_state load load_published read write",
+    "nn": "SecondEncoder VoxelResBackBone8x",
+    "pointwise": """Config PointwiseDynamicFunction Promotion copy elu gelu gelu_tanh hardswish leaky_relu mish relu
+        sigmoid silu softplus tanh""",
+    "products": "SparseInner SparseMatTVec SparseMul SparseOuter SparseScaVec SparseScale SparseVecMat SparseVecSca",
+    "viz": """View dense_against_sparse draw_cells draw_lines draw_window new_figure render_surface save_figure
+        scatter3d show_slice""",
+}
+REFERENCE = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
+LISTED = set(re.findall(r"\w+", " ".join(re.findall(r"members: \[(.*?)\]", REFERENCE))))
+LISTED |= {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", REFERENCE, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("module", [*sparseconv.MODULES, "plan"])
+def test_every_public_name_is_documented(module):
+    """It stands in docs/api, and has a docstring with an example."""
+    room = import_module(f"sparseconv.{module}")
+    assert [name for name in room.__all__ if name not in LISTED] == []
+    things = {name: getattr(room, name) for name in room.__all__ if callable(getattr(room, name))}
+    assert [name for name, thing in things.items() if not thing.__doc__] == []
+    without = {name for name, thing in things.items() if ">>>" not in thing.__doc__}
+    assert without == set(WITHOUT_EXAMPLE.get(module, "").split())
+
+
+# ---- the prose
+
+#: pages of the laboratory, which keep longer sentences
+LABORATORY = ("appendix", "decisions", "benchmarks")
+PROSE = [page for page in PAGES if not page.name.startswith(LABORATORY) and page.parent.name != "api"]
+#: words at most in a sentence
+LONGEST = 20
+
+
+def sentences(text: str) -> list[str]:
+    """Those of a page's running text: without code, tables, headings, pictures and the generated block."""
+    text = re.sub(r"```.*?```|<!-- written by.*?<!-- until here -->", "", text, flags=re.DOTALL)
+    kept = [
+        line for line in text.splitlines() if not line.lstrip().startswith(("|", "#", "!", "<!--", "    ", ">", ":::"))
+    ]
+    blocks = "\n".join(kept).split("\n\n")
+    found = []
+    for block in blocks:
+        for item in re.split(r"\n(?=\s*(?:[-*]|\d+\.) )", block):
+            plain = re.sub(r"\]\([^)]*\)", "]", " ".join(item.split()))
+            plain = re.sub(r"`[^`]*`", "code", plain)
+            found += [part for part in re.split(r"(?<=[.!?:])[*_]*\s+", plain) if part]
+    return found
+
+
+@pytest.mark.parametrize("page", PROSE, ids=name)
+def test_sentences_are_short(page):
+    assert [s for s in sentences(page.read_text()) if len(s.split()) > LONGEST] == []

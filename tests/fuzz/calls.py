@@ -60,6 +60,8 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 #: kinds that an operand of a pointwise function takes beside tensors of the other's shape
 NUMBERS = "float,nan,negative,complex,scalar tensor"
+#: what may be added to a sparse tensor
+SUMMANDS = "float,nan,negative,complex,scalar tensor,complex tensor,bool tensor"
 #: tensors that a pointwise function of one operand takes
 ANY_TENSOR = f"{NUMBERS},meta tensor,other shape,complex tensor,bool tensor"
 TENSORS = "sparse,csr,quantised,nested,strided nested,complex tensor,bool tensor,meta tensor,other shape,scalar tensor"
@@ -223,13 +225,16 @@ def _plans() -> list[Call]:
             "SparseTensor.to",
             tensor().to,
             lambda: {"device": "cpu", "dtype": torch.float64},
-            device="none",
+            device="none,dtype",
             dtype="none,dtype",
         ),
         call("SparseTensor.with_features", tensor().with_features, lambda: {"features": features()}),
         call("SparseTensor.cat", lambda other: tensor().cat(other), lambda: {"other": tensor()}, other="sparse tensor"),
         call(
-            "SparseTensor.__add__", lambda other: tensor() + other, lambda: {"other": tensor()}, other="sparse tensor"
+            "SparseTensor.__add__",
+            lambda other: tensor() + other,
+            lambda: {"other": tensor()},
+            other=f"sparse tensor,{SUMMANDS}",
         ),
         call(
             "SparseTensor.from_dense",

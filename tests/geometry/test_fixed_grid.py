@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid
 from sparseconv.geometry.edges import Window, fine_grid
-from sparseconv.geometry.fixed_grid import FixedGrid, fault_of, put_scene
+from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.gpu.hash_table import table as hash_table
 from sparseconv.geometry.gpu.hash_table.table import lookup
 from sparseconv.geometry.gpu.pairs.found_edges import find_edges_on_gpu
@@ -27,6 +27,7 @@ from sparseconv.geometry.gpu.tiles.sortless import meets_once, one_tap_schedule
 from sparseconv.geometry.gpu.window import search as window_search
 from sparseconv.geometry.gpu.work_lists import schedule_of
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.geometry.scene import fault_of, put_scene
 from sparseconv.gpu.launcher import INTERPRETED
 from sparseconv.ops import avg_pool, max_pool, max_unpool, sum_pool, unpool
 from sparseconv.ops.pooling import _degrees, _Max, _WinnerSum, edge_sum

@@ -16,7 +16,7 @@ from sparseconv import ConvolutionPlan, VoxelGrid
 from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm.backend import work_of
 from sparseconv.backends.triton_implicit_gemm.config import weight_grad_candidates
-from sparseconv.backends.triton_implicit_gemm.steps import WeightGradRecipe
+from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
 from sparseconv.geometry.gpu import last_request
 from sparseconv.geometry.gpu.fused import MOST_ROWS, FusedLaunch
 from sparseconv.geometry.gpu.hash_table.table import CoordinateTable, build_table, lookup, read_table

@@ -57,9 +57,9 @@ jobs = [
     (table.TABLE, (4, 4, shifts, True, False, True, 128, 128, 10)),
     (sort.DIGITS, (8, 4, 16, 8)), (sort.DIGITS, (9, 3, 16, 8)),
     (sort.MOVE, (8, 8, 16, 8)), (sort.MOVE, (9, 8, 12, 8)),
-    (passes.SEARCH, (*around, 32, 128, 128, 32, 16, 1024, 10, True, 3, 9, 4, 10, 1)),
-    (passes.SEARCH, (*around, 32, 128, 128, 32, 16, 1024, 10, True, 3, 9, 4, 8, 0)),
-    (passes.SEARCH, (*by_key, 8, 128, 128, 32, 16, 1024, 10, False, *(0,) * 5)),
+    (passes.SEARCH, (*around[:5], 32, 128, 3, 9, 1)),
+    (passes.SEARCH, (*around[:5], 32, 128, 3, 9, 0)),
+    (passes.SEARCH, (*by_key[:5], 8, 128, 0, 0, 0)),
     (output_coords.MARK, (3, True, 128, 512, 1024, 10)), (output_coords.MARK, (3, False, 128, 512, 1024, 10)),
     (output_coords.EMIT, (3, 32)), (output_coords.EMIT_FIXED, (3, 32)),
     (output_coords.CLAIM, (4, True, 128)), (output_coords.DECODE, (3, 256)),
@@ -71,8 +71,7 @@ jobs = [
     (tile_kernels.TILES, (*around, 128, 32, False, True, True, 32)),
     (tile_kernels.TILES_64, (*by_key, 64, 256, True, False, False, 0)),
     (tile_kernels.RANKS, (32, 64, 1024)), (tile_kernels.RANKS, (32, 64, 4096)),
-    (fused.FUSED, (128, 32, 32, 32, 16, 10, 3, 9, 4, 10)),
-    (fused.FUSED, (64, 32, 32, 32, 16, 10, 3, 9, 4, 10)),
+    (fused.FUSED, (128,)), (fused.FUSED, (64,)),
 ]
 jobs += [
     (job_kernels._JOBS, (32, 128, False)), (job_kernels._JOBS, (32, 16, True)),
@@ -86,6 +85,8 @@ for launcher, constants in jobs:
     if len(launcher.types) + 2 > launching.SHARED_ARGUMENTS:
         raise SystemExit(f"{launcher.function.__name__} has too many arguments for the launcher that kernels share")
     names = launcher.function.arg_names
+    if len(names) != len(launcher.types) + len(constants):
+        raise SystemExit(f"{launcher.function.__name__} takes {len(names)} arguments: {launcher.types}, {constants}")
     signature = {n: NAMES[t] for n, t in zip(names, launcher.types)}
     signature.update({n: "constexpr" for n in names[len(launcher.types) :]})
     given = {(len(launcher.types) + i,): value for i, value in enumerate(constants)}

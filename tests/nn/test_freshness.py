@@ -196,13 +196,18 @@ def test_weights_that_another_process_writes_are_seen():
                 assert torch.allclose(a, b, rtol=1e-5, atol=1e-5), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("out_first", [False, True], ids=["by tap", "output channels first"])
+@pytest.mark.parametrize(
+    ("dtype", "to"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)],
+    ids=str,
+)
 @pytest.mark.parametrize(("channels", "bias", "affine"), [(8, True, True), (20, False, True), (8, True, False)])
-def test_one_launch_folds_as_torch_does(monkeypatch, dtype, channels, bias, affine):
+def test_one_launch_folds_as_torch_does(monkeypatch, dtype, to, channels, bias, affine, out_first):
     """Without a card, in Triton's interpreter."""
     pytest.importorskip("triton")
     from sparseconv.gpu.launcher import INTERPRETED
-    from sparseconv.nn.fused.fusion import _folded
+    from sparseconv.nn.fused.fusion import folded
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not INTERPRETED:
@@ -211,16 +216,19 @@ def test_one_launch_folds_as_torch_does(monkeypatch, dtype, channels, bias, affi
     for t in (*norm.parameters(), norm.running_mean, norm.running_var):
         t.data.uniform_(0.5, 2)
     norm = norm.to(device).eval()
+    taps = conv.weight
+    if out_first:  # a view of (C, K, C_in), as other libraries keep it
+        taps = torch.nn.Parameter(conv.weight.permute(2, 0, 1).contiguous()).permute(1, 2, 0)
     with torch.no_grad():
-        want = _folded(conv, norm)
+        want = folded(taps, conv.bias, norm, to)
         calls = []
         monkeypatch.setattr(normalize, "on_kernels", lambda x: x.dtype in normalize.DTYPES)
         monkeypatch.setattr(
             normalize, "folded", lambda *given, run=normalize.folded: calls.append(given) or run(*given)
         )
-        got = _folded(conv, norm)
+        got = folded(taps, conv.bias, norm, to)
     assert len(calls) == 1
     for a, b in zip(got, want, strict=True):
-        assert a.dtype == dtype
+        assert a.dtype == to
         assert a.shape == b.shape
-        assert error(a, b.double().cpu()) < TOLERANCE[dtype]
+        assert error(a, b.double().cpu()) < TOLERANCE[to]

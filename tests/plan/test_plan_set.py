@@ -92,7 +92,8 @@ def test_no_convolution_is_computed_ahead(monkeypatch):
 
     from sparseconv.backends import base, registry  # noqa: F401
 
-    monkeypatch.setattr(sparseconv.autograd, "_backend", refuse)
+    monkeypatch.setattr(sparseconv.autograd, "serving_backend", refuse)
+    monkeypatch.setattr(sparseconv.plan.fused, "serving_backend", refuse)
     assert len(PlanSet.of(nn.UNet(4, 3, channels=(4, 6)), grid)) == 4
 
 

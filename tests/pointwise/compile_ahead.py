@@ -10,7 +10,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from sparseconv.pointwise import PointwiseDynamicFunction, codegen
+from sparseconv.pointwise import PointwiseDynamicFunction
+from sparseconv.pointwise.kernel import codegen
 from sparseconv.pointwise.operations import activations, arithmetic, batch, gated, seeded
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparseconv.pointwise import cache, pointwise_dynamic
+from sparseconv.pointwise import pointwise_dynamic
+from sparseconv.pointwise.kernel import cache
 from tests.pointwise.cases import DEVICE, needs_kernels
 
 WORKER = """

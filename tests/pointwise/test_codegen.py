@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparseconv.pointwise import Config
-from sparseconv.pointwise.codegen import kernel_name, parameters, source
+from sparseconv.pointwise.kernel.codegen import kernel_name, parameters, source
 from sparseconv.pointwise.schema import Schema, make_schema
 
 GOLDEN = Path(__file__).parent / "golden"

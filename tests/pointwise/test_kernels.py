@@ -310,7 +310,7 @@ def test_more_than_two_to_the_31_elements():
 def test_addresses_beyond_32_bits_are_computed_in_64():
     found = arith.copy.instantiate(1)
     x = torch.randn(4, device=DEVICE)
-    from sparseconv.pointwise.launch import task_space
+    from sparseconv.pointwise.kernel.launch import task_space
 
     space = task_space(arith.copy.schema, (x,), (x,), (4,), [(2**31,), (2**31,)], Config())
     launch = found.prepare(

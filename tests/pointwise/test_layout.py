@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from sparseconv.pointwise import Config
-from sparseconv.pointwise.layout import (
+from sparseconv.pointwise.kernel.layout import (
     broadcast_shape,
     broadcast_strides,
     contiguous_strides,

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from sparseconv.products import triton_products as gpu
+from sparseconv.products.gpu import sums as gpu
 from sparseconv.products.schedule import table_text
 from sparseconv.products.table import PRODUCTS
 from tests.products.cases import PRODUCT_NAMES, inputs, random_case

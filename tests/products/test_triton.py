@@ -45,7 +45,7 @@ def terms_of(info):
 
 def run(name, x, y, info, accumulated, dtype=None, unroll=False):
     """The GPU path of a product on inputs with or without batch."""
-    from sparseconv.products import triton_products as gpu
+    from sparseconv.products.gpu import sums as gpu
 
     row = PRODUCTS[name]
     batched1, batched2 = x.dim() == len(row.axes1) + 2, y.dim() == len(row.axes2) + 2
@@ -133,7 +133,7 @@ def test_each_operand_may_be_the_one_that_passes_by(name, sizes):
 @pytest.mark.parametrize("name", ["mul", "vecsca", "scavec", "inner"])
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], random_case("wide", 30, 9, 3, 4)], ids=lambda case: case.name)
 def test_pairs_of_gradients_and_sums_of_products(case, name, monkeypatch):
-    from sparseconv.products import triton_products as gpu
+    from sparseconv.products.gpu import sums as gpu
 
     monkeypatch.setattr(gpu, "_UNROLLED", 0)
     axes = {"a": 1, "b": 1, "c": 150}
@@ -208,7 +208,7 @@ def test_other_dtypes(name, dtype):
 
 @pytest.mark.parametrize("shape", [(2,), (20,), (1,)])
 def test_the_scale(shape):
-    from sparseconv.products import triton_products as gpu
+    from sparseconv.products.gpu import sums as gpu
 
     case = CASES[0]
     pairs = [(i, m, s) for i, _, m, s in case.triples]

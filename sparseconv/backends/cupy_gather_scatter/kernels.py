@@ -30,21 +30,6 @@ class RowKernels(Protocol):
         """total[rows[i]] += product[i]; nothing where rows[i] is negative; no row occurs twice."""
 
 
-class TorchRowKernels:
-    """The readable twin."""
-
-    def gather(self, x: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """out[i] = x[rows[i]]; zeros where rows[i] is negative."""
-        present = rows >= 0
-        out.zero_()
-        out[present] = x[rows[present].long()]
-
-    def scatter_add(self, product: torch.Tensor, rows: torch.Tensor, total: torch.Tensor) -> None:
-        """total[rows[i]] += product[i]; nothing where rows[i] is negative; no row occurs twice."""
-        present = rows >= 0
-        total[rows[present].long()] += product[present].to(total.dtype)
-
-
 class CupyRowKernels:
     """The CUDA kernels, compiled by NVRTC on first use, on torch's current stream and in torch's memory."""
 

@@ -18,13 +18,10 @@ from sparseconv.backends.triton_implicit_gemm.config import (
     conv_candidates,
     weight_grad_candidates,
 )
-from sparseconv.backends.triton_implicit_gemm.steps import (
-    ConvRecipe,
-    WeightGradRecipe,
-    interpreted,
-    precision_of,
-)
+from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
+from sparseconv.backends.triton_implicit_gemm.recipe import interpreted, precision_of
 from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, tuning_enabled
+from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
 from sparseconv.geometry.cards import refusal
 from sparseconv.geometry.gpu.work_lists import schedule_ahead, schedule_of
 from sparseconv.geometry.kernel_map import KernelMap

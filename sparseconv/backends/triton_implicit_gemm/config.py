@@ -73,6 +73,11 @@ class WeightGradConfig:
     programs: int
     gluon: bool = False
 
+    @property
+    def kernels(self) -> str:
+        """The module of its kernel."""
+        return "gluon_weight_grad" if self.gluon else "kernels"
+
 
 @dataclass(frozen=True)
 class Work:

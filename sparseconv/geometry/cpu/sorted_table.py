@@ -80,6 +80,12 @@ class SortedTable:
         at = int(same.int().argmax())
         return int(self.rows[at]), int(self.rows[at + 1])
 
+    def first_rows(self) -> torch.Tensor:
+        """The first row of each key, ascending."""
+        first = torch.ones_like(self.keys, dtype=torch.bool)
+        first[1:] = self.keys[1:] != self.keys[:-1]
+        return self.rows[first].sort().values
+
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Rows (M,) int64 of keys (M,), -1 where absent."""
         if self.keys.numel() == 0:

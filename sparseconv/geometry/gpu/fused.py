@@ -37,16 +37,16 @@ from sparseconv.geometry.gpu.tiles.packed import SCHEDULE_KINDS, PackedSchedule,
 from sparseconv.geometry.gpu.tiles.schedule import LOOKAHEAD, SLOT_ALIGNMENT
 from sparseconv.geometry.gpu.window.counts import Counters, PendingCounts, first_count
 from sparseconv.geometry.gpu.window.found import SCRATCH, Prefetched, WindowSearch
-from sparseconv.geometry.gpu.window.passes import find_around, search_constants, search_programs, search_rows
+from sparseconv.geometry.gpu.window.passes import BARRIERS, find_around, search_programs, search_rows
 from sparseconv.geometry.gpu.window.search import found_search
 from sparseconv.geometry.gpu.window.taps import TapWindow
 from sparseconv.geometry.gpu.window.window_3x3x3 import CUBE
 from sparseconv.gpu.arena import Arena, Kinds, lay_out
-from sparseconv.gpu.cooperative import NUM_BARRIERS, barriers_of, leave, wait_for_all
-from sparseconv.gpu.launcher import RESIDENT, Launcher, ceil_div, pointer, power_of_2
+from sparseconv.gpu.cooperative import barriers_of, leave, wait_for_all
+from sparseconv.gpu.launcher import RESIDENT, Launcher, ceil_div, constant, pointer, power_of_2
 from sparseconv.gpu.pinned import Report
 from sparseconv.gpu.radix_sort.kernels import clear_lists
-from sparseconv.gpu.radix_sort.sort import Passes, most_together, ticket_behind
+from sparseconv.gpu.radix_sort.sort import Passes, most_together, ticket_behind, together_constants
 from sparseconv.gpu.warp_asm import OPEN_TOGETHER, open_room
 
 #: rows up to which a map is made whole
@@ -85,9 +85,7 @@ class FusedLaunch:
         self.most_rows = min(MOST_ROWS, most_together(search_programs(device, TAPS, MOST_ROWS, True)[1]))
         self._line_of, _ = encode_parts(window.all_taps, device)
         self._fixed = pointer(window.data), pointer(window.key_words), pointer(self._line_of)
-        room = TAPS + LOOKAHEAD
-        sort = search_constants((COLUMNS - 1,), TAPS, MOST_ROWS, TAPS, True)[-5:]
-        self._constants = (block_m, power_of_2(room), bins_of(TAPS), *job_constants(TAPS), NUM_BARRIERS, *sort)
+        self._constants = (block_m,)
         self._places: dict[int, Places] = {}
 
     def __call__(self, coords: torch.Tensor) -> tuple[CoordinateTable, WindowSearch] | None:
@@ -117,7 +115,7 @@ class FusedLaunch:
         start = spare_of(n)[-1][0]
         args = (
             address, *arena, *scratch, *self._fixed, barriers_of(device), report.pointer, counted.pointer,
-            pointer(offsets), n, chunks, slots, tiles, start, *places.numbers,
+            pointer(offsets), n, start, *places.numbers,
         )  # fmt: skip
         launch(places.programs, 1, args)  # the card begins; what follows is for the host alone
         table = table_in(arena, coords, None, report)
@@ -168,6 +166,9 @@ def fused_map(
 
 SHIFTS = tl.constexpr(sum(shift << (4 * axis) for axis, shift in enumerate(CUBE[1])))
 QUANTUM, COUNTED = tl.constexpr(JOB_QUANTUM), tl.constexpr(first_count(TAPS))
+ALIGNMENT, ROOM, BINS = map(constant, (SLOT_ALIGNMENT, power_of_2(TAPS + LOOKAHEAD), bins_of(TAPS)))
+LANES, JOBS_EACH = map(constant, job_constants(TAPS))
+PASSES, BITS, _ = map(constant, together_constants(TAPS, True))
 
 
 @triton.jit
@@ -177,15 +178,14 @@ def fused_kernel(
     begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr,
     starts_ptr, keys_ptr, around_ptr, lines_ptr, order_ptr, window_ptr, words_ptr, line_of_ptr, barriers_ptr,
     report_ptr, counted_ptr, offsets_ptr,
-    n, num_chunks, num_slots, tiles, spare, capacity, zeros, share, jobs, programs,
-    BLOCK_M: tl.constexpr, ROOM: tl.constexpr, BINS: tl.constexpr, LANES: tl.constexpr, JOBS_EACH: tl.constexpr,
-    NUM_BARRIERS: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
-    MOVES: tl.constexpr,
+    n, spare, capacity, zeros, share, jobs, programs, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """`table_kernel`, `search_kernel`, `cube_tiles_kernel`, `rank_kernel`, `jobs_kernel` of 27 cells around rows.
 
     Blocks around blocks need no rows, so the programs do not meet between these.
     """
+    num_slots = (n + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    tiles = num_slots // BLOCK_M
     open_room(OPEN_TOGETHER)
     clear_lists(lines_ptr, n, share, programs, BITS)
     fill_table(
@@ -204,8 +204,8 @@ def fused_kernel(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
         words_ptr, keys_ptr, counts_ptr + spare + COUNTED, totals_ptr, barriers_ptr + 5, status_ptr,
         starts_ptr, offsets_ptr, counted_ptr, lines_ptr, order_ptr,
-        n, 9, 27, capacity, num_chunks, 0, 0, share, programs,
-        3, SHIFTS, 0, False, 27, 32, 128, 128, 1024, True, PASSES, BITS, WARPS, STEPS, MOVES,
+        n, 9, 27, capacity, (n + 127) // 128, 0, 0, share, programs,
+        3, SHIFTS, 0, False, 27, 32, 128, PASSES, BITS, True,
     )  # fmt: skip
     wait_for_all(barriers_ptr + 5 + PASSES, programs)
     program = tl.program_id(0)
@@ -221,12 +221,12 @@ def fused_kernel(
     wait_for_all(barriers_ptr + 6 + PASSES, programs)
     for first in range(program * 64, tiles, programs * 64):
         rank_run(first, tile_counts_ptr, launch_order_ptr, tiles, BINS, 64, 1024)
-    leave(barriers_ptr, programs, NUM_BARRIERS)
+    leave(barriers_ptr, programs, BARRIERS)
 
 
 _I32, _I64 = torch.int32, torch.int64
 FUSED = Launcher(
     fused_kernel,
-    (_I32, *LASTING, *SCRATCH, _I32, _I32, _I32, _I32, _I64, _I64, _I64, *(int,) * 10),
+    (_I32, *LASTING, *SCRATCH, _I32, _I32, _I32, _I32, _I64, _I64, _I64, *(int,) * 7),
     resident=RESIDENT,
 )

@@ -13,7 +13,7 @@ BLOCK = 2048
 
 
 def put_scene_on_gpu(coords: torch.Tensor, into: torch.Tensor, count: torch.Tensor, filled: int) -> None:
-    """`fixed_grid.put_scene` of contiguous int32 arrays on one device that begin at multiples of 16 bytes."""
+    """`geometry.scene.put_scene` of contiguous int32 arrays on one device that begin at multiples of 16 bytes."""
     n, columns = coords.shape
     most = max(n, filled)
     args = (pointer(coords), pointer(into), pointer(count), n * columns, most * columns, n)

@@ -94,10 +94,8 @@ def _sorters(programs: int) -> int:
 
 
 def together_constants(bits: int, together: bool) -> tuple[int, ...]:
-    """The constants of `sort_together`, or of `count_digits` alone, for keys of so many bits; all 0 for none."""
-    return (
-        (*_digits(bits)[:2], TOGETHER_WARPS, HELD if together else TOGETHER_STEPS, int(together)) if bits else (0,) * 5
-    )
+    """Digits, bits of a digit, and whether lines are moved too, for keys of so many bits; all 0 for none."""
+    return (*_digits(bits)[:2], int(together)) if bits else (0, 0, 0)
 
 
 @cache

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+from functools import cache
 
+from sparseconv.interop.installing import Names
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import AlgoHint, ConvAlgo
 
@@ -29,8 +30,11 @@ _MODULES = (
     ),
 )
 
-#: modules of the real library while `install` hides them
-_hidden: dict[str, ModuleType] = {}
+
+@cache
+def _names() -> Names:
+    own = {f"spconv.{name}": importlib.import_module(f"{__name__}.{name}") for name in _MODULES}
+    return Names({"spconv": sys.modules[__name__], **own})
 
 
 def install(*, force: bool = False) -> None:
@@ -45,28 +49,12 @@ def install(*, force: bool = False) -> None:
     'sparseconv.interop.spconv.pytorch.conv'
     >>> uninstall()
     """
-    present = sys.modules.get("spconv")
-    if present is not None and present.__name__ != __name__ and not force:
-        raise RuntimeError(
-            f"spconv is imported already, from {getattr(present, '__file__', '?')}: call install() before anything "
-            "imports it, or pass force=True"
-        )
-    uninstall()
-    for name in [n for n in sys.modules if n.split(".")[0] == "spconv"]:
-        _hidden[name] = sys.modules.pop(name)
-    sys.modules["spconv"] = sys.modules[__name__]
-    for name in _MODULES:
-        sys.modules[f"spconv.{name}"] = importlib.import_module(f"{__name__}.{name}")
+    _names().install(force)
 
 
 def uninstall() -> None:
     """Undo `install`: take its names away, and give a library that it replaced its own back."""
-    for name in ("spconv", *(f"spconv.{n}" for n in _MODULES)):
-        module = sys.modules.get(name)
-        if module is not None and module.__name__.startswith(__name__):
-            del sys.modules[name]
-    sys.modules.update(_hidden)
-    _hidden.clear()
+    _names().uninstall()
 
 
 __all__ = ["SPCONV_VERSION_NUMBERS", "AlgoHint", "ConvAlgo", "constants", "install", "uninstall"]

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.fixed_grid import FixedGrid, put_scene
+from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.geometry.scene import put_scene
 from sparseconv.nn.capturing.answer import CannotCapture, Given
 from sparseconv.nn.capturing.region import Limits, Scene, Shape, kind_of
 

@@ -45,7 +45,12 @@ def capture_module(module: Module) -> Module:
 
 
 def release(module: Module) -> Module:
-    """Undo `capture` for a module and its parts: calls are the plain calls again, and the graphs' memory is free."""
+    """Undo `capture` for a module and its parts: calls are the plain calls again, and the graphs' memory is free.
+
+    >>> from sparseconv import nn
+    >>> release(nn.capture(nn.SubmanifoldConv(4, 8, 3)))
+    SubmanifoldConv(4, 8, kernel_size=3)
+    """
     for part in module.modules():
         if isinstance(part.__dict__.get("forward"), Captured):
             del part.__dict__["forward"]
@@ -53,7 +58,11 @@ def release(module: Module) -> Module:
 
 
 def explain(module: torch.nn.Module) -> str:
-    """What of a module and its parts is captured, how often that was replayed, and why other calls were eager."""
+    """What of a module and its parts is captured, how often that was replayed, and why other calls were eager.
+
+    >>> explain(torch.nn.ReLU())
+    'nothing is captured: see nn.capture'
+    """
     found = [part.__dict__["forward"] for part in module.modules() if "forward" in part.__dict__]
     said = [forward.explain() for forward in found if isinstance(forward, Captured)]
     return "\n".join(said) or "nothing is captured: see nn.capture"

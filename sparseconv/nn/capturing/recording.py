@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.geometry.fixed_grid import FixedGrid, fault_of, forget_tables
+from sparseconv.geometry.fixed_grid import FixedGrid, forget_tables
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.scene import fault_of
 from sparseconv.gpu.streams import SideStreams, forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import SceneArrays, Sizes

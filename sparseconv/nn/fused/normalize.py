@@ -283,35 +283,39 @@ def folded(
     mean: torch.Tensor,
     var: torch.Tensor,
     eps: float,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A convolution's weight and bias with the scale and shift of its norm in them, in one launch.
 
         folded = taps * s,  shift = (start - mean) * s + bias        (s = weight / sqrt(var + eps))
 
     Args:
-        taps: (K, C_in/G, C). start: (C,) or None, the convolution's bias.
+        taps: (K, C_in/G, C), contiguous, or a view of (C, K, C_in/G) that is. start: (C,) or None, the convolution's
+            bias.
         weight, bias: (C,) or None, both or neither. mean, var: (C,).
+        dtype: of the results, which are contiguous.
 
-    All are contiguous, aligned to 16 bytes, of `DTYPES`; the results have the dtype of ``taps``.
+    Vectors are contiguous. All are aligned to 16 bytes and of `DTYPES`.
     """
     given = (taps, start, weight, bias, mean, var)
-    launch, at = _folds(*(None if t is None else t.dtype for t in given))
+    launch, at = _folds(dtype, *(None if t is None else t.dtype for t in given))
     channels = taps.shape[2]
     rows = taps.shape[0] * taps.shape[1]
     unit, block_c = 8 if channels % 8 == 0 else 1, 32 if channels > 16 else 16
     block_n = FOLDED_TILE // block_c
-    result, shift = torch.empty_like(taps), taps.new_empty(channels)
+    result, shift = taps.new_empty(taps.shape, dtype=dtype), taps.new_empty(channels, dtype=dtype)
+    out_first = not taps.is_contiguous()
     pointers = [at(taps if t is None else t) for t in (*given, result, shift)]
     flags = (int(start is not None), int(weight is not None))
     grid = (-(-rows // block_n), -(-channels // block_c))
-    launch(taps.device, grid, (*pointers, rows, channels // unit, *flags, eps), (unit, block_n, block_c))
+    launch(taps.device, grid, (*pointers, rows, channels // unit, *flags, eps), (out_first, unit, block_n, block_c))
     return result, shift
 
 
 @cache
-def _folds(taps: torch.dtype, *others: torch.dtype | None) -> tuple[Any, Any]:
+def _folds(result: torch.dtype, taps: torch.dtype, *others: torch.dtype | None) -> tuple[Any, Any]:
     from sparseconv.gpu.launcher import INTERPRETED, Launcher, pointer
     from sparseconv.nn.fused import triton_norm
 
-    types = (taps, *(dtype or taps for dtype in others), taps, taps, *(int,) * 4, 0.5)
+    types = (taps, *(dtype or taps for dtype in others), result, result, *(int,) * 4, 0.5)
     return Launcher(triton_norm.fold_kernel, types), pointer if INTERPRETED else torch.Tensor.data_ptr

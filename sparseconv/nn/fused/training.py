@@ -335,9 +335,9 @@ def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
     training, momentum = norm.training, norm.momentum
     weight, bias, mean, var, tracked = tensors_of(norm)
     if (
-        rows < 2
-        or not (training or mean is None)
+        not (training or mean is None)
         or type(x) not in _PLAIN
+        or rows < 2
         or not normalize.on_kernels(x)
         or (weight is None) != (bias is None)
         or (training and mean is not None and (momentum is None or var is None or tracked is None))
@@ -353,12 +353,14 @@ def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
 def folds(weight: Any, bias: Any, *norm: Any) -> bool:
     """Whether one launch can fold a norm into the weight (K, C_in/G, C) and bias of the convolution before it.
 
-    ``norm`` are the norm's weight, bias, running mean and variance. Nobody must look between operations.
+    ``weight`` may be a view of (C, K, C_in/G). ``norm`` are the norm's weight, bias, running mean and variance. Nobody
+    must look between operations.
     """
     if not normalize.on_kernels(weight) or (norm[0] is None) != (norm[1] is None) or dispatch_modes():
         return False
     device = weight.get_device()
-    return all(t is None or (t.dtype in normalize.DTYPES and _is_near(t, device)) for t in (weight, bias, *norm))
+    kept = weight if weight.is_contiguous() else weight.permute(2, 0, 1)
+    return all(t is None or (t.dtype in normalize.DTYPES and _is_near(t, device)) for t in (kept, bias, *norm))
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -315,7 +315,7 @@ def input_grad_kernel(
 
 @triton.jit
 def fold_kernel(
-    taps_ptr,  # (rows, C): a convolution's weight, rows = K * C_in/G
+    taps_ptr,  # (rows, C): a convolution's weight, rows = K * C_in/G; (C, rows) where OUT_FIRST
     start_ptr,  # (C,): its bias, read where ``biased``
     weight_ptr,
     bias_ptr,  # (C,): those of the norm, read where ``affine``
@@ -328,6 +328,7 @@ def fold_kernel(
     biased,
     affine,
     eps,
+    OUT_FIRST: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -347,5 +348,11 @@ def fold_kernel(
     row = tl.arange(0, BLOCK_N)
     mask = (row < rows - tile * BLOCK_N)[:, None] & inside[None, :]
     at = _offsets(tile, channels, row, channel, BLOCK_N)
-    folded = tl.load(taps_ptr + at, mask, other=0.0).to(tl.float32) * scale[None, :]
+    if OUT_FIRST:  # read along the rows, which lie side by side
+        source = channel.to(tl.int64)[:, None] * rows + tile * BLOCK_N + row[None, :]
+        inner = inside[:, None] & (row < rows - tile * BLOCK_N)[None, :]
+        taps = tl.trans(tl.load(taps_ptr + source, inner, other=0.0))
+    else:
+        taps = tl.load(taps_ptr + at, mask, other=0.0)
+    folded = taps.to(tl.float32) * scale[None, :]
     tl.store(folded_ptr + at, folded.to(folded_ptr.dtype.element_ty), mask)

@@ -47,11 +47,6 @@ def select_second(condition, grad):
 
 
 @triton.jit
-def sum_three(x, y, z):
-    return x + y + z
-
-
-@triton.jit
 def swiglu(gate, value):
     return gate * sigmoid(gate) * value
 

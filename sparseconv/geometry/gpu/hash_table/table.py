@@ -124,15 +124,14 @@ _I32, _I64 = torch.int32, torch.int64
 TABLE_KINDS = Kinds((_I64, _I64, _I32, _I32, _I32, _I64, _I64, _I32, _I64))
 
 
-def measure_ranges(coords: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def measure_ranges(coords: torch.Tensor) -> torch.Tensor:
     """Smallest and largest value of each column of coords (N, 1+D) int32, left on the device, encoded.
 
         out[c] = (max + 2^31, 2^32 - 1 - (min + 2^31)) as unsigned 32-bit numbers, so that zeros mean "no row yet"
 
     Returns (1+D, 2) int32; ``decode_ranges`` reads it.
     """
-    if out is None:
-        out = torch.zeros(coords.shape[1], 2, dtype=torch.int32, device=coords.device)
+    out = torch.zeros(coords.shape[1], 2, dtype=torch.int32, device=coords.device)
     if coords.shape[0]:
         _launch_ranges(coords, pointer(out))
     return out

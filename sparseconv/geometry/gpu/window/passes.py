@@ -14,13 +14,26 @@ from sparseconv.geometry.gpu.window.found import LINES, SORT_KEYS, STARTS, Windo
 from sparseconv.geometry.gpu.window.taps import entry_of, look
 from sparseconv.geometry.gpu.window.window_3x3x3 import count_in_warps, mask_of_cube
 from sparseconv.gpu.cooperative import NUM_BARRIERS, barriers_of, leave, programs_at_once, wait_for_all
-from sparseconv.gpu.launcher import RESIDENT, Launcher, Pointer, ceil_div, follow, pointer, power_of_2
+from sparseconv.gpu.launcher import RESIDENT, Launcher, Pointer, ceil_div, constant, follow, pointer, power_of_2
 from sparseconv.gpu.radix_sort.kernels import clear_lists, count_digits, sort_together
-from sparseconv.gpu.radix_sort.sort import SUMMING, Passes, most_together, together_constants
+from sparseconv.gpu.radix_sort.sort import (
+    HELD,
+    SUMMING,
+    TOGETHER_STEPS,
+    TOGETHER_WARPS,
+    Passes,
+    most_together,
+    together_constants,
+)
 from sparseconv.gpu.warp_asm import OPEN_TOGETHER, open_room
 
 #: chunks that a program of a search sums at once: one number for all sizes, so that none is compiled for
-SCANNED = 1024
+SCANNED = constant(1024)
+#: rows whose masks one of its programs reads together, and numbers of blocks that it asks for at once
+ROWS_EACH, ASKED = constant(128), constant(512)
+#: its barriers; its warps, and what each thread of the sort counts at once or holds
+BARRIERS, WARPS = constant(NUM_BARRIERS), constant(TOGETHER_WARPS)
+STEPS, HOLDS = constant(TOGETHER_STEPS), constant(HELD)
 #: programs that read masks at most, as many as an H200 holds: each adds its totals to those of all, one after another
 MASKING = 2112
 _I32, _I64 = torch.int32, torch.int64
@@ -95,9 +108,7 @@ def search_constants(looks: tuple, taps: int, n: int, bits: int, together: bool)
 
     ``bits`` of a cube's keys are counted, and where ``together`` sorted by; 0: the window is another.
     """
-    lanes, chunk = power_of_2(3 ** looks[0]), rows_per_chunk(n)
-    sort = together_constants(bits, together)
-    return (*looks, power_of_2(taps), chunk, 128, lanes, max(1, 512 // lanes), SCANNED, NUM_BARRIERS, bits > 0, *sort)
+    return (*looks[:5], power_of_2(taps), rows_per_chunk(n), *together_constants(bits, together))
 
 
 # ---- kernels
@@ -216,14 +227,14 @@ def search_kernel(
     starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
     n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
-    SIDES: tl.constexpr, LENGTH: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    LANES: tl.constexpr, BLOCKS_EACH: tl.constexpr, SCAN: tl.constexpr, NUM_BARRIERS: tl.constexpr, CUBE: tl.constexpr,
-    PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, MOVES: tl.constexpr,
+    SIDES: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
+    PASSES: tl.constexpr, BITS: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """Surroundings, masks and sums of counts in one launch, whose programs wait for each other in between.
 
-    PASSES: the digits of their keys are counted, too; MOVES: and the rows put in order.
+    PASSES: the window is a cube, and the digits of the keys are counted, too; MOVES: and the rows put in order.
     """
+    LANES: tl.constexpr = 4 if RANK == 1 else 16 if RANK == 2 else 32 if RANK == 3 else 128  # 3^RANK blocks around
     if PASSES > 0:
         open_room(OPEN_TOGETHER)
     if MOVES:
@@ -232,7 +243,7 @@ def search_kernel(
         num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
         find_around(
             ranges_ptr, table_ptr, ids_ptr, block_keys_ptr, num_blocks, around_ptr, capacity, programs,
-            RANK + 1, SHIFTS, SIDES, LANES, BLOCKS_EACH,
+            RANK + 1, SHIFTS, SIDES, LANES, ASKED // LANES,
         )  # fmt: skip
         wait_for_all(barriers_ptr, programs)
     search_rows(
@@ -240,10 +251,9 @@ def search_kernel(
         words_ptr, keys_ptr, counts_ptr, totals_ptr, barriers_ptr + 1, status_ptr,
         starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
         n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
-        RANK, SHIFTS, PLACES, PERIODIC, SIDES, TAPS, CHUNK, BLOCK, SCAN, CUBE,
-        PASSES, BITS, WARPS, STEPS, MOVES,
+        RANK, SHIFTS, PLACES, PERIODIC, SIDES, TAPS, CHUNK, PASSES, BITS, MOVES,
     )  # fmt: skip
-    leave(barriers_ptr, programs, NUM_BARRIERS)
+    leave(barriers_ptr, programs, BARRIERS)
 
 
 @triton.jit
@@ -253,27 +263,26 @@ def search_rows(
     starts_ptr, offsets_ptr, report_ptr, lines_ptr, order_ptr,
     n, num_runs, num_taps, capacity, num_chunks, states, counting, share, programs,
     RANK: tl.constexpr, SHIFTS: tl.constexpr, PLACES: tl.constexpr, PERIODIC: tl.constexpr,
-    SIDES: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr,
-    CUBE: tl.constexpr, PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
-    MOVES: tl.constexpr,
+    SIDES: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
+    PASSES: tl.constexpr, BITS: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
     """`search_kernel` once all surroundings are known; the programs meet at PASSES barriers, at one if no rows move."""
     read_masks(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
         words_ptr, keys_ptr, counts_ptr, totals_ptr,
         n, num_runs, num_taps, capacity, num_chunks, n, 31, 0, programs,
-        RANK, SHIFTS, PLACES, PERIODIC, SIDES, 1, True, TAPS, CHUNK, BLOCK, CUBE,
+        RANK, SHIFTS, PLACES, PERIODIC, SIDES, 1, True, TAPS, CHUNK, ROWS_EACH, PASSES > 0,
     )  # fmt: skip
     wait_for_all(barriers_ptr, programs)
     for tap in range(tl.program_id(0), num_taps, programs):
         scan_tap(
-            tap, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, SCAN
+            tap, counts_ptr, totals_ptr, starts_ptr, offsets_ptr, report_ptr, status_ptr, num_taps, num_chunks, SCANNED
         )
     if PASSES > 0:
         place = programs - 1 - tl.program_id(0)  # from the last on: the first programs have summed taps
         if MOVES:
             sort_together(
-                place, programs, keys_ptr, lines_ptr, order_ptr, barriers_ptr + 1, n, share, PASSES, BITS, WARPS, STEPS
+                place, programs, keys_ptr, lines_ptr, order_ptr, barriers_ptr + 1, n, share, PASSES, BITS, WARPS, HOLDS
             )  # fmt: skip
         elif place < counting:
             count_digits(place, counting, keys_ptr, lines_ptr, n, states, BITS, PASSES, WARPS, STEPS)

@@ -10,10 +10,9 @@ from typing import Any, TypedDict
 import torch
 
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
+from sparseconv.interop.spconv.pytorch.joined import in_inference, norm_and_relu
 from sparseconv.interop.spconv.pytorch.tracing import leaf, proxy_among, recorded
 from sparseconv.nn.capturing.region import register_layers
-from sparseconv.nn.fused.fusion import hooked
-from sparseconv.nn.fused.training import Layer, serves, trained
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.torch_private import BatchNormBase
 
@@ -98,16 +97,10 @@ def in_turn(input: Any, modules: Sequence[Any]) -> Any:
     """
     if not isinstance(input, SparseConvTensor) and (node := recorded(in_turn, (input, modules))) is not None:
         return node
-    joined = None
-    for module, following in zip(modules, [*modules[1:], None]):
-        if module is joined:
-            continue
-        if is_spconv_module(module) or not isinstance(input, SparseConvTensor):
-            input = module(input)
-        elif type(module) is torch.nn.BatchNorm1d and (y := norm_and_relu(module, following, input)) is not None:
-            input, joined = input.replace_feature(y), following
-        elif input.features.shape[0] or not isinstance(module, BatchNormBase):
-            input = input.replace_feature(module(input.features))
+    left = list(modules)
+    while left:
+        input, taken = _first(left, input)
+        del left[:taken]
     return input
 
 
@@ -142,17 +135,24 @@ class SparseIdentity(torch.nn.Identity):
     """Returns its input."""
 
 
-def norm_and_relu(norm: torch.nn.BatchNorm1d, relu: Any, input: SparseConvTensor) -> torch.Tensor | None:
-    """Features after torch's batch norm and ReLU in training, by one node of the gradient; None where it may not."""
-    features = input.features
-    if type(relu) is not torch.nn.ReLU or features.shape[1] != norm.num_features or hooked(norm, relu):
-        return None
-    if torch.compiler.is_compiling() or not serves(features, norm, features.shape[0]):
-        return None
-    return trained(features, [Layer(norm, 0.0, alive=input.voxels.count)])
-
-
 register_layers(SparseModule, SparseBatchNorm, SparseSyncBatchNorm, SparseReLU)
+
+
+def _first(modules: list[Any], input: Any) -> tuple[Any, int]:
+    """The first of the modules applied to a tensor, and how many of them that took: some run as one."""
+    module, following, third = (*modules, None, None)[:3]
+    if not isinstance(input, SparseConvTensor):
+        return module(input), 1
+    if is_spconv_module(module):
+        joined = in_inference(module, following, third) if is_sparse_conv(module) and module.joins else None
+        if joined is None:
+            return module(input), 1
+        return module.convolved(input, joined), 2 if joined.epilogue is None else 3
+    if type(module) is torch.nn.BatchNorm1d and (y := norm_and_relu(module, following, input)) is not None:
+        return input.replace_feature(y), 2
+    if isinstance(module, BatchNormBase) and module.training and not input.features.shape[0]:
+        return input, 1
+    return input.replace_feature(module(input.features)), 1
 
 
 def is_spconv_module(module: torch.nn.Module | None) -> bool:

@@ -9,7 +9,7 @@ import torch
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
-from sparseconv.interop.spconv.pytorch.conv import RECORD, Size
+from sparseconv.interop.spconv.layer import RECORD, Size
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd, whole
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, Place, find_plan
 from sparseconv.interop.spconv.pytorch.modules import SparseModule

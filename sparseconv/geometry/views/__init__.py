@@ -1,0 +1,1 @@
+"""Grids shown otherwise: as dense arrays, and as a picture."""

@@ -1,0 +1,47 @@
+"""Dense arrays (B, C, *spatial) of the features of voxels, and back."""
+
+from __future__ import annotations
+
+import torch
+
+from sparseconv import transforms
+from sparseconv.geometry.cpu.sorted_table import KeySpace
+from sparseconv.geometry.ranges import IndexRange
+from sparseconv.kinds import check_values
+
+
+def sites_of(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sites of dense (B, C, *spatial) where any channel is not zero: coords (N, 1+D) and features (N, C)."""
+    check_values("dense", dense, "(B, C, *spatial)")
+    if not 3 <= dense.ndim <= 6:
+        raise ValueError(f"expected dense (B, C, *spatial) with 1 to 4 spatial axes; got {tuple(dense.shape)}")
+    sites = (dense != 0).any(1).nonzero()
+    features = dense.movedim(1, -1)[tuple(sites.unbind(1))]
+    return sites, features
+
+
+def dense_of(features: torch.Tensor, cells: torch.Tensor, items: int, box: IndexRange, spare: int = 0) -> torch.Tensor:
+    """Features (N, C) in cells (N,) of a box of each of so many items -> (B, C, *shape); what lies in spare cells
+    behind them is left out."""
+    count = items * box.size
+    flat = features.new_zeros(count + spare, features.shape[1]).index_copy(0, cells, features)[:count]
+    return flat.view(items, *box.shape, features.shape[1]).movedim(-1, 1)
+
+
+def filled(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor:
+    """Features (N, C) of voxels that lie within a box -> (B, C, *shape), zero elsewhere; differentiable."""
+    if features.is_cuda and not torch.compiler.is_compiling() and not transforms.present():
+        dense = dense_on_gpu(features, coords, items, box)
+        if dense is not None:
+            return dense
+    space = KeySpace((0, *box.start), (max(1, items), *(max(1, n) for n in box.shape)))
+    return dense_of(features, space.keys(coords), items, box)
+
+
+def dense_on_gpu(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor | None:
+    """`VoxelGrid.to_dense` by one kernel; None where it does not serve."""
+    from sparseconv.geometry.gpu import dense  # Triton is loaded where it is used
+
+    if not dense.serves(features, coords):
+        return None
+    return dense.to_dense(features, coords, dense.Box(items, box.start, box.shape))

@@ -1,0 +1,130 @@
+"""The enumerations of MinkowskiEngine, and integers given for every axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+#: one integer, or one an axis
+Axes: TypeAlias = int | Sequence[int] | np.ndarray | torch.Tensor
+
+
+class RegionType(Enum):
+    """The shape of a kernel. The spellings without an underscore, and ``HYBRID``, are those of version 0.4."""
+
+    HYPER_CUBE = 0
+    HYPER_CROSS = 1
+    CUSTOM = 2
+    HYBRID = 3
+    HYPERCUBE = 0  # noqa: PIE796
+    HYPERCROSS = 1  # noqa: PIE796
+
+
+class PoolingMode(Enum):
+    """What a pooling layer computes. The three spellings of a global mode give the same numbers here."""
+
+    LOCAL_SUM_POOLING = 0
+    LOCAL_AVG_POOLING = 1
+    LOCAL_MAX_POOLING = 2
+    GLOBAL_SUM_POOLING_DEFAULT = 3
+    GLOBAL_AVG_POOLING_DEFAULT = 4
+    GLOBAL_MAX_POOLING_DEFAULT = 5
+    GLOBAL_SUM_POOLING_KERNEL = 6
+    GLOBAL_AVG_POOLING_KERNEL = 7
+    GLOBAL_MAX_POOLING_KERNEL = 8
+    GLOBAL_SUM_POOLING_PYTORCH_INDEX = 9
+    GLOBAL_AVG_POOLING_PYTORCH_INDEX = 10
+    GLOBAL_MAX_POOLING_PYTORCH_INDEX = 11
+
+
+class BroadcastMode(Enum):
+    """What a broadcast does with the features of a batch item."""
+
+    ELEMENTWISE_ADDITON = 0  # spelled as in MinkowskiEngine
+    ELEMENTWISE_MULTIPLICATION = 1
+
+
+class ConvolutionMode(Enum):
+    """Accepted, without effect: the backend is chosen by sparseconv."""
+
+    DEFAULT = 0
+    DIRECT_GEMM = 1
+    COPY_GEMM = 2
+
+
+class CoordinateMapType(Enum):
+    """Accepted, without effect: coordinates stay on the device where they are."""
+
+    CPU = 0
+    CUDA = 1
+
+
+class GPUMemoryAllocatorType(Enum):
+    """Accepted, without effect: torch allocates."""
+
+    PYTORCH = 0
+    CUDA = 1
+
+
+class MinkowskiAlgorithm(Enum):
+    """Accepted, without effect: one algorithm serves all."""
+
+    DEFAULT = 0
+    MEMORY_EFFICIENT = 1
+    SPEED_OPTIMIZED = 2
+
+
+class SparseTensorOperationMode(Enum):
+    """Whether a new tensor gets a coordinate manager of its own, or the global one."""
+
+    SEPARATE_COORDINATE_MANAGER = 0
+    SHARE_COORDINATE_MANAGER = 1
+
+
+class SparseTensorQuantizationMode(Enum):
+    """What becomes of the features of points that share a voxel."""
+
+    RANDOM_SUBSAMPLE = 0
+    UNWEIGHTED_AVERAGE = 1
+    UNWEIGHTED_SUM = 2
+    NO_QUANTIZATION = 3
+    MAX_POOL = 4
+    SPLAT_LINEAR_INTERPOLATION = 5
+
+
+def convert_to_int_list(arg: Axes, dimension: int) -> list[int]:
+    """One integer an axis.
+
+    Raises:
+        ValueError: a sequence of another length. TypeError: no integers.
+
+    >>> convert_to_int_list(2, 3)
+    [2, 2, 2]
+    """
+    if isinstance(arg, torch.Tensor):
+        arg = arg.tolist()
+    try:
+        values: list[Any] = list(arg) if isinstance(arg, (Sequence, np.ndarray)) else [arg] * dimension
+        whole = [int(v) for v in values]
+    except (TypeError, ValueError):
+        raise TypeError(f"expected one integer or {dimension} of them; got {arg!r}") from None
+    if len(whole) != dimension:
+        raise ValueError(f"expected one integer or {dimension} of them; got {arg!r}")
+    return whole
+
+
+def convert_to_int_tensor(arg: Axes, dimension: int) -> torch.Tensor:
+    """One integer an axis, (D,) int32."""
+    return torch.tensor(convert_to_int_list(arg, dimension), dtype=torch.int32)
+
+
+def positive(name: str, arg: Axes, dimension: int) -> list[int]:
+    """One integer of at least 1 an axis; raises ValueError for others, naming them."""
+    values = convert_to_int_list(arg, dimension)
+    if min(values) < 1:
+        raise ValueError(f"{name} must be at least 1 on every axis; got {values}")
+    return values

@@ -1,0 +1,57 @@
+"""Products of a sparse matrix, given as triples, and a dense one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sparseconv.ops.points import PointGroups
+from sparseconv.products import sparse_scale, sparse_scale_infos
+
+
+def spmm(
+    rows: torch.Tensor,
+    cols: torch.Tensor,
+    vals: torch.Tensor,
+    size: Sequence[int],
+    mat: torch.Tensor,
+    is_sorted: bool = False,
+    cuda_spmm_alg: int = 1,
+) -> torch.Tensor:
+    """z[rows[t]] += vals[t] * mat[cols[t]]: mat (size[1], C) -> (size[0], C).
+
+    Differentiable in ``mat``. ``is_sorted`` and ``cuda_spmm_alg`` have no effect; the result has the same bits in every
+    run.
+
+    >>> spmm(torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([1.0, 2.0]), (1, 2), torch.eye(2)).tolist()
+    [[1.0, 2.0]]
+    """
+    return sparse_scale(mat, *sparse_scale_infos(cols.long(), rows.long(), vals, size[0], size[1])).to(mat.dtype)
+
+
+class MinkowskiSPMMFunction:
+    """`spmm` as a function."""
+
+    @staticmethod
+    def apply(
+        rows: torch.Tensor,
+        cols: torch.Tensor,
+        vals: torch.Tensor,
+        size: Sequence[int],
+        mat: torch.Tensor,
+        cuda_spmm_alg: int = 1,
+    ) -> torch.Tensor:
+        """Arguments and result of `spmm`."""
+        return spmm(rows, cols, vals, size, mat)
+
+
+class MinkowskiSPMMAverageFunction:
+    """The mean of the rows of a matrix that go to one row."""
+
+    @staticmethod
+    def apply(
+        rows: torch.Tensor, cols: torch.Tensor, size: Sequence[int], mat: torch.Tensor, cuda_spmm_alg: int = 1
+    ) -> torch.Tensor:
+        """z[r] = the mean of mat[cols[t]] over the t with rows[t] = r: (size[1], C) -> (size[0], C)."""
+        return PointGroups(rows.long(), size[0]).reduce(mat[cols.long()], "mean")

@@ -1,0 +1,352 @@
+"""`SparseTensor` and `TensorField`: features of voxels, and of points anywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
+from sparseconv.interop.minkowski.keys import CoordinateMapKey
+from sparseconv.interop.minkowski.kinds import Axes, convert_to_int_list
+from sparseconv.interop.minkowski.kinds import SparseTensorQuantizationMode as Mode
+from sparseconv.interop.minkowski.tensor import Tensor, check_rows, checked_features, manager_for
+from sparseconv.ops.points import PointGroups, Reduce
+
+_REDUCTIONS: dict[Mode, Reduce] = {Mode.UNWEIGHTED_AVERAGE: "mean", Mode.UNWEIGHTED_SUM: "sum", Mode.MAX_POOL: "max"}
+
+
+def _reduced(features: torch.Tensor, mode: Mode, groups: PointGroups, unique: torch.Tensor) -> torch.Tensor:
+    """One row a voxel of features that several points have."""
+    if mode is Mode.RANDOM_SUBSAMPLE:
+        return features[unique]
+    if mode not in _REDUCTIONS:
+        raise ValueError(
+            f"{mode} leaves no row a voxel, but some points share one: quantise them first, or choose another mode"
+        )
+    return groups.reduce(features, _REDUCTIONS[mode])
+
+
+class SparseTensor(Tensor):
+    """Features (N, C) of voxels.
+
+    Args:
+        features: (M, C) floating point.
+        coordinates: (M, 1+D) integers, the batch first, multiples of the tensor stride; other numbers are floored.
+        tensor_stride: distance of neighbouring voxels, one integer or one an axis.
+        coordinate_map_key: in place of coordinates, the key of voxels that the manager has.
+        coordinate_manager: shares voxels and plans with other tensors.
+        quantization_mode: what becomes of rows that share a voxel; the first one stands for ``RANDOM_SUBSAMPLE``.
+        allocator_type, minkowski_algorithm: accepted, without effect.
+        requires_grad: set on the features.
+        device: where features and coordinates are moved to.
+        feats, coords, coords_key, coords_manager: the names of version 0.4.
+
+    ``unique_index`` are the rows that are first of their voxel, ``inverse_mapping`` (M,) the voxel of each row given.
+
+    >>> x = SparseTensor(torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([[0, 1], [0, 1], [0, 2]]),
+    ...                  quantization_mode=Mode.UNWEIGHTED_AVERAGE)
+    >>> x.F.tolist(), x.C.tolist(), x.inverse_mapping.tolist()
+    ([[2.0], [5.0]], [[0, 1], [0, 2]], [0, 0, 1])
+    """
+
+    def __init__(
+        self,
+        features: torch.Tensor | None = None,
+        coordinates: torch.Tensor | None = None,
+        tensor_stride: Axes = 1,
+        coordinate_map_key: CoordinateMapKey | None = None,
+        coordinate_manager: CoordinateManager | None = None,
+        quantization_mode: Mode = Mode.RANDOM_SUBSAMPLE,
+        allocator_type: Any = None,
+        minkowski_algorithm: Any = None,
+        requires_grad: bool | None = None,
+        device: torch.device | str | int | None = None,
+        *,
+        feats: torch.Tensor | None = None,
+        coords: torch.Tensor | None = None,
+        coords_key: CoordinateMapKey | None = None,
+        coords_manager: CoordinateManager | None = None,
+    ) -> None:
+        features = checked_features(feats if features is None else features)
+        coordinates = coords if coordinates is None else coordinates
+        key: Any = coords_key if coordinate_map_key is None else coordinate_map_key
+        manager: Any = coords_manager if coordinate_manager is None else coordinate_manager
+        _check_source(coordinates, key, manager)
+        if device is not None:
+            features = features.to(device)
+            coordinates = None if coordinates is None else coordinates.to(device)
+        self.quantization_mode = quantization_mode
+        self._C = None
+        if coordinates is not None:
+            check_rows(features, coordinates)
+            manager = manager_for(coordinates.shape[1] - 1) if manager is None else manager
+            whole = torch.floor(coordinates).int() if coordinates.is_floating_point() else coordinates
+            key, (self.unique_index, self.inverse_mapping) = manager.insert_and_map(whole, tensor_stride)
+            if len(self.unique_index) < len(features):
+                groups = PointGroups(self.inverse_mapping, len(self.unique_index))
+                features = _reduced(features, quantization_mode, groups, self.unique_index)
+        elif len(features) != manager.size(key):
+            raise ValueError(f"{key} names {manager.size(key)} voxels; got features {tuple(features.shape)}")
+        if requires_grad is not None:
+            features.requires_grad_(requires_grad)
+        self._F, self._manager, self._D = features, manager, manager.D
+        self.coordinate_map_key: CoordinateMapKey = key
+
+    @property
+    def key(self) -> CoordinateMapKey:
+        return self.coordinate_map_key
+
+    def like(self, features: torch.Tensor) -> SparseTensor:
+        return SparseTensor(features, coordinate_map_key=self.coordinate_map_key, coordinate_manager=self._manager)
+
+    def _read_coordinates(self) -> torch.Tensor:
+        return self._manager.get_coordinates(self.coordinate_map_key)
+
+    def _united(self, other: Any, combine: Callable[[torch.Tensor, Any], torch.Tensor]) -> SparseTensor:
+        key = CoordinateMapKey(self._D + 1)
+        mine, theirs = self._manager.union_map([self.key, other.key], key)
+        zeros = self._F.new_zeros(self._manager.size(key), self._F.shape[1])
+        out = zeros.index_copy(0, mine[1], self._F)
+        met = combine(out[theirs[1]], other.F)
+        return SparseTensor(
+            out.to(met.dtype).index_copy(0, theirs[1], met), coordinate_map_key=key, coordinate_manager=self._manager
+        )
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> SparseTensor:
+        """The tensor on a device, with a manager of its own there, and its features in a dtype."""
+        features = self._F.to(device=device, dtype=dtype)
+        if features.device == self.device:
+            return self.like(features)
+        return SparseTensor(
+            features,
+            self.coordinates.to(features.device),
+            self.tensor_stride,
+            quantization_mode=self.quantization_mode,
+        )
+
+    def cpu(self) -> SparseTensor:
+        return self.to("cpu")
+
+    def cuda(self, device: torch.device | str | None = None) -> SparseTensor:
+        return self.to("cuda" if device is None else device)
+
+    # ---- dense arrays
+
+    def dense(
+        self,
+        shape: torch.Size | tuple[int, ...] | None = None,
+        min_coordinate: torch.Tensor | int | None = None,
+        contract_stride: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dense (B, C, *spatial), the smallest coordinate, the tensor stride); 0 where there is no voxel.
+
+        Args:
+            shape: of the result; its channels are those of the features. Default: what holds every voxel.
+            min_coordinate: (D,) integers, the coordinate of the first cell, a multiple of the tensor stride; default 0.
+            contract_stride: a cell for every voxel, and none between them.
+
+        Raises:
+            ValueError: a voxel that lies outside, or below 0 without ``min_coordinate``.
+        """
+        coords, stride = self.coordinates, torch.IntTensor(self.tensor_stride)
+        steps = stride.to(coords.device).clamp_min(1)
+        low = coords[:, 1:].min(0, keepdim=True).values if len(coords) else coords.new_zeros(1, self._D)
+        start = coords.new_zeros(1, self._D)
+        if min_coordinate is not None:
+            start = low = torch.as_tensor(min_coordinate).to(coords).expand(self._D)[None]
+        if bool((start % steps).any()):
+            raise ValueError(f"min_coordinate {start[0].tolist()} must be a multiple of {self.tensor_stride}")
+        cells = coords[:, 1:] - start
+        if contract_stride:
+            cells = torch.div(cells, steps, rounding_mode="floor")
+        if shape is None:
+            if not len(coords):
+                raise ValueError("shape is needed to make a dense array of no voxel")
+            size = [int(coords[:, 0].max()) + 1, *(cells.max(0).values + 1).tolist()]
+        elif len(shape) == self._D + 2:
+            size = [shape[0], *shape[2:]]
+        else:
+            raise ValueError(f"shape must be (B, C, {', '.join('n' * self._D)}); got {tuple(shape)}")
+        at = torch.cat([coords[:, :1], cells], 1)
+        if bool(((at < 0) | (at >= at.new_tensor(size))).any()):
+            raise ValueError(
+                f"voxels from {at.min(0).values.tolist()} to {at.max(0).values.tolist()} (batch first) do not fit in "
+                f"{size}: give min_coordinate for coordinates below 0, or a larger shape"
+            )
+        flat = torch.zeros(len(at), dtype=torch.int64, device=at.device)
+        for column, n in enumerate(size):
+            flat = flat * n + at[:, column]
+        dense = self._F.new_zeros(math.prod(size), self._F.shape[1]).index_copy(0, flat, self._F)
+        return dense.view(*size, -1).movedim(-1, 1), low, stride
+
+    def sparse(
+        self,
+        min_coords: torch.Tensor | None = None,
+        max_coords: torch.Tensor | None = None,
+        contract_coords: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(torch's sparse tensor (B, *spatial, C), the smallest coordinate, the tensor stride)."""
+        coords, stride = self.coordinates, torch.IntTensor(self.tensor_stride)
+        steps = stride.to(coords.device).clamp_min(1)
+        low = coords[:, 1:].min(0).values if min_coords is None else min_coords.to(coords.device).flatten()
+        cells, unit = coords[:, 1:] - low, steps if contract_coords else torch.ones_like(steps)
+        cells = torch.div(cells, unit, rounding_mode="floor")
+        size = None
+        if max_coords is not None:
+            ends = torch.div(max_coords.to(coords.device).flatten() - low, unit, rounding_mode="floor") + 1
+            size = (self._manager.find(self.key).grid.batch_size, *ends.tolist(), self._F.shape[1])
+        at = torch.cat([coords[:, :1], cells], 1).long().t()
+        made = torch.sparse_coo_tensor(at, self._F, size) if size else torch.sparse_coo_tensor(at, self._F)
+        return made, torch.div(low, unit, rounding_mode="floor")[None], stride
+
+    # ---- points
+
+    def features_at_coordinates(self, query_coordinates: torch.Tensor) -> torch.Tensor:
+        """Features (M, C) interpolated at points (M, 1+D), the batch first; absent voxels count as 0."""
+        plan, points = self._manager.interpolation(self.key, query_coordinates)
+        return plan.interpolate(self._F, points).to(self._F.dtype)
+
+    def interpolate(self, X: TensorField) -> TensorField:
+        """Features interpolated at the points of a field."""
+        return X.like(self.features_at_coordinates(X.C.to(self.dtype)))
+
+    def slice(self, X: TensorField | SparseTensor) -> TensorField:
+        """The features of the voxel that holds each point of a field, or each row that a tensor was made of."""
+        return self._sliced(X, False)
+
+    def cat_slice(self, X: TensorField | SparseTensor) -> TensorField:
+        """`slice`, and the features of X beside it."""
+        return self._sliced(X, True)
+
+    def _sliced(self, X: TensorField | SparseTensor, joined: bool) -> TensorField:
+        if isinstance(X, TensorField):
+            features = self._manager.groups(X.key, self.key).spread(self._F)
+            return X.like(torch.cat([features, X.F], 1) if joined else features)
+        if not isinstance(X, SparseTensor) or X.key != self.key or not hasattr(X, "inverse_mapping"):
+            raise ValueError("slice takes a TensorField, or the SparseTensor with the coordinates that this one has")
+        features = torch.cat([self._F, X.F], 1) if joined else self._F
+        rows = PointGroups(X.inverse_mapping, len(self)).spread(features)
+        return TensorField(
+            rows,
+            self.coordinates[X.inverse_mapping],
+            coordinate_manager=self._manager,
+            quantization_mode=self.quantization_mode,
+        )
+
+
+class TensorField(Tensor):
+    """Features (N, C) of points anywhere, which may share voxels.
+
+    Args: those of `SparseTensor`; coordinates may be of any number type, and ``coordinate_field_map_key`` stands in
+    place of them.
+
+    >>> field = TensorField(torch.tensor([[1.0], [3.0]]), torch.tensor([[0, 0.2], [0, 0.7]]))
+    >>> x = field.sparse()
+    >>> x.F.tolist(), x.slice(field).F.tolist()
+    ([[2.0]], [[2.0], [2.0]])
+    """
+
+    def __init__(
+        self,
+        features: torch.Tensor,
+        coordinates: torch.Tensor | None = None,
+        tensor_stride: Axes = 1,
+        coordinate_field_map_key: CoordinateMapKey | None = None,
+        coordinate_manager: CoordinateManager | None = None,
+        quantization_mode: Mode = Mode.UNWEIGHTED_AVERAGE,
+        allocator_type: Any = None,
+        minkowski_algorithm: Any = None,
+        requires_grad: bool | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        features = checked_features(features)
+        key: Any = coordinate_field_map_key
+        manager: Any = coordinate_manager
+        if quantization_mode is not Mode.RANDOM_SUBSAMPLE and quantization_mode not in _REDUCTIONS:
+            raise ValueError(f"a field's quantization_mode must make one row a voxel; got {quantization_mode}")
+        _check_source(coordinates, key, manager)
+        if device is not None:
+            features = features.to(device)
+            coordinates = None if coordinates is None else coordinates.to(device)
+        if coordinates is not None:
+            check_rows(features, coordinates)
+            manager = manager_for(coordinates.shape[1] - 1) if manager is None else manager
+            key = manager.insert_field(coordinates, tensor_stride)
+        if requires_grad is not None:
+            features.requires_grad_(requires_grad)
+        self.quantization_mode = quantization_mode
+        self._F, self._C, self._manager = features, coordinates, manager
+        self._D = manager.D
+        self.coordinate_field_map_key: CoordinateMapKey = key
+
+    @property
+    def key(self) -> CoordinateMapKey:
+        return self.coordinate_field_map_key
+
+    def like(self, features: torch.Tensor) -> TensorField:
+        return TensorField(
+            features,
+            coordinate_field_map_key=self.coordinate_field_map_key,
+            coordinate_manager=self._manager,
+            quantization_mode=self.quantization_mode,
+        )
+
+    def _read_coordinates(self) -> torch.Tensor:
+        return self._manager.get_coordinate_field(self.key)
+
+    def sparse(
+        self,
+        tensor_stride: Axes = 1,
+        coordinate_map_key: CoordinateMapKey | None = None,
+        quantization_mode: Mode | None = None,
+    ) -> SparseTensor:
+        """The voxels of a stride that hold points, or those of a key, with the points' features reduced."""
+        mode = self.quantization_mode if quantization_mode is None else quantization_mode
+        key = coordinate_map_key
+        if key is None:
+            stride = convert_to_int_list(tensor_stride, self._D)
+            key, (unique, _) = self._manager.field_to_sparse_insert_and_map(self.key, stride)
+            groups = self._manager.groups(self.key, key)
+            features = _reduced(self._F, mode, groups, unique)
+        elif mode is Mode.RANDOM_SUBSAMPLE:
+            padded = torch.cat([self._F, self._F.new_zeros(1, self._F.shape[1])])
+            features = padded[self._manager.first_points(self.key, key)]
+        else:
+            features = _reduced(self._F, mode, self._manager.groups(self.key, key), self._F)
+        return SparseTensor(features, coordinate_map_key=key, coordinate_manager=self._manager)
+
+    def splat(self) -> SparseTensor:
+        """The voxels around every point, each with its share of the points' features by linear interpolation."""
+        points = self._manager.find_field(self.key)
+        corners = torch.cartesian_prod(*[torch.arange(2, device=self.device)] * self._D).reshape(-1, self._D)
+        around = torch.cat([torch.zeros_like(corners[:, :1]), corners], 1).int()
+        at = (points.quantized([1] * self._D)[:, None] + around).flatten(0, 1)
+        key, _ = self._manager.insert_and_map(at)
+        plan, where = self._manager.interpolation(key, points.coords)
+        return SparseTensor(
+            plan.splat(self._F, where).to(self.dtype), coordinate_map_key=key, coordinate_manager=self._manager
+        )
+
+    def inverse_mapping(self, sparse_tensor_map_key: CoordinateMapKey) -> torch.Tensor:
+        """(N,) int64: the row of the voxel that holds each point, -1 where there is none."""
+        return self._manager.field_rows(self.key, sparse_tensor_map_key)
+
+
+def _check_source(coordinates: Any, key: Any, manager: Any) -> None:
+    """Raise where a tensor is given neither coordinates nor a key and its manager, or both."""
+    if (coordinates is None) == (key is None):
+        raise ValueError("give either coordinates, or a coordinate map key and its coordinate_manager")
+    for name, value, kind in (
+        ("coordinates", coordinates, torch.Tensor),
+        ("coordinate_map_key", key, CoordinateMapKey),
+        ("coordinate_manager", manager, CoordinateManager),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}; got {type(value).__name__}")
+    if key is not None and manager is None:
+        raise ValueError("a coordinate map key needs the coordinate_manager that it belongs to")
+    if coordinates is not None and coordinates.ndim != 2:
+        raise ValueError(f"coordinates must be (N, 1+D), the batch first; got {tuple(coordinates.shape)}")

@@ -1,0 +1,276 @@
+"""Any convolution with spconv's arguments and weights (C_out, *kernel, C_in)."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.fixed_grid import FixedGrid
+from sparseconv.interop.layouts import saved_to_krsc
+from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
+from sparseconv.interop.spconv.core import ConvAlgo, default_algo
+from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd, whole
+from sparseconv.interop.spconv.pytorch.geometry import (
+    IndiceData,
+    LayerWindow,
+    Place,
+    check_ends,
+    check_reuse,
+    find_plan,
+)
+from sparseconv.interop.spconv.pytorch.joined import Inference
+from sparseconv.interop.spconv.pytorch.modules import SparseModule
+from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
+from sparseconv.interop.spconv.pytorch.tracing import leaf
+from sparseconv.nn.capturing.region import Shape, own_shape, stepped
+from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.torch_private import any_autocast
+
+Size = int | Sequence[int]
+RECORD = "max_num_voxels_during_training"
+
+
+@dataclass
+class LayerOptions:
+    """What a layer takes, in spconv's order."""
+
+    ndim: int
+    in_channels: int
+    out_channels: int
+    kernel_size: Size = 3
+    stride: Size = 1
+    padding: Size = 0
+    dilation: Size = 1
+    groups: int = 1
+    bias: bool = True
+    subm: bool = False
+    output_padding: Size = 0
+    transposed: bool = False
+    inverse: bool = False
+    indice_key: str | None = None
+    algo: ConvAlgo | None = None
+    fp32_accum: bool | None = None
+    record_voxel_count: bool = False
+    act_type: Any = None
+    act_alpha: float = 0
+    act_beta: float = 0
+    large_kernel_fast_algo: bool = False
+    name: str | None = None
+
+
+class SparseConvolution(SparseModule):
+    """Any of the convolutions below; ``ndim`` first, the kind by ``subm``, ``transposed`` and ``inverse``.
+
+        fine = stride * coarse + dilation * tap - padding        (0 <= coarse < out_spatial_shape)
+
+    Args:
+        indice_key: layers with one key share a map. A submanifold layer may reuse one; an inverse layer runs the map
+            of the layer that stored it backwards; a key met again with another geometry is an error.
+        groups: channel groups; weight (C_out, *kernel, C_in/G).
+        algo, fp32_accum, large_kernel_fast_algo: accepted, without effect: the backend is chosen by sparseconv and
+            accumulates in fp32.
+        record_voxel_count: keep the largest number of output voxels in a buffer.
+        device, dtype: of the parameters, by name.
+
+    A layer of one tap at stride 1 is a product of matrices, and as in spconv it reads its weight's memory as
+    (C_in, C_out).
+    """
+
+    is_convolution = True
+
+    def __init__(self, *args: Any, device: Any = None, dtype: torch.dtype | None = None, **named: Any) -> None:
+        try:
+            given = LayerOptions(*args, **named)
+        except TypeError as error:
+            said = str(error).replace("LayerOptions.__init__()", type(self).__name__)
+            raise TypeError(f"{said}; it takes {inspect.signature(type(self))}") from None
+        super().__init__(given.name)
+        act_type, groups, channels = given.act_type, given.groups, (given.in_channels, given.out_channels)
+        if act_type is not None and getattr(act_type, "name", "None_") != "None_":
+            raise ValueError(f"activations are not fused into a layer here, put a module after it; got {act_type}")
+        if groups < 1 or any(count % groups for count in channels):
+            raise ValueError(f"channels must be multiples of groups; got {channels[0]}, {channels[1]}, {groups}")
+        self.ndim, (self.in_channels, self.out_channels), self.groups = given.ndim, channels, groups
+        self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding = (
+            expand_nd(given.ndim, size)
+            for size in (given.kernel_size, given.stride, given.padding, given.dilation, given.output_padding)
+        )
+        for what, sizes in (("kernel_size", self.kernel_size), ("stride", self.stride), ("dilation", self.dilation)):
+            whole(sizes, what, 1)
+        self.subm, self.transposed, self.inverse = given.subm, given.transposed, given.inverse
+        self.conv1x1 = (
+            math.prod(self.kernel_size) == 1 and (self.subm or math.prod(self.stride) == 1) and not self.inverse
+        )
+        if self.conv1x1 and not self.subm and any(self.padding):
+            raise ValueError(f"a layer of one tap at stride 1 takes no padding; got {self.padding}")
+        fast = default_algo(self.kernel_size, 128 if given.large_kernel_fast_algo else 32)
+        self.indice_key, self.algo = given.indice_key, fast if given.algo is None else given.algo
+        self.fp32_accum, self.record_voxel_count = given.fp32_accum, given.record_voxel_count
+        self.weight_shape = [self.out_channels, *self.kernel_size, self.in_channels // groups]
+        self.weight = torch.nn.Parameter(torch.empty(self.weight_shape, device=device, dtype=dtype))
+        bias = torch.nn.Parameter(torch.empty(self.out_channels, device=device, dtype=dtype)) if given.bias else None
+        self.bias: torch.nn.Parameter | None
+        self.register_parameter("bias", bias)
+        if self.record_voxel_count and not self.subm and not self.inverse:
+            self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32, device=device))
+        self.reset_parameters()
+        self._register_load_state_dict_pre_hook(self._before_loading)
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(fan_in), weight and bias."""
+        bound = 1 / math.sqrt(self.in_channels // self.groups * math.prod(self.kernel_size))
+        for parameter in (self.weight, self.bias):
+            if parameter is not None:
+                torch.nn.init.uniform_(parameter, -bound, bound)
+
+    def _before_loading(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        if RECORD in self._buffers:
+            state_dict.setdefault(prefix + RECORD, torch.zeros(1, dtype=torch.int32))
+        key = prefix + "weight"
+        if SAVED_WEIGHT_LAYOUT and key in state_dict:
+            state_dict[key] = saved_to_krsc(state_dict[key], SAVED_WEIGHT_LAYOUT)
+
+    def is_inverseable(self) -> bool:
+        """Whether an inverse convolution can find this layer's map."""
+        return self.indice_key is not None and not self.subm
+
+    def get_max_num_voxels(self) -> torch.Tensor | None:
+        """The buffer of ``record_voxel_count``, or None."""
+        return self._buffers.get(RECORD)
+
+    def forward(self, input: SparseConvTensor, add_input: SparseConvTensor | None = None) -> SparseConvTensor:
+        """A `SparseConvTensor` -> one at the output's indices; ``add_input``'s features are added to the result."""
+        if not isinstance(input, SparseConvTensor):
+            return leaf(self, input, add_input)
+        out = self.convolved(input)
+        return out if add_input is None else out.replace_feature(out.features + add_input.features)
+
+    @property
+    def joins(self) -> bool:
+        """Whether a batch norm and an activation after this layer can go into its kernel."""
+        return type(self).forward is SparseConvolution.forward and not (self.conv1x1 and self.groups == 1)
+
+    def convolved(self, input: SparseConvTensor, after: Inference | None = None) -> SparseConvTensor:
+        """A `SparseConvTensor` -> one at the output's indices, where the layer `joins` with what comes ``after``."""
+        if input.features.shape[1] != self.in_channels:
+            raise ValueError(f"the layer takes {self.in_channels} channels; got {tuple(input.features.shape)}")
+        if self.conv1x1 and self.groups == 1:
+            return self._multiply(input)
+        return self._run_back(input, after) if self.inverse else self._run(input, after)
+
+    def _multiply(self, input: SparseConvTensor) -> SparseConvTensor:
+        rows = input._rows().shape[0]
+        if input.features.shape[0] != rows:
+            raise ValueError(f"features must be ({rows}, C), one row an index; got {tuple(input.features.shape)}")
+        if input.features.dtype != self.weight.dtype and not any_autocast():
+            raise TypeError(
+                f"features are {input.features.dtype} but the weight is {self.weight.dtype}: cast one, or use "
+                "torch.autocast"
+            )
+        product = input.features @ self.weight.view(self.in_channels, self.out_channels)
+        out = input.replace_feature(product if self.bias is None else product + self.bias.to(product.dtype))
+        out.spatial_shape = self._out_shape(input)
+        return out
+
+    def _run(self, input: SparseConvTensor, after: Inference | None) -> SparseConvTensor:
+        window, voxels = self._window(), input.voxels  # first: with its grid, the input may get another shape
+        out_shape = self._out_shape(input)
+        stored = input.find_indice_pair(self.indice_key)
+        if stored is None:
+            plan = find_plan(voxels, window, out_shape, subm=self.subm, transposed=self.transposed)
+        else:
+            if not self.subm:
+                raise ValueError(
+                    f"indice_key {self.indice_key!r} is taken: only submanifold layers reuse a map. Give this layer a "
+                    "key of its own, or none"
+                )
+            check_reuse(stored, input, self._window(), self.indice_key)
+            plan = stored.plan
+        out = self._execute(input, plan, after)
+        if self.subm:
+            out.spatial_shape = own_shape(out_shape)
+        else:
+            out = self._moved(out, plan, out_shape)
+        if self.indice_key is not None and stored is None:
+            ends = (input._place(), out._place())
+            data = IndiceData(plan, *ends, input.spatial_shape, out_shape, self.subm, self.algo, window)
+            out.indice_dict = {**input.indice_dict, self.indice_key: data}
+        return out
+
+    def _moved(self, out: SparseConvTensor, plan: ConvolutionPlan, shape: list[int]) -> SparseConvTensor:
+        count = self._buffers.get(RECORD)
+        if count is not None:
+            count.clamp_(min=plan.target.num_voxels)
+        out.spatial_shape = own_shape(shape)
+        if isinstance(shape, Shape) and isinstance(plan.target, FixedGrid):
+            plan.target.end_at(shape.limits.row(shape))
+        return out._at(Place(None, 0, plan.target))
+
+    def _run_back(self, input: SparseConvTensor, after: Inference | None) -> SparseConvTensor:
+        stored = input.find_indice_pair(self.indice_key)
+        if stored is None:
+            raise ValueError(
+                f"no layer before this one stored indice_key {self.indice_key!r}; there are "
+                f"{sorted(map(str, input.indice_dict)) or 'none'}: an inverse convolution undoes the layer of that key"
+            )
+        if stored.is_subm:
+            raise ValueError(f"indice_key {self.indice_key!r} is a submanifold layer's: there is nothing to undo")
+        if self.kernel_size != stored.ksize:
+            raise ValueError(
+                f"the layer of indice_key {self.indice_key!r} has kernel size {stored.ksize}, its inverse "
+                f"{self.kernel_size}: they must be equal"
+            )
+        check_ends(input, stored.out_spatial_shape, stored.out_place, self.indice_key)
+        plan = stored.inverse_plan()
+        out = self._execute(input, plan, after)
+        out.spatial_shape = own_shape(stored.spatial_shape)
+        return out._at(stored.place)
+
+    def _execute(self, input: SparseConvTensor, plan: ConvolutionPlan, after: Inference | None) -> SparseConvTensor:
+        x, epilogue = input.features, None
+        bias: torch.Tensor | None = self.bias
+        taps = self.weight.reshape(self.out_channels, -1, self.in_channels // self.groups).permute(1, 2, 0)
+        if after is not None:
+            taps, bias = after.folded(x, taps, bias)
+            epilogue = after.epilogue
+        return input.replace_feature(plan.with_groups(self.groups).execute(x, taps, bias, epilogue=epilogue))
+
+    def _window(self) -> LayerWindow:
+        return LayerWindow(tuple(self.kernel_size), tuple(self.stride), tuple(self.padding), tuple(self.dilation))
+
+    def _out_shape(self, input: SparseConvTensor) -> list[int]:
+        if self.subm:
+            return input.spatial_shape
+        size = (self.kernel_size, self.stride, self.padding, self.dilation)
+
+        def step(shape: Sequence[int]) -> list[int]:
+            if self.transposed:
+                return get_deconv_output_size(shape, *size, self.output_padding)
+            return get_conv_output_size(shape, *size)
+
+        return stepped(input.spatial_shape, step)
+
+    def extra_repr(self) -> str:
+        words = [f"{self.in_channels}, {self.out_channels}"]
+        words += [f"{n}={getattr(self, n)}" for n in ("kernel_size", "stride", "padding", "dilation", "output_padding")]
+        if self.groups != 1:
+            words.append(f"groups={self.groups}")
+        if self.bias is None:
+            words.append("bias=False")
+        words.append(f"algo={self.algo}")
+        return ", ".join(words)
+
+
+def _signature() -> inspect.Signature:
+    first, *others = inspect.signature(SparseConvolution.__init__).parameters.values()
+    taken = inspect.signature(LayerOptions).parameters.values()
+    return inspect.Signature([first, *taken, *(p for p in others if p.name in ("device", "dtype"))])
+
+
+#: what `help` and `inspect` show: the options one by one
+SparseConvolution.__init__.__signature__ = _signature()  # type: ignore[attr-defined]

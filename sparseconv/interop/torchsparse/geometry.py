@@ -1,0 +1,106 @@
+"""From a layer of torchsparse's kind to a plan."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.arguments import row
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import IndexRange
+from sparseconv.interop.torchsparse.conventions import (
+    Version,
+    get_allow_negative_coordinates,
+    get_downsample_mode,
+    get_kmap_mode,
+    get_version,
+)
+from sparseconv.interop.torchsparse.tensor import Ints
+from sparseconv.plan.convolution import ConvolutionPlan
+
+
+def window(kernel: Ints, padding: Ints, dilation: Ints) -> dict[str, Any]:
+    """What a plan over grids with the axes backwards is given for a kernel.
+
+    Taps are numbered with the first axis fastest where their number is odd, and with the last one where it is even.
+    """
+    back = {"dilation": dilation[::-1], "padding": tuple(p * d for p, d in zip(padding, dilation))[::-1]}
+    if math.prod(kernel) % 2:
+        return {"kernel_size": kernel[::-1], **back}
+    return {"taps": tuple(tap[::-1] for tap in itertools.product(*map(range, kernel))), **back}
+
+
+def _centred() -> bool:
+    return get_version() is Version.LAST or get_kmap_mode() == "hashmap"
+
+
+def centre(kernel: Ints) -> Ints:
+    """How far a window begins before its voxel: (k - 1) // 2 on every axis, or 0 where the number of taps is even.
+
+    The latter holds for torchsparse 2.1's default way to build maps alone.
+    """
+    if _centred() or math.prod(kernel) % 2:
+        return tuple((k - 1) // 2 for k in kernel)
+    return (0,) * len(kernel)
+
+
+def submanifold(grid: VoxelGrid, kernel: Ints, dilation: Ints) -> ConvolutionPlan:
+    """The plan of a layer at stride 1."""
+    return ConvolutionPlan(grid, **window(kernel, centre(kernel), dilation))
+
+
+def strided(
+    grid: VoxelGrid, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, spatial_range: Ints | None
+) -> tuple[ConvolutionPlan, Ints | None]:
+    """The plan of a strided layer, and the spatial range of its outputs.
+
+    Outputs are floor(c / stride) where windows are centred and either tile the axes or follow MinkowskiEngine. Else
+    they are all that the window reaches within [0, n), n being the cells of a dense layer's output: of the spatial
+    range, or of the voxels' own extent.
+    """
+    steps, shift = stride[::-1], centre(kernel)
+    tiles = all(s in (1, k) for s, k in zip(stride, kernel)) or get_downsample_mode() == "minkowski"
+    if get_version() is Version.LAST or (_centred() and tiles):
+        coarse = ConvolutionPlan(grid, steps, stride=steps, padding=0).target
+        return ConvolutionPlan(grid, stride=steps, target=coarse, **window(kernel, shift, dilation)), spatial_range
+    size = [d * (k - 1) for k, d in zip(kernel, dilation)]
+    ends = spatial_range[1:] if spatial_range is not None else grid.extent.end[::-1]
+    shape = tuple((n + 2 * p - w - 1) // s + 1 for n, p, w, s in zip(ends, padding, size, stride))
+    dense = window(kernel, (0,) * 3, dilation) | {"padding": padding[::-1]}
+    plan = ConvolutionPlan(grid, stride=steps, target="full", **dense)
+    target = _within(plan.target, shape[::-1])
+    if target is not plan.target or _centred():
+        placed = window(kernel, shift, dilation) if _centred() else dense
+        plan = ConvolutionPlan(grid, stride=steps, target=target, **placed)
+    return plan, None if spatial_range is None else (spatial_range[0], *shape)
+
+
+def _within(grid: VoxelGrid, shape: Ints) -> VoxelGrid:
+    """The voxels below ``shape``, and not below 0 unless negative coordinates are allowed."""
+    low = grid.extent.start if get_allow_negative_coordinates() else (0,) * grid.rank
+    if IndexRange(tuple(low), tuple(max(lo, n) for lo, n in zip(low, shape))).encloses(grid.extent):
+        return grid
+    voxels = grid.coords[:, 1:]
+    return grid.subset(((voxels >= row(low, voxels)) & (voxels < row(shape, voxels))).all(1))
+
+
+def generated(
+    grid: VoxelGrid, kernel: Ints, stride: Ints, dilation: Ints, spatial_range: Ints | None
+) -> ConvolutionPlan:
+    """The plan of a generative layer: a convolution over the voxels stride * c, onto all that its window reaches.
+
+    Outputs outside of the spatial range are moved to its border, where they are one voxel with those that are there.
+    """
+    scaled = VoxelGrid((grid.coords * row((1, *stride[::-1]), grid.coords)).int(), grid.batch_size)
+    shift = tuple((k - 1) // 2 for k in kernel)
+    found = window(kernel, shift, dilation)
+    reached = ConvolutionPlan(scaled, target="full", **found)
+    if spatial_range is None:
+        return reached
+    ends = row([n - 1 for n in spatial_range[:0:-1]], reached.target.coords)
+    voxels = torch.minimum(reached.target.coords[:, 1:].clamp_min(0).long(), ends).int()
+    target = VoxelGrid(torch.cat([reached.target.coords[:, :1], voxels], 1), grid.batch_size, duplicates="first")
+    return ConvolutionPlan(scaled, target=target, **found)

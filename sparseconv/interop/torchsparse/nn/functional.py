@@ -1,0 +1,277 @@
+"""Functions with torchsparse's names: convolution, hashes, voxels of points and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sparseconv.interop.torchsparse import geometry
+from sparseconv.interop.torchsparse.conventions import (
+    Version,
+    get_downsample_mode,
+    get_kmap_mode,
+    get_version,
+    make_ntuple,
+    set_downsample_mode,
+    set_kmap_mode,
+)
+from sparseconv.interop.torchsparse.nn import conv_config
+from sparseconv.interop.torchsparse.nn.conv_config import Dataflow
+from sparseconv.interop.torchsparse.tensor import SparseTensor, inner, outer
+from sparseconv.ops.points import PointGroups
+from sparseconv.products import sparse_scale, sparse_scale_infos
+
+__all__ = [
+    "Dataflow",
+    "calc_ti_weights",
+    "conv3d",
+    "conv_config",
+    "get_downsample_mode",
+    "get_kmap_mode",
+    "global_avg_pool",
+    "global_max_pool",
+    "leaky_relu",
+    "relu",
+    "set_conv_mode",
+    "set_downsample_mode",
+    "set_kmap_mode",
+    "silu",
+    "spcount",
+    "spcrop",
+    "spdevoxelize",
+    "spdownsample",
+    "sphash",
+    "sphashquery",
+    "spvoxelize",
+]
+
+#: FNV-1a, its offset as a signed integer
+_OFFSET, _PRIME = 14695981039346656037 - 2**64, 1099511628211
+
+
+def set_conv_mode(conv_mode: Any) -> None:
+    """Accepted, without effect: the backend is chosen by sparseconv."""
+
+
+def conv3d(
+    input: SparseTensor,
+    weight: torch.Tensor,
+    kernel_size: Any,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    config: Any = None,
+    transposed: bool = False,
+    generative: bool = False,
+    training: bool = False,
+) -> SparseTensor:
+    """Convolve: weight (V, C_in, C_out), or (C_in, C_out) for one tap at stride 1.
+
+    A transposed layer runs the map of the earlier layer with its kernel, stride and dilation backwards; a generative
+    one makes the voxels that it reaches. ``config`` and ``training`` have no effect.
+
+    Raises:
+        ValueError: a transposed layer without such a layer before it, or channels that do not fit.
+    """
+    kernel, steps, gap = (make_ntuple(v, 3) for v in (kernel_size, stride, dilation))
+    pad, caches = make_ntuple(padding, 3), input._caches
+    if kernel == steps == gap == (1, 1, 1) and not generative:
+        product = input.feats @ weight.reshape(weight.shape[-2:])
+        return input.like(product if bias is None else product + bias)
+    taps = weight if weight.ndim == 3 else weight[None]
+    finer = tuple(a // b for a, b in zip(input.stride, steps))
+    if transposed and not generative:
+        plan = caches.kmaps.get((finer, kernel, steps, gap))
+        if plan is None or finer not in caches.cmaps:
+            raise ValueError(
+                f"no layer before this one went from stride {finer} with kernel size {kernel}, stride {steps} and "
+                f"dilation {gap}: a transposed layer undoes such a layer; there are {sorted(caches.kmaps) or 'none'}"
+            )
+        feats = plan.transpose().execute(input.feats, taps, bias)
+        coords, extent = caches.cmaps[finer]
+        return _made(input, feats, coords, finer, extent)
+    if generative:
+        plan = geometry.generated(input.grid, kernel, steps, gap, input.spatial_range)
+        feats = plan.execute(input.feats, taps, bias)
+        caches.kmaps, caches.hashmaps = {}, {}
+        coords = outer(plan.target.coords, finer)
+        caches.cmaps[finer] = coords, input.spatial_range
+        made = _made(input, feats, coords, finer, input.spatial_range)
+        made.keep(plan.target)
+        return made
+    caches.cmaps.setdefault(input.stride, (input.coords, input.spatial_range))
+    coarser = tuple(a * b for a, b in zip(input.stride, steps))
+    key, grid, extent = (input.stride, kernel, steps, gap), input.grid, input.spatial_range
+    plan = caches.kmaps.get(key)
+    if plan is None or plan.source is not grid:
+        if coarser == input.stride:
+            plan = geometry.submanifold(grid, kernel, gap)
+        else:
+            plan, extent = geometry.strided(grid, kernel, steps, pad, gap, extent)
+        caches.kmaps[key] = plan
+    feats = plan.execute(input.feats, taps, bias)
+    if coarser == input.stride:
+        return input.like(feats)
+    held, known = caches.grids.get(coarser), caches.cmaps.get(coarser)
+    if held is not None and held[2] is plan.target and known is not None and known[0] is held[0]:
+        return _made(input, feats, known[0], coarser, known[1])
+    made = _made(input, feats, outer(plan.target.coords, coarser), coarser, extent)
+    caches.cmaps.setdefault(coarser, (made.coords, extent))
+    made.keep(plan.target)
+    return made
+
+
+def _made(input: SparseTensor, feats: torch.Tensor, coords: torch.Tensor, stride: Any, extent: Any) -> SparseTensor:
+    made = SparseTensor(feats, coords, stride, extent)
+    made._caches = input._caches
+    return made
+
+
+def spdownsample(
+    coords: torch.Tensor, stride: Any = 2, kernel_size: Any = 2, padding: Any = 0, *options: Any, **more: Any
+) -> torch.Tensor:
+    """The distinct voxels floor(c / stride) of coords (N, 4), in lexicographic order.
+
+    After `set_version` ``("2.0")`` they are multiples of the stride times ``options[0]``, the tensor's own.
+    """
+    steps = make_ntuple(stride, 3)
+    if get_version() is Version.LAST:
+        own = make_ntuple(more.get("tensor_stride", options[0] if options else 1), 3)
+        whole = torch.tensor([a * b for a, b in zip(steps, own)], device=coords.device)
+        cells = torch.div(coords[:, :3], whole, rounding_mode="floor") * whole
+        return torch.unique(torch.cat([cells, coords[:, 3:]], 1), dim=0).int()
+    cells = torch.div(coords[:, 1:], torch.tensor(steps, device=coords.device), rounding_mode="floor")
+    return torch.unique(torch.cat([coords[:, :1], cells], 1), dim=0).int()
+
+
+# ---- hashes
+
+
+def sphash(coords: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+    """60-bit FNV-1a hashes of coords (N, 4) int32: (N,) int64; with offsets (K, 3), added to the first columns, (K, N).
+
+    >>> int(sphash(torch.zeros(1, 4, dtype=torch.int32)))
+    947293587111810033
+    """
+    if coords.dtype != torch.int32 or coords.ndim != 2 or coords.shape[1] != 4:
+        raise ValueError(f"coords must be (N, 4) int32; got {tuple(coords.shape)} {coords.dtype}")
+    words = coords.long()
+    if offsets is not None:
+        if offsets.ndim != 2 or offsets.shape[1] != 3:
+            raise ValueError(f"offsets must be (K, 3); got {tuple(offsets.shape)}")
+        items = words[None, :, 3:].expand(len(offsets), -1, 1)
+        words = torch.cat([words[None, :, :3] + offsets[:, None].long(), items], 2)
+    hashed = torch.full(words.shape[:-1], _OFFSET, dtype=torch.int64, device=coords.device)
+    for column in words.unbind(-1):
+        hashed = (hashed ^ (column & 0xFFFFFFFF)) * _PRIME
+    return ((hashed >> 60) & 0xF) ^ (hashed & 0xFFFFFFFFFFFFFFF)
+
+
+def sphashquery(queries: torch.Tensor, references: torch.Tensor) -> torch.Tensor:
+    """The row of each query among references (M,) int64, the first of equal ones, -1 where it is absent.
+
+    >>> sphashquery(torch.tensor([5, 9]), torch.tensor([7, 5, 5])).tolist()
+    [1, -1]
+    """
+    ordered, order = torch.sort(references.flatten(), stable=True)
+    if len(ordered) == 0:
+        return torch.full_like(queries, -1)
+    place = torch.searchsorted(ordered, queries.flatten()).clamp_max(len(ordered) - 1)
+    found = torch.where(ordered[place] == queries.flatten(), order[place], -1)
+    return found.view(queries.shape)
+
+
+# ---- points and voxels
+
+
+def spcount(coords: torch.Tensor, num: Any) -> torch.Tensor:
+    """How many of the rows (N,) name each of ``num`` voxels, (num,) int32; rows below 0 name none."""
+    count = int(num)
+    rows = torch.where(coords < 0, count, coords.long()).flatten()
+    return torch.bincount(rows, minlength=count + 1)[:count].int()
+
+
+def spvoxelize(feats: torch.Tensor, coords: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """The sum of points' features (N, C) in each voxel, over its count: rows (N,), counts (V,) -> (V, C)."""
+    total = PointGroups(coords.long(), len(counts)).reduce(feats, "sum")
+    return total / counts.clamp_min(1)[:, None].to(total.dtype)
+
+
+def calc_ti_weights(coords: torch.Tensor, idx_query: torch.Tensor, scale: float = 1) -> torch.Tensor:
+    """Weights of the 8 voxels around each point, the last axis fastest, 0 where absent, divided by their sum.
+
+    Args:
+        coords: (N, 3) or more, the three axes first.
+        idx_query: (N, 8) rows of the voxels, -1 where absent; (8, N) as in versions 1.4 and 2.0.
+        scale: edge of a voxel.
+
+    Returns:
+        The weights, in the shape of ``idx_query``.
+    """
+    across = idx_query.shape[0] == 8 and (idx_query.shape[1] != 8 or get_version() is Version.LAST)
+    with torch.no_grad():
+        part = coords[:, :3] / scale - torch.floor(coords[:, :3] / scale)
+        weights = part.new_ones(len(part), 1)
+        for axis in range(3):
+            pair = torch.stack([1 - part[:, axis], part[:, axis]], 1)
+            weights = (weights[:, :, None] * pair[:, None]).flatten(1)
+        weights = weights * ((idx_query.t() if across else idx_query) >= 0)
+        weights = weights / (weights.sum(1, keepdim=True) + 1e-8)
+    return weights.t().contiguous() if across else weights
+
+
+def spdevoxelize(feats: torch.Tensor, coords: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of voxels' features (V, C) at each point: rows (N, K), -1 for none, weights (N, K) -> (N, C)."""
+    held = (coords >= 0).flatten().nonzero()[:, 0]
+    points = torch.div(held, max(1, coords.shape[1]), rounding_mode="floor")
+    infos = sparse_scale_infos(
+        coords.flatten()[held].long(), points, weights.detach().flatten()[held], len(coords), len(feats)
+    )
+    return sparse_scale(feats, *infos).to(feats.dtype)
+
+
+def spcrop(input: SparseTensor, coords_min: Any = None, coords_max: Any = None) -> SparseTensor:
+    """The voxels with coords_min <= c < coords_max on every axis."""
+    axes = input.coords[:, 1:] if get_version() is Version.FIRST else input.coords[:, :3]
+    mask = torch.ones(len(axes), dtype=torch.bool, device=axes.device)
+    if coords_min is not None:
+        mask &= (axes >= axes.new_tensor(coords_min)).all(1)
+    if coords_max is not None:
+        mask &= (axes < axes.new_tensor(coords_max)).all(1)
+    return SparseTensor(input.feats[mask], input.coords[mask], input.stride)
+
+
+# ---- activations and pools
+
+
+def relu(input: SparseTensor, inplace: bool = True) -> SparseTensor:
+    """``torch.nn.functional.relu`` on features."""
+    return input.like(F.relu(input.feats, inplace=inplace))
+
+
+def silu(input: SparseTensor, inplace: bool = True) -> SparseTensor:
+    """``torch.nn.functional.silu`` on features."""
+    return input.like(F.silu(input.feats, inplace=inplace))
+
+
+def leaky_relu(input: SparseTensor, negative_slope: float = 0.1, inplace: bool = True) -> SparseTensor:
+    """``torch.nn.functional.leaky_relu`` on features."""
+    return input.like(F.leaky_relu(input.feats, negative_slope, inplace))
+
+
+def global_avg_pool(inputs: SparseTensor) -> torch.Tensor:
+    """(B, C): the mean of each batch item; 0 for an empty one."""
+    return _items(inputs).reduce(inputs.feats, "mean")
+
+
+def global_max_pool(inputs: SparseTensor) -> torch.Tensor:
+    """(B, C): the maximum of each batch item; 0 for an empty one."""
+    return _items(inputs).reduce(inputs.feats, "max")
+
+
+def _items(x: SparseTensor) -> PointGroups:
+    items = inner(x.coords, x.stride)[:, 0]
+    return PointGroups(items, int(items.max()) + 1 if len(items) else 0)

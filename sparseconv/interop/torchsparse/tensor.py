@@ -1,0 +1,265 @@
+"""`SparseTensor`, `PointTensor` and the cache that tensors of one network share."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.arguments import row
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.interop.torchsparse.conventions import (
+    Version,
+    get_allow_negative_coordinates,
+    get_version,
+    make_ntuple,
+    set_allow_negative_coordinates,
+)
+
+Ints = tuple[int, ...]
+
+
+class TensorCacheMode(Enum):
+    """Whether a new tensor gets a cache of its own, or the global one."""
+
+    SEPARATE_TENSOR_CACHE = 0
+    GLOBAL_TENSOR_CACHE = 1
+
+
+class TensorCache:
+    """Coordinates and plans by stride, shared by the tensors of one network.
+
+    ``cmaps``: stride -> (coords, spatial range). ``kmaps``: (stride, kernel size, stride of the layer, dilation) -> the
+    plan of the layer. ``hashmaps`` stays empty.
+    """
+
+    def __init__(self) -> None:
+        self.cmaps: dict[Ints, tuple[torch.Tensor, Ints | None]] = {}
+        self.kmaps: dict[Any, Any] = {}
+        self.hashmaps: dict[Any, Any] = {}
+        #: grids by stride, each with the coordinates that it was made of and their version
+        self.grids: dict[Ints, tuple[torch.Tensor, int, VoxelGrid]] = {}
+
+
+class _Shared:
+    mode = TensorCacheMode.SEPARATE_TENSOR_CACHE
+    cache: TensorCache | None = None
+
+
+def set_tensor_cache_mode(mode: TensorCacheMode) -> None:
+    """Choose whether new tensors share the global cache."""
+    _Shared.mode = TensorCacheMode(mode)
+
+
+def get_tensor_cache_mode() -> TensorCacheMode:
+    """Whether new tensors share the global cache."""
+    return _Shared.mode
+
+
+def get_global_tensor_cache() -> TensorCache | None:
+    """The cache that tensors share, if there is one."""
+    return _Shared.cache
+
+
+def set_global_tensor_cache(tensor_cache: TensorCache | None) -> None:
+    """Set the cache that tensors share."""
+    _Shared.cache = tensor_cache
+
+
+def clear_global_tensor_cache() -> None:
+    """Forget the cache that tensors share."""
+    _Shared.cache = None
+
+
+def _new_cache() -> TensorCache:
+    if _Shared.mode is TensorCacheMode.SEPARATE_TENSOR_CACHE:
+        return TensorCache()
+    if _Shared.cache is None:
+        _Shared.cache = TensorCache()
+    return _Shared.cache
+
+
+class SparseTensor:
+    """Features (N, C) of voxels.
+
+    Args:
+        feats: (N, C); a numpy array, too, until tensors are collated.
+        coords: (N, 4) int32, one row a voxel, (batch, x, y, z) in units of the stride; (x, y, z, batch) and multiples
+            of the stride after `set_version` ``("2.0")``. Without the batch, (N, 3), until tensors are collated.
+        stride: one integer or one an axis.
+        spatial_range: (batch items, cells of the axes x, y, z) or None.
+
+    >>> x = SparseTensor(torch.ones(2, 1), torch.tensor([[0, 1, 2, 3], [0, 4, 5, 6]]).int())
+    >>> x.F.shape, x.s, len(x.grid)
+    (torch.Size([2, 1]), (1, 1, 1), 2)
+    """
+
+    def __init__(self, feats: Any, coords: Any, stride: Any = 1, spatial_range: Any = None, **old: Any) -> None:
+        if old.keys() - {"cmaps", "kmaps"}:
+            raise TypeError(f"SparseTensor takes no argument {sorted(old.keys() - {'cmaps', 'kmaps'})}")
+        self.feats, self.coords = feats, coords
+        self.stride = make_ntuple(stride, 3)
+        self.spatial_range: Ints | None = None if spatial_range is None else make_ntuple(spatial_range, 4)
+        self._caches: Any = _new_cache()
+
+    @property
+    def F(self) -> Any:
+        return self.feats
+
+    @F.setter
+    def F(self, feats: Any) -> None:
+        self.feats = feats
+
+    @property
+    def C(self) -> Any:
+        return self.coords
+
+    @C.setter
+    def C(self, coords: Any) -> None:
+        self.coords = coords
+
+    @property
+    def s(self) -> Ints:
+        return self.stride
+
+    @s.setter
+    def s(self, stride: Any) -> None:
+        self.stride = make_ntuple(stride, 3)
+
+    @property
+    def cmaps(self) -> dict:
+        return self._caches.cmaps
+
+    @property
+    def kmaps(self) -> dict:
+        return self._caches.kmaps
+
+    @property
+    def grid(self) -> VoxelGrid:
+        """The voxels, in units of the stride and axes backwards; made once for coordinates that nobody wrote to."""
+        known = self._caches.grids.get(self.stride)
+        if known is not None and known[0] is self.coords and known[1] == self.coords._version:
+            return known[2]
+        grid = VoxelGrid(inner(self.coords, self.stride))
+        self.keep(grid)
+        return grid
+
+    def keep(self, grid: VoxelGrid) -> None:
+        """Remember the grid of these coordinates."""
+        self._caches.grids[self.stride] = self.coords, self.coords._version, grid
+
+    def like(self, feats: torch.Tensor) -> SparseTensor:
+        """Other features at the same coordinates, with the same cache."""
+        made = SparseTensor(feats, self.coords, self.stride, self.spatial_range)
+        made._caches = self._caches
+        return made
+
+    def dense(self) -> torch.Tensor:
+        """(B, x, y, z, C), zero where there is no voxel; needs ``spatial_range``."""
+        if self.spatial_range is None:
+            raise ValueError("dense() needs spatial_range: (batch items, cells of the three axes)")
+        return to_dense(self.feats, self.coords, self.spatial_range)
+
+    def to(self, device: Any, non_blocking: bool = True) -> SparseTensor:
+        self.coords = self.coords.to(device, non_blocking=non_blocking)
+        self.feats = self.feats.to(device, non_blocking=non_blocking)
+        return self
+
+    def cpu(self) -> SparseTensor:
+        return self.to("cpu")
+
+    def cuda(self) -> SparseTensor:
+        return self.to("cuda")
+
+    def half(self) -> SparseTensor:
+        self.feats = self.feats.half()
+        return self
+
+    def detach(self) -> SparseTensor:
+        self.coords, self.feats = self.coords.detach(), self.feats.detach()
+        return self
+
+    def __add__(self, other: SparseTensor) -> SparseTensor:
+        return self.like(self.feats + other.feats)
+
+
+class PointTensor:
+    """Features of points anywhere, coordinates (N, 4), and what was looked up for them."""
+
+    def __init__(
+        self, feats: torch.Tensor, coords: torch.Tensor, idx_query: dict | None = None, weights: dict | None = None
+    ) -> None:
+        self.F, self.C = feats, coords
+        self.idx_query: dict = {} if idx_query is None else idx_query
+        self.weights: dict = {} if weights is None else weights
+        self.additional_features: dict[str, dict] = {"idx_query": {}, "counts": {}}
+
+    def to(self, device: Any, non_blocking: bool = True) -> PointTensor:
+        self.F, self.C = (t.to(device, non_blocking=non_blocking) for t in (self.F, self.C))
+        return self
+
+    def cuda(self) -> PointTensor:
+        return self.to("cuda")
+
+    def detach(self) -> PointTensor:
+        self.F, self.C = self.F.detach(), self.C.detach()
+        return self
+
+    def __add__(self, other: PointTensor) -> PointTensor:
+        made = PointTensor(self.F + other.F, self.C, self.idx_query, self.weights)
+        made.additional_features = self.additional_features
+        return made
+
+
+# ---- coordinates
+
+
+def inner(coords: torch.Tensor, stride: Ints) -> torch.Tensor:
+    """Coordinates (N, 4) as a grid counts them: the batch first, the axes backwards, in units of the stride."""
+    if not isinstance(coords, torch.Tensor) or coords.ndim != 2 or coords.shape[1] != 4:
+        got = tuple(coords.shape) if isinstance(coords, torch.Tensor) else type(coords).__name__
+        raise ValueError(f"coords must be a tensor (N, 4), three axes and the batch; got {got}")
+    if get_version() is Version.LAST:
+        turned = coords.flip(1)
+        if any(s != 1 for s in stride):
+            turned = torch.div(turned, row((1, *reversed(stride)), turned), rounding_mode="floor").int()
+        return turned
+    return torch.cat([coords[:, :1], coords[:, 1:].flip(1)], 1)
+
+
+def outer(coords: torch.Tensor, stride: Ints) -> torch.Tensor:
+    """`inner` undone: coordinates (N, 4) int32 as the client knows them."""
+    if get_version() is Version.LAST:
+        return (coords * row((1, *reversed(stride)), coords)).int().flip(1)
+    return torch.cat([coords[:, :1], coords[:, 1:].flip(1)], 1)
+
+
+def to_dense(feats: torch.Tensor, coords: torch.Tensor, spatial_range: Any) -> torch.Tensor:
+    """Features (N, C) at coords (N, 4), the batch first -> (B, x, y, z, C); voxels outside raise ValueError."""
+    size = make_ntuple(spatial_range, 4)
+    if bool(((coords < 0) | (coords >= row(size, coords))).any()):
+        raise ValueError(f"some voxels lie outside of the spatial range {size}")
+    flat = torch.zeros(len(coords), dtype=torch.int64, device=coords.device)
+    for column, n in enumerate(size):
+        flat = flat * n + coords[:, column]
+    cells = size[0] * size[1] * size[2] * size[3]
+    return feats.new_zeros(cells, feats.shape[1]).index_copy(0, flat, feats).view(*size, -1)
+
+
+__all__ = [
+    "PointTensor",
+    "SparseTensor",
+    "TensorCache",
+    "TensorCacheMode",
+    "clear_global_tensor_cache",
+    "get_allow_negative_coordinates",
+    "get_global_tensor_cache",
+    "get_tensor_cache_mode",
+    "inner",
+    "outer",
+    "set_allow_negative_coordinates",
+    "set_global_tensor_cache",
+    "set_tensor_cache_mode",
+    "to_dense",
+]

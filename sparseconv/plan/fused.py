@@ -1,0 +1,123 @@
+"""A convolution with bias, residual and activation as one graph node, and as one kernel where the backend has one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sparseconv import transforms
+from sparseconv.autograd import (
+    adjoint,
+    convolution,
+    gradients,
+    is_direct,
+    is_last,
+    serving_backend,
+    weight_gradient,
+)
+from sparseconv.numbered_maps import alive, map_of
+
+if TYPE_CHECKING:
+    from sparseconv.pointwise import Epilogue
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class _Fused(torch.autograd.Function):
+    """act(convolution + bias + residual) as one node, and from one kernel where the gradient needs only the result.
+
+    Where it needs the sum before the activation, that sum is the node's second result: what is kept of it then has a
+    derivative too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, residual: Any, epilogue: Any, call: tuple) -> Any:
+        apart = not _keeps_result(epilogue)
+        kept = y = _forward_fused(x, weight, bias, residual, None if apart else epilogue, *call)
+        if apart:
+            y = epilogue.apply(kept)
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs[1] else None, weight if needs[0] else None, None if epilogue is None else kept)
+        ctx.set_materialize_grads(False)
+        ctx.epilogue, ctx.call, ctx.sizes = epilogue, call, (x.shape[0], weight.shape[0])
+        ctx.kernel_map = alive(call[0])
+        return (y, kept) if apart else y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, grad_sum: torch.Tensor | None = None) -> tuple:  # type: ignore[override]
+        x, weight, kept = ctx.saved_tensors
+        (edges, _, groups, backend), (rows, taps), needs = ctx.call, ctx.sizes, ctx.needs_input_grad
+        if grad is not None and ctx.epilogue is not None:
+            grad = ctx.epilogue.input_grad(grad, **{"y" if ctx.epilogue.saves_output else "x": kept})
+        if grad_sum is not None:
+            grad = grad_sum if grad is None else grad + grad_sum
+        grad_x = grad_weight = None
+        if grad is None:
+            return (None,) * 6
+        if needs[0] and needs[1] and is_last(grad, x, weight):
+            grad_x, grad_weight = gradients(x, weight, grad, edges, groups, backend)
+        else:
+            if needs[1]:
+                grad_weight = weight_gradient(x, grad, edges, taps, groups, backend)
+            if needs[0]:
+                grad_x = adjoint(grad, weight, edges, rows, groups, backend)
+        return grad_x, grad_weight, grad.sum(0) if needs[2] else None, grad if needs[3] else None, None, None
+
+
+def _forward_fused(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    epilogue: Epilogue | None,
+    edges: int,
+    rows: int,
+    groups: int,
+    backend: str,
+) -> torch.Tensor:
+    kernel_map = map_of(edges)
+    serving = serving_backend(kernel_map, x, weight.shape, groups, backend)
+    return serving.forward_fused(x, weight, kernel_map, groups, bias, residual, epilogue)
+
+
+def fused_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    epilogue: Epilogue | None,
+    edges: int,
+    rows: int,
+    groups: int = 1,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """epilogue(convolution + residual (rows, C_out)): one kernel where the backend has one, the same numbers elsewhere.
+
+    With a gradient, an activation whose derivative needs only its result (relu, sigmoid, tanh) is fused too and keeps
+    nothing but y; for others the sum before it is kept, which is leaner than computing it again, and they run after it.
+    A result is rounded once, to the dtype of x: on a CPU a sum that is kept for halves is fp32.
+    """
+    call = (edges, rows, groups, backend)
+    if residual is None and epilogue is None:
+        return convolution(x, weight, bias, *call)
+    tensors = (x, weight, bias, residual)
+    apart = torch.compiler.is_compiling() or transforms.present() or not is_direct(*tensors)
+    with_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if x.dtype in _HALVES and x.device.type == "cpu" and (apart or (with_gradient and not _keeps_result(epilogue))):
+        more = [None if t is None else t.float() for t in (bias, residual)]  # the sum outlives its kernel: not rounded
+        wide = fused_convolution(x.float(), weight.float(), more[0], more[1], epilogue, *call)
+        return wide.to(x.dtype)
+    if apart:
+        z = convolution(x, weight, bias, *call)
+        z = z if residual is None else z + residual
+        return z if epilogue is None else epilogue.apply(z)
+    if not with_gradient:
+        return _forward_fused(x, weight, bias, residual, epilogue, *call)
+    result = _Fused.apply(x, weight, bias, residual, epilogue, call)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _keeps_result(epilogue: Epilogue | None) -> bool:
+    """Whether the gradient needs nothing but what the epilogue gave."""
+    return epilogue is None or epilogue.saves_output

@@ -1,0 +1,1 @@
+"""The sums of products on the CPU."""

@@ -1,0 +1,162 @@
+"""Collation, quantisation, initialisation, and `import MinkowskiEngine`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import sparseconv.interop.minkowski as ME
+from sparseconv.interop.minkowski.utils import gradcheck
+
+U = ME.utils
+
+
+def test_batched_coordinates():
+    scenes = [np.array([[0.5, -0.5]]), np.array([[1.0, 2], [3, 4]])]
+    assert U.batched_coordinates(scenes).tolist() == [[0, 0, -1], [1, 1, 2], [1, 3, 4]]
+    real = U.batched_coordinates([torch.tensor(s) for s in scenes], dtype=torch.float32)
+    assert real.dtype == torch.float32
+    assert real[0].tolist() == [0, 0.5, -0.5]
+    for wrong, error in (
+        ([], TypeError),
+        ([np.zeros(3)], ValueError),
+        ([np.zeros((1, 2)), np.zeros((1, 3))], ValueError),
+    ):
+        with pytest.raises(error, match="coord"):
+            U.batched_coordinates(wrong)
+    with pytest.raises(ValueError, match="dtype"):
+        U.batched_coordinates(scenes, dtype=torch.int64)
+
+
+def test_collation():
+    coords = [np.array([[1, 2]]), torch.tensor([[3, 4], [5, 6]])]
+    feats = [np.ones((1, 2)), torch.zeros(2, 2, dtype=torch.float64)]
+    labels = [np.array([7]), torch.tensor([8, 9])]
+    c, f, y = U.sparse_collate(coords, feats, labels)
+    assert c.tolist() == [[0, 1, 2], [1, 3, 4], [1, 5, 6]]
+    assert f.shape == (3, 2)
+    assert y.tolist() == [7, 8, 9]
+    assert len(U.sparse_collate(coords, feats)) == 2
+    assert U.sparse_collate(coords, feats, ["a", "b"])[2] == ["a", "b"]
+    same = U.batch_sparse_collate(list(zip(coords, feats, labels)))
+    assert all(torch.equal(a, b) for a, b in zip(same, (c, f, y)))
+    assert len(U.batch_sparse_collate(list(zip(coords, feats)))) == 2
+    whole = U.SparseCollation()(list(zip(coords, feats, labels)))
+    assert torch.equal(whole[0], c)
+    cut = U.SparseCollation(limit_numpoints=2)(list(zip(coords, feats, labels)))
+    assert cut[0].tolist() == [[0, 1, 2]]
+    with pytest.raises(ValueError, match="one row a point"):
+        U.sparse_collate(coords, feats[:1])
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_quantisation(kind):
+    rng = np.random.default_rng(0)
+    points = rng.normal(size=(400, 3))
+    feats, labels = rng.normal(size=(400, 2)), rng.integers(0, 2, 400).astype(np.int32)
+    given = points, feats, labels
+    if kind == "torch":
+        given = tuple(torch.from_numpy(a) for a in given)
+    cells = np.floor(points / 0.5).astype(int)
+    first, where = {}, []
+    for row, cell in enumerate(map(tuple, cells)):
+        first.setdefault(cell, row)
+        where.append(list(first).index(cell))
+    rows = list(first.values())
+    mixed = [len({labels[i] for i in range(400) if where[i] == n}) > 1 for n in range(len(rows))]
+    q, f, y, index, inverse = U.sparse_quantize(
+        *given, ignore_label=-7, return_index=True, return_inverse=True, quantization_size=0.5
+    )
+    assert [tuple(c) for c in q.tolist()] == list(first)
+    assert isinstance(f, type(given[1]))
+    assert np.array_equal(np.asarray(f), feats[rows])
+    assert np.asarray(y).tolist() == np.where(mixed, -7, labels[rows]).tolist()
+    assert np.asarray(index).tolist() == rows
+    assert np.asarray(inverse).tolist() == where
+    alone = U.sparse_quantize(given[0], quantization_size=(0.5, 0.5, 0.5))
+    assert isinstance(alone, torch.Tensor)
+    assert alone.tolist() == q.tolist()
+    index, inverse = U.sparse_quantize(given[0] / 0.5, return_index=True, return_maps_only=True, return_inverse=True)
+    assert index.tolist() == rows
+    assert inverse.tolist() == where
+
+
+def test_quantisation_of_many_axes_and_wide_extents():
+    wide = torch.tensor([[2**31 - 1, -(2**31), 2**31 - 1, 0], [-(2**31), 0, 0, 0], [-(2**31), 0, 0, 0]])
+    cells, inverse = U.sparse_quantize(wide, return_index=True, return_inverse=True)[::2]
+    assert inverse.tolist() == [0, 1, 1]
+    assert cells.tolist() == wide[:2].tolist()
+    assert U.sparse_quantize(torch.zeros(0, 3)).shape == (0, 3)
+    unique, inverse = U.unique_coordinate_map(torch.IntTensor([[0, 0], [0, 0], [0, 1]]))
+    assert unique.tolist() == [0, 2]
+    assert inverse.tolist() == [0, 0, 1]
+    with pytest.raises(ValueError, match="return_inverse goes"):
+        U.sparse_quantize(wide, return_inverse=True)
+    with pytest.raises(ValueError, match="quantization_size"):
+        U.sparse_quantize(wide, quantization_size=[1, 2])
+
+
+def test_hashes():
+    rows = np.stack(np.meshgrid(*[np.arange(-3, 5)] * 3), -1).reshape(-1, 3)
+    assert len(np.unique(U.ravel_hash_vec(rows))) == len(rows)
+    for row, hashed in zip(rows[:50].tolist(), U.fnv_hash_vec(rows).tolist()):
+        wanted = 14695981039346656037
+        for word in row:
+            wanted = (wanted * 1099511628211) % 2**64 ^ (word % 2**64)
+        assert hashed == wanted
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    kernel = U.kaiming_normal_(torch.empty(27, 64, 128), mode="fan_out", nonlinearity="relu")
+    assert float(kernel.std()) == pytest.approx((2 / (27 * 128)) ** 0.5, rel=0.02)
+    matrix = U.kaiming_normal_(torch.empty(256, 512), nonlinearity="relu")
+    assert float(matrix.std()) == pytest.approx((2 / 512) ** 0.5, rel=0.02)
+    with pytest.raises(ValueError, match="mode"):
+        U.kaiming_normal_(torch.empty(2, 2), mode="fan")
+
+
+def test_gradcheck_of_functions():
+    x = ME.SparseTensor(torch.rand(3, 2).double().requires_grad_(), torch.IntTensor([[0, 0], [0, 1], [1, 0]]))
+    pool = ME.MinkowskiAvgPooling(3, 2, dimension=1)
+    args = pool.pooling_mode, pool.kernel_generator, x.key, None, x.coordinate_manager
+    assert gradcheck.gradcheck(ME.MinkowskiLocalPoolingFunction(), (x.F, *args))
+
+
+def test_import_of_the_name():
+    code = """
+import sparseconv.interop.minkowski as ours
+ours.install()
+import MinkowskiEngine as ME
+import MinkowskiEngine.MinkowskiFunctional as MF
+import MinkowskiEngine.MinkowskiOps as me
+import MinkowskiEngineBackend._C as C
+from MinkowskiEngine import MinkowskiReLU, SparseTensor
+from MinkowskiEngine.MinkowskiPooling import MinkowskiAvgPooling
+from MinkowskiEngine.modules.resnet_block import BasicBlock
+from MinkowskiEngine.utils import sparse_quantize
+from MinkowskiEngineBackend._C import CoordinateMapKey
+from MinkowskiSparseTensor import SparseTensor as Bare
+assert ME is ours and me.cat is ours.cat and Bare is SparseTensor and CoordinateMapKey is C.CoordinateMapKey
+assert ME.MinkowskiUnion.__name__ == "MinkowskiUnion" and isinstance(ME.MinkowskiUnion, type)
+ours.uninstall()
+try:
+    import MinkowskiEngine
+except ModuleNotFoundError:
+    print("gone")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "gone\n"
+
+
+def test_submodules_without_an_installation():
+    import sparseconv.interop.minkowski.MinkowskiFunctional as MF
+    import sparseconv.interop.minkowski.MinkowskiOps as me
+
+    assert MF.relu.__name__ == "relu"
+    assert me.cat is ME.cat
+    assert [name for name in ME.__all__ if not hasattr(ME, name)] == []

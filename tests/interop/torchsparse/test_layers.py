@@ -1,0 +1,386 @@
+"""torchsparse's layers and functions against loops over coordinates, dense convolutions and each other."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import sparseconv.interop.torchsparse as torchsparse
+import sparseconv.interop.torchsparse.nn as spnn
+from sparseconv.interop.torchsparse import SparseTensor, conventions
+from sparseconv.interop.torchsparse.backbones import SparseResNet21D, SparseResUNet42
+from sparseconv.interop.torchsparse.nn import functional as F
+from sparseconv.interop.torchsparse.tensor import TensorCacheMode, set_tensor_cache_mode
+from sparseconv.interop.torchsparse.utils.collate import sparse_collate_fn
+from sparseconv.interop.torchsparse.utils.quantize import sparse_quantize
+from tests import oracle
+
+
+@pytest.fixture(autouse=True)
+def _defaults():
+    yield
+    torchsparse.set_version("2.1")
+    conventions.set_allow_negative_coordinates(False)
+    F.conv_config.clear_global_conv_config()
+
+
+def cloud(n=60, extent=7, channels=3, batch=2, low=0, seed=0):
+    gen = torch.Generator().manual_seed(seed)
+    voxels = torch.randint(low, extent, (n, 3), generator=gen)
+    coords = torch.unique(torch.cat([torch.randint(0, batch, (n, 1), generator=gen), voxels], 1), dim=0).int()
+    coords = coords[torch.randperm(len(coords), generator=gen)]
+    return torch.randn(len(coords), channels, generator=gen, dtype=torch.float64), coords
+
+
+def taps(kernel):
+    """The first axis is fastest for an odd number of taps, the last one for an even one."""
+    if np.prod(kernel) % 2:
+        return [t[::-1] for t in itertools.product(*map(range, reversed(kernel)))]
+    return list(itertools.product(*map(range, kernel)))
+
+
+def check(layer, x, y, stride, padding, dilation=(1, 1, 1)):
+    """in = stride * out + dilation * (tap - padding), values and gradients."""
+    found = [tuple(d * (t - p) for t, p, d in zip(tap, padding, dilation)) for tap in taps(layer.kernel_size)]
+    found = oracle.edges(x.C.numpy(), y.C.numpy(), found, stride, (0, 0, 0))
+    weight = layer.kernel.detach().numpy().reshape(-1, *layer.kernel.shape[-2:])
+    bias = None if layer.bias is None else layer.bias.detach().numpy()
+    wanted = oracle.convolve(x.F.detach().numpy(), weight, found, len(y.F), bias=bias)
+    assert np.allclose(y.F.detach().numpy(), wanted, atol=1e-12)
+    grad = torch.randn(y.F.shape, dtype=torch.float64)
+    got = torch.autograd.grad(y.F, [x.F, layer.kernel], grad)
+    assert np.allclose(got[0].numpy(), oracle.input_grad(grad.numpy(), weight, found, len(x.F)), atol=1e-12)
+    wanted = oracle.weight_grad(x.F.detach().numpy(), grad.numpy(), found, len(weight))
+    assert np.allclose(got[1].numpy().reshape(weight.shape), wanted, atol=1e-12)
+
+
+def tensor(**options):
+    feats, coords = cloud(**options)
+    return SparseTensor(feats.requires_grad_(), coords)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dilation", "begin"),
+    [
+        ((3, 3, 3), 1, (1, 1, 1)),
+        ((3, 3, 3), 2, (1, 1, 1)),
+        ((1, 5, 3), 1, (0, 2, 1)),
+        ((2, 2, 2), 1, (0, 0, 0)),
+        ((2, 3, 4), 1, (0, 0, 0)),
+    ],
+)
+def test_submanifold(kernel, dilation, begin):
+    x = tensor()
+    layer = spnn.Conv3d(3, 4, kernel, dilation=dilation, bias=True).double()
+    y = layer(x)
+    assert y.C is x.C
+    check(layer, x, y, (1, 1, 1), begin, (dilation,) * 3)
+    if np.prod(kernel) % 2 == 0:
+        F.set_kmap_mode("hashmap")
+        x = tensor()
+        check(layer, x, layer(x), (1, 1, 1), tuple((k - 1) // 2 for k in kernel))
+
+
+def test_one_tap():
+    x = tensor()
+    layer = spnn.Conv3d(3, 4, 1, bias=True).double()
+    assert layer.kernel.shape == (3, 4)
+    assert torch.allclose(layer(x).F, x.F @ layer.kernel + layer.bias)
+    assert spnn.Conv3d(3, 4, 1, 2).kernel.shape == (1, 3, 4)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"),
+    [
+        ((2, 2, 2), 2, 0),
+        ((3, 3, 3), 2, 1),
+        ((3, 3, 3), 2, 0),
+        ((1, 3, 1), (1, 2, 1), 0),
+        ((2, 3, 4), (2, 1, 3), (0, 1, 2)),
+    ],
+)
+def test_strided_layers_are_dense_ones_where_there_are_voxels(kernel, stride, padding, given):
+    feats, coords = cloud()
+    x = SparseTensor(feats.requires_grad_(), coords, spatial_range=(2, 9, 9, 9) if given else None)
+    layer = spnn.Conv3d(3, 4, kernel, stride, padding).double()
+    y = layer(x)
+    step = layer.stride
+    size = [9] * 3 if given else (coords[:, 1:].max(0).values + 1).tolist()
+    dense = torch.zeros(2, 3, *size, dtype=torch.float64)
+    dense[coords[:, 0].long(), :, coords[:, 1].long(), coords[:, 2].long(), coords[:, 3].long()] = feats.detach()
+    weight = layer.kernel.detach()
+    weight = weight.view(*(kernel[::-1] if np.prod(kernel) % 2 else kernel), 3, 4)
+    order = (4, 3, 2, 1, 0) if np.prod(kernel) % 2 else (4, 3, 0, 1, 2)
+    wanted = torch.nn.functional.conv3d(dense, weight.permute(order), stride=step, padding=layer.padding)
+    seen = torch.nn.functional.conv3d(
+        (dense != 0).any(1, True).double(), torch.ones(1, 1, *kernel).double(), stride=step, padding=layer.padding
+    )
+    assert torch.equal(torch.unique(y.C, dim=0).long(), (seen[:, 0] > 0.5).nonzero())
+    assert torch.allclose(y.F, wanted.movedim(1, -1)[tuple(y.C.long().t())], atol=1e-12)
+    assert y.stride == step
+    assert y.spatial_range == ((2, *wanted.shape[2:]) if given else None)
+    check(layer, x, y, step, layer.padding)
+
+
+@pytest.mark.parametrize("kernel", [2, 3])
+def test_transposed_layers_undo_a_strided_one(kernel):
+    x = tensor()
+    down = spnn.Conv3d(3, 5, kernel, 2, padding=kernel // 3).double()(x)
+    inner = down.like(down.F.detach().requires_grad_())
+    layer = spnn.Conv3d(5, 4, kernel, 2, transposed=True, bias=True).double()
+    y = layer(inner)
+    assert y.C is x.C
+    assert y.stride == (1, 1, 1)
+    plan = x.kmaps[(1, 1, 1), (kernel,) * 3, (2, 2, 2), (1, 1, 1)]
+    adjoint = plan.execute(y.F, layer.kernel.transpose(1, 2))
+    value = torch.randn_like(adjoint)
+    got = torch.autograd.grad(adjoint, y.F, value)[0]
+    assert torch.allclose(got, layer(inner.like(value)).F - layer.bias)
+    with pytest.raises(ValueError, match="undoes such a layer"):
+        spnn.Conv3d(5, 4, 5, 2, transposed=True).double()(inner)
+
+
+def test_centred_windows_and_floors():
+    x = tensor()
+    F.set_kmap_mode("hashmap")
+    F.set_downsample_mode("minkowski")
+    layer = spnn.Conv3d(3, 4, 3, 2).double()
+    y = layer(x)
+    cells = torch.cat([x.C[:, :1], x.C[:, 1:] // 2], 1)
+    assert torch.equal(torch.unique(y.C, dim=0), torch.unique(cells, dim=0))
+    check(layer, x, y, (2, 2, 2), (1, 1, 1))
+    F.set_downsample_mode("spconv")
+    x = tensor()
+    layer = spnn.Conv3d(3, 4, 3, 2, padding=1).double()
+    check(layer, x, layer(x), (2, 2, 2), (1, 1, 1))
+
+
+def test_negative_coordinates():
+    feats, coords = cloud(low=-6)
+    layer = spnn.Conv3d(3, 4, 2, 2).double()
+    assert int(layer(SparseTensor(feats, coords)).C[:, 1:].min()) >= 0
+    conventions.set_allow_negative_coordinates(True)
+    y = layer(SparseTensor(feats, coords))
+    assert int(y.C[:, 1:].min()) == -3
+
+
+def test_generative_layers():
+    x = tensor(n=8)
+    layer = spnn.Conv3d(3, 4, 3, 2, transposed=True, generative=True).double()
+    x.spatial_range = (2, 12, 12, 12)
+    y = layer(x)
+    moves = [tuple(t - 1 for t in tap) for tap in taps((3, 3, 3))]
+    wanted = {(b, *(min(max(2 * c + t, 0), 11) for c, t in zip(at, move))) for b, *at in x.C.tolist() for move in moves}
+    assert {tuple(c) for c in y.C.tolist()} == wanted
+    zeros = SparseTensor(x.F, torch.cat([x.C[:, :1], x.C[:, 1:] * 2], 1))
+    check(layer, zeros, y, (1, 1, 1), (1, 1, 1))
+    assert y.kmaps == {}
+    again = spnn.Conv3d(4, 4, 3).double()(y)
+    assert again.C is y.C
+
+
+def test_the_coordinates_of_older_versions():
+    """(x, y, z, batch), multiples of the stride; outputs are floors."""
+    feats, coords = cloud(low=-6)
+    net = torch.nn.Sequential(
+        spnn.Conv3d(3, 4, 3),
+        spnn.Conv3d(4, 5, 2, 2),
+        spnn.Conv3d(5, 5, 3),
+        spnn.Conv3d(5, 4, 3, 2),
+        spnn.Conv3d(4, 4, 3),
+    ).double()
+    F.set_kmap_mode("hashmap")
+    F.set_downsample_mode("minkowski")
+    wanted = net(SparseTensor(feats, coords))
+    torchsparse.set_version("2.0")
+    got = net(SparseTensor(feats, coords[:, [1, 2, 3, 0]].contiguous()))
+    assert got.stride == (4, 4, 4)
+    assert torch.equal(got.C[:, 3], wanted.C[:, 0])
+    assert torch.equal(got.C[:, :3], wanted.C[:, 1:] * 4)
+    assert torch.equal(got.F, wanted.F)
+    pooled = F.spdownsample(coords[:, [1, 2, 3, 0]], 2, tensor_stride=2)
+    assert torch.equal(pooled[:, :3] % 4, torch.zeros_like(pooled[:, :3]))
+
+
+def test_norms_and_activations():
+    x = tensor(channels=6)
+    items = [x.F[x.C[:, 0] == b] for b in range(2)]
+    layer = spnn.GroupNorm(3, 6).double()
+    torch.nn.init.normal_(layer.weight)
+    wanted = torch.empty_like(x.F)
+    for b, item in enumerate(items):
+        one = torch.nn.functional.group_norm(item.t()[None], 3, layer.weight, layer.bias, layer.eps)
+        wanted[x.C[:, 0] == b] = one[0].t()
+    got = layer(x).F
+    assert torch.allclose(got, wanted)
+    grads = (torch.autograd.grad(t.pow(3).sum(), x.F, retain_graph=True)[0] for t in (got, wanted))
+    assert torch.allclose(*grads)
+    assert torch.allclose(spnn.BatchNorm(6).double()(x).F, torch.nn.BatchNorm1d(6).double()(x.F))
+    for name in ("ReLU", "LeakyReLU", "SiLU"):
+        assert torch.equal(getattr(spnn, name)()(x).F, getattr(torch.nn, name)()(x.F))
+    assert torch.equal(F.relu(x, inplace=False).F, x.F.relu())
+    assert torch.allclose(spnn.GlobalAvgPool()(x), torch.stack([i.mean(0) for i in items]))
+    assert torch.allclose(spnn.GlobalMaxPool()(x), torch.stack([i.max(0).values for i in items]))
+    cut = spnn.SparseCrop((1, 1, 1), (5, 5, 5))(x)
+    assert torch.equal(cut.C, x.C[((x.C[:, 1:] >= 1) & (x.C[:, 1:] < 5)).all(1)])
+
+
+def test_tensors():
+    x = tensor()
+    assert torch.equal((x + x).F, x.F * 2)
+    assert torchsparse.cat([x, x]).F.shape == (len(x.F), 6)
+    assert x.s == x.stride == (1, 1, 1)
+    x.s = 2
+    assert x.stride == (2, 2, 2)
+    dense = SparseTensor(x.F, x.C, spatial_range=(2, 7, 7, 7)).dense()
+    assert torch.equal(dense[tuple(x.C.long().t())], x.F)
+    with pytest.raises(ValueError, match="spatial_range"):
+        x.dense()
+    y = tensor(seed=4)
+    both = torchsparse.generative_add(x, y)
+    total = {}
+    for part in (x, y):
+        for at, value in zip(part.C.tolist(), part.F):
+            total[tuple(at)] = total.get(tuple(at), 0) + value
+    assert torch.allclose(both.F, torch.stack([total[tuple(at)] for at in both.C.tolist()]))
+    set_tensor_cache_mode(TensorCacheMode.GLOBAL_TENSOR_CACHE)
+    assert tensor()._caches is tensor()._caches
+    torchsparse.tensor.clear_global_tensor_cache()
+    set_tensor_cache_mode(TensorCacheMode.SEPARATE_TENSOR_CACHE)
+    assert tensor()._caches is not tensor()._caches
+
+
+def test_maps_are_shared_and_follow_the_coordinates():
+    x = tensor()
+    net = spnn.Conv3d(3, 3, 3).double()
+    first = net(net(x))
+    assert len(x.kmaps) == 1
+    assert first.grid is x.grid
+    with torch.no_grad():
+        x.coords[:, 1] += 5
+    assert torch.allclose(net(net(x)).F, first.F)
+    x.C = torch.roll(x.C, 1, 0)
+    assert not torch.allclose(net(x).F, net(tensor()).F)
+
+
+# ---- points
+
+
+def test_hashes():
+    _, coords = cloud(low=-6)
+    hashed = F.sphash(coords)
+    for row, value in zip(coords.tolist(), hashed.tolist()):
+        wanted = 14695981039346656037
+        for word in row:
+            wanted = ((wanted ^ (word % 2**32)) * 1099511628211) % 2**64
+        assert value == (wanted >> 60) ^ (wanted & 0xFFFFFFFFFFFFFFF)
+    offsets = torch.tensor([[0, 0, 0], [1, -1, 2]], dtype=torch.int32)
+    moved = coords.clone()
+    moved[:, :3] += offsets[1]
+    assert torch.equal(F.sphash(coords, offsets), torch.stack([hashed, F.sphash(moved)]))
+    rows = torch.tensor([3, 1, 3, 7])
+    queries = torch.cat([hashed[rows], torch.tensor([12345])]).view(5, 1)
+    assert F.sphashquery(queries, hashed).tolist() == [[3], [1], [3], [7], [-1]]
+    assert F.sphashquery(queries, hashed[:0]).tolist() == [[-1]] * 5
+    table = torchsparse.backend.GPUHashTable(8)
+    last = coords[:, [1, 2, 3, 0]]
+    table.insert_coords(last)
+    assert table.lookup_coords(last, 1, 1, 1)[:, 0].tolist() == list(range(1, len(coords) + 1))
+    around = table.lookup_coords(last, torch.tensor([2, 2, 2]), torch.tensor([1, 1, 1]), 8)
+    listed = [tuple(c) for c in coords.tolist()]
+    for (b, *at), found in zip(listed, around.tolist()):
+        near = [(b, *(c + t for c, t in zip(at, tap))) for tap in itertools.product((0, 1), repeat=3)]
+        assert found == [listed.index(c) + 1 if c in listed else 0 for c in near]
+
+
+def test_points_to_voxels_and_back():
+    gen = torch.Generator().manual_seed(0)
+    feats = torch.randn(20, 3, generator=gen, dtype=torch.float64).requires_grad_()
+    rows = torch.randint(-1, 5, (20,), generator=gen)
+    counts = F.spcount(rows.int(), 6)
+    assert counts.tolist() == [int((rows == v).sum()) for v in range(6)]
+    voxels = F.spvoxelize(feats, rows.int(), counts)
+    wanted = torch.stack([feats[rows == v].mean(0) if counts[v] else feats[0] * 0 for v in range(6)])
+    assert torch.allclose(voxels, wanted)
+    coords = torch.rand(20, 3, generator=gen, dtype=torch.float64) * 10 - 5
+    near = torch.randint(-1, 6, (20, 8), generator=gen)
+    near[3] = -1
+    for scale in (1, 2):
+        weights = F.calc_ti_weights(coords, near, scale)
+        part = coords / scale - torch.floor(coords / scale)
+        each = torch.stack(
+            [
+                torch.stack([p if c else 1 - p for p, c in zip(part.t(), corner)]).prod(0)
+                for corner in itertools.product((0, 1), repeat=3)
+            ],
+            1,
+        ) * (near >= 0)
+        assert torch.allclose(weights, each / (each.sum(1, keepdim=True) + 1e-8))
+        across = F.calc_ti_weights(coords, near.t().contiguous(), scale)
+        assert torch.equal(across, weights.t())
+        out = F.spdevoxelize(voxels, near.int(), weights)
+        padded = torch.cat([voxels, voxels.new_zeros(1, 3)])
+        wanted = (padded[torch.where(near < 0, 6, near)] * weights[..., None]).sum(1)
+        assert torch.allclose(out, wanted)
+        got, want = (torch.autograd.grad(t.square().sum(), feats, retain_graph=True)[0] for t in (out, wanted))
+        assert torch.allclose(got, want)
+
+
+def test_quantisation_and_collation():
+    rng = np.random.default_rng(0)
+    points = rng.normal(size=(200, 3))
+    cells = np.floor(points / [0.5, 0.5, 1]).astype(int)
+    wanted, index, inverse = np.unique(cells, axis=0, return_index=True, return_inverse=True)
+    got = sparse_quantize(points, (0.5, 0.5, 1), return_index=True, return_inverse=True)
+    assert all(np.array_equal(a, b) for a, b in zip(got, (wanted, index, inverse.ravel())))
+    assert np.array_equal(sparse_quantize(points, (0.5, 0.5, 1)), wanted)
+    scenes = [{"x": SparseTensor(np.ones((n, 2)), np.full((n, 3), n)), "y": np.zeros(3), "z": {"n": n}} for n in (1, 2)]
+    batch = sparse_collate_fn(scenes)
+    assert batch["x"].C.tolist() == [[0, 1, 1, 1], [1, 2, 2, 2], [1, 2, 2, 2]]
+    assert batch["y"].shape == (2, 3)
+    assert batch["z"] == {"n": [1, 2]}
+    torchsparse.set_version("1.4")
+    assert sparse_collate_fn(scenes)["x"].C[0].tolist() == [1, 1, 1, 0]
+
+
+def test_backbones():
+    feats, coords = cloud(extent=24, n=300, channels=4)
+    x = SparseTensor(feats.float(), coords)
+    outputs = SparseResUNet42(in_channels=4, width_multiplier=0.25)(x)
+    assert [y.stride[0] for y in outputs] == [1, 2, 4, 8, 16, 8, 4, 2, 1]
+    assert outputs[-1].C is coords
+    net = SparseResNet21D(in_channels=4)
+    assert [y.F.shape[1] for y in net(SparseTensor(feats.float(), coords))] == [16, 32, 64, 128, 128]
+    assert "0.1.main.3.kernel" in net.state_dict()
+
+
+def test_import_of_the_name():
+    code = """
+import sparseconv.interop.torchsparse as ours
+ours.install()
+import torchsparse
+import torchsparse.nn as spnn
+import torchsparse.nn.functional as F
+from torchsparse import PointTensor, SparseTensor
+from torchsparse.nn.functional.devoxelize import calc_ti_weights
+from torchsparse.nn.utils import fapply, get_kernel_offsets
+from torchsparse.utils import make_ntuple
+from torchsparse.utils.collate import sparse_collate_fn
+from torchsparse.utils.quantize import sparse_quantize
+from torchsparse.utils.tensor_cache import TensorCache
+from torchsparse.backbones import SparseResUNet42
+assert torchsparse is ours and spnn.Conv3d is ours.nn.Conv3d and F.conv3d is ours.nn.functional.conv3d
+ours.uninstall()
+try:
+    import torchsparse
+except ModuleNotFoundError:
+    print("gone")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "gone\n"
