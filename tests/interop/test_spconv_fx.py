@@ -124,6 +124,15 @@ def test_a_traced_network_gives_the_same_bits(network, training):
             assert same(other(*given), wanted)
 
 
+def test_inference_folds_norms_only_in_the_network_itself():
+    torch.manual_seed(0)
+    net = EncoderDecoder().eval()
+    traced = torch.fx.symbolic_trace(net)
+    with torch.no_grad():
+        for got, wanted in zip(traced(*scene()), net(*scene())):
+            torch.testing.assert_close(got, wanted)
+
+
 def test_gradients_and_running_means_of_a_traced_network():
     torch.manual_seed(0)
     net = EncoderDecoder()
