@@ -18,6 +18,7 @@ test: $(VENV)/.tests
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 wheel: $(VENV)/.build
