@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -96,3 +97,22 @@ def test_a_bare_installation_has_its_command(tmp_path):
         assert done.returncode == code, done.stderr
         assert word in done.stdout
         assert ("pip install 'sparseconv[cli]'" in done.stderr) == (code == 1)
+
+
+def test_the_readme_works_on_a_package_index(tmp_path, monkeypatch):
+    """Where the publishing repository is named, no link or picture of the description is relative."""
+
+    def description(folder: Path) -> str:
+        return next(text.decode() for name, text in wheel_of(ROOT, folder).items() if name.endswith("METADATA"))
+
+    links = re.compile(r"\]\(((?![a-z]+:|#)[^)\s]+)\)")
+    text = description(tmp_path / "here")
+    assert "\nProject-URL:" not in text
+    assert links.findall(text)
+    monkeypatch.setenv("SPARSECONV_REPOSITORY", "owner/name")
+    text = description(tmp_path / "named")
+    assert "\nProject-URL: Repository, https://github.com/owner/name" in text
+    assert links.findall(text) == []
+    assert "![" in text
+    for path in re.findall(r"https://raw.githubusercontent.com/owner/name/v[^/]+/([^)\s]+)\)", text):
+        assert (ROOT / path).is_file()
