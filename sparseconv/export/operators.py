@@ -33,6 +33,7 @@ for _schema in (
     "lookup(Tensor grid, Tensor coords) -> Tensor",
     "to_dense(Tensor grid, Tensor x, int items, int[] start, int[] shape) -> Tensor",
     "pool_items(Tensor grid, Tensor x, int items, str how) -> Tensor",
+    "standardise_items(Tensor grid, Tensor x, int groups, float eps) -> Tensor",
     "plan(Tensor source, Tensor? target, int[]? kernel_size, int[] taps, int[] stride, int[] dilation, int[]? padding,"
     " str outputs, int[] shape, str boundary, int[] extent, str backend) -> Tensor",
     "transposed(Tensor plan) -> Tensor",
@@ -141,10 +142,19 @@ def _pool_items(grid: torch.Tensor, x: torch.Tensor, items: int, how: str) -> to
     return how_to[how](x, held_by(grid, VoxelGrid))
 
 
+@_implement("standardise_items")
+def _standardise_items(grid: torch.Tensor, x: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
+    from sparseconv.ops.items import standardised
+
+    y = standardised(x, held_by(grid, VoxelGrid), groups, eps)
+    return x.clone() if y is x else y  # no result shares an operand's memory
+
+
 _shape_of("grid")(_some_handle)
 _shape_of("subset")(lambda grid, mask, coords: _some_voxels(coords))
 _shape_of("lookup")(lambda grid, coords: coords.new_empty(coords.shape[0], dtype=torch.int64))
 _shape_of("to_dense")(lambda grid, x, items, start, shape: x.new_empty((items, x.shape[1], *shape)))
+_shape_of("standardise_items")(lambda grid, x, groups, eps: torch.empty_like(x))
 _shape_of("pool_items")(lambda grid, x, items, how: x.new_empty((items, x.shape[1])))
 
 

@@ -66,11 +66,15 @@ class TracedGrid(VoxelGrid):
 
     def _unknown(self) -> Any:
         raise ValueError(
-            "while torch.export traces, nobody knows where voxels lie: give the shape or extent that is asked for"
+            "while torch.export traces, nobody knows where voxels lie or how many there are: give the shape or extent that "
+            "is asked for, and leave what counts voxels to the caller"
         )
 
     extent: Any = property(_unknown)
     _space: Any = property(_unknown)
+    batch_counts: Any = property(_unknown)
+    batch_offsets: Any = property(_unknown)
+    batch_rows: Any = property(_unknown)
 
     def lookup(self, coords: torch.Tensor) -> torch.Tensor:
         return _ops.lookup(self.handle, coords)
@@ -86,6 +90,10 @@ class TracedGrid(VoxelGrid):
     def pooled(self, x: torch.Tensor, how: str) -> torch.Tensor:
         """Features (N, C) -> (B, C), pooled over each item: "sum", "average" or "max"."""
         return _ops.pool_items(self.handle, x, self.batch_size, how)
+
+    def standardised(self, x: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
+        """`ops.items.standardised`."""
+        return _ops.standardise_items(self.handle, x, groups, eps)
 
     def __repr__(self) -> str:
         return f"TracedGrid(rank {self.rank}, batch {self.batch_size}, {self.device})"

@@ -12,7 +12,7 @@ from sparseconv.nn.fused.live_rows import over_live_rows
 from sparseconv.nn.fused.training import Layer, serves, trained
 from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.module import FeatureModule, Features, SparseModule, features_of, with_features
-from sparseconv.ops.items import join_items, split_items
+from sparseconv.ops.items import standardised
 from sparseconv.tensor import SparseTensor
 
 
@@ -162,16 +162,7 @@ def _per_item(x: Any, grid: VoxelGrid | None, norm: Any, channels: int, groups: 
     if grid.is_shared:
         raise ValueError(f"{type(norm).__name__} over shards is not offered: BatchNorm and LayerNorm are")
     y = features.to(torch.promote_types(features.dtype, torch.float32))
-    if features.shape[0]:
-        y = join_items([_standardised(item, groups, norm.eps) for item in split_items(y, grid)], grid)
+    y = standardised(y, grid, groups, norm.eps)
     if norm.weight is not None:
         y = torch.addcmul(norm.bias.to(y.dtype), y, norm.weight.to(y.dtype))
     return with_features(x, y.to(features.dtype))
-
-
-def _standardised(item: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
-    """(x - mean) / sqrt(var + eps) of each group of channels over all rows: torch's batch norm of (N_b, G, C/G)."""
-    grouped = item.reshape(item.shape[0], groups, item.shape[1] // groups)
-    if grouped.shape[0] * grouped.shape[2] < 2:
-        return item - item
-    return torch.nn.functional.batch_norm(grouped, None, None, training=True, eps=eps).reshape(item.shape)

@@ -8,6 +8,7 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.ops.rows import recorder
 
 
 def split_items(features: torch.Tensor, grid: VoxelGrid) -> tuple[torch.Tensor, ...]:
@@ -28,6 +29,26 @@ def join_items(items: Sequence[torch.Tensor], grid: VoxelGrid) -> torch.Tensor:
     joined = torch.cat(list(items)) if len(items) > 1 else items[0]
     inverse = _layout(grid)[2]
     return joined if inverse is None else joined.index_select(0, inverse)
+
+
+def standardised(x: torch.Tensor, grid: VoxelGrid, groups: int, eps: float) -> torch.Tensor:
+    """(x - mean) / sqrt(var + eps) of each group of channels over all voxels of a batch item: (N, C) -> (N, C).
+
+    An item of one number is its own mean; an empty one has nothing to normalise.
+    """
+    if (traced := recorder(grid)) is not None:
+        return traced.standardised(x, groups, eps)
+    if not x.shape[0]:
+        return x
+    return join_items([_standardised_item(item, groups, eps) for item in split_items(x, grid)], grid)
+
+
+def _standardised_item(item: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
+    """By torch's batch norm of (N_b, G, C/G)."""
+    grouped = item.reshape(item.shape[0], groups, item.shape[1] // groups)
+    if grouped.shape[0] * grouped.shape[2] < 2:
+        return item - item
+    return torch.nn.functional.batch_norm(grouped, None, None, training=True, eps=eps).reshape(item.shape)
 
 
 @transforms.constant

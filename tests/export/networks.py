@@ -46,6 +46,7 @@ class Pools(nn.SparseModule):
             nn.MaxUnpool(2),
         )
         self.make = nn.ConvTranspose(8, 4, 2, stride=2)
+        self.norms = torch.nn.ModuleList([nn.GroupNorm(2, 8), nn.InstanceNorm(8, affine=True), nn.LayerNorm(8)])
         self.items = torch.nn.ModuleList([nn.GlobalSumPool(), nn.GlobalAvgPool(), nn.GlobalMaxPool()])
 
     def forward(self, x):
@@ -57,6 +58,7 @@ class Pools(nn.SparseModule):
         return {
             "pooled": [self.max(y), self.avg(y), self.sum(y)],
             "back": (back, self.unpool(high, onto=x), self.make(high)),
+            "norms": [norm(y) for norm in self.norms],
             "items": [pool(y) for pool in self.items],
             "volume": y.to_dense((EXTENT, EXTENT, EXTENT)),
             "near": near,
