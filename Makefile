@@ -18,11 +18,12 @@ test: $(VENV)/.tests
 # with the least versions that pyproject.toml allows, in an environment beside .venv; make oldest TESTS=tests/backends
 OLDEST ?= .venv-oldest
 oldest: $(OLDEST)/.tests
-	$(OLDEST)/bin/python -m pytest $(if $(TESTS),$(TESTS),-n auto)
+	$(OLDEST)/bin/python -m pytest $(if $(TESTS),$(TESTS),-n auto --dist worksteal)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 wheel: $(VENV)/.build
@@ -33,7 +34,7 @@ bench: $(VENV)/.bench
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-	@echo "read it: site/index.html"
+	@echo "read it with its search: $(BIN)/python -m http.server -d site, then http://localhost:8000"
 
 notebooks: $(VENV)/.notebooks
 	OMP_WAIT_POLICY=passive $(BIN)/python notebooks/execute.py

@@ -8,8 +8,8 @@ are in Angstrom, energies in kcal/mol. Forces are the negative gradient of the e
 gradient; sparse products have derivatives to any order. Turning the molecule turns the forces and leaves the energy.
 The score is the mean absolute error of a force component, in kcal/mol/Angstrom; guessing is a force of 0.
 
-The real set (not run here) has 1,000 frames to train on and 1,000 to test. Equivariant networks reach errors below 0.3
-kcal/mol/Angstrom for ethanol after thousands of epochs; train in fp64 for the last digit.
+The real set (not run here) has 1,000 frames to train on and 1,000 to test; give it thousands of epochs, and fp64 for
+the last digit.
 """
 
 from __future__ import annotations

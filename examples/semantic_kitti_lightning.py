@@ -5,8 +5,8 @@
     python examples/semantic_kitti_lightning.py --stand-in
 
 A second call continues from ``output/last.ckpt``: Lightning keeps the network, the optimizer, the schedule and the
-epoch. A hook seeds each epoch by its number, so that a repeated one draws the same. A `Batch` moves itself to the
-device, since it has ``to``.
+epoch. It does not come to the same bits as an uninterrupted run; `semantic_kitti.py` does. A hook seeds each epoch by
+its number. A `Batch` moves itself to the device, since it has ``to``.
 """
 
 from __future__ import annotations

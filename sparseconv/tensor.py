@@ -44,8 +44,17 @@ class SparseTensor(Movable):
     # ---- between layouts
 
     @classmethod
-    def from_list(cls, coords: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> SparseTensor:
-        """One item a scene: coords (N_b, D) integers and features (N_b, C); either may have no row."""
+    def from_list(
+        cls,
+        coords: Sequence[torch.Tensor],
+        features: Sequence[torch.Tensor],
+        voxel_size: float | Sequence[float] | None = None,
+        origin: float | Sequence[float] | None = None,
+    ) -> SparseTensor:
+        """One item a scene: coords (N_b, D) integers and features (N_b, C); either may have no row.
+
+        ``voxel_size`` and ``origin`` are those of all scenes, as `VoxelGrid` takes them.
+        """
         for name, items in (("coords", coords), ("features", features)):
             check_kind(name, items, (list, tuple), "pass a list of tensors, one a scene")
             for number, item in enumerate(items):
@@ -53,7 +62,7 @@ class SparseTensor(Movable):
         if len(coords) != len(features) or not coords:
             raise ValueError(f"need as many coords as features, at least one; got {len(coords)} and {len(features)}")
         items = [torch.cat([torch.full_like(c[:, :1], b), c], 1) for b, c in enumerate(coords)]
-        return cls(VoxelGrid(torch.cat(items), len(items)), torch.cat(list(features)))
+        return cls(VoxelGrid(torch.cat(items), len(items), voxel_size, origin), torch.cat(list(features)))
 
     def to_list(self) -> list[torch.Tensor]:
         """The features of each batch item (N_b, C), rows in the grid's order."""
@@ -101,6 +110,16 @@ class SparseTensor(Movable):
     def with_features(self, features: torch.Tensor) -> SparseTensor:
         """Other features (N, C') on the same grid."""
         return SparseTensor(self.grid, features)
+
+    def subset(self, mask: torch.Tensor) -> SparseTensor:
+        """The voxels where mask (N,) bool is true, with their features, in the same order: pruning.
+
+        >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 1], [0, 2]])), torch.tensor([[0.5], [-0.5]]))
+        >>> x.subset(x.features[:, 0] > 0).coords.tolist()
+        [[0, 1]]
+        """
+        grid = self.grid.subset(mask)
+        return SparseTensor(grid, self.features[mask])
 
     def cat(self, *others: SparseTensor) -> SparseTensor:
         """Channels side by side; all on one grid."""

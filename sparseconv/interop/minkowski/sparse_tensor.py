@@ -199,7 +199,8 @@ class SparseTensor(Tensor):
             ends = torch.div(max_coords.to(coords.device).flatten() - low, unit, rounding_mode="floor") + 1
             size = (self._manager.find(self.key).grid.batch_size, *ends.tolist(), self._F.shape[1])
         at = torch.cat([coords[:, :1], cells], 1).long().t()
-        made = torch.sparse_coo_tensor(at, self._F, size) if size else torch.sparse_coo_tensor(at, self._F)
+        extent = (size,) if size else ()
+        made = torch.sparse_coo_tensor(at, self._F, *extent, check_invariants=True)
         return made, torch.div(low, unit, rounding_mode="floor")[None], stride
 
     # ---- points
