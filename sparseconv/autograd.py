@@ -26,7 +26,7 @@ from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.registry import choose
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.numbered_maps import alive, check_convolution, check_weight_gradient, map_of
-from sparseconv.torch_private import any_autocast, below_autograd, dispatch_modes, unwrap_dead
+from sparseconv.torch_private import any_autocast, below_autograd, dispatch_modes, exporting, unwrap_dead
 
 
 def serving_backend(kernel_map: KernelMap, x: torch.Tensor, weight: tuple[int, ...], groups: int, name: str) -> Backend:
@@ -318,7 +318,7 @@ def convolution(
     """y (rows, C_out) from x (N_in, C_in) and weight (K, C_in/G, C_out) over the numbered map; differentiable to any
     order in x, weight and bias (C_out,). Arguments are taken as checked: `ConvolutionPlan.execute` is the boundary."""
     if torch.compiler.is_compiling():
-        if torch.compiler.is_exporting():
+        if exporting():
             raise RuntimeError(
                 "torch.export cannot hold a kernel map that was made before: the program would name one of this "
                 "process, and no other has it. Make the VoxelGrid within what is exported, or use "

@@ -67,6 +67,12 @@ BatchNormBase: Any = private(
 )
 
 
+def exporting() -> bool:
+    """Whether torch.export traces. Within torch.compile, Dynamo of torch 2.11 answers the public name with True."""
+    flag = getattr(torch.compiler, "_is_exporting_flag", None)
+    return torch.compiler.is_exporting() if flag is None else bool(flag)
+
+
 def dual_level() -> int:
     """The level of dual tensors, below 0 for none; where torch hides it, one that may be there."""
     return getattr(forward_ad, "_current_level", 0)

@@ -30,6 +30,7 @@ from sparseconv.geometry.views.dense import filled, sites_of
 from sparseconv.geometry.views.picture import html
 from sparseconv.kinds import check_choice, check_values
 from sparseconv.moving import Movable
+from sparseconv.torch_private import exporting
 
 if TYPE_CHECKING:
     from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
@@ -62,7 +63,7 @@ class VoxelGrid(Movable):
     """
 
     def __new__(cls, *_: Any, **__: Any) -> VoxelGrid:
-        kind = cls.traced_type if cls is VoxelGrid and torch.compiler.is_exporting() else None
+        kind = cls.traced_type if cls is VoxelGrid and exporting() else None
         return object.__new__(kind or cls)
 
     @transforms.constant

@@ -17,6 +17,7 @@ from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
 from sparseconv.kinds import check_count, check_kind
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
+from sparseconv.torch_private import exporting
 
 Axes = int | Sequence[int]
 #: a grid, as a plan holds it
@@ -126,7 +127,7 @@ def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue |
 
 def recorder(source: Any) -> Any:
     """The class of plans on a grid of a trace by torch.export; None of any other grid."""
-    return source.plan_type if torch.compiler.is_exporting() and isinstance(source, VoxelGrid) else None
+    return source.plan_type if exporting() and isinstance(source, VoxelGrid) else None
 
 
 def held(grid: Held) -> VoxelGrid:

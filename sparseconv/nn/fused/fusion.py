@@ -18,7 +18,7 @@ from sparseconv.nn.module import apply, features_of
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.pointwise import Epilogue
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import any_module_hook
+from sparseconv.torch_private import any_module_hook, exporting
 
 #: torch's activations as epilogues, and ours, which derive from them; a user's own class may do something else
 ACTIVATIONS: dict[type[torch.nn.Module], Callable[[Any], Epilogue]] = {
@@ -167,7 +167,7 @@ def _can_join(x: Any, conv: Any, norm: Any, activation: Any) -> bool:
         and isinstance(x, SparseTensor)
         and norm.num_features == conv.out_channels
         and not x.grid.is_shared
-        and (not torch.compiler.is_compiling() or torch.compiler.is_exporting())
+        and (not torch.compiler.is_compiling() or exporting())
         and not transforms.active()
         and not hooked(conv, norm, activation)
     )

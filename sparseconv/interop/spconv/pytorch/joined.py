@@ -11,6 +11,7 @@ from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.nn.fused.fusion import ACTIVATIONS, folded, hooked
 from sparseconv.nn.fused.training import Layer, serves, trained
 from sparseconv.pointwise import Epilogue
+from sparseconv.torch_private import exporting
 
 
 class Inference(NamedTuple):
@@ -41,7 +42,7 @@ def in_inference(conv: Any, norm: Any, activation: Any) -> Inference | None:
         or norm.running_mean is None
         or norm.num_features != conv.out_channels
         or torch.is_grad_enabled()
-        or (torch.compiler.is_compiling() and not torch.compiler.is_exporting())
+        or (torch.compiler.is_compiling() and not exporting())
         or transforms.active()
         or hooked(conv, norm)
         or "forward" in vars(conv)
