@@ -23,6 +23,7 @@ oldest: $(OLDEST)/.tests
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 
 wheel: $(VENV)/.build
