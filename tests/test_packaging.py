@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -112,3 +113,22 @@ def test_the_oldest_versions_are_those_that_are_tried():
     assert least.keys() == tried.keys()
     for name, version in least.items():
         assert f"{tried[name]}.".startswith(f"{version}."), f"{name}: {version} is promised, {tried[name]} is tried"
+
+
+def test_the_readme_works_on_a_package_index(tmp_path, monkeypatch):
+    """Where the publishing repository is named, no link or picture of the description is relative."""
+
+    def description(folder: Path) -> str:
+        return next(text.decode() for name, text in wheel_of(ROOT, folder).items() if name.endswith("METADATA"))
+
+    links = re.compile(r"\]\(((?![a-z]+:|#)[^)\s]+)\)")
+    text = description(tmp_path / "here")
+    assert "\nProject-URL:" not in text
+    assert links.findall(text)
+    monkeypatch.setenv("SPARSECONV_REPOSITORY", "owner/name")
+    text = description(tmp_path / "named")
+    assert "\nProject-URL: Repository, https://github.com/owner/name" in text
+    assert links.findall(text) == []
+    assert "![" in text
+    for path in re.findall(r"https://raw.githubusercontent.com/owner/name/v[^/]+/([^)\s]+)\)", text):
+        assert (ROOT / path).is_file()
