@@ -34,7 +34,7 @@ bench: $(VENV)/.bench
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
-	@echo "read it: site/index.html"
+	@echo "read it with its search: $(BIN)/python -m http.server -d site, then http://localhost:8000"
 
 notebooks: $(VENV)/.notebooks
 	OMP_WAIT_POLICY=passive $(BIN)/python notebooks/execute.py
