@@ -66,8 +66,8 @@ class TracedGrid(VoxelGrid):
 
     def _unknown(self) -> Any:
         raise ValueError(
-            "while torch.export traces, nobody knows where voxels lie or how many there are: give the shape or extent that "
-            "is asked for, and leave what counts voxels to the caller"
+            "while torch.export traces, nobody knows where voxels lie or how many there are: give the shape or extent "
+            "that is asked for, and leave what counts voxels to the caller"
         )
 
     extent: Any = property(_unknown)
