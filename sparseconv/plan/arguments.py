@@ -20,8 +20,17 @@ from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 from sparseconv.torch_private import exporting
 
 Axes = int | Sequence[int]
+
+
+class Weakly:
+    """A grid that keeps a plan, as that plan holds it. Of an object of this class, a compiler can tell the type."""
+
+    def __init__(self, grid: VoxelGrid) -> None:
+        self.grid = weakref.ref(grid)
+
+
 #: a grid, as a plan holds it
-Held = VoxelGrid | weakref.ref[VoxelGrid]
+Held = VoxelGrid | Weakly
 #: the tensors that `ConvolutionPlan.execute` takes
 OPERANDS = ("x", "weight", "bias", "residual")
 
@@ -132,9 +141,9 @@ def recorder(source: Any) -> Any:
 
 def held(grid: Held) -> VoxelGrid:
     """The grid, which a plan kept with it holds weakly."""
-    if not isinstance(grid, weakref.ref):
+    if not isinstance(grid, Weakly):
         return grid
-    alive = grid()
+    alive = grid.grid()
     if alive is None:
         raise RuntimeError("the grid that kept this plan is gone: hold the grid as long as you ask the plan for it")
     return alive

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from sparseconv.plan.arguments import (
     OPERANDS,
     Axes,
     Held,
+    Weakly,
     as_epilogue,
     autocast,
     check_operands,
@@ -357,9 +357,10 @@ class ConvolutionPlan(Movable):
             return self
         plan = object.__new__(ConvolutionPlan)
         plan.__dict__.update(self.__dict__)
+        weakly = Weakly(grid)  # one for both sides, which are compared
         for side in ("_source", "_target"):
             if plan.__dict__[side] is grid:
-                plan.__dict__[side] = weakref.ref(grid)
+                plan.__dict__[side] = weakly
         return plan
 
     def to(self, device: torch.device | str) -> ConvolutionPlan:
