@@ -26,7 +26,7 @@ def test_a_notebook_runs(path, monkeypatch):
 
 def test_each_text_has_its_notebook():
     assert [p.stem for p in PAIRS] == sorted(p.stem for p in FOLDER.glob("[0-9]*.py"))
-    assert len(PAIRS) == 8
+    assert len(PAIRS) == 10
 
 
 @pytest.mark.parametrize("path", PAIRS, ids=lambda p: p.stem)

@@ -25,7 +25,7 @@ def accelerate(model: Module) -> Module:
     >>> from sparseconv import nn
     >>> model = sc.accelerate(nn.UNet(4, 3, channels=(8, 16)))
     >>> nn.explain(model)
-    'UNet:\\n  not called yet'
+    'UNet:\\n  on cpu: calls run as they are, graphs need an NVIDIA GPU'
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"accelerate takes a torch.nn.Module; got {type(model).__name__}")

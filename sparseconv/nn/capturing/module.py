@@ -321,7 +321,11 @@ class Captured:
             elif kind.refused is not None:
                 lines.append(f"  eager: {kind.refused}")
         lines += [f"  {count:,} eager calls: {why}" for why, count in self.eager.most_common()]
-        return "\n".join(lines if len(lines) > 1 else [*lines, "  not called yet"])
+        if len(lines) == 1:
+            devices = {t.device for t in self._first_tensors() if not graphs.has_graphs(t.device)}
+            on = " and ".join(map(str, devices))
+            lines.append(f"  on {on}: calls run as they are, graphs need an NVIDIA GPU" if on else "  not called yet")
+        return "\n".join(lines)
 
 
 #: what records calls; tests without a card put a stand-in here

@@ -1,0 +1,96 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Captured training
+# On a GPU, a step on a new scan is mostly Python: the card waits for launches. A captured network records a step once,
+# kernel maps included, and replays it for scenes of any size. One line does it, and the loop stays yours. Without a GPU
+# the same line changes nothing, so this notebook runs anywhere.
+
+# %%
+import torch
+from torch.nn import functional as F
+
+import sparseconv as sc
+from sparseconv import nn
+from sparseconv.viz import View, new_figure, show
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+
+# %% [markdown]
+# ## Scenes that differ at every step
+# A sphere and a plane, sampled anew: other points, another number of voxels. Which voxel belongs to which?
+
+
+# %%
+def scene(seed):
+    generator = torch.Generator().manual_seed(seed)
+    count = 400 + 40 * (seed % 7)
+    ball = F.normalize(torch.randn(count, 3, generator=generator), dim=1) * 0.4
+    floor = torch.rand(count, 3, generator=generator) - 0.5
+    floor[:, 2] = -0.3
+    points = torch.cat([ball, floor]).to(device)
+    grid, rows = sc.voxelize(points, 0.08)
+    on_ball = sc.ops.voxelize_features(
+        (torch.arange(len(points), device=device) < count).float()[:, None], rows, len(grid)
+    )
+    height = grid.positions()[:, 2:]
+    x = sc.SparseTensor(grid, torch.cat([torch.ones_like(height), height], 1))
+    return x, (on_ball[:, 0] > 0.5).long()
+
+
+x, labels = scene(0)
+print("voxels:", [len(scene(seed)[0].grid) for seed in range(4)])
+show(x.grid, labels, names=("plane", "sphere"), unit="m", title="what is learnt")
+
+# %% [markdown]
+# ## One line
+# `sc.accelerate` walks a model and captures each of its sparse parts. The optimizer is made and used as always.
+
+# %%
+torch.manual_seed(0)
+model = sc.accelerate(nn.UNet(2, 2, channels=(16, 32)).to(device))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+losses = []
+for step in range(40):
+    x, labels = scene(step)
+    loss = F.cross_entropy(model(x).features, labels)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+
+with new_figure(5.5, 2.6) as figure:
+    axes = figure.add_subplot()
+    axes.plot(losses, color="#1f4e79")
+    axes.set_xlabel("step")
+    axes.set_ylabel("cross entropy")
+    axes.set_ylim(0)
+View(figure)
+
+# %% [markdown]
+# ## What happened
+# `explain` says which parts replay, and why a call was eager. Here that depends on where the notebook ran.
+
+# %%
+print(nn.explain(model))
+
+# %% [markdown]
+# ## On a scene it never saw
+# Evaluation is captured too, with the norms folded into the convolutions. Nothing folded is kept: each call reads the
+# weights as they are.
+
+# %%
+model.eval()
+x, labels = scene(1000)
+with torch.no_grad():
+    predicted = model(x).features.argmax(1)
+print(f"{(predicted == labels).float().mean():.1%} of {len(labels)} voxels are right")
+show(x.grid, predicted, names=("plane", "sphere"), unit="m", title="predicted")
