@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -25,18 +25,27 @@ def integers(values: Iterable[int], name: str) -> Ints:
         raise TypeError(f"{name} must be integers; got {values!r}") from None
 
 
+def _index(value: Any) -> int | None:
+    """The integer that a value is, or None."""
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError, ValueError):  # torch's, of a tensor of several
+        return None
+
+
 def per_axis(value: int | Sequence[int], rank: int, name: str, minimum: int | None = None) -> Ints:
     """One integer for each of ``rank`` axes, from one integer or a sequence of them."""
     wanted = f"{name} must be one integer or {rank} of them, one for each axis; got {value!r}"
     if isinstance(value, (str, bytes, Set, Mapping)):
         raise TypeError(wanted)
+    several: Any = value
+    if not isinstance(value, (tuple, list)):  # of which Dynamo of torch 2.11 cannot ask for an index
+        one = _index(value)
+        several = value if one is None else (one,) * rank
     try:
-        given = (operator.index(value),) * rank  # type: ignore[arg-type]
-    except (TypeError, RuntimeError, ValueError):
-        try:
-            given = integers(value, name)  # type: ignore[arg-type]
-        except TypeError:
-            raise TypeError(wanted) from None
+        given = integers(several, name)
+    except TypeError:
+        raise TypeError(wanted) from None
     if len(given) != rank:
         raise ValueError(wanted)
     if minimum is not None and min(given, default=minimum) < minimum:
@@ -126,7 +135,9 @@ class Boundary:
     def __post_init__(self) -> None:
         object.__setattr__(self, "extent", _as_range(self.extent))
         if self.kind not in KINDS:
-            voxels, dense = (", ".join(k for k in KINDS if (k in DENSE_KINDS) is there) for there in (False, True))
+            voxels, dense = (
+                ", ".join(repr(k) for k in KINDS if (k in DENSE_KINDS) is there) for there in (False, True)
+            )
             raise ValueError(f"a boundary is one of {voxels} or (for dense arrays) {dense}; got {self.kind!r}")
 
     @classmethod

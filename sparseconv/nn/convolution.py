@@ -97,6 +97,7 @@ class SubmanifoldConv(ConvolutionModule):
     Args:
         in_channels, out_channels: C_in and C_out.
         kernel_size: taps along each axis, one integer or one an axis; None where ``taps`` (K, D) are given.
+        stride: 1, since outputs lie on the input's voxels.
         dilation, padding, taps, boundary, groups, backend: those of `ConvolutionPlan`.
         bias: whether to add one.
         rank: number of spatial axes, 1 to 4.
@@ -112,6 +113,7 @@ class SubmanifoldConv(ConvolutionModule):
         out_channels: int,
         kernel_size: Axes | None = None,
         *,
+        stride: Axes = 1,
         dilation: Axes = 1,
         padding: Axes | None = None,
         taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
@@ -123,6 +125,8 @@ class SubmanifoldConv(ConvolutionModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if stride != 1:
+            raise TypeError(f"a submanifold convolution has no stride, use Conv(..., stride=...); got stride={stride}")
         super().__init__(
             in_channels,
             out_channels,

@@ -189,9 +189,6 @@ def global_max_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
     return _by_item(x, grid, lambda item: item.max(0).values)
 
 
-# ---- the two operations
-
-
 def edge_sum(x: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
     """y[o] = sum over edges (k, i, o) of x[i]: (N_in, C) -> (N_out, C)."""
     with torch.autocast(x.device.type, enabled=False):  # as torch's pooling, which keeps the dtype of x
@@ -292,11 +289,16 @@ class _SeenMax(_Max):
 
 
 def _winner_sum(*args: Any) -> torch.Tensor:
+    if torch.compiler.is_compiling():  # it differentiates the operations; torch 2.11's loses the function's gradient
+        return _WinnerSum.forward(*args)
     return (_SeenWinnerSum if transforms.active() else _WinnerSum).apply(*args)
 
 
-def _max(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return (_SeenMax if transforms.active() else _Max).apply(*args)
+def _max(x: Any, kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch.compiler.is_compiling():
+        winners = _Max.forward(x.detach(), kernel_map)[1]
+        return _winner_sum(x, winners, kernel_map, False, True), winners
+    return (_SeenMax if transforms.active() else _Max).apply(x, kernel_map)
 
 
 def _seen(edges: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

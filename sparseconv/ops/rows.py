@@ -45,7 +45,7 @@ def kept(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     On the CPU by their bits: torch.where is a branch an element there, ten times slower, and a product would turn an
     infinite term into NaN.
     """
-    if terms.is_cuda:
+    if terms.is_cuda or torch.compiler.is_compiling():
         return torch.where(mask, terms, 0)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[terms.element_size()]
     return (terms.view(bits) & mask.to(bits).neg_()).view(terms.dtype)

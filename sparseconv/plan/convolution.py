@@ -69,10 +69,6 @@ class ConvolutionPlan(Movable):
     [8.0, 8.0, 4.0]
     """
 
-    def __new__(cls, source: Any = None, *given: Any, **named: Any) -> Any:
-        recorded = recorder(source)
-        return object.__new__(cls) if recorded is None else recorded(source, *given, **named)
-
     def __init__(
         self,
         source: VoxelGrid,
@@ -88,6 +84,8 @@ class ConvolutionPlan(Movable):
         backend: str = "auto",
         deterministic: bool | None = None,
     ) -> None:
+        if recorder(source) is not None:
+            raise ValueError("within torch.export a plan is sparseconv.plan.shared_plan(grid, ...), or a layer's of nn")
         window, edge = checked_window(
             source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, deterministic
         )

@@ -33,7 +33,7 @@ import torch, sparseconv as sc
 from sparseconv.geometry import Boundary
 index, real = Boundary("nearest").resolve(torch.tensor([-2, 0, 3, 9]), 4)
 assert (index.tolist(), real.all()) == ([0, 0, 3, 3], True)
-for kind, said in (("nearest", "dense arrays"), ("farthest", "negative, nearest; got 'farthest'")):
+for kind, said in (("nearest", "dense arrays"), ("farthest", "'negative', 'nearest'; got 'farthest'")):
     try:
         sc.ConvolutionPlan(sc.VoxelGrid(torch.tensor([[0, 0, 0]])), 3, boundary=Boundary(kind))
     except ValueError as error:

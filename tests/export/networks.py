@@ -5,6 +5,7 @@ import torch
 import sparseconv as sc
 import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
+from sparseconv.plan.shared import shared_plan
 
 EXTENT = 12
 
@@ -78,10 +79,10 @@ class Written(torch.nn.Module):
     def forward(self, x):
         cross = [[0, 0, 0]] + [[s * (a == i) for a in range(3)] for i in range(3) for s in (-1, 1)]
         torus = sc.Boundary.periodic((EXTENT, EXTENT, EXTENT))
-        plan = sc.ConvolutionPlan(x.grid, taps=cross, boundary=torus)
+        plan = shared_plan(x.grid, taps=cross, boundary=torus)
         y = plan.execute(x.features, self.weight, epilogue=sc.pointwise.silu)
         made = sc.ConvolutionPlan.transposed(x.grid, 2, stride=2)
-        inside = sc.ConvolutionPlan(x.grid, 3, target="full", boundary=sc.Boundary.forbid((EXTENT,) * 3))
+        inside = shared_plan(x.grid, 3, target="full", boundary=sc.Boundary.forbid((EXTENT,) * 3))
         z = inside.execute(x.features, self.weight[:1].expand(27, 4, 6))
         return y, sc.SparseTensor(made.target, made.execute(y, self.other)), sc.SparseTensor(inside.target, z)
 

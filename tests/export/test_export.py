@@ -11,6 +11,7 @@ import torch
 import sparseconv as sc
 from sparseconv import nn
 from sparseconv.export import operators, program
+from sparseconv.plan.shared import shared_plan
 from tests.export.networks import LARGE, MADE, network, scene
 
 ROOT = Path(__file__).parents[2]
@@ -153,13 +154,21 @@ def test_refusals(tmp_path):
 
     class Reads(torch.nn.Module):
         def forward(self, x):
-            return x.features.sum() + sc.ConvolutionPlan(x.grid, 3).kernel_map.num_pairs
+            return x.features.sum() + shared_plan(x.grid, 3).kernel_map.num_pairs
 
     class Random(torch.nn.Module):
         def forward(self, x):
             return x.features + torch.rand_like(x.features)
 
-    for bad, words in ((Reads(), "no edges to look at"), (Random(), "differs from the network")):
+    class Built(torch.nn.Module):
+        def forward(self, x):
+            return sc.ConvolutionPlan(x.grid, 3).execute(x.features, torch.ones(27, 4, 4))
+
+    for bad, words in (
+        (Reads(), "no edges to look at"),
+        (Built(), "shared_plan"),
+        (Random(), "differs from the network"),
+    ):
         with pytest.raises(ValueError, match=words):
             sc.export.export(bad.eval(), scene(1), tmp_path / "net.pt2")
     assert not list(tmp_path.iterdir())

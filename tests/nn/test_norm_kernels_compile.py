@@ -27,7 +27,11 @@ jobs = [(launcher, constants, False) for launcher, constants in (
 for dtype, weight, running in ((half, half, half), (wide, single, single), (single, None, None)):
     run = kernels(1000, 32, cpu, dtype, weight, running)
     jobs += [(one, run.constants, True) for one in (run.statistics, run.normalize, run.reduce, run.input_grad)]
-jobs += [(_folds(*types)[0], (8, 64, 32), True) for types in ((single,) * 6, (half, None, wide, wide, single, single))]
+jobs += [
+    (_folds(to, *types)[0], (out_first, 8, 64, 32), not out_first)
+    for to, types in ((single, (single,) * 6), (half, (half, None, wide, wide, single, single)), (half, (single,) * 6))
+    for out_first in (False, True)
+]
 for launcher, constants, by_16 in jobs:
     names, types = launcher.function.arg_names, launcher.types
     signature = {n: "fp32" if isinstance(t, float) else NAMES[t] for n, t in zip(names, types)}
@@ -53,4 +57,4 @@ def test_kernels_compile_whole_and_read_16_bytes_at_once(archs):
     program = f"ARCHS = {archs}\n{SCRIPT}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == str(17 * len(archs))
+    assert done.stdout.strip() == str(21 * len(archs))

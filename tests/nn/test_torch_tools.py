@@ -30,12 +30,13 @@ class Pools(nn.SparseModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norms = nn.Sequential(nn.GroupNorm(2, 4), nn.InstanceNorm(4, affine=True), nn.LayerNorm(4))
+        # side by side: one after another, the later ones take away what the earlier ones' biases add
+        self.norms = torch.nn.ModuleList([nn.GroupNorm(2, 4), nn.InstanceNorm(4, affine=True), nn.LayerNorm(4)])
         self.max, self.back = nn.MaxPool(2, return_winners=True), nn.MaxUnpool(2)
         self.avg, self.up, self.whole = nn.AvgPool(3, 2), nn.Unpool(3, 2), nn.GlobalMaxPool()
 
     def forward(self, x):
-        y, winners = self.max(self.norms(x))
+        y, winners = self.max(x.with_features(sum(norm(x).features for norm in self.norms)))
         y = self.back(y, winners, onto=x) + self.up(self.avg(x), onto=x)
         return y.with_features(y.features + self.whole(y).sum())
 
