@@ -68,7 +68,8 @@ class IndexRange:
         first, last = integers(start, "start"), integers(end, "end")
         if len(first) != len(last):
             raise ValueError(f"start and end must have the same rank; got {first} and {last}")
-        self.__dict__.update(start=first, end=last)
+        object.__setattr__(self, "start", first)
+        object.__setattr__(self, "end", last)
 
     @classmethod
     def of_shape(cls, shape: Sequence[int]) -> IndexRange:

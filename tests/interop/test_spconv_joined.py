@@ -137,3 +137,9 @@ def test_what_the_convolution_refuses_is_refused():
     net = network(torch.nn.ReLU())
     with torch.no_grad(), pytest.raises(ValueError, match="takes 8 channels"):
         net(scene(channels=6))
+
+
+def test_a_copy_within_a_compiler_has_every_field():
+    from sparseconv.interop.spconv.pytorch.core import FIELDS
+
+    assert set(vars(scene())) == set(FIELDS)

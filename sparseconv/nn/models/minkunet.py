@@ -104,6 +104,6 @@ class MinkUNet(SparseModule):
             x = part(block)(conv_norm_act(x, part(conv), part(norm), self.relu))
         for conv, norm, block in self._up:
             skip = skips.pop()
-            x = concatenated(conv_norm_act(x, part(conv), part(norm), self.relu, onto=skip), skip, again=bool(skips))
+            x = concatenated(conv_norm_act(x, part(conv), part(norm), self.relu, onto=skip), skip, again=len(skips) > 0)
             x = part(block)(x)
         return self.final(x)

@@ -20,6 +20,11 @@ from sparseconv.tensor import SparseTensor
 
 #: one class here stands for both of spconv's
 ImplicitGemmIndiceData = IndiceData
+#: what a tensor holds
+FIELDS = (
+    *("_features", "_indices", "_voxels", "spatial_shape", "batch_size", "grid", "voxel_num", "indice_dict"),
+    *("benchmark", "benchmark_record", "thrust_allocator", "force_algo", "int8_scale", "_timer"),
+)
 
 
 class SparseConvTensor(metaclass=Traced):
@@ -164,7 +169,11 @@ class SparseConvTensor(metaclass=Traced):
     def shadow_copy(self) -> SparseConvTensor:
         """A new tensor that shares everything with this one."""
         other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
+        if torch.compiler.is_compiling():  # Dynamo of torch 2.11 follows names alone
+            for name in FIELDS:
+                setattr(other, name, getattr(self, name))
+        else:
+            other.__dict__.update(self.__dict__)
         return other
 
     def select_by_index(self, valid_indices: torch.Tensor) -> SparseConvTensor:
