@@ -20,6 +20,7 @@ SIZES = (150, 333, 2, 1, 0)
 ELSEWHERE = """
 import sys, torch, sparseconv
 folder, names, sizes = sys.argv[1], sys.argv[2].split(","), range(int(sys.argv[3]))
+torch.set_num_threads(int(sys.argv[4]))  # sums over rows are cut by threads
 for name in names:
     run = torch.export.load(f"{folder}/{name}.pt2").module()
     for size in sizes:
@@ -32,6 +33,7 @@ def run_elsewhere(folder, names):
     for number, rows in enumerate(SIZES):
         torch.save(scene(number + 5, rows), folder / f"{number}.pt")
     command = [sys.executable, "-c", ELSEWHERE, str(folder), ",".join(names), str(len(SIZES))]
+    command.append(str(torch.get_num_threads()))
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -322,8 +322,8 @@ class Captured:
                 lines.append(f"  eager: {kind.refused}")
         lines += [f"  {count:,} eager calls: {why}" for why, count in self.eager.most_common()]
         if len(lines) == 1:
-            devices = {t.device for t in self._first_tensors() if not graphs.has_graphs(t.device)}
-            on = " and ".join(map(str, devices))
+            devices = {t.device for t in chain(self.module.parameters(), self.module.buffers())}
+            on = " and ".join(sorted(str(device) for device in devices if not graphs.has_graphs(device)))
             lines.append(f"  on {on}: calls run as they are, graphs need an NVIDIA GPU" if on else "  not called yet")
         return "\n".join(lines)
 
