@@ -20,13 +20,10 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from scans import IGNORE, Scan, augmented, collate, to_voxels, validate
+from scans import IGNORE, Scan, augmented, to_voxels, train_minkunet
 from stand_ins import nuscenes as stand_in_set
-from torch.utils.data import DataLoader, Dataset
-from training import Run, begin, data_folder
-
-import sparseconv as sc
-from sparseconv import nn
+from torch.utils.data import Dataset
+from training import Run, data_folder
 
 VERSION = "v1.0-trainval"
 CLASSES = ["barrier", "bicycle", "bus", "car", "construction_vehicle", "motorcycle", "pedestrian", "traffic_cone",
@@ -126,34 +123,9 @@ def train(
     seed: int = 0,
 ) -> Run:
     """Train, validate after each epoch, keep what is needed to continue."""
-    device = begin(seed)
-    loaders = {
-        split: DataLoader(
-            NuScenes(folder, split, voxel_size, augment=split == "train"),
-            batch,
-            shuffle=split == "train",
-            collate_fn=collate,
-            num_workers=workers,
-        )
-        for split in ("train", "valid")
-    }
-    planes = tuple(width * m for m in (1, 2, 4, 8, 8, 4, 3, 3))
-    net = nn.MinkUNet(4, len(CLASSES), variant=variant, planes=planes, init_channels=width).to(device)
-    sc.accelerate(net)  # captured as CUDA graphs; without a GPU, calls are the plain calls
-    optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.01)
-    steps = epochs * len(loaders["train"])
-    run = Run(output, "nuscenes_lidarseg", net, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, steps))
-    loss_of = torch.nn.CrossEntropyLoss(ignore_index=IGNORE)
-    for _ in run.epochs(epochs):
-        net.train()
-        for scans in loaders["train"]:
-            scans = scans.to(device)
-            with run.autocast():
-                logits = net(scans.x).features
-            run.step(loss_of(logits.float(), scans.labels))
-        found = validate(net, loaders["valid"], len(CLASSES))
-        run.finish_epoch(mean_iou=found.mean_iou(), guessing=found.guessing())
-    return run
+    sets = [NuScenes(folder, split, voxel_size, augment=split == "train") for split in ("train", "valid")]
+    size = (epochs, batch, variant, width, workers, seed)
+    return train_minkunet(output, "nuscenes_lidarseg", *sets, 4, len(CLASSES), *size)
 
 
 def main(

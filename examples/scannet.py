@@ -20,13 +20,10 @@ import numpy as np
 import torch
 import typer
 from plyfile import PlyData
-from scans import IGNORE, Scan, augmented, collate, to_voxels, validate
+from scans import IGNORE, Scan, augmented, to_voxels, train_minkunet
 from stand_ins import scannet as stand_in_set
-from torch.utils.data import DataLoader, Dataset
-from training import Run, begin, data_folder
-
-import sparseconv as sc
-from sparseconv import nn
+from torch.utils.data import Dataset
+from training import Run, data_folder
 
 #: the 20 labels of the benchmark, of NYU40's
 LABELS = {
@@ -85,34 +82,9 @@ def train(
     seed: int = 0,
 ) -> Run:
     """Train, validate after each epoch, keep what is needed to continue."""
-    device = begin(seed)
-    loaders = {
-        split: DataLoader(
-            ScanNet(folder, split, voxel_size, augment=split == "train"),
-            batch,
-            shuffle=split == "train",
-            collate_fn=collate,
-            num_workers=workers,
-        )
-        for split in ("train", "val")
-    }
-    planes = tuple(width * m for m in (1, 2, 4, 8, 8, 4, 3, 3))
-    net = nn.MinkUNet(3, len(CLASSES), variant=variant, planes=planes, init_channels=width).to(device)
-    sc.accelerate(net)  # captured as CUDA graphs; without a GPU, calls are the plain calls
-    optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.01)
-    steps = epochs * len(loaders["train"])
-    run = Run(output, "scannet", net, optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, steps))
-    loss_of = torch.nn.CrossEntropyLoss(ignore_index=IGNORE)
-    for _ in run.epochs(epochs):
-        net.train()
-        for scans in loaders["train"]:
-            scans = scans.to(device)
-            with run.autocast():
-                logits = net(scans.x).features
-            run.step(loss_of(logits.float(), scans.labels))
-        found = validate(net, loaders["val"], len(CLASSES))
-        run.finish_epoch(mean_iou=found.mean_iou(), guessing=found.guessing())
-    return run
+    sets = [ScanNet(folder, split, voxel_size, augment=split == "train") for split in ("train", "val")]
+    size = (epochs, batch, variant, width, workers, seed)
+    return train_minkunet(output, "scannet", *sets, 3, len(CLASSES), *size)
 
 
 def main(

@@ -1,13 +1,17 @@
-"""What the recipes for labelled scans share: voxels made in the loader's workers, augmentation, batches, the score."""
+"""What the recipes for labelled scans share: voxels made in workers, augmentation, batches, training, the score."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import pi
+from pathlib import Path
 
 import torch
+from torch.utils.data import DataLoader, Dataset
+from training import Run, begin
 
 import sparseconv as sc
+from sparseconv import nn
 
 #: the label of what is not counted; torch's own default
 IGNORE = -100
@@ -94,7 +98,7 @@ class Confusion:
 
 
 @torch.no_grad()
-def validate(net: torch.nn.Module, loader: torch.utils.data.DataLoader, classes: int) -> Confusion:
+def validate(net: torch.nn.Module, loader: DataLoader, classes: int) -> Confusion:
     """Every point of the held-out scans takes its voxel's prediction; the confusion of all of them."""
     device = next(net.parameters()).device
     net.eval()
@@ -104,3 +108,43 @@ def validate(net: torch.nn.Module, loader: torch.utils.data.DataLoader, classes:
         predicted = net(batch.x).features.argmax(1)
         found.add(batch.point_labels, predicted[batch.point_rows])
     return found
+
+
+def train_minkunet(
+    output: Path,
+    name: str,
+    train: Dataset[Scan],
+    held_out: Dataset[Scan],
+    channels: int,
+    classes: int,
+    epochs: int,
+    batch: int,
+    variant: str,
+    width: int,
+    workers: int = 0,
+    seed: int = 0,
+    class_weights: torch.Tensor | None = None,
+) -> Run:
+    """Train MinkUNet with cross-entropy over voxels, validate after each epoch, keep what is needed to continue."""
+    device = begin(seed)
+    load = {"batch_size": batch, "collate_fn": collate, "num_workers": workers}
+    batches, others = DataLoader(train, shuffle=True, **load), DataLoader(held_out, **load)
+    planes = tuple(width * m for m in (1, 2, 4, 8, 8, 4, 3, 3))
+    net = nn.MinkUNet(channels, classes, variant=variant, planes=planes, init_channels=width).to(device)
+    sc.accelerate(net)  # captured as CUDA graphs; without a GPU, calls are the plain calls
+    optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, epochs * len(batches))
+    run = Run(output, name, net, optimizer, schedule)
+    loss_of = torch.nn.CrossEntropyLoss(
+        None if class_weights is None else class_weights.to(device), ignore_index=IGNORE
+    )
+    for _ in run.epochs(epochs):
+        net.train()
+        for scans in batches:
+            scans = scans.to(device)
+            with run.autocast():
+                logits = net(scans.x).features
+            run.step(loss_of(logits.float(), scans.labels))
+        found = validate(net, others, classes)
+        run.finish_epoch(mean_iou=found.mean_iou(), guessing=found.guessing())
+    return run
