@@ -21,6 +21,10 @@ ELSEWHERE = """
 import sys, torch, sparseconv
 folder, names, sizes = sys.argv[1], sys.argv[2].split(","), range(int(sys.argv[3]))
 torch.set_num_threads(int(sys.argv[4]))  # sums over rows are cut by threads
+if sys.argv[5]:  # the CPU that the tests are held to
+    from sparseconv.backends.registry import backend
+    from tests.cpus import CPUS
+    backend("llvm_implicit_gemm").target = CPUS[sys.argv[5]].target
 for name in names:
     run = torch.export.load(f"{folder}/{name}.pt2").module()
     for size in sizes:
@@ -29,11 +33,11 @@ for name in names:
 """
 
 
-def run_elsewhere(folder, names):
+def run_elsewhere(folder, names, cpu):
     for number, rows in enumerate(SIZES):
         torch.save(scene(number + 5, rows), folder / f"{number}.pt")
     command = [sys.executable, "-c", ELSEWHERE, str(folder), ",".join(names), str(len(SIZES))]
-    command.append(str(torch.get_num_threads()))
+    command += [str(torch.get_num_threads()), cpu or ""]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -42,11 +46,11 @@ def leaves(tree):
     return program.pytree.tree_leaves(tree)
 
 
-def check(folder, names):
+def check(folder, names, cpu):
     for name in names:
         net, wrap = network(name)
         sc.export.export(net, scene(1), folder / f"{name}.pt2", make=wrap)
-    run_elsewhere(folder, names)
+    run_elsewhere(folder, names, cpu)
     for name in names:
         net, wrap = network(name)
         for number in range(len(SIZES)):
@@ -59,13 +63,13 @@ def check(folder, names):
                 assert torch.equal(mine, theirs), (name, number)
 
 
-def test_the_same_bits_in_another_process(tmp_path):
-    check(tmp_path, list(MADE))
+def test_the_same_bits_in_another_process(tmp_path, pytestconfig):
+    check(tmp_path, list(MADE), pytestconfig.getoption("--cpu"))
 
 
 @pytest.mark.slow
-def test_large_networks_in_another_process(tmp_path):
-    check(tmp_path, list(LARGE))
+def test_large_networks_in_another_process(tmp_path, pytestconfig):
+    check(tmp_path, list(LARGE), pytestconfig.getoption("--cpu"))
 
 
 def test_a_module_that_makes_its_grid_exports_by_torch_alone():
