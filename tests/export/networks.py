@@ -105,7 +105,7 @@ LARGE = {
     "second": (lambda: nn.SecondEncoder(4, (41, 32, 32)), sparse),
     "residual": (lambda: nn.VoxelResBackBone8x(4, (41, 32, 32)), sparse),
     "spunet": (lambda: nn.SpUNet(4, 5), sparse),
-    "minkunet": (lambda: nn.MinkUNet18(4, 5), sparse),
+    "minkunet": (lambda: nn.MinkUNet(4, 5), sparse),
 }
 
 
