@@ -295,7 +295,7 @@ def test_epilogue_in_the_store(channels, rows):
 
 def test_runs_of_rows_for_large_maps(monkeypatch):
     monkeypatch.setattr("sparseconv.backends.triton_implicit_gemm.config.FAR_ROWS", 1000)
-    monkeypatch.setattr("sparseconv.geometry.gpu.tiles.schedule.CHUNK_ROWS", 1024)
+    monkeypatch.setattr("sparseconv.geometry.gpu.work_lists.CHUNK_ROWS", 1024)
     kernel_map = scattered_map(5000, 5000, 27, 0.3)
     x, w, g = operands(kernel_map, 64, 64, 1, torch.float16)
     y, dx, _ = reference(x, w, g, kernel_map, 1)
