@@ -8,7 +8,7 @@ Where Python's own attribute is meant (``tensor._version``, ``module._parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from types import SimpleNamespace
@@ -124,6 +124,16 @@ onednn_linear: Any = private("ops.mkldnn._linear_pointwise.default", None)
 
 
 # ---- tuples, lists and dicts of tensors
+
+_views: Any = private("_utils._unflatten_dense_tensors", None)
+
+
+def pieces(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """One after another, pieces of (M,) with the shapes of other tensors: views of it."""
+    if _views is not None and all(t.numel() for t in like):  # torch gives all empty tensors the shape (0,)
+        views: Sequence[torch.Tensor] = _views(flat, like)
+        return views
+    return [piece.view(t.shape) for piece, t in zip(flat.split([t.numel() for t in like]), like)]
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Any]:

@@ -344,6 +344,24 @@ def test_weights_may_be_replaced_and_loaded():
     assert replays(net) == 3
 
 
+@pytest.mark.parametrize("kind", ["detector", "segmenter"])
+def test_a_part_that_is_replaced_is_seen_and_its_hook_is_called(kind):
+    net, call = make(kind), CALLS[kind]
+    twin, called = copy.deepcopy(net), []
+    nn.capture(net)
+    for seed in range(9):
+        if seed in (4, 6):
+            for other in (net, twin):
+                torch.manual_seed(seed)
+                part = spconv.SubMConv3d(4, 8, 3, padding=1, bias=False, indice_key="other").to(DEVICE)
+                setattr(other.first, "0", part)
+        if seed == 6:
+            net.first[0].register_forward_hook(lambda *_, seed=seed: called.append(seed))
+        same(step(net, call, seed), step(twin, call, seed))  # running statistics too: each scene counts once
+    assert replays(net) == 4
+    assert called == [6] * (3 + (DEVICE == "cpu"))  # the stand-in's replay, which is taken back, calls it too
+
+
 def test_a_copied_or_pickled_module_is_captured_anew():
     net, twin = ready()
     run(net, 0), run(twin, 0)

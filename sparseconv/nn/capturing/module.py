@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class _Kind:
         self.scenes: list[Scene] = []
         self.wanted: set[int] = set()
         self.recording: Recording | None = None
-        self.state: Any = None
+        self.collected = 0  # the state of the module that the recording is of
         self.room = 1.25
         self.captures = 0
         self.replays = 0
@@ -64,6 +64,7 @@ class Captured:
         #: what `accelerate` does where nothing of the call can be captured
         self.instead = instead
         self._modules: list[torch.nn.Module] = []
+        self._collected = 0
 
     @property
     def plain(self) -> Callable[..., Any]:
@@ -85,6 +86,12 @@ class Captured:
         ]
         self._tensors = list({id(t): t for t in chain(self.module.parameters(), self.module.buffers())}.values())
         self._parameters = list(self.module.parameters())
+        #: what graphs depend on: the module's parts and tensors, where these lie, which want a gradient
+        self._parts = list(chain.from_iterable(map(dict.values, self._held)))
+        self._addresses = list(map(_address, self._tensors))
+        self._wants = list(map(_wants_gradient, self._parameters))
+        self._hooks = [hooks for m in self._modules if m is not self.module for hooks in _hooks_of(m)]
+        self._collected += 1
 
     # ---- a call
 
@@ -155,7 +162,7 @@ class Captured:
             if kind_of(leaf) is None
         )
         return (
-            tuple(m.training for m in self._modules),
+            tuple(map(_trains, self._modules)),
             *(grad, autocast, scene.batch_size, scene.coords.shape[1], scene.voxel_size, scene.origin),
             *(scene.features.dtype, scene.features.shape[1], scene.features.device),
             *(grad and scene.features.requires_grad, torch.backends.cuda.matmul.allow_tf32, arguments),
@@ -181,8 +188,8 @@ class Captured:
         if kind.pending() is not None:
             self.eager["the gradient of the call before is not taken yet"] += 1
             return False
-        hooked = next((m for m in self._modules if m is not self.module and _hooked(m)), None)
-        if hooked is not None:
+        if any(self._hooks):
+            hooked = next(m for m in self._modules if m is not self.module and any(_hooks_of(m)))
             self.eager[f"a hook on {type(hooked).__name__}, which a graph would not call"] += 1
             return False
         return True
@@ -208,7 +215,15 @@ class Captured:
         why = self._prepare(kind, scene, path, given)
         recording = kind.recording
         if why is None and recording is not None:
-            why = recording.forward(scene, given)
+            recording.begin(scene, given)
+            if self._is_changed():  # looked at while the device works
+                recording.abandon()
+                self._collect()
+                if not self._is_ready(kind, scene):
+                    args, kwargs = given.whole
+                    return self.plain(*args, **kwargs)
+                return self._replay(kind, scene, path, given)
+            why = recording.fault()
             if why is not None:
                 kind.room *= 1.25
         if why is not None or recording is None:
@@ -225,21 +240,19 @@ class Captured:
 
     def _prepare(self, kind: _Kind, scene: Scene, path: Any, given: Given) -> str | None:
         """A recording that has places for the scene; else why there is none."""
-        recording = kind.recording
-        state = self._state()
-        if recording is not None and kind.state != state:
-            recording = kind.recording = None
+        if self._is_moved() or (kind.recording is None and self._is_changed()):
             self._collect()
-            state = self._state()
-        if recording is not None:
-            return recording.sizes.lack(scene)
+        if kind.collected != self._collected:
+            kind.recording, kind.collected = None, self._collected
+        if kind.recording is not None:
+            return kind.recording.sizes.lack(scene)
         if kind.captures >= MOST_CAPTURES:
             kind.refused = f"its scenes outgrew {MOST_CAPTURES} captures, one after another"
             return kind.refused
         kind.captures += 1
         try:
             with inside():
-                kind.recording, kind.state = self._record(kind, scene, path, given), state
+                kind.recording = self._record(kind, scene, path, given)
         except CannotCapture as error:
             kind.refused = str(error)
             if self.instead is not None:
@@ -300,10 +313,17 @@ class Captured:
         for k in held[:-MOST_KEPT]:
             k.recording = None
 
-    def _state(self) -> Any:
-        """What the graphs read: the module's parts and tensors, and where these lie. Values may be any."""
-        parts = list(chain.from_iterable(held.values() for held in self._held))
-        return list(map(id, parts)), list(map(_address, self._tensors)), list(map(_wants_gradient, self._parameters))
+    def _is_moved(self) -> bool:
+        """Whether a tensor of the module lies elsewhere: a graph would read memory that is somebody else's."""
+        return list(map(_address, self._tensors)) != self._addresses
+
+    def _is_changed(self) -> bool:
+        """Whether the module has other parts or tensors, or others want a gradient. Values may be any."""
+        return (
+            sum(map(len, self._held)) != len(self._parts)
+            or not all(map(is_, chain.from_iterable(map(dict.values, self._held)), self._parts))
+            or list(map(_wants_gradient, self._parameters)) != self._wants
+        )
 
     # ---- words
 
@@ -334,6 +354,7 @@ RECORDING: type[Recording] = Recording
 
 _address = torch.Tensor.data_ptr
 _wants_gradient = attrgetter("requires_grad")
+_trains = attrgetter("training")
 
 
 def _bare(scene: Scene) -> Scene:
@@ -349,5 +370,5 @@ def _spelled(value: Any) -> Any:
     return value
 
 
-def _hooked(m: torch.nn.Module) -> bool:
-    return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
+def _hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    return m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks

@@ -18,6 +18,7 @@ from sparseconv.nn.capturing.arrays import SceneArrays, Sizes
 from sparseconv.nn.capturing.module_state import ModuleState
 from sparseconv.nn.capturing.padding import Guard, LiveRows, Seen
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
+from sparseconv.torch_private import pieces
 
 
 class Recording:
@@ -280,6 +281,7 @@ class Recording:
         for place, grad in enumerate(parts):
             if grad is not None:
                 self._places.setdefault(grad.dtype, []).append(place)
+        self._like = {dtype: [self.parameters[i] for i in places] for dtype, places in self._places.items()}
         self._flat = {
             dtype: torch.cat([g.reshape(-1) for g in parts if g is not None and g.dtype == dtype])
             for dtype in self._places
@@ -296,18 +298,25 @@ class Recording:
 
     # ---- a replay
 
-    def forward(self, scene: Scene, given: Given) -> str | None:
-        """Replay for a scene. Returns what did not fit, once the host knows; None where all is well."""
+    def begin(self, scene: Scene, given: Given) -> None:
+        """Start a replay for a scene; the device works on."""
         self._follow_streams()
         self.arrays.load(scene, given)
         self._replay_forward()
         self.state.count_writes()
+
+    def fault(self) -> str | None:
+        """What of the scene did not fit, once the host knows; None where all is well."""
         self._wait()
         fault = int(self._told_on_host[1])
         if fault:
             self.state.put_back()
-            return fault_of(fault)
-        return None
+        return fault_of(fault)
+
+    def abandon(self) -> None:
+        """Take back what a replay that was begun moved."""
+        self._wait()
+        self.state.put_back()
 
     def _follow_streams(self) -> None:
         """A call on another stream than the last waits for that one: both use the same memory."""
@@ -357,8 +366,7 @@ class Recording:
             self._replay_backward()
             of_parameters: list[torch.Tensor | None] = [None] * len(self.parameters)
             for dtype, flat in self._flat.items():
-                places = self._places[dtype]
-                for place, grad in zip(places, unflatten(flat.clone(), [self.parameters[i] for i in places])):
+                for place, grad in zip(self._places[dtype], pieces(flat.clone(), self._like[dtype])):
                     of_parameters[place] = grad
             of_features = None
             if self._grad_features is not None:
@@ -379,12 +387,6 @@ class Recording:
             self._reported.synchronize()
         if self._reported is None or int(self._told_on_host[0]) != self.arrays.tickets:
             torch.cuda.current_stream(self._device).synchronize()
-
-
-def unflatten(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One after another, pieces of (M,) with the shapes of other tensors."""
-    pieces = flat.split([t.numel() for t in like])
-    return [piece.view(t.shape) for piece, t in zip(pieces, like)]
 
 
 class Eager(NamedTuple):

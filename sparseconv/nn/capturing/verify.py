@@ -19,7 +19,8 @@ GRADIENTS = {torch.float64: 1e-5, torch.float32: 5e-2, torch.float16: 2e-1, torc
 def against_eager(recording: Recording, given: Given, scene: Scene) -> None:
     """Raise `CannotCapture` where a replay differs from the eager call by more than rounding."""
     with recording.state.restoring():
-        fault = recording.forward(scene, given)
+        recording.begin(scene, given)
+        fault = recording.fault()
         if fault is not None:
             raise CannotCapture(f"the scene of the capture does not fit into it: {fault}")
         found = recording.taken_results()
