@@ -66,20 +66,28 @@ def _on_gpu() -> Any:
 
 @transforms.untraced
 @transforms.constant
-def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:
-    """Every coarse voxel that sees a fine one, in lexicographic order; under ``forbid``, those whose window fits."""
+def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary, within: IndexRange | None = None) -> VoxelGrid:
+    """Every coarse voxel that sees a fine one, in lexicographic order; under ``forbid``, those whose window fits; of
+    these the ones ``within`` a box."""
     if fine.count is not None:
-        return fine.reached(window, boundary, to_fine=False)  # type: ignore[attr-defined]
+        return fine.reached(window, boundary, within, to_fine=False)  # type: ignore[attr-defined]
     torus = torus_of(fine, window, boundary)
     scale = tuple(float(s) for s in window.stride)
-    found = _reach_on_gpu(fine, window, window.coarse_torus(torus), to_fine=False)
+    known, fills = fine.known_box
+    box = window.coarse_bounds(known)
+    whole = within is None or within.encloses(box)
+    found = _reach_on_gpu(fine, window, window.coarse_torus(torus), None if whole else within, to_fine=False)
     if found is not None:
-        extent = window.coarse_extent(fine.extent) if torus is None and not fine.is_shared else None
-        grid = fine._like(found, scale) if extent is None else fine._reached(found, extent, scale)
+        if torus is not None or fine.is_shared or len(found) == 0:
+            grid = fine._like(found, scale)
+        else:
+            box = box if within is None else box.intersect(within)
+            grid = fine._known(found, box, scale, fills and whole and window.sees_all)
+            grid.cells  # noqa: B018 (on its way)
         return fits(grid, fine, window, boundary)
     coords = fine.coords.long()
     seen = torch.cat([window.coarse(wrap(coords, torus), tap) for tap in range(len(window.offsets))])
-    seen = wrap(seen, window.coarse_torus(torus))
+    seen = _inside(wrap(seen, window.coarse_torus(torus)), within)
     return fits(fine._like(unique_coords(seen), scale), fine, window, boundary)
 
 
@@ -99,15 +107,22 @@ def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGri
         scale = tuple(1 / s for s in window.stride)
         if torus is not None or boundary.kind == "forbid" or coarse.is_shared:
             return coarse._like(found, scale)
-        return coarse._reached(found, window.fine_extent(coarse.extent), scale)
+        known, fills = coarse.known_box
+        grid = coarse._known(found, window.fine_extent(known), scale, fills)
+        grid.cells  # noqa: B018 (on its way)
+        return grid
     coords = coarse.coords.long()
     seen = torch.cat([wrap(window.fine(coords, tap), torus) for tap in range(len(window.offsets))])
-    if boundary.kind == "forbid" and boundary.extent is not None:
-        inside = torch.ones(len(seen), dtype=torch.bool, device=seen.device)
-        for axis, (start, end) in enumerate(zip(boundary.extent.start, boundary.extent.end), 1):
-            inside &= (seen[:, axis] >= start) & (seen[:, axis] < end)
-        seen = seen[inside]
+    seen = _inside(seen, boundary.extent if boundary.kind == "forbid" else None)
     return coarse._like(unique_coords(seen), tuple(1 / s for s in window.stride))
+
+
+def _inside(coords: torch.Tensor, box: IndexRange | None) -> torch.Tensor:
+    """Those of coords (M, 1+D) that lie within a box."""
+    if box is None:
+        return coords
+    voxels = coords[:, 1:]
+    return coords[((voxels >= row(box.start, coords)) & (voxels < row(box.end, coords))).all(1)]
 
 
 def _reach_on_gpu(
@@ -119,7 +134,7 @@ def _reach_on_gpu(
     from sparseconv.geometry.gpu.reached.output_coords import reach  # Triton is loaded where it is used
 
     size = grid.batch_size, window.offsets, window.stride, torus
-    return reach(grid.coords, grid.extent, *size, to_fine=to_fine, within=within)
+    return reach(grid.coords, grid.known_box[0], *size, to_fine=to_fine, within=within)
 
 
 def fits(coarse: VoxelGrid, fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:

@@ -123,6 +123,13 @@ class VoxelGrid(Movable):
             return IndexRange((0,) * self.rank, (0,) * self.rank)
         return IndexRange(low[1:], [h + 1 for h in high[1:]])
 
+    @property
+    def known_box(self) -> tuple[IndexRange, bool]:
+        """A box around the voxels that is known without a look at them, and whether it is their extent."""
+        if self._box is None or "extent" in self.__dict__:
+            return self.extent, True
+        return self._box, False
+
     @cached_property
     def _space(self) -> KeySpace:
         return KeySpace.covering(IndexRange((0, *self.extent.start), (self.batch_size, *self.extent.end)))
@@ -242,27 +249,23 @@ class VoxelGrid(Movable):
 
     def _like(self, coords: torch.Tensor, scale: Floats | None = None) -> VoxelGrid:
         """A grid of other voxels in the same scene; ``scale`` multiplies the voxel size."""
-        size = self.voxel_size if scale is None else tuple(v * s for v, s in zip(self.voxel_size, scale))
-        grid = VoxelGrid(coords, self.batch_size, size, self.origin)
+        grid = VoxelGrid(coords, self.batch_size, self._scaled(scale), self.origin)
         grid.is_placed = self.is_placed
         return grid
 
-    def _reached(self, coords: torch.Tensor, extent: IndexRange, scale: Floats) -> VoxelGrid:
-        """`_like` for contiguous int32 coords that are known to be distinct and to fill their extent: nothing to check.
+    def _scaled(self, scale: Floats | None) -> Floats:
+        return self.voxel_size if scale is None else tuple(v * s for v, s in zip(self.voxel_size, scale))
 
-        On a GPU their table is on its way when this returns.
-        """
-        grid = self._known(coords, extent)
-        grid.voxel_size, grid.extent = tuple(v * s for v, s in zip(self.voxel_size, scale)), extent
-        if coords.is_cuda:
-            grid.cells  # noqa: B018 (kept)
-        return grid
-
-    def _known(self, coords: torch.Tensor, box: IndexRange) -> VoxelGrid:
-        """A grid in the same scene of contiguous int32 coords, distinct and within ``box``: nothing is launched."""
+    def _known(
+        self, coords: torch.Tensor, box: IndexRange, scale: Floats | None = None, fills: bool = False
+    ) -> VoxelGrid:
+        """`_like` for contiguous int32 coords that are known to be distinct and within ``box``, which is their extent
+        where they fill it. Nothing is launched."""
         grid = object.__new__(VoxelGrid)
-        grid.batch_size, grid.origin, grid.voxel_size = self.batch_size, self.origin, self.voxel_size
+        grid.batch_size, grid.origin, grid.voxel_size = self.batch_size, self.origin, self._scaled(scale)
         grid._box, grid.coords, grid.derived, grid.is_placed = box, coords, {}, self.is_placed
+        if fills:
+            grid.extent = box
         return grid
 
     @transforms.constant

@@ -86,7 +86,7 @@ class Window:
         return tuple((min(column), max(column), s) for column, s in zip(zip(*self.offsets), self.stride))
 
     @cached_property
-    def _sees_all(self) -> bool:
+    def sees_all(self) -> bool:
         """Whether every fine voxel has a coarse one that sees it, and the first and last of them move with it."""
         if all(s == 1 for s in self.stride):
             return True
@@ -98,10 +98,6 @@ class Window:
         """Whether the windows of the coarse voxels lie side by side, so that one of them sees each fine voxel, once."""
         box = math.prod(self.stride)
         return len(self.offsets) == box and all(last - first + 1 == s for first, last, s in self._spans)
-
-    def coarse_extent(self, extent: IndexRange) -> IndexRange | None:
-        """The bounding box of all coarse voxels that see fine ones with this one; None where that takes a look."""
-        return self.coarse_bounds(extent) if self._sees_all else None
 
     def coarse_bounds(self, extent: IndexRange) -> IndexRange:
         """A box around all coarse voxels that see a fine one in this box."""

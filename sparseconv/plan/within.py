@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from sparseconv.geometry.edges import coarse_grid
-from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
 from sparseconv.geometry.window import Window
@@ -69,18 +66,7 @@ def plan_within(
             boundary = Boundary.forbid(box)
             plan = ConvolutionPlan.transposed(grid, kernel, stride=step, padding=pad, dilation=gap, boundary=boundary)
         else:
-            if isinstance(grid, FixedGrid):
-                target: VoxelGrid = grid.reached(window, Boundary.absent(), box, to_fine=False)
-            else:
-                target = _inside(coarse_grid(grid, window, Boundary.absent()), box)
+            target = coarse_grid(grid, window, Boundary.absent(), box)
             plan = ConvolutionPlan(grid, kernel, stride=step, padding=pad, dilation=gap, target=target)
         plan = grid.derived.setdefault(key, plan.kept_with(grid))
     return plan
-
-
-def _inside(grid: VoxelGrid, box: IndexRange) -> VoxelGrid:
-    if box.encloses(grid.extent):
-        return grid
-    low, high = (torch.tensor(v, device=grid.device) for v in (box.start, box.end))
-    voxels = grid.coords[:, 1:]
-    return grid.subset(((voxels >= low) & (voxels < high)).all(1))

@@ -40,16 +40,29 @@ def test_extents_are_known_before_the_voxels(scene: tuple[VoxelGrid, Window]) ->
     grid, window = scene
     absent = Boundary.absent()
     assert window.fine_extent(grid.extent) == box_of(fine_grid(grid, window, absent).coords)
-    known = window.coarse_extent(grid.extent)
-    if known is not None:
-        assert known == box_of(coarse_grid(grid, window, absent).coords)
+    coarse, known = coarse_grid(grid, window, absent).coords, window.coarse_bounds(grid.extent)
+    if window.sees_all:
+        assert known == box_of(coarse)
+    elif len(coarse):
+        assert known.encloses(box_of(coarse))
 
 
 def test_common_windows_need_no_look() -> None:
-    extent = IndexRange((-3, 0, 1), (7, 9, 2))
     for kernel, stride in ((2, 2), (3, 2), (3, 1), (4, 3), ((2, 3, 1), (2, 2, 1))):
-        assert Window.of(3, kernel, stride).coarse_extent(extent) is not None
-    assert Window.of(3, 1, 2).coarse_extent(extent) is None  # a voxel between the windows is seen by none
+        assert Window.of(3, kernel, stride).sees_all
+    assert not Window.of(3, 1, 2).sees_all  # a voxel between the windows is seen by none
+
+
+@given(scenes(), st.data())
+def test_a_box_holds_the_voxels_that_are_reached_within_it(
+    scene: tuple[VoxelGrid, Window], data: st.DataObject
+) -> None:
+    grid, window = scene
+    reached = coarse_grid(grid, window, Boundary.absent())
+    ends = [sorted(data.draw(st.tuples(*[st.integers(-4, 9)] * 2))) for _ in range(grid.rank)]
+    box = IndexRange(tuple(lo for lo, _ in ends), tuple(hi for _, hi in ends))
+    inside = [row for row in reached.coords.tolist() if all(lo <= v < hi for v, (lo, hi) in zip(row[1:], ends))]
+    assert coarse_grid(grid, window, Boundary.absent(), box).coords.tolist() == inside
 
 
 @given(scenes())

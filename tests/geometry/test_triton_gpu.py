@@ -9,7 +9,8 @@ import threading
 import pytest
 import torch
 
-from sparseconv import ConvolutionPlan, VoxelGrid
+from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid
+from sparseconv.geometry.edges import Window, coarse_grid
 from tests.waits import nothing_waits
 
 pytestmark = [
@@ -78,6 +79,26 @@ def test_the_second_grid_of_a_kind_finds_the_same_edges(kernel: int) -> None:
         assert gpu.tap_counts == cpu.tap_counts
         assert torch.equal(gpu.neighbors.cpu(), cpu.neighbors)
         assert gpu.in_rows.shape == cpu.in_rows.shape
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 2), (2, 2), (1, 2), ((3, 1, 1), (2, 1, 1))])
+def test_reached_voxels_within_a_box_are_those_of_the_cpu(kernel, stride) -> None:
+    coords, window = scattered(20_000, 30), Window.of(3, kernel, stride, 1, 1)
+    there, here = VoxelGrid(coords), VoxelGrid(coords.cuda())
+    boxes = [
+        IndexRange((-9, -9, -9), (9, 9, 9)),
+        IndexRange((-8, -2, 0), (4, 5, 3)),
+        None,
+        IndexRange((5,) * 3, (7,) * 3),
+    ]
+    for box in boxes:  # grids of grids: what is known of the first without a look serves the second
+        there, here = (coarse_grid(grid, window, Boundary.absent(), box) for grid in (there, here))
+        assert torch.equal(here.coords.cpu(), there.coords)
+        assert here.known_box[0].encloses(there.extent) or len(there) == 0
+        assert here.voxel_size == there.voxel_size
+        plans = [ConvolutionPlan(grid, 3).kernel_map for grid in (here, there)]
+        assert plans[0].tap_counts == plans[1].tap_counts
+    assert here.extent == there.extent
 
 
 def test_a_grid_that_is_refused_leaves_nothing_to_the_next() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -56,15 +57,22 @@ class Captured:
     def _begin(
         self, module: torch.nn.Module, instead: Callable[[Captured], None] | None, own: Callable[..., Any] | None = None
     ) -> None:
-        self.module = module
+        #: the module holds this, and this the module weakly: graphs go with the last who holds the module
+        self._module = weakref.ref(module)
         #: a forward of the module's own, where it is not that of its class
         self._plain: Callable[..., Any] | None = own
         self._kinds: dict[Any, _Kind] = {}
         self.eager: Counter[str] = Counter()
         #: what `accelerate` does where nothing of the call can be captured
         self.instead = instead
-        self._modules: list[torch.nn.Module] = []
         self._collected = 0
+
+    @property
+    def module(self) -> torch.nn.Module:
+        module = self._module()
+        if module is None:
+            raise RuntimeError("the module of this captured forward is gone: keep the module, not its forward alone")
+        return module
 
     @property
     def plain(self) -> Callable[..., Any]:
@@ -80,23 +88,24 @@ class Captured:
         self._begin(**state)  # the module may not be whole yet: its parts are looked at when it is called
 
     def _collect(self) -> None:
-        self._modules = list(self.module.modules())
+        module = self.module
+        self._modules = [m for m in module.modules() if m is not module]
         self._held: list[dict[str, Any]] = [
-            d for m in self._modules for d in (m._modules, m._parameters, m._buffers) if d
+            d for m in module.modules() for d in (m._modules, m._parameters, m._buffers) if d
         ]
-        self._tensors = list({id(t): t for t in chain(self.module.parameters(), self.module.buffers())}.values())
-        self._parameters = list(self.module.parameters())
+        self._tensors = list({id(t): t for t in chain(module.parameters(), module.buffers())}.values())
+        self._parameters = list(module.parameters())
         #: what graphs depend on: the module's parts and tensors, where these lie, which want a gradient
         self._parts = list(chain.from_iterable(map(dict.values, self._held)))
         self._addresses = list(map(_address, self._tensors))
         self._wants = list(map(_wants_gradient, self._parameters))
-        self._hooks = [hooks for m in self._modules if m is not self.module for hooks in _hooks_of(m)]
+        self._hooks = [hooks for m in self._modules for hooks in _hooks_of(m)]
         self._collected += 1
 
     # ---- a call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._modules:
+        if not self._collected:
             self._collect()
         if self._must_be_plain():
             return self.plain(*args, **kwargs)
@@ -162,7 +171,7 @@ class Captured:
             if kind_of(leaf) is None
         )
         return (
-            tuple(map(_trains, self._modules)),
+            (self.module.training, *map(_trains, self._modules)),
             *(grad, autocast, scene.batch_size, scene.coords.shape[1], scene.voxel_size, scene.origin),
             *(scene.features.dtype, scene.features.shape[1], scene.features.device),
             *(grad and scene.features.requires_grad, torch.backends.cuda.matmul.allow_tf32, arguments),
@@ -189,7 +198,7 @@ class Captured:
             self.eager["the gradient of the call before is not taken yet"] += 1
             return False
         if any(self._hooks):
-            hooked = next(m for m in self._modules if m is not self.module and any(_hooks_of(m)))
+            hooked = next(m for m in self._modules if any(_hooks_of(m)))
             self.eager[f"a hook on {type(hooked).__name__}, which a graph would not call"] += 1
             return False
         return True
@@ -273,7 +282,7 @@ class Captured:
                     self.plain, self.module, given, path, example, sizes, parameters, kind.wanted or None
                 )
                 recording.record(scene)
-                verify.against_eager(recording, given, scene)
+                verify.against_eager(recording, self.plain, given, scene)
                 recording.tried()
             except DoesNotFit as error:
                 kind.room *= 1.25

@@ -18,7 +18,7 @@ class ModuleState:
     """
 
     def __init__(self, module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
-        self._module, self._parameters = module, list(parameters)
+        self._parameters = list(parameters)
         #: what gradients are taken of: the parameters, or while recording other leaves over their memory
         self.starts: list[torch.Tensor] = self._parameters
         #: tensors that are the same in every call, by ``id``
@@ -26,6 +26,7 @@ class ModuleState:
         self._buffers = _by_dtype(b for b in module.buffers() if not b.is_inference())
         self._kept = [[b.clone() for b in some] for some in self._buffers]
         self._moves = any(m.training for m in module.modules())
+        self._cards = {t.device for t in (*module.parameters(), *module.buffers()) if t.is_cuda}
 
     def keep(self) -> None:
         """Copy the buffers, before a run in training moves them."""
@@ -47,14 +48,14 @@ class ModuleState:
             torch.autograd.graph.increment_version([b for some in self._buffers for b in some])
 
     @contextmanager
-    def as_leaves(self) -> Iterator[None]:
-        """Within it, the module has other parameters over the same memory.
+    def as_leaves(self, module: torch.nn.Module) -> Iterator[None]:
+        """Within it, the module of this state has other parameters over the same memory.
 
         A parameter's end of a gradient's graph belongs to the stream on which it was made, and lives as long as any
         graph does, such as that of a loss from the step before. A capture may not wait for that stream.
         """
         others: dict[int, torch.nn.Parameter] = {}
-        held = [m._parameters for m in self._module.modules() if m._parameters]
+        held = [m._parameters for m in module.modules() if m._parameters]
         before = [dict(parameters) for parameters in held]
         for parameters in held:
             for name, p in parameters.items():
@@ -76,9 +77,8 @@ class ModuleState:
         """Within it, running statistics and random numbers may move; afterwards they are what they were."""
         buffers = [b for some in self._buffers for b in some]
         kept = [b.clone() for b in buffers]
-        cards = {t.device for t in (*self._module.parameters(), *buffers) if t.is_cuda}
         try:
-            with torch.random.fork_rng(list(cards)):
+            with torch.random.fork_rng(list(self._cards)):
                 yield
         finally:
             with torch.no_grad():

@@ -54,13 +54,13 @@ def replayed(
     recording: Recording, captured: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], scene: Scene
 ) -> tuple[Any, Callable[[], Any]]:
     """Results of the last replay with their gradient, and what tells whether that gradient may still be asked for."""
-    token = _Token()
+    token, call = _Token(), captured.plain
 
     def again(grads: Any) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
         """The gradients by an eager call: one of a result that had none when this was captured."""
         captured.forget(recording, grads)
         with recording.state.restoring(), inside():
-            return recording.gradients_of(recording.eager_call(Given(*inputs)), grads)
+            return recording.gradients_of(recording.eager_call(call, Given(*inputs)), grads)
 
     tensors = _Replayed.apply(recording, token, again, scene.features, *recording.parameters)
     seen = weakref.ref(token)

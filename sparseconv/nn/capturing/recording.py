@@ -126,8 +126,8 @@ class Recording:
 
     # ---- the call without a graph
 
-    def eager_call(self, given: Given) -> Eager:
-        """The call on ordinary grids, from features of its own."""
+    def eager_call(self, call: Callable[..., Any], given: Given) -> Eager:
+        """The module's own forward on ordinary grids, from features of its own."""
         starts: list[torch.Tensor] = []
 
         def start(x: Any) -> Any:
@@ -145,10 +145,10 @@ class Recording:
             if self._path is None:
                 args, kwargs = given.copied()
                 with watched(begin):
-                    out = self._call(*args, **kwargs)
+                    out = call(*args, **kwargs)
             else:
                 args, kwargs = given.copied({self._path: start(given.at(self._path))})
-                out = self._call(*args, **kwargs)
+                out = call(*args, **kwargs)
             return Eager(Answer(out, given, None, self.state.constants), starts[0])
 
     def gradients_of(
@@ -169,7 +169,7 @@ class Recording:
         Raises:
             CannotCapture: and why.
         """
-        with torch.inference_mode(False), self.state.restoring(), self.state.as_leaves():
+        with torch.inference_mode(False), self.state.restoring(), self.state.as_leaves(self._module):
             self.arrays.load(scene, self._given)
             with torch.set_grad_enabled(self.trains):
                 self._guarded()
@@ -186,9 +186,9 @@ class Recording:
         forget_tables(self.arrays.like)
 
     def tried(self) -> None:
-        """Let go of what only the capture and its comparison needed."""
+        """Let go of what only the capture and its comparison needed, the module among it: it holds this recording."""
         self._given = Given((), {})
-        del self._leaf
+        del self._leaf, self._call, self._module
         gc.collect()  # an eager call's maps and the gradient's graph hold one another
 
     def _guarded(self) -> None:

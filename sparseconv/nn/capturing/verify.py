@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,15 @@ RESULTS = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 5e-2, torch.
 GRADIENTS = {torch.float64: 1e-5, torch.float32: 5e-2, torch.float16: 2e-1, torch.bfloat16: 3e-1}
 
 
-def against_eager(recording: Recording, given: Given, scene: Scene) -> None:
-    """Raise `CannotCapture` where a replay differs from the eager call by more than rounding."""
+def against_eager(recording: Recording, call: Callable[..., Any], given: Given, scene: Scene) -> None:
+    """Raise `CannotCapture` where a replay differs from the eager ``call`` by more than rounding."""
     with recording.state.restoring():
         recording.begin(scene, given)
         fault = recording.fault()
         if fault is not None:
             raise CannotCapture(f"the scene of the capture does not fit into it: {fault}")
         found = recording.taken_results()
-        eager = recording.eager_call(given)
+        eager = recording.eager_call(call, given)
         _same_plain(recording, eager.answer.plain)
         wanted = [t.detach() for t in eager.answer.tensors]
         for number, (a, b) in enumerate(zip(found, wanted)):
@@ -35,7 +35,7 @@ def against_eager(recording: Recording, given: Given, scene: Scene) -> None:
         off = _off(found, wanted, RESULTS)
         if (
             off is not None
-            and _off([t.detach() for t in recording.eager_call(given).answer.tensors], wanted, RESULTS) is None
+            and _off([t.detach() for t in recording.eager_call(call, given).answer.tensors], wanted, RESULTS) is None
         ):
             raise CannotCapture(
                 f"rows that are no voxels change its results ({off}): each row must be worked on alone, or by this "
@@ -50,7 +50,7 @@ def against_eager(recording: Recording, given: Given, scene: Scene) -> None:
             off = _off_gradients(mine, theirs)
             if (
                 off is not None
-                and _off_gradients(recording.gradients_of(recording.eager_call(given), grads), theirs) is None
+                and _off_gradients(recording.gradients_of(recording.eager_call(call, given), grads), theirs) is None
             ):
                 raise CannotCapture(f"its gradients differ from the eager call's ({off})")
 
