@@ -66,11 +66,17 @@ def _on_gpu() -> Any:
 
 @transforms.untraced
 @transforms.constant
-def coarse_grid(fine: VoxelGrid, window: Window, boundary: Boundary, within: IndexRange | None = None) -> VoxelGrid:
+def coarse_grid(
+    fine: VoxelGrid,
+    window: Window,
+    boundary: Boundary,
+    within: IndexRange | None = None,
+    ends: torch.Tensor | None = None,
+) -> VoxelGrid:
     """Every coarse voxel that sees a fine one, in lexicographic order; under ``forbid``, those whose window fits; of
-    these the ones ``within`` a box."""
+    these the ones ``within`` a box, which of a grid of fixed size ends at ``ends`` (D,) int32 on the device."""
     if fine.count is not None:
-        return fine.reached(window, boundary, within, to_fine=False)  # type: ignore[attr-defined]
+        return fine.reached(window, boundary, within, ends, to_fine=False)  # type: ignore[attr-defined]
     torus = torus_of(fine, window, boundary)
     scale = tuple(float(s) for s in window.stride)
     known, fills = fine.known_box

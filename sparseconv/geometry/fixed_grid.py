@@ -204,9 +204,16 @@ class FixedGrid(VoxelGrid):
     # ---- other grids
 
     def reached(
-        self, window: Window, boundary: Boundary, within: IndexRange | None = None, *, to_fine: bool
+        self,
+        window: Window,
+        boundary: Boundary,
+        within: IndexRange | None = None,
+        ends: torch.Tensor | None = None,
+        *,
+        to_fine: bool,
     ) -> FixedGrid:
-        """Every coarse voxel that sees a real one, or every fine one that is seen, ``within`` a box where it is given.
+        """Every coarse voxel that sees a real one, or every fine one that is seen, ``within`` a box and before ``ends``
+        (D,) int32 on the device, where they are given.
 
         In lexicographic order, like `coarse_grid` and `fine_grid`, which call this.
         """
@@ -228,7 +235,7 @@ class FixedGrid(VoxelGrid):
         grid = object.__new__(FixedGrid)
         with building() as streams:
             coords, count = (self._reach_on_gpu if self.device.type == "cuda" else self._reach)(
-                window, torus_of(None, window, boundary), torus, extent, rows, to_fine
+                window, torus_of(None, window, boundary), torus, extent, ends, rows, to_fine
             )
         size = tuple(v * s for v, s in zip(self.voxel_size, scale))
         grid._set(coords, count, self.fault, self._barriers, extent, size, example, self.room, self.family)
@@ -244,11 +251,8 @@ class FixedGrid(VoxelGrid):
         found = reached.get(key)
         if found is None:
             self._may_look()
-            found = (fine_grid if to_fine else coarse_grid)(self.example, window, boundary)
-            if within is not None:
-                low, high = (torch.tensor(v, device=self.device) for v in (within.start, within.end))
-                voxels = found.coords[:, 1:]
-                found = found.subset(((voxels >= low) & (voxels < high)).all(1))
+            example = self.example
+            found = fine_grid(example, window, boundary) if to_fine else coarse_grid(example, window, boundary, within)
             reached[key] = found
         return found
 
@@ -258,15 +262,16 @@ class FixedGrid(VoxelGrid):
         torus: IndexRange | None,
         folded: IndexRange | None,
         extent: IndexRange,
+        ends: torch.Tensor | None,
         rows: int,
         to_fine: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from sparseconv.geometry.gpu.reached.output_coords import reach_fixed  # Triton is loaded where it is used
 
         size = self.batch_size, window.offsets, window.stride, folded
-        limits: dict[str, Any] = {"to_fine": to_fine, "within": extent, "rows": rows, "device_count": self.device_count}
+        limits: dict[str, Any] = {"to_fine": to_fine, "within": extent, "rows": rows, "ends": ends}
         with no_transforms():  # voxels do not depend on what torch.func differentiates
-            found = reach_fixed(self.coords, self.extent, *size, **limits)
+            found = reach_fixed(self.coords, self.extent, *size, **limits, device_count=self.device_count)
         if found is None:
             raise ValueError(f"the extent {extent} has too many cells for a grid of fixed size: give a smaller one")
         coords, count, read = found
@@ -279,6 +284,7 @@ class FixedGrid(VoxelGrid):
         torus: IndexRange | None,
         folded: IndexRange | None,
         extent: IndexRange,
+        ends: torch.Tensor | None,
         rows: int,
         to_fine: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -287,7 +293,8 @@ class FixedGrid(VoxelGrid):
         seen = torch.cat([window.fine(coords, tap) if to_fine else window.coarse(coords, tap) for tap in taps])
         space = KeySpace.covering(IndexRange((0, *extent.start), (self.batch_size, *extent.end)))
         seen = wrap(seen, folded)
-        found = unique_coords(seen[space.contains(seen)])
+        inside = space.contains(seen)
+        found = unique_coords(seen[inside if ends is None else inside & (seen[:, 1:] < ends).all(1)])
         self.fault |= 2 * (len(found) > rows)
         padded = self.coords.new_full((rows, self.coords.shape[1]), -1)
         padded[: len(found)] = found[:rows]

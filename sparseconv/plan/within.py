@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from sparseconv.geometry.edges import coarse_grid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
@@ -29,6 +31,7 @@ def plan_within(
     padding: int | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     generative: bool = False,
+    ends: torch.Tensor | None = None,
 ) -> ConvolutionPlan:
     """The plan onto every voxel of [0, shape) that a window reaches, built at the first asking and kept with the grid.
 
@@ -37,6 +40,8 @@ def plan_within(
         shape: cells of the output along each axis; see `dense_shape`.
         kernel_size, stride, padding, dilation: of the window, one integer or one an axis.
         generative: from coarse voxels to fine ones.
+        ends: (D,) int32 on the device, where the output of the scene in a `FixedGrid` ends, within ``shape``; not for
+            a generative plan.
 
     Raises:
         ValueError: a shape without a cell.
@@ -66,7 +71,7 @@ def plan_within(
             boundary = Boundary.forbid(box)
             plan = ConvolutionPlan.transposed(grid, kernel, stride=step, padding=pad, dilation=gap, boundary=boundary)
         else:
-            target = coarse_grid(grid, window, Boundary.absent(), box)
+            target = coarse_grid(grid, window, Boundary.absent(), box, ends)
             plan = ConvolutionPlan(grid, kernel, stride=step, padding=pad, dilation=gap, target=target)
         plan = grid.derived.setdefault(key, plan.kept_with(grid))
     return plan

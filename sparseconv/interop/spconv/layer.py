@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
@@ -27,7 +26,7 @@ from sparseconv.interop.spconv.pytorch.joined import Inference
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
 from sparseconv.interop.spconv.pytorch.tracing import leaf
-from sparseconv.nn.capturing.region import Shape, own_shape, stepped
+from sparseconv.nn.capturing.region import own_shape, stepped
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.torch_private import any_autocast
 
@@ -207,8 +206,6 @@ class SparseConvolution(SparseModule):
         if count is not None:
             count.clamp_(min=plan.target.num_voxels)
         out.spatial_shape = own_shape(shape)
-        if isinstance(shape, Shape) and isinstance(plan.target, FixedGrid):
-            plan.target.end_at(shape.limits.row(shape))
         return out._at(Place(None, 0, plan.target))
 
     def _run_back(self, input: SparseConvTensor, after: Inference | None) -> SparseConvTensor:
@@ -216,7 +213,8 @@ class SparseConvolution(SparseModule):
         if stored is None:
             raise ValueError(
                 f"no layer before this one stored indice_key {self.indice_key!r}; there are "
-                f"{sorted(map(str, input.indice_dict)) or 'none'}: an inverse convolution undoes the layer of that key"
+                f"{sorted(map(str, input.indice_dict)) or 'none'}: an inverse convolution undoes the layer of that "
+                "key, and a captured module keeps its maps to itself: capture one that holds both layers"
             )
         if stored.is_subm:
             raise ValueError(f"indice_key {self.indice_key!r} is a submanifold layer's: there is nothing to undo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ def accelerate(model: Module) -> Module:
             f"{type(model).__name__} has no sparse layer: neither of sparseconv.nn nor of sparseconv.interop's names"
         )
     for part in parts:
-        _capture(part)
+        _capture(part, model)
     return model
 
 
@@ -57,13 +58,28 @@ def _holds_layers(module: torch.nn.Module) -> bool:
     return any(is_sparse_layer(m) for m in module.modules())
 
 
-def _capture(module: torch.nn.Module) -> None:
-    """Capture a module; where that is refused, its parts."""
+def _capture(module: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Capture a part of a model; its parts, where that is refused or a layer elsewhere undoes one within."""
+    if _is_undone_elsewhere(module, model):
+        _capture_parts(module, model)
+        return
+    whole = weakref.ref(model)
 
     def instead(refused: Captured) -> None:
-        for child in refused.module.children():
-            for part in sparse_parts(child) if _holds_layers(child) else ():
-                _capture(part)
+        _capture_parts(refused.module, whole() or refused.module)
 
     captured: Any = capture_module(module).__dict__["forward"]
     captured.instead = instead
+
+
+def _capture_parts(module: torch.nn.Module, model: torch.nn.Module) -> None:
+    for child in module.children():
+        for part in sparse_parts(child) if _holds_layers(child) else ():
+            _capture(part, model)
+
+
+def _is_undone_elsewhere(module: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Whether inverse layers outside of a module look for maps by keys of layers within: a graph keeps its maps."""
+    within = set(module.modules())
+    keys = {getattr(m, "indice_key", None) for m in within if not getattr(m, "inverse", False)} - {None}
+    return any(getattr(m, "inverse", False) and m.indice_key in keys for m in model.modules() if m not in within)

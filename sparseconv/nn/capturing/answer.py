@@ -141,9 +141,18 @@ class Answer:
         given: its arguments.
         family: rows of each grid of fixed size -> the grid; None for an eager call.
         constants: tensors that are the same in every call: parameters and buffers, by ``id``.
+        own: rows of the grid that the caller's sparse tensor is on, whose voxels need not be returned; None where the
+            call makes that tensor.
     """
 
-    def __init__(self, out: Any, given: Given, family: Mapping[int, torch.Tensor] | None, constants: set[int]) -> None:
+    def __init__(
+        self,
+        out: Any,
+        given: Given,
+        family: Mapping[int, torch.Tensor] | None,
+        constants: set[int],
+        own: int | None = None,
+    ) -> None:
         self.tensors: list[torch.Tensor] = []
         #: rows of the grids that results are on, and those of them whose voxels are returned
         self.grids: list[int] = []
@@ -155,6 +164,9 @@ class Answer:
             (path, gone, {key: self._node(value) for key, value in new.items()}) for path, gone, new in given.changed()
         ]
         del self._given, self._family, self._constants
+        self._own = self.grids.index(own) if own in self.grids else None
+        if self._own is not None:
+            self.voxels.pop(self._own, None)
 
     def _node(self, value: Any) -> Any:
         path = self._given.path_of(value)
@@ -217,9 +229,13 @@ class Answer:
         tensors: Sequence[torch.Tensor],
         grids: Mapping[int, VoxelGrid],
         root: Sequence[int] | None,
+        path: tuple[Any, ...] | None,
     ) -> Any:
-        """The same tree for another call: with its tensors and grids, and its arguments where they were returned."""
-        filling = _Filling(given, tensors, grids, root)
+        """The same tree for another call: with its tensors and grids, and its arguments where they were returned.
+
+        ``root`` is the spatial shape that the region begins with, ``path`` where its tensor is among the arguments.
+        """
+        filling = _Filling(given, tensors, grids, root, None if path is None else given.at(path), self._own)
         for path, gone, new in self._changes:
             into = given.at(path)
             for key in gone:
@@ -250,6 +266,8 @@ class _Filling(NamedTuple):
     tensors: Sequence[torch.Tensor]
     grids: Mapping[int, VoxelGrid]
     root: Sequence[int] | None
+    first: Any
+    own: int | None
 
     def made(self, node: Any) -> Any:
         if isinstance(node, _FromCaller):
@@ -261,7 +279,8 @@ class _Filling(NamedTuple):
         if isinstance(node, _SparsePlace):
             shape = None if node.shape is None or self.root is None else list(node.shape.again(self.root))
             like = node.kind.copy(node.like)
-            return node.kind.fill(like, self.grids[node.grid], self.tensors[node.features.number], shape)
+            made = node.kind.fill(like, self.grids.get(node.grid, _NOWHERE), self.tensors[node.features.number], shape)
+            return made if self.first is None else node.kind.follow(made, self.first, node.grid == self.own)
         return _rebuilt(node.like, [self.made(item) for item in node.items])
 
 

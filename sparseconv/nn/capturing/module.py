@@ -245,7 +245,7 @@ class Captured:
             tensors, kind.pending = replayed(recording, self, inputs, scene)
         else:
             tensors = recording.taken_results()
-        return recording.answer.filled(given, tensors, recording.grids(), scene.shape)
+        return recording.answer.filled(given, tensors, recording.grids(), scene.shape, path)
 
     def _prepare(self, kind: _Kind, scene: Scene, path: Any, given: Given) -> str | None:
         """A recording that has places for the scene; else why there is none."""

@@ -83,7 +83,8 @@ class Recording:
             if not grids:
                 raise CannotCapture("the call asked for no sparse tensor's grid this time")
             family = grids[0].family
-            answer = Answer(out, self._given, family, self.state.constants)
+            own = None if self._path is None else len(grids[0])
+            answer = Answer(out, self._given, family, self.state.constants, own)
             self._report(answer, grids[0], family)
             self._grid_now = grids[0]
             torch.clear_autocast_cache()
@@ -130,16 +131,15 @@ class Recording:
         """The module's own forward on ordinary grids, from features of its own."""
         starts: list[torch.Tensor] = []
 
-        def start(x: Any) -> Any:
+        def start(x: Any, in_place: bool = False) -> Any:
             kind = kind_of(x)
             assert kind is not None
             features = kind.read(x).features
             starts.append(features.detach().requires_grad_(self._of_features and torch.is_grad_enabled()))
-            return kind.fill(x, kind.grid(x), starts[0], None)
+            return kind.fill(x if in_place else kind.copy(x), kind.grid(x), starts[0], None)
 
         def begin(x: Any) -> bool:
-            start(x)
-            return True
+            return start(x, in_place=True) is not None
 
         with torch.set_grad_enabled(self.trains):
             if self._path is None:

@@ -34,7 +34,9 @@ class Scene(NamedTuple):
 class Kind:
     """How one class of sparse tensors is read, and filled with another grid and features.
 
-    ``fill(x, grid, features, shape)`` changes x itself where ``in_place``, else it returns a new tensor.
+    ``fill(x, grid, features, shape)`` changes x itself where ``in_place``, else it returns a new tensor. ``follow(x,
+    first, same)`` gives a filled one what it has from the tensor that the region began with, such as stored maps, and
+    that one's voxels where they are the same.
     """
 
     type: type
@@ -42,6 +44,7 @@ class Kind:
     grid: Callable[[Any], VoxelGrid]
     fill: Callable[[Any, VoxelGrid, torch.Tensor, Sequence[int] | None], Any]
     copy: Callable[[Any], Any]
+    follow: Callable[[Any, Any, bool], Any]
 
 
 _kinds: dict[type, Kind] = {}
@@ -83,6 +86,7 @@ register(
         lambda x: x.grid,
         lambda x, grid, features, shape: SparseTensor(grid, features),
         lambda x: x,
+        lambda x, first, same: SparseTensor(first.grid, x.features) if same else x,
     )
 )
 

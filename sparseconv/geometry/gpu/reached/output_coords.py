@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -81,12 +81,14 @@ def reach_fixed(
     within: IndexRange,
     rows: int,
     device_count: DeviceCount,
+    ends: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """`reach` for rows whose number the host does not know: it waits for nothing, and nothing is written out of bounds.
 
     Arguments are those of `reach`; coordinates outside of their extent may join what lies ``within`` all the same.
 
     Args:
+        ends: (D,) int32 on the device; what is reached at or behind them is dropped too.
         rows: of the result; what is reached beyond them is dropped, and raises bit 1 of the fault flag.
 
     Returns:
@@ -97,6 +99,8 @@ def reach_fixed(
     sizes = _sizes(coords, moves, extent, batch_size)
     if sizes is None or sizes.cells > MOST_MARKED:
         return None
+    if ends is not None:
+        moves = moves.ending_at(ends)
     device, columns = coords.device, coords.shape[1]
     reached = torch.empty(rows, columns, dtype=torch.int32, device=device)
     count = torch.empty(1, dtype=torch.int32, device=device)
@@ -151,6 +155,13 @@ class _Moves:
     spans: tuple[tuple[int, int, int], ...]  # (smallest offset, largest, stride) of each axis
     torus: IndexRange | None
     to_fine: bool
+
+    def ending_at(self, ends: torch.Tensor) -> _Moves:
+        """The same with a box that ends at (D,) int32, or before."""
+        data = self.data.clone()
+        last = data[: 8 * len(self.spans)].view(-1, 8)[:, 5]
+        torch.minimum(last, ends, out=last)
+        return replace(self, data=data)
 
     def bounds(self, extent: IndexRange) -> tuple[list[int], list[int], list[int]]:
         """Bounds of what is divided, and the lowest and the highest place on each axis that may be reached."""

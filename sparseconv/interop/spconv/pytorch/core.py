@@ -251,6 +251,13 @@ def _filled(
     return x._at(Place(None, 0, grid))
 
 
+def _followed(x: SparseConvTensor, first: SparseConvTensor, same: bool) -> SparseConvTensor:
+    x.indice_dict = dict(first.indice_dict)
+    if same:
+        x._indices, x._voxels = first._indices, first._voxels
+    return x
+
+
 region.register(
     region.Kind(
         SparseConvTensor,
@@ -258,6 +265,7 @@ region.register(
         lambda x: x.voxels,
         _filled,
         SparseConvTensor.shadow_copy,
+        _followed,
     )
 )
 

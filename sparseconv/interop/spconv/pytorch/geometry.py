@@ -8,10 +8,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
 from sparseconv.interop.spconv.core import ConvAlgo
-from sparseconv.nn.capturing.region import own_shape
+from sparseconv.nn.capturing.region import Shape, own_shape
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.within import plan_within
@@ -52,7 +53,8 @@ def find_plan(
     """
     if subm:
         return shared_plan(grid, window.kernel_size, dilation=window.dilation)
-    return plan_within(
+    ends = out_shape.limits.row(out_shape) if isinstance(out_shape, Shape) and isinstance(grid, FixedGrid) else None
+    plan = plan_within(
         grid,
         out_shape,
         window.kernel_size,
@@ -60,7 +62,11 @@ def find_plan(
         padding=window.padding,
         dilation=window.dilation,
         generative=transposed,
+        ends=None if transposed else ends,
     )
+    if transposed and ends is not None and isinstance(plan.target, FixedGrid):
+        plan.target.end_at(ends)
+    return plan
 
 
 class Place(NamedTuple):

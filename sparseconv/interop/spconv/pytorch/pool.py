@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
 from sparseconv.interop.spconv.layer import RECORD, Size
@@ -15,7 +14,7 @@ from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, 
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
 from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size
 from sparseconv.interop.spconv.pytorch.tracing import leaf
-from sparseconv.nn.capturing.region import Shape, own_shape, stepped
+from sparseconv.nn.capturing.region import own_shape, stepped
 from sparseconv.ops import pooling
 from sparseconv.plan.convolution import ConvolutionPlan
 
@@ -79,8 +78,6 @@ class _Pool(SparseModule):
         if not self.subm:
             out._at(Place(None, 0, plan.target))
         out.spatial_shape = out_shape
-        if isinstance(out_shape, Shape) and isinstance(plan.target, FixedGrid) and not self.subm:
-            plan.target.end_at(out_shape.limits.row(out_shape))
         count = self._buffers.get(RECORD)
         if count is not None:
             count.clamp_(min=plan.target.num_voxels)
