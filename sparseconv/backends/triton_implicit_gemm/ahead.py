@@ -74,8 +74,8 @@ class _Sizes(NamedTuple):
 def _operands(layer: ExpectedLayer, dtype: torch.dtype) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sizes, and input, output and weight without memory."""
     expected = layer.map
-    rows = (expected.num_in, expected.num_out)[:: -1 if layer.turned else 1]
-    sizes = _Sizes(*rows, expected.num_pairs, expected.num_taps, expected.is_halved)
+    num_in, num_out = (expected.num_in, expected.num_out)[:: -1 if layer.turned else 1]
+    sizes = _Sizes(num_in, num_out, expected.num_pairs, expected.num_taps, expected.is_halved)
     x, y = (torch.empty(1, channels, dtype=dtype, device="meta") for channels in (layer.c_in, layer.c_out))
     shape = (expected.num_taps, layer.c_in // layer.groups, layer.c_out)
     return sizes, x, y, torch.empty(shape, dtype=dtype, device="meta")

@@ -247,9 +247,9 @@ class SparseConvolution(SparseModule):
         return LayerWindow(tuple(self.kernel_size), tuple(self.stride), tuple(self.padding), tuple(self.dilation))
 
     def _out_shape(self, input: SparseConvTensor) -> list[int]:
-        return input.spatial_shape if self.subm else self._out_shape_of(input.spatial_shape)
+        return input.spatial_shape if self.subm else self.out_shape_of(input.spatial_shape)
 
-    def _out_shape_of(self, spatial_shape: Sequence[int]) -> list[int]:
+    def out_shape_of(self, spatial_shape: Sequence[int]) -> list[int]:
         """The output shape of a layer that is not submanifold."""
         size = (self.kernel_size, self.stride, self.padding, self.dilation)
 

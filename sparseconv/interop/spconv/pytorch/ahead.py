@@ -9,31 +9,59 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from sparseconv.geometry.window import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from sparseconv.backends.triton_implicit_gemm.ahead import ExpectedLayer
-    from sparseconv.interop.spconv.layer import SparseConvolution
     from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 
 logger = logging.getLogger(__name__)
+
+
+class Layer(Protocol):
+    """A convolution, as far as it is known when it is made."""
+
+    ndim: int
+    in_channels: int
+    out_channels: int
+    groups: int
+    kernel_size: list[int]
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    subm: bool
+    inverse: bool
+    transposed: bool
+    conv1x1: bool
+    indice_key: str | None
+    bias: torch.nn.Parameter | None
+    training: bool
+
+    def out_shape_of(self, spatial_shape: Sequence[int]) -> list[int]: ...
+
+
 #: the share of a window's cells that are occupied, of scans
 DENSITY = 0.3
 #: channels whose kernels take the longest to compile
 WIDE = 256
 
+#: layers that are noted at most: where none ever runs on a GPU, old ones are forgotten
+MOST_NOTED = 4096
+
 #: layers that did not run yet
-_made: list[weakref.ref[SparseConvolution]] = []
+_made: list[weakref.ref[Layer]] = []
 
 
-def register(layer: SparseConvolution) -> None:
+def register(layer: Layer) -> None:
     """Note a layer that was made."""
+    if len(_made) >= MOST_NOTED:
+        _made[:] = [made for made in _made if made() is not None][-MOST_NOTED // 2 :]
     _made.append(weakref.ref(layer))
 
 
@@ -52,7 +80,7 @@ def begin(input: SparseConvTensor) -> None:
 
 
 def compile_layers(
-    layers: Iterable[SparseConvolution],
+    layers: Iterable[Layer],
     indices: torch.Tensor,
     spatial_shape: list[int],
     batch_size: int,
@@ -77,15 +105,16 @@ def compile_layers(
     expected = list(dict.fromkeys(expected_layers(layers, indices, spatial_shape, batch_size, dtype)))
     for layer in expected:
         layer.map.ahead(device)
-    expected.sort(key=lambda layer: max(layer.c_in, layer.c_out) < WIDE)
-    for layer in expected:
-        ahead.forward_ahead(layer, dtype, device)
-    for layer in expected if trained else ():
-        ahead.gradients_ahead(layer, dtype, device)
+    for is_wide in (True, False):  # what takes longest begins first
+        some = [layer for layer in expected if (max(layer.c_in, layer.c_out) >= WIDE) == is_wide]
+        for layer in some:
+            ahead.forward_ahead(layer, dtype, device)
+        for layer in some if trained else ():
+            ahead.gradients_ahead(layer, dtype, device)
 
 
 def expected_layers(
-    layers: Iterable[SparseConvolution],
+    layers: Iterable[Layer],
     indices: torch.Tensor,
     spatial_shape: list[int],
     batch_size: int,
@@ -136,9 +165,9 @@ class _Level(NamedTuple):
     def rows(self) -> int:
         return self.indices.shape[0]
 
-    def strided(self, layer: SparseConvolution, batch_size: int) -> tuple[_Level, int]:
+    def strided(self, layer: Layer, batch_size: int) -> tuple[_Level, int]:
         """The voxels that a layer with a stride reaches, and the number of pairs."""
-        shape, pairs = layer._out_shape_of(self.shape), torch.ones_like(self.indices[:, 0], dtype=torch.int64)
+        shape, pairs = layer.out_shape_of(self.shape), torch.ones_like(self.indices[:, 0], dtype=torch.int64)
         rows = self.indices.long()
         for axis in range(layer.ndim):
             pairs *= _reached(self.indices[:, 1 + axis].long(), layer, axis, shape[axis])[1].sum(1)
@@ -150,7 +179,7 @@ class _Level(NamedTuple):
         return _Level(rows, shape), max(1, int(pairs.sum()))
 
 
-def _reached(column: torch.Tensor, layer: SparseConvolution, axis: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _reached(column: torch.Tensor, layer: Layer, axis: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(N, k) coarse places from which fine ones are seen on an axis, and whether there is such a place."""
     taps = torch.arange(layer.kernel_size[axis], device=column.device) * layer.dilation[axis]
     shifted = column[:, None] + layer.padding[axis] - taps
