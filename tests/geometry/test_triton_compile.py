@@ -64,7 +64,7 @@ jobs = [
     (output_coords.EMIT, (3, 32)), (output_coords.EMIT_FIXED, (3, 32)),
     (output_coords.CLAIM, (4, True, 128)), (output_coords.DECODE, (3, 256)),
     (counts.SCAN, (8192,)), (scene._PUT, (2048,)), (pair_lists.REVERSE, (1024,)),
-    (pair_lists._CONFINE, (32,)),
+    (pair_lists.CONFINE, (32,)),
     (pair_lists.PAIRS, (*around, True, 512, 128)), (pair_lists.PAIRS, (*by_key, False, 128, 128)),
     (pair_lists_3x3x3.CUBE_PAIRS, (512, False)), (pair_lists_3x3x3.CUBE_PAIRS, (128, True)),
     (tile_kernels.CUBE_TILES, (128, 32, 32)), (tile_kernels.CUBE_TILES, (64, 32, -1)),

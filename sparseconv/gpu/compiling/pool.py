@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from sparseconv.gpu.compiling.job import Job, Target, is_marked
-from sparseconv.gpu.compiling.server import READY, Settings
+from sparseconv.gpu.compiling.server import FOUND, READY, Settings
 
 logger = logging.getLogger(__name__)
 #: processes that compile at most, seconds without work after which they leave, and seconds that one kernel may take
@@ -188,12 +188,12 @@ class Pool:
 
     def _settle(self, mark: str, error: str) -> None:
         self._running.discard(mark)
-        if error:
+        if error and error != FOUND.decode():
             logger.info("a kernel that was compiled ahead failed: %s", error)
             self.failed[mark] = error
         else:
             self.done.add(mark)
-            self.compiled += 1
+            self.compiled += not error
             self._starts = min(self._starts, 1)
         self._feed()
         self._changed.notify_all()

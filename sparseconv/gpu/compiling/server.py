@@ -35,6 +35,8 @@ PRELOADED = (
 #: priority that workers leave to whoever waits for them
 NICE = 5
 READY = b"ready"
+#: what a worker answers where another rank's had compiled the kernel
+FOUND = b"found"
 
 
 class Settings(NamedTuple):
@@ -150,11 +152,12 @@ def _work(server: Connection) -> NoReturn:
         while True:
             mark, data = server.recv_bytes().decode(), server.recv_bytes()
             try:
+                answer = FOUND
                 with _alone(mark):
                     if not is_marked(mark):
                         compile_job(data)
                         put_mark(mark)
-                answer = b""
+                        answer = b""
             except Exception as error:
                 answer = repr(error)[:2000].encode()
             server.send_bytes(answer)

@@ -97,7 +97,7 @@ def confine(search: WindowSearch, most: int) -> None:
         taps = search.window.num_taps
         half, room = (HALF.value, _half_room(search, most)) if search.is_cube else (taps, most)
         known = (pointer(pending.offsets), pointer(search.device_count.fault), most, taps, half, room)
-        _CONFINE(search.coords.device, (1,), known, (power_of_2(taps + 1),))
+        CONFINE(search.coords.device, (1,), known, (power_of_2(taps + 1),))
 
 
 def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:
@@ -222,6 +222,6 @@ def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
 
 
 _I32, _I64 = torch.int32, torch.int64
-_CONFINE = Launcher(confine_kernel, (_I64, _I32, *(int,) * 4), num_warps=1)
+CONFINE = Launcher(confine_kernel, (_I64, _I32, *(int,) * 4), num_warps=1)
 PAIRS = Launcher(pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, *(int,) * 4), num_warps=1)
 REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))

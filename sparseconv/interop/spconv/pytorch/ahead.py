@@ -1,8 +1,9 @@
 """At a network's first call: compile what all its layers will launch, beside the call.
 
 Layers are known by their making, the voxels by the input of the first that runs. Layers are taken in the order in which
-they were made; one with a stride starts from the coarsest voxels so far, and keys say what belongs together. A wrong
-guess costs a kernel that nobody asks for, and another that is compiled when it is met.
+they were made. One with a stride starts from the coarsest voxels on which the last layer gave as many channels as it
+takes; keys say what belongs together. A wrong guess costs a kernel that nobody asks for, and another that is compiled
+when it is met.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def expected_layers(
     from sparseconv.geometry.gpu.ahead import ExpectedMap
 
     levels = [_Level(indices, list(spatial_shape))]
-    at = 0
+    at, channels = 0, [0]  # channels: that the last layer on a level gave
     known: dict[str, tuple[int, ExpectedMap]] = {}
     for number, layer in enumerate(layers):
         key, rank, size = layer.indice_key, layer.ndim, layer.kernel_size
@@ -143,14 +144,19 @@ def expected_layers(
             rows = levels[at].rows
             found = ExpectedMap(offsets, (1,) * rank, True, rows, rows, max(1, round(rows * len(offsets) * DENSITY)))
         else:
-            fine = len(levels) - 1
+            alike = [level for level, count in enumerate(channels) if count == layer.in_channels]
+            fine = alike[-1] if alike else len(levels) - 1
             window = Window.of(rank, size, layer.stride, layer.dilation, layer.padding)
             coarse, pairs = levels[fine].strided(layer, batch_size)
             found = ExpectedMap(window.offsets, window.stride, False, levels[fine].rows, coarse.rows, pairs)
             levels.append(coarse)
-            at = fine + 1
-        if key is not None and key not in known:
-            known[key] = (at if layer.subm else at - 1, found)
+            channels.append(0)
+            at = len(levels) - 1
+            if key is not None:
+                known.setdefault(key, (fine, found))
+        if key is not None:
+            known.setdefault(key, (at, found))
+        channels[at] = layer.out_channels
         bias = None if layer.bias is None else dtype if torch.is_autocast_enabled("cuda") else layer.bias.dtype
         yield ExpectedLayer(found, layer.in_channels, layer.out_channels, layer.groups, turned, bias, number > 0)
 
