@@ -1,4 +1,4 @@
-"""Kernels compiled by processes beside this one: for Hopper, without a card, in a process apart from the interpreter."""
+"""Kernels compiled by processes beside this one: for Hopper, without a card, apart from the interpreter."""
 
 from __future__ import annotations
 
