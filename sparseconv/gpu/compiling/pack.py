@@ -82,7 +82,15 @@ def unpack(file: Path, cache: Path, card: Card | None) -> int:
             _compare(_manifest(archive), card, file)
             entries = _checked(archive, file)
             return _write(archive, entries, cache)
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, json.JSONDecodeError, TypeError, KeyError) as error:
+    except (
+        zipfile.BadZipFile,
+        EOFError,
+        NotImplementedError,
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+        TypeError,
+        KeyError,
+    ) as error:
         raise ValueError(f"{file} is no file of compiled kernels, or is damaged: {error}") from None
 
 
