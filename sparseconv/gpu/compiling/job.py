@@ -48,6 +48,8 @@ def mark_of(
     """A name for the compiled kernel: of its source, of all that it is compiled for, and of Triton's version."""
     import triton
 
+    for value in (function, *constants):
+        settle(value)
     shown = [f"{value.__class__.__name__} {getattr(value, 'cache_key', value)}" for value in constants]
     told = (
         function.cache_key,
@@ -76,8 +78,30 @@ def compile_job(data: bytes) -> Any:
 
 def compile_kernel(function: Any, types: Sequence[Any], constants: Sequence[Any], options: dict[str, Any]) -> Any:
     """Triton's compiled kernel: integers are taken for neither 1 nor multiples of 16."""
+    for value in (function, *constants):
+        settle(value)
     shown = [13 if kind is int else kind for kind in types]
     return function.warmup(*shown, *constants, grid=(1,), **options)
+
+
+#: functions whose keys are known, by their identity, and kept so that no other gets it
+_settled: dict[int, Any] = {}
+
+
+def settle(function: Any) -> None:
+    """Have Triton work out the key of a jitted function after those of all that it calls.
+
+    Triton 3.6 leaves out of a key what a function called reads of its module, unless that one's key is known already. So
+    the key would depend on what was compiled before, and no other process would find the kernel.
+    """
+    inner = getattr(function, "fn", None)
+    code = getattr(inner, "__code__", None)
+    if code is None or not hasattr(type(function), "cache_key") or id(function) in _settled:
+        return
+    _settled[id(function)] = function
+    for name in code.co_names:
+        settle(inner.__globals__.get(name))
+    function.cache_key  # noqa: B018
 
 
 def is_marked(mark: str) -> bool:
