@@ -91,8 +91,8 @@ _settled: dict[int, Any] = {}
 def settle(function: Any) -> None:
     """Have Triton work out the key of a jitted function after those of all that it calls.
 
-    Triton 3.6 leaves out of a key what a function called reads of its module, unless that one's key is known already. So
-    the key would depend on what was compiled before, and no other process would find the kernel.
+    Triton 3.6 leaves out of a key what a function called reads of its module, unless that one's key is known. So the
+    key would depend on what was compiled before, and no other process would find the kernel.
     """
     inner = getattr(function, "fn", None)
     code = getattr(inner, "__code__", None)
