@@ -68,7 +68,7 @@ def register(layer: Layer) -> None:
 
 def begin(input: SparseConvTensor) -> None:
     """Start to compile what the layers made since the last time will launch, if this is a call on a GPU."""
-    if not _made or not input.features.is_cuda or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _made or not input.features.is_cuda:
         return
     if torch.cuda.is_current_stream_capturing():
         return
