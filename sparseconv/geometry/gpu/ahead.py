@@ -21,7 +21,7 @@ from sparseconv.geometry.gpu.window.counts import SCAN, SCAN_BLOCK
 from sparseconv.geometry.gpu.window.neighbor_table import COUNT, PLANE_KEYS, PLANE_KEYS_WIDE, PLANES
 from sparseconv.geometry.gpu.window.passes import AROUND, SEARCH, around_constants, search_constants, search_programs
 from sparseconv.geometry.gpu.window.search import looks_of
-from sparseconv.geometry.gpu.window.taps import GIVEN, KEY_BITS, encode_window
+from sparseconv.geometry.gpu.window.taps import GIVEN, KEY_BITS, TapWindow, encode_window
 from sparseconv.geometry.ranges import Ints
 from sparseconv.gpu.cooperative import NUM_BARRIERS
 from sparseconv.gpu.launcher import ceil_div, power_of_2
@@ -56,7 +56,7 @@ class ExpectedMap:
         return not self.same and self._window.meets_once
 
     @cached_property
-    def _window(self):  # type: ignore[no-untyped-def]
+    def _window(self) -> TapWindow:
         return encode_window(self.offsets, self.stride, None, torch.device("cpu"))
 
     @cached_property

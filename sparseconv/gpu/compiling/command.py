@@ -85,7 +85,7 @@ def _found(step: str) -> Callable[[], Any]:
     if not module or not name.isidentifier():
         raise ValueError(f"a step is given as MODULE:FUNCTION; got {step!r}")
     sys.path.insert(0, "")
-    found = getattr(importlib.import_module(module), name, None)
+    found: Callable[[], Any] | None = getattr(importlib.import_module(module), name, None)
     if not callable(found):
         raise ValueError(f"{module} has no function {name}")
-    return found  # type: ignore[no-any-return]
+    return found

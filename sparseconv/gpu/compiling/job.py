@@ -94,7 +94,7 @@ def settle(function: Any) -> None:
     Triton 3.6 leaves out of a key what a function called reads of its module, unless that one's key is known. So the
     key would depend on what was compiled before, and no other process would find the kernel.
     """
-    inner = getattr(function, "fn", None)
+    inner: Any = getattr(function, "fn", None)
     code = getattr(inner, "__code__", None)
     if code is None or not hasattr(type(function), "cache_key") or id(function) in _settled:
         return
