@@ -1,4 +1,4 @@
-"""The commands: a demonstration, a benchmark, other libraries' checkpoints, and what can run here."""
+"""The commands: a demonstration, a benchmark, other libraries' checkpoints, kernels, and what can run here."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.text import Text
 
 import sparseconv
 from sparseconv.bench.command import bench
+from sparseconv.gpu.compiling.command import compile_step
 from sparseconv.info import text
 from sparseconv.interop.command import convert
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 
 app.command()(convert)
 app.command()(bench)
+app.command("compile")(compile_step)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
+from sparseconv.gpu.compiling.job import Job, compile_kernel, job_of, put_mark
+from sparseconv.gpu.compiling.pool import Pool, current_target, pool_of, wait_for_pools
 from sparseconv.gpu.triton_private import (
     SHARED_ARGUMENTS,
     build_shared_launcher,
@@ -107,6 +109,8 @@ class Launcher:
         self._ready: dict[tuple, Callable[[int, int, tuple], None]] = {}
         self._compiled: dict[tuple, Future] = {}
         self._begun: set[tuple] = set()
+        #: the jobs of those that are compiled beside this process
+        self._jobs: dict[tuple, Job] = {}
         #: what threads of their own failed with, who try again a few times
         self.failures: dict[tuple, list[Exception]] = {}
 
@@ -132,16 +136,45 @@ class Launcher:
             return lambda x, y, args: self.function[x, y](*args, *constants)
         if ready is None:
             kernel = self._compiled.get((device.index, constants))
-            if kernel is not None and kernel.done():
+            job, pool = self._jobs.get((device.index, constants)), compilers_for(device.index)
+            is_cached = job is not None and pool is not None and job.mark in pool.done
+            if is_cached or (kernel is not None and kernel.done()):
                 return self.on(device.index, constants)
             self.ahead(device, constants)
         return ready
 
     def ahead(self, device: torch.device, constants: tuple) -> None:
-        """Compile on a thread of its own what a device will soon be asked to launch; that launch says what fails."""
-        if not INTERPRETED and (device.index, constants) not in self._begun:
-            self._begun.add((device.index, constants))
-            threading.Thread(target=self._compile_for, args=(device, constants), name=COMPILER).start()
+        """Compile what a device will soon be asked to launch, in a process beside this one or on a thread of its own;
+        that launch says what fails."""
+        key = device.index, constants
+        if INTERPRETED or (key in self._begun and key not in self._jobs):
+            return
+        if self._give_away(key):
+            return
+        self._begun.add(key)
+        threading.Thread(target=self._compile_for, args=(device, constants), name=COMPILER).start()
+
+    def _give_away(self, key: tuple) -> bool:
+        """Whether a process beside this one compiles a kernel, or has, or Triton's cache has it."""
+        if key in self._compiled:
+            return True
+        index, constants = key
+        pool = compilers_for(index)
+        if pool is None:
+            return False
+        job = self._jobs.get(key)
+        if job is None and pool.is_usable:
+            job = job_of(self.function, self.types, constants, self._all_options, pool.target)
+        if job is None or not pool.submit(job):
+            self._jobs.pop(key, None)
+            return False
+        self._jobs[key] = job
+        self._begun.add(key)
+        return True
+
+    @property
+    def _all_options(self) -> dict[str, Any]:
+        return {"num_warps": self.num_warps, "enable_fp_fusion": True, **self.options}
 
     def _compile_for(self, device: torch.device, constants: tuple) -> None:
         key = device.index, constants
@@ -163,9 +196,12 @@ class Launcher:
             return found.result()
         try:
             read_triton()
-            shown = [13 if t is int else t for t in self.types]  # 13: neither 1 nor a multiple of 16
-            options = {"num_warps": self.num_warps, "enable_fp_fusion": True, **self.options}
-            mine.set_result(self.function.warmup(*shown, *constants, grid=(1,), **options))
+            job, pool = self._jobs.get(key), compilers_for(key[0]) if key in self._jobs else None
+            if job is not None and pool is not None:
+                pool.take(job.mark)
+            mine.set_result(compile_kernel(self.function, self.types, constants, self._all_options))
+            if job is not None:
+                put_mark(job.mark)
         except BaseException as error:
             del self._compiled[key]  # who asks again tries again
             mine.set_exception(error)
@@ -195,8 +231,18 @@ class Launcher:
         return launch
 
 
+@cache
+def compilers_for(index: int) -> Pool | None:
+    """The processes that compile for a device; None where Triton has no driver for it."""
+    try:
+        return pool_of(current_target(index))
+    except (RuntimeError, AssertionError):
+        return None
+
+
 def await_compilers() -> None:
     """Wait for all that is being compiled ahead."""
+    wait_for_pools()
     for thread in threading.enumerate():
         if thread.name == COMPILER:
             thread.join()

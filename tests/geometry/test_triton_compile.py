@@ -45,7 +45,7 @@ jobs = [
     (table.INSERT, (4, shifts, True, 128)), (table.INFO, (4, shifts, 15, 4, 512)),
     (table.PLACE, (4, 4, True, True, 0, 0, 256)), (table.PLACE, (4, 4, True, False, 15, 32, 256)),
     (table.LOOKUP, (4, shifts, 128)),
-    (passes._AROUND, (4, shifts, 27, 32, 8)),
+    (passes.AROUND, (4, shifts, 27, 32, 8)),
     (passes._MASKS, (*around, 1, True, 32, 512, 128, False)),
     (passes._MASKS, (*by_key, 2, False, 8, 128, 32, False)),
     (passes._CUBE_MASKS, (*around, 1, True, 32, 512, 128, True)),
@@ -63,9 +63,9 @@ jobs = [
     (output_coords.MARK, (3, True, 128, 512, 1024, 10)), (output_coords.MARK, (3, False, 128, 512, 1024, 10)),
     (output_coords.EMIT, (3, 32)), (output_coords.EMIT_FIXED, (3, 32)),
     (output_coords.CLAIM, (4, True, 128)), (output_coords.DECODE, (3, 256)),
-    (counts.SCAN, (8192,)), (scene._PUT, (2048,)), (pair_lists._REVERSE, (1024,)),
-    (pair_lists._CONFINE, (32,)),
-    (pair_lists._PAIRS, (*around, True, 512, 128)), (pair_lists._PAIRS, (*by_key, False, 128, 128)),
+    (counts.SCAN, (8192,)), (scene._PUT, (2048,)), (pair_lists.REVERSE, (1024,)),
+    (pair_lists.CONFINE, (32,)),
+    (pair_lists.PAIRS, (*around, True, 512, 128)), (pair_lists.PAIRS, (*by_key, False, 128, 128)),
     (pair_lists_3x3x3.CUBE_PAIRS, (512, False)), (pair_lists_3x3x3.CUBE_PAIRS, (128, True)),
     (tile_kernels.CUBE_TILES, (128, 32, 32)), (tile_kernels.CUBE_TILES, (64, 32, -1)),
     (tile_kernels.TILES, (*around, 128, 32, False, True, True, 32)),
@@ -75,8 +75,8 @@ jobs = [
 ]
 jobs += [
     (job_kernels._JOBS, (32, 128, False)), (job_kernels._JOBS, (32, 16, True)),
-    (sortless._ONE_TAP, (8, 256, 128, 2, 5, 8, False)),
-    (sortless._ONE_TAP, (16, 256, 256, 1, 5, 8, True)),
+    (sortless.ONE_TAP, (8, 256, 128, 2, 5, 8, False)),
+    (sortless.ONE_TAP, (16, 256, 256, 1, 5, 8, True)),
     (sortless._LISTS, (64, 16, 32)),
 ]
 target = None

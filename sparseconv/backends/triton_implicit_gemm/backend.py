@@ -20,7 +20,7 @@ from sparseconv.backends.triton_implicit_gemm.config import (
 )
 from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
 from sparseconv.backends.triton_implicit_gemm.recipe import interpreted, precision_of
-from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, tuning_enabled
+from sparseconv.backends.triton_implicit_gemm.tuning import Tuner, considered, tuning_enabled
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
 from sparseconv.geometry.cards import refusal
 from sparseconv.geometry.gpu.work_lists import schedule_ahead, schedule_of
@@ -250,13 +250,15 @@ class TritonImplicitGemm(Backend):
             name = ("weight_grad" if key[0] == "weight_grad" else "conv", *work.key())
 
             def ahead() -> None:
-                for config in candidates:
+                for config in considered(candidates):
                     recipe_of(config, work).ahead(kernel_map, device)
                 if name[0] == "conv" and candidates[0].split == 1 and not candidates[0].chunked:
                     schedule_ahead(kernel_map, candidates[0].block_m)
                 if next_ahead is not None:
                     next_ahead()
 
+            if device.type == "cuda" and not tuning_enabled() and not torch.cuda.is_current_stream_capturing():
+                ahead()
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 config, settled = self._tuner.choose(
                     name, candidates, lambda config: _bound(recipe_of(config, work), kernel_map), tensors, ahead
@@ -275,11 +277,11 @@ class TritonImplicitGemm(Backend):
         request = Request(kernel_map, x.device, x.dtype, x.shape[1], out.shape[1], groups)
         if weight.requires_grad:
             work = work_of(request, _aligned(x, x.stride(0)) and _aligned(out, out.stride(0)))
-            for sums in weight_grad_candidates(work):
+            for sums in considered(weight_grad_candidates(work)):
                 WeightGradRecipe(sums, work, x, out, kernel_map.num_taps).ahead(kernel_map, x.device)
         if x.requires_grad:
             work = work_of(request, _aligned(out, out.stride(0)) and _aligned(weight, weight.shape[2]), True)
-            for tile in conv_candidates(work):
+            for tile in considered(conv_candidates(work)):
                 ConvRecipe(tile, work, out, weight, True).ahead(kernel_map, x.device)
 
 

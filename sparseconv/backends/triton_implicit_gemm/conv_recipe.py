@@ -69,8 +69,12 @@ class ConvRecipe:
 
     def ahead(self, kernel_map: KernelMap, device: torch.device) -> None:
         """Start to compile what `bind` will launch over a map like this one."""
-        for part in self._parts(min(self._config.split, kernel_map.num_taps)):
+        groups = min(self._config.split, kernel_map.num_taps)
+        parts = self._parts(groups)
+        for part in parts:
             self._kept(self._program, part, self._wide)[0].ahead(device)
+        if parts[0].to_slots:
+            self._kept(self._combination, groups).ahead(device)
 
     def prepare(self, kernel_map: KernelMap) -> Schedule:
         """The schedule that `bind` needs, kept with the map."""
@@ -105,9 +109,9 @@ class ConvRecipe:
         exchange = work.groups if config.weight_copy else 0
         if schedule.slots is None:
             return Step(launches[0], None, exchange=exchange) if exchange else launches[0]
-        block_m, block_n = 16, min(128, power_of_two(c_out))
+        combine = self._kept(self._combination, groups)
+        block_m, block_n = combine.constants["BLOCK_M"], combine.constants["BLOCK_N"]
         programs = -(-rows_out // block_m) * -(-c_out // block_n)
-        combine = self._kept(self._combination, groups, block_m, block_n)
         last = Launch(combine, programs, Fixed((schedule.slots,), (rows_out,)))
         return Step(launches[0], last, (num_slots, c_out), exchange)
 
@@ -156,17 +160,18 @@ class ConvRecipe:
         block = (config.block_n, config.block_k) if constants["TRANSPOSED"] else (config.block_k, config.block_n)
         return BulkProgram(kernel, types, constants, *sizes, matrix, weight_c, block), strides
 
-    def _combination(self, num_groups: int, block_m: int, block_n: int) -> Program:
+    def _combination(self, num_groups: int) -> Program:
         """The kernel that adds the sums of groups of taps."""
         work = self._work
+        c_out = work.group_out * work.groups
         constants = {
             "NUM_GROUPS": num_groups,
-            "C_OUT": work.group_out * work.groups,
+            "C_OUT": c_out,
             "HAS_BIAS": self._bias,
             "HAS_RESIDUAL": self._residual,
             "ACTIVATION": self._activation,
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
+            "BLOCK_M": 16,
+            "BLOCK_N": min(128, power_of_two(c_out)),
         }
         types = (torch.float32, work.dtype, *self._more, I32, int)
         return compiled(kernel_named("combine_kernel", "kernels"), types, constants, 4, 3)

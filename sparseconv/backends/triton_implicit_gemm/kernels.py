@@ -280,21 +280,21 @@ def weight_grad_kernel(
 
 
 @triton.jit
-def reduce_jobs_kernel(partial_ptr, out_ptr, tap_jobs_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def reduce_jobs_kernel(partial_ptr, out_ptr, tap_jobs_ptr, size, BLOCK: tl.constexpr):
     """dw[tap] = sum of partial[job] over the tap's jobs, in their order; eight of them are on their way together."""
-    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    tap = tl.program_id(0) // BLOCKS
-    at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    blocks = (size + BLOCK - 1) // BLOCK
+    tap = tl.program_id(0) // blocks
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(tap_jobs_ptr + tap)
     stop = tl.load(tap_jobs_ptr + tap + 1)
-    from_ptr = partial_ptr + first.to(tl.int64) * SIZE + at
+    from_ptr = partial_ptr + first.to(tl.int64) * size + at
     acc = tl.zeros((BLOCK,), tl.float32)
     for job in tl.range(first, stop, 8):
         parts = ()  # type: tuple
         for step in tl.static_range(8):
-            end = tl.where(job + step < stop, SIZE, 0)
-            parts = parts + (tl.load(from_ptr + step * SIZE, mask=at < end, other=0.0),)
+            end = tl.where(job + step < stop, size, 0)
+            parts = parts + (tl.load(from_ptr + step * size, mask=at < end, other=0.0),)
         for step in tl.static_range(8):
             acc += parts[step]
-        from_ptr += 8 * SIZE
-    tl.store(out_ptr + (tap.to(tl.int64) * SIZE + at), acc.to(out_ptr.dtype.element_ty), mask=at < SIZE)
+        from_ptr += 8 * size
+    tl.store(out_ptr + (tap.to(tl.int64) * size + at), acc.to(out_ptr.dtype.element_ty), mask=at < size)

@@ -39,8 +39,13 @@ Config = TypeVar("Config")
 
 
 def tuning_enabled() -> bool:
-    """Whether candidates are timed on first use; the environment variable SPARSECONV_AUTOTUNE=0 says no."""
-    return os.environ.get("SPARSECONV_AUTOTUNE", "1") != "0"
+    """Whether candidates are timed on first use: where the environment variable SPARSECONV_AUTOTUNE is 1."""
+    return os.environ.get("SPARSECONV_AUTOTUNE", "0") != "0"
+
+
+def considered(candidates: Sequence[Config]) -> Sequence[Config]:
+    """Those that are compiled ahead: all that are timed; the expected best alone, where none is."""
+    return candidates if tuning_enabled() else candidates[:1]
 
 
 class Tuner:
@@ -68,12 +73,14 @@ class Tuner:
         """The fastest candidate, the first of those that are as fast, and whether that is settled for later calls with
         this key and these candidates.
 
-        The first candidate where timing is off or impossible; while a graph is captured that is not the last word.
-        ``ahead`` is called before candidates are compiled.
+        The first candidate that this Triton can compile where timing is off or impossible; while a graph is captured
+        that is not the last word. ``ahead`` is called before candidates are compiled.
         """
         device = tensors[0].device
-        if len(candidates) == 1 or not tuning_enabled() or device.type != "cuda":
+        if len(candidates) == 1 or device.type != "cuda":
             return candidates[0], True
+        if not tuning_enabled():
+            return _first_that_compiles(candidates, step_of), True
         asked = (key, *candidates)
         found = self._chosen.get(asked)
         if found is not None:
@@ -110,6 +117,21 @@ def first_of_the_fastest(timings: Sequence[tuple[Config, float]]) -> Config:
     if like_expected <= fastest + OWN_LISTS_MS:
         timings, fastest = alike, like_expected
     return next(config for config, ms in timings if ms <= (1 + MARGIN) * fastest)
+
+
+def _first_that_compiles(candidates: Sequence[Config], step_of: Callable[[Config], Any]) -> Config:
+    """The first candidate, unless this Triton or this card cannot take it."""
+    if torch.cuda.is_current_stream_capturing():
+        return candidates[0]
+    errors: list[Exception] = []
+    for config in candidates:
+        try:
+            step_of(config).compile()
+            return config
+        except Exception as error:
+            logger.info("candidate %s dropped: %s", config, error)
+            errors.append(error)
+    raise errors[0]
 
 
 def _lists_of(config: Any) -> Any:

@@ -69,7 +69,9 @@ class WeightGradRecipe:
         if jobs.one_each:
             return sums
         reduce = Launch(
-            self._kept(self._reduction), -(-self._size // REDUCED) * self._num_taps, Fixed((jobs.tap_jobs,))
+            self._kept(self._reduction),
+            -(-self._size // REDUCED) * self._num_taps,
+            Fixed((jobs.tap_jobs,), (self._size,)),
         )
         return Step(sums, reduce, (jobs.count, self._size))
 
@@ -91,6 +93,6 @@ class WeightGradRecipe:
 
     def _reduction(self) -> Program:
         """The kernel that adds the sums of a tap's jobs."""
-        types = (torch.float32, self._work.dtype, I32)
-        constants = {"SIZE": self._size, "BLOCK": REDUCED}
+        types = (torch.float32, self._work.dtype, I32, shown(self._size))
+        constants = {"BLOCK": REDUCED}
         return compiled(kernel_named("reduce_jobs_kernel", "kernels"), types, constants, 4, 3)

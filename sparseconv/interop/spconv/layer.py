@@ -13,6 +13,7 @@ import torch
 from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
+from sparseconv.interop.spconv.pytorch import ahead
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd, whole
 from sparseconv.interop.spconv.pytorch.geometry import (
     IndiceData,
@@ -119,6 +120,7 @@ class SparseConvolution(SparseModule):
             self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32, device=device))
         self.reset_parameters()
         self._register_load_state_dict_pre_hook(self._before_loading)
+        ahead.register(self)
 
     def reset_parameters(self) -> None:
         """Uniform in +-1/sqrt(fan_in), weight and bias."""
@@ -160,6 +162,7 @@ class SparseConvolution(SparseModule):
             raise ValueError(f"the layer takes {self.in_channels} channels; got {tuple(input.features.shape)}")
         if self.conv1x1 and self.groups == 1:
             return self._multiply(input)
+        ahead.begin(input)
         return self._run_back(input, after) if self.inverse else self._run(input, after)
 
     def _multiply(self, input: SparseConvTensor) -> SparseConvTensor:
@@ -242,8 +245,10 @@ class SparseConvolution(SparseModule):
         return LayerWindow(tuple(self.kernel_size), tuple(self.stride), tuple(self.padding), tuple(self.dilation))
 
     def _out_shape(self, input: SparseConvTensor) -> list[int]:
-        if self.subm:
-            return input.spatial_shape
+        return input.spatial_shape if self.subm else self.out_shape_of(input.spatial_shape)
+
+    def out_shape_of(self, spatial_shape: Sequence[int]) -> list[int]:
+        """The output shape of a layer that is not submanifold."""
         size = (self.kernel_size, self.stride, self.padding, self.dilation)
 
         def step(shape: Sequence[int]) -> list[int]:
@@ -251,7 +256,7 @@ class SparseConvolution(SparseModule):
                 return get_deconv_output_size(shape, *size, self.output_padding)
             return get_conv_output_size(shape, *size)
 
-        return stepped(input.spatial_shape, step)
+        return stepped(spatial_shape, step)
 
     def extra_repr(self) -> str:
         words = [f"{self.in_channels}, {self.out_channels}"]

@@ -318,7 +318,7 @@ def pack_shifts(shifts: tuple[int, ...]) -> int:
 def _launch_ranges(coords: torch.Tensor, out: Pointer) -> None:
     n, columns = coords.shape
     blocks = min(ceil_div(n, 512), 528)
-    MEASURE(coords.device, (blocks,), (pointer(coords), out, n, 512 * blocks), (columns, _width(columns), 512))
+    MEASURE(coords.device, (blocks,), (pointer(coords), out, n, 512 * blocks), (columns, width_of(columns), 512))
 
 
 def _launch_clear(table: CoordinateTable) -> None:
@@ -330,10 +330,16 @@ def _launch_clear(table: CoordinateTable) -> None:
         pointer(coords), table.pointers[0], arena[SLOTS], barriers_of(device, table.device_count),
         n, arena.length_before(IDS) // 4, programs,
     )  # fmt: skip
-    CLEAR(device, (programs,), args, (columns, _width(columns), 1024, NUM_BARRIERS))
+    CLEAR(device, (programs,), args, (columns, width_of(columns), 1024, NUM_BARRIERS))
 
 
-def _width(columns: int) -> int:
+def shifts_of(columns: int) -> tuple[int, ...]:
+    """log2 of a block's edge along each column of coordinates."""
+    return _SHIFTS[columns]
+
+
+def width_of(columns: int) -> int:
+    """Columns as kernels take them: a power of two, or 8."""
     return 2 if columns == 2 else 4 if columns <= 4 else 8
 
 
@@ -348,7 +354,7 @@ def _launch_table(table: CoordinateTable, checked: DeviceCount | None) -> None:
         n, table.capacity, arena.length_before(IDS) // 4, programs,
     )  # fmt: skip
     measured, reported = table.given_ranges is not None, table.report is not None
-    shape = columns, _width(columns), pack_shifts(table.shifts)
+    shape = columns, width_of(columns), pack_shifts(table.shifts)
     TABLE(device, (programs,), args, (*shape, measured, reported, checked is not None, 128, 128, NUM_BARRIERS))
 
 
@@ -380,5 +386,5 @@ def _launch_build(table: CoordinateTable, checked: DeviceCount | None) -> None:
         cells.counts, cells.before, cells.sums, n,
     )  # fmt: skip
     numbered = NUMBERED if bits else 0
-    constants = (columns, _width(columns), table.report is not None, is_checked, bits, numbered, 256)
+    constants = (columns, width_of(columns), table.report is not None, is_checked, bits, numbered, 256)
     PLACE(device, (numbered + ceil_div(n, 256),), rows, constants)

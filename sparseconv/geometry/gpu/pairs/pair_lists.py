@@ -18,6 +18,9 @@ from sparseconv.geometry.gpu.window.passes import SEARCH_TYPES
 from sparseconv.geometry.gpu.window.taps import entry_of, look, take
 from sparseconv.gpu.launcher import Launcher, ceil_div, follow, pointer, power_of_2
 
+#: rows that one program turns round
+REVERSED = 1024
+
 
 def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """The edges by tap, and by target row within a tap; waits for ``search.pending``, the counts, alone.
@@ -52,7 +55,7 @@ def pairs_of(search: WindowSearch, most: int | None = None) -> tuple[torch.Tenso
                 search.rows, search.capacity, search.chunks, window.num_taps,
             )  # fmt: skip
             grid = (search.chunks, window.runs_of_half if mirrored else window.num_runs)
-            _PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
+            PAIRS(device, grid, args, (*search.constants, mirrored, search.chunk_rows, 128))
     return in_rows, out_rows, offsets
 
 
@@ -94,7 +97,7 @@ def confine(search: WindowSearch, most: int) -> None:
         taps = search.window.num_taps
         half, room = (HALF.value, _half_room(search, most)) if search.is_cube else (taps, most)
         known = (pointer(pending.offsets), pointer(search.device_count.fault), most, taps, half, room)
-        _CONFINE(search.coords.device, (1,), known, (power_of_2(taps + 1),))
+        CONFINE(search.coords.device, (1,), known, (power_of_2(taps + 1),))
 
 
 def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:
@@ -103,7 +106,7 @@ def reverse_neighbors(neighbors: torch.Tensor, num_in: int) -> torch.Tensor:
     table = torch.full((taps, num_in), -1, dtype=torch.int32, device=neighbors.device)
     if taps and n:
         args = (pointer(neighbors), pointer(table), n, num_in)
-        _REVERSE(neighbors.device, (ceil_div(n, 1024), taps), args, (1024,))
+        REVERSE(neighbors.device, (ceil_div(n, REVERSED), taps), args, (REVERSED,))
     return table
 
 
@@ -219,6 +222,6 @@ def reverse_kernel(neighbors_ptr, reversed_ptr, n, num_in, BLOCK: tl.constexpr):
 
 
 _I32, _I64 = torch.int32, torch.int64
-_CONFINE = Launcher(confine_kernel, (_I64, _I32, *(int,) * 4), num_warps=1)
-_PAIRS = Launcher(pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, *(int,) * 4), num_warps=1)
-_REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))
+CONFINE = Launcher(confine_kernel, (_I64, _I32, *(int,) * 4), num_warps=1)
+PAIRS = Launcher(pairs_kernel, (*SEARCH_TYPES, _I32, _I64, _I32, _I32, *(int,) * 4), num_warps=1)
+REVERSE = Launcher(reverse_kernel, (_I32, _I32, int, int))

@@ -57,7 +57,7 @@ def one_tap_schedule(kernel_map: KernelMap, block_m: int) -> Schedule:
     arrays = (*pairs, count, schedule.neighbors, schedule.out_rows, *lists)
     args = (*map(pointer, arrays), taps, slots, kernel_map.num_out)
     constants = (power_of_2(lists_of), SLOT_ALIGNMENT, block_m, each, room, power_of_2(room), device_count is not None)
-    _ONE_TAP(device, (runs,), args, constants)
+    ONE_TAP(device, (runs,), args, constants)
     return schedule
 
 
@@ -194,5 +194,5 @@ def lists_kernel(
 
 
 _I32, _I64 = torch.int32, torch.int64
-_ONE_TAP = Launcher(one_tap_kernel, (_I64, *(_I32,) * 9, int, int, int), num_warps=4)
+ONE_TAP = Launcher(one_tap_kernel, (_I64, *(_I32,) * 9, int, int, int), num_warps=4)
 _LISTS = Launcher(lists_kernel, (*(_I32,) * 4, int, int, int), num_warps=2)

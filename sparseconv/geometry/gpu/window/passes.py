@@ -64,15 +64,20 @@ def launch_masks(
 
 def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
     """The blocks around each block of a table, of the first ``blocks`` of them at most."""
-    arena, columns = table.arena, table.coords.shape[1]
-    sides = 3 ** (columns - 1)
-    lanes = power_of_2(sides)
-    block = max(1, 256 // lanes)
+    arena = table.arena
+    constants = around_constants(table.shifts)
+    block = constants[-1]
     ranges, slots, ids, _, _ = table.pointers
     programs = min(ceil_div(blocks, block), 4096)
     args = (ranges, slots, ids, arena[KEYS], arena[STATUS], around, table.capacity, blocks, programs)
-    constants = (columns, pack_shifts(table.shifts), sides, lanes, block)
-    _AROUND(table.coords.device, (programs,), args, constants)
+    AROUND(table.coords.device, (programs,), args, constants)
+
+
+def around_constants(shifts: tuple[int, ...]) -> tuple[int, ...]:
+    """The constants of `around_kernel` for blocks of these edges."""
+    sides = 3 ** (len(shifts) - 1)
+    lanes = power_of_2(sides)
+    return len(shifts), pack_shifts(shifts), sides, lanes, max(1, 256 // lanes)
 
 
 def launch_search(search: WindowSearch, counters: Counters, passes: Passes, programs: int) -> None:
@@ -289,7 +294,7 @@ def search_rows(
 
 
 SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
-_AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int, int))
+AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int, int))
 _MASK_TYPES = (*SEARCH_TYPES, _I32, _I32, _I32, _I64, *(int,) * 9)
 _MASKS = Launcher(masks_kernel, _MASK_TYPES, num_warps=1)
 _CUBE_MASKS = Launcher(masks_kernel, _MASK_TYPES)  # a row a thread, see `count_in_warps`

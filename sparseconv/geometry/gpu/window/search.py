@@ -48,7 +48,7 @@ def search_window(table: CoordinateTable, coords: torch.Tensor, window: TapWindo
 
 def _search(table: CoordinateTable, coords: torch.Tensor, window: TapWindow) -> WindowSearch:
     n, taps, device = coords.shape[0], window.num_taps, coords.device
-    is_local, is_cube, constants = _looks(window, table.shifts, coords is table.coords and n > 0)
+    is_local, is_cube, constants = looks_of(window, table.shifts, coords is table.coords and n > 0)
     chunks = ceil_div(n, rows_per_chunk(n))
     narrow, side = taps <= KEY_BITS, current()
     counters, pending = Counters(table, taps, chunks), PendingCounts(taps, table)
@@ -92,7 +92,7 @@ def found_search(
 ) -> WindowSearch:
     """The search that a launch leaves in scratch memory and counters."""
     n = coords.shape[0]
-    is_local, is_cube, constants = _looks(window, table.shifts, coords is table.coords and n > 0)
+    is_local, is_cube, constants = looks_of(window, table.shifts, coords is table.coords and n > 0)
     coords = coords if is_local else aligned(coords)
     entries, around = table.pointers[3:5]
     if is_local:
@@ -123,7 +123,7 @@ def search_table(neighbors: torch.Tensor, device_count: DeviceCount | None = Non
 
 
 @lru_cache(maxsize=512)
-def _looks(window: TapWindow, shifts: tuple[int, ...], same: bool) -> tuple[bool, bool, tuple]:
+def looks_of(window: TapWindow, shifts: tuple[int, ...], same: bool) -> tuple[bool, bool, tuple]:
     """`is_local`, `is_cube` and the constants of searches in a table of such blocks; ``same``: for its own rows."""
     rank = len(shifts) - 1
     local = same and 0 <= window.reach <= 2 ** min(shifts[1:])

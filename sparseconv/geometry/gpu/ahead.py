@@ -1,0 +1,137 @@
+"""Kernels of maps that are not made yet: compiled ahead, from sizes that are known about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from sparseconv.geometry.gpu.hash_table.kernels import TABLE
+from sparseconv.geometry.gpu.hash_table.table import FUSED_ROWS, pack_shifts, rows_per_chunk, shifts_of, width_of
+from sparseconv.geometry.gpu.pairs.pair_lists import PAIRS, REVERSE, REVERSED
+from sparseconv.geometry.gpu.pairs.pair_lists_3x3x3 import CUBE_PAIRS
+from sparseconv.geometry.gpu.reached.kernels import EMIT, MARK
+from sparseconv.geometry.gpu.reached.output_coords import MOST_PROGRAMS
+from sparseconv.geometry.gpu.tiles.build import RANKED_AT_LAST, bins_of, rank_constants
+from sparseconv.geometry.gpu.tiles.kernels import CUBE_TILES, RANKS, TILES, TILES_64
+from sparseconv.geometry.gpu.tiles.schedule import LOOKAHEAD, SLOT_ALIGNMENT
+from sparseconv.geometry.gpu.tiles.sortless import ONE_TAP
+from sparseconv.geometry.gpu.window.counts import SCAN, SCAN_BLOCK
+from sparseconv.geometry.gpu.window.neighbor_table import COUNT, PLANE_KEYS, PLANE_KEYS_WIDE, PLANES
+from sparseconv.geometry.gpu.window.passes import AROUND, SEARCH, around_constants, search_constants, search_programs
+from sparseconv.geometry.gpu.window.search import looks_of
+from sparseconv.geometry.gpu.window.taps import GIVEN, KEY_BITS, TapWindow, encode_window
+from sparseconv.geometry.ranges import Ints
+from sparseconv.gpu.cooperative import NUM_BARRIERS
+from sparseconv.gpu.launcher import ceil_div, power_of_2
+from sparseconv.gpu.radix_sort.sort import sort_ahead
+
+
+@dataclass(frozen=True)
+class ExpectedMap:
+    """A kernel map before there is one: its window, and about how many rows and pairs it will have.
+
+    ``same``: outputs are the input's voxels.
+    """
+
+    offsets: tuple[Ints, ...]
+    stride: Ints
+    same: bool
+    num_in: int
+    num_out: int
+    num_pairs: int
+
+    @property
+    def num_taps(self) -> int:
+        return len(self.offsets)
+
+    @cached_property
+    def is_halved(self) -> bool:
+        return self._looks[1]
+
+    @cached_property
+    def meets_once(self) -> bool:
+        """Whether the reversed map meets every output row once."""
+        return not self.same and self._window.meets_once
+
+    @cached_property
+    def _window(self) -> TapWindow:
+        return encode_window(self.offsets, self.stride, None, torch.device("cpu"))
+
+    @cached_property
+    def _looks(self) -> tuple[bool, bool, tuple]:
+        return looks_of(self._window, shifts_of(len(self.stride) + 1), self.same)
+
+    def ahead(self, device: torch.device) -> None:
+        """Start to compile what finds the edges, and their lists."""
+        n, taps, window = self.num_out, self.num_taps, self._window
+        is_local, is_cube, looks = self._looks
+        chunk_rows, narrow = rows_per_chunk(n), taps <= KEY_BITS
+        if n > FUSED_ROWS:
+            return  # a launch a pass, of kernels that are small
+        if not self.same:
+            rank = len(self.stride)
+            MARK.ahead(device, (rank, True, 128, 512, MOST_PROGRAMS, NUM_BARRIERS))
+            EMIT.ahead(device, (rank, 32))
+        if narrow:
+            together = search_programs(device, taps, n, is_cube)[2]
+            bits = window.key_bits if is_cube else 0
+            SEARCH.ahead(device, search_constants(looks, taps, n, bits, together))
+            if not together:
+                sort_ahead(device, window.key_bits, counted=is_cube)
+        else:
+            if is_local:
+                AROUND.ahead(device, around_constants(shifts_of(len(self.stride) + 1)))
+            PLANES.ahead(device, (*looks, 128))
+            COUNT.ahead(device, (chunk_rows, 128))
+            SCAN.ahead(device, (4 * SCAN_BLOCK,))
+            PLANE_KEYS_WIDE.ahead(device, (True, 128))
+        if is_cube:
+            CUBE_PAIRS.ahead(device, (chunk_rows, True))
+        else:
+            PAIRS.ahead(device, (*looks, is_local and window.is_symmetric, chunk_rows, 128))
+
+    def tiles_ahead(self, device: torch.device, block_m: int) -> None:
+        """Start to compile what makes the schedule of the forward, in one group of taps, not in runs."""
+        lines, (_, is_cube, looks) = self.num_taps, self._looks
+        tiles = ceil_div(self.num_out, SLOT_ALIGNMENT) * (SLOT_ALIGNMENT // block_m)
+        room = power_of_2(lines + LOOKAHEAD)
+        sorted_with = is_cube and search_programs(device, lines, self.num_out, True)[2]
+        bins = bins_of(lines) if sorted_with and tiles <= RANKED_AT_LAST else 0
+        if is_cube:
+            CUBE_TILES.ahead(device, (block_m, room, bins))
+        else:
+            launcher = TILES if lines <= KEY_BITS else TILES_64
+            launcher.ahead(device, (*looks, block_m, room, False, lines <= 32, True, bins))
+        if not bins:
+            RANKS.ahead(device, rank_constants(lines, tiles))
+
+    def turned_ahead(self, device: torch.device, block_m: int) -> None:
+        """Start to compile what makes the schedule of the reversed edges."""
+        lines = self.num_taps
+        if self.same:
+            return self.tiles_ahead(device, block_m)
+        if self.meets_once:
+            each, room = SLOT_ALIGNMENT // block_m, 1 + LOOKAHEAD
+            constants = (power_of_2(lines), SLOT_ALIGNMENT, block_m, each, room, power_of_2(room), False)
+            return ONE_TAP.ahead(device, constants)
+        tiles = ceil_div(self.num_in, SLOT_ALIGNMENT) * (SLOT_ALIGNMENT // block_m)
+        PLANES.ahead(device, (*self._looks[2], 128))
+        REVERSE.ahead(device, (REVERSED,))
+        narrow = lines <= KEY_BITS
+        (PLANE_KEYS if narrow else PLANE_KEYS_WIDE).ahead(device, (not narrow, 128))
+        given = (1, 0, 0, False, GIVEN, 1)
+        (TILES if narrow else TILES_64).ahead(
+            device, (*given, block_m, power_of_2(lines + LOOKAHEAD), False, lines <= 32, True, 0)
+        )
+        RANKS.ahead(device, rank_constants(lines, tiles))
+        if narrow:
+            sort_ahead(device, KEY_BITS)
+        return None
+
+
+def tables_ahead(device: torch.device, columns: int) -> None:
+    """Start to compile what makes the tables of given rows and of those that plans make."""
+    shape = columns, width_of(columns), pack_shifts(shifts_of(columns))
+    TABLE.ahead(device, (*shape, False, True, False, 128, 128, NUM_BARRIERS))

@@ -1,0 +1,1 @@
+"""Kernels compiled ahead by processes beside this one, into Triton's cache."""

@@ -1,0 +1,194 @@
+"""Compiled kernels in a file: what is refused, where nothing may be written, and that a launch finds them elsewhere."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+from sparseconv.gpu.compiling.pack import MANIFEST, MOST_BYTES, Card, pack, unpack
+from tests.compiling.test_pool import filled, run  # noqa: F401
+
+HERE = Card("a card", (9, 0), 132)
+KERNEL = "A" * 52
+
+
+def cache_of(folder: Path, kernels: int = 2) -> Path:
+    """What Triton keeps of kernels, and other things beside it."""
+    for number in range(kernels):
+        place = folder / (KERNEL[:-1] + "234567"[number])
+        place.mkdir(parents=True)
+        (place / "kernel.cubin").write_bytes(b"\x7fELF" + bytes([number]))
+        (place / "kernel.json").write_text("{}")
+        (place / "library.so").write_bytes(b"\x7fELF")
+        (place / "tmp.pid_1").mkdir()
+        paths = {name: str(place / name) for name in ("kernel.cubin", "kernel.json")}
+        (place / "__grp__kernel.json").write_text(json.dumps({"child_paths": paths}))
+    (folder / "something else").mkdir()
+    return folder
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    assert pack(cache_of(tmp_path / "from"), tmp_path / "kernels.zip", HERE) == 2
+    return tmp_path / "kernels.zip"
+
+
+def changed(packed: Path, entries: dict[str, bytes], **manifest) -> Path:
+    """The file with other entries and another manifest."""
+    with zipfile.ZipFile(packed) as old:
+        kept = {name: old.read(name) for name in old.namelist()}
+    kept[MANIFEST] = json.dumps({**json.loads(kept[MANIFEST]), **manifest}).encode()
+    new = packed.with_name("changed.zip")
+    with zipfile.ZipFile(new, "w") as archive:
+        for name, data in (kept | entries).items():
+            archive.writestr(name, data)
+    return new
+
+
+@pytest.mark.parametrize("card", [HERE, HERE._replace(name="its sister"), None])
+def test_kernels_lie_where_triton_looks_for_them(packed: Path, tmp_path: Path, card) -> None:
+    there = tmp_path / "to" / "a cache"
+    assert unpack(packed, there, card) == 2
+    assert unpack(packed, there, card) == 2  # what lies there is replaced
+    names = sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file())
+    assert len(names) == 6
+    assert not [name for name in names if name.endswith((".so", ".partial"))]
+    for group in there.glob("*/__grp__*"):
+        for name, path in json.loads(group.read_text())["child_paths"].items():
+            assert Path(path) == group.parent / name
+            assert Path(path).exists()
+
+
+@pytest.mark.parametrize(
+    ("manifest", "card", "said"),
+    [
+        ({}, HERE._replace(capability=(8, 0)), "another card: for a card .compute capability 9.0, 132"),
+        ({}, HERE._replace(processors=114), "here is a card .compute capability 9.0, 114 multiprocessors"),
+        ({"triton": "1.0"}, HERE, "made with triton 1.0; here is triton"),
+        ({"sparseconv": "9"}, None, "made with sparseconv 9; here is sparseconv"),
+        ({"format": 2}, HERE, "its format is not 1"),
+    ],
+)
+def test_a_file_for_something_else_is_refused(packed: Path, tmp_path: Path, manifest, card, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        unpack(changed(packed, {}, **manifest), tmp_path / "to", card)
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../out.cubin",
+        "/tmp/out.cubin",
+        f"{KERNEL}/../out.cubin",
+        f"{KERNEL}/a/out.cubin",
+        f"{KERNEL}/library.so",
+        f"{KERNEL}/..",
+        f"{KERNEL}\\out.cubin",
+        "kernel.cubin",
+        f"{KERNEL[:-1]}/kernel.cubin",
+    ],
+)
+def test_nothing_is_written_of_a_file_with_other_names(packed: Path, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="no file of a compiled kernel"):
+        unpack(changed(packed, {name: b"x"}), tmp_path / "to", HERE)
+    assert not (tmp_path / "to").exists()
+
+
+def test_the_files_of_a_group_cannot_be_elsewhere(packed: Path, tmp_path: Path) -> None:
+    group = json.dumps({"child_paths": {"../../kernel.cubin": "/etc/passwd"}}).encode()
+    unpack(changed(packed, {f"{KERNEL}/__grp__kernel.json": group}), tmp_path / "to", HERE)
+    found = json.loads((tmp_path / "to" / KERNEL / "__grp__kernel.json").read_text())["child_paths"]
+    assert found == {"kernel.cubin": str(tmp_path / "to" / KERNEL / "kernel.cubin")}
+
+
+def test_files_that_are_none_are_refused(packed: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.zip"
+    short.write_bytes(packed.read_bytes()[:-40])
+    (tmp_path / "text").write_text("no archive")
+    data = bytearray(packed.read_bytes())
+    data[data.index(b"ttir") if b"ttir" in data else len(data) // 2] ^= 0xFF
+    (tmp_path / "flipped.zip").write_bytes(data)
+    with zipfile.ZipFile(tmp_path / "bare.zip", "w") as archive:
+        archive.writestr("a", "b")
+    for name in ("short.zip", "text", "flipped.zip", "bare.zip"):
+        with pytest.raises(ValueError, match=r"is damaged|no file of a compiled"):
+            unpack(tmp_path / name, tmp_path / "to", HERE)
+    for group in (b"[]", b"{}", b"no", b'{"child_paths": 3}', b"\xff"):
+        with pytest.raises(ValueError, match="is damaged"):
+            unpack(changed(packed, {f"{KERNEL}/__grp__kernel.json": group}), tmp_path / "to", HERE)
+    with pytest.raises(ValueError, match="is damaged"):
+        unpack(changed(packed, {}, capability=3), tmp_path / "to", HERE)
+    assert not (tmp_path / "to").exists()
+    large = changed(packed, {f"{KERNEL}/large.cubin": bytes(MOST_BYTES + 1)})
+    with pytest.raises(ValueError, match="more than 67,108,864"):
+        unpack(large, tmp_path / "to", HERE)
+
+
+def test_an_empty_cache_is_not_packed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no compiled kernel"):
+        pack(tmp_path, tmp_path / "kernels.zip", HERE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_launch_on_another_machine_finds_what_was_packed(filled, tmp_path: Path) -> None:  # noqa: F811
+    pack(filled[0], tmp_path / "kernels.zip", HERE)
+    unpack(tmp_path / "kernels.zip", tmp_path / "to", HERE)
+    said = run("ahead(); meet(); say(started=pool._starts)", tmp_path / "to")
+    assert said == {"hits": [True] * 3, "compiled": 0, "failed": [], "started": 0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "give MODULE:FUNCTION"),
+        (["a:b", "--unpack", "c"], "give MODULE:FUNCTION"),
+        (["--unpack", "c", "--pack", "d"], "give MODULE:FUNCTION"),
+        (["--unpack", "nowhere.zip"], "nowhere.zip"),
+    ],
+)
+def test_the_command_says_what_is_wrong(arguments, said, tmp_path, monkeypatch) -> None:
+    from typer.testing import CliRunner
+
+    from sparseconv.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["compile", *arguments])
+    assert done.exit_code == 1
+    assert said in done.stderr
+
+
+def test_a_step_is_a_function_of_a_module(monkeypatch) -> None:
+    from sparseconv.gpu.compiling.command import _found
+
+    assert _found("math:sqrt")
+    for step, said in (("math", "MODULE:FUNCTION"), ("math:pi", "no function"), ("math:", "MODULE:FUNCTION")):
+        with pytest.raises(ValueError, match=said):
+            _found(step)
+    with pytest.raises(ImportError):
+        _found("no_such_module:step")
+
+
+@pytest.mark.gpu
+def test_the_command_packs_what_a_step_runs(tmp_path: Path, monkeypatch) -> None:
+    import subprocess
+    import sys
+
+    (tmp_path / "job.py").write_text(
+        "import torch, sparseconv as sc\n"
+        "def step():\n"
+        "    at = torch.randint(0, 64, (20000, 4)).int()\n"
+        "    at[:, 0] = 0\n"
+        "    grid = sc.VoxelGrid(at.unique(dim=0).cuda())\n"
+        "    x = sc.SparseTensor(grid, torch.randn(grid.num_voxels, 16).cuda().half())\n"
+        "    sc.nn.SubmanifoldConv(16, 32, 3).cuda().half()(x).features.sum().backward()\n"
+    )
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    command = [sys.executable, "-m", "sparseconv", "compile"]
+    for more in (["job:step", "--pack", "kernels.zip"], ["--unpack", "kernels.zip"]):
+        subprocess.run([*command, *more], cwd=tmp_path, check=True, timeout=250)
+    assert list((tmp_path / "cache").glob("*/conv_kernel.cubin"))
