@@ -41,7 +41,7 @@ WRONG = {
     "indices set past 32 bits": (lambda: moved(past_32_bits()), ValueError, "32 bits"),
     "indices set to floats": (lambda: moved(INDICES * 0.5), TypeError, "must be integers"),
     "indices set to a mask": (lambda: moved(INDICES > 0), TypeError, "must be integers"),
-    "indices set to nothing": (lambda: moved(None), TypeError, "NoneType"),
+    "indices set to nothing": (lambda: moved(None), TypeError, "it is None"),
     "features in numpy": (lambda: tensor(features=FEATURES.numpy()), TypeError, "ndarray"),
     "a part of a cell": (lambda: tensor(shape=[8.7, 8, 8]), TypeError, "spatial_shape must be whole"),
     "a shape that is text": (lambda: tensor(shape="888"), TypeError, "spatial_shape must be whole"),
