@@ -188,7 +188,7 @@ class SparseConvolution(SparseModule):
         out_shape = self._out_shape(input)
         stored = input.find_indice_pair(self.indice_key)
         if stored is None:
-            plan = find_plan(voxels, window, out_shape, subm=self.subm, transposed=self.transposed)
+            plan = find_plan(input.inside, window, out_shape, subm=self.subm, transposed=self.transposed)
         else:
             if not self.subm:
                 raise ValueError(

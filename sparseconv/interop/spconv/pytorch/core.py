@@ -13,7 +13,7 @@ from sparseconv.geometry.arguments import INTEGERS, checked_coords
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.arguments import axes, whole
 from sparseconv.interop.spconv.core import ConvAlgo
-from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, own
+from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, check_inside, own
 from sparseconv.interop.spconv.pytorch.tracing import Traced
 from sparseconv.kinds import check_kind, check_tensor, check_values
 from sparseconv.nn.capturing import region
@@ -103,6 +103,14 @@ class SparseConvTensor(metaclass=Traced):
             kept = self._voxels = Place.of(self.indices, VoxelGrid(self.indices, self.batch_size))
         return kept
 
+    @property
+    def inside(self) -> VoxelGrid:
+        """The voxels, for what ends at the spatial shape; ValueError where the client's indices leave it."""
+        place = self._place()
+        if place.indices is not None:
+            check_inside(place.voxels, self.spatial_shape)
+        return place.voxels
+
     def _rows(self) -> torch.Tensor:
         """The indices (N, 1+D) int32, not to be written to."""
         return self._place().voxels.coords if self._indices is None else self._indices
@@ -137,6 +145,7 @@ class SparseConvTensor(metaclass=Traced):
         """A `SparseTensor` with the spatial shape that it lacks; its grid and the plans kept there are shared."""
         check_kind("x", x, SparseTensor, "pass a sparseconv.SparseTensor")
         made = cls(x.features, x.grid.coords, spatial_shape, x.grid.batch_size)
+        check_inside(x.grid, made.spatial_shape)
         return made._at(Place(None, 0, x.grid))
 
     def _leave_keys(self) -> SparseConvTensor:

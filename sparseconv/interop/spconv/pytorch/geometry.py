@@ -8,13 +8,15 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.ranges import Ints
+from sparseconv.geometry.ranges import IndexRange, Ints
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.nn.capturing.region import own_shape
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.within import plan_within
+from sparseconv.torch_private import exporting
 
 
 class Voxels(Protocol):
@@ -84,6 +86,28 @@ class Place(NamedTuple):
     def read(self) -> torch.Tensor:
         """(N, 1+D) int32 for a client."""
         return own(self.voxels.coords) if self.indices is None else self.indices
+
+
+def check_inside(voxels: VoxelGrid, shape: Sequence[int]) -> None:
+    """Raise ValueError where a voxel lies outside of [0, shape); looked at once for a grid, which knows its extent."""
+    key = ("inside", tuple(shape))
+    if key not in voxels.derived:
+        _look_inside(voxels, shape)
+        voxels.derived[key] = True
+
+
+@transforms.untraced
+def _look_inside(voxels: VoxelGrid, shape: Sequence[int]) -> None:
+    if exporting() or not len(voxels) or voxels.count is not None:
+        return
+    extent = voxels.extent
+    if not IndexRange.of_shape(shape).encloses(extent):
+        coords = voxels.coords[:, 1:]
+        row = int(((coords < 0) | (coords >= torch.tensor(shape, device=coords.device))).any(1).nonzero()[0])
+        raise ValueError(
+            f"indices must lie within spatial_shape {list(shape)}, but they reach over {extent}, first in row {row}, "
+            f"{voxels.coords[row].tolist()}: pass a larger shape, or leave such rows out"
+        )
 
 
 def own(coords: torch.Tensor) -> torch.Tensor:

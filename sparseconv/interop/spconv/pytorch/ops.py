@@ -10,7 +10,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, whole
 from sparseconv.interop.spconv.core import ConvAlgo
-from sparseconv.interop.spconv.pytorch.geometry import LayerWindow, find_plan, pair_table
+from sparseconv.interop.spconv.pytorch.geometry import LayerWindow, check_inside, find_plan, pair_table
 
 Ints = Sequence[int]
 
@@ -95,6 +95,8 @@ def get_indice_pairs(
     else:
         shape = conv_size(*given)
     (batch_size,) = whole([batch_size], "batch_size", 1)
-    plan = find_plan(VoxelGrid(indices, batch_size), window, shape, subm=subm, transposed=transpose)
+    voxels = VoxelGrid(indices, batch_size)
+    check_inside(voxels, given[0])
+    plan = find_plan(voxels, window, shape, subm=subm, transposed=transpose)
     pairs, counts = pair_table(plan)
     return indices if subm else plan.target.coords, pairs, counts

@@ -73,7 +73,7 @@ class _Pool(SparseModule):
         if self.indice_key is not None and self.indice_key in input.indice_dict:
             raise ValueError(f"indice_key {self.indice_key!r} is taken: give this pool a key of its own, or none")
         size = (self.kernel_size, self.stride, self.padding, self.dilation)
-        voxels, shape = input.voxels, input.spatial_shape  # in this order: with its grid, the input may get another
+        voxels, shape = input.inside, input.spatial_shape  # in this order: with its grid, the input may get another
         out_shape = own_shape(shape) if self.subm else stepped(shape, lambda cells: conv_size(cells, *size))
         window = LayerWindow(*(tuple(v) for v in size))
         plan = find_plan(voxels, window, out_shape, subm=self.subm)
