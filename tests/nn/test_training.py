@@ -78,8 +78,6 @@ def sharded(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    if torch.__version__ < "2.12":  # later ones look into dataclasses by themselves
-        torch.export.register_dataclass(sc.SparseTensor)
     net = network().eval()  # statistics of one process are not those of the other
     mesh = init_device_mesh("cpu", (2,))
     for part in (*net.encoder, *net.decoder):
