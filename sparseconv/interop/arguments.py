@@ -93,6 +93,14 @@ def scaled(grid: VoxelGrid, steps: Sequence[int]) -> torch.Tensor:
     return (grid.coords * row((1, *steps), grid.coords)).int()
 
 
+def own(coords: torch.Tensor) -> torch.Tensor:
+    """A copy that torch counts the writes to, within ``torch.inference_mode()`` too."""
+    if torch.compiler.is_compiling():
+        return coords.clone()
+    with torch.inference_mode(False):
+        return coords.clone()
+
+
 def check_algorithm(value: Any) -> None:
     """Raise TypeError unless ``value`` names an algorithm of the other library, by one of its enumerations."""
     if value is not None:

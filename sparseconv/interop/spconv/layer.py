@@ -184,7 +184,8 @@ class SparseConvolution(SparseModule):
         return out
 
     def _run(self, input: SparseConvTensor, after: Inference | None) -> SparseConvTensor:
-        window, voxels = self._window(), input.voxels  # first: with its grid, the input may get another shape
+        window = self._window()
+        input._place()  # first: with its grid, the input may get another shape
         out_shape = self._out_shape(input)
         stored = input.find_indice_pair(self.indice_key)
         if stored is None:

@@ -10,7 +10,7 @@ import torch
 
 from sparseconv.geometry.arguments import row
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.interop.arguments import axes, scaled
+from sparseconv.interop.arguments import axes, own, scaled
 from sparseconv.interop.torchsparse.conventions import (
     Version,
     get_allow_negative_coordinates,
@@ -104,7 +104,8 @@ class SparseTensor:
         for name, rows in (("feats", feats), ("coords", coords)):
             if not isinstance(rows, np.ndarray):
                 check_tensor(name, rows, "or a numpy array until tensors are collated")
-        self.feats, self.coords = feats, coords
+        self.feats = feats
+        self.coords = own(coords) if isinstance(coords, torch.Tensor) and coords.is_inference() else coords
         self.stride = tuple(axes(stride, 3, "stride", 0))
         self.spatial_range: Ints | None = None
         if spatial_range is not None:
@@ -146,6 +147,8 @@ class SparseTensor:
     @property
     def grid(self) -> VoxelGrid:
         """The voxels, in units of the stride and axes backwards; made once for coordinates that nobody wrote to."""
+        if isinstance(self.coords, torch.Tensor) and self.coords.is_inference():  # which tells nobody of writes
+            self.coords = own(self.coords)
         known = self._caches.grids.get(self.stride)
         if known is not None and known[0] is self.coords and known[1] == self.coords._version:
             return known[2]

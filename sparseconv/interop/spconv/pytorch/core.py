@@ -11,9 +11,9 @@ import torch
 
 from sparseconv.geometry.arguments import INTEGERS, checked_coords
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.interop.arguments import axes, whole
+from sparseconv.interop.arguments import axes, own, whole
 from sparseconv.interop.spconv.core import ConvAlgo
-from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, check_inside, own
+from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, check_inside
 from sparseconv.interop.spconv.pytorch.tracing import Traced
 from sparseconv.kinds import check_kind, check_tensor, check_values
 from sparseconv.nn.capturing import region

@@ -11,6 +11,7 @@ import torch
 from sparseconv import transforms
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange, Ints
+from sparseconv.interop.arguments import own
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.nn.capturing.region import own_shape
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -108,14 +109,6 @@ def _look_inside(voxels: VoxelGrid, shape: Sequence[int]) -> None:
             f"indices must lie within spatial_shape {list(shape)}, but they reach over {extent}, first in row {row}, "
             f"{voxels.coords[row].tolist()}: pass a larger shape, or leave such rows out"
         )
-
-
-def own(coords: torch.Tensor) -> torch.Tensor:
-    """A copy that torch counts the writes to, within ``torch.inference_mode()`` too."""
-    if torch.compiler.is_compiling():
-        return coords.clone()
-    with torch.inference_mode(False):
-        return coords.clone()
 
 
 class IndiceData:
