@@ -14,6 +14,7 @@ from sparseconv.geometry.views.picture import html
 from sparseconv.kinds import as_device, check_kind, check_tensor
 from sparseconv.moving import Movable
 from sparseconv.row_functions import ELEMENTWISE_NAMES, check_function, check_operand, name_of
+from sparseconv.torch_private import register_tree
 
 
 @dataclass(frozen=True, repr=False)
@@ -283,3 +284,14 @@ def _elementwise(function: Callable[..., torch.Tensor], a: Any, b: Any) -> Spars
     return sparse.with_features(
         function(sparse.features, operand) if sparse is a else function(operand, sparse.features)
     )
+
+
+def _with_leaf(leaves: Sequence[Any], grid: VoxelGrid) -> SparseTensor:
+    """One of whatever torch puts in the place of features, which is no tensor everywhere."""
+    made = object.__new__(SparseTensor)
+    object.__setattr__(made, "grid", grid)
+    object.__setattr__(made, "features", *leaves)
+    return made
+
+
+register_tree(SparseTensor, lambda x: ([x.features], x.grid), _with_leaf)

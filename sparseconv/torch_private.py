@@ -168,3 +168,13 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
 pytree: Any = _trees or SimpleNamespace(
     tree_flatten=_flatten, tree_unflatten=_unflatten, tree_leaves=lambda tree: _flatten(tree)[0], tree_map=_map
 )
+
+
+def register_tree(kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[..., Any]) -> None:
+    """Let torch's trees look into objects of a class, where they alone are asked for tensors: before torch 2.13.
+
+    Fully sharded networks wait for the gradients of their results there. Of results that are not seen, they reduce no
+    gradient, without a word.
+    """
+    if _trees is not None and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        _trees.register_pytree_node(kind, flatten, unflatten)

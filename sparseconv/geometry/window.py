@@ -125,6 +125,17 @@ class Window:
         return torch.div(moved[(moved % stride == 0).all(1)], stride, rounding_mode="floor")
 
 
+def check_taps(kernel: Sequence[int]) -> None:
+    """Raise ValueError for a box of more taps than a window has."""
+    count = math.prod(kernel)
+    if count > MOST_TAPS:
+        raise ValueError(_too_many(f"kernel_size {tuple(kernel)}, {count} taps,"))
+
+
+def _too_many(asked: str) -> str:
+    return f"{asked} are more than {MOST_TAPS}: chain smaller windows, or pool with a stride first"
+
+
 def _is_plain(value: Any) -> bool:
     """Whether equal arguments mean the same: an integer, a tuple of them, or None, and no bool or float among them."""
     return type(value) is int or value is None or (type(value) is tuple and all(type(v) is int for v in value))
@@ -148,10 +159,10 @@ def _window(
     rank: int, kernel: Ints | None, strides: Ints, steps: Ints, padding: Ints | None, taps: tuple[Ints, ...] | None
 ) -> Window:
     """The window of checked arguments, made once for all plans that ask for it: it takes as long as a small map."""
-    count = math.prod(kernel) if kernel is not None else len(taps or ())
-    if count > MOST_TAPS:
-        asked = f"{len(taps)} taps" if taps else f"kernel_size {kernel}, {count} taps,"
-        raise ValueError(f"{asked} are more than {MOST_TAPS}: chain smaller windows, or pool with a stride first")
+    if kernel is not None:
+        check_taps(kernel)
+    elif len(taps or ()) > MOST_TAPS:
+        raise ValueError(_too_many(f"{len(taps or ())} taps"))
     for name, values in (("stride", strides), ("dilation", steps), ("padding", padding or ())):
         if any(abs(v) > INT32.max for v in values):
             raise ValueError(f"{name} must fit in 32 bits on every axis; got {values}")

@@ -1,62 +1,16 @@
-"""Bad calls: public functions with an argument of a wrong kind, each of which must be refused in words.
-
-An entry of the table is a call that works. A case takes one, replaces an argument by a kind that it does not take, and
-expects ValueError, TypeError or MemoryError with a sentence. Anything else is wrong, an answer too.
-"""
+"""Bad calls of the library's own public functions, each of which must be refused in words."""
 
 from __future__ import annotations
 
-import random
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
 import sparseconv as sc
 import sparseconv.products as products
 from sparseconv import distributed, nn, ops, pointwise, viz
 from sparseconv.interop import checkpoints
-
-REFUSALS = (ValueError, TypeError, MemoryError)
-
-#: kinds that an argument may turn out to be, by name
-WRONG: dict[str, Callable[[], Any]] = {
-    "none": lambda: None,
-    "list": lambda: [[1.0, 2.0], [3.0, 4.0]],
-    "ragged list": lambda: [[1], [2, 3]],
-    "list of strings": lambda: ["a", "b"],
-    "ndarray": lambda: np.ones((3, 4), dtype=np.float32),
-    "string": lambda: "banana",
-    "bytes": lambda: b"banana",
-    "float": lambda: 2.5,
-    "nan": lambda: float("nan"),
-    "negative": lambda: -3,
-    "huge": lambda: 10**30,
-    "complex": lambda: 1j,
-    "dict": lambda: {"a": 1},
-    "set": lambda: {3},
-    "object": object,
-    "function": lambda: len,
-    "type": lambda: int,
-    "dtype": lambda: torch.float64,
-    "sparse": lambda: torch.eye(4).to_sparse(),
-    "csr": lambda: torch.eye(4).to_sparse_csr(),
-    "quantised": lambda: torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.quint8),
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged),
-    "strided nested": lambda: torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)]),
-    "complex tensor": lambda: torch.ones(4, 4, dtype=torch.complex64),
-    "bool tensor": lambda: torch.ones(4, 4, dtype=torch.bool),
-    "meta tensor": lambda: torch.ones(4, 4, device="meta"),
-    "other shape": lambda: torch.ones(7, 1, 3),
-    "scalar tensor": lambda: torch.tensor(1.5),
-    "sparse tensor": lambda: sc.SparseTensor(GRID, torch.ones(len(GRID), 4)),
-    "grid": lambda: GRID,
-    "plan": lambda: PLAN,
-    "module": lambda: torch.nn.ReLU(),
-}
+from tests.fuzz._bad_calls import COORDS, GRID, PLAN, Call, by_place, call, wrong_answers
 
 #: kinds that an operand of a pointwise function takes beside tensors of the other's shape
 NUMBERS = "float,nan,negative,complex,scalar tensor"
@@ -69,9 +23,6 @@ TENSORS = "sparse,csr,quantised,nested,strided nested,complex tensor,bool tensor
 OF_TORCH = "meta tensor"
 #: kinds of which only the dtype is read
 OF_ITS_DTYPE = "meta tensor,other shape,scalar tensor"
-COORDS = torch.nn.functional.pad(torch.unique(torch.randint(0, 5, (60, 3)), dim=0), (1, 0)).int()
-GRID = sc.VoxelGrid(COORDS)
-PLAN = sc.ConvolutionPlan(GRID, 3)
 COARSE = sc.ConvolutionPlan(GRID, 2, stride=2)
 TAPS = torch.randn(27, 4, 6)
 ROWS = torch.tensor([0, 1, 1, 2])
@@ -83,21 +34,6 @@ def features() -> torch.Tensor:
 
 def tensor() -> sc.SparseTensor:
     return sc.SparseTensor(GRID, features())
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call that works: the arguments that are drawn from, and the kinds that each of them takes."""
-
-    name: str
-    function: Callable[..., Any]
-    good: Callable[[], dict[str, Any]]
-    takes: dict[str, str]
-
-
-def call(name: str, function: Callable[..., Any], good: Callable[[], dict[str, Any]], **takes: str) -> Call:
-    """``takes`` names, separated by commas, the kinds that are right for an argument beside the good one."""
-    return Call(name, function, good, takes)
 
 
 def _products() -> list[Call]:
@@ -407,14 +343,10 @@ def _modules() -> list[Call]:
             plan="plan",
             x="sparse tensor",
         ),
-        call("nn.Sequential", _by_place(nn.Sequential), lambda: {"layer": nn.ReLU()}, layer="none,module,csr"),
+        call("nn.Sequential", by_place(nn.Sequential), lambda: {"layer": nn.ReLU()}, layer="none,module,csr"),
         call("nn.BatchNorm", nn.BatchNorm, lambda: {"num_features": 4}),
         call("nn.UNet", nn.UNet, lambda: {"in_channels": 4, "out_channels": 3, "channels": (4, 8)}),
     ]
-
-
-def _by_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda **given: function(*given.values())
 
 
 def _others() -> list[Call]:
@@ -424,12 +356,12 @@ def _others() -> list[Call]:
     torch.save(state, f"{folder}/a.pth")
     found = []
     for name in ("relu", "silu", "gelu", "sigmoid", "tanh"):
-        found.append(call(f"pointwise.{name}", _by_place(getattr(pointwise, name)), lambda: {"x": f}, x=ANY_TENSOR))
+        found.append(call(f"pointwise.{name}", by_place(getattr(pointwise, name)), lambda: {"x": f}, x=ANY_TENSOR))
     for name in ("add", "mul", "sub", "div"):
         found.append(
             call(
                 f"pointwise.{name}",
-                _by_place(getattr(pointwise, name)),
+                by_place(getattr(pointwise, name)),
                 lambda: {"x": f, "y": f},
                 x="scalar tensor",
                 y=NUMBERS,
@@ -484,33 +416,6 @@ TENSOR = tensor()
 TABLE: list[Call] = [*_products(), *_plans(), *_ops(), *_modules(), *_others()]
 
 
-def check(entry: Call, argument: str, kind: str) -> str:
-    """What is wrong with the answer to this bad call; nothing where it is refused in a sentence."""
-    given = entry.good() | {argument: WRONG[kind]()}
-    case = f"{entry.name}({argument}={kind})"
-    try:
-        entry.function(**given)
-    except REFUSALS as error:
-        text = str(error)
-        return "" if len(text.split()) >= 4 else f"{case}: {type(error).__name__} without a sentence: {text!r}"
-    except BaseException as error:
-        return f"{case}: {type(error).__name__}: {str(error)[:120]!r}"
-    return f"{case}: accepted"
-
-
-def cases() -> list[tuple[Call, str, str]]:
-    """Every bad call of the table."""
-    return [
-        (entry, argument, kind)
-        for entry in TABLE
-        for argument in entry.good()
-        for kind in WRONG
-        if kind not in entry.takes.get(argument, "").split(",")
-    ]
-
-
 def main(count: int, seed: int) -> list[str]:
     """Draw ``count`` bad calls, each once at most; return what is wrong with their answers."""
-    every = cases()
-    drawn = random.Random(seed).sample(every, min(count, len(every)))
-    return [wrong for wrong in (check(*case) for case in drawn) if wrong]
+    return wrong_answers(TABLE, count, seed)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sparseconv.interop.spconv.pytorch as spconv
-from sparseconv.interop.spconv.pytorch import functional
+from sparseconv.interop.spconv.pytorch import functional, ops
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel, gather_features_by_pc_voxel_id
 from tests.interop.scenes import scene
 
@@ -41,7 +41,7 @@ WRONG = {
     "indices set past 32 bits": (lambda: moved(past_32_bits()), ValueError, "32 bits"),
     "indices set to floats": (lambda: moved(INDICES * 0.5), TypeError, "must be integers"),
     "indices set to a mask": (lambda: moved(INDICES > 0), TypeError, "must be integers"),
-    "indices set to nothing": (lambda: moved(None), TypeError, "NoneType"),
+    "indices set to nothing": (lambda: moved(None), TypeError, "it is None"),
     "features in numpy": (lambda: tensor(features=FEATURES.numpy()), TypeError, "ndarray"),
     "a part of a cell": (lambda: tensor(shape=[8.7, 8, 8]), TypeError, "spatial_shape must be whole"),
     "a shape that is text": (lambda: tensor(shape="888"), TypeError, "spatial_shape must be whole"),
@@ -99,3 +99,39 @@ def test_whole_numbers_of_any_library_are_taken():
     assert (layer.kernel_size, layer.stride) == ([3, 3, 3], [2, 1, 2])
     assert tensor(indices=INDICES.long()).indices.dtype == torch.int32
     assert tensor(indices=INDICES.to(torch.uint8)).indices.equal(INDICES)
+
+
+OUTSIDE = {
+    "submanifold": lambda: spconv.SubMConv3d(5, 6, 3),
+    "strided": lambda: spconv.SparseConv3d(5, 6, 3, 2, 1),
+    "transposed": lambda: spconv.SparseConvTranspose3d(5, 6, 3, 2, 1),
+    "pool": lambda: spconv.SparseMaxPool3d(2),
+    "sum": lambda: lambda x: functional.sparse_add(x, x),
+}
+
+
+@pytest.mark.parametrize("index", [-1, 8, 2**20])
+@pytest.mark.parametrize("layer", OUTSIDE)
+def test_indices_outside_of_the_spatial_shape_are_refused(layer, index):
+    """spconv numbers cells by the shape, so that such voxels are taken for others or lost."""
+    run, x = OUTSIDE[layer](), tensor(indices=INDICES.clone())
+    run(x)
+    x.indices[7, 2] = index
+    with pytest.raises(ValueError, match=r"within spatial_shape \[8, 8, 8\].*first in row 7"):
+        run(tensor(indices=x.indices.clone()))
+    with pytest.raises(ValueError, match="within spatial_shape"):
+        run(x)  # written to since the layer saw it
+    run(tensor(indices=INDICES + torch.tensor([0, 1, 1, 1]).int(), shape=[9, 9, 9]))
+
+
+def test_a_shape_that_a_client_makes_smaller_is_met():
+    x = tensor()
+    spconv.SubMConv3d(5, 6, 3)(x)
+    assert int(INDICES[:, 3].max()) == 7
+    x.spatial_shape = [8, 8, 4]
+    with pytest.raises(ValueError, match="within spatial_shape"):
+        spconv.SubMConv3d(5, 6, 3)(x)
+    with pytest.raises(ValueError, match="within spatial_shape"):
+        spconv.SparseConvTensor.from_sparse_tensor(tensor().to_sparse_tensor(), [8, 8, 4])
+    with pytest.raises(ValueError, match="within spatial_shape"):
+        ops.get_indice_pairs(INDICES, BATCH, [8, 8, 4], None, [3] * 3, [1] * 3, [1] * 3, [1] * 3, [0] * 3)

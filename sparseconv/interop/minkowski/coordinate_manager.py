@@ -13,6 +13,7 @@ from sparseconv.interop.minkowski.kernel_generator import KernelGenerator
 from sparseconv.interop.minkowski.keyed_maps import KeyedMaps
 from sparseconv.interop.minkowski.keys import CoordinateMapKey, Key
 from sparseconv.interop.minkowski.kinds import Axes, RegionType, positive
+from sparseconv.kinds import check_values
 from sparseconv.ops.interpolation import Interpolation
 from sparseconv.ops.points import PointGroups
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -197,6 +198,9 @@ class CoordinateManager(KeyedMaps):
             ValueError: coordinates that are no multiples of their tensor stride.
         """
         source = self.find(key)
+        check_values("samples", samples, f"(M, {self.D + 1})")
+        if samples.is_complex() or samples.dtype == torch.bool:
+            raise TypeError(f"samples must be numbers; got {samples.dtype}")
         if samples.ndim != 2 or samples.shape[1] != self.D + 1:
             raise ValueError(f"samples must be (M, {self.D + 1}), the batch first; got {tuple(samples.shape)}")
         if source.unit != source.stride:

@@ -16,6 +16,7 @@ from sparseconv.geometry.arguments import bounds, row
 from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange, Ints
+from sparseconv.interop.arguments import lower_corners, scaled
 from sparseconv.ops.points import PointGroups
 
 
@@ -102,10 +103,7 @@ class CoordinateMap:
 
     def coordinates(self) -> torch.Tensor:
         """(N, 1+D) int32 as a user knows them; the caller's own."""
-        coords = flipped(self.grid.coords)
-        if any(u != 1 for u in self.unit):
-            coords *= row((1, *backwards(self.unit)), coords)
-        return coords
+        return flipped(scaled(self.grid, self.unit))
 
     def at(self, unit: Ints, batch_size: int) -> VoxelGrid:
         """The same voxels in a unit that divides this one's, in a batch of at least as many items; made once."""
@@ -114,7 +112,7 @@ class CoordinateMap:
         grid = self._others.get((unit, batch_size))
         if grid is None:
             scale = tuple(a // b for a, b in zip(self.unit, unit))
-            grid = VoxelGrid((self.grid.coords * row((1, *scale), self.grid.coords)).int(), batch_size)
+            grid = VoxelGrid(scaled(self.grid, scale), batch_size)
             self._others[unit, batch_size] = grid
         return grid
 
@@ -168,4 +166,4 @@ class FieldMap:
         """(N, 1+D) int32: the lower corner of the cell of this stride that holds each point."""
         steps = self.coords.new_tensor(stride)
         cells = torch.floor(self.coords[:, 1:] / steps) * steps
-        return torch.cat([self.batch[:, None], cells.long()], 1).int()
+        return lower_corners("coordinates", torch.cat([self.batch[:, None].to(cells.dtype), cells], 1))

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.ranges import Ints
-from sparseconv.interop.minkowski.kinds import Axes, RegionType, positive
+from sparseconv.geometry.window import check_taps
+from sparseconv.interop.arguments import lower_corners
+from sparseconv.interop.minkowski.kinds import Axes, RegionType, positive, rank_of
+from sparseconv.kinds import as_tensor
 
 
 class KernelGenerator:
@@ -47,8 +50,7 @@ class KernelGenerator:
         axis_types: Sequence[RegionType] | None = None,
         dimension: int = -1,
     ) -> None:
-        if not isinstance(dimension, int) or dimension < 1:
-            raise ValueError(f"dimension must be the number of axes; got {dimension!r}")
+        dimension = rank_of(dimension)
         if not isinstance(region_type, RegionType):
             raise TypeError(f"region_type must be a RegionType; got {region_type!r}")
         self.dimension = dimension
@@ -56,7 +58,8 @@ class KernelGenerator:
         self.kernel_stride = positive("stride", stride, dimension)
         self.kernel_dilation = positive("dilation", dilation, dimension)
         self.region_type, self.axis_types = region_type, axis_types
-        self.region_offsets = torch.as_tensor([] if region_offsets is None else region_offsets).int()
+        offsets = as_tensor("region_offsets", [] if region_offsets is None else region_offsets)
+        self.region_offsets = lower_corners("region_offsets", offsets) if offsets.numel() else offsets.int()
         self.expand_coordinates = expand_coordinates
         self.requires_strided_coordinates = all(
             s == 1 for s in self.kernel_stride
@@ -70,7 +73,9 @@ class KernelGenerator:
         given, kind = self.region_offsets.numel() > 0, self.region_type
         if given != (kind is RegionType.CUSTOM):
             raise ValueError(f"region_offsets are the taps of RegionType.CUSTOM, and of that alone; got {kind} with "
-                             f"{len(self.region_offsets)} of them")  # fmt: skip
+                             f"{self.region_offsets.shape} of them")  # fmt: skip
+        if not given:
+            check_taps(self.kernel_size)
         if given:
             if self.region_offsets.ndim != 2 or self.region_offsets.shape[1] != self.dimension:
                 raise ValueError(

@@ -10,37 +10,41 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
 from sparseconv.interop.minkowski.coordinate_map import CoordinateMap, FieldMap, backwards, common_unit
 from sparseconv.interop.minkowski.keys import CoordinateMapKey, Key
-from sparseconv.interop.minkowski.kinds import Axes, convert_to_int_list, positive
+from sparseconv.interop.minkowski.kinds import Axes, convert_to_int_list, positive, rank_of
+from sparseconv.kinds import check_kind, check_values
+
+
+def _named(key: CoordinateMapKey) -> Key:
+    check_kind("the key", key, CoordinateMapKey, "pass the key of a tensor, x.coordinate_map_key")
+    return key.key
 
 
 class KeyedMaps:
     """Sets of voxels and of points under keys, and the sets that follow from them without a kernel."""
 
     def __init__(self, rank: int) -> None:
-        if rank < 1:
-            raise ValueError(f"D must be the number of axes, at least 1; got {rank}")
-        self.D = rank
+        self.D = rank_of(rank)
         self._maps: dict[Key, CoordinateMap] = {}
         self._fields: dict[Key, FieldMap] = {}
         self._field_maps: dict[tuple[Key, Key], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def find(self, key: CoordinateMapKey) -> CoordinateMap:
         """The voxels of a key; raises ValueError where this manager has none."""
-        found = self._maps.get(key.key)
+        found = self._maps.get(_named(key))
         if found is None:
             raise ValueError(f"{key} is no key of this coordinate manager: it has {self._listed(self._maps)}")
         return found
 
     def find_field(self, key: CoordinateMapKey) -> FieldMap:
         """The points of a key; raises ValueError where this manager has none."""
-        found = self._fields.get(key.key)
+        found = self._fields.get(_named(key))
         if found is None:
             raise ValueError(f"{key} is no field key of this coordinate manager: it has {self._listed(self._fields)}")
         return found
 
     def is_field(self, key: CoordinateMapKey) -> bool:
         """Whether points lie under a key, and no voxels."""
-        return key.key in self._fields
+        return _named(key) in self._fields
 
     @staticmethod
     def _listed(keys: Any) -> str:
@@ -69,6 +73,7 @@ class KeyedMaps:
         Returns:
             (key, (unique rows (M,), inverse rows (N,))), int64: ``coordinates[unique][inverse] == coordinates``.
         """
+        check_values("coordinates", coordinates, f"(N, {self.D + 1}) integers")
         if coordinates.is_floating_point():
             raise TypeError(f"coordinates must be integers; got {coordinates.dtype}: take torch.floor(...).int()")
         if coordinates.ndim != 2 or coordinates.shape[1] != self.D + 1:
@@ -79,8 +84,11 @@ class KeyedMaps:
 
     def insert_field(self, coordinates: torch.Tensor, tensor_stride: Axes, string_id: str = "") -> CoordinateMapKey:
         """Keep points (N, 1+D), the batch first."""
+        check_values("coordinates", coordinates, f"(N, {self.D + 1})")
         if coordinates.ndim != 2 or coordinates.shape[1] != self.D + 1:
             raise ValueError(f"coordinates must be (N, {self.D + 1}), the batch first; got {tuple(coordinates.shape)}")
+        if coordinates.is_complex() or coordinates.dtype == torch.bool:
+            raise TypeError(f"coordinates must be numbers; got {coordinates.dtype}")
         stride = tuple(positive("tensor_stride", tensor_stride, self.D))
         key = self._free(stride, string_id or "field")
         self._fields[key] = FieldMap(coordinates if coordinates.is_floating_point() else coordinates.float(), stride)

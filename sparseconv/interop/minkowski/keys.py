@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from sparseconv.interop.arguments import whole
+from sparseconv.kinds import check_kind
+
 #: tensor stride and a string that tells apart sets of one stride
 Key = tuple[tuple[int, ...], str]
 
@@ -25,10 +28,11 @@ class CoordinateMapKey:
     def __init__(self, size_or_stride: int | Sequence[int], string_id: str | None = None) -> None:
         self._key: Key | None = None
         if isinstance(size_or_stride, int):
-            self._size = size_or_stride
+            (self._size,) = whole([size_or_stride], "size_or_stride", 2)
         else:
-            self._size = len(size_or_stride) + 1
-            self.set_key(size_or_stride, string_id or "")
+            stride = whole(size_or_stride, "size_or_stride", 0)
+            self._size = len(stride) + 1
+            self.set_key(stride, "" if string_id is None else string_id)
 
     @classmethod
     def of(cls, key: Key) -> CoordinateMapKey:
@@ -56,9 +60,11 @@ class CoordinateMapKey:
         """Set the stride and the string, given apart or as one pair."""
         if string_id is None:
             stride, string_id = stride
+        stride = whole(stride, "stride", 0)
+        check_kind("string_id", string_id, str, "pass the string that tells apart sets of one stride")
         if len(stride) + 1 != self._size:
             raise ValueError(f"a key of {self._size} columns takes a stride of {self._size - 1} axes; got {stride}")
-        self._key = tuple(int(s) for s in stride), string_id
+        self._key = tuple(stride), string_id
 
     def get_tensor_stride(self) -> list[int]:
         return list(self.key[0])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
+
+from sparseconv.interop.arguments import axes
+from sparseconv.kinds import check_kind
 
 #: one integer, or one an axis
 Axes: TypeAlias = int | Sequence[int] | np.ndarray | torch.Tensor
@@ -105,16 +108,7 @@ def convert_to_int_list(arg: Axes, dimension: int) -> list[int]:
     >>> convert_to_int_list(2, 3)
     [2, 2, 2]
     """
-    if isinstance(arg, torch.Tensor):
-        arg = arg.tolist()
-    try:
-        values: list[Any] = list(arg) if isinstance(arg, (Sequence, np.ndarray)) else [arg] * dimension
-        whole = [int(v) for v in values]
-    except (TypeError, ValueError):
-        raise TypeError(f"expected one integer or {dimension} of them; got {arg!r}") from None
-    if len(whole) != dimension:
-        raise ValueError(f"expected one integer or {dimension} of them; got {arg!r}")
-    return whole
+    return axes(arg, dimension, "sizes")
 
 
 def convert_to_int_tensor(arg: Axes, dimension: int) -> torch.Tensor:
@@ -124,7 +118,16 @@ def convert_to_int_tensor(arg: Axes, dimension: int) -> torch.Tensor:
 
 def positive(name: str, arg: Axes, dimension: int) -> list[int]:
     """One integer of at least 1 an axis; raises ValueError for others, naming them."""
-    values = convert_to_int_list(arg, dimension)
-    if min(values) < 1:
-        raise ValueError(f"{name} must be at least 1 on every axis; got {values}")
-    return values
+    return axes(arg, dimension, name, 1)
+
+
+def rank_of(dimension: int | None) -> int:
+    """A number of axes."""
+    if not isinstance(dimension, int) or not 1 <= dimension <= 4:
+        raise ValueError(f"dimension must be the number of axes, 1 to 4; got {dimension!r}")
+    return dimension
+
+
+def check_mode(name: str, value: object, kind: type[Enum]) -> None:
+    """Raise TypeError unless ``value`` is of this enumeration."""
+    check_kind(name, value, kind, f"pass one of {', '.join(kind.__members__)}")

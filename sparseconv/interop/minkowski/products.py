@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from sparseconv.geometry.arguments import INTEGERS
+from sparseconv.interop.arguments import whole
+from sparseconv.kinds import check_values
 from sparseconv.ops.points import PointGroups
 from sparseconv.products import sparse_scale, sparse_scale_infos
 
@@ -27,7 +30,20 @@ def spmm(
     >>> spmm(torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([1.0, 2.0]), (1, 2), torch.eye(2)).tolist()
     [[1.0, 2.0]]
     """
-    return sparse_scale(mat, *sparse_scale_infos(cols.long(), rows.long(), vals, size[0], size[1])).to(mat.dtype)
+    check_values("mat", mat, "(size[1], C)")
+    check_values("vals", vals, "(T,)")
+    high, wide = whole(size, "size", 0)
+    return sparse_scale(mat, *sparse_scale_infos(_rows("cols", cols), _rows("rows", rows), vals, high, wide)).to(
+        mat.dtype
+    )
+
+
+def _rows(name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Row numbers (T,) int64."""
+    check_values(name, rows, "(T,) integers")
+    if rows.dtype not in INTEGERS:
+        raise TypeError(f"{name} must be integers; got {rows.dtype}")
+    return rows.long()
 
 
 class MinkowskiSPMMFunction:
@@ -54,4 +70,5 @@ class MinkowskiSPMMAverageFunction:
         rows: torch.Tensor, cols: torch.Tensor, size: Sequence[int], mat: torch.Tensor, cuda_spmm_alg: int = 1
     ) -> torch.Tensor:
         """z[r] = the mean of mat[cols[t]] over the t with rows[t] = r: (size[1], C) -> (size[0], C)."""
-        return PointGroups(rows.long(), size[0]).reduce(mat[cols.long()], "mean")
+        check_values("mat", mat, "(size[1], C)")
+        return PointGroups(_rows("rows", rows), size[0]).reduce(mat[_rows("cols", cols)], "mean")

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from sparseconv.interop.arguments import axes, lower_corners, whole
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
-from sparseconv.interop.minkowski.kinds import Axes, convert_to_int_list
+from sparseconv.interop.minkowski.kinds import Axes, check_mode, convert_to_int_list
 from sparseconv.interop.minkowski.kinds import SparseTensorQuantizationMode as Mode
 from sparseconv.interop.minkowski.tensor import Tensor, check_rows, checked_features, manager_for
+from sparseconv.kinds import as_device, check_kind, check_values
 from sparseconv.ops.points import PointGroups, Reduce
 
 _REDUCTIONS: dict[Mode, Reduce] = {Mode.UNWEIGHTED_AVERAGE: "mean", Mode.UNWEIGHTED_SUM: "sum", Mode.MAX_POOL: "max"}
@@ -75,15 +77,14 @@ class SparseTensor(Tensor):
         key: Any = coords_key if coordinate_map_key is None else coordinate_map_key
         manager: Any = coords_manager if coordinate_manager is None else coordinate_manager
         _check_source(coordinates, key, manager)
-        if device is not None:
-            features = features.to(device)
-            coordinates = None if coordinates is None else coordinates.to(device)
+        features, coordinates = _placed(features, coordinates, device)
+        check_mode("quantization_mode", quantization_mode, Mode)
         self.quantization_mode = quantization_mode
         self._C = None
         if coordinates is not None:
             check_rows(features, coordinates)
             manager = manager_for(coordinates.shape[1] - 1) if manager is None else manager
-            whole = torch.floor(coordinates).int() if coordinates.is_floating_point() else coordinates
+            whole = lower_corners("coordinates", coordinates) if coordinates.is_floating_point() else coordinates
             key, (self.unique_index, self.inverse_mapping) = manager.insert_and_map(whole, tensor_stride)
             if len(self.unique_index) < len(features):
                 groups = PointGroups(self.inverse_mapping, len(self.unique_index))
@@ -156,7 +157,7 @@ class SparseTensor(Tensor):
         low = coords[:, 1:].min(0, keepdim=True).values if len(coords) else coords.new_zeros(1, self._D)
         start = coords.new_zeros(1, self._D)
         if min_coordinate is not None:
-            start = low = torch.as_tensor(min_coordinate).to(coords).expand(self._D)[None]
+            start = low = coords.new_tensor(axes(min_coordinate, self._D, "min_coordinate"))[None]
         if bool((start % steps).any()):
             raise ValueError(f"min_coordinate {start[0].tolist()} must be a multiple of {self.tensor_stride}")
         cells = coords[:, 1:] - start
@@ -166,7 +167,7 @@ class SparseTensor(Tensor):
             if not len(coords):
                 raise ValueError("shape is needed to make a dense array of no voxel")
             size = [int(coords[:, 0].max()) + 1, *(cells.max(0).values + 1).tolist()]
-        elif len(shape) == self._D + 2:
+        elif len(shape := torch.Size(whole(shape, "shape", 0))) == self._D + 2:
             size = [shape[0], *shape[2:]]
         else:
             raise ValueError(f"shape must be (B, C, {', '.join('n' * self._D)}); got {tuple(shape)}")
@@ -212,6 +213,7 @@ class SparseTensor(Tensor):
 
     def interpolate(self, X: TensorField) -> TensorField:
         """Features interpolated at the points of a field."""
+        check_kind("X", X, TensorField, "interpolation takes the points of a field")
         return X.like(self.features_at_coordinates(X.C.to(self.dtype)))
 
     def slice(self, X: TensorField | SparseTensor) -> TensorField:
@@ -266,12 +268,11 @@ class TensorField(Tensor):
         features = checked_features(features)
         key: Any = coordinate_field_map_key
         manager: Any = coordinate_manager
+        check_mode("quantization_mode", quantization_mode, Mode)
         if quantization_mode is not Mode.RANDOM_SUBSAMPLE and quantization_mode not in _REDUCTIONS:
             raise ValueError(f"a field's quantization_mode must make one row a voxel; got {quantization_mode}")
         _check_source(coordinates, key, manager)
-        if device is not None:
-            features = features.to(device)
-            coordinates = None if coordinates is None else coordinates.to(device)
+        features, coordinates = _placed(features, coordinates, device)
         if coordinates is not None:
             check_rows(features, coordinates)
             manager = manager_for(coordinates.shape[1] - 1) if manager is None else manager
@@ -336,6 +337,16 @@ class TensorField(Tensor):
         return self._manager.field_rows(self.key, sparse_tensor_map_key)
 
 
+def _placed(
+    features: torch.Tensor, coordinates: torch.Tensor | None, device: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Both on a device, where one is named."""
+    if device is None:
+        return features, coordinates
+    place = as_device(device)
+    return features.to(place), None if coordinates is None else coordinates.to(place)
+
+
 def _check_source(coordinates: Any, key: Any, manager: Any) -> None:
     """Raise where a tensor is given neither coordinates nor a key and its manager, or both."""
     if (coordinates is None) == (key is None):
@@ -349,5 +360,7 @@ def _check_source(coordinates: Any, key: Any, manager: Any) -> None:
             raise TypeError(f"{name} must be a {kind.__name__}; got {type(value).__name__}")
     if key is not None and manager is None:
         raise ValueError("a coordinate map key needs the coordinate_manager that it belongs to")
+    if coordinates is not None:
+        check_values("coordinates", coordinates, "(N, 1+D), the batch first")
     if coordinates is not None and coordinates.ndim != 2:
         raise ValueError(f"coordinates must be (N, 1+D), the batch first; got {tuple(coordinates.shape)}")

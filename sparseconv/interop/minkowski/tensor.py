@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.kinds import SparseTensorOperationMode
+from sparseconv.kinds import check_tensor, described
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -203,16 +205,26 @@ class Tensor:
         if self.key != other.key:
             raise ValueError(f"the two tensors live on different coordinates: {self.key} and {other.key}")
 
+    def _operand(self, other: Any) -> Any:
+        """What is no sparse tensor: numbers, and tensors whose shape is that of the features or broadcast to it."""
+        if isinstance(other, torch.Tensor):
+            check_tensor("other", other)
+            if len(other.shape) > 2 or any(n not in (1, m) for n, m in zip(other.shape[::-1], self._F.shape[::-1])):
+                raise ValueError(f"{tuple(other.shape)} does not broadcast to features {tuple(self._F.shape)}")
+        elif not isinstance(other, Number):
+            raise TypeError(f"features go together with numbers, tensors and their like, not with {described(other)}")
+        return other
+
     def _in_place(self, other: Any, change: Callable[[torch.Tensor, Any], Any]) -> Self:
         if isinstance(other, Tensor):
             self._check_same(other)
             other = other.F
-        change(self._F, other)
+        change(self._F, self._operand(other))
         return self
 
     def _combined(self, other: Any, combine: Callable[[torch.Tensor, Any], torch.Tensor]) -> Self:
         if not isinstance(other, Tensor):
-            return self.like(combine(self._F, other))
+            return self.like(combine(self._F, self._operand(other)))
         if self._manager is not other._manager or self.key == other.key:
             self._check_same(other)
             return self.like(combine(self._F, other.F))
@@ -257,11 +269,23 @@ class Tensor:
 
 def checked_features(features: Any) -> torch.Tensor:
     """Features (N, C), or an error that says so."""
-    if not isinstance(features, torch.Tensor):
-        raise TypeError(f"features must be a tensor (N, C); got {type(features).__name__}")
+    check_tensor("features", features, "(N, C)")
     if features.ndim != 2:
         raise ValueError(f"features must be (N, C); got {tuple(features.shape)}")
     return features
+
+
+def features_of(input: Any) -> torch.Tensor:
+    """The features of a sparse tensor or a field; TypeError for anything else."""
+    if not isinstance(input, Tensor):
+        raise TypeError(f"this takes a SparseTensor or a TensorField of MinkowskiEngine's, not {described(input)}")
+    return input.F
+
+
+def with_features(input: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A sparse tensor or a field with a function of its features."""
+    made = function(features_of(input))
+    return input.like(made)
 
 
 def check_rows(features: torch.Tensor, coordinates: torch.Tensor) -> None:

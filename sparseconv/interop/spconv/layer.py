@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from sparseconv.geometry.window import check_taps
+from sparseconv.interop.arguments import axes, check_algorithm, whole
 from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
 from sparseconv.interop.spconv.pytorch import ahead
-from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd, whole
+from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.geometry import (
     IndiceData,
     LayerWindow,
@@ -25,7 +27,7 @@ from sparseconv.interop.spconv.pytorch.geometry import (
 )
 from sparseconv.interop.spconv.pytorch.joined import Inference
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
-from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size, get_deconv_output_size
+from sparseconv.interop.spconv.pytorch.ops import conv_size, deconv_size
 from sparseconv.interop.spconv.pytorch.tracing import leaf
 from sparseconv.nn.capturing.region import own_shape, stepped
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -90,18 +92,22 @@ class SparseConvolution(SparseModule):
             said = str(error).replace("LayerOptions.__init__()", type(self).__name__)
             raise TypeError(f"{said}; it takes {inspect.signature(type(self))}") from None
         super().__init__(given.name)
-        act_type, groups, channels = given.act_type, given.groups, (given.in_channels, given.out_channels)
+        check_algorithm(given.algo)
+        act_type = given.act_type
+        channels = whole([given.in_channels, given.out_channels], "channels", 1)
+        (groups,) = whole([given.groups], "groups", 1)
         if act_type is not None and getattr(act_type, "name", "None_") != "None_":
             raise ValueError(f"activations are not fused into a layer here, put a module after it; got {act_type}")
-        if groups < 1 or any(count % groups for count in channels):
+        if any(count % groups for count in channels):
             raise ValueError(f"channels must be multiples of groups; got {channels[0]}, {channels[1]}, {groups}")
         self.ndim, (self.in_channels, self.out_channels), self.groups = given.ndim, channels, groups
-        self.kernel_size, self.stride, self.padding, self.dilation, self.output_padding = (
-            expand_nd(given.ndim, size)
-            for size in (given.kernel_size, given.stride, given.padding, given.dilation, given.output_padding)
+        self.kernel_size, self.stride, self.dilation = (
+            axes(getattr(given, name), given.ndim, name, 1) for name in ("kernel_size", "stride", "dilation")
         )
-        for what, sizes in (("kernel_size", self.kernel_size), ("stride", self.stride), ("dilation", self.dilation)):
-            whole(sizes, what, 1)
+        self.padding, self.output_padding = (
+            axes(getattr(given, name), given.ndim, name) for name in ("padding", "output_padding")
+        )
+        check_taps(self.kernel_size)
         self.subm, self.transposed, self.inverse = given.subm, given.transposed, given.inverse
         self.conv1x1 = (
             math.prod(self.kernel_size) == 1 and (self.subm or math.prod(self.stride) == 1) and not self.inverse
@@ -180,11 +186,12 @@ class SparseConvolution(SparseModule):
         return out
 
     def _run(self, input: SparseConvTensor, after: Inference | None) -> SparseConvTensor:
-        window, voxels = self._window(), input.voxels  # first: with its grid, the input may get another shape
+        window = self._window()
+        input._place()  # first: with its grid, the input may get another shape
         out_shape = self._out_shape(input)
         stored = input.find_indice_pair(self.indice_key)
         if stored is None:
-            plan = find_plan(voxels, window, out_shape, subm=self.subm, transposed=self.transposed)
+            plan = find_plan(input.inside, window, out_shape, subm=self.subm, transposed=self.transposed)
         else:
             if not self.subm:
                 raise ValueError(
@@ -253,8 +260,8 @@ class SparseConvolution(SparseModule):
 
         def step(shape: Sequence[int]) -> list[int]:
             if self.transposed:
-                return get_deconv_output_size(shape, *size, self.output_padding)
-            return get_conv_output_size(shape, *size)
+                return deconv_size(shape, *size[:3], self.output_padding)
+            return conv_size(shape, *size)
 
         return stepped(spatial_shape, step)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel
+from sparseconv.kinds import described
 
 
 class VoxelGeneratorV2:
@@ -29,15 +30,19 @@ class VoxelGeneratorV2:
         max_voxels: int = 20000,
         full_mean: bool = False,
     ) -> None:
-        low, high = np.split(np.asarray(point_cloud_range, np.float32), 2)
+        columns = 4  # as many as there can be axes: the points say how many they have
+        made = PointToVoxel(voxel_size, point_cloud_range, columns, max_voxels, max_num_points)
         self.voxel_size = np.asarray(voxel_size, np.float32)
         self.point_cloud_range = np.asarray(point_cloud_range, np.float32)
-        self.grid_size = np.round((high - low) / self.voxel_size).astype(np.int64)
-        self.max_num_points_per_voxel, self.max_voxels, self.full_mean = max_num_points, max_voxels, full_mean
+        self.grid_size = np.asarray(made.grid_size[::-1], np.int64)
+        self.max_num_points_per_voxel, self.max_voxels = made.max_num_points_per_voxel, made.max_num_voxels
+        self.full_mean = full_mean
 
     def generate(self, points: np.ndarray, max_voxels: int | None = None) -> dict[str, Any]:
         """Points (M, F) -> ``voxels`` (V, P, F), ``coordinates`` (V, D) z first, ``num_points_per_voxel`` (V,),
         ``voxel_point_mask`` (V, P, 1) and ``voxel_num``."""
+        if not isinstance(points, np.ndarray) or points.ndim != 2:
+            raise TypeError(f"points must be a numpy array (M, F), but it is {described(points)}")
         make = PointToVoxel(
             self.voxel_size.tolist(),
             self.point_cloud_range.tolist(),

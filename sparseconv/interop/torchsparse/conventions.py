@@ -6,17 +6,12 @@ import os
 from enum import Enum
 from typing import Any
 
-import torch
+from sparseconv.interop.arguments import axes
 
 
 def make_ntuple(x: Any, ndim: int = 3) -> tuple[int, ...]:
     """One integer an axis, from one for all or a sequence of them."""
-    if isinstance(x, torch.Tensor):
-        x = x.view(-1).cpu().tolist()
-    values = (x,) * ndim if isinstance(x, int) else tuple(int(v) for v in x)
-    if len(values) != ndim:
-        raise ValueError(f"expected one integer or {ndim} of them; got {x!r}")
-    return values
+    return tuple(axes(x, ndim, "sizes"))
 
 
 class Version(Enum):

@@ -11,6 +11,7 @@ import torch
 from sparseconv.geometry.arguments import row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.interop.arguments import scaled
 from sparseconv.interop.torchsparse.conventions import (
     Version,
     get_allow_negative_coordinates,
@@ -94,13 +95,13 @@ def generated(
 
     Outputs outside of the spatial range are moved to its border, where they are one voxel with those that are there.
     """
-    scaled = VoxelGrid((grid.coords * row((1, *stride[::-1]), grid.coords)).int(), grid.batch_size)
+    finer = VoxelGrid(scaled(grid, stride[::-1]), grid.batch_size)
     shift = tuple((k - 1) // 2 for k in kernel)
     found = window(kernel, shift, dilation)
-    reached = ConvolutionPlan(scaled, target="full", **found)
+    reached = ConvolutionPlan(finer, target="full", **found)
     if spatial_range is None:
         return reached
     ends = row([n - 1 for n in spatial_range[:0:-1]], reached.target.coords)
     voxels = torch.minimum(reached.target.coords[:, 1:].clamp_min(0).long(), ends).int()
     target = VoxelGrid(torch.cat([reached.target.coords[:, :1], voxels], 1), grid.batch_size, duplicates="first")
-    return ConvolutionPlan(scaled, target=target, **found)
+    return ConvolutionPlan(finer, target=target, **found)

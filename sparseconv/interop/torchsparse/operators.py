@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from sparseconv.interop.torchsparse.tensor import SparseTensor
+from sparseconv.interop.torchsparse.tensor import SparseTensor, checked
 
 
 def cat(inputs: Sequence[SparseTensor]) -> SparseTensor:
     """Channels side by side; all at one set of coordinates."""
-    counts = {x.feats.shape[0] for x in inputs}
+    if not inputs:
+        raise ValueError("cat takes one tensor or more; got none")
+    counts = {checked(x).feats.shape[0] for x in inputs}
     if len(counts) != 1:
         raise ValueError(f"cat takes tensors with one set of coordinates; got {[tuple(x.feats.shape) for x in inputs]}")
     return inputs[0].like(torch.cat([x.feats for x in inputs], 1))
@@ -19,6 +21,8 @@ def cat(inputs: Sequence[SparseTensor]) -> SparseTensor:
 
 def generative_add(a: SparseTensor, b: SparseTensor) -> SparseTensor:
     """The sum over all voxels of two tensors, absent ones counting as 0; voxels in lexicographic order."""
+    if checked(a).feats.shape[1] != checked(b).feats.shape[1]:
+        raise ValueError(f"tensors must agree in channels; got {tuple(a.feats.shape)} and {tuple(b.feats.shape)}")
     first, second = (a, b) if len(a.feats) >= len(b.feats) else (b, a)
     coords, rows = torch.unique(torch.cat([first.coords, second.coords]), dim=0, return_inverse=True)
     zeros = first.feats.new_zeros(len(coords), first.feats.shape[1])

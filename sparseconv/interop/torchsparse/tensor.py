@@ -5,10 +5,12 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparseconv.geometry.arguments import row
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.interop.arguments import axes, own, scaled
 from sparseconv.interop.torchsparse.conventions import (
     Version,
     get_allow_negative_coordinates,
@@ -16,6 +18,7 @@ from sparseconv.interop.torchsparse.conventions import (
     make_ntuple,
     set_allow_negative_coordinates,
 )
+from sparseconv.kinds import check_kind, check_tensor, check_values
 
 Ints = tuple[int, ...]
 
@@ -98,9 +101,15 @@ class SparseTensor:
     def __init__(self, feats: Any, coords: Any, stride: Any = 1, spatial_range: Any = None, **old: Any) -> None:
         if old.keys() - {"cmaps", "kmaps"}:
             raise TypeError(f"SparseTensor takes no argument {sorted(old.keys() - {'cmaps', 'kmaps'})}")
-        self.feats, self.coords = feats, coords
-        self.stride = make_ntuple(stride, 3)
-        self.spatial_range: Ints | None = None if spatial_range is None else make_ntuple(spatial_range, 4)
+        for name, rows in (("feats", feats), ("coords", coords)):
+            if not isinstance(rows, np.ndarray):
+                check_tensor(name, rows, "or a numpy array until tensors are collated")
+        self.feats = feats
+        self.coords = own(coords) if isinstance(coords, torch.Tensor) and coords.is_inference() else coords
+        self.stride = tuple(axes(stride, 3, "stride", 0))
+        self.spatial_range: Ints | None = None
+        if spatial_range is not None:
+            self.spatial_range = tuple(axes(spatial_range, 4, "spatial_range", 1))
         self._caches: Any = _new_cache()
 
     @property
@@ -125,7 +134,7 @@ class SparseTensor:
 
     @s.setter
     def s(self, stride: Any) -> None:
-        self.stride = make_ntuple(stride, 3)
+        self.stride = tuple(axes(stride, 3, "stride", 0))
 
     @property
     def cmaps(self) -> dict:
@@ -138,6 +147,8 @@ class SparseTensor:
     @property
     def grid(self) -> VoxelGrid:
         """The voxels, in units of the stride and axes backwards; made once for coordinates that nobody wrote to."""
+        if isinstance(self.coords, torch.Tensor) and self.coords.is_inference():  # which tells nobody of writes
+            self.coords = own(self.coords)
         known = self._caches.grids.get(self.stride)
         if known is not None and known[0] is self.coords and known[1] == self.coords._version:
             return known[2]
@@ -181,7 +192,22 @@ class SparseTensor:
         return self
 
     def __add__(self, other: SparseTensor) -> SparseTensor:
+        checked(other)
+        if self.feats.shape != other.feats.shape:
+            raise ValueError(
+                f"cannot add features {tuple(self.feats.shape)} and {tuple(other.feats.shape)}: generative_add adds "
+                "tensors at different coordinates"
+            )
         return self.like(self.feats + other.feats)
+
+
+def checked(input: Any) -> SparseTensor:
+    """A `SparseTensor` with features (N, C); TypeError or ValueError for anything else."""
+    check_kind("the input", input, SparseTensor, "pass a SparseTensor of torchsparse's")
+    check_tensor("feats", input.feats, "(N, C)")
+    if input.feats.ndim != 2:
+        raise ValueError(f"feats must be (N, C); got {tuple(input.feats.shape)}")
+    return input
 
 
 class PointTensor:
@@ -217,22 +243,22 @@ class PointTensor:
 
 def inner(coords: torch.Tensor, stride: Ints) -> torch.Tensor:
     """Coordinates (N, 4) as a grid counts them: the batch first, the axes backwards, in units of the stride."""
-    if not isinstance(coords, torch.Tensor) or coords.ndim != 2 or coords.shape[1] != 4:
-        got = tuple(coords.shape) if isinstance(coords, torch.Tensor) else type(coords).__name__
-        raise ValueError(f"coords must be a tensor (N, 4), three axes and the batch; got {got}")
+    check_values("coords", coords, "(N, 4), three axes and the batch")
+    if coords.ndim != 2 or coords.shape[1] != 4:
+        raise ValueError(f"coords must be (N, 4), three axes and the batch; got {tuple(coords.shape)}")
     if get_version() is Version.LAST:
         turned = coords.flip(1)
         if any(s != 1 for s in stride):
-            turned = torch.div(turned, row((1, *reversed(stride)), turned), rounding_mode="floor").int()
+            turned = torch.div(turned, row((1, *reversed(stride)), turned), rounding_mode="floor")
         return turned
     return torch.cat([coords[:, :1], coords[:, 1:].flip(1)], 1)
 
 
-def outer(coords: torch.Tensor, stride: Ints) -> torch.Tensor:
+def outer(grid: VoxelGrid, stride: Ints) -> torch.Tensor:
     """`inner` undone: coordinates (N, 4) int32 as the client knows them."""
     if get_version() is Version.LAST:
-        return (coords * row((1, *reversed(stride)), coords)).int().flip(1)
-    return torch.cat([coords[:, :1], coords[:, 1:].flip(1)], 1)
+        return scaled(grid, stride[::-1]).flip(1)
+    return torch.cat([grid.coords[:, :1], grid.coords[:, 1:].flip(1)], 1)
 
 
 def to_dense(feats: torch.Tensor, coords: torch.Tensor, spatial_range: Any) -> torch.Tensor:

@@ -8,6 +8,7 @@ from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.kinds import BroadcastMode
 from sparseconv.interop.minkowski.nn.convolution import MinkowskiModuleBase
+from sparseconv.interop.minkowski.nn.placement import check_input
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor
 
 
@@ -45,6 +46,8 @@ class MinkowskiBroadcast(MinkowskiModuleBase):
         super().__init__()
 
     def forward(self, input: SparseTensor, input_glob: SparseTensor) -> SparseTensor:
+        check_input(input, None)
+        check_input(input_glob, None)
         each = spread(input_glob.F, input.key, input.coordinate_manager)
         return input.like(self.combine(input.F, each))
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from sparseconv.interop.arguments import whole
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.kernel_generator import KernelGenerator
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
-from sparseconv.interop.minkowski.kinds import Axes, ConvolutionMode, RegionType
+from sparseconv.interop.minkowski.kinds import Axes, ConvolutionMode, RegionType, rank_of
 from sparseconv.interop.minkowski.nn.placement import Place, check_input, ends, place_key
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor
+from sparseconv.kinds import check_kind
 from sparseconv.ops.neighborhood import depthwise_convolution
 
 
@@ -99,12 +101,13 @@ class MinkowskiConvolutionBase(MinkowskiModuleBase):
         generate_new_coords: bool | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(dimension, int) or dimension < 1:
-            raise ValueError(f"dimension must be the number of axes; got {dimension!r}")
+        dimension = rank_of(dimension)
         if generate_new_coords is not None:
             expand_coordinates = generate_new_coords
+        (in_channels, out_channels) = whole([in_channels, out_channels], "channels", 1)
         if kernel_generator is None:
             kernel_generator = KernelGenerator(kernel_size, stride, dilation, dimension=dimension)
+        check_kind("kernel_generator", kernel_generator, KernelGenerator, "leave it out, or make one")
         kernel_generator.expand_coordinates = expand_coordinates
         self.in_channels, self.out_channels, self.dimension = in_channels, out_channels, dimension
         self.is_transpose, self.kernel_generator = is_transpose, kernel_generator
@@ -238,8 +241,10 @@ class MinkowskiChannelwiseConvolution(MinkowskiModuleBase):
         dimension: int = -1,
     ) -> None:
         super().__init__()
+        (in_channels,), dimension = whole([in_channels], "in_channels", 1), rank_of(dimension)
         if kernel_generator is None:
             kernel_generator = KernelGenerator(kernel_size, stride, dilation, dimension=dimension)
+        check_kind("kernel_generator", kernel_generator, KernelGenerator, "leave it out, or make one")
         self.in_channels, self.dimension, self.kernel_generator = in_channels, dimension, kernel_generator
         self.kernel_shape = kernel_generator.kernel_volume, in_channels
         self.kernel = torch.nn.Parameter(torch.empty(self.kernel_shape))

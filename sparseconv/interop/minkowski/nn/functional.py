@@ -7,14 +7,14 @@ from typing import Any, TypeVar
 
 import torch.nn.functional as F
 
-from sparseconv.interop.minkowski.tensor import Tensor
+from sparseconv.interop.minkowski.tensor import Tensor, features_of, with_features
 
 T = TypeVar("T", bound=Tensor)
 
 
 def _on_features(function: Callable) -> Callable[..., Any]:
     def apply(input: T, *args: Any, **kwargs: Any) -> T:
-        return input.like(function(input.F, *args, **kwargs))
+        return with_features(input, lambda x: function(x, *args, **kwargs))
 
     apply.__name__ = apply.__qualname__ = function.__name__
     apply.__doc__ = f"``torch.nn.functional.{function.__name__}`` on features."
@@ -23,7 +23,7 @@ def _on_features(function: Callable) -> Callable[..., Any]:
 
 def _loss(function: Callable) -> Callable[..., Any]:
     def apply(input: Tensor, target: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(input.F, target, *args, **kwargs)
+        return function(features_of(input), target, *args, **kwargs)
 
     apply.__name__ = apply.__qualname__ = function.__name__
     apply.__doc__ = f"``torch.nn.functional.{function.__name__}`` of features and a target."

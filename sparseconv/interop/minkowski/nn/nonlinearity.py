@@ -9,6 +9,7 @@ from torch import nn
 
 from sparseconv.interop.minkowski.nn.convolution import MinkowskiModuleBase
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor, TensorField
+from sparseconv.interop.minkowski.tensor import with_features
 
 
 class MinkowskiNonlinearityBase(MinkowskiModuleBase):
@@ -21,7 +22,7 @@ class MinkowskiNonlinearityBase(MinkowskiModuleBase):
         self.module = self.MODULE(*args, **kwargs)
 
     def forward(self, input: SparseTensor | TensorField) -> SparseTensor | TensorField:
-        return input.like(self.module(input.F))
+        return with_features(input, self.module)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -206,4 +207,4 @@ class MinkowskiSinusoidal(MinkowskiModuleBase):
         self.coef = nn.Parameter(torch.rand(1, out_channel))
 
     def forward(self, input: SparseTensor | TensorField) -> SparseTensor | TensorField:
-        return input.like(torch.sin(input.F @ self.kernel + self.bias) * self.coef)
+        return with_features(input, lambda x: torch.sin(x @ self.kernel + self.bias) * self.coef)

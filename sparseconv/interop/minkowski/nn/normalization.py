@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from sparseconv.interop.arguments import whole
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.nn.convolution import MinkowskiModuleBase
+from sparseconv.interop.minkowski.nn.placement import check_input
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor, TensorField
+from sparseconv.interop.minkowski.tensor import with_features
 
 
 class MinkowskiBatchNorm(torch.nn.Module):
@@ -24,10 +27,11 @@ class MinkowskiBatchNorm(torch.nn.Module):
         track_running_stats: bool = True,
     ) -> None:
         super().__init__()
+        (num_features,) = whole([num_features], "num_features", 1)
         self.bn: Any = torch.nn.BatchNorm1d(num_features, eps, momentum, affine, track_running_stats)
 
     def forward(self, input: SparseTensor | TensorField) -> SparseTensor | TensorField:
-        return input.like(self.bn(input.F))
+        return with_features(input, self.bn)
 
     def __repr__(self) -> str:
         bn = self.bn
@@ -50,6 +54,7 @@ class MinkowskiSyncBatchNorm(MinkowskiBatchNorm):
         process_group: Any = None,
     ) -> None:
         torch.nn.Module.__init__(self)
+        (num_features,) = whole([num_features], "num_features", 1)
         rest: Any = (momentum, affine, track_running_stats, process_group)
         self.bn = torch.nn.SyncBatchNorm(num_features, eps, *rest)
 
@@ -99,9 +104,9 @@ class MinkowskiInstanceNorm(MinkowskiModuleBase):
 
     def __init__(self, num_features: int, dimension: int | None = None) -> None:
         super().__init__()
-        self.num_features = num_features
-        self.weight = torch.nn.Parameter(torch.ones(1, num_features))
-        self.bias = torch.nn.Parameter(torch.zeros(1, num_features))
+        (self.num_features,) = whole([num_features], "num_features", 1)
+        self.weight = torch.nn.Parameter(torch.ones(1, self.num_features))
+        self.bias = torch.nn.Parameter(torch.zeros(1, self.num_features))
 
     def reset_parameters(self) -> None:
         """Weight 1, bias 0."""
@@ -109,8 +114,7 @@ class MinkowskiInstanceNorm(MinkowskiModuleBase):
         torch.nn.init.zeros_(self.bias)
 
     def forward(self, input: SparseTensor) -> SparseTensor:
-        if not isinstance(input, SparseTensor):
-            raise TypeError(f"the layer takes a SparseTensor; got {type(input).__name__}")
+        check_input(input, None)
         normalized = _normalized(input.F, input.key, input.coordinate_manager, self.eps)
         return input.like(normalized * self.weight + self.bias)
 

@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 
+from sparseconv.interop.arguments import whole
 from sparseconv.interop.minkowski.nn.convolution import MinkowskiModuleBase
+from sparseconv.interop.minkowski.nn.placement import check_input
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor, TensorField
+from sparseconv.interop.minkowski.tensor import features_of, with_features
+from sparseconv.kinds import check_kind, check_values
 
 
 class MinkowskiNetwork(torch.nn.Module, ABC):
@@ -28,10 +32,11 @@ class MinkowskiLinear(torch.nn.Module):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()
+        in_features, out_features = whole([in_features, out_features], "in_features and out_features", 0)
         self.linear = torch.nn.Linear(in_features, out_features, bias=bias)
 
     def forward(self, input: SparseTensor | TensorField) -> SparseTensor | TensorField:
-        return input.like(self.linear(input.F))
+        return with_features(input, self.linear)
 
     def __repr__(self) -> str:
         linear = self.linear
@@ -109,6 +114,7 @@ class MinkowskiStackVar(torch.nn.Sequential):
 
 def dense_coordinates(shape: Sequence[int]) -> torch.Tensor:
     """Every site of a dense array of shape (B, C, *spatial): (N, 1+D) int32, last axis fastest."""
+    shape = whole(shape, "shape", 0)
     if len(shape) < 3:
         raise ValueError(f"shape must be (B, C, *spatial); got {tuple(shape)}")
     return torch.cartesian_prod(*(torch.arange(n) for n in (shape[0], *shape[2:]))).int()
@@ -128,16 +134,20 @@ def to_sparse(
         coordinates: accepted, without effect.
         device: of the result; default that of x.
     """
+    check_values("x", x, "(B, C, *spatial)")
+    if format is not None:
+        check_kind("format", format, str, "pass a letter an axis, as 'BCXX'")
     letters = "BC" + "X" * (x.ndim - 2) if format is None else format
     if len(letters) != x.ndim or letters[0] != "B" or letters.count("B") != 1 or letters.count("C") != 1:
         raise ValueError(f"format takes a letter an axis, 'B' first and one 'C', for {x.ndim} axes; got {letters!r}")
     last = x.movedim(letters.index("C"), -1)
     sites = (last != 0).any(-1).nonzero()
-    return SparseTensor(last[tuple(sites.unbind(1))], sites.int(), device=x.device if device is None else device)
+    return SparseTensor(last[tuple(sites.unbind(1))], sites, device=x.device if device is None else device)
 
 
 def to_sparse_all(dense_tensor: torch.Tensor, coordinates: torch.Tensor | None = None) -> SparseTensor:
     """Every site of dense (B, C, *spatial), zeros too; ``coordinates`` are those of `dense_coordinates`."""
+    check_values("dense_tensor", dense_tensor, "(B, C, *spatial)")
     if coordinates is None:
         coordinates = dense_coordinates(dense_tensor.shape)
     features = dense_tensor.movedim(1, -1).reshape(-1, dense_tensor.shape[1])
@@ -175,6 +185,7 @@ class MinkowskiToDenseTensor(MinkowskiModuleBase):
         self.shape = shape
 
     def forward(self, input: SparseTensor) -> torch.Tensor:
+        check_input(input, None)
         return input.dense(shape=self.shape)[0]
 
     def __repr__(self) -> str:
@@ -185,4 +196,4 @@ class MinkowskiToFeature(MinkowskiModuleBase):
     """A sparse tensor or a field -> its features (N, C)."""
 
     def forward(self, x: SparseTensor | TensorField) -> torch.Tensor:
-        return x.F
+        return features_of(x)

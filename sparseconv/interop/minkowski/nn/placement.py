@@ -9,16 +9,17 @@ import torch
 from sparseconv.interop.minkowski.kernel_generator import KernelGenerator
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor
+from sparseconv.kinds import described
 
 #: coordinates that a layer is given for its output: (M, 1+D), a key of the same manager, or a tensor with one
 Place = torch.Tensor | CoordinateMapKey | SparseTensor
 
 
-def check_input(input: Any, dimension: int) -> None:
-    """Raise unless a layer of so many axes can take this."""
+def check_input(input: Any, dimension: int | None) -> None:
+    """Raise unless a layer of so many axes, or of any, can take this."""
     if not isinstance(input, SparseTensor):
-        raise TypeError(f"the layer takes a SparseTensor; got {type(input).__name__}")
-    if dimension != input.D:
+        raise TypeError(f"the layer takes a SparseTensor of MinkowskiEngine's, not {described(input)}")
+    if dimension not in (None, input.D):
         raise ValueError(f"the layer has dimension={dimension}; the input has {input.D} axes")
 
 

@@ -9,10 +9,12 @@ import torch
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.kernel_generator import KernelGenerator
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
-from sparseconv.interop.minkowski.kinds import Axes, PoolingMode
+from sparseconv.interop.minkowski.kinds import Axes, PoolingMode, rank_of
 from sparseconv.interop.minkowski.nn.convolution import MinkowskiModuleBase
 from sparseconv.interop.minkowski.nn.placement import Place, check_input, ends, place_key
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor, TensorField
+from sparseconv.interop.minkowski.tensor import features_of
+from sparseconv.kinds import check_kind
 from sparseconv.ops.points import PointGroups, Reduce
 from sparseconv.ops.pooling import avg_pool, max_pool, sum_pool
 
@@ -95,10 +97,10 @@ class MinkowskiPoolingBase(MinkowskiModuleBase):
         dimension: int | None = -1,
     ) -> None:
         super().__init__()
-        if not isinstance(dimension, int) or dimension < 1:
-            raise ValueError(f"dimension must be the number of axes; got {dimension!r}")
+        dimension = rank_of(dimension)
         if kernel_generator is None:
             kernel_generator = KernelGenerator(kernel_size, stride, dilation, dimension=dimension)
+        check_kind("kernel_generator", kernel_generator, KernelGenerator, "leave it out, or make one")
         self.is_transpose, self.kernel_generator = is_transpose, kernel_generator
         self.pooling_mode, self.dimension = pooling_mode, dimension
 
@@ -209,8 +211,9 @@ class MinkowskiGlobalPooling(MinkowskiModuleBase):
         self.pooling_mode = self.MODE if mode is None else mode
 
     def forward(self, input: SparseTensor | TensorField, coordinates: Any = None) -> SparseTensor:
+        out = features_of(input)
         manager = input.coordinate_manager
-        out = _global(input.F, self.pooling_mode, input.key, manager)
+        out = _global(out, self.pooling_mode, input.key, manager)
         return SparseTensor(out, coordinate_map_key=manager.origin(), coordinate_manager=manager)
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ import torch
 from sparseconv.interop.minkowski.coordinate_manager import CoordinateManager
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.nn.convolution import MinkowskiModuleBase
+from sparseconv.interop.minkowski.nn.placement import check_input
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor
 
 
@@ -36,6 +37,7 @@ class MinkowskiPruning(MinkowskiModuleBase):
 
     def forward(self, input: SparseTensor, mask: torch.Tensor) -> SparseTensor:
         """A `SparseTensor` and mask (N,) bool on its device -> the voxels that stay."""
+        check_input(input, None)
         key = input.coordinate_manager.prune(input.key, mask)
         return SparseTensor(input.F[mask], coordinate_map_key=key, coordinate_manager=input.coordinate_manager)
 
@@ -111,6 +113,7 @@ class MinkowskiInterpolation(MinkowskiModuleBase):
 
     def forward(self, input: SparseTensor, tfield: torch.Tensor) -> Any:
         """Points (M, 1+D), the batch first -> features (M, C), and what was asked for beside them."""
+        check_input(input, None)
         if not self.return_kernel_map and not self.return_weights:
             return input.features_at_coordinates(tfield)
         apply = MinkowskiInterpolationFunction.apply

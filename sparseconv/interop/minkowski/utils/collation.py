@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparseconv.interop.arguments import lower_corners
+from sparseconv.kinds import check_values, described
+
 Rows = np.ndarray | torch.Tensor
 
 
 def _tensor(rows: Any, name: str) -> torch.Tensor:
     if isinstance(rows, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(rows))
-    if not isinstance(rows, torch.Tensor):
-        raise TypeError(f"{name} must be tensors or numpy arrays; got {type(rows).__name__}")
+    check_values(name, rows, "or a numpy array, one a scene")
     return rows
 
 
@@ -28,6 +30,8 @@ def batched_coordinates(
     >>> batched_coordinates([torch.tensor([[1.5, 2]]), torch.tensor([[3, 4]])]).tolist()
     [[0, 1, 2], [1, 3, 4]]
     """
+    if isinstance(coords, torch.Tensor):
+        check_values("coords", coords, "(B, N, D)")
     if isinstance(coords, (np.ndarray, str)) or not isinstance(coords, (Sequence, torch.Tensor)) or not len(coords):
         raise TypeError(f"coords must be a sequence of arrays (N, D), one a scene; got {type(coords).__name__}")
     if dtype not in (torch.int32, torch.float32):
@@ -40,8 +44,8 @@ def batched_coordinates(
         )
     rows = []
     for number, scene in enumerate(scenes):
-        if dtype == torch.int32 and scene.is_floating_point():
-            scene = torch.floor(scene)
+        if dtype == torch.int32:
+            scene = lower_corners("coords", scene)
         scene = scene.to(device=scene.device if device is None else device, dtype=dtype)
         rows.append(torch.cat([torch.full_like(scene[:, :1], number), scene], 1))
     return torch.cat(rows)
@@ -60,6 +64,10 @@ def sparse_collate(
         (coordinates (N, 1+D), features (N, C)), and labels where there were any: joined where they are arrays, else a
         list of them.
     """
+    if labels is not None and (isinstance(labels, (str, bytes)) or not isinstance(labels, Sequence)):
+        raise TypeError(f"labels must be a sequence of arrays, one a scene, but it is {described(labels)}")
+    if labels is not None and len(labels) != len(coords):
+        raise ValueError(f"there are {len(coords)} scenes and {len(labels)} labels: one a scene each")
     batched = batched_coordinates(coords, dtype, device)
     features = torch.cat([_tensor(f, "feats") for f in feats])
     if len(features) != len(batched):

@@ -7,8 +7,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from sparseconv.geometry import arguments
+from sparseconv.interop.arguments import lower_corners
 from sparseconv.interop.minkowski.coordinate_map import CoordinateMap, first_rows
 from sparseconv.interop.minkowski.kinds import Axes, positive
+from sparseconv.kinds import as_device, as_tensor, check_values
 
 Rows: TypeAlias = np.ndarray | torch.Tensor
 
@@ -86,17 +89,18 @@ def sparse_quantize(
     if not isinstance(coordinates, (np.ndarray, torch.Tensor)) or coordinates.ndim != 2:
         raise TypeError("coordinates must be a tensor or a numpy array (N, D)")
     for name, rows in (("features", features), ("labels", labels)):
+        if rows is not None and not isinstance(rows, np.ndarray):
+            check_values(name, rows, "or a numpy array")
         if rows is not None and len(rows) != len(coordinates):
             raise ValueError(f"{name} have {len(rows)} rows, coordinates {len(coordinates)}: one row a point each")
     if return_inverse and not (return_index or return_maps_only):
         raise ValueError("return_inverse goes with return_index=True")
-    points = torch.as_tensor(coordinates)
+    points, device = as_tensor("coordinates", coordinates), as_device(device)
     if quantization_size is not None:
-        edges = torch.as_tensor(quantization_size, dtype=torch.float64, device=points.device)
-        if edges.numel() not in (1, points.shape[1]):
-            raise ValueError(f"quantization_size must be one number or {points.shape[1]}; got {quantization_size!r}")
+        sizes = arguments.numbers(quantization_size, points.shape[1], "quantization_size", positive=True)
+        edges = torch.tensor(sizes, dtype=torch.float64, device=points.device)
         points = points / edges.to(points.dtype if points.is_floating_point() else torch.float64)
-    cells = (torch.floor(points) if points.is_floating_point() else points).int().to(device)
+    cells = lower_corners("cells", points).to(device)
     made: list[Any]
     first, numbers, *made = (
         quantize(cells) if labels is None else quantize_label(cells, torch.as_tensor(labels).to(device), ignore_label)

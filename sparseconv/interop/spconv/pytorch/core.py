@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from sparseconv.geometry.arguments import checked_coords
+from sparseconv.geometry.arguments import INTEGERS, checked_coords
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.interop.arguments import axes, own, whole
 from sparseconv.interop.spconv.core import ConvAlgo
-from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, own
+from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, check_inside
 from sparseconv.interop.spconv.pytorch.tracing import Traced
+from sparseconv.kinds import check_kind, check_tensor, check_values
 from sparseconv.nn.capturing import region
 from sparseconv.tensor import SparseTensor
 
@@ -59,24 +60,22 @@ class SparseConvTensor(metaclass=Traced):
         enable_timer: bool = False,
         force_algo: ConvAlgo | None = None,
     ) -> None:
-        if not isinstance(features, torch.Tensor) or not isinstance(indices, torch.Tensor):
-            raise TypeError(
-                f"features and indices must be tensors; got {type(features).__name__} and {type(indices).__name__}"
-            )
+        _check_features("features", features)
+        check_tensor("indices", indices, "(N, 1+D) integers")
         if features.ndim != 2 or indices.ndim != 2:
             raise ValueError(
                 f"features must be (N, C) and indices (N, 1+D); got {tuple(features.shape)} and {tuple(indices.shape)}"
-            )
-        if len(spatial_shape) != indices.shape[1] - 1:
-            raise ValueError(
-                f"spatial_shape {list(spatial_shape)} must have one entry for each of the {indices.shape[1] - 1} axes "
-                f"of indices {tuple(indices.shape)}"
             )
         self._features = features
         self._indices: torch.Tensor | None = None
         self._voxels: Place | None = None
         self.indices = indices
         self.spatial_shape = whole(spatial_shape, "spatial_shape", 1)
+        if len(self.spatial_shape) != indices.shape[1] - 1:
+            raise ValueError(
+                f"spatial_shape {self.spatial_shape} must have one entry for each of the {indices.shape[1] - 1} axes "
+                f"of indices {tuple(indices.shape)}"
+            )
         (self.batch_size,) = whole([batch_size], "batch_size", 1)
         self.grid: torch.Tensor | None = torch.Tensor() if grid is None else grid
         self.voxel_num = voxel_num
@@ -104,6 +103,14 @@ class SparseConvTensor(metaclass=Traced):
             kept = self._voxels = Place.of(self.indices, VoxelGrid(self.indices, self.batch_size))
         return kept
 
+    @property
+    def inside(self) -> VoxelGrid:
+        """The voxels, for what ends at the spatial shape; ValueError where the client's indices leave it."""
+        place = self._place()
+        if place.indices is not None:
+            check_inside(place.voxels, self.spatial_shape)
+        return place.voxels
+
     def _rows(self) -> torch.Tensor:
         """The indices (N, 1+D) int32, not to be written to."""
         return self._place().voxels.coords if self._indices is None else self._indices
@@ -121,8 +128,7 @@ class SparseConvTensor(metaclass=Traced):
 
     @indices.setter
     def indices(self, value: torch.Tensor) -> None:
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"indices must be a tensor (N, 1+D) of integers; got {type(value).__name__}")
+        check_tensor("indices", value, "(N, 1+D) integers")
         if value.dtype != torch.int32:
             value = checked_coords(value)
         elif value.is_inference():  # which tells nobody that it was written to
@@ -137,7 +143,9 @@ class SparseConvTensor(metaclass=Traced):
     @classmethod
     def from_sparse_tensor(cls, x: SparseTensor, spatial_shape: Sequence[int]) -> SparseConvTensor:
         """A `SparseTensor` with the spatial shape that it lacks; its grid and the plans kept there are shared."""
+        check_kind("x", x, SparseTensor, "pass a sparseconv.SparseTensor")
         made = cls(x.features, x.grid.coords, spatial_shape, x.grid.batch_size)
+        check_inside(x.grid, made.spatial_shape)
         return made._at(Place(None, 0, x.grid))
 
     def _leave_keys(self) -> SparseConvTensor:
@@ -162,6 +170,7 @@ class SparseConvTensor(metaclass=Traced):
 
     def replace_feature(self, feature: torch.Tensor) -> SparseConvTensor:
         """Other features (N, C') at the same indices."""
+        _check_features("feature", feature)
         other = self.shadow_copy()
         other._features = feature
         return other
@@ -176,8 +185,15 @@ class SparseConvTensor(metaclass=Traced):
             other.__dict__.update(self.__dict__)
         return other
 
-    def select_by_index(self, valid_indices: torch.Tensor) -> SparseConvTensor:
-        """The rows at ``valid_indices`` (integers or a mask); what keys remember is left behind."""
+    def select_by_index(self, valid_indices: torch.Tensor | slice) -> SparseConvTensor:
+        """The rows at ``valid_indices`` (integers, a mask or a slice); what keys remember is left behind."""
+        if not isinstance(valid_indices, slice):
+            check_values("valid_indices", valid_indices, "(M,) integers, or (N,) bool")
+            if valid_indices.dtype not in (*INTEGERS, torch.bool) or valid_indices.ndim != 1:
+                raise TypeError(
+                    f"valid_indices must be (M,) integers, or a mask (N,) bool; got {tuple(valid_indices.shape)} "
+                    f"{valid_indices.dtype}"
+                )
         other = self.replace_feature(self.features[valid_indices])
         coords = self.voxels.coords if self._indices is None else self._indices
         other.indices, other.indice_dict = coords[valid_indices], {}
@@ -189,12 +205,16 @@ class SparseConvTensor(metaclass=Traced):
     def __add__(self, other: SparseConvTensor | torch.Tensor) -> SparseConvTensor:
         """Features added row by row; a tensor's indices must be this one's."""
         if isinstance(other, SparseConvTensor):
-            if other.features.shape != self.features.shape:
+            other = other.features
+            if other.shape != self.features.shape:
                 raise ValueError(
-                    f"cannot add features {tuple(self.features.shape)} and {tuple(other.features.shape)}: tensors with "
+                    f"cannot add features {tuple(self.features.shape)} and {tuple(other.shape)}: tensors with "
                     "different indices are added by functional.sparse_add"
                 )
-            other = other.features
+        elif isinstance(other, torch.Tensor):
+            _check_features("other", other)
+            if not all(n in (1, rows) for n, rows in zip(other.shape[::-1], self.features.shape[::-1])):
+                raise ValueError(f"cannot add {tuple(other.shape)} to features {tuple(self.features.shape)}")
         return self.replace_feature(self.features + other)
 
     __radd__ = __add__
@@ -220,6 +240,9 @@ class SparseConvTensor(metaclass=Traced):
     @classmethod
     def from_dense(cls, x: torch.Tensor) -> SparseConvTensor:
         """The cells of x (B, *spatial, C), channels last, where any channel is not zero."""
+        check_values("x", x, "(B, *spatial, C)")
+        if x.ndim < 3:
+            raise ValueError(f"x must be (B, *spatial, C); got {tuple(x.shape)}")
         sites = (x != 0).any(-1).nonzero()
         return cls(x[tuple(sites.unbind(1))], sites.int(), x.shape[1:-1], x.shape[0])
 
@@ -235,6 +258,14 @@ class SparseConvTensor(metaclass=Traced):
 
     def __repr__(self) -> str:
         return f"SparseConvTensor[shape={self._features.shape}]"
+
+
+def _check_features(name: str, value: Any) -> None:
+    """Raise TypeError unless ``value`` is a dense tensor; quantised ones are kept until a layer is asked."""
+    if not isinstance(value, torch.Tensor) or not value.is_quantized:
+        check_tensor(name, value, "(N, C)")
+    if value.ndim < 1:
+        raise ValueError(f"{name} must be (N, C), but it is a single number")
 
 
 # what `help` shows of a class whose metaclass has a call of its own
@@ -272,33 +303,7 @@ region.register(
 
 def expand_nd(ndim: int, val: int | Sequence[int] | np.ndarray) -> list[int]:
     """One integer an axis."""
-    values = list(val) if isinstance(val, (Sequence, np.ndarray)) else [val] * ndim
-    if len(values) != ndim:
-        raise ValueError(f"expected one integer or {ndim} of them; got {val}")
-    return whole(values, "sizes")
-
-
-def whole(values: Any, name: str, minimum: int | None = None) -> list[int]:
-    """Integers, and floats without a fraction, as numpy's arithmetic makes of shapes; nothing is rounded.
-
-    Raises:
-        TypeError: a value that is no whole number.
-        ValueError: one below ``minimum``.
-    """
-    made = []
-    for value in values:
-        if not isinstance(value, int):
-            if isinstance(value, float) and value.is_integer():
-                value = int(value)
-            else:
-                try:
-                    value = operator.index(value)
-                except (TypeError, RuntimeError):  # torch's, of a tensor of several
-                    raise TypeError(f"{name} must be whole numbers; got {values!r}") from None
-        if minimum is not None and value < minimum:
-            raise ValueError(f"{name} must be at least {minimum}; got {values!r}")
-        made.append(value)
-    return made
+    return axes(val, ndim, "sizes")
 
 
 def scatter_nd(indices: torch.Tensor, updates: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -28,9 +28,9 @@ def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:
             )
     for t in tens:
         t.to_sparse_tensor()  # which says where features and indices differ in rows
-    union = first.voxels
+    union = first.inside
     for other in tens[1:]:
-        union = union.union(other.voxels)
+        union = union.union(other.inside)
     union, _ = union.sorted("lexicographic")
     rows = [union.lookup(t.voxels.coords) for t in tens]
     total = first.features.new_zeros(len(union), first.features.shape[1])

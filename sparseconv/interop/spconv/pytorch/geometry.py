@@ -8,14 +8,17 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from sparseconv import transforms
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.ranges import Ints
+from sparseconv.geometry.ranges import IndexRange, Ints
+from sparseconv.interop.arguments import own
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.nn.capturing.region import Shape, own_shape
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.within import plan_within
+from sparseconv.torch_private import exporting
 
 
 class Voxels(Protocol):
@@ -92,12 +95,26 @@ class Place(NamedTuple):
         return own(self.voxels.coords) if self.indices is None else self.indices
 
 
-def own(coords: torch.Tensor) -> torch.Tensor:
-    """A copy that torch counts the writes to, within ``torch.inference_mode()`` too."""
-    if torch.compiler.is_compiling():
-        return coords.clone()
-    with torch.inference_mode(False):
-        return coords.clone()
+def check_inside(voxels: VoxelGrid, shape: Sequence[int]) -> None:
+    """Raise ValueError where a voxel lies outside of [0, shape); looked at once for a grid, which knows its extent."""
+    key = ("inside", tuple(shape))
+    if key not in voxels.derived:
+        _look_inside(voxels, shape)
+        voxels.derived[key] = True
+
+
+@transforms.untraced
+def _look_inside(voxels: VoxelGrid, shape: Sequence[int]) -> None:
+    if exporting() or not len(voxels) or voxels.count is not None:
+        return
+    box = IndexRange.of_shape(shape)
+    if not box.encloses(voxels.known_box[0]) and not box.encloses(extent := voxels.extent):
+        coords = voxels.coords[:, 1:]
+        row = int(((coords < 0) | (coords >= torch.tensor(shape, device=coords.device))).any(1).nonzero()[0])
+        raise ValueError(
+            f"indices must lie within spatial_shape {list(shape)}, but they reach over {extent}, first in row {row}, "
+            f"{voxels.coords[row].tolist()}: pass a larger shape, or leave such rows out"
+        )
 
 
 class IndiceData:

@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 
+from sparseconv.geometry.window import check_taps
+from sparseconv.interop.arguments import axes, check_algorithm
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
 from sparseconv.interop.spconv.layer import RECORD, Size
-from sparseconv.interop.spconv.pytorch.core import SparseConvTensor, expand_nd, whole
+from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, Place, find_plan
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
-from sparseconv.interop.spconv.pytorch.ops import get_conv_output_size
+from sparseconv.interop.spconv.pytorch.ops import conv_size
 from sparseconv.interop.spconv.pytorch.tracing import leaf
 from sparseconv.nn.capturing.region import own_shape, stepped
 from sparseconv.ops import pooling
@@ -46,11 +48,11 @@ class _Pool(SparseModule):
     ) -> None:
         super().__init__(name)
         self.ndim, self.subm, self.indice_key = ndim, subm, indice_key
-        self.kernel_size = expand_nd(ndim, kernel_size)
-        self.stride = self.kernel_size.copy() if stride is None else expand_nd(ndim, stride)
-        self.padding, self.dilation = expand_nd(ndim, padding), expand_nd(ndim, dilation)
-        for what, sizes in (("kernel_size", self.kernel_size), ("stride", self.stride), ("dilation", self.dilation)):
-            whole(sizes, what, 1)
+        check_algorithm(algo)
+        self.kernel_size = axes(kernel_size, ndim, "kernel_size", 1)
+        self.stride = self.kernel_size.copy() if stride is None else axes(stride, ndim, "stride", 1)
+        self.padding, self.dilation = axes(padding, ndim, "padding"), axes(dilation, ndim, "dilation", 1)
+        check_taps(self.kernel_size)
         self.algo = default_algo(self.kernel_size, self.most_taps) if algo is None else algo
         self.record_voxel_count = record_voxel_count
         if record_voxel_count and not subm:
@@ -70,8 +72,8 @@ class _Pool(SparseModule):
         if self.indice_key is not None and self.indice_key in input.indice_dict:
             raise ValueError(f"indice_key {self.indice_key!r} is taken: give this pool a key of its own, or none")
         size = (self.kernel_size, self.stride, self.padding, self.dilation)
-        voxels, shape = input.voxels, input.spatial_shape  # in this order: with its grid, the input may get another
-        out_shape = own_shape(shape) if self.subm else stepped(shape, lambda cells: get_conv_output_size(cells, *size))
+        voxels, shape = input.inside, input.spatial_shape  # in this order: with its grid, the input may get another
+        out_shape = own_shape(shape) if self.subm else stepped(shape, lambda cells: conv_size(cells, *size))
         window = LayerWindow(*(tuple(v) for v in size))
         plan = find_plan(voxels, window, out_shape, subm=self.subm)
         out = input.replace_feature(self._reduce(input.features, plan))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from sparseconv.interop.spconv.pytorch.core import whole
+from sparseconv.geometry.arguments import INTEGERS, numbers
+from sparseconv.interop.arguments import whole
+from sparseconv.kinds import as_device, check_values, described, shortened
 
 
 class PointToVoxel:
@@ -28,26 +31,28 @@ class PointToVoxel:
 
     def __init__(
         self,
-        vsize_xyz: Sequence[float],
-        coors_range_xyz: Sequence[float],
+        vsize_xyz: Sequence[float] | np.ndarray,
+        coors_range_xyz: Sequence[float] | np.ndarray,
         num_point_features: int,
         max_num_voxels: int,
         max_num_points_per_voxel: int,
         device: torch.device | str = "cpu",
     ) -> None:
+        for name, given in (("vsize_xyz", vsize_xyz), ("coors_range_xyz", coors_range_xyz)):
+            if not isinstance(given, (Sequence, np.ndarray)) or isinstance(given, (str, bytes)):
+                raise TypeError(f"{name} must be a sequence of numbers, but it is {described(given)}")
         self.ndim = len(vsize_xyz)
-        if len(coors_range_xyz) != 2 * self.ndim or not 1 <= self.ndim <= 4 or min(vsize_xyz) <= 0:
-            raise ValueError(
-                f"need D positive sizes and 2 D bounds, lower corner first; got {vsize_xyz} and {coors_range_xyz}"
-            )
-        self.device = torch.device(device)
-        self.num_point_features = num_point_features
+        if not 1 <= self.ndim <= 4:
+            raise ValueError(f"vsize_xyz must have one number for each of 1 to 4 axes; got {shortened(vsize_xyz)}")
+        sizes = numbers(vsize_xyz, self.ndim, "vsize_xyz", positive=True)
+        ends = numbers(coors_range_xyz, 2 * self.ndim, "coors_range_xyz")
+        self.device = as_device(device)
+        (self.num_point_features,) = whole([num_point_features], "num_point_features", self.ndim)
         (self.max_num_voxels,) = whole([max_num_voxels], "max_num_voxels", 0)
         (self.max_num_points_per_voxel,) = whole([max_num_points_per_voxel], "max_num_points_per_voxel", 1)
         # slowest axis first (z, y, x), as the indices are
-        self.vsize = [float(v) for v in reversed(list(vsize_xyz))]
-        low, high = coors_range_xyz[: self.ndim], coors_range_xyz[self.ndim :]
-        self.coors_range = [float(v) for v in (*reversed(list(low)), *reversed(list(high)))]
+        self.vsize = list(reversed(sizes))
+        self.coors_range = [*reversed(ends[: self.ndim]), *reversed(ends[self.ndim :])]
         self.grid_size = [
             round((b - a) / v)
             for a, b, v in zip(self.coors_range[: self.ndim], self.coors_range[self.ndim :], self.vsize)
@@ -67,6 +72,7 @@ class PointToVoxel:
         Voxels are numbered in the order of their first points. Places without a point hold 0, or the mean of the
         voxel's points where ``empty_mean``; ``clear_voxels`` changes nothing, since every call has its own memory.
         """
+        check_values("points", pc, f"(M, {self.num_point_features}) floating point")
         if pc.ndim != 2 or pc.shape[1] != self.num_point_features:
             raise ValueError(f"points must be (M, {self.num_point_features}); got {tuple(pc.shape)}")
         if not pc.is_floating_point():
@@ -123,6 +129,13 @@ def gather_features_by_pc_voxel_id(
     seg_res_features: torch.Tensor, pc_voxel_id: torch.Tensor, invalid_value: float = 0
 ) -> torch.Tensor:
     """Features of voxels (V, ...) -> those of points (M, ...); ``invalid_value`` for points in no voxel."""
+    check_values("seg_res_features", seg_res_features, "(V, ...)")
+    check_values("pc_voxel_id", pc_voxel_id, "(M,) integers")
+    if pc_voxel_id.dtype not in INTEGERS or pc_voxel_id.ndim != 1 or seg_res_features.ndim < 1:
+        raise TypeError(
+            f"pc_voxel_id must be (M,) integers, features (V, ...); got {tuple(pc_voxel_id.shape)} {pc_voxel_id.dtype} "
+            f"and {tuple(seg_res_features.shape)}"
+        )
     ids = pc_voxel_id.to(seg_res_features.device)
     shape = (ids.shape[0], *seg_res_features.shape[1:])
     result = seg_res_features.new_full(shape, invalid_value)

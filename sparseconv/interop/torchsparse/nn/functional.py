@@ -7,19 +7,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sparseconv.geometry.arguments import INTEGERS, numbers, row
+from sparseconv.interop.arguments import axes, lower_corners
 from sparseconv.interop.torchsparse import geometry
 from sparseconv.interop.torchsparse.conventions import (
     Version,
     get_downsample_mode,
     get_kmap_mode,
     get_version,
-    make_ntuple,
     set_downsample_mode,
     set_kmap_mode,
 )
 from sparseconv.interop.torchsparse.nn import conv_config
 from sparseconv.interop.torchsparse.nn.conv_config import Dataflow
-from sparseconv.interop.torchsparse.tensor import SparseTensor, inner, outer
+from sparseconv.interop.torchsparse.tensor import SparseTensor, checked, inner, outer
+from sparseconv.kinds import check_values
 from sparseconv.ops.points import PointGroups
 from sparseconv.products import sparse_scale, sparse_scale_infos
 
@@ -76,8 +78,21 @@ def conv3d(
     Raises:
         ValueError: a transposed layer without such a layer before it, or channels that do not fit.
     """
-    kernel, steps, gap = (make_ntuple(v, 3) for v in (kernel_size, stride, dilation))
-    pad, caches = make_ntuple(padding, 3), input._caches
+    kernel, steps, gap = (
+        tuple(axes(sizes, 3, name, 1))
+        for name, sizes in (("kernel_size", kernel_size), ("stride", stride), ("dilation", dilation))
+    )
+    check_values("weight", weight, "(V, C_in, C_out)")
+    pad, caches = tuple(axes(padding, 3, "padding")), checked(input)._caches
+    if weight.ndim not in (2, 3) or weight.shape[-2] != input.feats.shape[1]:
+        raise ValueError(
+            f"weight must be (V, C_in, C_out), or (C_in, C_out) for one tap; got {tuple(weight.shape)} for features "
+            f"{tuple(input.feats.shape)}"
+        )
+    if bias is not None:
+        check_values("bias", bias, "(C_out,)")
+        if bias.shape != weight.shape[-1:]:
+            raise ValueError(f"bias must be ({weight.shape[-1]},); got {tuple(bias.shape)}")
     if kernel == steps == gap == (1, 1, 1) and not generative:
         product = input.feats @ weight.reshape(weight.shape[-2:])
         return input.like(product if bias is None else product + bias)
@@ -94,10 +109,14 @@ def conv3d(
         coords, extent = caches.cmaps[finer]
         return _made(input, feats, coords, finer, extent)
     if generative:
+        if 0 in finer and get_version() is Version.LAST:
+            raise ValueError(
+                f"coordinates are multiples of the stride, which a generative layer divides: {input.stride} by {steps}"
+            )
         plan = geometry.generated(input.grid, kernel, steps, gap, input.spatial_range)
         feats = plan.execute(input.feats, taps, bias)
         caches.kmaps, caches.hashmaps = {}, {}
-        coords = outer(plan.target.coords, finer)
+        coords = outer(plan.target, finer)
         caches.cmaps[finer] = coords, input.spatial_range
         made = _made(input, feats, coords, finer, input.spatial_range)
         made.keep(plan.target)
@@ -118,7 +137,7 @@ def conv3d(
     held, known = caches.grids.get(coarser), caches.cmaps.get(coarser)
     if held is not None and held[2] is plan.target and known is not None and known[0] is held[0]:
         return _made(input, feats, known[0], coarser, known[1])
-    made = _made(input, feats, outer(plan.target.coords, coarser), coarser, extent)
+    made = _made(input, feats, outer(plan.target, coarser), coarser, extent)
     caches.cmaps.setdefault(coarser, (made.coords, extent))
     made.keep(plan.target)
     return made
@@ -137,14 +156,24 @@ def spdownsample(
 
     After `set_version` ``("2.0")`` they are multiples of the stride times ``options[0]``, the tensor's own.
     """
-    steps = make_ntuple(stride, 3)
+    steps = axes(stride, 3, "stride", 1)
+    coords = _integers("coords", coords)
+    if coords.ndim != 2 or coords.shape[1] != 4:
+        raise ValueError(f"coords must be (N, 4), three axes and the batch; got {tuple(coords.shape)}")
     if get_version() is Version.LAST:
-        own = make_ntuple(more.get("tensor_stride", options[0] if options else 1), 3)
+        own = axes(more.get("tensor_stride", options[0] if options else 1), 3, "tensor_stride", 1)
         whole = torch.tensor([a * b for a, b in zip(steps, own)], device=coords.device)
         cells = torch.div(coords[:, :3], whole, rounding_mode="floor") * whole
-        return torch.unique(torch.cat([cells, coords[:, 3:]], 1), dim=0).int()
+        return lower_corners("coords", torch.unique(torch.cat([cells, coords[:, 3:]], 1), dim=0))
     cells = torch.div(coords[:, 1:], torch.tensor(steps, device=coords.device), rounding_mode="floor")
     return torch.unique(torch.cat([coords[:, :1], cells], 1), dim=0).int()
+
+
+def _integers(name: str, values: torch.Tensor) -> torch.Tensor:
+    check_values(name, values, "integers")
+    if values.dtype not in INTEGERS:
+        raise TypeError(f"{name} must be integers; got {values.dtype}")
+    return values
 
 
 # ---- hashes
@@ -156,10 +185,12 @@ def sphash(coords: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.T
     >>> int(sphash(torch.zeros(1, 4, dtype=torch.int32)))
     947293587111810033
     """
+    check_values("coords", coords, "(N, 4) int32")
     if coords.dtype != torch.int32 or coords.ndim != 2 or coords.shape[1] != 4:
         raise ValueError(f"coords must be (N, 4) int32; got {tuple(coords.shape)} {coords.dtype}")
     words = coords.long()
     if offsets is not None:
+        offsets = _integers("offsets", offsets)
         if offsets.ndim != 2 or offsets.shape[1] != 3:
             raise ValueError(f"offsets must be (K, 3); got {tuple(offsets.shape)}")
         items = words[None, :, 3:].expand(len(offsets), -1, 1)
@@ -176,6 +207,7 @@ def sphashquery(queries: torch.Tensor, references: torch.Tensor) -> torch.Tensor
     >>> sphashquery(torch.tensor([5, 9]), torch.tensor([7, 5, 5])).tolist()
     [1, -1]
     """
+    queries, references = _integers("queries", queries), _integers("references", references)
     ordered, order = torch.sort(references.flatten(), stable=True)
     if len(ordered) == 0:
         return torch.full_like(queries, -1)
@@ -189,14 +221,20 @@ def sphashquery(queries: torch.Tensor, references: torch.Tensor) -> torch.Tensor
 
 def spcount(coords: torch.Tensor, num: Any) -> torch.Tensor:
     """How many of the rows (N,) name each of ``num`` voxels, (num,) int32; rows below 0 name none."""
-    count = int(num)
+    (count,) = axes(num, 1, "num", 0)
+    coords = _integers("coords", coords)
+    if len(coords) and coords.device.type == "cpu" and int(coords.max()) >= count:  # a GPU checks by itself
+        raise ValueError(f"there are {count} voxels; a row names voxel {int(coords.max())}")
     rows = torch.where(coords < 0, count, coords.long()).flatten()
     return torch.bincount(rows, minlength=count + 1)[:count].int()
 
 
 def spvoxelize(feats: torch.Tensor, coords: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The sum of points' features (N, C) in each voxel, over its count: rows (N,), counts (V,) -> (V, C)."""
-    total = PointGroups(coords.long(), len(counts)).reduce(feats, "sum")
+    counts = _integers("counts", counts)
+    if counts.ndim != 1:
+        raise ValueError(f"counts must be (V,); got {tuple(counts.shape)}")
+    total = PointGroups(_integers("coords", coords).long(), len(counts)).reduce(feats, "sum")
     return total / counts.clamp_min(1)[:, None].to(total.dtype)
 
 
@@ -211,6 +249,13 @@ def calc_ti_weights(coords: torch.Tensor, idx_query: torch.Tensor, scale: float 
     Returns:
         The weights, in the shape of ``idx_query``.
     """
+    idx_query = _integers("idx_query", idx_query)
+    (scale,) = numbers(scale, 1, "scale", positive=True)
+    check_values("coords", coords, "(N, 3) or more")
+    if coords.ndim != 2 or coords.shape[1] < 3 or (not coords.is_floating_point() and coords.dtype not in INTEGERS):
+        raise ValueError(f"coords must be numbers (N, 3) or more; got {tuple(coords.shape)} {coords.dtype}")
+    if tuple(idx_query.shape) not in ((len(coords), 8), (8, len(coords))):
+        raise ValueError(f"idx_query must be ({len(coords)}, 8) or (8, {len(coords)}); got {tuple(idx_query.shape)}")
     across = idx_query.shape[0] == 8 and (idx_query.shape[1] != 8 or get_version() is Version.LAST)
     with torch.no_grad():
         part = coords[:, :3] / scale - torch.floor(coords[:, :3] / scale)
@@ -225,6 +270,14 @@ def calc_ti_weights(coords: torch.Tensor, idx_query: torch.Tensor, scale: float 
 
 def spdevoxelize(feats: torch.Tensor, coords: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The weighted sum of voxels' features (V, C) at each point: rows (N, K), -1 for none, weights (N, K) -> (N, C)."""
+    coords = _integers("coords", coords)
+    check_values("weights", weights, "(N, K)")
+    check_values("feats", feats, "(V, C)")
+    if coords.ndim != 2 or coords.shape != weights.shape or feats.ndim != 2:
+        raise ValueError(
+            f"coords and weights must be (N, K), feats (V, C); got {tuple(coords.shape)}, {tuple(weights.shape)} and "
+            f"{tuple(feats.shape)}"
+        )
     held = (coords >= 0).flatten().nonzero()[:, 0]
     points = torch.div(held, max(1, coords.shape[1]), rounding_mode="floor")
     infos = sparse_scale_infos(
@@ -235,12 +288,13 @@ def spdevoxelize(feats: torch.Tensor, coords: torch.Tensor, weights: torch.Tenso
 
 def spcrop(input: SparseTensor, coords_min: Any = None, coords_max: Any = None) -> SparseTensor:
     """The voxels with coords_min <= c < coords_max on every axis."""
-    axes = input.coords[:, 1:] if get_version() is Version.FIRST else input.coords[:, :3]
-    mask = torch.ones(len(axes), dtype=torch.bool, device=axes.device)
+    inner(checked(input).coords, input.stride)  # which says what coordinates must be
+    voxels = input.coords[:, 1:] if get_version() is Version.FIRST else input.coords[:, :3]
+    mask = torch.ones(len(voxels), dtype=torch.bool, device=voxels.device)
     if coords_min is not None:
-        mask &= (axes >= axes.new_tensor(coords_min)).all(1)
+        mask &= (voxels >= row(axes(coords_min, 3, "coords_min"), voxels)).all(1)
     if coords_max is not None:
-        mask &= (axes < axes.new_tensor(coords_max)).all(1)
+        mask &= (voxels < row(axes(coords_max, 3, "coords_max"), voxels)).all(1)
     return SparseTensor(input.feats[mask], input.coords[mask], input.stride)
 
 
@@ -249,17 +303,17 @@ def spcrop(input: SparseTensor, coords_min: Any = None, coords_max: Any = None) 
 
 def relu(input: SparseTensor, inplace: bool = True) -> SparseTensor:
     """``torch.nn.functional.relu`` on features."""
-    return input.like(F.relu(input.feats, inplace=inplace))
+    return checked(input).like(F.relu(input.feats, inplace=inplace))
 
 
 def silu(input: SparseTensor, inplace: bool = True) -> SparseTensor:
     """``torch.nn.functional.silu`` on features."""
-    return input.like(F.silu(input.feats, inplace=inplace))
+    return checked(input).like(F.silu(input.feats, inplace=inplace))
 
 
 def leaky_relu(input: SparseTensor, negative_slope: float = 0.1, inplace: bool = True) -> SparseTensor:
     """``torch.nn.functional.leaky_relu`` on features."""
-    return input.like(F.leaky_relu(input.feats, negative_slope, inplace))
+    return checked(input).like(F.leaky_relu(input.feats, negative_slope, inplace))
 
 
 def global_avg_pool(inputs: SparseTensor) -> torch.Tensor:
@@ -273,5 +327,5 @@ def global_max_pool(inputs: SparseTensor) -> torch.Tensor:
 
 
 def _items(x: SparseTensor) -> PointGroups:
-    items = inner(x.coords, x.stride)[:, 0]
+    items = inner(checked(x).coords, x.stride)[:, 0]
     return PointGroups(items, int(items.max()) + 1 if len(items) else 0)

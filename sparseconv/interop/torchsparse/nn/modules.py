@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from sparseconv.interop.torchsparse.conventions import make_ntuple
+from sparseconv.geometry.window import check_taps
+from sparseconv.interop.arguments import axes, whole
 from sparseconv.interop.torchsparse.nn import functional as F
 from sparseconv.interop.torchsparse.nn.utils import fapply
-from sparseconv.interop.torchsparse.tensor import SparseTensor, inner
+from sparseconv.interop.torchsparse.tensor import SparseTensor, checked, inner
 from sparseconv.ops.points import PointGroups
 
 
@@ -44,18 +45,24 @@ class Conv3d(torch.nn.Module):
         super().__init__()
         if generative and not transposed:
             raise ValueError("a generative layer is a transposed one: pass transposed=True, too")
-        self.in_channels, self.out_channels, self.dilation = in_channels, out_channels, dilation
-        self.kernel_size, self.stride = make_ntuple(kernel_size, 3), make_ntuple(stride, 3)
-        given = make_ntuple(padding, 3)
+        self.in_channels, self.out_channels = whole([in_channels, out_channels], "channels", 1)
+        axes(dilation, 3, "dilation", 1)
+        self.dilation = dilation
+        self.kernel_size, self.stride = (
+            tuple(axes(sizes, 3, name, 1)) for name, sizes in (("kernel_size", kernel_size), ("stride", stride))
+        )
+        check_taps(self.kernel_size)
+        given = axes(padding, 3, "padding")
         centred = [k % 2 == 1 and s == 1 for k, s in zip(self.kernel_size, self.stride)]
         self.padding = tuple((k - 1) // 2 if c else p for c, k, p in zip(centred, self.kernel_size, given))
         self.transposed, self.generative, self._config = transposed, generative, config
         self.kernel_volume = math.prod(self.kernel_size)
         alone = self.kernel_volume == 1 and self.stride == (1, 1, 1)
-        shape = (in_channels, out_channels) if alone else (self.kernel_volume, in_channels, out_channels)
+        channels = self.in_channels, self.out_channels
+        shape = channels if alone else (self.kernel_volume, *channels)
         self.kernel = torch.nn.Parameter(torch.empty(shape))
         self.bias: torch.nn.Parameter | None
-        self.register_parameter("bias", torch.nn.Parameter(torch.empty(out_channels)) if bias else None)
+        self.register_parameter("bias", torch.nn.Parameter(torch.empty(self.out_channels)) if bias else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -105,7 +112,7 @@ class GroupNorm(torch.nn.GroupNorm):
     """``torch.nn.GroupNorm`` over the voxels of each batch item."""
 
     def forward(self, input: Any) -> Any:
-        x, items = input.feats, inner(input.coords, input.stride)[:, 0]
+        x, items = checked(input).feats, inner(input.coords, input.stride)[:, 0]
         groups = PointGroups(items, int(items.max()) + 1 if len(items) else 0)
         size = x.shape[1] // self.num_groups
 

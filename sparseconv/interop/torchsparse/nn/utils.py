@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from sparseconv.interop.torchsparse.conventions import make_ntuple
-from sparseconv.interop.torchsparse.tensor import SparseTensor
+from sparseconv.interop.torchsparse.tensor import SparseTensor, checked
 
 
 def fapply(input: SparseTensor, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> SparseTensor:
     """The tensor with ``fn`` of its features."""
-    return input.like(fn(input.feats, *args, **kwargs))
+    return checked(input).like(fn(input.feats, *args, **kwargs))
 
 
 def get_kernel_offsets(size: Any, stride: Any = 1, dilation: Any = 1, device: Any = "cpu") -> torch.Tensor:

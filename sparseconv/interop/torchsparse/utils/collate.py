@@ -7,19 +7,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparseconv.interop.arguments import lower_corners
 from sparseconv.interop.torchsparse.conventions import Version, get_version
 from sparseconv.interop.torchsparse.tensor import SparseTensor
+from sparseconv.kinds import check_kind
 
 
 def sparse_collate(inputs: list[SparseTensor]) -> SparseTensor:
     """Tensors with coordinates (N_b, 3), one a scene -> one tensor with coordinates (N, 4)."""
+    for x in inputs:
+        check_kind("each input", x, SparseTensor, "pass tensors of torchsparse's, one a scene")
     if len({x.stride for x in inputs}) != 1:
         raise ValueError(f"the tensors of a batch must have one stride; got {[x.stride for x in inputs]}")
     coords, feats = [], []
     for number, x in enumerate(inputs):
         own = torch.as_tensor(x.coords)
         item = torch.full_like(own[:, :1], number)
-        coords.append(torch.cat([item, own] if get_version() is Version.FIRST else [own, item], 1).int())
+        joined = torch.cat([item, own] if get_version() is Version.FIRST else [own, item], 1)
+        coords.append(lower_corners("coords", joined))
         feats.append(torch.as_tensor(x.feats))
     return SparseTensor(torch.cat(feats), torch.cat(coords), inputs[0].stride)
 

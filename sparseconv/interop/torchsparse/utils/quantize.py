@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseconv.geometry.arguments import bounds
+from sparseconv.geometry.arguments import bounds, numbers
 from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.interop.arguments import lower_corners
+from sparseconv.kinds import as_tensor
 
 
 def sparse_quantize(
@@ -23,8 +25,11 @@ def sparse_quantize(
     >>> sparse_quantize(np.array([[0.1, 0, 0], [0.2, 0, 0]]), 0.5, return_inverse=True)[1].tolist()
     [0, 0]
     """
-    size = np.broadcast_to(np.asarray(voxel_size, np.float64), 3)
-    cells = np.floor(np.asarray(coords) / size).astype(np.int32)
+    points = as_tensor("coords", coords)
+    if points.ndim != 2 or points.shape[1] != 3:
+        raise ValueError(f"coords must be (N, 3); got {tuple(points.shape)}")
+    size = torch.tensor(numbers(voxel_size, 3, "voxel_size", positive=True), dtype=torch.float64)
+    cells = lower_corners("coords", points.double() / size).numpy()
     low, high = bounds(torch.from_numpy(cells))
     space = KeySpace.covering(IndexRange(low, tuple(h + 1 for h in high)))
     keys = space.keys(torch.from_numpy(cells)).numpy()

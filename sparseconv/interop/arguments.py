@@ -1,0 +1,107 @@
+"""What other libraries' layers are given: whole numbers for every axis, and coordinates that fit in 32 bits."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence, Set
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparseconv.geometry.arguments import INT32, INTEGERS, bounds, check_indices, row
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.kinds import check_kind, check_values, described, shortened
+
+
+def whole(values: Any, name: str, minimum: int | None = None) -> list[int]:
+    """Integers, and floats without a fraction, as numpy's arithmetic makes of shapes; nothing is rounded.
+
+    Raises:
+        TypeError: a value that is no whole number.
+        ValueError: one below ``minimum``, or past 32 bits.
+    """
+    made = []
+    try:
+        several: list[Any] = [None] if isinstance(values, (str, bytes, Set, Mapping)) else list(values)
+    except (TypeError, RuntimeError):  # torch's, of a tensor without axes
+        raise TypeError(f"{name} must be whole numbers, but it is {described(values)}") from None
+    for value in several:
+        if not isinstance(value, int):
+            if isinstance(value, float) and value.is_integer():
+                value = int(value)
+            else:
+                try:
+                    value = operator.index(value)
+                except (TypeError, RuntimeError, NotImplementedError):  # torch's, of a tensor of several
+                    raise TypeError(f"{name} must be whole numbers; got {shortened(values)}") from None
+        if minimum is not None and value < minimum:
+            raise ValueError(f"{name} must be at least {minimum}; got {shortened(values)}")
+        if not isinstance(value, torch.SymInt) and not INT32.min <= value <= INT32.max:
+            raise ValueError(f"{name} must fit in 32 bits; got {shortened(values)}")
+        made.append(value)
+    return made
+
+
+def axes(value: Any, rank: int, name: str, minimum: int | None = None) -> list[int]:
+    """One whole number an axis, from one for all or a sequence of them.
+
+    >>> axes(3, 2, "stride"), axes(np.array([1.0, 2.0]), 2, "stride")
+    ([3, 3], [1, 2])
+    """
+    if isinstance(value, torch.Tensor):
+        check_values(name, value)
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        value = value.reshape(-1).tolist() if value.ndim else value.item()
+    several = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    if several and len(value) != rank:
+        raise ValueError(f"{name} must be one whole number or {rank} of them; got {shortened(value)}")
+    return whole(value if several else [value] * rank, name, minimum)
+
+
+def lower_corners(name: str, points: torch.Tensor) -> torch.Tensor:
+    """Integers, and the whole numbers below others, as int32.
+
+    Raises:
+        TypeError: no numbers of one kind.
+        ValueError: a number that is not finite, or past 32 bits.
+
+    >>> lower_corners("coords", torch.tensor([[1.5, -0.5]])).tolist()
+    [[1, -1]]
+    """
+    check_values(name, points)
+    if points.dtype == torch.int32:
+        return points
+    if not points.is_floating_point() and points.dtype not in INTEGERS:
+        raise TypeError(f"{name} must be numbers, integers or floating point; got {points.dtype}")
+    if points.is_floating_point():
+        if not bool(points.isfinite().all()):
+            raise ValueError(f"{name} must be finite; some are infinite or not a number")
+        points = points.double().floor()
+    low, high = bounds(points.reshape(-1, 1))
+    if low and (low[0] < INT32.min or high[0] > INT32.max):
+        raise ValueError(f"{name} must fit in 32 bits; got values from {low[0]} to {high[0]}")
+    return points.int()
+
+
+def scaled(grid: VoxelGrid, steps: Sequence[int]) -> torch.Tensor:
+    """The coords (N, 1+D) int32 of a grid, its voxels times ``steps``; ValueError past 32 bits."""
+    if len(grid):
+        box = grid.extent
+        check_indices(*([s * edge for s, edge in zip(steps, ends)] for ends in (box.start, [e - 1 for e in box.end])))
+    return (grid.coords * row((1, *steps), grid.coords)).int()
+
+
+def own(coords: torch.Tensor) -> torch.Tensor:
+    """A copy that torch counts the writes to, within ``torch.inference_mode()`` too."""
+    if torch.compiler.is_compiling():
+        return coords.clone()
+    with torch.inference_mode(False):
+        return coords.clone()
+
+
+def check_algorithm(value: Any) -> None:
+    """Raise TypeError unless ``value`` names an algorithm of the other library, by one of its enumerations."""
+    if value is not None:
+        check_kind("algo", value, Enum, "leave it out, or pass a ConvAlgo: sparseconv chooses by itself")
