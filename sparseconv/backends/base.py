@@ -11,6 +11,7 @@ import torch
 from sparseconv.geometry.kernel_map import KernelMap
 
 if TYPE_CHECKING:
+    from sparseconv.backends.integers import Rescale
     from sparseconv.pointwise import Epilogue
 
 
@@ -49,7 +50,10 @@ class Backend(ABC):
 
     @abstractmethod
     def unsupported(self, request: Request) -> str | None:
-        """None if all three verbs can serve this request, else a sentence that says why not and what would help."""
+        """None if all three verbs can serve this request, else a sentence that says why not and what would help.
+
+        For int8 the one verb is `integers`.
+        """
 
     @abstractmethod
     def forward(
@@ -121,6 +125,22 @@ class Backend(ABC):
         """`input_grad` and `weight_grad`; together where a backend reads less so."""
         grad_weight = self.weight_grad(x, grad_out, kernel_map, groups)  # its partial sums then lie where the other
         return self.input_grad(grad_out, weight, kernel_map, groups), grad_weight  # gradient will be
+
+    def integers(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
+        rescale: Rescale | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Sums (N_out, C_out) int32 of int8 x and weight and an int32 bias, or the int8 that ``rescale`` makes of them.
+
+        See `sparseconv.backends.integers`: every backend returns the same bytes.
+        """
+        raise NotImplementedError(f"backend {self.name!r} has no integer convolution")
 
     @abstractmethod
     def workspace_bytes(self, request: Request) -> int:

@@ -1,0 +1,145 @@
+"""The forward loop over int8 features: pairs of channels are one number of 32 bits, and the sums are int32.
+
+A tile of edges is that of `kernels`; what differs is one step of it. There a channel is multiplied and added by one
+instruction. Here two channels of 16 bits are, by x86's ``pmaddwd`` and an addition, which CPUs with VNNI have as one.
+The products of two channels are at most 2 * 127 * 127, so nothing saturates. Each thread rescales the rows of a chunk
+while the caches hold their sums.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from sparseconv.backends.integers import LARGEST, SLOPE_BITS
+from sparseconv.backends.llvm_implicit_gemm.compile import compiled
+from sparseconv.backends.llvm_implicit_gemm.kernels import Loops, placed
+from sparseconv.backends.llvm_implicit_gemm.operands import Shape
+from sparseconv.backends.llvm_implicit_gemm.target import Target, binding
+
+#: x86's multiplication of pairs by the lanes of its result, and what a CPU must have for it
+PAIRS = {4: "llvm.x86.sse2.pmadd.wd", 8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
+NEEDS = {4: "sse2", 8: "avx2", 16: "avx512bw"}
+LEVELS = {"x86-64-v3": ("sse2", "avx2"), "x86-64-v4": ("sse2", "avx2", "avx512bw")}
+
+
+@cache
+def integer_kernel(kind: str, shapes: tuple[Shape, ...], target: Target) -> int:
+    """The address of a forward loop over pairs of int8 channels for runs of blocks of these ``shapes``.
+
+    ``kind``: ``sums`` leaves int32 sums in ``y``; ``rescaled`` makes int8 rows ``out`` of them as well, and adds a
+    ``residual``, or takes a ``slope``, where its name has that word.
+    """
+    return compiled(integer_text(kind, shapes, target), kind, target)
+
+
+def integer_text(kind: str, shapes: tuple[Shape, ...], target: Target) -> str:
+    """An `integer_kernel` in LLVM's language."""
+    emitter = _Integers(kind, shapes, False, target)
+    emitter.forward()
+    return str(emitter.module)
+
+
+def pairs_of_rows(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """(N, C) int8 -> (N, G * ceil(C/2G)) int32: two channels of 16 bits each, a group padded by zero."""
+    rows, channels = x.shape
+    each = channels // groups
+    if each % 2 == 0:
+        return x.contiguous().to(torch.int16).view(torch.int32)
+    padded = torch.zeros(rows, groups, each + 1, dtype=torch.int16)
+    padded[:, :, :each] = x.reshape(rows, groups, each)
+    return padded.view(rows, -1).view(torch.int32)
+
+
+def pairs_of_weight(weight: torch.Tensor) -> torch.Tensor:
+    """(K, C, C_out) int8 -> (K, ceil(C/2), C_out) int32: two input channels of 16 bits each."""
+    taps, each, c_out = weight.shape
+    padded = torch.zeros(taps, -(-each // 2), c_out, 2, dtype=torch.int16)
+    padded[:, :, :, 0] = weight[:, ::2]
+    padded[:, : each // 2, :, 1] = weight[:, 1::2]
+    return padded.view(torch.int32)[..., 0]
+
+
+class _Integers(Loops):
+    def __init__(self, kind: str, shapes: tuple[Shape, ...], double: bool, target: Target) -> None:
+        super().__init__(kind, shapes, double, target)
+        self.rescales, self.adds, self.slopes = (word in kind for word in ("rescaled", "residual", "slope"))
+        x86 = binding().get_default_triple().startswith(("x86_64", "i686"))
+        has = (*LEVELS.get(target.cpu, ("sse2",)), *target.features.replace("+", "").split(","))
+        self.paired = {width for width in PAIRS if x86 and NEEDS[width] in has}
+
+    def numbers(self) -> None:
+        self.number, self.size, self.suffix = self.i32, 4, "i32"
+
+    def accumulate(self, factor: Any, vectors: list[Any], sums: list[Any], block: Shape) -> None:
+        """sums += the products of two channels each, added."""
+        spread = {width: self.spread(factor, width) for width in block}
+        for width, vector, kept in zip(block, vectors, sums):
+            self.b.store(self.b.add(self.b.load(kept), self.of_pairs(spread[width], vector, width)), kept)
+
+    def of_pairs(self, a: Any, b: Any, width: int) -> Any:
+        """For each number of 32 bits: its lower halves' product plus that of its upper halves."""
+        halves = self.ir.VectorType(self.ir.IntType(16), 2 * width)
+        if width in self.paired:
+            kind = self.ir.FunctionType(self.kind(width), [halves] * 2)
+            name = PAIRS[width]
+            function = self.module.globals.get(name) or self.ir.Function(self.module, kind, name)
+            return self.b.call(function, [self.b.bitcast(a, halves), self.b.bitcast(b, halves)])
+        bits = self.ir.Constant(self.kind(width), [16] * width)
+        lower = [self.b.ashr(self.b.shl(value, bits), bits) for value in (a, b)]
+        upper = [self.b.ashr(value, bits) for value in (a, b)]
+        return self.b.add(self.b.mul(*lower), self.b.mul(*upper))
+
+    def finish_rows(self, chunk: Any) -> None:
+        """out = the rescaled sums of the rows of a chunk."""
+        if not self.rescales:
+            return
+        cuts = self.given("cuts")
+        first, last = (self.b.load(self.b.gep(cuts, [at])) for at in (chunk, self.b.add(chunk, self.place(1))))
+        one = self.place(1)
+        half = self.b.shl(one, self.b.sub(self.given("shift"), one))
+        channels = self.b.mul(self.given("groups"), self.given("c_out"))
+        with self.count(self.place(0), self.given("groups")) as group:
+            begin = self.b.mul(group, self.given("c_out"))
+            with self.blocks() as blocks:
+                for block, column, _ in blocks:
+                    for at, width in placed(block):
+                        place = self.b.add(begin, self.b.add(column, self.place(at)))
+                        multiplier = self.widened(self.given("multiplier"), place, width)
+                        with self.count(first, last) as row:
+                            self.rescale(self.b.add(self.b.mul(row, channels), place), multiplier, half, width)
+
+    def rescale(self, place: Any, multiplier: Any, half: Any, width: int) -> None:
+        """The int8 values of one vector of sums."""
+        total = self.b.mul(self.widened(self.given("y"), place, width), multiplier)
+        if self.adds:
+            more = self.widened(self.given("residual"), place, width)
+            total = self.b.add(total, self.b.mul(more, self.all(self.given("residual_multiplier"), width)))
+        value = self.b.ashr(self.b.add(total, self.all(half, width)), self.all(self.given("shift"), width))
+        if self.slopes:
+            less = self.b.mul(value, self.all(self.given("slope"), width))
+            less = self.b.ashr(self.b.add(less, self.all(1 << (SLOPE_BITS - 1), width)), self.all(SLOPE_BITS, width))
+            value = self.b.select(self.b.icmp_signed("<", value, self.all(0, width)), less, value)
+        for limit, sign in ((self.all(self.given("low"), width), "<"), (self.all(LARGEST, width), ">")):
+            value = self.b.select(self.b.icmp_signed(sign, value, limit), limit, value)
+        byte = self.ir.VectorType(self.ir.IntType(8), width)
+        address = self.b.bitcast(self.b.gep(self.given("out"), [place]), byte.as_pointer())
+        self.b.store(self.b.trunc(value, byte), address, align=1)
+
+    def widened(self, base: Any, place: Any, width: int) -> Any:
+        """A vector of integers in memory, as numbers of 64 bits."""
+        element = base.type.pointee
+        address = self.b.bitcast(self.b.gep(base, [place]), self.ir.VectorType(element, width).as_pointer())
+        value = self.b.load(address, align=element.width // 8)
+        return self.b.sext(value, self.ir.VectorType(self.i64, width))
+
+    def all(self, value: Any, width: int) -> Any:
+        """A number of 64 bits in every lane."""
+        kind = self.ir.VectorType(self.i64, width)
+        if isinstance(value, int):
+            return self.ir.Constant(kind, [value] * width)
+        nothing = self.ir.Constant(kind, self.ir.Undefined)
+        first = self.b.insert_element(nothing, value, self.i32(0))
+        return self.b.shuffle_vector(first, nothing, self.ir.Constant(self.ir.VectorType(self.i32, width), [0] * width))
