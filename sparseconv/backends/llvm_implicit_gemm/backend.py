@@ -14,7 +14,7 @@ from sparseconv.backends.cpu_threads import together
 from sparseconv.backends.edge_chunks import reversed_edges, sorted_edges
 from sparseconv.backends.integers import Rescale, integer_workspace
 from sparseconv.backends.llvm_implicit_gemm.compile import missing
-from sparseconv.backends.llvm_implicit_gemm.integers import integer_kernel, pairs_of_rows, pairs_of_weight
+from sparseconv.backends.llvm_implicit_gemm.integers import integer_kernel, together_in_rows, together_in_weight
 from sparseconv.backends.llvm_implicit_gemm.kernels import kernel, runs
 from sparseconv.backends.llvm_implicit_gemm.operands import APART, Operands
 from sparseconv.backends.llvm_implicit_gemm.target import Target, host
@@ -112,18 +112,20 @@ class LlvmImplicitGemm(Backend):
         out = sums if rescale is None else empty(tuple(sums.shape), torch.int8)
         if 0 in sums.shape:
             return out
-        pairs, taps = pairs_of_rows(x, groups), pairs_of_weight(weight)
+        kind = "pairs" if x.numel() and int(x.min()) < 0 else "quads"
+        count = 2 if kind == "pairs" else 4
+        rows, taps = together_in_rows(x, groups, count), together_in_weight(weight, count)
         start = torch.zeros(c_out, dtype=torch.int32) if bias is None else bias.contiguous()
-        operands = _operands(pairs, sums, taps, kernel_map, groups, (pairs.shape[1], c_out))
+        operands = _operands(rows, sums, taps, kernel_map, groups, (rows.shape[1], c_out))
         operands.bias = start.data_ptr()
-        operands.whole = _whole_tap(kernel_map) if pairs.shape[1] else -1
-        kind, held = "sums", []
+        operands.whole = _whole_tap(kernel_map) if rows.shape[1] else -1
+        held = []
         if rescale is not None:
             multiplier = rescale.multiplier.contiguous()
             operands.out, operands.multiplier = out.data_ptr(), multiplier.data_ptr()
             operands.shift, operands.residual_multiplier = rescale.shift, rescale.residual_multiplier
             operands.slope, operands.low = rescale.slope, rescale.low
-            kind, held = "rescaled", [out, multiplier]
+            kind, held = f"{kind}_rescaled", [out, multiplier]
             if residual is not None:
                 residual = residual.contiguous()
                 operands.residual = residual.data_ptr()
@@ -131,7 +133,7 @@ class LlvmImplicitGemm(Backend):
             if rescale.has_slope:
                 kind = f"{kind}_slope"
         threads = _threads(kernel_map.num_pairs * taps[0].numel())
-        self._run(kind, operands, torch.int32, threads, kernel_map, pairs, sums, taps, start, *held)
+        self._run(kind, operands, torch.int32, threads, kernel_map, rows, sums, taps, start, *held)
         return out
 
     def workspace_bytes(self, request: Request) -> int:

@@ -1,9 +1,10 @@
-"""The forward loop over int8 features: pairs of channels are one number of 32 bits, and the sums are int32.
+"""The forward loop over int8 features: some channels are one number of 32 bits, and the sums are int32.
 
 A tile of edges is that of `kernels`; what differs is one step of it. There a channel is multiplied and added by one
-instruction. Here two channels of 16 bits are, by x86's ``pmaddwd`` and an addition, which CPUs with VNNI have as one.
-The products of two channels are at most 2 * 127 * 127, so nothing saturates. Each thread rescales the rows of a chunk
-while the caches hold their sums.
+instruction. Here two channels of 16 bits are (``pairs``), by x86's ``pmaddwd`` and an addition. Where no feature is
+negative, as after a ReLU, four channels of 8 bits are (``quads``), by ``pmaddubsw``, ``pmaddwd`` and an addition: its
+sums of two products are at most 2 * 127 * 127, which 16 bits hold, so nothing saturates. Elsewhere both are written
+with shifts. Each thread rescales the rows of a chunk while the caches hold their sums.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from sparseconv.backends.llvm_implicit_gemm.kernels import Loops, placed
 from sparseconv.backends.llvm_implicit_gemm.operands import Shape
 from sparseconv.backends.llvm_implicit_gemm.target import Target, binding
 
-#: x86's multiplication of pairs by the lanes of its result, and what a CPU must have for it
+#: x86's multiplication of pairs and of quads by the lanes of its result, and what a CPU must have for both
 PAIRS = {4: "llvm.x86.sse2.pmadd.wd", 8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
-NEEDS = {4: "sse2", 8: "avx2", 16: "avx512bw"}
-LEVELS = {"x86-64-v3": ("sse2", "avx2"), "x86-64-v4": ("sse2", "avx2", "avx512bw")}
+QUADS = {4: "llvm.x86.ssse3.pmadd.ub.sw.128", 8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
+NEEDS = {4: "ssse3", 8: "avx2", 16: "avx512bw"}
+LEVELS = {"x86-64-v2": ("ssse3",), "x86-64-v3": ("ssse3", "avx2"), "x86-64-v4": ("ssse3", "avx2", "avx512bw")}
 
 
 @cache
 def integer_kernel(kind: str, shapes: tuple[Shape, ...], target: Target) -> int:
-    """The address of a forward loop over pairs of int8 channels for runs of blocks of these ``shapes``.
+    """The address of a forward loop over int8 channels for runs of blocks of these ``shapes``.
 
-    ``kind``: ``sums`` leaves int32 sums in ``y``; ``rescaled`` makes int8 rows ``out`` of them as well, and adds a
-    ``residual``, or takes a ``slope``, where its name has that word.
+    ``kind``: ``pairs`` or ``quads`` says how channels lie. The int32 sums are in ``y`` afterwards. Where the name has
+    ``rescaled``, int8 rows ``out`` are made of them, with a ``residual`` or a ``slope`` where it has that word.
     """
     return compiled(integer_text(kind, shapes, target), kind, target)
 
@@ -42,23 +44,24 @@ def integer_text(kind: str, shapes: tuple[Shape, ...], target: Target) -> str:
     return str(emitter.module)
 
 
-def pairs_of_rows(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """(N, C) int8 -> (N, G * ceil(C/2G)) int32: two channels of 16 bits each, a group padded by zero."""
+def together_in_rows(x: torch.Tensor, groups: int, count: int) -> torch.Tensor:
+    """(N, C) int8 -> (N, G * ceil(C/G/count)) int32 of ``count`` channels each, a group padded by zeros."""
     rows, channels = x.shape
-    each = channels // groups
-    if each % 2 == 0:
-        return x.contiguous().to(torch.int16).view(torch.int32)
-    padded = torch.zeros(rows, groups, each + 1, dtype=torch.int16)
+    each, dtype = channels // groups, torch.int16 if count == 2 else torch.int8
+    if each % count == 0:
+        return x.contiguous().to(dtype).view(torch.int32)
+    padded = torch.zeros(rows, groups, -(-each // count) * count, dtype=dtype)
     padded[:, :, :each] = x.reshape(rows, groups, each)
     return padded.view(rows, -1).view(torch.int32)
 
 
-def pairs_of_weight(weight: torch.Tensor) -> torch.Tensor:
-    """(K, C, C_out) int8 -> (K, ceil(C/2), C_out) int32: two input channels of 16 bits each."""
+def together_in_weight(weight: torch.Tensor, count: int) -> torch.Tensor:
+    """(K, C, C_out) int8 -> (K, ceil(C/count), C_out) int32 of ``count`` input channels each."""
     taps, each, c_out = weight.shape
-    padded = torch.zeros(taps, -(-each // 2), c_out, 2, dtype=torch.int16)
-    padded[:, :, :, 0] = weight[:, ::2]
-    padded[:, : each // 2, :, 1] = weight[:, 1::2]
+    padded = torch.zeros(taps, -(-each // count), c_out, count, dtype=torch.int16 if count == 2 else torch.int8)
+    for place in range(count):
+        part = weight[:, place::count]
+        padded[:, : part.shape[1], :, place] = part
     return padded.view(torch.int32)[..., 0]
 
 
@@ -66,31 +69,47 @@ class _Integers(Loops):
     def __init__(self, kind: str, shapes: tuple[Shape, ...], double: bool, target: Target) -> None:
         super().__init__(kind, shapes, double, target)
         self.rescales, self.adds, self.slopes = (word in kind for word in ("rescaled", "residual", "slope"))
+        self.quads = kind.startswith("quads")
         x86 = binding().get_default_triple().startswith(("x86_64", "i686"))
-        has = (*LEVELS.get(target.cpu, ("sse2",)), *target.features.replace("+", "").split(","))
-        self.paired = {width for width in PAIRS if x86 and NEEDS[width] in has}
+        has = (*LEVELS.get(target.cpu, ()), *target.features.replace("+", "").split(","))
+        self.together = {width for width in PAIRS if x86 and NEEDS[width] in has}
 
     def numbers(self) -> None:
         self.number, self.size, self.suffix = self.i32, 4, "i32"
 
     def accumulate(self, factor: Any, vectors: list[Any], sums: list[Any], block: Shape) -> None:
-        """sums += the products of two channels each, added."""
+        """sums += the products of the channels that lie together, added."""
         spread = {width: self.spread(factor, width) for width in block}
         for width, vector, kept in zip(block, vectors, sums):
-            self.b.store(self.b.add(self.b.load(kept), self.of_pairs(spread[width], vector, width)), kept)
+            self.b.store(self.b.add(self.b.load(kept), self.products(spread[width], vector, width)), kept)
 
-    def of_pairs(self, a: Any, b: Any, width: int) -> Any:
-        """For each number of 32 bits: its lower halves' product plus that of its upper halves."""
+    def products(self, a: Any, b: Any, width: int) -> Any:
+        """For each number of 32 bits, the sum of the products of its channels in a and in b."""
+        if width not in self.together:
+            bits = 8 if self.quads else 16
+            parts = [[self.part(value, at, bits, width) for value in (a, b)] for at in range(32 // bits)]
+            total = self.b.mul(*parts[0])
+            for part in parts[1:]:
+                total = self.b.add(total, self.b.mul(*part))
+            return total
         halves = self.ir.VectorType(self.ir.IntType(16), 2 * width)
-        if width in self.paired:
-            kind = self.ir.FunctionType(self.kind(width), [halves] * 2)
-            name = PAIRS[width]
-            function = self.module.globals.get(name) or self.ir.Function(self.module, kind, name)
-            return self.b.call(function, [self.b.bitcast(a, halves), self.b.bitcast(b, halves)])
-        bits = self.ir.Constant(self.kind(width), [16] * width)
-        lower = [self.b.ashr(self.b.shl(value, bits), bits) for value in (a, b)]
-        upper = [self.b.ashr(value, bits) for value in (a, b)]
-        return self.b.add(self.b.mul(*lower), self.b.mul(*upper))
+        if self.quads:
+            a = self.called(QUADS[width], halves, a, b)
+            b = self.ir.Constant(halves, [1] * 2 * width)
+        return self.called(PAIRS[width], self.kind(width), a, b)
+
+    def called(self, name: str, result: Any, a: Any, b: Any) -> Any:
+        """An instruction of x86 that makes numbers twice as wide as its operands'."""
+        element = self.ir.IntType(result.element.width // 2)
+        operand = self.ir.VectorType(element, 2 * result.count)
+        kind = self.ir.FunctionType(result, [operand] * 2)
+        function = self.module.globals.get(name) or self.ir.Function(self.module, kind, name)
+        return self.b.call(function, [self.b.bitcast(value, operand) for value in (a, b)])
+
+    def part(self, value: Any, at: int, bits: int, width: int) -> Any:
+        """Channel ``at`` of each number."""
+        up = self.ir.Constant(self.kind(width), [32 - bits * (at + 1)] * width)
+        return self.b.ashr(self.b.shl(value, up), self.ir.Constant(self.kind(width), [32 - bits] * width))
 
     def finish_rows(self, chunk: Any) -> None:
         """out = the rescaled sums of the rows of a chunk."""
