@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -72,6 +73,12 @@ class Rescale:
         if not 0 <= self.slope <= 1 << SLOPE_BITS or self.low not in (-LARGEST, 0):
             raise ValueError(f"a slope is 0 to 65536 and low is -127 or 0; got {self.slope} and {self.low}")
 
+    def packed(self, bias: torch.Tensor | None) -> torch.Tensor:
+        """(2 C_out + 4,) int32: bias, multipliers, and the four numbers, as kernels read them."""
+        kept = _on_device((self.shift, self.residual_multiplier, self.slope, self.low), self.multiplier.device)
+        start = torch.zeros_like(self.multiplier) if bias is None else bias
+        return torch.cat([start, self.multiplier, kept])
+
     def apply(self, sums: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """y (N, C) int8 from sums (N, C) int32 and an int8 residual: by torch, on any device."""
         total = sums.long() * self.multiplier.long()
@@ -85,6 +92,12 @@ class Rescale:
             below = (value * self.slope).add_(1 << (SLOPE_BITS - 1)).bitwise_right_shift_(SLOPE_BITS)
             value = torch.where(value < 0, below, value)
         return value.clamp_(self.low, LARGEST).to(torch.int8)
+
+
+@lru_cache(4096)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Some int32 numbers, brought to a device once."""
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def rescaled(
