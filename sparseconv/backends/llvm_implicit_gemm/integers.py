@@ -52,7 +52,7 @@ def together_in_rows(x: torch.Tensor, groups: int, count: int) -> torch.Tensor:
         return x.contiguous().to(dtype).view(torch.int32)
     padded = torch.zeros(rows, groups, -(-each // count) * count, dtype=dtype)
     padded[:, :, :each] = x.reshape(rows, groups, each)
-    return padded.view(rows, -1).view(torch.int32)
+    return padded.flatten(1).view(torch.int32)
 
 
 def together_in_weight(weight: torch.Tensor, count: int) -> torch.Tensor:
