@@ -46,7 +46,7 @@ class Numbers:
 
     def rescale(self, channels: int, sums: int, **options: Any) -> Rescale:
         """One that brings ``sums`` products to int8."""
-        most = 2**24 // int(sums**0.5)
+        most = 2**23 // int(sums**0.5)
         return Rescale(self.draw(most // 2, most, channels, dtype=torch.int32), 30, **options)
 
 
@@ -62,7 +62,7 @@ def layer(kind: type, *sizes: Any, c_in: int = 16, c_out: int = 24, act: float |
         plan = module.plan(x, *given)
         taps, each = module.weight.shape[0], module.weight.shape[1]
         weight = numbers.draw(-127, 127, taps, each, c_out)
-        bias = numbers.draw(-(2**18), 2**18, c_out, dtype=torch.int32)
+        bias = numbers.draw(-(2**14), 2**14, c_out, dtype=torch.int32)
         low, slope = (0, 0) if act == 0 else (-127, round((1 if act is None else act) * 65536))
         more = 2**29 + 12_345 if residual else 0
         rescale = numbers.rescale(c_out, 4 * each, slope=slope, low=low, residual_multiplier=more)
