@@ -93,8 +93,10 @@ class Builder:
         self.steps: list[layers.Step] = []
         self.slots: dict[tuple[int, str], int] = {(0, "wide"): 0}
         self.count = 1
-        self.same = {op.output: op.inputs[0] for op in recording.operations if op.kind == "same"}
         self.groups = joined(recording)
+        inside = {op.output for group in self.groups for op in group.rest}
+        alone = [op for op in recording.operations if op.kind == "same" and op.output not in inside]
+        self.same = {op.output: op.inputs[0] for op in alone}
         self.ends = {op.output: group.output for group in self.groups for op in (group.first, *group.rest)}
         self.scales = self._scales()
         self.failed: dict[str, str] = {}

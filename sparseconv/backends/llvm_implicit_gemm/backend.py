@@ -129,9 +129,7 @@ class LlvmImplicitGemm(Backend):
             if residual is not None:
                 residual = residual.contiguous()
                 operands.residual = residual.data_ptr()
-                kind, held = f"{kind}_residual", [*held, residual]
-            if rescale.has_slope:
-                kind = f"{kind}_slope"
+                held.append(residual)
         threads = _threads(kernel_map.num_pairs * taps[0].numel())
         self._run(kind, operands, torch.int32, threads, kernel_map, rows, sums, taps, start, *held)
         return out

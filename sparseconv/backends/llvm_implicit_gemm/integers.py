@@ -32,7 +32,7 @@ def integer_kernel(kind: str, shapes: tuple[Shape, ...], target: Target) -> int:
     """The address of a forward loop over int8 channels for runs of blocks of these ``shapes``.
 
     ``kind``: ``pairs`` or ``quads`` says how channels lie. The int32 sums are in ``y`` afterwards. Where the name has
-    ``rescaled``, int8 rows ``out`` are made of them, with a ``residual`` or a ``slope`` where it has that word.
+    ``rescaled``, int8 rows ``out`` are made of them, and of those of ``residual`` where it is not null.
     """
     return compiled(integer_text(kind, shapes, target), kind, target)
 
@@ -68,8 +68,7 @@ def together_in_weight(weight: torch.Tensor, count: int) -> torch.Tensor:
 class _Integers(Loops):
     def __init__(self, kind: str, shapes: tuple[Shape, ...], double: bool, target: Target) -> None:
         super().__init__(kind, shapes, double, target)
-        self.rescales, self.adds, self.slopes = (word in kind for word in ("rescaled", "residual", "slope"))
-        self.quads = kind.startswith("quads")
+        self.rescales, self.quads = "rescaled" in kind, kind.startswith("quads")
         x86 = binding().get_default_triple().startswith(("x86_64", "i686"))
         has = (*LEVELS.get(target.cpu, ()), *target.features.replace("+", "").split(","))
         self.together = {width for width in PAIRS if x86 and NEEDS[width] in has}
@@ -120,6 +119,7 @@ class _Integers(Loops):
         one = self.place(1)
         half = self.b.shl(one, self.b.sub(self.given("shift"), one))
         channels = self.b.mul(self.given("groups"), self.given("c_out"))
+        adds = self.b.icmp_signed("!=", self.b.ptrtoint(self.given("residual"), self.i64), self.place(0))
         with self.count(self.place(0), self.given("groups")) as group:
             begin = self.b.mul(group, self.given("c_out"))
             with self.blocks() as blocks:
@@ -127,20 +127,22 @@ class _Integers(Loops):
                     for at, width in placed(block):
                         place = self.b.add(begin, self.b.add(column, self.place(at)))
                         multiplier = self.widened(self.given("multiplier"), place, width)
-                        with self.count(first, last) as row:
-                            self.rescale(self.b.add(self.b.mul(row, channels), place), multiplier, half, width)
+                        with self.b.if_else(adds) as branches:
+                            for branch, residual in zip(branches, (True, False)):
+                                with branch, self.count(first, last) as row:
+                                    at_row = self.b.add(self.b.mul(row, channels), place)
+                                    self.rescale(at_row, multiplier, half, width, residual)
 
-    def rescale(self, place: Any, multiplier: Any, half: Any, width: int) -> None:
+    def rescale(self, place: Any, multiplier: Any, half: Any, width: int, residual: bool) -> None:
         """The int8 values of one vector of sums."""
         total = self.b.mul(self.widened(self.given("y"), place, width), multiplier)
-        if self.adds:
+        if residual:
             more = self.widened(self.given("residual"), place, width)
             total = self.b.add(total, self.b.mul(more, self.all(self.given("residual_multiplier"), width)))
         value = self.b.ashr(self.b.add(total, self.all(half, width)), self.all(self.given("shift"), width))
-        if self.slopes:
-            less = self.b.mul(value, self.all(self.given("slope"), width))
-            less = self.b.ashr(self.b.add(less, self.all(1 << (SLOPE_BITS - 1), width)), self.all(SLOPE_BITS, width))
-            value = self.b.select(self.b.icmp_signed("<", value, self.all(0, width)), less, value)
+        less = self.b.mul(value, self.all(self.given("slope"), width))
+        less = self.b.ashr(self.b.add(less, self.all(1 << (SLOPE_BITS - 1), width)), self.all(SLOPE_BITS, width))
+        value = self.b.select(self.b.icmp_signed("<", value, self.all(0, width)), less, value)
         for limit, sign in ((self.all(self.given("low"), width), "<"), (self.all(LARGEST, width), ">")):
             value = self.b.select(self.b.icmp_signed(sign, value, limit), limit, value)
         byte = self.ir.VectorType(self.ir.IntType(8), width)
