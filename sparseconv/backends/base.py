@@ -11,6 +11,7 @@ import torch
 from sparseconv.geometry.kernel_map import KernelMap
 
 if TYPE_CHECKING:
+    from sparseconv.backends.float8 import Float8Rescale
     from sparseconv.backends.integers import Rescale
     from sparseconv.pointwise import Epilogue
 
@@ -141,6 +142,23 @@ class Backend(ABC):
         See `sparseconv.backends.integers`: every backend returns the same bytes.
         """
         raise NotImplementedError(f"backend {self.name!r} has no integer convolution")
+
+    def float8(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor,
+        rescale: Float8Rescale | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """fp32 sums (N_out, C_out) of e4m3 x and weight and an fp32 bias, or the e4m3 that ``rescale`` makes of them.
+
+        See `sparseconv.backends.float8`. Here on fp32, which holds all that e4m3 does.
+        """
+        sums = self.forward(x.float(), weight.float(), kernel_map, groups, bias)
+        return sums if rescale is None else rescale.apply(sums, residual)
 
     @abstractmethod
     def workspace_bytes(self, request: Request) -> int:

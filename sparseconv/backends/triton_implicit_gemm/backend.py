@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from sparseconv.backends.base import Backend, Request
+from sparseconv.backends.float8 import FLOAT8
 from sparseconv.backends.triton_implicit_gemm.config import (
     DEEP,
     PARTIAL_BYTES,
@@ -28,10 +29,11 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.streams import listing, scratch
 
 if TYPE_CHECKING:
+    from sparseconv.backends.float8 import Float8Rescale
     from sparseconv.backends.integers import Rescale
     from sparseconv.pointwise import Epilogue
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8, FLOAT8)
 #: maps whose rows are so many parts of a power of two apart are of one size: a choice made for one holds for all
 SIZES_AN_OCTAVE = 4
 
@@ -55,10 +57,14 @@ class TritonImplicitGemm(Backend):
     def unsupported(self, request: Request) -> str | None:
         """None on a CUDA device for half, bfloat16 and single precision; else why not."""
         if request.dtype not in DTYPES:
-            return f"computes in float16, bfloat16, float32 and int8, not in {request.dtype}; cast it"
+            return f"computes in float16, bfloat16, float32, int8 and float8_e4m3fn, not in {request.dtype}; cast it"
         if request.device.type != "cuda" and not interpreted():
             return f"runs on CUDA devices, not on {request.device}; TRITON_INTERPRET=1 runs it slowly on the CPU"
-        return refusal(request.device) if request.device.type == "cuda" else None
+        if request.device.type != "cuda":
+            return None
+        if request.dtype == FLOAT8 and _card(request.device)[1] < (8, 9):
+            return "multiplies float8 on cards of compute capability 8.9 and later"
+        return refusal(request.device)
 
     def forward(
         self,
@@ -97,6 +103,21 @@ class TritonImplicitGemm(Backend):
         """int32 sums, or int8 of them in the one store."""
         numbers = bias if rescale is None else rescale.packed(bias)
         out = torch.int32 if rescale is None else torch.int8
+        return self._conv(x, weight, kernel_map, groups, False, numbers, residual, None, out)
+
+    def float8(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor,
+        rescale: Float8Rescale | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """fp32 sums, or e4m3 of them in the one store."""
+        numbers = bias if rescale is None else rescale.packed(bias)
+        out = torch.float32 if rescale is None else FLOAT8
         return self._conv(x, weight, kernel_map, groups, False, numbers, residual, None, out)
 
     def input_grad(
@@ -197,7 +218,7 @@ class TritonImplicitGemm(Backend):
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         x = _rows(x)
-        if not weight.is_contiguous() and out_dtype is None:  # of integers a copy is made, where they do not lie so
+        if not weight.is_contiguous() and out_dtype is None:  # 8 bits are copied where they do not lie transposed
             weight = weight.contiguous()
         if residual is not None and not residual.is_contiguous():
             residual = residual.contiguous()
@@ -224,8 +245,8 @@ class TritonImplicitGemm(Backend):
         step = kernel_map.prepared.get(key)
         if step is None:
             channels = (c_out, x.shape[1]) if transposed else (x.shape[1], c_out)
-            integers = {"out": out_dtype, "rescale": out_dtype == torch.int8}
-            recipe = partial(ConvRecipe, x=x, weight=weight, transposed=transposed, **integers)
+            of_8_bits = {"out": out_dtype, "rescale": out_dtype in (torch.int8, FLOAT8)}
+            recipe = partial(ConvRecipe, x=x, weight=weight, transposed=transposed, **of_8_bits)
             step = self._bind(
                 key,
                 tensors,

@@ -78,21 +78,29 @@ def product(a, b, acc, HIDDEN: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def rescaled(sums, residual, numbers_ptr, columns, column_ok, ALL_OUT: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
-    """int8 of int32 sums and an int8 residual, see `sparseconv.backends.integers`; in int64 until it is rounded.
+    """8 bits of sums and a residual of 8 bits, see `sparseconv.backends.integers` and `.float8`.
 
-    Behind the bias, ``numbers_ptr`` has ALL_OUT multipliers, a shift, the residual's multiplier, a slope and the least.
+    Behind the bias, ``numbers_ptr`` has ALL_OUT multipliers. Integers, in int64 until they are rounded, have a shift,
+    the residual's multiplier, a slope and the least value there; float8 has the residual's multiplier and a slope.
     """
-    multiplier = tl.load(numbers_ptr + ALL_OUT + columns, mask=column_ok, other=0).to(tl.int64)
+    multiplier = tl.load(numbers_ptr + ALL_OUT + columns, mask=column_ok, other=0)
     numbers_ptr += 2 * ALL_OUT
-    shift = tl.load(numbers_ptr).to(tl.int64)
-    slope = tl.load(numbers_ptr + 2).to(tl.int64)
-    least = tl.load(numbers_ptr + 3).to(tl.int64)
-    total = sums.to(tl.int64) * multiplier[None, :]
-    if HAS_RESIDUAL:
-        total += residual.to(tl.int64) * tl.load(numbers_ptr + 1).to(tl.int64)
-    value = (total + (tl.full((), 1, tl.int64) << (shift - 1))) >> shift
-    value = tl.where(value < 0, (value * slope + 32768) >> 16, value)
-    return tl.minimum(tl.maximum(value, least), 127)
+    if sums.dtype == tl.float32:
+        scaled = sums * multiplier[None, :]
+        if HAS_RESIDUAL:
+            scaled += residual.to(tl.float32) * tl.load(numbers_ptr)
+        scaled = tl.where(scaled < 0, scaled * tl.load(numbers_ptr + 1), scaled)
+        return tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+    else:
+        shift = tl.load(numbers_ptr).to(tl.int64)
+        slope = tl.load(numbers_ptr + 2).to(tl.int64)
+        least = tl.load(numbers_ptr + 3).to(tl.int64)
+        total = sums.to(tl.int64) * multiplier.to(tl.int64)[None, :]
+        if HAS_RESIDUAL:
+            total += residual.to(tl.int64) * tl.load(numbers_ptr + 1).to(tl.int64)
+        value = (total + (tl.full((), 1, tl.int64) << (shift - 1))) >> shift
+        value = tl.where(value < 0, (value * slope + 32768) >> 16, value)
+        return tl.minimum(tl.maximum(value, least), 127)
 
 
 @triton.jit
