@@ -101,11 +101,11 @@ class Quantize(Step):
 
     def __init__(self, name: str, inputs: Sequence[int], output: int, scale: float) -> None:
         super().__init__(name, inputs, output)
-        self.register_buffer("inverse", _fixed(torch.tensor([1 / scale])))
+        self.register_buffer("inverse", fixed(torch.tensor([1 / scale])))
 
     def run(self, values: Values) -> Any:
         def of(x: torch.Tensor) -> torch.Tensor:
-            scaled = x.float() * _number(self.inverse)
+            scaled = x.float() * number(self.inverse)
             return scaled.round_().clamp_(-LARGEST, LARGEST).nan_to_num_(0.0).to(torch.int8)
 
         return on_features(values[self.inputs[0]], of)
@@ -118,20 +118,64 @@ class Dequantize(Step):
 
     def __init__(self, name: str, inputs: Sequence[int], output: int, scale: torch.Tensor) -> None:
         super().__init__(name, inputs, output)
-        self.register_buffer("scale", _fixed(scale))
+        self.register_buffer("scale", fixed(scale))
 
     def run(self, values: Values) -> Any:
-        return on_features(values[self.inputs[0]], lambda x: x.float() * _number(self.scale))
+        return on_features(values[self.inputs[0]], lambda x: x.float() * number(self.scale))
 
 
-class IntegerConvolution(Step):
-    """A convolution or linear layer, with the norm, residual and activation that followed it.
-
-    ``weight`` (K, C_in/G, C_out) int8, ``bias`` (C_out,) int32 and ``multiplier`` (C_out,) int32; without a rescale the
-    result is the int32 sums.
-    """
+class Convolution(Step):
+    """A convolution or linear layer in 8 bits: its weight (K, C_in/G, C_out), its bias, and how it finds its edges."""
 
     kind = "convolution"
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Sequence[int],
+        output: int,
+        layer: torch.nn.Module,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        where: dict[str, int],
+    ) -> None:
+        super().__init__(name, inputs, output)
+        self.layer, self.where = shell(layer), dict(where)
+        self.backend = getattr(layer, "backend", "auto")
+        # a tap's input channels lie together for each output: matrix units of 8 bits read a weight so
+        self.register_buffer("weight", weight.mT.contiguous().mT)
+        self.register_buffer("bias", bias)
+
+    def run(self, values: Values) -> Any:
+        x, *others = (values[number] for number in self.inputs)
+        kernel_map, target, groups, backend = self._edges(x, values)
+        residual = features_in(others[0]) if others else None
+        y = self.convolved(features_in(x), kernel_map, groups, backend, residual)
+        return y if target is None else SparseTensor(target, y)
+
+    def convolved(
+        self, x: torch.Tensor, kernel_map: KernelMap, groups: int, backend: str, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The features of the result."""
+        raise NotImplementedError
+
+    def _edges(self, x: Any, values: Values) -> tuple[KernelMap, Any, int, str]:
+        if isinstance(self.layer, torch.nn.Linear):
+            if isinstance(x, SparseTensor):
+                plan = LayerGeometry(x.grid.rank, 1).plan(x.grid)
+                return plan.kernel_map, x.grid, 1, self.backend
+            rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
+            offsets = torch.tensor([0, len(x)], device=x.device)
+            return KernelMap(len(x), len(x), 1, pairs=(rows, rows, offsets), identity_tap=0), None, 1, self.backend
+        plan = self.layer.plan(x, **{name: values[number].grid for name, number in self.where.items()})
+        return plan.kernel_map, plan.target, plan.groups, plan.backend
+
+
+class IntegerConvolution(Convolution):
+    """A convolution or linear layer, with the norm, residual and activation that followed it.
+
+    ``weight`` is int8, ``bias`` (C_out,) and ``multiplier`` (C_out,) int32; without a rescale the result is the sums.
+    """
 
     def __init__(
         self,
@@ -144,12 +188,7 @@ class IntegerConvolution(Step):
         rescale: Rescale | None,
         where: dict[str, int],
     ) -> None:
-        super().__init__(name, inputs, output)
-        self.layer, self.where = _shell(layer), dict(where)
-        self.groups, self.backend = getattr(layer, "groups", 1), getattr(layer, "backend", "auto")
-        # channels of a tap and output lie together: matrix units of 8 bits read a weight so
-        self.register_buffer("weight", weight.mT.contiguous().mT)
-        self.register_buffer("bias", bias)
+        super().__init__(name, inputs, output, layer, weight, bias, where)
         self.register_buffer("multiplier", None if rescale is None else rescale.multiplier)
         names = ("shift", "residual_multiplier", "slope", "low")
         self.numbers = {} if rescale is None else {name: getattr(rescale, name) for name in names}
@@ -160,27 +199,11 @@ class IntegerConvolution(Step):
     def set_extra_state(self, state: dict[str, int]) -> None:
         self.numbers = dict(state)
 
-    def run(self, values: Values) -> Any:
-        x, *others = (values[number] for number in self.inputs)
-        features = x.features if isinstance(x, SparseTensor) else x
-        kernel_map, target, groups, backend = self._edges(x, values)
+    def convolved(
+        self, x: torch.Tensor, kernel_map: KernelMap, groups: int, backend: str, residual: torch.Tensor | None
+    ) -> torch.Tensor:
         rescale = Rescale(self.multiplier, **self.numbers) if self.numbers else None
-        residual = None
-        if others:
-            residual = others[0].features if isinstance(others[0], SparseTensor) else others[0]
-        y = _over(kernel_map, groups, backend, features, self.weight, self.bias, rescale, residual)
-        return y if target is None else SparseTensor(target, y)
-
-    def _edges(self, x: Any, values: Values) -> tuple[KernelMap, Any, int, str]:
-        if isinstance(self.layer, torch.nn.Linear):
-            if isinstance(x, SparseTensor):
-                plan = LayerGeometry(x.grid.rank, 1).plan(x.grid)
-                return plan.kernel_map, x.grid, 1, self.backend
-            rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
-            offsets = torch.tensor([0, len(x)], device=x.device)
-            return KernelMap(len(x), len(x), 1, pairs=(rows, rows, offsets), identity_tap=0), None, 1, self.backend
-        plan = self.layer.plan(x, **{name: values[number].grid for name, number in self.where.items()})
-        return plan.kernel_map, plan.target, plan.groups, plan.backend
+        return _over(kernel_map, groups, backend, x, self.weight, self.bias, rescale, residual)
 
 
 class Affine(Step):
@@ -236,13 +259,13 @@ class Combine(Step):
 
     def run(self, values: Values) -> Any:
         first = values[self.inputs[0]]
-        parts = [_features(values[number]) for number in self.inputs]
+        parts = [features_in(values[number]) for number in self.inputs]
         if not self.concatenates:
-            return _placed(first, rescaled(parts, self.multipliers, *self.rounding))
+            return placed(first, rescaled(parts, self.multipliers, *self.rounding))
         same = 1 << self.rounding[0]
         pairs = zip(parts, self.multipliers)
         parts = [part if m == same else rescaled([part], [m], *self.rounding) for part, m in pairs]
-        return _placed(first, torch.cat(parts, 1))
+        return placed(first, torch.cat(parts, 1))
 
 
 class MaxPooling(Step):
@@ -254,7 +277,7 @@ class MaxPooling(Step):
         self, name: str, inputs: Sequence[int], output: int, layer: torch.nn.Module, where: dict[str, int]
     ) -> None:
         super().__init__(name, inputs, output)
-        self.layer, self.where = _shell(layer), dict(where)
+        self.layer, self.where = shell(layer), dict(where)
 
     def run(self, values: Values) -> Any:
         x, plan = values[self.inputs[0]], pooling_plan(self.layer, values[self.inputs[0]], values, self.where)
@@ -281,7 +304,7 @@ class SumPooling(Step):
         shift: int,
     ) -> None:
         super().__init__(name, inputs, output)
-        self.layer, self.where, self.shift = _shell(layer), dict(where), shift
+        self.layer, self.where, self.shift = shell(layer), dict(where), shift
         self.register_buffer("multipliers", multipliers)
 
     def get_extra_state(self) -> dict[str, int]:
@@ -338,15 +361,15 @@ def on_features(x: Any, function: Any) -> Any:
     return x.with_features(function(x.features)) if isinstance(x, SparseTensor) else function(x)
 
 
-def _features(x: Any) -> torch.Tensor:
+def features_in(x: Any) -> torch.Tensor:
     return x.features if isinstance(x, SparseTensor) else x
 
 
-def _placed(x: Any, features: torch.Tensor) -> Any:
+def placed(x: Any, features: torch.Tensor) -> Any:
     return x.with_features(features) if isinstance(x, SparseTensor) else features
 
 
-def _shell(layer: torch.nn.Module) -> torch.nn.Module:
+def shell(layer: torch.nn.Module) -> torch.nn.Module:
     """A layer without its parameters and hooks: what finds its plans."""
     shell = copy.copy(layer)
     shell.__dict__ = {**shell.__dict__, "_parameters": dict.fromkeys(layer._parameters)}
@@ -355,10 +378,10 @@ def _shell(layer: torch.nn.Module) -> torch.nn.Module:
     return shell
 
 
-def _fixed(numbers: torch.Tensor) -> torch.Tensor:
+def fixed(numbers: torch.Tensor) -> torch.Tensor:
     """fp32 numbers as the integers of their bits, which `half()` and `to(dtype)` leave alone."""
     return numbers.to(torch.float32).contiguous().view(torch.int32)
 
 
-def _number(bits: Any) -> torch.Tensor:
+def number(bits: Any) -> torch.Tensor:
     return bits.view(torch.float32)

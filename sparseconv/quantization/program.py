@@ -88,6 +88,8 @@ def _refs(tree: Any) -> list[int]:
 class Builder:
     """Makes the steps. Values have numbers in the recording; a step's are their slots, one for each form of a value."""
 
+    largest: float = LARGEST  # what a value's range is brought to
+
     def __init__(self, recording: Recording, ranges: dict[int, float]) -> None:
         self.recording, self.ranges = recording, ranges
         self.steps: list[layers.Step] = []
@@ -130,7 +132,7 @@ class Builder:
                 if value != output:
                     leader[output] = value
                     range_of[value] = max(range_of[value], range_of[output])
-        return {value: (range_of[find(value)] / LARGEST) or 1.0 for value in self.ranges}
+        return {value: (range_of[find(value)] / self.largest) or 1.0 for value in self.ranges}
 
     # ---- values
 
@@ -151,7 +153,7 @@ class Builder:
         if (value, form) not in self.slots:
             if form == "int8":
                 source = self.slots[value, "wide"]
-                self.steps.append(layers.Quantize(name, [source], self.slot(value, form), self.scales[value]))
+                self.steps.append(self.quantizer(name, [source], self.slot(value, form), self.scales[value]))
             else:
                 source, scale = self.slots[value, "int8"], torch.tensor([self.scales[value]])
                 self.steps.append(layers.Dequantize(name, [source], self.slot(value, form), scale))
@@ -199,10 +201,16 @@ class Builder:
             raise ValueError(f"{op.name.rpartition(':')[2] or 'it'} has no integer form")
         inputs = [self.given(value, "int8", op.name) for value in op.inputs]
         where = {name: self.voxels(value) for name, value in op.where.items()}
-        y_scale = self.scales[group.output]
         if op.kind in ("conv", "linear"):
             self._convolution(group, inputs, where, leaves)
-        elif op.kind == "norm":
+        else:
+            self._other(group, inputs, where)
+
+    quantizer: Any = layers.Quantize
+
+    def _other(self, group: Joined, inputs: list[int], where: dict[str, int]) -> None:
+        op, y_scale = group.first, self.scales[group.output]
+        if op.kind == "norm":
             self._norm(group, inputs)
         elif op.kind == "max":
             output = self.slot(group.output, "int8")
@@ -223,11 +231,7 @@ class Builder:
     def _convolution(self, group: Joined, inputs: list[int], where: dict[str, int], leaves: bool) -> None:
         op, module = group.first, group.first.module
         x_scale = self.scales[self.source(op.inputs[0])]
-        weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
-        if op.kind == "linear":
-            weight = weight.T[None]
-        if group.norm is not None:
-            weight, bias = _folded(weight, bias, group.norm)
+        weight, bias = folded_weight(group)
         integers, added, scale = integer_weight(weight, bias, x_scale)
         rescale, form = None, "sums"
         if not (leaves and group.residual is None and group.slope is None):
@@ -245,14 +249,13 @@ class Builder:
             self.steps.append(layers.Dequantize(op.name, [output], wide, scale))
 
     def _norm(self, group: Joined, inputs: list[int]) -> None:
-        op, norm = group.first, group.first.module
-        channels = norm.num_features
-        weight, bias = _folded(torch.ones(1, 1, channels, device=norm.running_var.device), None, norm)
+        op = group.first
+        weight, bias = folded_norm(op.module)
         x_scale = self.scales[self.source(op.inputs[0])]
-        steps = (weight[0, 0].double().abs() / 32767).clamp_min(1e-30)
-        steps = torch.maximum(steps, bias.double().abs() / (x_scale * 2**30))
+        steps = (weight.abs() / 32767).clamp_min(1e-30)
+        steps = torch.maximum(steps, bias.abs() / (x_scale * 2**30))
         rescale = rescale_to(steps * x_scale, self.scales[group.output], 0.0, group.slope)
-        integers = (weight[0, 0] / steps).round().to(torch.int32)
+        integers = (weight / steps).round().to(torch.int32)
         added = (bias / (steps * x_scale)).round().to(torch.int32)
         self.steps.append(layers.Affine(op.name, inputs, self.slot(group.output, "int8"), integers, added, rescale))
 
@@ -268,6 +271,24 @@ class Builder:
         numbers = torch.tensor([round(r * 2.0**shift) for r in ratios], dtype=torch.int32)
         output = self.slot(group.output, "int8")
         self.steps.append(layers.SumPooling(op.name, inputs, output, module, where, numbers, shift))
+
+
+def folded_weight(group: Joined) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight (K, C_in/G, C_out) and bias of a convolution or linear layer, with the norm after it in them."""
+    module = group.first.module
+    weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+    if group.first.kind == "linear":
+        weight = weight.T[None]
+    return (weight, bias) if group.norm is None else _folded(weight, bias, group.norm)
+
+
+def folded_norm(norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and shift (C,) of a norm in fp64, its running statistics in them."""
+    if norm.running_mean is None:
+        raise ValueError(f"{type(norm).__name__} keeps no running statistics")
+    ones = torch.ones(1, 1, norm.num_features, device=norm.running_mean.device)
+    weight, bias = _folded(ones, None, norm)
+    return weight[0, 0], bias
 
 
 def _folded(weight: torch.Tensor, bias: torch.Tensor | None, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:

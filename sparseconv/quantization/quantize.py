@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.backends.float8 import FLOAT8
 from sparseconv.kinds import check_kind
+from sparseconv.quantization.float8 import Float8Builder
 from sparseconv.quantization.network import QuantizedNetwork
 from sparseconv.quantization.program import Builder
 from sparseconv.quantization.recording import Recording, record
@@ -21,6 +23,7 @@ def quantize(
     net: torch.nn.Module,
     scenes: Iterable[Scene],
     *,
+    dtype: torch.dtype | str = torch.int8,
     keep: Sequence[str] = (),
     percentile: float | None = None,
 ) -> QuantizedNetwork:
@@ -33,6 +36,8 @@ def quantize(
     Args:
         net: takes a `SparseTensor`; in evaluation mode. It stays as it is.
         scenes: `SparseTensor`s, or (coords, features), such as the network will see; some dozens do.
+        dtype: ``torch.int8``, or ``torch.float8_e4m3fn`` (``"fp8"``) with sums in fp32: on cards of compute capability
+            8.9 and later by their matrix units, elsewhere simulated on fp32.
         keep: names of layers or blocks to leave in floating point, as ``net.named_modules()`` has them. ``"first"`` and
             ``"last"`` are the first and the last convolution or linear layer.
         percentile: of the magnitudes in a scene that an activation's scale covers, such as 99.99; larger ones are
@@ -53,7 +58,7 @@ def quantize(
     >>> small(x).channels, small.state_dict()["steps.1.weight"].dtype
     (5, torch.int8)
     """
-    _check(net, keep, percentile)
+    builder_of = _check(net, dtype, keep, percentile)
     ranges: dict[int, float] = {}
 
     def seen(value: int, features: torch.Tensor) -> None:
@@ -73,7 +78,7 @@ def quantize(
         recording = now
     if recording is None:
         raise ValueError("calibration needs at least one scene")
-    builder = Builder(recording, ranges)
+    builder = builder_of(recording, ranges)
     results = builder.build()
     if builder.failed:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in builder.failed.items())
@@ -82,7 +87,7 @@ def quantize(
     return QuantizedNetwork(builder.steps, results).to(x.device)
 
 
-def _check(net: torch.nn.Module, keep: Sequence[str], percentile: float | None) -> None:
+def _check(net: torch.nn.Module, dtype: Any, keep: Sequence[str], percentile: float | None) -> type[Builder]:
     check_kind("net", net, torch.nn.Module, "pass the network")
     training = [name or type(net).__name__ for name, module in net.named_modules() if module.training]
     if training:
@@ -94,6 +99,11 @@ def _check(net: torch.nn.Module, keep: Sequence[str], percentile: float | None) 
         raise ValueError(f"keep names {missing}, which are no modules of the network")
     if percentile is not None and not 50 < percentile <= 100:
         raise ValueError(f"percentile is above 50 and at most 100; got {percentile}")
+    if dtype in (torch.int8, "int8"):
+        return Builder
+    if dtype in (FLOAT8, "fp8", "float8_e4m3fn"):
+        return Float8Builder
+    raise ValueError(f"dtype is torch.int8 or torch.float8_e4m3fn ('fp8'); got {dtype!r}")
 
 
 def _ends(recording: Recording, keep: Sequence[str]) -> set[str]:

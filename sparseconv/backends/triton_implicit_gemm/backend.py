@@ -115,7 +115,9 @@ class TritonImplicitGemm(Backend):
         rescale: Float8Rescale | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """fp32 sums, or e4m3 of them in the one store."""
+        """fp32 sums, or e4m3 of them in the one store; on fp32 where a card has no matrix units for e4m3."""
+        if x.is_cuda and _card(x.device)[1] < (8, 9):
+            return super().float8(x, weight, kernel_map, groups, bias, rescale, residual)
         numbers = bias if rescale is None else rescale.packed(bias)
         out = torch.float32 if rescale is None else FLOAT8
         return self._conv(x, weight, kernel_map, groups, False, numbers, residual, None, out)

@@ -175,10 +175,7 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
         # matrix units of 8 bits take 32 contracted channels, and Hopper's read both operands along them
         block_n, block_k = min(max(16, power_of_two(c_out)), 128), min(max(32, power_of_two(c_in)), 128)
         tile = ConvConfig(128, block_n, block_k, 8 if block_n == 128 else 4, 3, weight_copy=True, chunked=work.far)
-        found = [tile, replace(tile, block_m=64, warps=4), replace(tile, stages=4)]
-        if work.dtype != torch.int8 and c_out % 256 == 0:  # int8's way through 64 bits leaves no registers for it
-            found[1:1] = [replace(tile, block_n=256)]
-        return found
+        return [tile, replace(tile, block_m=64, warps=4), replace(tile, stages=4)]
     if work.dtype not in HALF and not work.gluon:
         block_n = min(max(16, power_of_two(c_out)), 128)
         block_k = min(max(16, power_of_two(c_in)), 32)
