@@ -7,7 +7,7 @@ A hash is over the voxels and the features of a result, its rows in lexicographi
 they are and shuffled; both must agree. Numbers come from numpy's frozen generator, so that no machine draws others.
 ``--backend`` holds every plan to one backend; with TRITON_INTERPRET=1 and ``--backend triton_implicit_gemm`` the GPU's
 kernel runs in Triton's interpreter. ``--against`` exits with 1 where a hash differs. ``--time`` prints milliseconds of
-int8 and of fp32 (on a card also of fp16) layers instead, the least of several runs in turns.
+int8 and of fp32 (on a card also of fp16 and float8) layers instead, the least of several runs in turns.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.backends.float8 import FLOAT8, Float8Rescale
+from sparseconv.backends.registry import backend as backend_named
 from sparseconv.quantization import Rescale, convolve
 from sparseconv.quantization.layers import Affine, Combine, IntegerConvolution, MaxPooling, SumPooling
 
@@ -162,9 +165,11 @@ def network(make: Callable[[], torch.nn.Module]) -> Case:
 
 def _sizes(module: Any) -> dict[str, Any]:
     window = module.geometry
-    return {"in_channels": module.in_channels, "out_channels": module.out_channels, "kernel_size": window.kernel_size} | (
-        {} if isinstance(module, nn.SubmanifoldConv) else {"stride": window.stride}
-    )
+    return {
+        "in_channels": module.in_channels,
+        "out_channels": module.out_channels,
+        "kernel_size": window.kernel_size,
+    } | ({} if isinstance(module, nn.SubmanifoldConv) else {"stride": window.stride})
 
 
 CASES: dict[str, Case] = {
@@ -249,22 +254,31 @@ def timed(device: torch.device, backend: str, seconds: float = 1.5) -> Iterator[
     grid = sc.voxelize(torch.from_numpy(points).float(), 0.012 if device.type == "cpu" else 0.005)[0].to(device)
     plan = sc.ConvolutionPlan(grid, 3, backend=backend)
     for c in (16, 32, 64, 128, 256):
-        numbers = Numbers(f"time {c}", device, backend)
-        weight, bias = numbers.draw(-127, 127, 27, c, c), numbers.draw(-999, 999, c, dtype=torch.int32)
-        weight = weight.mT.contiguous().mT
-        rescale = numbers.rescale(c, 9 * c, slope=0, low=0)
-        x = by_voxel(grid, c)
-        calls: dict[str, Callable[[], Any]] = {
-            "int8": lambda x=x: convolve(plan, x, weight, bias, rescale=rescale),
-            "int8, x >= 0": lambda x=x.abs(): convolve(plan, x, weight, bias, rescale=rescale),
-        }
-        for dtype in (torch.float32, *((torch.float16,) if device.type == "cuda" else ())):
-            operands = x.to(dtype), weight.to(dtype).contiguous() / 2**12, bias.to(dtype)
-            calls[str(dtype)[6:]] = lambda operands=operands: plan.execute(*operands, epilogue=sc.pointwise.relu)
-        best = least(calls, device, seconds)
+        best = least(timed_calls(plan, c, Numbers(f"time {c}", device, backend)), device, seconds)
         words = ", ".join(f"{name} {ms:.3f}" for name, ms in best.items())
         share = best["float32"] / best["int8, x >= 0"]
         yield f"{len(grid)} voxels, {c} -> {c} channels: {words} ms; fp32 / int8 after a ReLU {share:.2f}"
+
+
+def timed_calls(plan: sc.ConvolutionPlan, c: int, numbers: Numbers) -> dict[str, Callable[[], Any]]:
+    """A convolution, its bias and its ReLU in each dtype."""
+    weight, bias = numbers.draw(-127, 127, 27, c, c), numbers.draw(-999, 999, c, dtype=torch.int32)
+    weight, rescale = weight.mT.contiguous().mT, numbers.rescale(c, 9 * c, slope=0, low=0)
+    x = by_voxel(plan.source, c)
+    positive = x.abs()
+    calls: dict[str, Callable[[], Any]] = {
+        "int8": lambda: convolve(plan, x, weight, bias, rescale=rescale),
+        "int8, x >= 0": lambda: convolve(plan, positive, weight, bias, rescale=rescale),
+    }
+    on_card = plan.device.type == "cuda"
+    for dtype in (torch.float32, *((torch.float16,) if on_card else ())):
+        operands = x.to(dtype), weight.to(dtype).contiguous() / 2**12, bias.to(dtype)
+        calls[str(dtype)[6:]] = partial(plan.execute, *operands, epilogue=sc.pointwise.relu)
+    if on_card:
+        floats = Float8Rescale(torch.full((c,), 2.0**-8, device=plan.device), 0.0, 0.0)
+        narrow = [x.float().to(FLOAT8), weight.float().to(FLOAT8), plan.kernel_map, 1, bias.float(), floats]
+        calls["float8"] = partial(backend_named("triton_implicit_gemm").float8, *narrow)
+    return calls
 
 
 def least(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, float]:

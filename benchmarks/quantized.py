@@ -62,8 +62,10 @@ def example(name: str, steps: int, millimetres: float, **options: Any) -> dict[s
 @torch.no_grad()
 def compared(net: torch.nn.Module, scenes: list[sc.SparseTensor], score: Any, **options: Any) -> dict[str, float]:
     """The score of a network, and of its 8-bit copies."""
-    small = sc.quantize(net, scenes, **options)
-    return {"fp32": score(net), "int8": score(small)}
+    scores = {"fp32": score(net)}
+    for dtype in ("int8", "fp8"):
+        scores[dtype] = score(sc.quantize(net, scenes, dtype=dtype, **options))
+    return scores
 
 
 def main() -> int:

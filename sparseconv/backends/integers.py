@@ -19,7 +19,7 @@ from functools import lru_cache
 
 import torch
 
-from sparseconv.backends.base import Request
+from sparseconv.geometry.kernel_map import KernelMap
 
 #: the largest int8 value that a layer makes; -128 is none, so that signs are symmetric
 LARGEST = 127
@@ -118,13 +118,6 @@ def rescaled(
     return Rescale(none, shift, slope=slope, low=low)._rounded(total)
 
 
-def integer_workspace(request: Request) -> int:
-    """Bytes that an integer convolution on the CPU takes besides its result: int32 sums, operands of 32 bits a pair."""
-    kernel_map = request.kernel_map
-    weight = kernel_map.num_taps * (request.c_in // request.groups + 1) * request.c_out
-    return 4 * (kernel_map.num_out * request.c_out + kernel_map.num_in * (request.c_in + request.groups) + weight)
-
-
 def check_bound(num_taps: int, group_in: int, bias: torch.Tensor | None = None) -> None:
     """Raise ValueError for a layer whose sums could pass 2^31, in the worst case of all bytes."""
     most = num_taps * group_in * 128 * 128
@@ -138,7 +131,8 @@ def check_bound(num_taps: int, group_in: int, bias: torch.Tensor | None = None) 
 
 
 def check_integers(
-    request: Request,
+    kernel_map: KernelMap,
+    groups: int,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -146,7 +140,7 @@ def check_integers(
     residual: torch.Tensor | None,
 ) -> None:
     """Raise for operands that an integer convolution cannot take: before anything is launched."""
-    kernel_map, groups, device = request.kernel_map, request.groups, request.device
+    device = kernel_map.device
     for name, tensor, dtype in (
         ("x", x, torch.int8),
         ("weight", weight, torch.int8),

@@ -27,11 +27,15 @@ class QuantizeFloat8(layers.Step):
         self.register_buffer("inverse", layers.fixed(torch.tensor([1 / scale])))
 
     def run(self, values: layers.Values) -> Any:
-        return layers.on_features(values[self.inputs[0]], lambda x: narrowed(x.float() * layers.number(self.inverse)))
+        inverse = layers.number(self.inverse)
+        return layers.on_features(values[self.inputs[0]], lambda x: narrowed(x.float() * inverse))
 
 
 class Float8Convolution(layers.Convolution):
-    """A convolution or linear layer, with the norm, residual and activation that followed it; ``weight`` has e4m3's bytes."""
+    """A convolution or linear layer, with the norm, residual and activation that followed it.
+
+    ``weight`` has the bytes of e4m3 numbers, as uint8.
+    """
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ def _over(
 ) -> torch.Tensor:
     channels = (x.shape[-1], weight.shape[-1])
     request = Request(kernel_map, kernel_map.device, torch.int8, *channels, groups)
-    check_integers(request, x, weight, bias, rescale, residual)
+    check_integers(kernel_map, groups, x, weight, bias, rescale, residual)
     return choose(request, backend).integers(x, weight, kernel_map, groups, bias, rescale, residual)
 
 
@@ -128,6 +128,10 @@ class Convolution(Step):
     """A convolution or linear layer in 8 bits: its weight (K, C_in/G, C_out), its bias, and how it finds its edges."""
 
     kind = "convolution"
+    weight: torch.Tensor
+    bias: torch.Tensor
+    multiplier: Any
+    layer: Any
 
     def __init__(
         self,
@@ -210,6 +214,7 @@ class Affine(Step):
     """A norm that follows no convolution: x * weight + bias with int32 numbers a channel, rescaled."""
 
     kind = "norm"
+    multiplier: torch.Tensor
 
     def __init__(
         self, name: str, inputs: Sequence[int], output: int, weight: torch.Tensor, bias: torch.Tensor, rescale: Rescale
@@ -292,6 +297,7 @@ class SumPooling(Step):
     """
 
     kind = "sum pooling"
+    multipliers: torch.Tensor
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ class QuantizedNetwork(torch.nn.Module):
     """What `quantize` returns: a list of steps over integers, called as the network was.
 
     It takes the network's input, a `SparseTensor` in floating point, and returns what the network returns, in fp32.
-    Its weights are int8 and its biases int32, buffers of its ``state_dict``. It copies, pickles and moves as any module.
+    Its weights are int8 and its biases int32, buffers of its ``state_dict``. It copies, pickles and moves as any.
     It has no parameters and no gradient.
 
     Attributes:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.backends.integers import LARGEST, NARROW_MULTIPLIERS, Rescale
+from sparseconv.backends.integers import LARGEST, NARROW_MULTIPLIERS
 from sparseconv.nn.fused.fusion import folded
 from sparseconv.quantization import layers
 from sparseconv.quantization.recording import Operation, Recording, Ref
@@ -180,7 +180,9 @@ class Builder:
                 self.failed[group.first.name] = str(error)
                 self.slot(group.output, "int8")
         returned = pytree.tree_map(
-            lambda leaf: Ref(self.given(leaf.value, "wide", "result"), leaf.is_sparse) if isinstance(leaf, Ref) else leaf,
+            lambda leaf: (
+                Ref(self.given(leaf.value, "wide", "result"), leaf.is_sparse) if isinstance(leaf, Ref) else leaf
+            ),
             self.recording.results,
             is_leaf=lambda leaf: isinstance(leaf, Ref),
         )
@@ -190,7 +192,9 @@ class Builder:
         op = group.first
         if op.kind == "wide":
             call = pytree.tree_map(
-                lambda leaf: Ref(self.given(leaf.value, "wide", op.name), leaf.is_sparse) if isinstance(leaf, Ref) else leaf,
+                lambda leaf: (
+                    Ref(self.given(leaf.value, "wide", op.name), leaf.is_sparse) if isinstance(leaf, Ref) else leaf
+                ),
                 op.call,
                 is_leaf=lambda leaf: isinstance(leaf, Ref),
             )
@@ -241,9 +245,7 @@ class Builder:
                 inputs = [*inputs, self.given(group.residual, "int8", op.name)]
             rescale, form = rescale_to(scale, self.scales[group.output], residual_scale, group.slope), "int8"
         output = self.slot(group.output, form)
-        self.steps.append(
-            layers.IntegerConvolution(op.name, inputs, output, module, integers, added, rescale, where)
-        )
+        self.steps.append(layers.IntegerConvolution(op.name, inputs, output, module, integers, added, rescale, where))
         if form == "sums":
             wide = self.slot(group.output, "wide")
             self.steps.append(layers.Dequantize(op.name, [output], wide, scale))

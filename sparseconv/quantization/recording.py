@@ -140,7 +140,9 @@ class _Recorder(TorchFunctionMode):
         def of(leaf: Any) -> Any:
             number = self.number(leaf)
             if number is None and isinstance(leaf, (torch.Tensor, SparseTensor)):
-                raise ValueError(f"the network returns a tensor {tuple(leaf.shape)} that no layer of it is seen to make")
+                raise ValueError(
+                    f"the network returns a tensor {tuple(leaf.shape)} that no layer of it is seen to make"
+                )
             return leaf if number is None else Ref(number, isinstance(leaf, SparseTensor))
 
         return pytree.tree_map(of, tree, is_leaf=lambda leaf: isinstance(leaf, SparseTensor))
@@ -214,7 +216,8 @@ class _Recorder(TorchFunctionMode):
         slope = kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01) if "leaky" in func.__name__ else 0.0
         if kind == "add" and (inputs != 2 or kwargs.get("alpha", 1) != 1 or args[0].shape != args[1].shape):
             kind = "unknown"
-        if kind == "cat" and (inputs != len(args[0]) or kwargs.get("dim", args[1] if len(args) > 1 else 0) not in (1, -1)):
+        if kind == "cat" and (
+            inputs != len(args[0]) or kwargs.get("dim", args[1] if len(args) > 1 else 0) not in (1, -1)
+        ):
             kind = "unknown"
         return kind, float(slope)
-

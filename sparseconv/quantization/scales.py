@@ -44,9 +44,7 @@ def integer_weight(
     return integers, added, scale * x_scale
 
 
-def rescale_to(
-    scale: torch.Tensor, y_scale: float, residual_scale: float = 0.0, slope: float | None = None
-) -> Rescale:
+def rescale_to(scale: torch.Tensor, y_scale: float, residual_scale: float = 0.0, slope: float | None = None) -> Rescale:
     """From sums of ``scale`` (C_out,) to int8 of ``y_scale``; ``slope`` of an activation, None for none."""
     ratios, residual = (scale / y_scale).tolist(), residual_scale / y_scale
     shift = shift_for([*ratios, residual], MULTIPLIERS, SHIFTS.stop - 1)

@@ -25,7 +25,13 @@ from triton.compiler import ASTSource
 
 from sparseconv.backends.triton_implicit_gemm.config import Work, conv_candidates, weight_grad_candidates
 
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv"}
+NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
 EIGHT_BITS = {torch.int8: "i32", torch.float8_e4m3fn: "fp32"}  # and the type of their numbers
 CAPABILITY = {80: (8, 0), 86: (8, 6), 89: (8, 9), 90: (9, 0), 100: (10, 0), 120: (12, 0)}
 OPERANDS = ("feats_ptr", "weight_ptr", "weight", "grad_ptr", "bias_ptr", "residual_ptr")

@@ -59,7 +59,10 @@ def draw(seed: int, number: int) -> dict[str, Any]:
 
 def _plan(rng: random.Random, rank: int, groups: int) -> sc.ConvolutionPlan:
     kind, batch = rng.choice(KINDS), rng.randint(1, 2)
-    rows = {tuple([rng.randrange(batch), *(rng.randint(-4, 4) for _ in range(rank))]) for _ in range(rng.choice((0, 1, 6, 30)))}
+    rows = {
+        tuple([rng.randrange(batch), *(rng.randint(-4, 4) for _ in range(rank))])
+        for _ in range(rng.choice((0, 1, 6, 30)))
+    }
     coords = torch.tensor(rng.sample(sorted(rows), len(rows)), dtype=torch.int32).reshape(-1, rank + 1)
     grid = sc.VoxelGrid(coords, batch)
     window = [rng.randint(1, 4 if rank < 3 else 3) for _ in range(rank)]

@@ -66,14 +66,14 @@ def test_the_largest_sums_that_are_allowed(name):
 
 def test_sums_past_32_bits_are_refused():
     check_bound(27, 4854)
-    with pytest.raises(ValueError, match="27 taps of 4855 channels a group could sum up to .* past 2\\^31 - 1"):
+    with pytest.raises(ValueError, match=r"27 taps of 4855 channels a group could sum up to .* past 2\^31 - 1"):
         check_bound(27, 4855)
-    with pytest.raises(ValueError, match="past 2\\^31 - 1"):
+    with pytest.raises(ValueError, match=r"past 2\^31 - 1"):
         convolve(line(), bytes_of(4, 1), bytes_of(3, 1, 1), torch.tensor([2**31 - 1], dtype=I32))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("voxels", (0, 1))
+@pytest.mark.parametrize("voxels", [0, 1])
 def test_few_voxels(name, voxels):
     plan = line(voxels, backend=name)
     weight, bias = bytes_of(3, 5, 7), torch.arange(7, dtype=I32)
@@ -95,7 +95,7 @@ def test_strides_do_not_matter(name):
     assert torch.equal(convolve(plan, turned[0], turned[1], rescale=other, residual=turned[2]), want)
 
 
-@pytest.mark.parametrize("slope", (0, 1, 6554, 65536))
+@pytest.mark.parametrize("slope", [0, 1, 6554, 65536])
 def test_every_int8_value_is_rescaled_as_the_oracle_says(slope):
     x = torch.arange(-127, 128, dtype=I8)[:, None]
     low = 0 if slope == 0 else -127

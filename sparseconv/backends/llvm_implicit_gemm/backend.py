@@ -12,7 +12,7 @@ from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.cpu_products import not_on_cpu, turned
 from sparseconv.backends.cpu_threads import together
 from sparseconv.backends.edge_chunks import reversed_edges, sorted_edges
-from sparseconv.backends.integers import Rescale, integer_workspace
+from sparseconv.backends.integers import Rescale
 from sparseconv.backends.llvm_implicit_gemm.compile import missing
 from sparseconv.backends.llvm_implicit_gemm.integers import integer_kernel, together_in_rows, together_in_weight
 from sparseconv.backends.llvm_implicit_gemm.kernels import kernel, runs
@@ -135,10 +135,11 @@ class LlvmImplicitGemm(Backend):
         return out
 
     def workspace_bytes(self, request: Request) -> int:
-        if request.dtype == torch.int8:
-            return integer_workspace(request)
         wide = torch.promote_types(request.dtype, torch.float32)
         kernel_map, size = request.kernel_map, wide.itemsize
+        if request.dtype == torch.int8:  # int32 sums, and operands of up to 32 bits for two channels
+            numbers = kernel_map.num_in * (request.c_in + request.groups) + kernel_map.num_out * request.c_out
+            return size * (numbers + kernel_map.num_taps * (request.c_in // request.groups + 1) * request.c_out)
         weight = kernel_map.num_taps * request.c_in * request.c_out // request.groups * size
         parts = _parts(_threads(request.flops // 2))
         rows = kernel_map.num_in * request.c_in + kernel_map.num_out * request.c_out

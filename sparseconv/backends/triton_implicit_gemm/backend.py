@@ -247,8 +247,8 @@ class TritonImplicitGemm(Backend):
         step = kernel_map.prepared.get(key)
         if step is None:
             channels = (c_out, x.shape[1]) if transposed else (x.shape[1], c_out)
-            of_8_bits = {"out": out_dtype, "rescale": out_dtype in (torch.int8, FLOAT8)}
-            recipe = partial(ConvRecipe, x=x, weight=weight, transposed=transposed, **of_8_bits)
+            rescale = out_dtype in (torch.int8, FLOAT8)
+            recipe = partial(ConvRecipe, x=x, weight=weight, transposed=transposed, out=out_dtype, rescale=rescale)
             step = self._bind(
                 key,
                 tensors,
