@@ -7,7 +7,8 @@ A hash is over the voxels and the features of a result, its rows in lexicographi
 they are and shuffled; both must agree. Numbers come from numpy's frozen generator, so that no machine draws others.
 ``--backend`` holds every plan to one backend; with TRITON_INTERPRET=1 and ``--backend triton_implicit_gemm`` the GPU's
 kernel runs in Triton's interpreter. ``--against`` exits with 1 where a hash differs. ``--time`` prints milliseconds of
-int8 and of fp32 (on a card also of fp16 and float8) layers instead, the least of several runs in turns.
+int8 and of fp32 (on a card also of fp16 and float8) layers instead, the least of several
+runs in turns; on a CPU the time that all threads computed (run it with OMP_WAIT_POLICY=passive).
 """
 
 from __future__ import annotations
@@ -282,7 +283,11 @@ def timed_calls(plan: sc.ConvolutionPlan, c: int, numbers: Numbers) -> dict[str,
 
 
 def least(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, float]:
-    """The least milliseconds of each call, called in turns."""
+    """The least milliseconds of each call, called in turns; on a CPU those that its threads computed, all together.
+
+    So other programs on the machine do not count. Run it with OMP_WAIT_POLICY=passive: threads that wait awake would.
+    """
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         for _ in range(3):
@@ -292,11 +297,11 @@ def least(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: fl
         for name, call in calls.items():
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            start = clock()
             call()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
+            best[name] = min(best[name], 1e3 * (clock() - start))
     return best
 
 
@@ -305,7 +310,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: a card, where there is one")
     parser.add_argument("--backend", default="auto", help="the backend of every plan")
     parser.add_argument("--threads", type=int, help="of torch")
-    parser.add_argument("--json", type=Path, help="write the hashes here")
+    parser.add_argument("--json", type=Path, help="write hashes or times here")
     parser.add_argument("--against", type=Path, help="compare with the hashes in this file")
     parser.add_argument("--time", action="store_true", help="milliseconds instead of hashes")
     args = parser.parse_args()
@@ -313,8 +318,18 @@ def main() -> int:
         torch.set_num_threads(args.threads)
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.time:
+        lines = []
         for line in timed(device, args.backend):
             print(line, flush=True)
+            lines.append(line)
+        if args.json:
+            found = {
+                "torch": torch.__version__,
+                "device": str(device),
+                "threads": torch.get_num_threads(),
+                "lines": lines,
+            }
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
         return 0
     found = dict(hashes(device, args.backend))
     print(f"{len(found)} hashes on {device}, backend {args.backend}, {torch.get_num_threads()} threads")

@@ -57,12 +57,9 @@ def together_in_rows(x: torch.Tensor, groups: int, count: int) -> torch.Tensor:
 
 def together_in_weight(weight: torch.Tensor, count: int) -> torch.Tensor:
     """(K, C, C_out) int8 -> (K, ceil(C/count), C_out) int32 of ``count`` input channels each."""
-    taps, each, c_out = weight.shape
-    padded = torch.zeros(taps, -(-each // count), c_out, count, dtype=torch.int16 if count == 2 else torch.int8)
-    for place in range(count):
-        part = weight[:, place::count]
-        padded[:, : part.shape[1], :, place] = part
-    return padded.view(torch.int32)[..., 0]
+    each, dtype = weight.shape[1], torch.int16 if count == 2 else torch.int8
+    channels_last = torch.nn.functional.pad(weight.mT, (0, -each % count)) if each % count else weight.mT
+    return channels_last.to(dtype).contiguous().view(torch.int32).mT.contiguous()
 
 
 class _Integers(Loops):
