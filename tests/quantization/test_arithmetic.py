@@ -158,3 +158,14 @@ def test_the_cpus_hashes_are_the_committed_ones():
     from benchmarks.integer import hashes
 
     assert dict(hashes(torch.device("cpu"))) == json.loads((RESULTS / "integer_hashes.json").read_text())
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("sign", (1, -1))
+def test_places_of_one_number_have_any_stride(name, sign):
+    plan = line(1, backend=name)
+    x = torch.full((3, 8), sign, dtype=I8).as_strided((1, 8), (3, 1))
+    weight = torch.arange(3 * 8 * 2, dtype=I8).as_strided((3, 8, 1), (16, 2, 1))
+    want = sign * weight[1].int().sum(0, keepdim=True)
+    assert convolve(plan, x, weight).tolist() == want.tolist()
+    assert convolve(plan, x, weight.mT.contiguous().mT).tolist() == want.tolist()
