@@ -49,7 +49,7 @@ def together_in_rows(x: torch.Tensor, groups: int, count: int) -> torch.Tensor:
     rows, channels = x.shape
     each, dtype = channels // groups, torch.int16 if count == 2 else torch.int8
     if each % count == 0:
-        return x.to(dtype).reshape(-1).view(torch.int32).view(rows, channels // count)
+        return x.to(dtype).contiguous().view(-1).view(torch.int32).view(rows, channels // count)
     padded = torch.zeros(rows, groups, -(-each // count) * count, dtype=dtype)
     padded[:, :, :each] = x.reshape(rows, groups, each)
     return padded.view(-1).view(torch.int32).view(rows, groups * -(-each // count))
@@ -59,7 +59,9 @@ def together_in_weight(weight: torch.Tensor, count: int) -> torch.Tensor:
     """(K, C, C_out) int8 -> (K, ceil(C/count), C_out) int32 of ``count`` input channels each."""
     each, dtype = weight.shape[1], torch.int16 if count == 2 else torch.int8
     channels_last = torch.nn.functional.pad(weight.mT, (0, -each % count)) if each % count else weight.mT
-    words = channels_last.to(dtype).reshape(-1).view(torch.int32)  # flat: a stride of one place may be any number
+    words = (
+        channels_last.to(dtype).contiguous().view(-1).view(torch.int32)
+    )  # flat: a stride of one place may be any number
     return words.view(*channels_last.shape[:2], -(-each // count)).mT.contiguous()
 
 
