@@ -25,6 +25,13 @@ class QuantizedNetwork(torch.nn.Module):
         wide: the names of the layers that compute in floating point, as they did.
 
     Without ``wide`` layers the same input gives the same bytes on every device, backend and number of threads.
+
+    >>> import sparseconv as sc
+    >>> grid, _ = sc.voxelize(torch.rand(100, 3), voxel_size=0.2)
+    >>> x = sc.SparseTensor(grid, torch.randn(len(grid), 4))
+    >>> small = sc.quantize(sc.nn.ConvBlock(4, 8).eval(), [x])
+    >>> [step.kind for step in small.steps]
+    ['quantize', 'convolution', 'dequantize']
     """
 
     def __init__(self, steps: list[Step], results: Any) -> None:

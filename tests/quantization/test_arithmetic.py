@@ -161,7 +161,7 @@ def test_the_cpus_hashes_are_the_committed_ones():
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("sign", (1, -1))
+@pytest.mark.parametrize("sign", [1, -1])
 def test_places_of_one_number_have_any_stride(name, sign):
     plan = line(1, backend=name)
     x = torch.full((3, 8), sign, dtype=I8).as_strided((1, 8), (3, 1))
