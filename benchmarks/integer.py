@@ -129,9 +129,9 @@ def norm(x: sc.SparseTensor, numbers: Numbers) -> sc.SparseTensor:
 
 def linear(x: sc.SparseTensor, numbers: Numbers) -> sc.SparseTensor:
     weight, bias = numbers.draw(-127, 127, 1, 16, 40), numbers.draw(-999, 999, 40, dtype=torch.int32)
-    module = nn.Linear(16, 40)
-    module.backend = numbers.backend  # type: ignore[assignment]
-    return IntegerConvolution("", [0], 1, module, weight, bias, numbers.rescale(40, 16), {}).run({0: x})
+    step = IntegerConvolution("", [0], 1, nn.Linear(16, 40), weight, bias, numbers.rescale(40, 16), {})
+    step.backend = numbers.backend
+    return step.run({0: x})
 
 
 def network(make: Callable[[], torch.nn.Module]) -> Case:
@@ -140,13 +140,10 @@ def network(make: Callable[[], torch.nn.Module]) -> Case:
     def run(x: sc.SparseTensor, numbers: Numbers) -> sc.SparseTensor:
         grid = sc.VoxelGrid(torch.cartesian_prod(torch.arange(1), *[torch.arange(4)] * 3).int())
         example = sc.SparseTensor(grid, torch.ones(len(grid), 16))
-        small = sc.quantize(make().eval(), [example]).to(x.device)
+        small = sc.quantize(make().eval(), [example]).to(x.device).use_backend(numbers.backend)
         for step in small.steps:
             if isinstance(step, IntegerConvolution):
                 taps, each, c_out = step.weight.shape
-                step.backend = numbers.backend
-                if hasattr(step.layer, "geometry"):
-                    step.layer.geometry = type(step.layer)(**_sizes(step.layer), backend=numbers.backend).geometry
                 step.weight.copy_(numbers.draw(-127, 127, taps, each, c_out))
                 step.bias.copy_(numbers.draw(-(2**14), 2**14, c_out, dtype=torch.int32))
                 if step.numbers:
@@ -162,15 +159,6 @@ def network(make: Callable[[], torch.nn.Module]) -> Case:
         return small(x.with_features(x.features.float()))
 
     return run
-
-
-def _sizes(module: Any) -> dict[str, Any]:
-    window = module.geometry
-    return {
-        "in_channels": module.in_channels,
-        "out_channels": module.out_channels,
-        "kernel_size": window.kernel_size,
-    } | ({} if isinstance(module, nn.SubmanifoldConv) else {"stride": window.stride})
 
 
 CASES: dict[str, Case] = {

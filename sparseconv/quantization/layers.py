@@ -145,7 +145,7 @@ class Convolution(Step):
     ) -> None:
         super().__init__(name, inputs, output)
         self.layer, self.where = shell(layer), dict(where)
-        self.backend = getattr(layer, "backend", "auto")
+        self.backend = "auto"  # the layer's own; another name here comes before it
         # a tap's input channels lie together for each output: matrix units of 8 bits read a weight so
         self.register_buffer("weight", weight.mT.contiguous().mT)
         self.register_buffer("bias", bias)
@@ -153,6 +153,7 @@ class Convolution(Step):
     def run(self, values: Values) -> Any:
         x, *others = (values[number] for number in self.inputs)
         kernel_map, target, groups, backend = self._edges(x, values)
+        backend = backend if self.backend == "auto" else self.backend
         residual = features_in(others[0]) if others else None
         y = self.convolved(features_in(x), kernel_map, groups, backend, residual)
         return y if target is None else SparseTensor(target, y)
@@ -167,10 +168,10 @@ class Convolution(Step):
         if isinstance(self.layer, torch.nn.Linear):
             if isinstance(x, SparseTensor):
                 plan = LayerGeometry(x.grid.rank, 1).plan(x.grid)
-                return plan.kernel_map, x.grid, 1, self.backend
+                return plan.kernel_map, x.grid, 1, "auto"
             rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
             offsets = torch.tensor([0, len(x)], device=x.device)
-            return KernelMap(len(x), len(x), 1, pairs=(rows, rows, offsets), identity_tap=0), None, 1, self.backend
+            return KernelMap(len(x), len(x), 1, pairs=(rows, rows, offsets), identity_tap=0), None, 1, "auto"
         plan = self.layer.plan(x, **{name: values[number].grid for name, number in self.where.items()})
         return plan.kernel_map, plan.target, plan.groups, plan.backend
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from sparseconv.quantization.layers import Step, Wide
+from sparseconv.backends.registry import backend
+from sparseconv.quantization.layers import Convolution, Step, Wide
 from sparseconv.quantization.recording import Ref
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
@@ -44,6 +45,18 @@ class QuantizedNetwork(torch.nn.Module):
         """The names of the layers that were left as they were."""
         return tuple(step.name for step in self.steps if isinstance(step, Wide))
 
+    def use_backend(self, name: str) -> QuantizedNetwork:
+        """Let one backend, by its name, compute every convolution; ``"auto"`` for what each layer says. Returns itself.
+
+        Its results are the same bytes with any.
+        """
+        if name != "auto":
+            backend(name)
+        for step in self.steps:
+            if isinstance(step, Convolution):
+                step.backend = name
+        return self
+
     def forward(self, x: SparseTensor) -> Any:
         """The network's result for a scene, in fp32.
 
@@ -63,8 +76,9 @@ class QuantizedNetwork(torch.nn.Module):
     def _run(self, x: SparseTensor) -> Any:
         values: dict[int, Any] = {0: x}
         last = self._last_uses()
-        for place, step in enumerate(self.steps):
-            values[step.output] = step.run(values)  # type: ignore[operator, index]
+        steps: list[Any] = list(self.steps)
+        for place, step in enumerate(steps):
+            values[step.output] = step.run(values)
             for slot in last.get(place, ()):
                 del values[slot]
         return pytree.tree_map(
@@ -76,8 +90,9 @@ class QuantizedNetwork(torch.nn.Module):
     def _last_uses(self) -> dict[int, list[int]]:
         """The slots that nobody reads after each step."""
         last: dict[int, int] = {}
-        for place, step in enumerate(self.steps):
-            for slot in (*step.inputs, *getattr(step, "where", {}).values(), step.output):  # type: ignore[misc]
+        steps: list[Any] = list(self.steps)
+        for place, step in enumerate(steps):
+            for slot in (*step.inputs, *getattr(step, "where", {}).values(), step.output):
                 last[slot] = place
         kept = {leaf.value for leaf in pytree.tree_leaves(self.results) if isinstance(leaf, Ref)}
         freed: dict[int, list[int]] = {}

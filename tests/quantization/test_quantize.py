@@ -11,7 +11,9 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.quantization.layers import Combine, IntegerConvolution, Quantize
+from sparseconv.backends.float8 import FLOAT8, Float8Rescale
+from sparseconv.backends.registry import backend
+from sparseconv.quantization.layers import Combine, Quantize
 
 
 def scene(seed: int = 0, channels: int = 4, points: int = 400) -> sc.SparseTensor:
@@ -84,18 +86,16 @@ def test_a_network_in_integers_is_close_and_always_the_same(name):
     assert torch.equal(turned.features[turned.grid.lookup(y.coords).long()], y.features)
 
 
-@pytest.mark.parametrize("backend", ["numpy_gather_scatter", "triton_implicit_gemm"])
-def test_backends_agree_on_a_network(backend):
+@pytest.mark.parametrize("backend_name", ["numpy_gather_scatter", "triton_implicit_gemm"])
+def test_backends_agree_on_a_network(backend_name):
     torch.manual_seed(0)
     net = lived_in(nn.Sequential(nn.ConvBlock(4, 8), nn.ResidualBlock(8, 8), nn.Linear(8, 3)))
     small, x = sc.quantize(net, [scene()]), scene(7, points=60)
     want = small(x).features
-    for step in small.steps:
-        if isinstance(step, IntegerConvolution):
-            step.backend = backend
-            if hasattr(step.layer, "geometry"):
-                step.layer.geometry = nn.SubmanifoldConv(1, 1, 3, backend=backend).geometry
+    small.use_backend(backend_name)
     assert torch.equal(small(scene(7, points=60)).features, want)
+    with pytest.raises(ValueError, match="no backend 'none'"):
+        small.use_backend("none")
 
 
 def test_it_copies_pickles_loads_and_moves():
@@ -231,3 +231,51 @@ def test_an_empty_scene():
     small = sc.quantize(lived_in(NETWORKS["unet"]()), [scene()])
     grid = sc.VoxelGrid(torch.zeros(0, 4, dtype=torch.int32), 1)
     assert small(sc.SparseTensor(grid, torch.zeros(0, 4))).features.shape == (0, 5)
+
+
+@pytest.mark.parametrize("name", ["unet", "pools, generative"])
+def test_a_network_in_float8(name):
+    torch.manual_seed(0)
+    net = lived_in(NETWORKS[name]())
+    small, x = sc.quantize(net, [scene(seed) for seed in range(3)], dtype="fp8"), scene(7)
+    with torch.no_grad():
+        want, found = features(net(x)), features(small(x))
+    assert (found - want).square().mean().sqrt() < 0.1 * want.std()
+    copies = [pickle.loads(pickle.dumps(small)), copy.deepcopy(small).half()]
+    copies[0].load_state_dict(small.state_dict())
+    for one in copies:
+        assert torch.equal(features(one(x)), found)
+
+
+def test_dtypes_that_there_are():
+    with pytest.raises(ValueError, match=r"dtype is torch\.int8 or torch\.float8_e4m3fn"):
+        sc.quantize(nn.SubmanifoldConv(4, 8, 3).eval(), [scene()], dtype=torch.int16)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_triton_multiplies_float8(groups):
+    """Sums of small integers are exact; their way back is compared where e4m3 holds every result."""
+    plan = sc.ConvolutionPlan(scene(points=40).grid, 3)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(-8, 9, (plan.num_in, 16 * groups), generator=g).float().to(FLOAT8)
+    weight = torch.randint(-8, 9, (27, 16, 16 * groups), generator=g).float().to(FLOAT8)
+    bias, residual = torch.arange(16.0 * groups), torch.full((plan.num_in, 16 * groups), 2.0).to(FLOAT8)
+    triton, numpy = backend("triton_implicit_gemm"), backend("numpy_gather_scatter")
+    want = numpy.float8(x, weight, plan.kernel_map, groups, bias)
+    assert torch.equal(triton.float8(x, weight, plan.kernel_map, groups, bias), want)
+    signs = Float8Rescale(torch.full((16 * groups,), 1e6), 0.5, 0.0)  # all but zero sums end at 0 or 448
+    want = numpy.float8(x, weight, plan.kernel_map, groups, bias, signs, residual).float()
+    assert torch.equal(triton.float8(x, weight, plan.kernel_map, groups, bias, signs, residual).float(), want)
+    assert set(want.unique().tolist()) <= {0.0, 1.0, 448.0}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_networks_on_a_card(dtype):
+    torch.manual_seed(0)
+    net = lived_in(NETWORKS["unet"]())
+    small, x = sc.quantize(net, [scene(seed) for seed in range(3)], dtype=dtype), scene(7)
+    want, found = small(x).features, small.to("cuda")(x.to("cuda")).features.cpu()
+    if dtype == "int8":
+        assert torch.equal(found, want)
+    assert (found - want).square().mean().sqrt() < 0.02 * want.std()
