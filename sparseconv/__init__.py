@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from sparseconv import ops as ops
     from sparseconv import pointwise as pointwise
     from sparseconv import products as products
+    from sparseconv import quantization as quantization
     from sparseconv import viz as viz
     from sparseconv.nn import accelerate as accelerate
+    from sparseconv.quantization import quantize as quantize
 
 __version__ = "0.1.0"
 
@@ -42,10 +44,10 @@ __all__ = [
 ]
 
 #: public modules; each is loaded when it is first used
-MODULES = ("distributed", "export", "geometry", "interop", "nn", "ops", "pointwise", "products", "viz")
+MODULES = ("distributed", "export", "geometry", "interop", "nn", "ops", "pointwise", "products", "quantization", "viz")
 
 #: public functions of these modules, loaded with them
-FUNCTIONS = {"accelerate": "nn"}
+FUNCTIONS = {"accelerate": "nn", "quantize": "quantization"}
 
 
 def __getattr__(name: str) -> Any:

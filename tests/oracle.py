@@ -87,3 +87,34 @@ def weight_grad(x, grad, edges_, num_taps, groups=1):
             cols = slice(g * co, (g + 1) * co)
             dw[k][:, cols] += np.outer(x[i, g * ci : (g + 1) * ci], grad[o, cols])
     return dw
+
+
+def integer_convolve(x, weight, edges_, num_out, groups=1, bias=None):
+    """Sums of integer products in Python's integers; what 32 bits do not hold is an error."""
+    x, weight = np.asarray(x, object), np.asarray(weight, object)
+    each_in, each_out = weight.shape[1], weight.shape[2] // groups
+    y = np.zeros((num_out, weight.shape[2]), object)
+    if bias is not None:
+        y += np.asarray(bias, object)
+    for k, i, o in edges_:
+        for g in range(groups):
+            columns = slice(g * each_out, (g + 1) * each_out)
+            y[o, columns] += x[i, g * each_in : (g + 1) * each_in] @ weight[k][:, columns]
+    if any(not -(2**31) <= int(v) < 2**31 for v in y.flat):
+        raise OverflowError("sums are past 32 bits")
+    return y
+
+
+def integer_rescale(sums, multiplier, shift, residual=None, residual_multiplier=0, slope=1 << 16, low=-127):
+    """int8 values of sums: floor((sums * multiplier + residual * its multiplier) / 2^shift + 1/2), then the rest."""
+    sums = np.asarray(sums, object)
+    y = np.zeros(sums.shape, np.int8)
+    for (o, c), total in np.ndenumerate(sums):
+        total = int(total) * int(multiplier[c])
+        if residual is not None:
+            total += int(residual[o, c]) * residual_multiplier
+        value = (2 * total + 2**shift) // 2 ** (shift + 1)
+        if value < 0:
+            value = (2 * value * slope + 2**16) // 2**17
+        y[o, c] = min(max(value, low), 127)
+    return y

@@ -11,6 +11,8 @@ import torch
 from sparseconv.geometry.kernel_map import KernelMap
 
 if TYPE_CHECKING:
+    from sparseconv.backends.float8 import Float8Rescale
+    from sparseconv.backends.integers import Rescale
     from sparseconv.pointwise import Epilogue
 
 
@@ -49,7 +51,10 @@ class Backend(ABC):
 
     @abstractmethod
     def unsupported(self, request: Request) -> str | None:
-        """None if all three verbs can serve this request, else a sentence that says why not and what would help."""
+        """None if all three verbs can serve this request, else a sentence that says why not and what would help.
+
+        For int8 the one verb is `integers`.
+        """
 
     @abstractmethod
     def forward(
@@ -121,6 +126,39 @@ class Backend(ABC):
         """`input_grad` and `weight_grad`; together where a backend reads less so."""
         grad_weight = self.weight_grad(x, grad_out, kernel_map, groups)  # its partial sums then lie where the other
         return self.input_grad(grad_out, weight, kernel_map, groups), grad_weight  # gradient will be
+
+    def integers(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
+        rescale: Rescale | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Sums (N_out, C_out) int32 of int8 x and weight and an int32 bias, or the int8 that ``rescale`` makes of them.
+
+        See `sparseconv.backends.integers`: every backend returns the same bytes.
+        """
+        raise NotImplementedError(f"backend {self.name!r} has no integer convolution")
+
+    def float8(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor,
+        rescale: Float8Rescale | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """fp32 sums (N_out, C_out) of e4m3 x and weight and an fp32 bias, or the e4m3 that ``rescale`` makes of them.
+
+        See `sparseconv.backends.float8`. Here on fp32, which holds all that e4m3 does.
+        """
+        sums = self.forward(x.float(), weight.float(), kernel_map, groups, bias)
+        return sums if rescale is None else rescale.apply(sums, residual)
 
     @abstractmethod
     def workspace_bytes(self, request: Request) -> int:

@@ -20,8 +20,8 @@ def not_on_cpu(request: Request) -> str | None:
     """None where a request is for the CPU and of a dtype that it computes, else a sentence that says why not."""
     if request.device.type != "cpu":
         return f"it runs on the CPU and the plan is on {request.device}"
-    if request.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        return f"it has no arithmetic for {request.dtype}: use fp16, bf16, fp32 or fp64"
+    if request.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8):
+        return f"it has no arithmetic for {request.dtype}: use fp16, bf16, fp32 or fp64, or int8 without a gradient"
     return None
 
 

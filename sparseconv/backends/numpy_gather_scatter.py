@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +12,7 @@ from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.cpu_products import accumulate_gram, add_sums, buffer, multiply, not_on_cpu, turned
 from sparseconv.backends.cpu_threads import share
 from sparseconv.backends.edge_chunks import Chunk, EdgeChunks, reversed_edges
+from sparseconv.backends.integers import Rescale
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.memory import empty
 
@@ -70,7 +72,29 @@ class NumpyGatherScatter(Backend):
         grad_x = empty(x.shape, x.dtype)
         return grad_x, _gradients(x, weight, grad_out, kernel_map, groups, grad_x)
 
+    @torch.no_grad()
+    def integers(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
+        rescale: Rescale | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """In fp64, whose integers up to 2^53 are exact: sums of int8 products stay below 2^31."""
+        start = None if bias is None else bias.double()
+        sums = self.forward(x.double(), weight.double(), kernel_map, groups, start).int()
+        return sums if rescale is None else rescale.apply(sums, residual)
+
     def workspace_bytes(self, request: Request) -> int:
+        if request.dtype == torch.int8:
+            kernel_map = request.kernel_map
+            as_fp64 = replace(request, dtype=torch.float64)
+            widened = kernel_map.num_in * request.c_in + 4 * kernel_map.num_out * request.c_out
+            weight = kernel_map.num_taps * request.c_in * request.c_out // request.groups
+            return self.workspace_bytes(as_fp64) + 8 * (widened + weight)
         wide = torch.promote_types(request.dtype, torch.float32)
         size, kernel_map, c_in, c_out = wide.itemsize, request.kernel_map, request.c_in, request.c_out
         tiled, threads = _tiled(c_in, c_out, request.groups), _threads(request.flops // 2)

@@ -25,7 +25,14 @@ from triton.compiler import ASTSource
 
 from sparseconv.backends.triton_implicit_gemm.config import Work, conv_candidates, weight_grad_candidates
 
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+EIGHT_BITS = {torch.int8: "i32", torch.float8_e4m3fn: "fp32"}  # and the type of their numbers
 CAPABILITY = {80: (8, 0), 86: (8, 6), 89: (8, 9), 90: (9, 0), 100: (10, 0), 120: (12, 0)}
 OPERANDS = ("feats_ptr", "weight_ptr", "weight", "grad_ptr", "bias_ptr", "residual_ptr")
 
@@ -55,6 +62,8 @@ def compile_kernel(function, dtype: torch.dtype, constants: dict, config, arch: 
             signature[name] = f"tensordesc<{NAMES[dtype]}[{tile[0]},{tile[1]}],{layout!r}>"
         elif name == "residual_ptr" and residual:
             signature[name] = "*" + residual
+        elif name == "bias_ptr" and dtype in EIGHT_BITS:
+            signature[name] = "*" + EIGHT_BITS[dtype]
         elif name in OPERANDS:
             signature[name] = "*" + NAMES[dtype]
         elif name == "out_ptr":
@@ -89,6 +98,8 @@ def works(arch: int, everything: bool) -> list[Work]:
     few = [base, replace(base, group_in=256, group_out=256), replace(base, group_in=5, group_out=7, aligned=False)]
     few.append(replace(base, dtype=torch.float32, precision="ieee"))
     few.append(replace(base, num_rows=4_000_000, num_pairs=50_000_000))
+    eighths = [dtype for dtype in EIGHT_BITS if arch >= 89 or dtype == torch.int8]
+    few += [replace(base, dtype=dtype, group_in=c, group_out=c) for dtype in eighths for c in (64, 256)]
     if not everything:
         return few
     many = []
@@ -107,7 +118,8 @@ def works(arch: int, everything: bool) -> list[Work]:
 def compile_all(arch: int, everything: bool) -> None:
     """Print the facts of every configuration."""
     for work in works(arch, everything):
-        for transposed in (False, True):
+        of_8_bits = work.dtype in EIGHT_BITS
+        for transposed in (False,) if of_8_bits else (False, True):
             for config in conv_candidates(replace(work, transposed=transposed)):
                 turn = replace(work, group_out=work.group_out // max(1, config.turns))
                 chain = ((True, False), (True, True), (False, True)) if config.turns else ((False, False),)
@@ -120,18 +132,19 @@ def compile_all(arch: int, everything: bool) -> None:
                         STAGES=config.stages,
                         TRANSPOSED=transposed != config.weight_copy,
                         HAS_BIAS=not transposed and not follows,
-                        HAS_RESIDUAL=follows or (config.apart and not transposed),
+                        HAS_RESIDUAL=follows or of_8_bits or (config.apart and not transposed),
                         ACTIVATION=None,
                         ROW=work.group_out * work.groups,
                         TO_SLOTS=config.split > 1 and not config.turns,
                         LEADS=leads,
                         FOLLOWS=follows,
                         **({"BULK": config.bulk} if config.kernels == "gluon_kernels" else {}),
+                        **({"RESCALE": of_8_bits} if config.kernels == "kernels" else {}),
                     )
                     out = "fp32" if constants["TO_SLOTS"] or leads else None
                     residual = "fp32" if follows else None
                     report("conv_kernel", work, config, constants, arch, out, residual, transposed=transposed)
-        for weight in weight_grad_candidates(work):
+        for weight in () if of_8_bits else weight_grad_candidates(work):
             constants = dict(
                 channels(work),
                 BLOCK_I=weight.block_i,

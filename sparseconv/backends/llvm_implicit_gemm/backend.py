@@ -12,7 +12,9 @@ from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.cpu_products import not_on_cpu, turned
 from sparseconv.backends.cpu_threads import together
 from sparseconv.backends.edge_chunks import reversed_edges, sorted_edges
+from sparseconv.backends.integers import Rescale
 from sparseconv.backends.llvm_implicit_gemm.compile import missing
+from sparseconv.backends.llvm_implicit_gemm.integers import integer_kernel, together_in_rows, together_in_weight
 from sparseconv.backends.llvm_implicit_gemm.kernels import kernel, runs
 from sparseconv.backends.llvm_implicit_gemm.operands import APART, Operands
 from sparseconv.backends.llvm_implicit_gemm.target import Target, host
@@ -94,9 +96,50 @@ class LlvmImplicitGemm(Backend):
             self._run("weight_grad", operands, wide, threads, kernel_map, x, grad_out, grams)
         return (grams[0] if parts == 1 else grams.sum(0)).to(dtype)
 
+    @torch.no_grad()
+    def integers(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
+        rescale: Rescale | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        c_out = weight.shape[2]
+        sums = empty((kernel_map.num_out, c_out), torch.int32)
+        out = sums if rescale is None else empty(tuple(sums.shape), torch.int8)
+        if 0 in sums.shape:
+            return out
+        kind = "pairs" if x.numel() and int(x.min()) < 0 else "quads"
+        count = 2 if kind == "pairs" else 4
+        rows, taps = together_in_rows(x, groups, count), together_in_weight(weight, count)
+        start = torch.zeros(c_out, dtype=torch.int32) if bias is None else bias.contiguous()
+        operands = _operands(rows, sums, taps, kernel_map, groups, (rows.shape[1], c_out))
+        operands.bias = start.data_ptr()
+        operands.whole = _whole_tap(kernel_map) if rows.shape[1] else -1
+        held = []
+        if rescale is not None:
+            multiplier = rescale.multiplier.contiguous()
+            operands.out, operands.multiplier = out.data_ptr(), multiplier.data_ptr()
+            operands.shift, operands.residual_multiplier = rescale.shift, rescale.residual_multiplier
+            operands.slope, operands.low = rescale.slope, rescale.low
+            kind, held = f"{kind}_rescaled", [out, multiplier]
+            if residual is not None:
+                residual = residual.contiguous()
+                operands.residual = residual.data_ptr()
+                held.append(residual)
+        threads = _threads(kernel_map.num_pairs * taps[0].numel())
+        self._run(kind, operands, torch.int32, threads, kernel_map, rows, sums, taps, start, *held)
+        return out
+
     def workspace_bytes(self, request: Request) -> int:
         wide = torch.promote_types(request.dtype, torch.float32)
         kernel_map, size = request.kernel_map, wide.itemsize
+        if request.dtype == torch.int8:  # int32 sums, and operands of up to 32 bits for two channels
+            numbers = kernel_map.num_in * (request.c_in + request.groups) + kernel_map.num_out * request.c_out
+            return size * (numbers + kernel_map.num_taps * (request.c_in // request.groups + 1) * request.c_out)
         weight = kernel_map.num_taps * request.c_in * request.c_out // request.groups * size
         parts = _parts(_threads(request.flops // 2))
         rows = kernel_map.num_in * request.c_in + kernel_map.num_out * request.c_out
@@ -122,7 +165,11 @@ class LlvmImplicitGemm(Backend):
         taken = np.zeros(threads * APART, np.int64)
         operands.regions, operands.taken = threads, taken.ctypes.data
         alone = len(cut) == 1 and cut[0][1] == 1
-        address = kernel(kind, tuple(shape for shape, _ in cut), alone, is_double, target)
+        shapes = tuple(shape for shape, _ in cut)
+        if dtype == torch.int32:
+            address = integer_kernel(kind, shapes, target)
+        else:
+            address = kernel(kind, shapes, alone, is_double, target)
         together(address, ctypes.addressof(operands), threads, (operands, taken, *held))
 
 

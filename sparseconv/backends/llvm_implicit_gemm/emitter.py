@@ -17,9 +17,10 @@ class Emitter:
         from llvmlite import ir
 
         self.ir, self.shapes, self.registers = ir, shapes, target.registers
-        self.number = ir.DoubleType() if double else ir.FloatType()
-        self.size, self.suffix = (8, "f64") if double else (4, "f32")
         self.i32, self.i64 = ir.IntType(32), ir.IntType(64)
+        self.number: Any = ir.DoubleType() if double else ir.FloatType()
+        self.size, self.suffix = (8, "f64") if double else (4, "f32")
+        self.numbers()
         self.module = ir.Module(name)
         self.module.triple = binding().get_default_triple()
         kind = ir.FunctionType(ir.VoidType(), [self.i64.as_pointer()])
@@ -27,12 +28,16 @@ class Emitter:
         self.entry = ir.IRBuilder(self.function.append_basic_block("entry"))  # where variables are made
         self.b = ir.IRBuilder(self.function.append_basic_block("body"))
         numbers, rows, places = self.number.as_pointer(), self.i32.as_pointer(), self.i64.as_pointer()
+        bytes_ = ir.IntType(8).as_pointer()
         self.kinds = dict.fromkeys(("x", "y", "w", "bias"), numbers) | {
-            "ins": rows, "outs": rows, "cuts": places, "bounds": places, "taken": places
+            "ins": rows, "outs": rows, "cuts": places, "bounds": places, "taken": places,
+            "out": bytes_, "multiplier": rows, "residual": bytes_,
         }  # fmt: skip
-        byte = self.ir.IntType(8).as_pointer()
-        asking = ir.FunctionType(ir.VoidType(), [byte, self.i32, self.i32, self.i32])
+        asking = ir.FunctionType(ir.VoidType(), [bytes_, self.i32, self.i32, self.i32])
         self.prefetch = ir.Function(self.module, asking, "llvm.prefetch.p0")
+
+    def numbers(self) -> None:
+        """Set the type of numbers, where it is none of floating point."""
 
     # ---- control
 
@@ -168,7 +173,10 @@ class Emitter:
         return self.ir.VectorType(self.number, width)
 
     def zero(self, width: int) -> Any:
-        return self.ir.Constant(self.kind(width), [0.0] * width)
+        return self.ir.Constant(self.kind(width), [0 if self.number is self.i32 else 0.0] * width)
+
+    def added(self, a: Any, b: Any) -> Any:
+        return self.b.add(a, b) if self.number is self.i32 else self.b.fadd(a, b)
 
     def load(self, base: Any, place: Any, width: int) -> Any:
         address = self.b.bitcast(self.b.gep(base, [place]), self.kind(width).as_pointer())

@@ -43,12 +43,12 @@ def kernel(kind: str, shapes: tuple[Shape, ...], alone: bool, double: bool, targ
 
 def text(kind: str, shapes: tuple[Shape, ...], alone: bool, double: bool, target: Target) -> str:
     """A `kernel` in LLVM's language."""
-    emitter = _Loops(kind, shapes, double, target)
-    emitter.forward() if kind == "forward" else emitter.weight_grad(alone)
+    emitter = Loops(kind, shapes, double, target)
+    emitter.weight_grad(alone) if kind == "weight_grad" else emitter.forward()
     return str(emitter.module)
 
 
-class _Loops(Emitter):
+class Loops(Emitter):
     # ---- the two loops
 
     def forward(self) -> None:
@@ -84,6 +84,7 @@ class _Loops(Emitter):
                                         self.product(
                                             x, near, own, begin, w_row, edge, rows, block, start, stop, ahead, begins
                                         )
+            self.finish_rows(chunk)
         self.finish()
 
     def weight_grad(self, alone: bool) -> None:
@@ -136,6 +137,9 @@ class _Loops(Emitter):
                     for at, width in placed(block):
                         self.store(self.load(begin, self.place(at), width), near, self.place(at), width)
 
+    def finish_rows(self, chunk: Any) -> None:
+        """What follows once the rows of a chunk have all their sums."""
+
     def product(
         self,
         x: Any,
@@ -168,7 +172,7 @@ class _Loops(Emitter):
         for line, held in zip(outs, sums):
             before = self.b.select(begins, bias, line)
             for (at, width), kept in zip(placed(block), held):
-                total = self.b.fadd(self.load(before, self.place(at), width), self.b.load(kept))
+                total = self.added(self.load(before, self.place(at), width), self.b.load(kept))
                 self.store(total, line, self.place(at), width)
 
     def share(self, coming: Any, edge: Any, rows: int, block: Shape) -> Any:

@@ -31,8 +31,9 @@ class Operands(ctypes.Structure):
         "edges",
         "whole",
         *(f"run{i}" for i in range(RUNS)),  # blocks of each run
+        *("shift", "residual_multiplier", "slope", "low"),  # of a rescale of integers
     )
-    ARRAYS = ("x", "y", "w", "bias", "ins", "outs", "cuts", "bounds", "taken")
+    ARRAYS = ("x", "y", "w", "bias", "ins", "outs", "cuts", "bounds", "taken", "out", "multiplier", "residual")
     _fields_ = [(name, ctypes.c_int64) for name in NUMBERS] + [(name, ctypes.c_void_p) for name in ARRAYS]
 
 

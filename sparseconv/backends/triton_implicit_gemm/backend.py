@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from sparseconv.backends.base import Backend, Request
+from sparseconv.backends.float8 import FLOAT8
 from sparseconv.backends.triton_implicit_gemm.config import (
     DEEP,
     PARTIAL_BYTES,
@@ -28,9 +29,11 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.streams import listing, scratch
 
 if TYPE_CHECKING:
+    from sparseconv.backends.float8 import Float8Rescale
+    from sparseconv.backends.integers import Rescale
     from sparseconv.pointwise import Epilogue
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8, FLOAT8)
 #: maps whose rows are so many parts of a power of two apart are of one size: a choice made for one holds for all
 SIZES_AN_OCTAVE = 4
 
@@ -54,10 +57,14 @@ class TritonImplicitGemm(Backend):
     def unsupported(self, request: Request) -> str | None:
         """None on a CUDA device for half, bfloat16 and single precision; else why not."""
         if request.dtype not in DTYPES:
-            return f"computes in float16, bfloat16 and float32, not in {request.dtype}; cast, or use another backend"
+            return f"computes in float16, bfloat16, float32, int8 and float8_e4m3fn, not in {request.dtype}; cast it"
         if request.device.type != "cuda" and not interpreted():
             return f"runs on CUDA devices, not on {request.device}; TRITON_INTERPRET=1 runs it slowly on the CPU"
-        return refusal(request.device) if request.device.type == "cuda" else None
+        if request.device.type != "cuda":
+            return None
+        if request.dtype == FLOAT8 and _card(request.device)[1] < (8, 9):
+            return "multiplies float8 on cards of compute capability 8.9 and later"
+        return refusal(request.device)
 
     def forward(
         self,
@@ -82,6 +89,38 @@ class TritonImplicitGemm(Backend):
     ) -> torch.Tensor:
         """epilogue(forward + residual (N_out, C_out)) on the fp32 sums, in the one store."""
         return self._conv(x, weight, kernel_map, groups, False, bias, residual, epilogue)
+
+    def integers(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor | None = None,
+        rescale: Rescale | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """int32 sums, or int8 of them in the one store."""
+        numbers = bias if rescale is None else rescale.packed(bias)
+        out = torch.int32 if rescale is None else torch.int8
+        return self._conv(x, weight, kernel_map, groups, False, numbers, residual, None, out)
+
+    def float8(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kernel_map: KernelMap,
+        groups: int,
+        bias: torch.Tensor,
+        rescale: Float8Rescale | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """fp32 sums, or e4m3 of them in the one store; on fp32 where a card has no matrix units for e4m3."""
+        if x.is_cuda and _card(x.device)[1] < (8, 9):
+            return super().float8(x, weight, kernel_map, groups, bias, rescale, residual)
+        numbers = bias if rescale is None else rescale.packed(bias)
+        out = torch.float32 if rescale is None else FLOAT8
+        return self._conv(x, weight, kernel_map, groups, False, numbers, residual, None, out)
 
     def input_grad(
         self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
@@ -178,21 +217,23 @@ class TritonImplicitGemm(Backend):
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
         epilogue: Epilogue | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         x = _rows(x)
-        if not weight.is_contiguous():
+        if not weight.is_contiguous() and out_dtype is None:  # 8 bits are copied where they do not lie transposed
             weight = weight.contiguous()
         if residual is not None and not residual.is_contiguous():
             residual = residual.contiguous()
         num_out = kernel_map.num_in if transposed else kernel_map.num_out
         shape, dtype = weight.shape, x.dtype
         c_out = shape[1] * groups if transposed else shape[2]
-        out = x.new_empty(num_out, c_out)
+        out = x.new_empty(num_out, c_out, dtype=out_dtype)
         if not num_out or not c_out:
             return out
         key = (
             transposed,
             dtype,
+            out_dtype,
             None if bias is None else bias.dtype,
             None if residual is None else residual.dtype,
             shape,
@@ -206,7 +247,8 @@ class TritonImplicitGemm(Backend):
         step = kernel_map.prepared.get(key)
         if step is None:
             channels = (c_out, x.shape[1]) if transposed else (x.shape[1], c_out)
-            recipe = partial(ConvRecipe, x=x, weight=weight, transposed=transposed)
+            rescale = out_dtype in (torch.int8, FLOAT8)
+            recipe = partial(ConvRecipe, x=x, weight=weight, transposed=transposed, out=out_dtype, rescale=rescale)
             step = self._bind(
                 key,
                 tensors,
@@ -215,7 +257,7 @@ class TritonImplicitGemm(Backend):
                 (_aligned(x, x.stride(0)) and _aligned(weight, shape[2]), transposed),
                 conv_candidates,
                 partial(recipe, bias=bias, residual=residual, epilogue=epilogue),
-                None if transposed else partial(self._gradients_ahead, x, weight, out, kernel_map, groups),
+                None if transposed or out_dtype else partial(self._gradients_ahead, x, weight, out, kernel_map, groups),
             )
         step(*tensors)
         return out

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 HALF = (torch.float16, torch.bfloat16)
+FLOATING = (*HALF, torch.float32)
 #: channels of a pack of groups: enough for a matrix instruction and for one 128-byte read of half numbers
 PACK_CHANNELS = 64
 #: rows from which features no longer fit in the second-level cache together
@@ -110,6 +111,7 @@ class Work:
         """Whether the Gluon kernels serve this work."""
         return (
             self.capability[0] == 9
+            and self.dtype in FLOATING
             and self.precision == "tf32"  # halves as well
             and self.pack == 1
             and self.aligned
@@ -169,6 +171,11 @@ def conv_candidates(work: Work) -> list[ConvConfig]:
 
 def _conv_candidates(work: Work) -> list[ConvConfig]:
     c_in, c_out = work.pack * work.group_in, work.pack * work.group_out
+    if work.dtype not in FLOATING:
+        # matrix units of 8 bits take 32 contracted channels, and Hopper's read both operands along them
+        block_n, block_k = min(max(16, power_of_two(c_out)), 128), min(max(32, power_of_two(c_in)), 128)
+        tile = ConvConfig(128, block_n, block_k, 8 if block_n == 128 else 4, 3, weight_copy=True, chunked=work.far)
+        return [tile, replace(tile, block_m=64, warps=4), replace(tile, stages=4)]
     if work.dtype not in HALF and not work.gluon:
         block_n = min(max(16, power_of_two(c_out)), 128)
         block_k = min(max(16, power_of_two(c_in)), 32)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 class ConvRecipe:
     """The forward or input gradient of one configuration, for operands like these: dtypes and strides are taken.
 
-    ``bias`` and ``residual`` are None where there is none; ``wide`` asks for 64-bit addresses on every map.
+    ``bias`` and ``residual`` are None where there is none; ``wide`` asks for 64-bit addresses on every map. ``out`` is
+    the dtype of the result, by default that of x; with ``rescale`` it is made of int32 sums, see `kernels.rescaled`.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class ConvRecipe:
         residual: torch.Tensor | None = None,
         epilogue: Epilogue | None = None,
         wide: bool = False,
+        out: torch.dtype | None = None,
+        rescale: bool = False,
     ) -> None:
         if config.apart and config.split > 1:
             raise ValueError(f"warps that copy and multiply apart take all taps in one launch; got {config}")
@@ -63,6 +66,7 @@ class ConvRecipe:
         self._weight = (weight.numel(), weight.shape[1] * weight.shape[2])
         # a copy has the axes exchanged: the input gradient reads it as a forward does, a forward reads it transposed
         self._weight_c = weight.shape[1] * work.groups if config.weight_copy else weight.shape[2]
+        self._out, self._rescale = out or work.dtype, rescale
         self._bias, self._residual = bias is not None, residual is not None
         self._more = tuple(x.dtype if t is None else t.dtype for t in (bias, residual))
         self._kept = Kept()
@@ -146,13 +150,15 @@ class ConvRecipe:
             "LEADS": part.leads,
             "FOLLOWS": part.follows,
         }
-        out, more = work.dtype if part.ends else torch.float32, self._more
+        out, more = self._out if part.ends else torch.float32, self._more
         if part.follows:
             more = (work.dtype, torch.float32)
         types = (work.dtype, work.dtype, out, *more, *(I32,) * 6, 16, int, *map(shown, strides))  # 16: slots
         kernel, sizes = kernel_named("conv_kernel", config.kernels), (config.warps, config.stages)
         if config.kernels == "gluon_kernels":
             constants["BULK"] = config.bulk
+        elif config.kernels == "kernels":
+            constants["RESCALE"] = self._rescale
         if not config.bulk:
             return compiled(kernel, types, constants, *sizes), strides
         rows, columns = self._weight[0] // weight_c, weight_c

@@ -68,10 +68,39 @@ def load_weight(
 @triton.jit
 def product(a, b, acc, HIDDEN: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a @ b. The interpreter holds bfloat16 as bare bits, which its product would take for integers."""
-    if not HIDDEN and a.dtype == tl.bfloat16:
+    if a.dtype == tl.int8:
+        return tl.dot(a, b, acc, out_dtype=tl.int32)
+    elif not HIDDEN and a.dtype == tl.bfloat16:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision=PRECISION)
     else:
         return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def rescaled(sums, residual, numbers_ptr, columns, column_ok, ALL_OUT: tl.constexpr, HAS_RESIDUAL: tl.constexpr):
+    """8 bits of sums and a residual of 8 bits, see `sparseconv.backends.integers` and `.float8`.
+
+    Behind the bias, ``numbers_ptr`` has ALL_OUT multipliers. Integers, in int64 until they are rounded, have a shift,
+    the residual's multiplier, a slope and the least value there; float8 has the residual's multiplier and a slope.
+    """
+    multiplier = tl.load(numbers_ptr + ALL_OUT + columns, mask=column_ok, other=0)
+    numbers_ptr += 2 * ALL_OUT
+    if sums.dtype == tl.float32:
+        scaled = sums * multiplier[None, :]
+        if HAS_RESIDUAL:
+            scaled += residual.to(tl.float32) * tl.load(numbers_ptr)
+        scaled = tl.where(scaled < 0, scaled * tl.load(numbers_ptr + 1), scaled)
+        return tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+    else:
+        shift = tl.load(numbers_ptr).to(tl.int64)
+        slope = tl.load(numbers_ptr + 2).to(tl.int64)
+        least = tl.load(numbers_ptr + 3).to(tl.int64)
+        total = sums.to(tl.int64) * multiplier.to(tl.int64)[None, :]
+        if HAS_RESIDUAL:
+            total += residual.to(tl.int64) * tl.load(numbers_ptr + 1).to(tl.int64)
+        value = (total + (tl.full((), 1, tl.int64) << (shift - 1))) >> shift
+        value = tl.where(value < 0, (value * slope + 32768) >> 16, value)
+        return tl.minimum(tl.maximum(value, least), 127)
 
 
 @triton.jit
@@ -86,9 +115,12 @@ def conv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ACTIVATION: tl.constexpr,
     ROW: tl.constexpr, TO_SLOTS: tl.constexpr, LEADS: tl.constexpr, FOLLOWS: tl.constexpr, WIDE: tl.constexpr,
-    HIDDEN: tl.constexpr, PRECISION: tl.constexpr,
+    HIDDEN: tl.constexpr, PRECISION: tl.constexpr, RESCALE: tl.constexpr,
 ):  # fmt: skip
-    """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile."""
+    """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile.
+
+    int8 features have int32 sums. With RESCALE ``bias_ptr`` has more behind the bias, see `rescaled`.
+    """
     stride_feats_n *= UNIT  # a factor that the compiler sees: it proves that pieces of 16 bytes are aligned
     stride_weight_k *= UNIT
     stride_weight_c *= UNIT
@@ -112,7 +144,10 @@ def conv_kernel(
     ks = tl.arange(0, BLOCK_K)
     in_base = feats_ptr + pack * PACK_IN
     limit = PACK_IN if GROUPS % PACK == 0 else tl.minimum(GROUPS * GROUP_IN - pack * PACK_IN, PACK_IN)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if feats_ptr.dtype.element_ty == tl.int8:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if HIDDEN:
         tap = tl.load(tile_taps_ptr + list_start)
         row = tl.load(tile_rows_ptr + list_start) & ROW_BITS
@@ -160,10 +195,16 @@ def conv_kernel(
     address = rows[:, None] * (ALL_OUT if LEADS or TO_SLOTS else ROW) + columns[None, :]
     mask = there[:, None] & column_ok[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + columns, mask=column_ok, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(bias_ptr + columns, mask=column_ok, other=0.0).to(acc.dtype)[None, :]
     if HAS_RESIDUAL:
         theirs = rows[:, None] * (ALL_OUT if FOLLOWS else ROW) + columns[None, :]
-        acc += tl.load(residual_ptr + theirs, mask=mask, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + theirs, mask=mask, other=0.0)
+        if RESCALE:
+            acc = rescaled(acc, residual, bias_ptr, columns, column_ok, ALL_OUT, True)
+        else:
+            acc += residual.to(acc.dtype)
+    elif RESCALE:
+        acc = rescaled(acc, acc, bias_ptr, columns, column_ok, ALL_OUT, False)
     if ACTIVATION is not None:
         acc = ACTIVATION(acc)
     tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=mask)
