@@ -1,0 +1,215 @@
+"""A streamed run: phase after phase, block after block, within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import IndexRange
+from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves
+from sparseconv.streaming.boxes import meets
+from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
+from sparseconv.streaming.scene import Scene, moved
+from sparseconv.streaming.store import Store
+from sparseconv.streaming.totals import BatchStatistics, Total
+from sparseconv.streaming.work import Own, TooLarge, Values, Work, clipped, own_box, wanted
+
+#: of the budget, what blocks are planned to take
+PLANNED = 0.9
+#: pieces of the smallest blocks that make up one as large as the budget is thought to hold
+FINE = 8
+
+
+class Run:
+    """One scene through one program.
+
+    Rows on the scene's own voxels lie in one array in the scene's order; rows on other voxels are kept by block.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        scene: Scene,
+        budget: int,
+        device: torch.device,
+        store: Store,
+        progress: Callable[[int, int], None] | None,
+        sample: dict[int, Any],
+    ) -> None:
+        self.program, self.scene, self.budget, self.device, self.store = program, scene, budget, device, store
+        self.progress = progress
+        self.shared: dict[int, Any] = {}
+        self.arrays: dict[int, torch.Tensor] = {}
+        self.piece = piece_of(budget)
+        limit = self._limit(sample)
+        self.blocks = Blocks(scene.coords, scene.like.batch_size, max(1, limit // FINE), store, self.piece)
+        #: bytes that a voxel takes with all that is made of it, by what blocks took so far
+        self.rate = budget / max(1, limit)
+        self.done = 0
+
+    def _limit(self, sample: dict[int, Any]) -> int:
+        """Voxels of a block that are thought to fit, by the sample."""
+        rates = []
+        for phase in self.program.phases:
+            work = Work(self.program, phase, {}, self._load)
+            values = Values({})
+            values.update(sample)
+            rates.append(work.bytes(values) / max(1, len(sample[GRID])))
+        return max(1, int(self.budget / max([1.0, *rates])))
+
+    def run(self) -> None:
+        """All phases."""
+        phases = self.program.phases
+        plans = [self._choose(phase) for phase in phases]
+        self.total = sum(len(plan) for plan in plans)
+        for number, (phase, plan) in enumerate(zip(phases, plans)):
+            self._phase(number, phase, plan)
+
+    def _choose(self, phase: Phase) -> list[Block]:
+        """The blocks of a phase: as large as fits."""
+
+        def size(block: Block) -> float:
+            root = wanted(self.program, phase, block.box).get(GRID)
+            return self.blocks.most_in(None if root is None else clipped(root, self.scene.like.batch_size)) * self.rate
+
+        return self.blocks.chosen(lambda block: size(block) <= PLANNED * self.budget)
+
+    def _phase(self, number: int, phase: Phase, plan: list[Block]) -> None:
+        steps = self.program.steps
+        for output in phase.outputs:
+            if steps[output].place == GRID:
+                self.arrays[output] = self._array(output)
+        work = Work(self.program, phase, self.shared, self._load)
+        for at, block in enumerate(plan):
+            task = f"{number}.{at}"
+            if not self.store.is_done(task):
+                self._finish(number, at, phase, self._block(work, phase, block.box))
+                self.store.finish(task)
+            self.done += 1
+            if self.progress is not None:
+                self.progress(self.done, self.total)
+        self.plans[number] = plan
+        self._join(number, phase, len(plan))
+
+    @property
+    def plans(self) -> dict[int, list[Block]]:
+        """The blocks of each phase that was run."""
+        return self.__dict__.setdefault("_plans", {})  # type: ignore[no-any-return]
+
+    def _array(self, output: int) -> torch.Tensor:
+        step = self.program.steps[output]
+        assert step.dtype is not None
+        return self.store.scratch(f"rows.{output}", (len(self.scene), *step.channels), step.dtype)
+
+    def _block(self, work: Work, phase: Phase, box: IndexRange) -> list[tuple[IndexRange, dict[int, Own]]]:
+        """A block's own rows; where it is larger than was thought, those of its halves."""
+        size = self.scene.like.batch_size
+        boxes = wanted(self.program, phase, box)
+        root = boxes.get(GRID)
+        rows, coords = self.blocks.rows_in(clipped(root, size)) if root is not None else self._none()
+        try:
+            if len(rows) * ROW_BYTES > self.budget:
+                raise TooLarge(len(rows) * ROW_BYTES)
+            values = self._started(work, rows, coords, boxes)
+        except TooLarge as large:
+            parts = halves(box, coords)
+            if parts is None:
+                raise ValueError(
+                    f"budget_bytes is {self.budget:,}, but the smallest block of this scene, one voxel with all that "
+                    f"its result looks at ({len(rows):,} voxels), takes about {large.size:,}: allow at least that"
+                ) from None
+            del rows, coords
+            return [one for part in parts for one in self._block(work, phase, part)]
+        work.run(values, boxes, ())
+        return [(box, work.own(values, box, size))]
+
+    def _none(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(0, dtype=torch.int64), self.scene.coords[:0].int()
+
+    def _started(
+        self, work: Work, rows: torch.Tensor, coords: torch.Tensor, boxes: dict[int, IndexRange]
+    ) -> Values:
+        """A block with its geometry, and the certainty that the rest fits."""
+        like = self.scene.like
+        grid = VoxelGrid(moved(coords, self.device), like.batch_size, like.voxel_size, like.origin)
+        grid.is_placed = like.is_placed
+        values = Values(self.shared)
+        values[GRID], values[-1] = grid, rows
+        work.geometry(values, boxes)
+        size = work.bytes(values) + ROW_BYTES * len(rows)
+        if size > self.budget:
+            raise TooLarge(size)
+        return values
+
+    def _load(self, number: int, grid: VoxelGrid, rows: torch.Tensor, boxes: dict[int, IndexRange]) -> torch.Tensor:
+        """Rows of the scene, or rows that an earlier phase left, for the voxels of a block's grid."""
+        if number == FEATURES:
+            return self.scene.rows(rows, self.device)
+        if number in self.arrays:
+            return moved(self.arrays[number][rows], self.device)
+        step, level = self.program.steps[number], self._phase_of(number)
+        assert step.dtype is not None
+        made = torch.zeros((len(grid), *step.channels), dtype=step.dtype, device=self.device)
+        for at, block in enumerate(self.plans[level]):
+            own = own_box(self.program, number, block.box)
+            if own is None or number not in boxes or not meets(own, boxes[number]):
+                continue
+            coords, values = self.store.get(f"piece.{number}.{at}")[:2]
+            stored = VoxelGrid(moved(coords, self.device), grid.batch_size)
+            found = stored.lookup(grid.coords)
+            there = found >= 0
+            made[there] = moved(values, self.device)[found[there]]
+        return made
+
+    def _phase_of(self, number: int) -> int:
+        return next(at for at, phase in enumerate(self.program.phases) if number in phase.outputs)
+
+    def _finish(self, number: int, at: int, phase: Phase, parts: list[tuple[IndexRange, dict[int, Own]]]) -> None:
+        """Keep what a block has made."""
+        steps, size = self.program.steps, self.scene.like.batch_size
+        for output in phase.outputs:
+            own = [part[output] for _, part in parts]
+            if steps[output].place == GRID:
+                for one in own:
+                    assert one.rows is not None
+                    self.arrays[output][one.rows] = one.values.cpu()
+            else:
+                kept = [(one.coords.cpu(), one.values.cpu()) for one in own]
+                self.store.put(f"piece.{output}.{at}", tuple(torch.cat(some) for some in zip(*kept)))
+        for total in phase.totals:
+            step: Any = steps[total]
+            found = [part[step.of] for _, part in parts]
+            made = [tuple(t.cpu() for t in step.part(one.values, one.coords, size)) for one in found]
+            self.store.put(f"total.{total}.{at}", made)
+
+    def _join(self, number: int, phase: Phase, count: int) -> None:
+        """Totals of all blocks, and what is made of them alone."""
+        for total in phase.totals:
+            step: Any = self.program.steps[total]
+            parts = [part for at in range(count) for part in self.store.get(f"total.{total}.{at}")]
+            dtype = self.program.steps[step.of].dtype
+            self.shared[total] = _to(step.join(parts, dtype), self.device)
+            if isinstance(step, BatchStatistics):
+                self.followers.append((step, parts))
+        for known in self.program.needed:
+            step = self.program.steps[known]
+            ready = known not in self.shared and not isinstance(step, Total) and self.program.is_whole(known)
+            if ready and all(used in self.shared for used in step.uses):
+                self.shared[known] = step.run(self.shared)
+
+    @property
+    def followers(self) -> list[tuple[BatchStatistics, list[Any]]]:
+        """Running statistics that are to be moved once all is done."""
+        return self.__dict__.setdefault("_followers", [])  # type: ignore[no-any-return]
+
+
+def piece_of(budget: int) -> int:
+    """Rows that are looked at together where the whole scene is gone through."""
+    return max(1, min(2**22, budget // (4 * ROW_BYTES)))
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else tuple(one.to(device) for one in value)

@@ -1,0 +1,118 @@
+"""A network over a scene that does not fit into the device's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.cpu.sorted_table import KeySpace
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import IndexRange
+from sparseconv.kinds import as_device, check_count, check_kind
+from sparseconv.streaming.phases import GRID, Program
+from sparseconv.streaming.run import Run, piece_of
+from sparseconv.streaming.sample import leaves_of, number_of_leaf, recorded
+from sparseconv.streaming.scene import Scene
+from sparseconv.streaming.store import Store
+from sparseconv.tensor import SparseTensor
+from sparseconv.torch_private import pytree
+
+
+def stream(
+    net: torch.nn.Module,
+    x: Any,
+    budget_bytes: int,
+    *,
+    batch_size: int | None = None,
+    device: torch.device | str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    resume: str | PathLike[str] | None = None,
+) -> Any:
+    """What ``net(x)`` is, of a scene larger than the device's memory: block by block, each with its surroundings.
+
+    A block goes through the network together with the voxels that its results look at. How far that is, the index
+    projections of all layers say. So each row is what it is in the whole, to the bit.
+
+    Args:
+        net: a network of sparse tensors.
+        x: a `SparseTensor`, usually in host memory, or a pair (coords (N, 1+D), features (N, C)) of tensors or numpy
+            arrays, which may be mapped files.
+        budget_bytes: memory on the device that blocks may take, in addition to the network's own.
+        batch_size: of a pair; default: the largest item present + 1.
+        device: where the network is; default: that of its parameters.
+        progress: called as progress(done, total) after each block.
+        resume: a folder that keeps finished blocks; a run that was interrupted goes on from them.
+
+    Returns:
+        What the network returns, in host memory. A `SparseTensor` on the voxels of x keeps their order. For a pair, a
+        sparse tensor becomes its features, or (features, coords) where it lives on other voxels.
+
+    Raises:
+        ValueError: a network that does something which a block cannot know, named with its place, before anything is
+            run; or a budget that is too small for one block, with the least that is enough.
+
+    >>> import sparseconv as sc
+    >>> grid, _ = sc.voxelize(torch.rand(400, 3), voxel_size=0.1)
+    >>> x = SparseTensor(grid, torch.randn(len(grid), 4))
+    >>> net = sc.nn.UNet(4, 5, channels=(8, 16)).eval()
+    >>> with torch.no_grad():
+    ...     y = stream(net, x, budget_bytes=2_000_000)
+    ...     torch.equal(y.features, net(x).features)
+    True
+    """
+    check_kind("net", net, torch.nn.Module, "pass the network")
+    check_count("budget_bytes", budget_bytes, 1)
+    piece = piece_of(budget_bytes)
+    scene = Scene.of(x, batch_size, piece)
+    first = next(net.parameters(), None)
+    where = as_device(device) if device is not None else scene.features.device if first is None else first.device
+    recording, returned = recorded(net, scene.like, scene.features.shape[1], scene.features.dtype, where)
+    leaves, layout = leaves_of(returned)
+    numbers = [number_of_leaf(leaf) for leaf in leaves]
+    program = Program(recording.steps, [n for n in numbers if n is not None])
+    sample = dict(enumerate(recording.values))
+    del recording
+    store = Store(resume)
+    run = Run(program, scene, budget_bytes, where, store, progress, sample)
+    run.run()
+    for step, parts in run.followers:
+        step.follow(parts)
+    made = [leaf if n is None else _result(run, leaf, n) for leaf, n in zip(leaves, numbers)]
+    return pytree.tree_unflatten(made, layout)
+
+
+def _result(run: Run, leaf: Any, number: int) -> Any:
+    """One of the network's results, from what blocks have left."""
+    step, scene = run.program.steps[number], run.scene
+    if step.place is None:
+        return run.shared[number].to(scene.features.device)
+    if step.place == GRID:
+        features, grid = run.arrays[number], None if scene.sparse is None else scene.sparse.grid
+        coords = None
+    else:
+        pieces = [run.store.get(f"piece.{number}.{at}") for at in range(len(run.plans[run._phase_of(number)]))]
+        coords, features = (torch.cat([piece[at] for piece in pieces]) for at in range(2))
+        order = _order(coords)
+        coords, features = coords[order], features[order]
+        place: Any = run.program.steps[step.place]
+        size = [v * float(s) for v, s in zip(scene.like.voxel_size, place.scale)]
+        grid = None if scene.sparse is None else VoxelGrid(coords, scene.like.batch_size, size, scene.like.origin)
+        if grid is not None:
+            grid.is_placed = scene.like.is_placed
+    if not isinstance(leaf, SparseTensor):
+        return features
+    if grid is not None:
+        return SparseTensor(grid, features.to(grid.device))
+    return features if coords is None else (features, coords)
+
+
+def _order(coords: torch.Tensor) -> torch.Tensor:
+    """Rows in lexicographic order."""
+    if not len(coords):
+        return torch.zeros(0, dtype=torch.int64)
+    low, high = torch.aminmax(coords, dim=0)
+    space = KeySpace.covering(IndexRange(tuple(low.tolist()), tuple(h + 1 for h in high.tolist())))
+    return space.keys(coords).argsort()
