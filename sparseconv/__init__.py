@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sparseconv import products as products
     from sparseconv import viz as viz
     from sparseconv.nn import accelerate as accelerate
+    from sparseconv.streaming import stream as stream
 
 __version__ = "0.1.0"
 
@@ -45,7 +46,7 @@ __all__ = [
 MODULES = ("distributed", "export", "geometry", "interop", "nn", "ops", "pointwise", "products", "viz")
 
 #: public functions of these modules, loaded with them
-FUNCTIONS = {"accelerate": "nn"}
+FUNCTIONS = {"accelerate": "nn", "stream": "streaming"}
 
 
 def __getattr__(name: str) -> Any:

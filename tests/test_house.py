@@ -39,6 +39,7 @@ FLOORS = {
     "info": 5,
     "export": 6,
     "nn": 6,
+    "streaming": 6,
     "interop": 7,
     "cli": 7,
     "viz": 7,

@@ -1,5 +1,5 @@
 """Scenes that are larger than the device's memory, block by block."""
 
-from sparseconv.streaming.stream import stream
+from sparseconv.streaming.streamed import stream
 
 __all__ = ["stream"]

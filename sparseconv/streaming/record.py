@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -32,7 +32,7 @@ from sparseconv.streaming.steps import (
     scale_after,
 )
 from sparseconv.streaming.totals import BatchStatistics, Dense, ItemStatistics, PooledItems, standardised_rows
-from sparseconv.streaming.understood import ABOUT, READING, is_product, plain_name, why_not
+from sparseconv.streaming.understood import asks, is_product, plain_name, tells, why_not
 from sparseconv.tensor import SparseTensor
 
 
@@ -99,29 +99,29 @@ class Recorded(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = (*args, *(kwargs or {}).values())
-        first = next(_recorded(given))
+        first = next(_found(given))
         name = plain_name(func)
         if name == "get":  # of a property
             name = func.__self__.__name__  # type: ignore[attr-defined]
             if name == "data":
                 return first
-        if name in ABOUT or f"__{name}__" in ABOUT:
+        if asks(func, name):
             plain = _mapped((tuple(args), dict(kwargs or {})), lambda r: r.recording.values[r.number])
             return func(*plain[0], **plain[1])
-        if name in READING or f"__{name}__" in READING:
+        if tells(func, name):
             first.recording.refuse(f"it reads the values of rows ({name})", "a streamed network must not look at them")
         return _called(first.recording, func, name, tuple(args), dict(kwargs or {}))
 
 
-def _recorded(given: Any) -> Any:
+def _found(given: Any) -> Iterator[Recorded]:
     """The recorded tensors among arguments."""
     for one in given:
         if isinstance(one, Recorded):
             yield one
         elif isinstance(one, (list, tuple)):
-            yield from _recorded(one)
+            yield from _found(one)
         elif isinstance(one, dict):
-            yield from _recorded(one.values())
+            yield from _found(one.values())
 
 
 def _mapped(given: Any, change: Callable[[Recorded], Any]) -> Any:
@@ -138,7 +138,7 @@ def _called(recording: Recording, func: Callable[..., Any], name: str, args: tup
     if name.endswith("_") and not name.startswith("_"):  # in place
         target, name = args[0], name[:-1]
         func = getattr(torch.Tensor, name, None) or getattr(torch.nn.functional, name)
-    elif kwargs.get("inplace") or (name in ("relu", "leaky_relu", "elu", "silu") and len(args) > 1 and args[-1] is True):
+    elif kwargs.get("inplace") or (name == "relu" and args[1:] == (True,)):
         target = args[0]
         kwargs = {**kwargs, "inplace": False}
         args = args[:-1] if args[-1] is True else args
@@ -148,7 +148,7 @@ def _called(recording: Recording, func: Callable[..., Any], name: str, args: tup
     if kwargs.get("out") is not None:
         recording.refuse(f"{name} writes into out=", "let it return its result")
     steps = recording.steps
-    found = list(_recorded((*args, *kwargs.values())))
+    found = list(_found((*args, *kwargs.values())))
     places = {steps[one.number].place for one in found} - {None}
     rows = tuple(dict.fromkeys(one.number for one in found if steps[one.number].is_rows))
     call_args, call_kwargs = _mapped((args, kwargs), lambda one: Ref(one.number))
@@ -157,7 +157,7 @@ def _called(recording: Recording, func: Callable[..., Any], name: str, args: tup
     if not rows:
         made: Any = recording.add(Call(function=func, args=call_args, kwargs=call_kwargs))
         return _results(recording, made, None)
-    place = places.pop()
+    place: Any = places.pop()
     size = recording.values[place].num_voxels
     if name == "__getitem__":
         special = _item(recording, args, place)
@@ -190,7 +190,7 @@ def _results(recording: Recording, number: int, place: int | None) -> Any:
         steps = [recording.steps[part.number] for part in parts]
         if place is not None and any(len(recording.values[step.number]) != size for step in steps):
             recording.refuse("a function does not give back as many rows as it took", "work along the channels")
-        return type(value)(parts) if not hasattr(value, "_fields") else type(value)(parts)
+        return type(value)(parts)
     if not isinstance(value, torch.Tensor):
         recording.refuse("a function of rows gives back no tensor", "leave reading to the caller")
     if place is not None and (value.ndim < 1 or value.shape[0] != size):
@@ -226,7 +226,7 @@ def _item(recording: Recording, args: tuple, place: int) -> Any:
 
 def _reshaped(args: tuple, size: int) -> tuple[tuple, str | None]:
     shape = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
-    if len(shape) < 2 or -1 in shape[1:] and shape[0] not in (size,):
+    if len(shape) < 2 or (-1 in shape[1:] and shape[0] != size):
         return args, "keep the rows as the first axis and name the others"
     if shape[0] == size and -1 not in shape[1:]:
         return (args[0], -1, *shape[1:]), None
@@ -249,16 +249,14 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Recorded:
     """By statistics of the batch: they are one step over all rows, and norming is another."""
-    place = recording.steps[x.number].place
+    place: Any = recording.steps[x.number].place
     if x.ndim != 2:
         recording.refuse("a batch norm of more than rows and channels", "norm features (N, C)")
     step = BatchStatistics(of=x.number, grid=place, running=(running_mean, running_var), momentum=momentum)
     found = recording.add(step)
     mean, var = (recording.rows(Pick(of=found, at=at)) for at in range(2))
     arguments = (Ref(x.number), Ref(mean.number), Ref(var.number), weight, bias, False, 0.0, eps)
-    call = Call(
-        function=torch.nn.functional.batch_norm, args=arguments, kwargs={}, rows=(x.number,), place=place
-    )
+    call = Call(function=torch.nn.functional.batch_norm, args=arguments, kwargs={}, rows=(x.number,), place=place)
     return recording.rows(call)
 
 
@@ -267,6 +265,7 @@ class WatchedGrid(VoxelGrid):
 
     recording: Recording
     number: int
+    _rows: Recorded | None
     is_watched = True
 
     @classmethod
@@ -361,6 +360,18 @@ class WatchedGrid(VoxelGrid):
         return f"WatchedGrid({self.num_voxels} voxels)"
 
 
+#: what both constructors of plans take after source and kernel_size
+DEFAULTS = {
+    "stride": 1,
+    "dilation": 1,
+    "padding": None,
+    "taps": None,
+    "boundary": "absent",
+    "groups": 1,
+    "backend": "auto",
+}
+
+
 class WatchedPlan:
     """What `ConvolutionPlan` is on a `WatchedGrid`: the same arguments, and steps in the place of results."""
 
@@ -370,24 +381,15 @@ class WatchedPlan:
     def _make(self, source: WatchedGrid, kernel_size: Any, options: dict[str, Any], generative: bool) -> None:
         recording, target = source.recording, options.pop("target", None)
         deterministic, shape = options.pop("deterministic", None), options.pop("shape", None)
-        size = [options.get(name, 1 if name != "padding" else None) for name in ("stride", "dilation", "padding")]
-        window, edge = checked_window(
-            source,
-            kernel_size,
-            *size,
-            options.get("taps"),
-            options.get("boundary", "absent"),
-            options.get("groups", 1),
-            options.get("backend", "auto"),
-            deterministic,
-        )
+        given: Any = [options.get(name, default) for name, default in DEFAULTS.items()]
+        window, edge = checked_window(source, kernel_size, *given, deterministic=deterministic)
         if not boundary_is_local(edge):
             words = "give Boundary.forbid(extent)" if edge.kind == "forbid" else "its two ends are far apart"
             recording.refuse(f"the boundary {edge.kind!r} looks at the whole scene", words)
         self.groups, self.window, self.is_transposed = options.pop("groups", 1), window, generative
-        given = target if isinstance(target, WatchedGrid) else None
+        onto = target if isinstance(target, WatchedGrid) else None
         reaches = target == "full" or generative or window.is_strided or shape is not None
-        if target is not None and given is None and target != "full":
+        if target is not None and onto is None and target != "full":
             raise ValueError(f"target must be a grid that the network made, 'full' or None; got {target!r}")
         if generative:
             options["generative"] = True
@@ -396,7 +398,7 @@ class WatchedPlan:
         if shape is not None:
             options["shape"] = shape
         made = {"kernel_size": kernel_size, **options}
-        goal = given.number if given is not None else None if reaches or edge.kind == "forbid" else source.number
+        goal = onto.number if onto is not None else None if reaches or edge.kind == "forbid" else source.number
         self.source, self.recording = source, recording
         self.number = recording.add(
             PlanStep(source=source.number, target=goal, window=window, is_transposed=generative, options=made)
@@ -407,7 +409,7 @@ class WatchedPlan:
             step: GridStep = TargetGrid(plan=self.number, same=not reaches, scale=scale)
             self.target = WatchedGrid.of(recording, recording.add(step))
         else:
-            self.target = given if given is not None else source
+            self.target = onto if onto is not None else source
 
     @classmethod
     def transposed(cls, source: WatchedGrid, kernel_size: Any = None, **options: Any) -> WatchedPlan:

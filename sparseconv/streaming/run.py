@@ -12,13 +12,12 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves
 from sparseconv.streaming.boxes import meets
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
+from sparseconv.streaming.planning import chosen, rates
 from sparseconv.streaming.scene import Scene, moved
 from sparseconv.streaming.store import Store
 from sparseconv.streaming.totals import BatchStatistics, Total
 from sparseconv.streaming.work import Own, TooLarge, Values, Work, clipped, own_box, wanted
 
-#: of the budget, what blocks are planned to take
-PLANNED = 0.9
 #: pieces of the smallest blocks that make up one as large as the budget is thought to hold
 FINE = 8
 
@@ -39,43 +38,35 @@ class Run:
         progress: Callable[[int, int], None] | None,
         sample: dict[int, Any],
     ) -> None:
-        self.program, self.scene, self.budget, self.device, self.store = program, scene, budget, device, store
-        self.progress = progress
+        self.scene, self.budget, self.device, self.store = scene, budget, device, store
+        self.progress, self.done, self.total = progress, 0, 0
         self.shared: dict[int, Any] = {}
         self.arrays: dict[int, torch.Tensor] = {}
-        self.piece = piece_of(budget)
-        limit = self._limit(sample)
-        self.blocks = Blocks(scene.coords, scene.like.batch_size, max(1, limit // FINE), store, self.piece)
-        #: bytes that a voxel takes with all that is made of it, by what blocks took so far
-        self.rate = budget / max(1, limit)
-        self.done = 0
+        #: running statistics that are to be moved once all is done
+        self.followers: list[tuple[BatchStatistics, list[Any]]] = []
+        size, piece = scene.like.batch_size, piece_of(budget)
+        limit = max(1, int(budget / max(rates(program, sample))))
+        if len(scene) and limit >= len(scene):
+            limit = len(scene) * FINE  # one block, if the rest of this is right
+        self.blocks = Blocks(scene.coords, size, max(1, limit // FINE), store, piece)
+        if len(scene) > 1:
+            sample = self._measured(program, limit)
+        self.program, self.plans = chosen(program, sample, self.blocks, budget, size)
 
-    def _limit(self, sample: dict[int, Any]) -> int:
-        """Voxels of a block that are thought to fit, by the sample."""
-        rates = []
-        for phase in self.program.phases:
-            work = Work(self.program, phase, {}, self._load)
-            values = Values({})
-            values.update(sample)
-            rates.append(work.bytes(values) / max(1, len(sample[GRID])))
-        return max(1, int(self.budget / max([1.0, *rates])))
+    def _measured(self, program: Program, limit: int) -> Values:
+        """The geometry of a part of the scene, by which the memory of blocks is planned."""
+        part = max(self.blocks.chosen(lambda block: block.size <= limit), key=lambda block: block.size)
+        rows = self.blocks.order[part.first : min(part.last, part.first + limit)].long().sort().values
+        values = Values({})
+        values[GRID] = self._grid(self.scene.coords[rows].int())
+        Work(program, Phase(tuple(program.needed), (), (), ()), {}, self._load).geometry(values)
+        return values
 
     def run(self) -> None:
         """All phases."""
-        phases = self.program.phases
-        plans = [self._choose(phase) for phase in phases]
-        self.total = sum(len(plan) for plan in plans)
-        for number, (phase, plan) in enumerate(zip(phases, plans)):
+        self.total = sum(map(len, self.plans))
+        for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
             self._phase(number, phase, plan)
-
-    def _choose(self, phase: Phase) -> list[Block]:
-        """The blocks of a phase: as large as fits."""
-
-        def size(block: Block) -> float:
-            root = wanted(self.program, phase, block.box).get(GRID)
-            return self.blocks.most_in(None if root is None else clipped(root, self.scene.like.batch_size)) * self.rate
-
-        return self.blocks.chosen(lambda block: size(block) <= PLANNED * self.budget)
 
     def _phase(self, number: int, phase: Phase, plan: list[Block]) -> None:
         steps = self.program.steps
@@ -91,13 +82,7 @@ class Run:
             self.done += 1
             if self.progress is not None:
                 self.progress(self.done, self.total)
-        self.plans[number] = plan
         self._join(number, phase, len(plan))
-
-    @property
-    def plans(self) -> dict[int, list[Block]]:
-        """The blocks of each phase that was run."""
-        return self.__dict__.setdefault("_plans", {})  # type: ignore[no-any-return]
 
     def _array(self, output: int) -> torch.Tensor:
         step = self.program.steps[output]
@@ -129,20 +114,22 @@ class Run:
     def _none(self) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(0, dtype=torch.int64), self.scene.coords[:0].int()
 
-    def _started(
-        self, work: Work, rows: torch.Tensor, coords: torch.Tensor, boxes: dict[int, IndexRange]
-    ) -> Values:
+    def _started(self, work: Work, rows: torch.Tensor, coords: torch.Tensor, boxes: dict[int, IndexRange]) -> Values:
         """A block with its geometry, and the certainty that the rest fits."""
-        like = self.scene.like
-        grid = VoxelGrid(moved(coords, self.device), like.batch_size, like.voxel_size, like.origin)
-        grid.is_placed = like.is_placed
         values = Values(self.shared)
-        values[GRID], values[-1] = grid, rows
-        work.geometry(values, boxes)
+        values[GRID], values[-1] = self._grid(coords), rows
+        work.geometry(values)
         size = work.bytes(values) + ROW_BYTES * len(rows)
         if size > self.budget:
             raise TooLarge(size)
         return values
+
+    def _grid(self, coords: torch.Tensor) -> VoxelGrid:
+        """The grid of a block, in the scene."""
+        like = self.scene.like
+        grid = VoxelGrid(moved(coords, self.device), like.batch_size, like.voxel_size, like.origin)
+        grid.is_placed = like.is_placed
+        return grid
 
     def _load(self, number: int, grid: VoxelGrid, rows: torch.Tensor, boxes: dict[int, IndexRange]) -> torch.Tensor:
         """Rows of the scene, or rows that an earlier phase left, for the voxels of a block's grid."""
@@ -199,11 +186,6 @@ class Run:
             ready = known not in self.shared and not isinstance(step, Total) and self.program.is_whole(known)
             if ready and all(used in self.shared for used in step.uses):
                 self.shared[known] = step.run(self.shared)
-
-    @property
-    def followers(self) -> list[tuple[BatchStatistics, list[Any]]]:
-        """Running statistics that are to be moved once all is done."""
-        return self.__dict__.setdefault("_followers", [])  # type: ignore[no-any-return]
 
 
 def piece_of(budget: int) -> int:

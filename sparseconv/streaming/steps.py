@@ -334,7 +334,7 @@ class OverEdges(Step):
         if self.kind == "max":
             return pooling.max_pool(x, plan)
         if self.kind == "max_unpool":
-            return pooling.max_unpool(x, *args, plan)
+            return pooling.max_unpool(x, args[0], plan)
         return pooling.avg_pool(x, plan, count_absent=self.kind == "average_of_taps")
 
 

@@ -137,7 +137,8 @@ class ItemStatistics(Total):
         counts, mean, apart = joined_moments(parts)
         mean, apart = (m.unflatten(1, (self.groups, -1)) for m in (mean, apart))
         middle = mean.mean(2)
-        var = (apart.sum(2) / counts.clamp_min(1)[:, None]) / mean.shape[2] + (mean - middle[..., None]).square().mean(2)
+        between = (mean - middle[..., None]).square().mean(2)
+        var = apart.sum(2) / (counts.clamp_min(1)[:, None] * mean.shape[2]) + between
         wide = torch.promote_types(dtype, torch.float32)
         return middle.to(wide), var.to(wide)
 

@@ -8,37 +8,42 @@ from typing import Any
 from sparseconv.row_functions import ALONG, ELEMENTWISE_NAMES, INSTEAD, LAST_AXIS_NAMES, name_of
 
 #: further functions of single values
-ALSO_ELEMENTWISE = frozenset(
-    """eq ne lt le gt ge isnan isinf isfinite logical_and logical_or logical_not logical_xor bitwise_and bitwise_or
-    bitwise_not bitwise_xor and or invert xor truediv radd rmul rtruediv rpow iadd isub imul itruediv to float half
-    double bfloat16 int long bool type type_as contiguous detach positive one_hot embedding square_ hardsigmoid
-    isclose masked_fill new_zeros_like where heaviside round_ fill addcmul addcdiv""".split()
-)
-#: functions along one axis, by number: where it stands among the arguments, which must not be that of the rows
-OVER_AXIS = {
-    **dict.fromkeys(
-        """sum mean amax amin max min prod std var argmax argmin any all cumsum cumprod logsumexp sort flip count_nonzero
-        nanmean nansum median std_mean var_mean""".split(),
-        1,
-    ),
-    **dict.fromkeys("unsqueeze squeeze flatten unflatten unbind select narrow".split(), 1),
-    **dict.fromkeys("norm softmax log_softmax softmin chunk split tensor_split topk renorm".split(), 2),
+ALSO_ELEMENTWISE = """eq ne lt le gt ge isnan isinf isfinite logical_and logical_or logical_not logical_xor bitwise_and
+bitwise_or bitwise_not bitwise_xor and or invert xor truediv radd rmul rtruediv rpow to float half double bfloat16 int
+long bool type type_as contiguous detach positive one_hot embedding isclose masked_fill heaviside addcmul addcdiv"""
+#: functions along an axis that is the second argument, or the third; it must not be that of the rows
+OVER_SECOND = """sum mean amax amin max min prod std var argmax argmin any all cumsum cumprod logsumexp sort flip
+count_nonzero nanmean nansum median std_mean var_mean unsqueeze squeeze flatten unflatten unbind select narrow"""
+OVER_THIRD = "norm softmax log_softmax softmin chunk split tensor_split topk renorm"
+#: functions that draw numbers: a block would draw others than the whole
+DRAWING = "dropout alpha_dropout feature_alpha_dropout dropout1d bernoulli rand_like randn_like rrelu"
+#: questions about a tensor that its values do not answer
+ASKING = """shape dtype device ndim layout is_nested requires_grad is_cuda is_quantized is_sparse is_meta is_leaf
+itemsize nbytes grad_fn is_cpu size dim is_floating_point is_complex is_contiguous stride element_size numel get_device
+len ndimension nelement storage_offset is_signed is_inference _version names is_same_size is_mkldnn is_mps is_xpu
+is_vulkan is_sparse_csr is_conj is_neg"""
+#: functions that hand a tensor's values to the host
+TELLING = """item tolist numpy bool float int index array equal allclose data_ptr contains nonzero unique cpu cuda iter
+untyped_storage"""
+
+ROW_BY_ROW, RANDOM = frozenset(ALSO_ELEMENTWISE.split()) | ELEMENTWISE_NAMES, frozenset(DRAWING.split())
+ABOUT, READING = frozenset(ASKING.split()), frozenset(TELLING.split())
+AXIS_AT = {
+    **dict.fromkeys(OVER_SECOND.split(), 1),
+    **dict.fromkeys(OVER_THIRD.split(), 2),
     **{name: place for name, (place, _) in ALONG.items()},
 }
-#: functions that draw numbers: a block would draw others than the whole
-RANDOM = frozenset("dropout alpha_dropout feature_alpha_dropout dropout1d bernoulli rand_like randn_like rrelu".split())
-#: questions about a tensor that its values do not answer
-ABOUT = frozenset(
-    """shape dtype device ndim layout is_nested requires_grad is_cuda is_quantized is_sparse is_meta is_leaf itemsize
-    nbytes grad_fn is_cpu size dim is_floating_point is_complex is_contiguous stride element_size numel get_device
-    __len__ ndimension nelement storage_offset is_signed is_inference _version names is_same_size is_mkldnn is_mps
-    is_xpu is_vulkan is_sparse_csr is_conj is_neg""".split()
-)
-#: functions that hand a tensor's values to the host
-READING = frozenset(
-    """item tolist numpy __bool__ __float__ __int__ __index__ __array__ equal allclose data_ptr __contains__ nonzero
-    unique cpu cuda __iter__ untyped_storage""".split()
-)
+
+
+def asks(function: Callable[..., Any], name: str) -> bool:
+    """Whether a call asks about a tensor, and not for its values."""
+    return name in ABOUT
+
+
+def tells(function: Callable[..., Any], name: str) -> bool:
+    """Whether a call hands values to the host: ``__bool__`` does, and ``Tensor.bool`` does not."""
+    dunder = name_of(function).startswith("__")
+    return name in READING and (dunder or name not in ("bool", "float", "int"))
 
 
 def plain_name(function: Callable[..., Any]) -> str:
@@ -64,7 +69,9 @@ def why_not(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dims: tupl
         training = kwargs.get("training", args[2] if len(args) > 2 else True)
         p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         draws = name.endswith("like") or name == "bernoulli" or (training and p)
-        return f"{name} draws random numbers, and a block draws others than the whole: call net.eval()" if draws else None
+        return (
+            f"{name} draws random numbers, and a block draws others than the whole: call net.eval()" if draws else None
+        )
     if name in ("view", "reshape", "__getitem__", "batch_norm"):
         return None  # looked at by who asks
     if name in LAST_AXIS_NAMES or name == "matmul":
@@ -73,9 +80,9 @@ def why_not(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dims: tupl
         return None
     if name == "layer_norm":
         return None if len(kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())) < axes else "it joins rows"
-    if name in OVER_AXIS:
-        place = OVER_AXIS[name]
-        axis = kwargs.get("dim", kwargs.get("axis", kwargs.get("start_dim", args[place] if len(args) > place else None)))
+    if name in AXIS_AT:
+        axis = args[AXIS_AT[name]] if len(args) > AXIS_AT[name] else None
+        axis = next((kwargs[key] for key in ("dim", "axis", "start_dim") if key in kwargs), axis)
         if axis is None and name in ("chunk", "split", "cat", "concat", "concatenate"):
             axis = 0
         if axis is None:
@@ -85,6 +92,6 @@ def why_not(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dims: tupl
         if any(not isinstance(a, int) or a % width == 0 for a in listed):
             return f"{name} over dim={axis} mixes rows or reorders them"
         return None
-    if name in ELEMENTWISE_NAMES or name in ALSO_ELEMENTWISE:
+    if name in ROW_BY_ROW:
         return None
     return INSTEAD.get(name, "it is not known to make each row of one row")

@@ -38,7 +38,7 @@ class Own:
     rows: torch.Tensor | None
 
 
-class Values(dict[int, Any]):
+class Values(dict[Any, Any]):
     """The values of a block by step; a value goes when nothing needs it any more."""
 
     def __init__(self, shared: dict[int, Any]) -> None:
@@ -88,7 +88,7 @@ class Work:
         self.program, self.phase, self.shared, self.load = program, phase, shared, load
         self.last = last_uses(program, phase)
 
-    def geometry(self, values: Values, boxes: dict[int, IndexRange]) -> None:
+    def geometry(self, values: Values) -> None:
         """The grids and plans that no feature decides."""
         steps = self.program.steps
         waiting: set[int] = set()
@@ -104,7 +104,7 @@ class Work:
     def bytes(self, values: Values, features: int = 0) -> int:
         """The most memory that the block takes, its geometry being known."""
         steps = self.program.steps
-        rows = {}
+        rows: dict[int, int] = {}
         for number in self.phase.steps:
             step = steps[number]
             if isinstance(step, GridStep):

@@ -75,8 +75,7 @@ def stream(
     program = Program(recording.steps, [n for n in numbers if n is not None])
     sample = dict(enumerate(recording.values))
     del recording
-    store = Store(resume)
-    run = Run(program, scene, budget_bytes, where, store, progress, sample)
+    run = Run(program, scene, budget_bytes, where, Store(resume), progress, sample)
     run.run()
     for step, parts in run.followers:
         step.follow(parts)
