@@ -14,7 +14,7 @@ from sparseconv.streaming.boxes import meets
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
 from sparseconv.streaming.planning import chosen, rates
 from sparseconv.streaming.scene import Scene, moved
-from sparseconv.streaming.store import Store
+from sparseconv.streaming.store import Store, digest
 from sparseconv.streaming.totals import BatchStatistics, Total
 from sparseconv.streaming.work import Own, TooLarge, Values, Work, clipped, own_box, wanted
 
@@ -37,7 +37,9 @@ class Run:
         store: Store,
         progress: Callable[[int, int], None] | None,
         sample: dict[int, Any],
+        out: torch.Tensor | None = None,
     ) -> None:
+        self.out = out
         self.scene, self.budget, self.device, self.store = scene, budget, device, store
         self.progress, self.done, self.total = progress, 0, 0
         self.shared: dict[int, Any] = {}
@@ -68,6 +70,20 @@ class Run:
         for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
             self._phase(number, phase, plan)
 
+    def about(self, net: torch.nn.Module) -> dict[str, str]:
+        """What this run is of, for one that goes on with it: of a large scene some of the rows."""
+        scene, steps = self.scene, self.program.steps
+        some = torch.linspace(0, max(0, len(scene) - 1), min(len(scene), 10_000), dtype=torch.float64).long()
+        coords, features = scene.coords[some.to(scene.coords.device)], scene.features[some.to(scene.features.device)]
+        shapes = (tuple(scene.coords.shape), tuple(scene.features.shape), scene.features.dtype, scene.like.batch_size)
+        return {
+            "network": digest(*(t for item in net.state_dict().items() for t in item)),
+            "steps": digest(*((type(s).__name__, s.where, s.uses, s.channels, s.dtype) for s in steps)),
+            "scene": digest(shapes, coords, features),
+            "blocks": digest(self.program.cuts, *(block.box for plan in self.plans for block in plan)),
+            "device": self.device.type,
+        }
+
     def _phase(self, number: int, phase: Phase, plan: list[Block]) -> None:
         steps = self.program.steps
         for output in phase.outputs:
@@ -86,6 +102,8 @@ class Run:
 
     def _array(self, output: int) -> torch.Tensor:
         step = self.program.steps[output]
+        if self.out is not None and self.program.results == (output,):
+            return self.out
         assert step.dtype is not None
         return self.store.scratch(f"rows.{output}", (len(self.scene), *step.channels), step.dtype)
 

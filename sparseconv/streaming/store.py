@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from sparseconv.geometry.ranges import IndexRange
+#: how numbers are written that numpy has no name for
+NUMPY = {torch.bfloat16: np.dtype(np.int16)}
 
 
 class Store:
@@ -30,11 +32,12 @@ class Store:
 
     def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An array (of any content), in the folder where there is one."""
-        size = math.prod(shape)
-        if self.folder is None or not size:
+        if self.folder is None or 0 in shape:
             return torch.empty(tuple(shape), dtype=dtype)
-        path = self.folder / f"{name}.bin"
-        return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(tuple(shape))
+        path, kind = self.folder / f"{name}.npy", NUMPY.get(dtype) or torch.empty(0, dtype=dtype).numpy().dtype
+        there = path.exists()
+        array = np.lib.format.open_memmap(path, "r+" if there else "w+", None if there else kind, tuple(shape))
+        return torch.from_numpy(array).view(dtype)
 
     def identify(self, about: dict[str, Any]) -> None:
         """Remember what this run is of. Raises ValueError where the folder holds a run of something else."""
@@ -51,15 +54,6 @@ class Store:
                 )
             return
         _written(path, text.encode())
-
-    def remembered(self, name: str) -> Any:
-        """What was kept under a name by this run or the one that it goes on with; None for nothing."""
-        path = None if self.folder is None else self.folder / f"{name}.json"
-        return json.loads(path.read_text()) if path is not None and path.exists() else None
-
-    def remember(self, name: str, value: Any) -> None:
-        if self.folder is not None:
-            _written(self.folder / f"{name}.json", json.dumps(value).encode())
 
     def is_done(self, task: str) -> bool:
         return task in self._done
@@ -87,12 +81,6 @@ class Store:
         path = self.folder / f"{name}.pt"
         return torch.load(path, weights_only=True) if path.exists() else None
 
-    def drop(self, name: str) -> None:
-        if self.folder is None:
-            self._pieces.pop(name, None)
-        else:
-            (self.folder / f"{name}.pt").unlink(missing_ok=True)
-
 
 def _written(path: Path, data: bytes) -> None:
     """A file that is there as a whole or not at all."""
@@ -100,10 +88,12 @@ def _written(path: Path, data: bytes) -> None:
     os.replace(path.with_suffix(".new"), path)
 
 
-def listed(box: IndexRange | None) -> list[list[int]] | None:
-    """A box as json has it."""
-    return None if box is None else [list(box.start), list(box.end)]
-
-
-def unlisted(box: Any) -> IndexRange | None:
-    return None if box is None else IndexRange(tuple(box[0]), tuple(box[1]))
+def digest(*parts: Any) -> str:
+    """SHA-256 of texts and tensors."""
+    found = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            found.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        else:
+            found.update(str(part).encode())
+    return found.hexdigest()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from os import PathLike
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparseconv.geometry.cpu.sorted_table import KeySpace
@@ -15,7 +16,7 @@ from sparseconv.kinds import as_device, check_count, check_kind
 from sparseconv.streaming.phases import GRID, Program
 from sparseconv.streaming.run import Run, piece_of
 from sparseconv.streaming.sample import leaves_of, number_of_leaf, recorded
-from sparseconv.streaming.scene import Scene
+from sparseconv.streaming.scene import Scene, as_rows
 from sparseconv.streaming.store import Store
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
@@ -30,6 +31,7 @@ def stream(
     device: torch.device | str | None = None,
     progress: Callable[[int, int], None] | None = None,
     resume: str | PathLike[str] | None = None,
+    out: Any = None,
 ) -> Any:
     """What ``net(x)`` is, of a scene larger than the device's memory: block by block, each with its surroundings.
 
@@ -44,7 +46,10 @@ def stream(
         batch_size: of a pair; default: the largest item present + 1.
         device: where the network is; default: that of its parameters.
         progress: called as progress(done, total) after each block.
-        resume: a folder that keeps finished blocks; a run that was interrupted goes on from them.
+        resume: a folder that keeps finished blocks; a run that was interrupted goes on from them. Results on the
+            voxels of x are files in it.
+        out: a tensor or an array, such as a mapped file, that takes the rows of the network's one result, which lies on
+            the voxels of x.
 
     Returns:
         What the network returns, in host memory. A `SparseTensor` on the voxels of x keeps their order. For a pair, a
@@ -75,12 +80,29 @@ def stream(
     program = Program(recording.steps, [n for n in numbers if n is not None])
     sample = dict(enumerate(recording.values))
     del recording
-    run = Run(program, scene, budget_bytes, where, Store(resume), progress, sample)
+    into = None if out is None else checked_out(out, program, scene)
+    store = Store(resume)
+    run = Run(program, scene, budget_bytes, where, store, progress, sample, into)
+    store.identify(run.about(net))
     run.run()
     for step, parts in run.followers:
         step.follow(parts)
     made = [leaf if n is None else _result(run, leaf, n) for leaf, n in zip(leaves, numbers)]
     return pytree.tree_unflatten(made, layout)
+
+
+def checked_out(out: Any, program: Program, scene: Scene) -> torch.Tensor:
+    """The tensor that takes the result. Raises where it cannot."""
+    into = as_rows("out", out)
+    steps = [program.steps[n] for n in program.results]
+    if len(steps) != 1 or steps[0].place != GRID:
+        raise ValueError("out takes the rows of one result on the voxels of x, but the network returns something else")
+    shape, dtype = (len(scene), *steps[0].channels), steps[0].dtype
+    if tuple(into.shape) != shape or into.dtype != dtype:
+        raise ValueError(f"out must be {shape} of {dtype}; got {tuple(into.shape)} of {into.dtype}")
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ValueError("out is an array that cannot be written: open its file with mode 'r+'")
+    return into
 
 
 def _result(run: Run, leaf: Any, number: int) -> Any:

@@ -12,7 +12,9 @@ from sparseconv.streaming import run
 from sparseconv.streaming.phases import Program
 
 
-def scene(rank: int = 3, count: int = 600, batch: int = 2, channels: int = 4, seed: int = 0, dtype=torch.float32) -> Any:
+def scene(
+    rank: int = 3, count: int = 600, batch: int = 2, channels: int = 4, seed: int = 0, dtype=torch.float32
+) -> Any:
     """Voxels of a few thick curves, shuffled, with negative coordinates."""
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randint(-1, 2, (count, rank), generator=generator)
@@ -81,14 +83,19 @@ NETWORKS = {
 
 def forced(monkeypatch: Any, cuts: int, rows: int) -> None:
     """Let every run be cut at so many places, and take blocks of so few voxels."""
+    from sparseconv.streaming import blocks as trees
     from sparseconv.streaming import planning
+
+    def fine(coords: Any, batch_size: int, limit: int, store: Any, piece: int) -> Any:
+        return trees.Blocks(coords, batch_size, rows, store, min(piece, 100))
 
     def chosen(program: Program, sample: Any, blocks: Any, budget: int, batch_size: int) -> Any:
         cut = Program(program.steps, program.results, planning.cuts(program, cuts))
+        assert len(blocks.leaves) > 2 or rows >= blocks.root.size
         return cut, [blocks.chosen(lambda block: block.size <= rows) for _ in cut.phases]
 
     monkeypatch.setattr(run, "chosen", chosen)
-    monkeypatch.setattr(run, "FINE", 2**40)
+    monkeypatch.setattr(run, "Blocks", fine)
 
 
 def same(got: Any, want: Any) -> None:
