@@ -106,7 +106,7 @@ class Blocks:
         tight = None if not low else IndexRange(tuple(low), tuple(h + 1 for h in high))
         if tight is None or last - first <= limit or tight.size == 1:
             return Block(box, first, last, tight)
-        shifts = _shifts(tight, min(CELLS, max(64, 4 * (last - first))))
+        shifts = _shifts(tight, min(CELLS, max(64, 4 * min(last - first, self.piece))))
         start = [a >> s for a, s in zip(tight.start, shifts)]
         shape = [((e - 1) >> s) - a + 1 for e, s, a in zip(tight.end, shifts, start)]
         counts = torch.zeros(math.prod(shape), dtype=torch.int64)

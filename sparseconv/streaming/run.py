@@ -73,7 +73,7 @@ class Run:
     def about(self, net: torch.nn.Module) -> dict[str, str]:
         """What this run is of, for one that goes on with it: of a large scene some of the rows."""
         scene, steps = self.scene, self.program.steps
-        some = torch.linspace(0, max(0, len(scene) - 1), min(len(scene), 10_000), dtype=torch.float64).long()
+        some = torch.linspace(0, max(0, len(scene) - 1), min(len(scene), 1000), dtype=torch.float64).long()
         coords, features = scene.coords[some.to(scene.coords.device)], scene.features[some.to(scene.features.device)]
         shapes = (tuple(scene.coords.shape), tuple(scene.features.shape), scene.features.dtype, scene.like.batch_size)
         return {

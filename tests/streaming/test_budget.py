@@ -20,7 +20,7 @@ from sparseconv import nn
 torch.set_num_threads(1)
 folder, budget = sys.argv[1], int(sys.argv[2])
 torch.manual_seed(0)
-net = nn.Sequential(nn.SubmanifoldConv(64, 16, 3), nn.ReLU(), nn.SubmanifoldConv(16, 8, 3)).eval()
+net = nn.Sequential(nn.SubmanifoldConv(256, 16, 3), nn.ReLU(), nn.SubmanifoldConv(16, 8, 3)).eval()
 coords, features = (np.load(f"{folder}/{name}.npy", mmap_mode="r") for name in ("coords", "features"))
 out = np.lib.format.open_memmap(f"{folder}/out.npy", "r+")
 with torch.no_grad():
@@ -44,11 +44,11 @@ print("streamed")
 def test_a_scene_of_ten_times_the_memory_that_is_allowed(tmp_path):
     """The file of the features alone is ten times the budget; mapped files are not a process's own memory."""
     torch.manual_seed(0)
-    a, b = torch.meshgrid(torch.arange(640), torch.arange(400), indexing="ij")
+    a, b = torch.meshgrid(torch.arange(400), torch.arange(500), indexing="ij")
     height = (20 * torch.sin(a / 30) + 15 * torch.cos(b / 40)).long()
     coords = torch.stack([torch.zeros_like(a), a, b, height], -1).view(-1, 4).int()
     coords = coords[torch.randperm(len(coords))]
-    features = torch.randn(len(coords), 64)
+    features = torch.randn(len(coords), 256)
     budget = features.nbytes // 10
     np.save(tmp_path / "coords.npy", coords.numpy())
     np.save(tmp_path / "features.npy", features.numpy())
@@ -57,7 +57,7 @@ def test_a_scene_of_ten_times_the_memory_that_is_allowed(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.stdout.split("\n")[:2] == ["the whole does not fit", "streamed"], done.stderr[-2000:]
     torch.manual_seed(0)
-    net = nn.Sequential(nn.SubmanifoldConv(64, 16, 3), nn.ReLU(), nn.SubmanifoldConv(16, 8, 3)).eval()
+    net = nn.Sequential(nn.SubmanifoldConv(256, 16, 3), nn.ReLU(), nn.SubmanifoldConv(16, 8, 3)).eval()
     with torch.no_grad():
         want = net(sc.SparseTensor(sc.VoxelGrid(coords), features)).features
     assert torch.equal(torch.from_numpy(np.load(tmp_path / "out.npy")), want)
