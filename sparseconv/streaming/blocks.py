@@ -81,7 +81,7 @@ class Blocks:
         return sum(leaf.size for leaf in self.leaves if leaf.tight is not None and meets(leaf.tight, box))
 
     def rows_in(self, box: IndexRange) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows (M,) int64, ascending, and coords (M, 1+D) int32 of the voxels in a box."""
+        """Rows (M,) int64 and coords (M, 1+D) int32 of the voxels in a box, block after block."""
         found, places = [torch.zeros(0, dtype=torch.int64)], [self.coords[:0].int()]
         for block in self.leaves:
             if block.tight is None or not meets(block.tight, box):
@@ -94,11 +94,7 @@ class Blocks:
                     rows, coords = rows[inside], coords[inside]
                 found.append(rows)
                 places.append(coords)
-        rows, coords = torch.cat(found), torch.cat(places)
-        if bool((rows[1:] > rows[:-1]).all()):
-            return rows, coords
-        rows, order = rows.sort()
-        return rows, coords[order]
+        return torch.cat(found), torch.cat(places)
 
     def _cut(self, box: IndexRange, first: int, last: int, limit: int) -> Block:
         """The block of the rows first to last of the order, which lie in ``box``; the order is changed to suit."""

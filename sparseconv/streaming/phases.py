@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from sparseconv.streaming.steps import GridStep, InputRows, OverEdges, PlanStep, Step
+from sparseconv.streaming.steps import GridStep, InputRows, OverEdges, PlanStep, Step, SubsetGrid, TargetGrid
 from sparseconv.streaming.totals import Total
 
 #: the steps of the scene's own voxels and features
@@ -115,6 +116,15 @@ class Program:
         if step.is_rows or isinstance(step, (GridStep, PlanStep)):
             return False
         return all(self.is_whole(used) for used in step.uses)
+
+    def keeps_order(self, place: int) -> bool:
+        """Whether a grid holds some of the scene's own voxels, in the scene's order."""
+        step: Any = self.steps[place]
+        if isinstance(step, SubsetGrid):
+            return self.keeps_order(step.of)
+        if isinstance(step, TargetGrid) and step.same:
+            return self.keeps_order(self.steps[step.plan].source)  # type: ignore[attr-defined]
+        return place == GRID
 
     def _is_cheap(self, number: int) -> bool:
         """Coordinates are found with the geometry of any phase."""

@@ -381,8 +381,8 @@ class WatchedPlan:
     def _make(self, source: WatchedGrid, kernel_size: Any, options: dict[str, Any], generative: bool) -> None:
         recording, target = source.recording, options.pop("target", None)
         deterministic, shape = options.pop("deterministic", None), options.pop("shape", None)
-        given: Any = [options.get(name, default) for name, default in DEFAULTS.items()]
-        window, edge = checked_window(source, kernel_size, *given, deterministic=deterministic)
+        given: Any = [*(options.get(name, default) for name, default in DEFAULTS.items()), deterministic]
+        window, edge = checked_window(source, kernel_size, *given)
         if not boundary_is_local(edge):
             words = "give Boundary.forbid(extent)" if edge.kind == "forbid" else "its two ends are far apart"
             recording.refuse(f"the boundary {edge.kind!r} looks at the whole scene", words)

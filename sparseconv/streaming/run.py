@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +14,36 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves
 from sparseconv.streaming.boxes import meets
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
+from sparseconv.streaming.pipeline import Direct, Overlapped, pipeline_of
 from sparseconv.streaming.planning import chosen, rates
-from sparseconv.streaming.scene import Scene, moved
+from sparseconv.streaming.scene import Scene
 from sparseconv.streaming.store import Store, digest
 from sparseconv.streaming.totals import BatchStatistics, Total
 from sparseconv.streaming.work import Own, TooLarge, Values, Work, clipped, own_box, wanted
 
 #: pieces of the smallest blocks that make up one as large as the budget is thought to hold
 FINE = 8
+
+
+@dataclass
+class Inputs:
+    """What a block needs from the host: the boxes of all values, its rows of the scene and where they lie, and tensors
+    that are on their way to the device."""
+
+    boxes: dict[int, IndexRange]
+    rows: torch.Tensor
+    coords: torch.Tensor
+    on_device: torch.Tensor | None
+    loaded: dict[int, torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return sum(t.nbytes for t in (self.coords, *self.loaded.values()))
+
+    def clear(self) -> None:
+        self.on_device = None
+        self.loaded.clear()
 
 
 class Run:
@@ -41,6 +65,7 @@ class Run:
     ) -> None:
         self.out = out
         self.scene, self.budget, self.device, self.store = scene, budget, device, store
+        self.pipeline: Direct | Overlapped = Direct()
         self.progress, self.done, self.total = progress, 0, 0
         self.shared: dict[int, Any] = {}
         self.arrays: dict[int, torch.Tensor] = {}
@@ -60,7 +85,7 @@ class Run:
         part = max(self.blocks.chosen(lambda block: block.size <= limit), key=lambda block: block.size)
         rows = self.blocks.order[part.first : min(part.last, part.first + limit)].long().sort().values
         values = Values({})
-        values[GRID] = self._grid(self.scene.coords[rows].int())
+        values[GRID] = self._grid(self.scene.coords[rows].int().to(self.device))
         Work(program, Phase(tuple(program.needed), (), (), ()), {}, self._load).geometry(values)
         return values
 
@@ -90,14 +115,13 @@ class Run:
             if steps[output].place == GRID:
                 self.arrays[output] = self._array(output)
         work = Work(self.program, phase, self.shared, self._load)
-        for at, block in enumerate(plan):
-            task = f"{number}.{at}"
-            if not self.store.is_done(task):
-                self._finish(number, at, phase, self._block(work, phase, block.box))
-                self.store.finish(task)
-            self.done += 1
-            if self.progress is not None:
-                self.progress(self.done, self.total)
+        left = [(at, block) for at, block in enumerate(plan) if not self.store.is_done(f"{number}.{at}")]
+        self.done = sum(map(len, self.plans[:number])) + len(plan) - len(left)
+        with pipeline_of(self.device) as self.pipeline:
+            for (at, block), inputs in self.pipeline.ahead(left, lambda item: self._inputs(phase, item[1].box)):
+                parts = self._block(work, phase, block.box, inputs)
+                self.pipeline.leave(parts, partial(self._finish, number, at, phase))
+                del parts, inputs
         self._join(number, phase, len(plan))
 
     def _array(self, output: int) -> torch.Tensor:
@@ -107,37 +131,56 @@ class Run:
         assert step.dtype is not None
         return self.store.scratch(f"rows.{output}", (len(self.scene), *step.channels), step.dtype)
 
-    def _block(self, work: Work, phase: Phase, box: IndexRange) -> list[tuple[IndexRange, dict[int, Own]]]:
-        """A block's own rows; where it is larger than was thought, those of its halves."""
-        size = self.scene.like.batch_size
-        boxes = wanted(self.program, phase, box)
+    def _inputs(self, phase: Phase, box: IndexRange) -> Inputs:
+        """What a block is made of: read from the scene, and on its way to the device where it fits."""
+        boxes, size = wanted(self.program, phase, box), self.scene.like.batch_size
         root = boxes.get(GRID)
-        rows, coords = self.blocks.rows_in(clipped(root, size)) if root is not None else self._none()
+        if root is None:
+            rows, coords = torch.zeros(0, dtype=torch.int64), self.scene.coords[:0].int().cpu()
+        else:
+            rows, coords = self.blocks.rows_in(clipped(root, size))
+        inputs = Inputs(boxes, rows, coords, None, {})
+        if len(rows) * ROW_BYTES > self.budget:
+            return inputs
+        inputs.on_device = self.pipeline.moved(coords)
+        if self.device.type == "cuda":  # on a CPU they are read when they are needed
+            for number in phase.steps:
+                source = self._array_of(number)
+                if source is not None and (number == FEATURES or number in phase.loaded):
+                    inputs.loaded[number] = self.pipeline.gathered(source, rows)
+        return inputs
+
+    def _array_of(self, number: int) -> torch.Tensor | None:
+        """The rows on the scene's own voxels that are there already."""
+        return self.scene.features if number == FEATURES else self.arrays.get(number)
+
+    def _block(self, work: Work, phase: Phase, box: IndexRange, inputs: Inputs) -> list[dict[int, Own]]:
+        """A block's own rows; where it is larger than was thought, those of its halves."""
         try:
-            if len(rows) * ROW_BYTES > self.budget:
-                raise TooLarge(len(rows) * ROW_BYTES)
-            values = self._started(work, rows, coords, boxes)
+            values = self._started(work, inputs)
         except TooLarge as large:
-            parts = halves(box, coords)
-            if parts is None:
+            halved = halves(box, inputs.coords)
+            if halved is None:
                 raise ValueError(
                     f"budget_bytes is {self.budget:,}, but the smallest block of this scene, one voxel with all that "
-                    f"its result looks at ({len(rows):,} voxels), takes about {large.size:,}: allow at least that"
+                    f"its result looks at ({len(inputs.rows):,} voxels), takes about {large.size:,}: allow at least "
+                    "that"
                 ) from None
-            del rows, coords
-            return [one for part in parts for one in self._block(work, phase, part)]
-        work.run(values, boxes, ())
-        return [(box, work.own(values, box, size))]
+            inputs.clear()
+            return [one for half in halved for one in self._block(work, phase, half, self._inputs(phase, half))]
+        work.run(values, inputs.boxes, ())
+        return [work.own(values, box, self.scene.like.batch_size)]
 
-    def _none(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(0, dtype=torch.int64), self.scene.coords[:0].int()
-
-    def _started(self, work: Work, rows: torch.Tensor, coords: torch.Tensor, boxes: dict[int, IndexRange]) -> Values:
+    def _started(self, work: Work, inputs: Inputs) -> Values:
         """A block with its geometry, and the certainty that the rest fits."""
+        least = len(inputs.rows) * ROW_BYTES
+        if inputs.on_device is None:
+            raise TooLarge(least)
         values = Values(self.shared)
-        values[GRID], values[-1] = self._grid(coords), rows
+        values[GRID], values[-1] = self._grid(inputs.on_device), inputs.rows
+        values.update(inputs.loaded)
         work.geometry(values)
-        size = work.bytes(values) + ROW_BYTES * len(rows)
+        size = work.bytes(values) + (least if self.device.type == "cpu" else 2 * inputs.num_bytes)
         if size > self.budget:
             raise TooLarge(size)
         return values
@@ -145,16 +188,15 @@ class Run:
     def _grid(self, coords: torch.Tensor) -> VoxelGrid:
         """The grid of a block, in the scene."""
         like = self.scene.like
-        grid = VoxelGrid(moved(coords, self.device), like.batch_size, like.voxel_size, like.origin)
+        grid = VoxelGrid(coords, like.batch_size, like.voxel_size, like.origin)
         grid.is_placed = like.is_placed
         return grid
 
     def _load(self, number: int, grid: VoxelGrid, rows: torch.Tensor, boxes: dict[int, IndexRange]) -> torch.Tensor:
         """Rows of the scene, or rows that an earlier phase left, for the voxels of a block's grid."""
-        if number == FEATURES:
-            return self.scene.rows(rows, self.device)
-        if number in self.arrays:
-            return moved(self.arrays[number][rows], self.device)
+        source = self._array_of(number)
+        if source is not None:
+            return self.pipeline.gathered(source, rows).to(self.device)
         step, level = self.program.steps[number], self._phase_of(number)
         assert step.dtype is not None
         made = torch.zeros((len(grid), *step.channels), dtype=step.dtype, device=self.device)
@@ -163,32 +205,32 @@ class Run:
             if own is None or number not in boxes or not meets(own, boxes[number]):
                 continue
             coords, values = self.store.get(f"piece.{number}.{at}")[:2]
-            stored = VoxelGrid(moved(coords, self.device), grid.batch_size)
+            stored = VoxelGrid(coords.to(self.device), grid.batch_size)
             found = stored.lookup(grid.coords)
             there = found >= 0
-            made[there] = moved(values, self.device)[found[there]]
+            made[there] = values.to(self.device)[found[there]]
         return made
 
     def _phase_of(self, number: int) -> int:
         return next(at for at, phase in enumerate(self.program.phases) if number in phase.outputs)
 
-    def _finish(self, number: int, at: int, phase: Phase, parts: list[tuple[IndexRange, dict[int, Own]]]) -> None:
-        """Keep what a block has made."""
-        steps, size = self.program.steps, self.scene.like.batch_size
+    def _finish(self, number: int, at: int, phase: Phase, parts: list[dict[int, Own]]) -> None:
+        """Keep what a block has made, in host memory by now."""
+        steps = self.program.steps
         for output in phase.outputs:
-            own = [part[output] for _, part in parts]
+            own = [part[output] for part in parts]
             if steps[output].place == GRID:
                 for one in own:
-                    assert one.rows is not None
-                    self.arrays[output][one.rows] = one.values.cpu()
+                    self.arrays[output][one.rows] = one.values
             else:
-                kept = [(one.coords.cpu(), one.values.cpu()) for one in own]
+                kept = [(one.coords, one.values, one.rows) for one in own]
                 self.store.put(f"piece.{output}.{at}", tuple(torch.cat(some) for some in zip(*kept)))
         for total in phase.totals:
-            step: Any = steps[total]
-            found = [part[step.of] for _, part in parts]
-            made = [tuple(t.cpu() for t in step.part(one.values, one.coords, size)) for one in found]
-            self.store.put(f"total.{total}.{at}", made)
+            self.store.put(f"total.{total}.{at}", [part[total] for part in parts])
+        self.store.finish(f"{number}.{at}")
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.total)
 
     def _join(self, number: int, phase: Phase, count: int) -> None:
         """Totals of all blocks, and what is made of them alone."""

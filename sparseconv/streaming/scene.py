@@ -67,17 +67,6 @@ class Scene:
     def __len__(self) -> int:
         return len(self.coords)
 
-    def rows(self, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Features (M, C) of rows (M,) on a device."""
-        return moved(self.features[rows.to(self.features.device)], device)
-
-
-def moved(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On the device; by pinned memory, on the current stream, where it is a GPU."""
-    if device.type != "cuda" or values.device.type == "cuda":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
-
 
 def as_rows(name: str, value: Any) -> torch.Tensor:
     """A tensor over the memory of a tensor or an array, which may be a mapped file that is only read."""

@@ -115,8 +115,8 @@ def _result(run: Run, leaf: Any, number: int) -> Any:
         coords = None
     else:
         pieces = [run.store.get(f"piece.{number}.{at}") for at in range(len(run.plans[run._phase_of(number)]))]
-        coords, features = (torch.cat([piece[at] for piece in pieces]) for at in range(2))
-        order = _order(coords)
+        coords, features, rows = (torch.cat([piece[at] for piece in pieces]) for at in range(3))
+        order = rows.argsort() if run.program.keeps_order(step.place) else _order(coords)
         coords, features = coords[order], features[order]
         place: Any = run.program.steps[step.place]
         size = [v * float(s) for v, s in zip(scene.like.voxel_size, place.scale)]

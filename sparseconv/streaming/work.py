@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,14 +27,13 @@ class TooLarge(Exception):
         self.size = size
 
 
-@dataclass
-class Own:
-    """A block's own rows of an output: coords (M, 1+D) and values (M, ...) on the device, and their rows of the scene
-    where they are its voxels."""
+class Own(NamedTuple):
+    """A block's own rows of an output: coords (M, 1+D), values (M, ...), and the rows of the scene by whose order they
+    are ordered: their own, or none (0,)."""
 
     coords: torch.Tensor
     values: torch.Tensor
-    rows: torch.Tensor | None
+    rows: torch.Tensor
 
 
 class Values(dict[Any, Any]):
@@ -156,19 +154,28 @@ class Work:
                 if done not in kept:
                     values.pop(done, None)
 
-    def own(self, values: Values, box: IndexRange, batch_size: int) -> dict[int, Own]:
-        """The block's own rows of what is wanted."""
-        found = {}
+    def own(self, values: Values, box: IndexRange, batch_size: int) -> dict[int, Any]:
+        """The block's own rows of what is wanted, and what they add to totals."""
+        found: dict[int, Any] = {}
         for number in targets(self.program, self.phase):
-            place = self.program.steps[number].place
+            place: Any = self.program.steps[number].place
             grid, region = values[place], own_box(self.program, number, box)
             if region is None:
                 inside = torch.zeros(len(grid), dtype=torch.bool, device=grid.device)
             else:
                 inside = within(grid.coords, clipped(region, batch_size))
-            rows = values[-1][inside.cpu()] if place == GRID else None
-            found[number] = Own(grid.coords[inside], values[number][inside], rows)
-        return found
+            coords, rows = grid.coords[inside], values[-1][:0]
+            if place == GRID:
+                rows = values[-1][inside.cpu()]
+            elif self.program.keeps_order(place):
+                rows = values[-1][values[GRID].lookup(coords).cpu()]
+            found[number] = Own(coords, values[number][inside], rows)
+        made = {number: found[number] for number in self.phase.outputs}
+        for number in self.phase.totals:
+            total: Any = self.program.steps[number]
+            own = found[total.of]
+            made[number] = total.part(own.values, own.coords, batch_size)
+        return made
 
 
 def last_uses(program: Program, phase: Phase) -> dict[int, list[int]]:
