@@ -20,30 +20,33 @@ EDGES = (4, 5)
 
 def recorded(
     net: Callable[..., Any], like: VoxelGrid, channels: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Recording, Any]:
-    """The steps of ``net``, and what it returned on the sample.
+) -> tuple[Recording, Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The steps of ``net``, what it returned on the sample, and buffers that it counts in, with what they are then.
 
     Raises ValueError where it does something to rows that a block cannot know, named with its place.
     """
     pairs = []
     for edge in EDGES:
-        with unchanged(net):
+        with unchanged(net) as counted:
             pairs.append(_run(net, like, channels, dtype, device, edge))
     first, second = pairs
     _compare(first[0], second[0])
-    return second
+    return *second, counted
 
 
 @contextmanager
-def unchanged(net: Any) -> Iterator[None]:
-    """Buffers of a network as they were, whatever a sample does to them."""
+def unchanged(net: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Buffers of a network as they were, whatever a sample does to them; those that it changed, with what they were
+    changed to."""
     kept = [(buffer, buffer.clone()) for buffer in net.buffers()] if isinstance(net, torch.nn.Module) else []
+    changed: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
-        yield
+        yield changed
     finally:
         with torch.no_grad():
             for buffer, before in kept:
                 if not torch.equal(buffer, before):
+                    changed.append((buffer, buffer.clone()))
                     buffer.copy_(before)
 
 

@@ -74,7 +74,7 @@ def stream(
     scene = Scene.of(x, batch_size, piece)
     first = next(net.parameters(), None)
     where = as_device(device) if device is not None else scene.features.device if first is None else first.device
-    recording, returned = recorded(net, scene.like, scene.features.shape[1], scene.features.dtype, where)
+    recording, returned, counted = recorded(net, scene.like, scene.features.shape[1], scene.features.dtype, where)
     leaves, layout = leaves_of(returned)
     numbers = [number_of_leaf(leaf) for leaf in leaves]
     program = Program(recording.steps, [n for n in numbers if n is not None])
@@ -87,6 +87,9 @@ def stream(
     run.run()
     for step, parts in run.followers:
         step.follow(parts)
+    with torch.no_grad():
+        for buffer, value in counted:
+            buffer.copy_(value)
     made = [leaf if n is None else _result(run, leaf, n) for leaf, n in zip(leaves, numbers)]
     return pytree.tree_unflatten(made, layout)
 

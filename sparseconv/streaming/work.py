@@ -183,6 +183,7 @@ def last_uses(program: Program, phase: Phase) -> dict[int, list[int]]:
     wanted_rows = set(targets(program, phase))
     places = {program.steps[n].place for n in wanted_rows}
     users: dict[int, int] = {}
+    inside = set(phase.steps)
     for number in phase.steps:
         step = program.steps[number]
         uses = () if number in phase.loaded else step.uses
@@ -190,6 +191,6 @@ def last_uses(program: Program, phase: Phase) -> dict[int, list[int]]:
             users[used] = number
     gone: dict[int, list[int]] = {}
     for used, number in users.items():
-        if used not in wanted_rows and used not in places and used != GRID:
+        if used in inside and used not in wanted_rows and used not in places and used != GRID:
             gone.setdefault(number, []).append(used)
     return gone
