@@ -20,13 +20,13 @@ ENOUGH = 1.3
 FINDING, KEEPING = 20_000, 100
 
 
-def rates(program: Program, sample: dict[int, Any]) -> list[float]:
+def rates(program: Program, sample: dict[int, Any], learns: bool = False) -> list[float]:
     """Bytes that a voxel of the scene takes in each phase with all that is made of it, as in the sample."""
     found = []
     for phase in program.phases:
         values = Values({})
         values.update(sample)
-        found.append(Work(program, phase, {}, _none).bytes(values) / max(1, len(sample[GRID])))
+        found.append(Work(program, phase, {}, _none).bytes(values, learns) / max(1, len(sample[GRID])))
     return found or [1.0]
 
 
@@ -35,7 +35,7 @@ def _none(*_: Any) -> Any:
 
 
 def chosen(
-    program: Program, sample: dict[int, Any], blocks: Blocks, budget: int, batch_size: int
+    program: Program, sample: dict[int, Any], blocks: Blocks, budget: int, batch_size: int, learns: bool = False
 ) -> tuple[Program, list[list[Block]]]:
     """The program with its cuts, and the blocks of each phase.
 
@@ -47,7 +47,7 @@ def chosen(
     best: tuple[float, Program, list[list[Block]]] | None = None
     for count in dict.fromkeys(counts):
         tried = Program(program.steps, program.results, cuts(program, count))
-        plans, cost, rows = _planned(tried, sample, blocks, budget, batch_size)
+        plans, cost, rows = _planned(tried, sample, blocks, budget, batch_size, learns)
         if best is None or cost < best[0]:
             best = cost, tried, plans
         if rows <= ENOUGH and not count:
@@ -79,11 +79,11 @@ def _width(program: Program, number: int) -> float:
 
 
 def _planned(
-    program: Program, sample: dict[int, Any], blocks: Blocks, budget: int, batch_size: int
+    program: Program, sample: dict[int, Any], blocks: Blocks, budget: int, batch_size: int, learns: bool = False
 ) -> tuple[list[list[Block]], float, float]:
     """The blocks of each phase, what all of it costs in multiplications, and how often a voxel is computed at most."""
     plans, cost, most, total = [], 0.0, 0.0, max(1, blocks.root.size)
-    for phase, rate in zip(program.phases, rates(program, sample)):
+    for phase, rate in zip(program.phases, rates(program, sample, learns)):
         rows: dict[IndexRange, int] = {}
 
         def size(block: Block, phase: Phase = phase, rows: dict[IndexRange, int] = rows) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves
@@ -46,6 +47,16 @@ class Inputs:
         self.loaded.clear()
 
 
+class Result(NamedTuple):
+    """A result of the network: its features; on other voxels than the scene's, where these lie, the order in which they
+    are taken from the blocks' own, and how many each block has."""
+
+    features: torch.Tensor
+    coords: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    sizes: list[int] = []  # noqa: RUF012 (never changed)
+
+
 class Run:
     """One scene through one program.
 
@@ -62,8 +73,9 @@ class Run:
         progress: Callable[[int, int], None] | None,
         sample: dict[int, Any],
         out: torch.Tensor | None = None,
+        learns: bool = False,
     ) -> None:
-        self.out = out
+        self.out, self.learns = out, learns
         self.scene, self.budget, self.device, self.store = scene, budget, device, store
         self.pipeline: Direct | Overlapped = Direct()
         self.progress, self.done, self.total = progress, 0, 0
@@ -72,13 +84,13 @@ class Run:
         #: running statistics that are to be moved once all is done
         self.followers: list[tuple[BatchStatistics, list[Any]]] = []
         size, piece = scene.like.batch_size, piece_of(budget)
-        limit = max(1, int(budget / max(rates(program, sample))))
+        limit = max(1, int(budget / max(rates(program, sample, learns))))
         if len(scene) and limit >= len(scene):
             limit = len(scene) * FINE  # one block, if the rest of this is right
         self.blocks = Blocks(scene.coords, size, max(1, limit // FINE), store, piece)
         if len(scene) > 1:
             sample = self._measured(program, limit)
-        self.program, self.plans = chosen(program, sample, self.blocks, budget, size)
+        self.program, self.plans = chosen(program, sample, self.blocks, budget, size, learns)
 
     def _measured(self, program: Program, limit: int) -> Values:
         """The geometry of a part of the scene, by which the memory of blocks is planned."""
@@ -86,7 +98,7 @@ class Run:
         rows = self.blocks.order[part.first : min(part.last, part.first + limit)].long().sort().values
         values = Values({})
         values[GRID] = self._grid(self.scene.coords[rows].int().to(self.device))
-        Work(program, Phase(tuple(program.needed), (), (), ()), {}, self._load).geometry(values)
+        Work(program, Phase(tuple(program.needed), (), (), ()), {}, self.load).geometry(values)
         return values
 
     def run(self) -> None:
@@ -114,7 +126,7 @@ class Run:
         for output in phase.outputs:
             if steps[output].place == GRID:
                 self.arrays[output] = self._array(output)
-        work = Work(self.program, phase, self.shared, self._load)
+        work = Work(self.program, phase, self.shared, self.load)
         left = [(at, block) for at, block in enumerate(plan) if not self.store.is_done(f"{number}.{at}")]
         self.done = sum(map(len, self.plans[:number])) + len(plan) - len(left)
         with pipeline_of(self.device) as self.pipeline:
@@ -145,17 +157,20 @@ class Run:
         inputs.on_device = self.pipeline.moved(coords)
         if self.device.type == "cuda":  # on a CPU they are read when they are needed
             for number in phase.steps:
-                source = self._array_of(number)
+                source = self.array_of(number)
                 if source is not None and (number == FEATURES or number in phase.loaded):
                     inputs.loaded[number] = self.pipeline.gathered(source, rows)
         return inputs
 
-    def _array_of(self, number: int) -> torch.Tensor | None:
+    def array_of(self, number: int) -> torch.Tensor | None:
         """The rows on the scene's own voxels that are there already."""
         return self.scene.features if number == FEATURES else self.arrays.get(number)
 
-    def _block(self, work: Work, phase: Phase, box: IndexRange, inputs: Inputs) -> list[dict[int, Own]]:
-        """A block's own rows; where it is larger than was thought, those of its halves."""
+    def in_parts(
+        self, work: Work, phase: Phase, box: IndexRange, inputs: Inputs | None = None
+    ) -> Iterator[tuple[IndexRange, Values, dict[int, IndexRange]]]:
+        """A block with its geometry, ready to be run; where it is larger than was thought, its halves one by one."""
+        inputs = self._inputs(phase, box) if inputs is None else inputs
         try:
             values = self._started(work, inputs)
         except TooLarge as large:
@@ -167,9 +182,18 @@ class Run:
                     "that"
                 ) from None
             inputs.clear()
-            return [one for half in halved for one in self._block(work, phase, half, self._inputs(phase, half))]
-        work.run(values, inputs.boxes, ())
-        return [work.own(values, box, self.scene.like.batch_size)]
+            for half in halved:
+                yield from self.in_parts(work, phase, half)
+        else:
+            yield box, values, inputs.boxes
+
+    def _block(self, work: Work, phase: Phase, box: IndexRange, inputs: Inputs) -> list[dict[int, Any]]:
+        """A block's own rows, and what it adds to totals; those of its halves where it had to be cut."""
+        made = []
+        for part, values, boxes in self.in_parts(work, phase, box, inputs):
+            work.run(values, boxes)
+            made.append(work.own(values, part, self.scene.like.batch_size))
+        return made
 
     def _started(self, work: Work, inputs: Inputs) -> Values:
         """A block with its geometry, and the certainty that the rest fits."""
@@ -180,7 +204,7 @@ class Run:
         values[GRID], values[-1] = self._grid(inputs.on_device), inputs.rows
         values.update(inputs.loaded)
         work.geometry(values)
-        size = work.bytes(values) + (least if self.device.type == "cpu" else 2 * inputs.num_bytes)
+        size = work.bytes(values, self.learns) + (least if self.device.type == "cpu" else 2 * inputs.num_bytes)
         if size > self.budget:
             raise TooLarge(size)
         return values
@@ -192,12 +216,22 @@ class Run:
         grid.is_placed = like.is_placed
         return grid
 
-    def _load(self, number: int, grid: VoxelGrid, rows: torch.Tensor, boxes: dict[int, IndexRange]) -> torch.Tensor:
-        """Rows of the scene, or rows that an earlier phase left, for the voxels of a block's grid."""
-        source = self._array_of(number)
+    def load(
+        self,
+        number: int,
+        grid: VoxelGrid,
+        rows: torch.Tensor,
+        boxes: dict[int, IndexRange],
+        seen: Callable[[int, torch.Tensor], torch.Tensor] = lambda at, piece: piece,
+    ) -> torch.Tensor:
+        """Rows of the scene, or rows that an earlier phase left, for the voxels of a block's grid.
+
+        ``seen`` is given each piece of an earlier phase, and returns what is used of it.
+        """
+        source = self.array_of(number)
         if source is not None:
             return self.pipeline.gathered(source, rows).to(self.device)
-        step, level = self.program.steps[number], self._phase_of(number)
+        step, level = self.program.steps[number], self.phase_of(number)
         assert step.dtype is not None
         made = torch.zeros((len(grid), *step.channels), dtype=step.dtype, device=self.device)
         for at, block in enumerate(self.plans[level]):
@@ -205,13 +239,12 @@ class Run:
             if own is None or number not in boxes or not meets(own, boxes[number]):
                 continue
             coords, values = self.store.get(f"piece.{number}.{at}")[:2]
-            stored = VoxelGrid(coords.to(self.device), grid.batch_size)
-            found = stored.lookup(grid.coords)
-            there = found >= 0
-            made[there] = values.to(self.device)[found[there]]
+            found = VoxelGrid(coords.to(self.device), grid.batch_size).lookup(grid.coords)
+            there = (found >= 0).nonzero().flatten()
+            made = made.index_put((there,), seen(at, values.to(self.device))[found[there]])
         return made
 
-    def _phase_of(self, number: int) -> int:
+    def phase_of(self, number: int) -> int:
         return next(at for at, phase in enumerate(self.program.phases) if number in phase.outputs)
 
     def _finish(self, number: int, at: int, phase: Phase, parts: list[dict[int, Own]]) -> None:
@@ -237,21 +270,55 @@ class Run:
         for total in phase.totals:
             step: Any = self.program.steps[total]
             parts = [part for at in range(count) for part in self.store.get(f"total.{total}.{at}")]
-            dtype = self.program.steps[step.of].dtype
-            self.shared[total] = _to(step.join(parts, dtype), self.device)
+            self.shared[total] = self.on_device(step.join(parts, self.program.steps[step.of].dtype))
             if isinstance(step, BatchStatistics):
                 self.followers.append((step, parts))
+        self.finish_whole(self.shared)
+
+    def finish_whole(self, shared: dict[int, Any]) -> None:
+        """Add what can be made of the tensors of the whole scene that are there."""
         for known in self.program.needed:
             step = self.program.steps[known]
-            ready = known not in self.shared and not isinstance(step, Total) and self.program.is_whole(known)
-            if ready and all(used in self.shared for used in step.uses):
-                self.shared[known] = step.run(self.shared)
+            ready = known not in shared and not isinstance(step, Total) and self.program.is_whole(known)
+            if ready and all(used in shared for used in step.uses):
+                shared[known] = step.run(shared)
+
+    def level_of(self, number: int) -> int:
+        """The phase after which a tensor of the whole scene is there."""
+        levels = [self.program.levels[number]]
+        step = self.program.steps[number]
+        if not isinstance(step, Total):
+            levels = [self.level_of(used) for used in step.uses] or [0]
+        return max(levels)
+
+    def on_device(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(self.device)
+        return tuple(one.to(self.device) for one in value)
+
+    def rows_of(self, number: int) -> Result:
+        """A result as blocks have left it."""
+        step = self.program.steps[number]
+        if step.place is None:
+            return Result(self.shared[number].to(self.scene.features.device))
+        if step.place == GRID:
+            return Result(self.arrays[number])
+        count = len(self.plans[self.phase_of(number)])
+        pieces = [self.store.get(f"piece.{number}.{at}") for at in range(count)]
+        coords, features, rows = (torch.cat([piece[at] for piece in pieces]) for at in range(3))
+        order = rows.argsort() if self.program.keeps_order(step.place) else lexicographic(coords)
+        return Result(features[order], coords[order], order, [len(piece[0]) for piece in pieces])
+
+
+def lexicographic(coords: torch.Tensor) -> torch.Tensor:
+    """Rows in lexicographic order."""
+    if not len(coords):
+        return torch.zeros(0, dtype=torch.int64)
+    low, high = torch.aminmax(coords, dim=0)
+    space = KeySpace.covering(IndexRange(tuple(low.tolist()), tuple(h + 1 for h in high.tolist())))
+    return space.keys(coords).argsort()
 
 
 def piece_of(budget: int) -> int:
     """Rows that are looked at together where the whole scene is gone through."""
     return max(1, min(2**22, budget // (4 * ROW_BYTES)))
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else tuple(one.to(device) for one in value)

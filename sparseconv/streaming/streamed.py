@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import as_device, check_count, check_kind
+from sparseconv.streaming.backward import Streamed, parameters_of
 from sparseconv.streaming.phases import GRID, Program
+from sparseconv.streaming.recording.sample import leaves_of, number_of_leaf, recorded
 from sparseconv.streaming.run import Run, piece_of
-from sparseconv.streaming.sample import leaves_of, number_of_leaf, recorded
 from sparseconv.streaming.scene import Scene, as_rows
 from sparseconv.streaming.store import Store
 from sparseconv.tensor import SparseTensor
@@ -81,16 +80,27 @@ def stream(
     sample = dict(enumerate(recording.values))
     del recording
     into = None if out is None else checked_out(out, program, scene)
+    parameters = parameters_of(program)
+    learns = torch.is_grad_enabled() and (scene.features.requires_grad or bool(parameters))
+    if learns and (resume is not None or out is not None):
+        raise ValueError("resume and out are for inference: call stream within torch.no_grad()")
     store = Store(resume)
-    run = Run(program, scene, budget_bytes, where, store, progress, sample, into)
-    store.identify(run.about(net))
-    run.run()
+    with torch.no_grad():
+        run = Run(program, scene, budget_bytes, where, store, progress, sample, into, learns)
+        store.identify(run.about(net))
+    if learns:
+        features: Any = Streamed.apply(run, scene.features, *parameters)
+    else:
+        with torch.no_grad():
+            run.run()
+        features = [run.rows_of(number).features for number in program.results]
+    found = dict(zip(program.results, features))
     for step, parts in run.followers:
         step.follow(parts)
     with torch.no_grad():
         for buffer, value in counted:
             buffer.copy_(value)
-    made = [leaf if n is None else _result(run, leaf, n) for leaf, n in zip(leaves, numbers)]
+    made = [leaf if n is None else _result(run, leaf, n, found[n]) for leaf, n in zip(leaves, numbers)]
     return pytree.tree_unflatten(made, layout)
 
 
@@ -108,35 +118,18 @@ def checked_out(out: Any, program: Program, scene: Scene) -> torch.Tensor:
     return into
 
 
-def _result(run: Run, leaf: Any, number: int) -> Any:
-    """One of the network's results, from what blocks have left."""
+def _result(run: Run, leaf: Any, number: int, features: torch.Tensor) -> Any:
+    """One of the network's results, as the network gives it."""
     step, scene = run.program.steps[number], run.scene
-    if step.place is None:
-        return run.shared[number].to(scene.features.device)
-    if step.place == GRID:
-        features, grid = run.arrays[number], None if scene.sparse is None else scene.sparse.grid
-        coords = None
-    else:
-        pieces = [run.store.get(f"piece.{number}.{at}") for at in range(len(run.plans[run._phase_of(number)]))]
-        coords, features, rows = (torch.cat([piece[at] for piece in pieces]) for at in range(3))
-        order = rows.argsort() if run.program.keeps_order(step.place) else _order(coords)
-        coords, features = coords[order], features[order]
-        place: Any = run.program.steps[step.place]
-        size = [v * float(s) for v, s in zip(scene.like.voxel_size, place.scale)]
-        grid = None if scene.sparse is None else VoxelGrid(coords, scene.like.batch_size, size, scene.like.origin)
-        if grid is not None:
-            grid.is_placed = scene.like.is_placed
     if not isinstance(leaf, SparseTensor):
         return features
-    if grid is not None:
-        return SparseTensor(grid, features.to(grid.device))
-    return features if coords is None else (features, coords)
-
-
-def _order(coords: torch.Tensor) -> torch.Tensor:
-    """Rows in lexicographic order."""
-    if not len(coords):
-        return torch.zeros(0, dtype=torch.int64)
-    low, high = torch.aminmax(coords, dim=0)
-    space = KeySpace.covering(IndexRange(tuple(low.tolist()), tuple(h + 1 for h in high.tolist())))
-    return space.keys(coords).argsort()
+    coords = run.rows_of(number).coords
+    if scene.sparse is None:
+        return features if coords is None else (features, coords)
+    grid = scene.sparse.grid
+    if coords is not None:
+        place: Any = run.program.steps[step.place or GRID]
+        size = [v * float(s) for v, s in zip(scene.like.voxel_size, place.scale)]
+        grid = VoxelGrid(coords, scene.like.batch_size, size, scene.like.origin)
+        grid.is_placed = scene.like.is_placed
+    return SparseTensor(grid, features.to(grid.device))

@@ -124,6 +124,20 @@ class BatchStatistics(Total):
                 kept.mul_(1 - self.momentum).add_(now.to(kept.dtype), alpha=self.momentum)
 
 
+def normed_rows(
+    rows: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias, differentiable in the statistics as well."""
+    y = (rows - mean) * torch.rsqrt(var + eps)
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(rows.dtype)
+
+
 @dataclass(kw_only=True)
 class ItemStatistics(Total):
     """Mean and variance (B, G) of groups of channels over the voxels of each batch item."""
@@ -150,7 +164,7 @@ def standardised_rows(
     items = coords[:, 0].long()
     grouped = rows.unflatten(1, (mean.shape[1], -1))
     scale = torch.rsqrt(var + eps)
-    return ((grouped - mean[items][..., None]) * scale[items][..., None]).flatten(1)
+    return ((grouped - mean[items][..., None]) * scale[items][..., None]).flatten(1).to(rows.dtype)
 
 
 @dataclass(kw_only=True)

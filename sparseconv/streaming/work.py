@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -99,8 +99,8 @@ class Work:
             else:
                 values[number] = step.run(values)
 
-    def bytes(self, values: Values, features: int = 0) -> int:
-        """The most memory that the block takes, its geometry being known."""
+    def bytes(self, values: Values, learns: bool = False) -> int:
+        """The most memory that the block takes, its geometry being known; with the way back where it ``learns``."""
         steps = self.program.steps
         rows: dict[int, int] = {}
         for number in self.phase.steps:
@@ -120,8 +120,9 @@ class Work:
         for number in self.phase.steps:
             live += size[number]
             most = max(most, live + self._workspace(number, values, size))
-            live -= sum(size[n] for n in self.last.get(number, ()))
-        return fixed + sum(maps.values()) + most
+            if not learns:
+                live -= sum(size[n] for n in self.last.get(number, ()))
+        return fixed + sum(maps.values()) + (2 if learns else 1) * most
 
     def _size(self, number: int, rows: dict[int, int]) -> int:
         step = self.program.steps[number]
@@ -138,21 +139,20 @@ class Work:
             return 2 * size[number]
         return int(plan.workspace_bytes(source.channels[0], step.channels[0], source.dtype))
 
-    def run(self, values: Values, boxes: dict[int, IndexRange], keep: Iterable[int]) -> None:
-        """All steps that are left; what is needed no more is let go, but for the steps to ``keep``."""
-        steps, kept = self.program.steps, set(keep)
+    def run(self, values: Values, boxes: dict[int, IndexRange]) -> None:
+        """All steps that are left; what is needed no more is let go."""
+        steps = self.program.steps
         for number in self.phase.steps:
             step = steps[number]
             if number not in values and (step.is_rows or isinstance(step, (GridStep, PlanStep)) or step.uses):
-                if number in self.shared:
+                if number in values.shared:
                     continue
                 if number in self.phase.loaded or number == FEATURES:
                     values[number] = self.load(number, values[step.place], values[-1], boxes)
                 else:
                     values[number] = step.run(values)
             for done in self.last.get(number, ()):
-                if done not in kept:
-                    values.pop(done, None)
+                values.pop(done, None)
 
     def own(self, values: Values, box: IndexRange, batch_size: int) -> dict[int, Any]:
         """The block's own rows of what is wanted, and what they add to totals."""

@@ -89,7 +89,7 @@ def forced(monkeypatch: Any, cuts: int, rows: int) -> None:
     def fine(coords: Any, batch_size: int, limit: int, store: Any, piece: int) -> Any:
         return trees.Blocks(coords, batch_size, rows, store, min(piece, 100))
 
-    def chosen(program: Program, sample: Any, blocks: Any, budget: int, batch_size: int) -> Any:
+    def chosen(program: Program, sample: Any, blocks: Any, budget: int, batch_size: int, learns: bool) -> Any:
         cut = Program(program.steps, program.results, planning.cuts(program, cuts))
         assert len(blocks.leaves) > 2 or rows >= blocks.root.size
         return cut, [blocks.chosen(lambda block: block.size <= rows) for _ in cut.phases]

@@ -111,11 +111,11 @@ def test_no_value_beyond_its_box_is_used(monkeypatch):
 
     original = Work.run
 
-    def run(self, values, boxes, keep):
+    def run(self, values, boxes):
         poisoned = Poisoned(values.shared)
         poisoned.steps, poisoned.boxes = self.program.steps, boxes
         dict.update(poisoned, values)
-        original(self, poisoned, boxes, keep)
+        original(self, poisoned, boxes)
         dict.update(values, poisoned)
 
     monkeypatch.setattr(Work, "run", run)

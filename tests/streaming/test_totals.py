@@ -14,7 +14,12 @@ from tests.streaming.scenes import Squeeze, forced, scene
 
 def block(norm):
     return nn.Sequential(
-        nn.SubmanifoldConv(4, 8, 3), norm(8), nn.ReLU(), nn.Conv(8, 6, 2, stride=2), norm(6), nn.SubmanifoldConv(6, 4, 3)
+        nn.SubmanifoldConv(4, 8, 3),
+        norm(8),
+        nn.ReLU(),
+        nn.Conv(8, 6, 2, stride=2),
+        norm(6),
+        nn.SubmanifoldConv(6, 4, 3),
     )
 
 

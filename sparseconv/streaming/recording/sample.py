@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.streaming.record import Recorded, Recording
-from sparseconv.streaming.steps import Call, InputRows, OverEdges, Step
+from sparseconv.streaming.recording.record import Recorded, Recording
+from sparseconv.streaming.recording.watched import WatchedGrid
+from sparseconv.streaming.steps import Call, InputGrid, InputRows, OverEdges, Step
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
 
@@ -57,8 +59,12 @@ def _run(
     coords = torch.nn.functional.pad(space, (1, 0)).int().to(device)
     generator = torch.Generator().manual_seed(edge)
     features = torch.randn(len(coords), channels, generator=generator).to(device, dtype)
+    real = VoxelGrid(coords, like.batch_size, like.voxel_size, like.origin)
+    real.is_placed = like.is_placed
     recording = Recording(net)
-    return recording, net(recording.input(coords, like.batch_size, like, features))
+    grid = WatchedGrid.of(recording, recording.add(InputGrid(scale=(Fraction(1),) * real.rank), real))
+    x = SparseTensor(grid, recording.rows(InputRows(place=grid.number), features))
+    return recording, net(x)
 
 
 def leaves_of(results: Any) -> tuple[list[Any], Any]:
