@@ -94,7 +94,8 @@ class Program:
             if not outputs and not totals:
                 continue
             stored = frozenset(n for n in crossing if levels[n] < level)
-            sources = [steps[n].of for n in totals]  # type: ignore[attr-defined]
+            found: Any = [steps[n] for n in totals]
+            sources = [total.of for total in found]
             whole = {n for n in range(len(steps)) if not self._in_blocks(n)}
             body = self._closure([*outputs, *sources], stored | whole)
             loaded = tuple(n for n in body if n in stored)
@@ -123,7 +124,8 @@ class Program:
         if isinstance(step, SubsetGrid):
             return self.keeps_order(step.of)
         if isinstance(step, TargetGrid) and step.same:
-            return self.keeps_order(self.steps[step.plan].source)  # type: ignore[attr-defined]
+            plan: Any = self.steps[step.plan]
+            return self.keeps_order(plan.source)
         return place == GRID
 
     def _is_cheap(self, number: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from sparseconv.geometry.ranges import IndexRange
@@ -78,23 +79,34 @@ def _width(program: Program, number: int) -> float:
     return sum(float(f) * max(1, n - 1) for f, n in zip(fine.scale, plan.window.projection.shape))
 
 
+class _Sizes:
+    """Voxels that blocks are computed with in a phase, their surroundings included; each counted once."""
+
+    def __init__(self, program: Program, phase: Phase, blocks: Blocks, batch_size: int) -> None:
+        self.program, self.phase, self.blocks, self.batch_size = program, phase, blocks, batch_size
+        self._known: dict[IndexRange, int] = {}
+
+    def of(self, block: Block) -> int:
+        if block.box not in self._known:
+            root = wanted(self.program, self.phase, block.box).get(GRID)
+            around = None if root is None else clipped(root, self.batch_size)
+            self._known[block.box] = self.blocks.most_in(around)
+        return self._known[block.box]
+
+    def fits(self, most: float, block: Block) -> bool:
+        return self.of(block) <= most
+
+
 def _planned(
     program: Program, sample: dict[int, Any], blocks: Blocks, budget: int, batch_size: int, learns: bool = False
 ) -> tuple[list[list[Block]], float, float]:
     """The blocks of each phase, what all of it costs in multiplications, and how often a voxel is computed at most."""
     plans, cost, most, total = [], 0.0, 0.0, max(1, blocks.root.size)
     for phase, rate in zip(program.phases, rates(program, sample, learns)):
-        rows: dict[IndexRange, int] = {}
-
-        def size(block: Block, phase: Phase = phase, rows: dict[IndexRange, int] = rows) -> int:
-            if block.box not in rows:
-                root = wanted(program, phase, block.box).get(GRID)
-                rows[block.box] = blocks.most_in(None if root is None else clipped(root, batch_size))
-            return rows[block.box]
-
-        plan = blocks.chosen(lambda block, rate=rate: size(block) * rate <= PLANNED * budget)  # type: ignore[misc]
-        computed = sum(map(size, plan))
-        over = sum(size(block) * rate > budget for block in plan)
+        sizes = _Sizes(program, phase, blocks, batch_size)
+        plan = blocks.chosen(partial(sizes.fits, PLANNED * budget / rate))
+        computed = sum(map(sizes.of, plan))
+        over = sum(not sizes.fits(budget / rate, block) for block in plan)
         plans.append(plan)
         most = max(most, computed / total)
         cost += computed * _work(program, phase, sample) + KEEPING * total * _kept(program, phase, sample)

@@ -141,7 +141,8 @@ class TargetGrid(GridStep):
             wants.add(plan.source, box)
 
     def run(self, values: Any) -> VoxelGrid:
-        return values[self.plan].target  # type: ignore[no-any-return]
+        grid: VoxelGrid = values[self.plan].target
+        return grid
 
 
 @dataclass(kw_only=True)
@@ -162,7 +163,8 @@ class MadeGrid(GridStep):
         wants.add(self.of, seen(box, self.window, self.is_transposed))
 
     def run(self, values: Any) -> VoxelGrid:
-        return getattr(values[self.of], self.method)(self.amount)  # type: ignore[no-any-return]
+        grid: VoxelGrid = getattr(values[self.of], self.method)(self.amount)
+        return grid
 
 
 @dataclass(kw_only=True)
@@ -181,7 +183,8 @@ class SubsetGrid(GridStep):
         wants.add(self.mask, box)
 
     def run(self, values: Any) -> VoxelGrid:
-        return values[self.of].subset(values[self.mask])  # type: ignore[no-any-return]
+        grid: VoxelGrid = values[self.of].subset(values[self.mask])
+        return grid
 
 
 # ---- rows
@@ -201,10 +204,11 @@ class Coords(Step):
 
     @property
     def uses(self) -> tuple[int, ...]:
-        return (self.place,)  # type: ignore[return-value]
+        return () if self.place is None else (self.place,)
 
     def run(self, values: Any) -> torch.Tensor:
-        return values[self.place].coords  # type: ignore[no-any-return]
+        coords: torch.Tensor = values[self.place].coords
+        return coords
 
 
 @dataclass(frozen=True)
@@ -298,7 +302,8 @@ class Kept(Step):
         wants.add(self.mask, box)
 
     def run(self, values: Any) -> torch.Tensor:
-        return values[self.of][values[self.mask]]  # type: ignore[no-any-return]
+        rows: torch.Tensor = values[self.of][values[self.mask]]
+        return rows
 
 
 @dataclass(kw_only=True)

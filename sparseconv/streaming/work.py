@@ -57,8 +57,8 @@ def wanted(program: Program, phase: Phase, box: IndexRange) -> dict[int, IndexRa
 
 def targets(program: Program, phase: Phase) -> list[int]:
     """The rows that are wanted of each block's own voxels."""
-    sources = [program.steps[n].of for n in phase.totals]  # type: ignore[attr-defined]
-    return list(dict.fromkeys([*phase.outputs, *sources]))
+    totals: Any = [program.steps[n] for n in phase.totals]
+    return list(dict.fromkeys([*phase.outputs, *(total.of for total in totals)]))
 
 
 def own_box(program: Program, number: int, box: IndexRange) -> IndexRange | None:

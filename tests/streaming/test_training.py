@@ -31,9 +31,9 @@ def loss(y):
 @pytest.mark.parametrize("cuts", [0, 2])
 def test_gradients_of_parameters_and_input(name, cuts, monkeypatch):
     torch.manual_seed(0)
-    net, x = TRAINED[name]().double(), scene(count=300, dtype=torch.float64)
+    net, x = TRAINED[name]().double(), scene(count=120, dtype=torch.float64)
     other, features = copy.deepcopy(net), x.features.clone().requires_grad_()
-    forced(monkeypatch, cuts, 60)
+    forced(monkeypatch, cuts, 50)
     want = loss(net(x.with_features(features)))
     grads = torch.autograd.grad(want, [features, *net.parameters()], allow_unused=True)
     again = x.features.clone().requires_grad_()
@@ -50,10 +50,10 @@ def test_gradients_of_parameters_and_input(name, cuts, monkeypatch):
 
 def test_two_runs_give_the_same_bits_and_steps_learn(monkeypatch):
     torch.manual_seed(0)
-    x = scene()
-    forced(monkeypatch, 1, 100)
+    x = scene(count=150)
+    forced(monkeypatch, 1, 60)
     grads, losses = [], []
-    net = NETWORKS["unet"]()
+    net = nn.Sequential(nn.ConvBlock(4, 8), nn.SubmanifoldConv(8, 5, 3))
     for _ in range(2):
         net.zero_grad()
         y = sc.stream(net, x, 10**9)

@@ -60,9 +60,9 @@ class Recording:
         return self.shown(self.add(step, *value))
 
     def shown(self, number: int) -> Recorded:
-        made = self.values[number].detach().as_subclass(Recorded)
+        made: Recorded = self.values[number].detach().as_subclass(Recorded)
         made.recording, made.number = self, number
-        return made  # type: ignore[no-any-return]
+        return made
 
 
 class Recorded(torch.Tensor):
@@ -79,7 +79,8 @@ class Recorded(torch.Tensor):
         first = next(_found(given))
         name = plain_name(func)
         if name == "get":  # of a property
-            name = func.__self__.__name__  # type: ignore[attr-defined]
+            owner: Any = func
+            name = owner.__self__.__name__
             if name == "data":
                 return first
         if asks(func, name):

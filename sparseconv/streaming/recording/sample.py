@@ -69,7 +69,8 @@ def _run(
 
 def leaves_of(results: Any) -> tuple[list[Any], Any]:
     """The recorded tensors and sparse tensors of what a network returned, and how they were put together."""
-    return pytree.tree_flatten(results)  # type: ignore[no-any-return]
+    leaves, layout = pytree.tree_flatten(results)
+    return leaves, layout
 
 
 def number_of_leaf(leaf: Any) -> int | None:

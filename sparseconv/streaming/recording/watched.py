@@ -53,12 +53,19 @@ class WatchedGrid(VoxelGrid):
         return self._rows
 
     @property
+    def real(self) -> VoxelGrid:
+        """The sample's own grid."""
+        grid: VoxelGrid = self.recording.values[self.number]
+        return grid
+
+    @property
     def num_voxels(self) -> int:
-        return self.recording.values[self.number].num_voxels  # type: ignore[no-any-return]
+        count: int = self.real.num_voxels
+        return count
 
     @property
     def device(self) -> torch.device:
-        return self.recording.values[self.number].device  # type: ignore[no-any-return]
+        return self.real.device
 
     def _unknown(self, *_: Any, **__: Any) -> Any:
         self.recording.refuse(
@@ -100,10 +107,11 @@ class WatchedGrid(VoxelGrid):
         return WatchedGrid.of(self.recording, self.recording.add(step))
 
     def subset(self, mask: torch.Tensor) -> VoxelGrid:
-        if not isinstance(mask, Recorded):
+        chosen: Any = mask
+        if not isinstance(chosen, Recorded):
             self.recording.refuse("voxels are chosen by a mask that is not made of features", "make it of features")
         own: Any = self.recording.steps[self.number]
-        step = SubsetGrid(of=self.number, mask=mask.number, scale=own.scale)  # type: ignore[attr-defined]
+        step = SubsetGrid(of=self.number, mask=chosen.number, scale=own.scale)
         return WatchedGrid.of(self.recording, self.recording.add(step))
 
     def to_dense(self, features: Any, extent: Any = None) -> torch.Tensor:
