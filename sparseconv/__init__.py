@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sparseconv import viz as viz
     from sparseconv.nn import accelerate as accelerate
     from sparseconv.quantization import quantize as quantize
+    from sparseconv.streaming import stream as stream
 
 __version__ = "0.1.0"
 
@@ -47,7 +48,7 @@ __all__ = [
 MODULES = ("distributed", "export", "geometry", "interop", "nn", "ops", "pointwise", "products", "quantization", "viz")
 
 #: public functions of these modules, loaded with them
-FUNCTIONS = {"accelerate": "nn", "quantize": "quantization"}
+FUNCTIONS = {"accelerate": "nn", "quantize": "quantization", "stream": "streaming"}
 
 
 def __getattr__(name: str) -> Any:

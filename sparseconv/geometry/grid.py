@@ -179,6 +179,8 @@ class VoxelGrid(Movable):
     #: of a `FixedGrid` alone: how many of its rows are real, and what did not fit, each (1,) int32 on the device
     count: torch.Tensor | None = None
     fault: torch.Tensor | None = None
+    #: True of a sample's grid, while what a network does is written down
+    is_watched = False
     #: the class of this kind of grid's plans, where floors above give it one of its own
     plan_type: type | None = None
     #: what a grid is while torch.export traces: one of unknown voxels, of the room `sparseconv.export`

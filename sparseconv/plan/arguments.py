@@ -135,8 +135,9 @@ def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue |
 
 
 def recorder(source: Any) -> Any:
-    """The class of plans on a grid of a trace by torch.export; None of any other grid."""
-    return source.plan_type if exporting() and isinstance(source, VoxelGrid) else None
+    """The class of plans on a grid of a trace, by torch.export or for streaming; None of any other grid."""
+    traced = isinstance(source, VoxelGrid) and (exporting() or source.is_watched)
+    return source.plan_type if traced else None
 
 
 def held(grid: Held) -> VoxelGrid:

@@ -85,7 +85,7 @@ class ConvolutionPlan(Movable):
         deterministic: bool | None = None,
     ) -> None:
         if recorder(source) is not None:
-            raise ValueError("within torch.export a plan is sparseconv.plan.shared_plan(grid, ...), or a layer's of nn")
+            raise ValueError("in a traced network a plan is sparseconv.plan.shared_plan(grid, ...), or a layer's of nn")
         window, edge = checked_window(
             source, kernel_size, stride, dilation, padding, taps, boundary, groups, backend, deterministic
         )

@@ -1,0 +1,5 @@
+"""Scenes that are larger than the device's memory, block by block."""
+
+from sparseconv.streaming.streamed import stream
+
+__all__ = ["stream"]

@@ -1,0 +1,241 @@
+"""A scene's voxels in blocks: boxes of space with about as many voxels each, and which voxels lie in any box."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.ranges import IndexRange
+from sparseconv.streaming.boxes import FAR, meets, union
+from sparseconv.streaming.store import Store
+
+#: cells of the histogram by which boxes are cut
+CELLS = 2**18
+#: bytes of a row while its block is looked for
+ROW_BYTES = 96
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of space, its voxels (rows first to last of `Blocks.order`), and the box around these, None for none."""
+
+    box: IndexRange
+    first: int
+    last: int
+    tight: IndexRange | None
+    halves: tuple[Block, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.last - self.first
+
+    @property
+    def leaves(self) -> list[Block]:
+        """The blocks of this one that are not cut any more, in order."""
+        return [leaf for half in self.halves for leaf in half.leaves] if self.halves else [self]
+
+
+#: a leaf by its number, or a box with its two halves
+Tree = Any
+
+
+class Blocks:
+    """A k-d tree of boxes that fill space; the smallest of them hold at most ``limit`` voxels each.
+
+    Coordinates (N, 1+D) are read piece by piece and never held as a whole. The cuts are found by counting voxels in
+    cells, and depend on the set of voxels and the limit alone. Within a block rows keep their order.
+    """
+
+    def __init__(self, coords: torch.Tensor, batch_size: int, limit: int, store: Store, piece: int) -> None:
+        self.coords, self.piece = coords, piece
+        self.order = store.scratch("order", (len(coords),), torch.int32 if len(coords) < 2**31 else torch.int64)
+        axes = coords.shape[1] - 1
+        self._spare = store.scratch("order.sorted", (len(coords),), self.order.dtype)
+        everything = IndexRange((0, *(-FAR,) * axes), (max(1, batch_size), *(FAR,) * axes))
+        for first in range(0, len(coords), piece):
+            last = min(first + piece, len(coords))
+            self.order[first:last] = torch.arange(first, last, dtype=self.order.dtype)
+        self.root = self._cut(everything, 0, len(coords), max(1, limit))
+        self.leaves = self.root.leaves
+        del self._spare
+
+    def chosen(self, fits: Callable[[Block], bool]) -> list[Block]:
+        """The largest blocks that fit, in order; leaves are taken as they are."""
+        taken, open_ = [], [self.root]
+        while open_:
+            block = open_.pop()
+            if not block.halves or fits(block):
+                taken.append(block)
+            else:
+                open_ += reversed(block.halves)
+        return taken
+
+    def most_in(self, box: IndexRange | None) -> int:
+        """No fewer voxels than lie in a box."""
+        if box is None:
+            return 0
+        return sum(leaf.size for leaf in self.leaves if leaf.tight is not None and meets(leaf.tight, box))
+
+    def rows_in(self, box: IndexRange) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows (M,) int64 and coords (M, 1+D) int32 of the voxels in a box, block after block."""
+        found, places = [torch.zeros(0, dtype=torch.int64)], [self.coords[:0].int()]
+        for block in self.leaves:
+            if block.tight is None or not meets(block.tight, box):
+                continue
+            for first in range(block.first, block.last, self.piece):
+                rows = self.order[first : min(first + self.piece, block.last)].long()
+                coords = self.coords[rows].int()
+                if not box.encloses(block.tight):
+                    inside = within(coords, box)
+                    rows, coords = rows[inside], coords[inside]
+                found.append(rows)
+                places.append(coords)
+        return torch.cat(found), torch.cat(places)
+
+    def _cut(self, box: IndexRange, first: int, last: int, limit: int) -> Block:
+        """The block of the rows first to last of the order, which lie in ``box``; the order is changed to suit."""
+        low, high = self._bounds(first, last)
+        tight = None if not low else IndexRange(tuple(low), tuple(h + 1 for h in high))
+        if tight is None or last - first <= limit or tight.size == 1:
+            return Block(box, first, last, tight)
+        shifts = _shifts(tight, min(CELLS, max(64, 4 * min(last - first, self.piece))))
+        start = [a >> s for a, s in zip(tight.start, shifts)]
+        shape = [((e - 1) >> s) - a + 1 for e, s, a in zip(tight.end, shifts, start)]
+        counts = torch.zeros(math.prod(shape), dtype=torch.int64)
+        for rows in self._pieces(first, last):
+            counts += torch.bincount(_cells(self.coords[rows], start, shape, shifts), minlength=len(counts))
+        cuts: list[tuple[IndexRange, IndexRange]] = []
+        cells = counts.view(shape)
+        tree = _halve(cells, IndexRange((0,) * len(shape), tuple(shape)), box, start, shifts, limit, cuts)
+        owner, sizes = torch.zeros(shape, dtype=torch.int32), []
+        for number, (part, _) in enumerate(cuts):
+            inside = tuple(slice(a, b) for a, b in zip(part.start, part.end))
+            owner[inside] = number
+            sizes.append(int(cells[inside].sum()))
+        self._sort(first, last, owner.flatten(), sizes, (start, shape, shifts))
+        starts = [first]
+        for size in sizes:
+            starts.append(starts[-1] + size)
+
+        def made(tree: Tree) -> Block:
+            if isinstance(tree, int):
+                return self._cut(cuts[tree][1], starts[tree], starts[tree + 1], limit)
+            box, *parts = tree
+            halves = tuple(made(part) for part in parts)
+            around = union(halves[0].tight, halves[1].tight)
+            return Block(box, halves[0].first, halves[1].last, around, halves)
+
+        return made(tree)
+
+    def _sort(self, first: int, last: int, owner: torch.Tensor, sizes: list[int], cells: tuple) -> None:
+        """Group the rows first to last by their owners, each group in its old order."""
+        if len(sizes) == 1:
+            return
+        starts = torch.tensor([0, *sizes]).cumsum(0)[:-1] + first
+        for at in range(first, last, self.piece):
+            until = min(at + self.piece, last)
+            rows = self.order[at:until]
+            owners = owner[_cells(self.coords[rows.long()], *cells)].long()
+            sorted_owners, order = owners.sort(stable=True)
+            counts = torch.bincount(owners, minlength=len(sizes))
+            offsets = counts.cumsum(0) - counts
+            places = starts[sorted_owners] + torch.arange(len(rows)) - offsets[sorted_owners]
+            self._spare[places] = rows[order]
+            starts = starts + counts
+        for at in range(first, last, self.piece):
+            until = min(at + self.piece, last)
+            self.order[at:until] = self._spare[at:until]
+
+    def _pieces(self, first: int, last: int) -> Iterator[torch.Tensor]:
+        return (self.order[a : min(a + self.piece, last)].long() for a in range(first, last, self.piece))
+
+    def _bounds(self, first: int, last: int) -> tuple[list[int], list[int]]:
+        low: list[int] = []
+        high: list[int] = []
+        for rows in self._pieces(first, last):
+            least, most = torch.aminmax(self.coords[rows], dim=0)
+            low = [min(a, b) for a, b in zip(low, least.tolist())] if low else least.tolist()
+            high = [max(a, b) for a, b in zip(high, most.tolist())] if high else most.tolist()
+        return low, high
+
+
+def within(coords: torch.Tensor, box: IndexRange) -> torch.Tensor:
+    """(M,) bool: which coords (M, 1+D) lie in a box."""
+    inside = torch.ones(len(coords), dtype=torch.bool, device=coords.device)
+    for axis, (start, end) in enumerate(zip(box.start, box.end)):
+        inside &= (coords[:, axis] >= max(start, -(2**31))) & (coords[:, axis] <= min(end - 1, 2**31 - 1))
+    return inside
+
+
+def _shifts(tight: IndexRange, most: int) -> list[int]:
+    """How many bits of each coordinate a cell leaves out, so that there are at most so many cells."""
+    shifts = [0] * tight.rank
+    while True:
+        shape = [((e - 1) >> s) - (a >> s) + 1 for a, e, s in zip(tight.start, tight.end, shifts)]
+        if math.prod(shape) <= most:
+            return shifts
+        longest = max(range(tight.rank), key=lambda axis: shape[axis])
+        shifts[longest] += 1
+
+
+def _cells(coords: torch.Tensor, start: list[int], shape: list[int], shifts: list[int]) -> torch.Tensor:
+    key = torch.zeros(len(coords), dtype=torch.int64, device=coords.device)
+    for axis, (a, n, s) in enumerate(zip(start, shape, shifts)):
+        key = key * n + ((coords[:, axis].long() >> s) - a)
+    return key
+
+
+def _halve(
+    cells: torch.Tensor,
+    part: IndexRange,
+    box: IndexRange,
+    start: list[int],
+    shifts: list[int],
+    limit: int,
+    cuts: list[tuple[IndexRange, IndexRange]],
+) -> Tree:
+    """Cut a box of cells while it holds more than ``limit`` voxels; ``cuts`` takes the pieces with their boxes."""
+    inside = cells[tuple(slice(a, b) for a, b in zip(part.start, part.end))]
+    total = int(inside.sum())
+    spans: list[torch.Tensor] = []
+    if total > limit:
+        marginals = [inside.sum(tuple(a for a in range(part.rank) if a != axis)) for axis in range(part.rank)]
+        spans = [m.nonzero().flatten() for m in marginals]
+    lengths = [(int(s[-1]) - int(s[0])) << shifts[axis] for axis, s in enumerate(spans)]
+    if not any(lengths):  # few voxels, or one cell, which the caller cuts anew
+        cuts.append((part, box))
+        return len(cuts) - 1
+    axis = max(range(part.rank), key=lambda a: lengths[a])
+    count = -(-total // limit)
+    sums, wanted = marginals[axis].cumsum(0), total * (count // 2) / count
+    begin, end = int(spans[axis][0]), int(spans[axis][-1])
+    where = part.start[axis] + min(max(int((sums.double() - wanted).abs().argmin()), begin), end - 1) + 1
+    edge = (start[axis] + where) << shifts[axis]
+    sides = (
+        _halve(cells, side(part, axis, where, lower), side(box, axis, edge, lower), start, shifts, limit, cuts)
+        for lower in (True, False)
+    )
+    return (box, *sides)
+
+
+def side(box: IndexRange, axis: int, cut: int, lower: bool) -> IndexRange:
+    """One side of a box that is cut across an axis."""
+    start, end = list(box.start), list(box.end)
+    (end if lower else start)[axis] = cut
+    return IndexRange(tuple(start), tuple(end))
+
+
+def halves(box: IndexRange, coords: torch.Tensor) -> tuple[IndexRange, IndexRange] | None:
+    """A box cut where it halves the voxels in it; None where that is one voxel or none."""
+    inside = coords[within(coords, box)]
+    if len(inside) < 2:
+        return None
+    low, high = torch.aminmax(inside, dim=0)
+    axis = int((high.long() - low.long()).argmax())
+    middle = int(inside[:, axis].long().sort().values[len(inside) // 2])
+    cut = middle if middle > int(low[axis]) else middle + 1
+    return side(box, axis, cut, True), side(box, axis, cut, False)

@@ -1,0 +1,146 @@
+"""Copies in and out beside the compute: the next block comes and the last one goes while this one is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Ready = TypeVar("Ready")
+
+
+class Direct:
+    """One after another: for a CPU, where the copies would take the compute's own cores."""
+
+    def __enter__(self) -> Direct:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def ahead(self, items: Iterable[Item], prepare: Callable[[Item], Ready]) -> Iterator[tuple[Item, Ready]]:
+        """Each item with what is prepared for it."""
+        for item in items:
+            yield item, prepare(item)
+
+    def gathered(self, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of a tensor in host memory, on the device."""
+        return source[rows.to(source.device)]
+
+    def moved(self, values: torch.Tensor) -> torch.Tensor:
+        """A tensor of host memory, on the device."""
+        return values
+
+    def leave(self, values: Any, keep: Callable[[Any], None]) -> None:
+        """Give tensors of the device, in host memory, to ``keep``."""
+        keep(values)
+
+
+class Overlapped:
+    """A thread and a stream for the way in, and another of each for the way out, with pinned memory between.
+
+    One item is prepared ahead, and one result is on its way out: `prepare` and `keep` run in these threads. What they
+    raise is raised where the next item is asked for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._into, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._readers, self._writers = (ThreadPoolExecutor(1, name) for name in ("stream-in", "stream-out"))
+        self._leaving: Future[None] | None = None
+
+    def __enter__(self) -> Overlapped:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._wait()
+        finally:
+            self._readers.shutdown(cancel_futures=True)
+            self._writers.shutdown(cancel_futures=True)
+
+    def ahead(self, items: Iterable[Item], prepare: Callable[[Item], Ready]) -> Iterator[tuple[Item, Ready]]:
+        """Each item with what is prepared for it, on the stream of the way in; the current stream waits for that."""
+
+        def prepared(item: Item) -> tuple[Ready, torch.cuda.Event]:
+            with torch.cuda.device(self.device), torch.cuda.stream(self._into):
+                made = prepare(item)
+                return made, self._into.record_event()
+
+        left = list(items)
+        coming = self._readers.submit(prepared, left[0]) if left else None
+        for number, item in enumerate(left):
+            assert coming is not None
+            made, event = coming.result()
+            coming = self._readers.submit(prepared, left[number + 1]) if number + 1 < len(left) else None
+            torch.cuda.current_stream(self.device).wait_event(event)
+            yield item, made
+
+    def gathered(self, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of a tensor in host memory, gathered in pinned memory, on their way to the device."""
+        if source.is_cuda:
+            return source[rows.to(source.device)].to(self.device)
+        pinned = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype, pin_memory=True)
+        torch.index_select(source, 0, rows, out=pinned)
+        return self._used(pinned.to(self.device, non_blocking=True))
+
+    def moved(self, values: torch.Tensor) -> torch.Tensor:
+        """A tensor of host memory, on its way to the device by pinned memory."""
+        return (
+            values.to(self.device)
+            if values.is_cuda
+            else self._used(values.pin_memory().to(self.device, non_blocking=True))
+        )
+
+    def _used(self, values: torch.Tensor) -> torch.Tensor:
+        """A tensor that was made on the way in and is used on the compute's stream, which owns it from then on."""
+        values.record_stream(torch.cuda.default_stream(self.device))
+        return values
+
+    def leave(self, values: Any, keep: Callable[[Any], None]) -> None:
+        """Copy tensors of the device to pinned memory, and give that to ``keep`` once it is there."""
+        self._wait()
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out):
+            pinned = _each(values, self._copied)
+            event = self._out.record_event()
+
+        def kept() -> None:
+            event.synchronize()
+            keep(pinned)
+
+        self._leaving = self._writers.submit(kept)
+
+    def _copied(self, values: torch.Tensor) -> torch.Tensor:
+        if not values.is_cuda:
+            return values
+        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        pinned.copy_(values, non_blocking=True)
+        values.record_stream(self._out)
+        return pinned
+
+    def _wait(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.result()
+
+
+def _each(values: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Tensors within tuples, lists and dicts, each changed."""
+    if isinstance(values, torch.Tensor):
+        return change(values)
+    if isinstance(values, dict):
+        return {key: _each(one, change) for key, one in values.items()}
+    if isinstance(values, (list, tuple)):
+        return type(values)([_each(one, change) for one in values])
+    return values
+
+
+def pipeline_of(device: torch.device) -> Direct | Overlapped:
+    """The one for a device."""
+    return Overlapped(device) if device.type == "cuda" else Direct()

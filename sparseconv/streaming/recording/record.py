@@ -1,0 +1,238 @@
+"""A network is run once on a few made-up voxels, and each thing that it does to rows is written down as a step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sparseconv.streaming.recording.understood import asks, is_product, plain_name, tells, why_not
+from sparseconv.streaming.steps import (
+    Call,
+    Kept,
+    Pick,
+    Ref,
+    Step,
+    SubsetGrid,
+)
+from sparseconv.streaming.totals import BatchStatistics, normed_rows
+
+
+class Recording:
+    """The steps of one run, and their values on the sample."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        self.steps: list[Step] = []
+        self.values: list[Any] = []
+        self._names = {id(module): name for name, module in net.named_modules()}
+        self._net = type(net).__name__
+
+    def place(self) -> str:
+        """The module that is running, by its name in the network."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            name = self._names.get(id(owner))
+            if name is not None:
+                return f"{name} ({type(owner).__name__})" if name else self._net
+            frame = frame.f_back
+        return self._net
+
+    def refuse(self, what: str, instead: str) -> None:
+        """Raise ValueError, in words that name the place."""
+        raise ValueError(f"{self.place()} cannot be streamed: {what}: {instead}")
+
+    def add(self, step: Step, *value: Any) -> int:
+        """Write a step down and run it on the sample; its number."""
+        step.number, step.where = len(self.steps), self.place()
+        with torch.no_grad():
+            made = value[0] if value else step.run(self.values)
+        if isinstance(made, torch.Tensor):
+            step.channels, step.dtype = tuple(made.shape[1:] if step.is_rows else made.shape), made.dtype
+        self.steps.append(step)
+        self.values.append(made)
+        return step.number
+
+    def rows(self, step: Step, *value: Any) -> Recorded:
+        """A step whose value is a tensor, as the network goes on with it."""
+        return self.shown(self.add(step, *value))
+
+    def shown(self, number: int) -> Recorded:
+        made: Recorded = self.values[number].detach().as_subclass(Recorded)
+        made.recording, made.number = self, number
+        return made
+
+
+class Recorded(torch.Tensor):
+    """Rows of a grid, or a tensor of the whole scene, while a network is recorded: it holds the sample's values."""
+
+    recording: Recording
+    number: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = (*args, *(kwargs or {}).values())
+        first = next(_found(given))
+        name = plain_name(func)
+        if name == "get":  # of a property
+            owner: Any = func
+            name = owner.__self__.__name__
+            if name == "data":
+                return first
+        if asks(func, name):
+            plain = mapped((tuple(args), dict(kwargs or {})), lambda r: r.recording.values[r.number])
+            return func(*plain[0], **plain[1])
+        if tells(func, name):
+            first.recording.refuse(f"it reads the values of rows ({name})", "a streamed network must not look at them")
+        return _called(first.recording, func, name, tuple(args), dict(kwargs or {}))
+
+
+def _found(given: Any) -> Iterator[Recorded]:
+    """The recorded tensors among arguments."""
+    for one in given:
+        if isinstance(one, Recorded):
+            yield one
+        elif isinstance(one, (list, tuple)):
+            yield from _found(one)
+        elif isinstance(one, dict):
+            yield from _found(one.values())
+
+
+def mapped(given: Any, change: Callable[[Recorded], Any]) -> Any:
+    if isinstance(given, Recorded):
+        return change(given)
+    if isinstance(given, (list, tuple)):
+        return type(given)([mapped(one, change) for one in given])
+    return {key: mapped(one, change) for key, one in given.items()} if isinstance(given, dict) else given
+
+
+def _called(recording: Recording, func: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A function of torch on recorded tensors: a step of its own."""
+    target = None
+    if name.endswith("_") and not name.startswith("_"):  # in place
+        target, name = args[0], name[:-1]
+        func = getattr(torch.Tensor, name, None) or getattr(torch.nn.functional, name)
+    elif kwargs.get("inplace") or (name == "relu" and args[1:] == (True,)):
+        target = args[0]
+        kwargs = {**kwargs, "inplace": False}
+        args = args[:-1] if args[-1] is True else args
+    elif name in ("iadd", "isub", "imul", "itruediv", "ipow"):
+        target, name = args[0], name[1:]
+        func = getattr(torch.Tensor, name if name != "truediv" else "div")
+    if kwargs.get("out") is not None:
+        recording.refuse(f"{name} writes into out=", "let it return its result")
+    steps = recording.steps
+    found = list(_found((*args, *kwargs.values())))
+    places = {steps[one.number].place for one in found} - {None}
+    rows = tuple(dict.fromkeys(one.number for one in found if steps[one.number].is_rows))
+    call_args, call_kwargs = mapped((args, kwargs), lambda one: Ref(one.number))
+    if len(places) > 1:
+        recording.refuse(f"{name} joins rows of different voxels", "bring them onto one grid first")
+    if not rows:
+        made: Any = recording.add(Call(function=func, args=call_args, kwargs=call_kwargs))
+        return _results(recording, made, None)
+    place: Any = places.pop()
+    size = recording.values[place].num_voxels
+    if name == "__getitem__":
+        special = _item(recording, args, place)
+        if special is not None:
+            return special
+    if name == "batch_norm" and _training(args, kwargs):
+        return _batch_norm(recording, *args, **kwargs)
+    first = args[0] if args and isinstance(args[0], torch.Tensor) else found[0]
+    others = max((one.ndim for one in found if one is not first and steps[one.number].is_rows), default=0)
+    reason = why_not(name, args, kwargs, (first.ndim, 0 if name in ("cat", "concat") else others))
+    if name in ("view", "reshape"):
+        call_args, reason = _reshaped(call_args, size)
+    if reason is not None:
+        recording.refuse(f"torch's {name} is called on rows", reason)
+    pads = is_product(name) and first.device.type == "cpu" and first.ndim == 2
+    step = Call(function=func, args=call_args, kwargs=call_kwargs, rows=rows, place=place, pads=pads)
+    made = _results(recording, recording.add(step), place)
+    if target is not None:
+        target.number = made.number
+        return target
+    return made
+
+
+def _results(recording: Recording, number: int, place: int | None) -> Any:
+    """What a call returned, as the network goes on with it."""
+    value = recording.values[number]
+    size = None if place is None else recording.values[place].num_voxels
+    if isinstance(value, (tuple, list)):
+        parts = [recording.rows(Pick(of=number, at=at, place=place)) for at in range(len(value))]
+        steps = [recording.steps[part.number] for part in parts]
+        if place is not None and any(len(recording.values[step.number]) != size for step in steps):
+            recording.refuse("a function does not give back as many rows as it took", "work along the channels")
+        return type(value)(parts)
+    if not isinstance(value, torch.Tensor):
+        recording.refuse("a function of rows gives back no tensor", "leave reading to the caller")
+    if place is not None and (value.ndim < 1 or value.shape[0] != size):
+        recording.refuse("a function does not give back as many rows as it took", "work along the channels")
+    return recording.shown(number)
+
+
+def _item(recording: Recording, args: tuple, place: int) -> Any:
+    """x[index] where it is more than a look at channels; None where it is that."""
+    x, index = args
+    steps = recording.steps
+    if not steps[x.number].is_rows:  # a value for each row, such as that of its batch item
+        if isinstance(index, Recorded) and index.ndim == 1 and not index.is_floating_point():
+            call = Call(
+                function=torch.Tensor.__getitem__,
+                args=(Ref(x.number), Ref(index.number)),
+                kwargs={},
+                rows=(index.number,),
+                place=place,
+            )
+            return recording.rows(call)
+        recording.refuse("a tensor of the whole scene is indexed by rows", "index it by one integer a row")
+    if isinstance(index, Recorded):
+        for number, step in enumerate(steps):
+            if isinstance(step, SubsetGrid) and step.mask == index.number and step.of == place:
+                return recording.rows(Kept(of=x.number, mask=index.number, place=number))
+        recording.refuse("rows are chosen by a mask", "SparseTensor.subset(mask) knows the voxels that are left")
+    first = index[0] if isinstance(index, tuple) and index else index
+    if not (first is Ellipsis or (isinstance(first, slice) and first == slice(None))):
+        recording.refuse(f"rows are chosen by their number, x[{index!r}]", "SparseTensor.subset(mask) chooses voxels")
+    return None
+
+
+def _reshaped(args: tuple, size: int) -> tuple[tuple, str | None]:
+    shape = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    if len(shape) < 2 or (-1 in shape[1:] and shape[0] != size):
+        return args, "keep the rows as the first axis and name the others"
+    if shape[0] == size and -1 not in shape[1:]:
+        return (args[0], -1, *shape[1:]), None
+    return (args, None) if shape[0] == -1 else (args, "keep the rows as the first axis and name the others")
+
+
+def _training(args: tuple, kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+
+
+def _batch_norm(
+    recording: Recording,
+    x: Recorded,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Recorded:
+    """By statistics of the batch: they are one step over all rows, and norming is another."""
+    place: Any = recording.steps[x.number].place
+    if x.ndim != 2:
+        recording.refuse("a batch norm of more than rows and channels", "norm features (N, C)")
+    step = BatchStatistics(of=x.number, grid=place, running=(running_mean, running_var), momentum=momentum)
+    found = recording.add(step)
+    mean, var = (recording.rows(Pick(of=found, at=at)) for at in range(2))
+    arguments = (Ref(x.number), Ref(mean.number), Ref(var.number), weight, bias, eps)
+    call = Call(function=normed_rows, args=arguments, kwargs={}, rows=(x.number,), place=place)
+    return recording.rows(call)

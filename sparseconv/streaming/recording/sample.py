@@ -1,0 +1,111 @@
+"""A network's steps, found by running it on two made-up samples that must agree in everything but their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.streaming.recording.record import Recorded, Recording
+from sparseconv.streaming.recording.watched import WatchedGrid
+from sparseconv.streaming.steps import Call, InputGrid, InputRows, OverEdges, Step
+from sparseconv.tensor import SparseTensor
+from sparseconv.torch_private import pytree
+
+#: edges of the two samples' cubes of voxels
+EDGES = (4, 5)
+
+
+def recorded(
+    net: Callable[..., Any], like: VoxelGrid, channels: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Recording, Any, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The steps of ``net``, what it returned on the sample, and buffers that it counts in, with what they are then.
+
+    Raises ValueError where it does something to rows that a block cannot know, named with its place.
+    """
+    pairs = []
+    for edge in EDGES:
+        with unchanged(net) as counted:
+            pairs.append(_run(net, like, channels, dtype, device, edge))
+    first, second = pairs
+    _compare(first[0], second[0])
+    return *second, counted
+
+
+@contextmanager
+def unchanged(net: Any) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Buffers of a network as they were, whatever a sample does to them; those that it changed, with what they were
+    changed to."""
+    kept = [(buffer, buffer.clone()) for buffer in net.buffers()] if isinstance(net, torch.nn.Module) else []
+    changed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        yield changed
+    finally:
+        with torch.no_grad():
+            for buffer, before in kept:
+                if not torch.equal(buffer, before):
+                    changed.append((buffer, buffer.clone()))
+                    buffer.copy_(before)
+
+
+def _run(
+    net: Any, like: VoxelGrid, channels: int, dtype: torch.dtype, device: torch.device, edge: int
+) -> tuple[Recording, Any]:
+    space = torch.cartesian_prod(*(torch.arange(edge) for _ in range(like.rank))).view(-1, like.rank)
+    coords = torch.nn.functional.pad(space, (1, 0)).int().to(device)
+    generator = torch.Generator().manual_seed(edge)
+    features = torch.randn(len(coords), channels, generator=generator).to(device, dtype)
+    real = VoxelGrid(coords, like.batch_size, like.voxel_size, like.origin)
+    real.is_placed = like.is_placed
+    recording = Recording(net)
+    grid = WatchedGrid.of(recording, recording.add(InputGrid(scale=(Fraction(1),) * real.rank), real))
+    x = SparseTensor(grid, recording.rows(InputRows(place=grid.number), features))
+    return recording, net(x)
+
+
+def leaves_of(results: Any) -> tuple[list[Any], Any]:
+    """The recorded tensors and sparse tensors of what a network returned, and how they were put together."""
+    leaves, layout = pytree.tree_flatten(results)
+    return leaves, layout
+
+
+def number_of_leaf(leaf: Any) -> int | None:
+    """The step of a result; None of what is no tensor of rows or of the scene."""
+    value = leaf.features if isinstance(leaf, SparseTensor) else leaf
+    return value.number if isinstance(value, Recorded) else None
+
+
+def _compare(a: Recording, b: Recording) -> None:
+    """Raise ValueError where two samples of other rows were treated in other ways."""
+    for one, other in zip(a.steps, b.steps):
+        if not _alike(one, other):
+            raise ValueError(
+                f"{one.where} cannot be streamed: what it does depends on the number of voxels, or uses something made "
+                "of rows in a way that is not seen: use modules of sparseconv.nn and torch's functions of rows"
+            )
+    if len(a.steps) != len(b.steps):
+        raise ValueError("this network cannot be streamed: it does more or less for another number of voxels")
+
+
+def _alike(a: Step, b: Step) -> bool:
+    if type(a) is not type(b) or (a.where, a.place, a.channels, a.dtype) != (b.where, b.place, b.channels, b.dtype):
+        return False
+    if isinstance(a, InputRows):
+        return True
+    if isinstance(a, (Call, OverEdges)) and isinstance(b, (Call, OverEdges)):
+        return _equal((a.args, a.kwargs), (b.args, b.kwargs))
+    return a.uses == b.uses
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a is b or (isinstance(b, torch.Tensor) and a.shape == b.shape and torch.equal(a, b))
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return bool(a == b)

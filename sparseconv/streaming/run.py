@@ -1,0 +1,324 @@
+"""A streamed run: phase after phase, block after block, within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from sparseconv.geometry.cpu.sorted_table import KeySpace
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import IndexRange
+from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves
+from sparseconv.streaming.boxes import meets
+from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
+from sparseconv.streaming.pipeline import Direct, Overlapped, pipeline_of
+from sparseconv.streaming.planning import chosen, rates
+from sparseconv.streaming.scene import Scene
+from sparseconv.streaming.store import Store, digest
+from sparseconv.streaming.totals import BatchStatistics, Total
+from sparseconv.streaming.work import Own, TooLarge, Values, Work, clipped, own_box, wanted
+
+#: pieces of the smallest blocks that make up one as large as the budget is thought to hold
+FINE = 8
+
+
+@dataclass
+class Inputs:
+    """What a block needs from the host: the boxes of all values, its rows of the scene and where they lie, and tensors
+    that are on their way to the device."""
+
+    boxes: dict[int, IndexRange]
+    rows: torch.Tensor
+    coords: torch.Tensor
+    on_device: torch.Tensor | None
+    loaded: dict[int, torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return sum(t.nbytes for t in (self.coords, *self.loaded.values()))
+
+    def clear(self) -> None:
+        self.on_device = None
+        self.loaded.clear()
+
+
+class Result(NamedTuple):
+    """A result of the network: its features; on other voxels than the scene's, where these lie, the order in which they
+    are taken from the blocks' own, and how many each block has."""
+
+    features: torch.Tensor
+    coords: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    sizes: list[int] = []  # noqa: RUF012 (never changed)
+
+
+class Run:
+    """One scene through one program.
+
+    Rows on the scene's own voxels lie in one array in the scene's order; rows on other voxels are kept by block.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        scene: Scene,
+        budget: int,
+        device: torch.device,
+        store: Store,
+        progress: Callable[[int, int], None] | None,
+        sample: dict[int, Any],
+        out: torch.Tensor | None = None,
+        learns: bool = False,
+    ) -> None:
+        self.out, self.learns = out, learns
+        self.scene, self.budget, self.device, self.store = scene, budget, device, store
+        self.pipeline: Direct | Overlapped = Direct()
+        self.progress, self.done, self.total = progress, 0, 0
+        self.shared: dict[int, Any] = {}
+        self.arrays: dict[int, torch.Tensor] = {}
+        #: running statistics that are to be moved once all is done
+        self.followers: list[tuple[BatchStatistics, list[Any]]] = []
+        size, piece = scene.like.batch_size, piece_of(budget)
+        limit = max(1, int(budget / max(rates(program, sample, learns))))
+        if len(scene) and limit >= len(scene):
+            limit = len(scene) * FINE  # one block, if the rest of this is right
+        self.blocks = Blocks(scene.coords, size, max(1, limit // FINE), store, piece)
+        if len(scene) > 1:
+            sample = self._measured(program, limit)
+        self.program, self.plans = chosen(program, sample, self.blocks, budget, size, learns)
+
+    def _measured(self, program: Program, limit: int) -> Values:
+        """The geometry of a part of the scene, by which the memory of blocks is planned."""
+        part = max(self.blocks.chosen(lambda block: block.size <= limit), key=lambda block: block.size)
+        rows = self.blocks.order[part.first : min(part.last, part.first + limit)].long().sort().values
+        values = Values({})
+        values[GRID] = self._grid(self.scene.coords[rows].int().to(self.device))
+        Work(program, Phase(tuple(program.needed), (), (), ()), {}, self.load).geometry(values)
+        return values
+
+    def run(self) -> None:
+        """All phases."""
+        self.total = sum(map(len, self.plans))
+        for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
+            self._phase(number, phase, plan)
+
+    def about(self, net: torch.nn.Module) -> dict[str, str]:
+        """What this run is of, for one that goes on with it: of a large scene some of the rows."""
+        scene, steps = self.scene, self.program.steps
+        some = torch.linspace(0, max(0, len(scene) - 1), min(len(scene), 1000), dtype=torch.float64).long()
+        coords, features = scene.coords[some.to(scene.coords.device)], scene.features[some.to(scene.features.device)]
+        shapes = (tuple(scene.coords.shape), tuple(scene.features.shape), scene.features.dtype, scene.like.batch_size)
+        return {
+            "network": digest(*(t for item in net.state_dict().items() for t in item)),
+            "steps": digest(*((type(s).__name__, s.where, s.uses, s.channels, s.dtype) for s in steps)),
+            "scene": digest(shapes, coords, features),
+            "blocks": digest(self.program.cuts, *(block.box for plan in self.plans for block in plan)),
+            "device": self.device.type,
+        }
+
+    def _phase(self, number: int, phase: Phase, plan: list[Block]) -> None:
+        steps = self.program.steps
+        for output in phase.outputs:
+            if steps[output].place == GRID:
+                self.arrays[output] = self._array(output)
+        work = Work(self.program, phase, self.shared, self.load)
+        left = [(at, block) for at, block in enumerate(plan) if not self.store.is_done(f"{number}.{at}")]
+        self.done = sum(map(len, self.plans[:number])) + len(plan) - len(left)
+        with pipeline_of(self.device) as self.pipeline:
+            for (at, block), inputs in self.pipeline.ahead(left, lambda item: self._inputs(phase, item[1].box)):
+                parts = self._block(work, phase, block.box, inputs)
+                self.pipeline.leave(parts, partial(self._finish, number, at, phase))
+                del parts, inputs
+        self._join(number, phase, len(plan))
+
+    def _array(self, output: int) -> torch.Tensor:
+        step = self.program.steps[output]
+        if self.out is not None and self.program.results == (output,):
+            return self.out
+        assert step.dtype is not None
+        return self.store.scratch(f"rows.{output}", (len(self.scene), *step.channels), step.dtype)
+
+    def _inputs(self, phase: Phase, box: IndexRange) -> Inputs:
+        """What a block is made of: read from the scene, and on its way to the device where it fits."""
+        boxes, size = wanted(self.program, phase, box), self.scene.like.batch_size
+        root = boxes.get(GRID)
+        if root is None:
+            rows, coords = torch.zeros(0, dtype=torch.int64), self.scene.coords[:0].int().cpu()
+        else:
+            rows, coords = self.blocks.rows_in(clipped(root, size))
+        inputs = Inputs(boxes, rows, coords, None, {})
+        if len(rows) * ROW_BYTES > self.budget:
+            return inputs
+        inputs.on_device = self.pipeline.moved(coords)
+        if self.device.type == "cuda":  # on a CPU they are read when they are needed
+            for number in phase.steps:
+                source = self.array_of(number)
+                if source is not None and (number == FEATURES or number in phase.loaded):
+                    inputs.loaded[number] = self.pipeline.gathered(source, rows)
+        return inputs
+
+    def array_of(self, number: int) -> torch.Tensor | None:
+        """The rows on the scene's own voxels that are there already."""
+        return self.scene.features if number == FEATURES else self.arrays.get(number)
+
+    def in_parts(
+        self, work: Work, phase: Phase, box: IndexRange, inputs: Inputs | None = None
+    ) -> Iterator[tuple[IndexRange, Values, dict[int, IndexRange]]]:
+        """A block with its geometry, ready to be run; where it is larger than was thought, its halves one by one."""
+        inputs = self._inputs(phase, box) if inputs is None else inputs
+        try:
+            values = self._started(work, inputs)
+        except TooLarge as large:
+            halved = halves(box, inputs.coords)
+            if halved is None:
+                raise ValueError(
+                    f"budget_bytes is {self.budget:,}, but the smallest block of this scene, one voxel with all that "
+                    f"its result looks at ({len(inputs.rows):,} voxels), takes about {large.size:,}: allow at least "
+                    "that"
+                ) from None
+            inputs.clear()
+            for half in halved:
+                yield from self.in_parts(work, phase, half)
+        else:
+            yield box, values, inputs.boxes
+
+    def _block(self, work: Work, phase: Phase, box: IndexRange, inputs: Inputs) -> list[dict[int, Any]]:
+        """A block's own rows, and what it adds to totals; those of its halves where it had to be cut."""
+        made = []
+        for part, values, boxes in self.in_parts(work, phase, box, inputs):
+            work.run(values, boxes)
+            made.append(work.own(values, part, self.scene.like.batch_size))
+        return made
+
+    def _started(self, work: Work, inputs: Inputs) -> Values:
+        """A block with its geometry, and the certainty that the rest fits."""
+        least = len(inputs.rows) * ROW_BYTES
+        if inputs.on_device is None:
+            raise TooLarge(least)
+        values = Values(self.shared)
+        values[GRID], values[-1] = self._grid(inputs.on_device), inputs.rows
+        values.update(inputs.loaded)
+        work.geometry(values)
+        size = work.bytes(values, self.learns) + (least if self.device.type == "cpu" else 2 * inputs.num_bytes)
+        if size > self.budget:
+            raise TooLarge(size)
+        return values
+
+    def _grid(self, coords: torch.Tensor) -> VoxelGrid:
+        """The grid of a block, in the scene."""
+        like = self.scene.like
+        grid = VoxelGrid(coords, like.batch_size, like.voxel_size, like.origin)
+        grid.is_placed = like.is_placed
+        return grid
+
+    def load(
+        self,
+        number: int,
+        grid: VoxelGrid,
+        rows: torch.Tensor,
+        boxes: dict[int, IndexRange],
+        seen: Callable[[int, torch.Tensor], torch.Tensor] = lambda at, piece: piece,
+    ) -> torch.Tensor:
+        """Rows of the scene, or rows that an earlier phase left, for the voxels of a block's grid.
+
+        ``seen`` is given each piece of an earlier phase, and returns what is used of it.
+        """
+        source = self.array_of(number)
+        if source is not None:
+            return self.pipeline.gathered(source, rows).to(self.device)
+        step, level = self.program.steps[number], self.phase_of(number)
+        assert step.dtype is not None
+        made = torch.zeros((len(grid), *step.channels), dtype=step.dtype, device=self.device)
+        for at, block in enumerate(self.plans[level]):
+            own = own_box(self.program, number, block.box)
+            if own is None or number not in boxes or not meets(own, boxes[number]):
+                continue
+            coords, values = self.store.get(f"piece.{number}.{at}")[:2]
+            found = VoxelGrid(coords.to(self.device), grid.batch_size).lookup(grid.coords)
+            there = (found >= 0).nonzero().flatten()
+            made = made.index_put((there,), seen(at, values.to(self.device))[found[there]])
+        return made
+
+    def phase_of(self, number: int) -> int:
+        return next(at for at, phase in enumerate(self.program.phases) if number in phase.outputs)
+
+    def _finish(self, number: int, at: int, phase: Phase, parts: list[dict[int, Own]]) -> None:
+        """Keep what a block has made, in host memory by now."""
+        steps = self.program.steps
+        for output in phase.outputs:
+            own = [part[output] for part in parts]
+            if steps[output].place == GRID:
+                for one in own:
+                    self.arrays[output][one.rows] = one.values
+            else:
+                kept = [(one.coords, one.values, one.rows) for one in own]
+                self.store.put(f"piece.{output}.{at}", tuple(torch.cat(some) for some in zip(*kept)))
+        for total in phase.totals:
+            self.store.put(f"total.{total}.{at}", [part[total] for part in parts])
+        self.store.finish(f"{number}.{at}")
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+    def _join(self, number: int, phase: Phase, count: int) -> None:
+        """Totals of all blocks, and what is made of them alone."""
+        for total in phase.totals:
+            step: Any = self.program.steps[total]
+            parts = [part for at in range(count) for part in self.store.get(f"total.{total}.{at}")]
+            self.shared[total] = self.on_device(step.join(parts, self.program.steps[step.of].dtype))
+            if isinstance(step, BatchStatistics):
+                self.followers.append((step, parts))
+        self.finish_whole(self.shared)
+
+    def finish_whole(self, shared: dict[int, Any]) -> None:
+        """Add what can be made of the tensors of the whole scene that are there."""
+        for known in self.program.needed:
+            step = self.program.steps[known]
+            ready = known not in shared and not isinstance(step, Total) and self.program.is_whole(known)
+            if ready and all(used in shared for used in step.uses):
+                shared[known] = step.run(shared)
+
+    def level_of(self, number: int) -> int:
+        """The phase after which a tensor of the whole scene is there."""
+        levels = [self.program.levels[number]]
+        step = self.program.steps[number]
+        if not isinstance(step, Total):
+            levels = [self.level_of(used) for used in step.uses] or [0]
+        return max(levels)
+
+    def on_device(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(self.device)
+        return tuple(one.to(self.device) for one in value)
+
+    def rows_of(self, number: int) -> Result:
+        """A result as blocks have left it."""
+        step = self.program.steps[number]
+        if step.place is None:
+            return Result(self.shared[number].to(self.scene.features.device))
+        if step.place == GRID:
+            return Result(self.arrays[number])
+        count = len(self.plans[self.phase_of(number)])
+        pieces = [self.store.get(f"piece.{number}.{at}") for at in range(count)]
+        coords, features, rows = (torch.cat([piece[at] for piece in pieces]) for at in range(3))
+        order = rows.argsort() if self.program.keeps_order(step.place) else lexicographic(coords)
+        return Result(features[order], coords[order], order, [len(piece[0]) for piece in pieces])
+
+
+def lexicographic(coords: torch.Tensor) -> torch.Tensor:
+    """Rows in lexicographic order."""
+    if not len(coords):
+        return torch.zeros(0, dtype=torch.int64)
+    low, high = torch.aminmax(coords, dim=0)
+    space = KeySpace.covering(IndexRange(tuple(low.tolist()), tuple(h + 1 for h in high.tolist())))
+    return space.keys(coords).argsort()
+
+
+def piece_of(budget: int) -> int:
+    """Rows that are looked at together where the whole scene is gone through."""
+    return max(1, min(2**22, budget // (4 * ROW_BYTES)))

@@ -1,0 +1,81 @@
+"""The scene that is streamed: coordinates and features in host memory or in mapped files."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparseconv.geometry.arguments import INTEGERS, check_indices
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.kinds import check_count, check_tensor, described
+from sparseconv.tensor import SparseTensor
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Coords (N, 1+D) integers and features (N, C), and a grid of one voxel that has the scene's scale and batch."""
+
+    coords: torch.Tensor
+    features: torch.Tensor
+    like: VoxelGrid
+    sparse: SparseTensor | None
+
+    @classmethod
+    def of(cls, x: Any, batch_size: int | None, piece: int) -> Scene:
+        """From a `SparseTensor`, or a pair of tensors or arrays, which may be mapped files.
+
+        Raises TypeError and ValueError for anything else.
+        """
+        if isinstance(x, SparseTensor):
+            if batch_size is not None and batch_size != x.grid.batch_size:
+                raise ValueError(f"batch_size is {batch_size}, but that of x is {x.grid.batch_size}: leave it out")
+            grid = x.grid
+            if grid.is_shared or grid.count is not None:
+                raise ValueError(f"x must hold a whole scene of its own, but its grid is {grid}")
+            return cls(grid.coords, x.features, grid._like(grid.coords[:0]), x)
+        if not isinstance(x, (tuple, list)) or len(x) != 2:
+            raise TypeError(
+                f"x must be a SparseTensor or a pair (coords, features), but it is {described(x)}: numpy.load(name, "
+                "mmap_mode='r') maps a file"
+            )
+        coords, features = (as_rows(name, value) for name, value in zip(("coords", "features"), x))
+        if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:
+            raise ValueError(f"coords must be (N, 1+D), D from 1 to 4; got {tuple(coords.shape)}")
+        if coords.dtype not in INTEGERS:
+            raise TypeError(f"coords must be integers; got {coords.dtype}")
+        if features.ndim != 2 or features.shape[0] != coords.shape[0]:
+            raise ValueError(f"features must be ({coords.shape[0]}, C), one row a voxel; got {tuple(features.shape)}")
+        most = -1
+        for first in range(0, len(coords), piece):
+            low, high = (edge.tolist() for edge in torch.aminmax(coords[first : first + piece], dim=0))
+            check_indices(low, high)
+            if low[0] < 0:
+                raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}")
+            most = max(most, high[0])
+        if batch_size is None:
+            batch_size = max(1, most + 1)
+        check_count("batch_size", batch_size, 1)
+        if most >= batch_size:
+            raise ValueError(f"coords name batch item {most}, but batch_size is {batch_size}")
+        like = VoxelGrid(torch.zeros(0, coords.shape[1], dtype=torch.int32), batch_size)
+        return cls(coords, features, like, None)
+
+    def __len__(self) -> int:
+        return len(self.coords)
+
+
+def as_rows(name: str, value: Any) -> torch.Tensor:
+    """A tensor over the memory of a tensor or an array, which may be a mapped file that is only read."""
+    if isinstance(value, np.ndarray):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of an array that cannot be written; nobody writes here
+            try:
+                value = torch.from_numpy(value)
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"{name} must be an array of numbers that torch knows; got {value.dtype}") from error
+    check_tensor(name, value)
+    return value

@@ -1,0 +1,353 @@
+"""What a network does to a scene, step by step: what each step needs to be right in a box, and how it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.geometry.window import Window
+from sparseconv.ops import pooling
+from sparseconv.plan.convolution import ConvolutionPlan
+from sparseconv.plan.shared import shared_plan
+from sparseconv.plan.within import plan_within
+from sparseconv.streaming.boxes import Scale, seen, union
+
+Box = IndexRange
+
+
+class Wants:
+    """The box in which each value must be right, by the number of its step; what nobody wants is not there."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps, self.boxes = steps, {}  # type: Sequence[Step], dict[int, Box]
+
+    def add(self, number: int, box: Box | None) -> None:
+        both = union(self.boxes.get(number), box)
+        if both is not None:
+            self.boxes[number] = both
+
+    def spread(self, known: frozenset[int] = frozenset()) -> dict[int, Box]:
+        """From what is wanted to all that it takes, last step first; a ``known`` value takes its voxels alone."""
+        for step in reversed(self.steps):
+            box = self.boxes.get(step.number)
+            if box is None:
+                continue
+            if step.place is not None:
+                self.add(step.place, box)
+            if step.number not in known:
+                step.demand(box, self)
+        return self.boxes
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One value of a network: a grid, a plan, rows of features, or a tensor of the whole scene.
+
+    ``place`` is the step of the grid whose voxels the rows stand for; None for what has no rows.
+    """
+
+    number: int = -1
+    where: str = ""
+    place: int | None = None
+    channels: tuple[int, ...] = ()  # sizes of a row
+    dtype: torch.dtype | None = None
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """Steps whose values `run` reads."""
+        return ()
+
+    @property
+    def is_rows(self) -> bool:
+        return self.place is not None
+
+    def demand(self, box: Box, wants: Wants) -> None:
+        """Say what must be right where, so that this value is right in ``box``."""
+
+    def run(self, values: Any) -> Any:
+        """The value, from those of earlier steps."""
+        raise NotImplementedError
+
+
+# ---- geometry
+
+
+@dataclass(kw_only=True)
+class GridStep(Step):
+    """A set of voxels; ``scale`` is the edge of one of them in voxels of the input."""
+
+    scale: Scale = ()
+
+
+@dataclass(kw_only=True)
+class InputGrid(GridStep):
+    """The scene's own voxels."""
+
+    def run(self, values: Any) -> VoxelGrid:
+        raise NotImplementedError("the input is given")
+
+
+@dataclass(kw_only=True)
+class PlanStep(Step):
+    """A plan on the grid ``source``: of ``options``, or `transpose` of the plan ``of``."""
+
+    source: int
+    target: int | None  # the grid that it leads to, where it was there before the plan
+    window: Window
+    is_transposed: bool
+    options: dict[str, Any] = field(default_factory=dict)
+    of: int | None = None
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        return tuple(n for n in (self.source, self.target, self.of) if n is not None)
+
+    def sees(self, box: Box | None) -> Box | None:
+        return seen(box, self.window, self.is_transposed)
+
+    def run(self, values: Any) -> ConvolutionPlan:
+        if self.of is not None:
+            back: ConvolutionPlan = values[self.of].transpose()
+            return back
+        grid, options = values[self.source], dict(self.options)
+        if "shape" in options:
+            return plan_within(grid, options.pop("shape"), options.pop("kernel_size"), **options)
+        if self.target is not None and self.target != self.source:
+            options["target"] = values[self.target]
+        return shared_plan(grid, **options)
+
+
+@dataclass(kw_only=True)
+class TargetGrid(GridStep):
+    """The voxels that a plan reaches: right where the inputs are right that its outputs see."""
+
+    plan: int
+    same: bool  # some of the source's own voxels
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        return (self.plan,)
+
+    def demand(self, box: Box, wants: Wants) -> None:
+        plan: Any = wants.steps[self.plan]
+        wants.add(plan.source, plan.sees(box))
+        if self.same:
+            wants.add(plan.source, box)
+
+    def run(self, values: Any) -> VoxelGrid:
+        grid: VoxelGrid = values[self.plan].target
+        return grid
+
+
+@dataclass(kw_only=True)
+class MadeGrid(GridStep):
+    """Voxels that ``VoxelGrid.coarsen``, ``refine`` or ``dilate`` make; ``window`` says of which ones each."""
+
+    of: int
+    method: str
+    amount: Any
+    window: Window
+    is_transposed: bool
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        return (self.of,)
+
+    def demand(self, box: Box, wants: Wants) -> None:
+        wants.add(self.of, seen(box, self.window, self.is_transposed))
+
+    def run(self, values: Any) -> VoxelGrid:
+        grid: VoxelGrid = getattr(values[self.of], self.method)(self.amount)
+        return grid
+
+
+@dataclass(kw_only=True)
+class SubsetGrid(GridStep):
+    """The voxels of a grid that a mask keeps."""
+
+    of: int
+    mask: int
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        return (self.of, self.mask)
+
+    def demand(self, box: Box, wants: Wants) -> None:
+        wants.add(self.of, box)
+        wants.add(self.mask, box)
+
+    def run(self, values: Any) -> VoxelGrid:
+        grid: VoxelGrid = values[self.of].subset(values[self.mask])
+        return grid
+
+
+# ---- rows
+
+
+@dataclass(kw_only=True)
+class InputRows(Step):
+    """The scene's own features."""
+
+    def run(self, values: Any) -> torch.Tensor:
+        raise NotImplementedError("the input is given")
+
+
+@dataclass(kw_only=True)
+class Coords(Step):
+    """Where the voxels of a grid lie, as rows."""
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        return () if self.place is None else (self.place,)
+
+    def run(self, values: Any) -> torch.Tensor:
+        coords: torch.Tensor = values[self.place].coords
+        return coords
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An earlier value among the arguments of a call."""
+
+    number: int
+
+
+def filled(given: Any, value_of: Callable[[int], Any]) -> Any:
+    """Arguments with values in the place of their references."""
+    if isinstance(given, Ref):
+        return value_of(given.number)
+    if isinstance(given, (list, tuple)):
+        made = [filled(one, value_of) for one in given]
+        return made if isinstance(given, list) else type(given)(*made) if hasattr(given, "_fields") else tuple(made)
+    if isinstance(given, dict):
+        return {key: filled(one, value_of) for key, one in given.items()}
+    return given
+
+
+def references(given: Any) -> tuple[int, ...]:
+    """The steps that arguments refer to, each once."""
+    found: dict[int, None] = {}
+    filled(given, lambda number: found.setdefault(number))
+    return tuple(found)
+
+
+@dataclass(kw_only=True)
+class Call(Step):
+    """A function of torch that makes each row of one row, or, without a place, one tensor of the whole scene."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: tuple[int, ...] = ()  # those of its arguments that have rows
+    pads: bool = False  # whether a product of few rows is summed in another order
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        return references((self.args, self.kwargs))
+
+    def demand(self, box: Box, wants: Wants) -> None:
+        for number in self.rows:
+            wants.add(number, box)
+
+    def run(self, values: Any) -> Any:
+        args, kwargs = filled((self.args, self.kwargs), values.__getitem__)
+        few = LEAST_ROWS - len(args[0]) if self.pads else 0
+        if few > 0:
+            args = (torch.nn.functional.pad(args[0], (0, 0, 0, few)), *args[1:])
+        made = self.function(*args, **kwargs)
+        return made[:-few] if few > 0 else made
+
+
+#: rows below which a BLAS sums a product of matrices in another order than above
+LEAST_ROWS = 64
+
+
+@dataclass(kw_only=True)
+class Pick(Step):
+    """One of several results of a call."""
+
+    of: int
+    at: int
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        return (self.of,)
+
+    def demand(self, box: Box, wants: Wants) -> None:
+        wants.add(self.of, box)
+
+    def run(self, values: Any) -> Any:
+        return values[self.of][self.at]
+
+
+@dataclass(kw_only=True)
+class Kept(Step):
+    """The rows of a grid that are left in a `SubsetGrid`."""
+
+    of: int
+    mask: int
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        return (self.of, self.mask)
+
+    def demand(self, box: Box, wants: Wants) -> None:
+        wants.add(self.of, box)
+        wants.add(self.mask, box)
+
+    def run(self, values: Any) -> torch.Tensor:
+        rows: torch.Tensor = values[self.of][values[self.mask]]
+        return rows
+
+
+@dataclass(kw_only=True)
+class OverEdges(Step):
+    """What an output makes of the inputs that it sees: a convolution or a pooling over a plan."""
+
+    plan: int
+    x: int
+    kind: str  # "convolve", "sum", "average", "average_of_taps", "max", "max_unpool"
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    groups: int = 1
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        return (self.plan, self.x, *references((self.args, self.kwargs)))
+
+    def demand(self, box: Box, wants: Wants) -> None:
+        plan: Any = wants.steps[self.plan]
+        inputs = plan.sees(box)
+        wants.add(self.x, inputs)
+        wants.add(plan.source, inputs)
+        for number in references((self.args, self.kwargs)):
+            wants.add(number, inputs if self.kind == "max_unpool" else box)
+
+    def run(self, values: Any) -> Any:
+        plan, x = values[self.plan].with_groups(self.groups), values[self.x]
+        args, kwargs = filled((self.args, self.kwargs), values.__getitem__)
+        if self.kind == "convolve":
+            return plan.execute(x, *args, **kwargs)
+        if self.kind == "sum":
+            return pooling.sum_pool(x, plan)
+        if self.kind == "max":
+            return pooling.max_pool(x, plan)
+        if self.kind == "max_unpool":
+            return pooling.max_unpool(x, args[0], plan)
+        return pooling.avg_pool(x, plan, count_absent=self.kind == "average_of_taps")
+
+
+def boundary_is_local(boundary: Boundary) -> bool:
+    """Whether a block knows by itself what lies outside of the scene."""
+    return boundary.kind == "absent" or (boundary.kind == "forbid" and boundary.extent is not None)
+
+
+def scale_after(scale: Scale, window: Window, is_transposed: bool) -> Scale:
+    """The scale of the grid that a plan reaches."""
+    return tuple(f / s if is_transposed else f * s for f, s in zip(scale, map(Fraction, window.stride)))

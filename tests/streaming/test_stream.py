@@ -1,0 +1,127 @@
+"""A scene block by block is the whole scene, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparseconv as sc
+from sparseconv import nn
+from tests.streaming.scenes import NETWORKS, forced, same, scene
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize(("cuts", "rows"), [(0, 300), (0, 10**9), (2, 100), (100, 300)])
+def test_blocks_are_the_whole(name, cuts, rows, monkeypatch):
+    torch.manual_seed(0)
+    net, x = NETWORKS[name]().eval(), scene()
+    forced(monkeypatch, cuts, rows)
+    with torch.no_grad():
+        same(sc.stream(net, x, 10**9), net(x))
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 200),
+    st.integers(1, 3),
+    st.integers(0, 10**6),
+    st.sampled_from([10**5, 3 * 10**5, 10**6, 10**9]),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_any_scene_within_any_budget(rank, count, batch, seed, budget, dtype):
+    x = scene(rank, count, batch, seed=seed, dtype=dtype)
+    torch.manual_seed(seed)
+    net = nn.Sequential(
+        nn.SubmanifoldConv(4, 4, 3, rank=rank),
+        nn.BatchNorm(4),
+        nn.ReLU(),
+        nn.Conv(4, 6, 3, stride=2, rank=rank),
+        nn.SubmanifoldConv(6, 4, 3, dilation=2, rank=rank),
+    )
+    net = net.to(dtype).eval()
+    with torch.no_grad():
+        want = net(x)
+        try:
+            got = sc.stream(net, x, budget)
+        except ValueError as error:
+            assert "allow at least that" in str(error)  # noqa: PT017
+            assert budget < 10**9
+        else:
+            same(got, want)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("name", ["unet", "second", "resnet", "several", "pruned"])
+def test_an_empty_scene_and_one_voxel(name, count):
+    torch.manual_seed(0)
+    x = sc.SparseTensor(sc.VoxelGrid(torch.full((count, 4), 3), 4), torch.randn(count, 4))
+    net = NETWORKS[name]().eval()
+    with torch.no_grad():
+        want = net(x)
+        got = sc.stream(net, x, 10**7)
+    if name == "resnet" and count:  # a product of one row is summed in another order
+        torch.testing.assert_close(got, want)
+    else:
+        same(got, want)
+
+
+def test_arrays_and_mapped_files(tmp_path):
+    import numpy as np
+
+    x, net = scene(), NETWORKS["several"]().eval()
+    np.save(tmp_path / "coords.npy", x.coords.numpy())
+    np.save(tmp_path / "features.npy", x.features.numpy())
+    pair = [np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("coords", "features")]
+    with torch.no_grad():
+        want, got = net(x), sc.stream(net, pair, 2 * 10**6)
+    same(got["fine"], want["fine"].features)
+    features, coords = got["coarse"]
+    assert torch.equal(coords, want["coarse"].coords)
+    same(features, want["coarse"].features)
+    same(got["most"], want["most"])
+
+
+def test_progress_counts_blocks(monkeypatch):
+    x, seen = scene(), []
+    forced(monkeypatch, 0, 100)
+    with torch.no_grad():
+        sc.stream(NETWORKS["conv"]().eval(), x, 10**9, progress=lambda done, total: seen.append((done, total)))
+    assert len(seen) > 3
+    assert seen == [(i + 1, len(seen)) for i in range(len(seen))]
+
+
+def test_no_value_beyond_its_box_is_used(monkeypatch):
+    """Rows that are not right are poisoned as soon as they are made: no result may be NaN."""
+    from sparseconv.streaming.blocks import within
+    from sparseconv.streaming.steps import InputRows, Step
+    from sparseconv.streaming.work import Values, Work
+
+    class Poisoned(Values):
+        def __setitem__(self, number, value):
+            if isinstance(number, int) and number >= 0 and self.steps[number].is_rows:
+                step: Step = self.steps[number]
+                if value.__class__ is torch.Tensor and value.is_floating_point():
+                    grid, box = self[step.place], self.boxes.get(number)
+                    wrong = torch.ones(len(grid), dtype=torch.bool) if box is None else ~within(grid.coords, box)
+                    value = value.masked_fill(wrong[:, None], float("nan"))
+                assert not isinstance(step, InputRows) or step.number == 1
+            super().__setitem__(number, value)
+
+    original = Work.run
+
+    def run(self, values, boxes):
+        poisoned = Poisoned(values.shared)
+        poisoned.steps, poisoned.boxes = self.program.steps, boxes
+        dict.update(poisoned, values)
+        original(self, poisoned, boxes)
+        dict.update(values, poisoned)
+
+    monkeypatch.setattr(Work, "run", run)
+    forced(monkeypatch, 3, 100)
+    for name in ("unet", "second", "convnext", "pools", "several"):
+        torch.manual_seed(0)
+        net, x = NETWORKS[name]().eval(), scene()
+        with torch.no_grad():
+            same(sc.stream(net, x, 10**9), net(x))

@@ -1,0 +1,80 @@
+"""On a card: bits of the whole, the budget by torch's own count, and copies beside the compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sparseconv as sc
+from sparseconv import nn
+from tests.streaming.scenes import NETWORKS, forced, same, scene
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def shell(count: int, channels: int = 4) -> sc.SparseTensor:
+    """A wavy surface of about ``count`` voxels, in host memory."""
+    side = int(count**0.5)
+    a, b = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
+    height = (40 * torch.sin(a / 60) + 30 * torch.cos(b / 80)).long()
+    coords = torch.stack([torch.zeros_like(a), a, b, height], -1).view(-1, 4).int()
+    return sc.SparseTensor(sc.VoxelGrid(coords, 1), torch.randn(len(coords), channels))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("cuts", [0, 2])
+def test_blocks_are_the_whole_on_a_card(name, cuts, monkeypatch):
+    torch.manual_seed(0)
+    net, x = NETWORKS[name]().eval().cuda(), scene(count=3000)
+    forced(monkeypatch, cuts, 500)
+    with torch.no_grad():
+        want = net(x.to("cuda"))
+        got = sc.stream(net, x, 10**9)
+    host = {key: value.to("cpu") for key, value in want.items()} if isinstance(want, dict) else want.to("cpu")
+    same(got, host)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_shell_within_its_budget(dtype):
+    torch.manual_seed(0)
+    x, net = shell(2_000_000), nn.UNet(4, 20).eval().cuda().to(dtype)
+    x = x.to(dtype=dtype)
+    budget = 1_000_000_000
+    with torch.no_grad():
+        sc.stream(net, shell(10_000).to(dtype=dtype), budget)  # what is compiled and tuned once
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before, seen = torch.cuda.memory_allocated(), []
+        got = sc.stream(net, x, budget, progress=lambda done, total: seen.append(total))
+        peak = torch.cuda.max_memory_allocated() - before
+        want = net(x.to("cuda")).features.cpu()
+    assert seen[-1] > 1
+    assert peak <= budget, (peak, budget)
+    assert torch.equal(got.features, want)
+
+
+def test_gradients_on_a_card(monkeypatch):
+    torch.manual_seed(0)
+    net, x = NETWORKS["unet"]().cuda(), scene(count=3000)
+    forced(monkeypatch, 1, 500)
+    weights = torch.randn(len(x.grid), 5)
+    (net(x.to("cuda")).features.cpu() * weights).sum().backward()
+    want = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    (sc.stream(net, x, 10**9).features * weights).sum().backward()
+    for parameter, grad in zip(net.parameters(), want):
+        torch.testing.assert_close(parameter.grad, grad, rtol=2e-3, atol=2e-3 * float(grad.abs().max()))
+
+
+def test_an_error_in_a_block_is_raised_and_leaves_no_thread(monkeypatch):
+    import threading
+
+    net, x = NETWORKS["conv"]().eval().cuda(), scene(count=3000)
+    forced(monkeypatch, 0, 200)
+
+    def fail(done: int, total: int) -> None:
+        raise RuntimeError("stop")
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="stop"):
+        sc.stream(net, x, 10**9, progress=fail)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("stream-")]

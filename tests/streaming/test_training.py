@@ -1,0 +1,75 @@
+"""Gradients of a streamed network are those of the whole, to rounding."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import sparseconv as sc
+from sparseconv import nn
+from tests.streaming.scenes import NETWORKS, Squeeze, forced, scene
+from tests.streaming.test_totals import NORMS, block
+
+TRAINED = {
+    **{name: NETWORKS[name] for name in ("conv", "unet", "second", "pools", "several", "pruned")},
+    **{f"{name} norm": (lambda norm=norm: block(norm)) for name, norm in NORMS.items()},
+    "squeeze": lambda: nn.Sequential(nn.SubmanifoldConv(4, 8, 3), Squeeze(8), nn.SubmanifoldConv(8, 3, 3)),
+}
+
+
+def loss(y):
+    """A number that looks at every result, each row in its own way."""
+    if isinstance(y, dict):
+        return sum(loss(part) for part in y.values())
+    rows = y.features if isinstance(y, sc.SparseTensor) else y
+    return (rows * torch.linspace(-1, 1, rows.numel(), dtype=rows.dtype).view(rows.shape)).square().sum()
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("cuts", [0, 2])
+def test_gradients_of_parameters_and_input(name, cuts, monkeypatch):
+    torch.manual_seed(0)
+    net, x = TRAINED[name]().double(), scene(count=120, dtype=torch.float64)
+    other, features = copy.deepcopy(net), x.features.clone().requires_grad_()
+    forced(monkeypatch, cuts, 50)
+    want = loss(net(x.with_features(features)))
+    grads = torch.autograd.grad(want, [features, *net.parameters()], allow_unused=True)
+    again = x.features.clone().requires_grad_()
+    got = loss(sc.stream(other, x.with_features(again), 10**9))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    got.backward()
+    for (key, parameter), grad in zip([("x", again), *other.named_parameters()], grads):
+        if grad is None:
+            assert parameter.grad is None
+            continue
+        assert parameter.grad is not None, key
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-8, atol=1e-8, msg=key)
+
+
+def test_two_runs_give_the_same_bits_and_steps_learn(monkeypatch):
+    torch.manual_seed(0)
+    x = scene(count=150)
+    forced(monkeypatch, 1, 60)
+    grads, losses = [], []
+    net = nn.Sequential(nn.ConvBlock(4, 8), nn.SubmanifoldConv(8, 5, 3))
+    for _ in range(2):
+        net.zero_grad()
+        y = sc.stream(net, x, 10**9)
+        y.features.square().mean().backward()
+        grads.append([p.grad.clone() for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    for _ in range(4):
+        optimizer.zero_grad()
+        value = (sc.stream(net, x, 10**9).features - 1).square().mean()
+        value.backward()
+        optimizer.step()
+        losses.append(float(value))
+    assert losses[-1] < losses[0]
+
+
+def test_a_folder_is_for_inference(tmp_path):
+    with pytest.raises(ValueError, match="resume and out are for inference"):
+        sc.stream(NETWORKS["conv"](), scene(count=30), 10**9, resume=tmp_path)
