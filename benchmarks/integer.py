@@ -265,7 +265,8 @@ def timed_calls(plan: sc.ConvolutionPlan, c: int, numbers: Numbers) -> dict[str,
         calls[str(dtype)[6:]] = partial(plan.execute, *operands, epilogue=sc.pointwise.relu)
     if on_card:
         floats = Float8Rescale(torch.full((c,), 2.0**-8, device=plan.device), 0.0, 0.0)
-        narrow = [x.float().to(FLOAT8), weight.float().to(FLOAT8), plan.kernel_map, 1, bias.float(), floats]
+        wide = x.float(), weight.float()
+        narrow: Any = (*(t.to(FLOAT8) for t in wide), plan.kernel_map, 1, bias.float(), floats)
         calls["float8"] = partial(backend_named("triton_implicit_gemm").float8, *narrow)
     return calls
 
