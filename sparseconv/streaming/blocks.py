@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,16 +50,18 @@ class Blocks:
     cells, and depend on the set of voxels and the limit alone. Within a block rows keep their order.
     """
 
-    def __init__(self, coords: torch.Tensor, batch_size: int, limit: int, store: Store, piece: int) -> None:
-        self.coords, self.piece = coords, piece
+    def __init__(
+        self, coords: torch.Tensor, extent: IndexRange, limit: int, store: Store, piece: int, device: torch.device
+    ) -> None:
+        self.coords, self.piece, self.device = coords, piece, device
         self.order = store.scratch("order", (len(coords),), torch.int32 if len(coords) < 2**31 else torch.int64)
         axes = coords.shape[1] - 1
         self._spare = store.scratch("order.sorted", (len(coords),), self.order.dtype)
-        everything = IndexRange((0, *(-FAR,) * axes), (max(1, batch_size), *(FAR,) * axes))
+        everything = IndexRange((0, *(-FAR,) * axes), (FAR, *(FAR,) * axes))
         for first in range(0, len(coords), piece):
             last = min(first + piece, len(coords))
             self.order[first:last] = torch.arange(first, last, dtype=self.order.dtype)
-        self.root = self._cut(everything, 0, len(coords), max(1, limit))
+        self.root = self._cut(everything, extent if len(coords) else None, 0, len(coords), max(1, limit))
         self.leaves = self.root.leaves
         del self._spare
 
@@ -82,13 +84,13 @@ class Blocks:
 
     def rows_in(self, box: IndexRange) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows (M,) int64 and coords (M, 1+D) int32 of the voxels in a box, block after block."""
-        found, places = [torch.zeros(0, dtype=torch.int64)], [self.coords[:0].int()]
+        found, places = [torch.zeros(0, dtype=torch.int64)], [self.coords[:0].int().cpu()]
         for block in self.leaves:
             if block.tight is None or not meets(block.tight, box):
                 continue
             for first in range(block.first, block.last, self.piece):
                 rows = self.order[first : min(first + self.piece, block.last)].long()
-                coords = self.coords[rows].int()
+                coords = self.coords[rows.to(self.coords.device)].int().cpu()
                 if not box.encloses(block.tight):
                     inside = within(coords, box)
                     rows, coords = rows[inside], coords[inside]
@@ -96,20 +98,19 @@ class Blocks:
                 places.append(coords)
         return torch.cat(found), torch.cat(places)
 
-    def _cut(self, box: IndexRange, first: int, last: int, limit: int) -> Block:
-        """The block of the rows first to last of the order, which lie in ``box``; the order is changed to suit."""
-        low, high = self._bounds(first, last)
-        tight = None if not low else IndexRange(tuple(low), tuple(h + 1 for h in high))
+    def _cut(self, box: IndexRange, tight: IndexRange | None, first: int, last: int, limit: int) -> Block:
+        """The block of the rows first to last of the order, which lie in ``tight``; the order is changed to suit."""
         if tight is None or last - first <= limit or tight.size == 1:
             return Block(box, first, last, tight)
         shifts = _shifts(tight, min(CELLS, max(64, 4 * min(last - first, self.piece))))
         start = [a >> s for a, s in zip(tight.start, shifts)]
         shape = [((e - 1) >> s) - a + 1 for e, s, a in zip(tight.end, shifts, start)]
-        counts = torch.zeros(math.prod(shape), dtype=torch.int64)
-        for rows in self._pieces(first, last):
-            counts += torch.bincount(_cells(self.coords[rows], start, shape, shifts), minlength=len(counts))
+        counts = torch.zeros(math.prod(shape), dtype=torch.int64, device=self.device)
+        for at in range(first, last, self.piece):
+            coords = self._coords(self.order[at : min(at + self.piece, last)])
+            counts += torch.bincount(_cells(coords, start, shape, shifts), minlength=len(counts))
         cuts: list[tuple[IndexRange, IndexRange]] = []
-        cells = counts.view(shape)
+        cells = counts.cpu().view(shape)
         tree = _halve(cells, IndexRange((0,) * len(shape), tuple(shape)), box, start, shifts, limit, cuts)
         owner, sizes = torch.zeros(shape, dtype=torch.int32), []
         for number, (part, _) in enumerate(cuts):
@@ -123,7 +124,10 @@ class Blocks:
 
         def made(tree: Tree) -> Block:
             if isinstance(tree, int):
-                return self._cut(cuts[tree][1], starts[tree], starts[tree + 1], limit)
+                part, around = cuts[tree]
+                voxels = _voxels(_trimmed(cells, part), start, shifts)
+                held = None if voxels is None else voxels.intersect(tight)
+                return self._cut(around, held, starts[tree], starts[tree + 1], limit)
             box, *parts = tree
             halves = tuple(made(part) for part in parts)
             around = union(halves[0].tight, halves[1].tight)
@@ -135,32 +139,43 @@ class Blocks:
         """Group the rows first to last by their owners, each group in its old order."""
         if len(sizes) == 1:
             return
-        starts = torch.tensor([0, *sizes]).cumsum(0)[:-1] + first
+        owner = owner.to(self.device)
+        starts = torch.tensor([0, *sizes], device=self.device).cumsum(0)[:-1] + first
         for at in range(first, last, self.piece):
             until = min(at + self.piece, last)
             rows = self.order[at:until]
-            owners = owner[_cells(self.coords[rows.long()], *cells)].long()
+            owners = owner[_cells(self._coords(rows), *cells)].long()
             sorted_owners, order = owners.sort(stable=True)
             counts = torch.bincount(owners, minlength=len(sizes))
-            offsets = counts.cumsum(0) - counts
-            places = starts[sorted_owners] + torch.arange(len(rows)) - offsets[sorted_owners]
-            self._spare[places] = rows[order]
+            moves = starts - (counts.cumsum(0) - counts)
+            places = moves[sorted_owners] + torch.arange(len(rows), device=self.device)
+            self._spare[places.cpu()] = rows[order.cpu()]
             starts = starts + counts
         for at in range(first, last, self.piece):
             until = min(at + self.piece, last)
             self.order[at:until] = self._spare[at:until]
 
-    def _pieces(self, first: int, last: int) -> Iterator[torch.Tensor]:
-        return (self.order[a : min(a + self.piece, last)].long() for a in range(first, last, self.piece))
+    def _coords(self, rows: torch.Tensor) -> torch.Tensor:
+        """Coords of rows, on the device that sorts them."""
+        return self.coords[rows.long().to(self.coords.device)].to(self.device)
 
-    def _bounds(self, first: int, last: int) -> tuple[list[int], list[int]]:
-        low: list[int] = []
-        high: list[int] = []
-        for rows in self._pieces(first, last):
-            least, most = torch.aminmax(self.coords[rows], dim=0)
-            low = [min(a, b) for a, b in zip(low, least.tolist())] if low else least.tolist()
-            high = [max(a, b) for a, b in zip(high, most.tolist())] if high else most.tolist()
-        return low, high
+
+def _trimmed(cells: torch.Tensor, part: IndexRange) -> IndexRange | None:
+    """The cells of a box that hold voxels, as a box."""
+    held = cells[tuple(slice(a, b) for a, b in zip(part.start, part.end))].nonzero()
+    if not len(held):
+        return None
+    low, high = torch.aminmax(held, dim=0)
+    start = tuple(a + n for a, n in zip(part.start, low.tolist()))
+    return IndexRange(start, tuple(a + n + 1 for a, n in zip(part.start, high.tolist())))
+
+
+def _voxels(cells: IndexRange | None, start: list[int], shifts: list[int]) -> IndexRange | None:
+    """The voxels of a box of cells."""
+    if cells is None:
+        return None
+    low, high = ([(a + n) << s for a, n, s in zip(start, edge, shifts)] for edge in (cells.start, cells.end))
+    return IndexRange(tuple(low), tuple(high))
 
 
 def within(coords: torch.Tensor, box: IndexRange) -> torch.Tensor:

@@ -49,6 +49,7 @@ class Overlapped:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._compute = torch.cuda.current_stream(device)
         self._into, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._readers, self._writers = (ThreadPoolExecutor(1, name) for name in ("stream-in", "stream-out"))
         self._leaving: Future[None] | None = None
@@ -99,7 +100,7 @@ class Overlapped:
 
     def _used(self, values: torch.Tensor) -> torch.Tensor:
         """A tensor that was made on the way in and is used on the compute's stream, which owns it from then on."""
-        values.record_stream(torch.cuda.default_stream(self.device))
+        values.record_stream(self._compute)
         return values
 
     def leave(self, values: Any, keep: Callable[[Any], None]) -> None:
@@ -137,7 +138,8 @@ def _each(values: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(values, dict):
         return {key: _each(one, change) for key, one in values.items()}
     if isinstance(values, (list, tuple)):
-        return type(values)([_each(one, change) for one in values])
+        made = [_each(one, change) for one in values]
+        return type(values)(*made) if hasattr(values, "_fields") else type(values)(made)
     return values
 
 

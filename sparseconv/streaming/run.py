@@ -83,11 +83,13 @@ class Run:
         self.arrays: dict[int, torch.Tensor] = {}
         #: running statistics that are to be moved once all is done
         self.followers: list[tuple[BatchStatistics, list[Any]]] = []
+        #: on a GPU, what blocks took over what was counted for them, at most so far
+        self.factor, self.counted, self.before = 1.0, 1, 0
         size, piece = scene.like.batch_size, piece_of(budget)
         limit = max(1, int(budget / max(rates(program, sample, learns))))
         if len(scene) and limit >= len(scene):
             limit = len(scene) * FINE  # one block, if the rest of this is right
-        self.blocks = Blocks(scene.coords, size, max(1, limit // FINE), store, piece)
+        self.blocks = Blocks(scene.coords, scene.extent, max(1, limit // FINE), store, piece, device)
         if len(scene) > 1:
             sample = self._measured(program, limit)
         self.program, self.plans = chosen(program, sample, self.blocks, budget, size, learns)
@@ -104,6 +106,9 @@ class Run:
     def run(self) -> None:
         """All phases."""
         self.total = sum(map(len, self.plans))
+        if self.device.type == "cuda":
+            self.before = torch.cuda.memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
         for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
             self._phase(number, phase, plan)
 
@@ -193,7 +198,15 @@ class Run:
         for part, values, boxes in self.in_parts(work, phase, box, inputs):
             work.run(values, boxes)
             made.append(work.own(values, part, self.scene.like.batch_size))
+            self._measure()
         return made
+
+    def _measure(self) -> None:
+        """On a GPU, compare what the last block took with what was counted for it; later ones are judged by that."""
+        if self.device.type == "cuda":
+            took = torch.cuda.max_memory_allocated(self.device) - self.before
+            self.factor = max(self.factor, took / max(1, self.counted))
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def _started(self, work: Work, inputs: Inputs) -> Values:
         """A block with its geometry, and the certainty that the rest fits."""
@@ -204,9 +217,11 @@ class Run:
         values[GRID], values[-1] = self._grid(inputs.on_device), inputs.rows
         values.update(inputs.loaded)
         work.geometry(values)
-        size = work.bytes(values, self.learns) + (least if self.device.type == "cpu" else 2 * inputs.num_bytes)
-        if size > self.budget:
-            raise TooLarge(size)
+        size = self.counted = work.bytes(values, self.learns) + (
+            least if self.device.type == "cpu" else 2 * inputs.num_bytes
+        )
+        if size * self.factor > self.budget:
+            raise TooLarge(int(size * self.factor))
         return values
 
     def _grid(self, coords: torch.Tensor) -> VoxelGrid:

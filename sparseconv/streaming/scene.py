@@ -11,6 +11,7 @@ import torch
 
 from sparseconv.geometry.arguments import INTEGERS, check_indices
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_count, check_tensor, described
 from sparseconv.tensor import SparseTensor
 
@@ -23,6 +24,7 @@ class Scene:
     features: torch.Tensor
     like: VoxelGrid
     sparse: SparseTensor | None
+    extent: IndexRange  # of all voxels, the batch first
 
     @classmethod
     def of(cls, x: Any, batch_size: int | None, piece: int) -> Scene:
@@ -36,7 +38,9 @@ class Scene:
             grid = x.grid
             if grid.is_shared or grid.count is not None:
                 raise ValueError(f"x must hold a whole scene of its own, but its grid is {grid}")
-            return cls(grid.coords, x.features, grid._like(grid.coords[:0]), x)
+            space = grid.extent
+            extent = IndexRange((0, *space.start), (grid.batch_size, *space.end))
+            return cls(grid.coords, x.features, grid._like(grid.coords[:0]), x, extent)
         if not isinstance(x, (tuple, list)) or len(x) != 2:
             raise TypeError(
                 f"x must be a SparseTensor or a pair (coords, features), but it is {described(x)}: numpy.load(name, "
@@ -49,20 +53,24 @@ class Scene:
             raise TypeError(f"coords must be integers; got {coords.dtype}")
         if features.ndim != 2 or features.shape[0] != coords.shape[0]:
             raise ValueError(f"features must be ({coords.shape[0]}, C), one row a voxel; got {tuple(features.shape)}")
-        most = -1
+        start: list[int] = []
+        end: list[int] = []
         for first in range(0, len(coords), piece):
             low, high = (edge.tolist() for edge in torch.aminmax(coords[first : first + piece], dim=0))
             check_indices(low, high)
             if low[0] < 0:
                 raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}")
-            most = max(most, high[0])
+            start = [min(a, b) for a, b in zip(start or low, low)]
+            end = [max(a, b + 1) for a, b in zip(end or [h + 1 for h in high], high)]
+        most = end[0] - 1 if end else -1
         if batch_size is None:
             batch_size = max(1, most + 1)
         check_count("batch_size", batch_size, 1)
         if most >= batch_size:
             raise ValueError(f"coords name batch item {most}, but batch_size is {batch_size}")
         like = VoxelGrid(torch.zeros(0, coords.shape[1], dtype=torch.int32), batch_size)
-        return cls(coords, features, like, None)
+        none = [0] * coords.shape[1]
+        return cls(coords, features, like, None, IndexRange(tuple(start or none), tuple(end or none)))
 
     def __len__(self) -> int:
         return len(self.coords)
