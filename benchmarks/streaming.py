@@ -57,7 +57,7 @@ def main(
         x = shell(int(voxels), 4, kind)
         on_gpu = device.startswith("cuda")
         if on_gpu:
-            Work.run = timed  # type: ignore[method-assign]
+            Work.run = timed  # type: ignore[method-assign, assignment]
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         peaks: list[int] = []

@@ -586,3 +586,51 @@ def test_what_waits_in_the_middle_is_named_and_its_parts_are_captured_instead():
     assert "_local_scalar_dense waits for the device, at test_capture_module.py" in said
     assert 'batch["stride"]' in said
     assert sum(replays(part) for part in (net.first, net.down, net.block)) >= 6, said
+
+
+class Chaos(torch.nn.Module):
+    """Rounding is enlarged until results have nothing in common."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = spconv.SubMConv3d(4, 8, 3, padding=1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return y.replace_feature(torch.sin(1e8 * y.features))
+
+
+class Plain(Chaos):
+    def forward(self, x):
+        return self.conv(x)
+
+
+@pytest.mark.parametrize(("make", "noise", "is_kept"), [(Chaos, 2e-7, True), (Plain, 0.2, False)])
+def test_a_capture_is_compared_by_what_rounding_does_to_the_network(monkeypatch, make, noise, is_kept):
+    class Moved(capturing.RECORDING):
+        def begin(self, scene, given):
+            super().begin(scene._replace(features=scene.features * (1 + noise)), given)
+
+    monkeypatch.setattr(capturing, "RECORDING", Moved)
+    torch.manual_seed(0)
+    net = nn.capture(make().to(DEVICE))
+    for seed in range(3):
+        run(net, seed)
+    assert (replays(net) == 1) == is_kept, nn.explain(net)
+
+
+class Fails(Segmenter):
+    """Works on ordinary grids alone."""
+
+    def forward(self, coords, features):
+        x = spconv.SparseConvTensor(features, coords.int().contiguous(), [14] * 3, 2)
+        if x.voxels.count is not None:
+            raise KeyError("fixed")
+        return super().forward(coords, features)
+
+
+def test_what_fails_while_a_call_is_recorded_is_named():
+    net = nn.capture(Fails().to(DEVICE))
+    for seed in range(3):
+        step(net, segment, seed)
+    assert "eager: KeyError: 'fixed'" in nn.explain(net)

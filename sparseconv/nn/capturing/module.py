@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -129,10 +130,10 @@ class Captured:
                 raise _Begins
             return False
 
-        try:
-            with watched(begin):
-                out = self.plain(*args, **kwargs)
-        except _Begins:
+        out = begins = object()
+        with suppress(_Begins), watched(begin):
+            out = self.plain(*args, **kwargs)
+        if out is begins:  # here, since an error within the handling of another one would be told as that one
             return self._replay(*found[0], None, given)
         if found:
             self._note(*found[0], out, given)

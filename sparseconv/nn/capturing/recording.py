@@ -127,24 +127,22 @@ class Recording:
 
     # ---- the call without a graph
 
-    def eager_call(self, call: Callable[..., Any], given: Given) -> Eager:
-        """The module's own forward on ordinary grids, from features of its own."""
+    def eager_call(self, call: Callable[..., Any], given: Given, jitter: float = 0.0) -> Eager:
+        """The module's own forward on ordinary grids, from features of its own, moved by a part of each at random."""
         starts: list[torch.Tensor] = []
 
         def start(x: Any, in_place: bool = False) -> Any:
             kind = kind_of(x)
             assert kind is not None
-            features = kind.read(x).features
-            starts.append(features.detach().requires_grad_(self._of_features and torch.is_grad_enabled()))
+            features = kind.read(x).features.detach()
+            moved = features * torch.empty_like(features).uniform_(1 - jitter, 1 + jitter) if jitter else features
+            starts.append(moved.detach().requires_grad_(self._of_features and torch.is_grad_enabled()))
             return kind.fill(x if in_place else kind.copy(x), kind.grid(x), starts[0], None)
-
-        def begin(x: Any) -> bool:
-            return start(x, in_place=True) is not None
 
         with torch.set_grad_enabled(self.trains):
             if self._path is None:
                 args, kwargs = given.copied()
-                with watched(begin):
+                with watched(lambda x: start(x, in_place=True) is not None):
                     out = call(*args, **kwargs)
             else:
                 args, kwargs = given.copied({self._path: start(given.at(self._path))})
