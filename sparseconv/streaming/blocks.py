@@ -128,10 +128,10 @@ class Blocks:
                 voxels = _voxels(_trimmed(cells, part), start, shifts)
                 held = None if voxels is None else voxels.intersect(tight)
                 return self._cut(around, held, starts[tree], starts[tree + 1], limit)
-            box, *parts = tree
+            whole, *parts = tree
             halves = tuple(made(part) for part in parts)
-            around = union(halves[0].tight, halves[1].tight)
-            return Block(box, halves[0].first, halves[1].last, around, halves)
+            held = union(halves[0].tight, halves[1].tight)
+            return Block(whole, halves[0].first, halves[1].last, held, halves)
 
         return made(tree)
 
