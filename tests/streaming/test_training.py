@@ -66,7 +66,7 @@ def test_two_runs_give_the_same_bits_and_steps_learn(monkeypatch):
         value = (sc.stream(net, x, 10**9).features - 1).square().mean()
         value.backward()
         optimizer.step()
-        losses.append(float(value))
+        losses.append(value.item())
     assert losses[-1] < losses[0]
 
 
