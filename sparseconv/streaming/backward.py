@@ -45,7 +45,8 @@ class Streamed(Function):
     def forward(ctx: Any, run: Run, features: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         run.run()
         ctx.run, ctx.parameters = run, parameters
-        return tuple(run.rows_of(number).features for number in run.program.results)
+        # tensors of their own: the run that the node keeps must not keep the node
+        return tuple(run.rows_of(number).features.detach() for number in run.program.results)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple:

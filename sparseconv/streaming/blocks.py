@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparseconv.geometry.ranges import IndexRange
@@ -63,6 +64,8 @@ class Blocks:
             self.order[first:last] = torch.arange(first, last, dtype=self.order.dtype)
         self.root = self._cut(everything, extent if len(coords) else None, 0, len(coords), max(1, limit))
         self.leaves = self.root.leaves
+        held = [(leaf.tight.start, leaf.tight.end, leaf.size) for leaf in self.leaves if leaf.tight is not None]
+        self._held = [np.array(part, np.int64) for part in zip(*held)]
         del self._spare
 
     def chosen(self, fits: Callable[[Block], bool]) -> list[Block]:
@@ -78,9 +81,11 @@ class Blocks:
 
     def most_in(self, box: IndexRange | None) -> int:
         """No fewer voxels than lie in a box."""
-        if box is None:
+        if box is None or not self._held:
             return 0
-        return sum(leaf.size for leaf in self.leaves if leaf.tight is not None and meets(leaf.tight, box))
+        starts, ends, sizes = self._held
+        there = ((starts < np.array(box.end)) & (ends > np.array(box.start))).all(1)
+        return int(sizes[there].sum())
 
     def rows_in(self, box: IndexRange) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows (M,) int64 and coords (M, 1+D) int32 of the voxels in a box, block after block."""
@@ -128,10 +133,10 @@ class Blocks:
                 voxels = _voxels(_trimmed(cells, part), start, shifts)
                 held = None if voxels is None else voxels.intersect(tight)
                 return self._cut(around, held, starts[tree], starts[tree + 1], limit)
-            box, *parts = tree
+            whole, *parts = tree
             halves = tuple(made(part) for part in parts)
-            around = union(halves[0].tight, halves[1].tight)
-            return Block(box, halves[0].first, halves[1].last, around, halves)
+            held = union(halves[0].tight, halves[1].tight)
+            return Block(whole, halves[0].first, halves[1].last, held, halves)
 
         return made(tree)
 

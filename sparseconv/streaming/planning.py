@@ -79,17 +79,30 @@ def _width(program: Program, number: int) -> float:
     return sum(float(f) * max(1, n - 1) for f, n in zip(fine.scale, plan.window.projection.shape))
 
 
+def _margins(box: IndexRange, around: IndexRange) -> tuple[list[int], list[int]]:
+    """Voxels by which a box is surrounded, on both sides of each axis."""
+    low = [max(0, a - b) for a, b in zip(box.start, around.start)]
+    return low, [max(0, b - a) for a, b in zip(box.end, around.end)]
+
+
 class _Sizes:
     """Voxels that blocks are computed with in a phase, their surroundings included; each counted once."""
 
     def __init__(self, program: Program, phase: Phase, blocks: Blocks, batch_size: int) -> None:
         self.program, self.phase, self.blocks, self.batch_size = program, phase, blocks, batch_size
         self._known: dict[IndexRange, int] = {}
+        box = min(blocks.leaves, key=lambda leaf: -leaf.size).tight
+        root = None if box is None else wanted(program, phase, box).get(GRID)
+        #: how far beyond a block its surroundings reach, as of one block
+        self._margins = None if box is None or root is None else _margins(box, root)
 
     def of(self, block: Block) -> int:
         if block.box not in self._known:
-            root = wanted(self.program, self.phase, block.box).get(GRID)
-            around = None if root is None else clipped(root, self.batch_size)
+            around = None
+            if self._margins is not None:
+                low, high = self._margins
+                start = tuple(s - m for s, m in zip(block.box.start, low))
+                around = clipped(IndexRange(start, tuple(e + m for e, m in zip(block.box.end, high))), self.batch_size)
             self._known[block.box] = self.blocks.most_in(around)
         return self._known[block.box]
 

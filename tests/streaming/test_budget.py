@@ -64,7 +64,7 @@ def test_a_scene_of_ten_times_the_memory_that_is_allowed(tmp_path):
 
 
 def test_a_budget_that_is_too_small_says_the_least():
-    net, x = NETWORKS["deep"]().eval(), scene(count=2000)
+    net, x = NETWORKS["unet"]().eval(), scene(count=600)
     with torch.no_grad():
         with pytest.raises(ValueError, match="allow at least that") as caught:
             sc.stream(net, x, 20_000)

@@ -66,8 +66,24 @@ def test_two_runs_give_the_same_bits_and_steps_learn(monkeypatch):
         value = (sc.stream(net, x, 10**9).features - 1).square().mean()
         value.backward()
         optimizer.step()
-        losses.append(float(value))
+        losses.append(value.item())
     assert losses[-1] < losses[0]
+
+
+def test_a_result_keeps_its_run_no_longer_than_it_lives(monkeypatch):
+    import gc
+    import weakref
+
+    from sparseconv.streaming.run import Run
+
+    runs, original = [], Run.run
+    monkeypatch.setattr(Run, "run", lambda self: (runs.append(weakref.ref(self)), original(self))[1])
+    y = sc.stream(NETWORKS["conv"](), scene(count=30), 10**9)
+    assert runs[0]() is not None
+    y.features.sum().backward()
+    del y
+    gc.collect()
+    assert runs[0]() is None
 
 
 def test_a_folder_is_for_inference(tmp_path):
