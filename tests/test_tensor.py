@@ -42,7 +42,7 @@ ARITHMETIC = {
     "a column of rows": lambda x, y, v: x * torch.full((len(x.coords) if hasattr(x, "coords") else len(x), 1), 2.0),
     "another": lambda x, y, v: x + y - x * y / (y**x) + -x,
     "a scalar tensor": lambda x, y, v: torch.tensor(2.0) * x,
-    "one channel beside many": lambda x, y, v: x * torch.narrow_copy(v, 0, 0, 1),
+    "one channel beside many": lambda x, y, v: x * v[:1],
     "relu": lambda x, y, v: torch.relu(x - 1),
     "gelu": lambda x, y, v: F.gelu(x),
     "softmax": lambda x, y, v: F.softmax(x, 1) + torch.softmax(x, dim=-1),

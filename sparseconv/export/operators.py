@@ -16,10 +16,12 @@ import torch
 from sparseconv import pointwise
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange
+from sparseconv.kinds import check_choice
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.shared import shared_plan
 from sparseconv.plan.within import plan_within
 from sparseconv.pointwise import Epilogue
+from sparseconv.pointwise.function import PointwiseDynamicFunction
 
 Kind = TypeVar("Kind", VoxelGrid, ConvolutionPlan)
 
@@ -139,6 +141,7 @@ def _pool_items(grid: torch.Tensor, x: torch.Tensor, items: int, how: str) -> to
     from sparseconv.ops import pooling  # loaded where it is used
 
     how_to = {"sum": pooling.global_sum_pool, "average": pooling.global_avg_pool, "max": pooling.global_max_pool}
+    check_choice("how", how, tuple(how_to))
     return how_to[how](x, held_by(grid, VoxelGrid))
 
 
@@ -146,7 +149,10 @@ def _pool_items(grid: torch.Tensor, x: torch.Tensor, items: int, how: str) -> to
 def _standardise_items(grid: torch.Tensor, x: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
     from sparseconv.ops.items import standardised
 
-    y = standardised(x, held_by(grid, VoxelGrid), groups, eps)
+    found = held_by(grid, VoxelGrid)
+    if x.ndim != 2 or len(x) != len(found) or x.shape[1] % max(1, groups) or groups < 1:
+        raise ValueError(f"x must be ({len(found)}, C), C a multiple of {groups}; got {tuple(x.shape)}")
+    y = standardised(x, found, groups, eps)
     return x.clone() if y is x else y  # no result shares an operand's memory
 
 
@@ -225,7 +231,12 @@ def _execute(
     activation: str,
     numbers: list[float],
 ) -> torch.Tensor:
-    epilogue = Epilogue(getattr(pointwise, activation), tuple(numbers)) if activation else None
+    epilogue = None
+    if activation:
+        after = getattr(pointwise, activation, None)
+        if not isinstance(after, PointwiseDynamicFunction):
+            raise ValueError(f"activation must be a function of sparseconv.pointwise by name; got {activation!r}")
+        epilogue = Epilogue(after, tuple(numbers))
     ready = held_by(plan, ConvolutionPlan).with_groups(groups)
     return ready.execute(x, weight, bias, residual=residual, epilogue=epilogue)
 
@@ -234,6 +245,7 @@ def _execute(
 def _pool(plan: torch.Tensor, x: torch.Tensor, onto: torch.Tensor, how: str) -> torch.Tensor:
     from sparseconv.ops import pooling
 
+    check_choice("how", how, ("sum", "average", "average_of_taps"))
     ready = held_by(plan, ConvolutionPlan)
     if how == "sum":
         return pooling.sum_pool(x, ready)

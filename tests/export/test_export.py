@@ -148,6 +148,35 @@ def test_a_number_names_nothing_elsewhere():
         operators.held_by(number, sc.VoxelGrid)
 
 
+def test_operators_check_what_they_are_given():
+    """A file that somebody changed runs no other function, and reads no row that is not there."""
+    ops, coords = torch.ops.sparseconv, scene(1)[0]
+    rows, grid = len(coords), operators.handle((sc.VoxelGrid(coords),))
+    plan = ops.plan(grid, None, [3] * 3, [], [1] * 3, [1] * 3, None, "", [], "absent", [], "auto")
+    x, weight = torch.randn(rows, 4), torch.randn(27, 4, 6)
+    call = (plan, x, weight, None, None, coords, 1)
+    for name in ("banana", "pointwise_dynamic", "__name__"):
+        with pytest.raises(ValueError, match="activation must be a function"):
+            ops.execute(*call, name, [])
+    assert ops.execute(*call, "relu", []).min() == 0
+    for short in (x[:5], x.new_ones(0, 4), x[0]):
+        with pytest.raises(ValueError, match=f"{rows}"):
+            ops.execute(plan, short, *call[2:], "", [])
+        with pytest.raises(ValueError, match=f"{rows}"):
+            ops.pool(plan, short, coords, "sum")
+        with pytest.raises(ValueError, match=f"{rows}"):
+            ops.max_pool(plan, short, coords)
+        with pytest.raises(ValueError, match=f"{rows}"):
+            ops.pool_items(grid, short, 1, "max")
+        with pytest.raises(ValueError, match=f"{rows}"):
+            ops.standardise_items(grid, short, 2, 1e-5)
+        with pytest.raises(ValueError, match=f"{rows}"):
+            ops.to_dense(grid, short, 1, [0] * 3, [9] * 3)
+    for how in (lambda: ops.pool(plan, x, coords, "banana"), lambda: ops.pool_items(grid, x, 1, "banana")):
+        with pytest.raises(ValueError, match="how must be one of"):
+            how()
+
+
 def test_refusals(tmp_path):
     net, _ = network("unet")
     with pytest.raises(ValueError, match=r"is in training: call net.eval\(\)"):
