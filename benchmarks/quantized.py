@@ -52,7 +52,8 @@ def example(name: str, steps: int, millimetres: float, **options: Any) -> dict[s
     """An example of ``examples/anatomy``: mean IoU of the tiles that it never saw."""
     sys.path.insert(0, str(ROOT / "examples" / "anatomy"))
     loop = importlib.import_module("loop")
-    task = importlib.import_module(name).task(millimetres)
+    make = importlib.import_module(name).task
+    task = make(millimetres) if name == "brain_tissues" else make()
     run = loop.Training(task, steps)
     run.run(steps, steps)
     seen = [tile.x for tile in task.train]
@@ -87,9 +88,9 @@ def main() -> int:
         words = ", ".join(f"{kind} {found[name][kind]:.4f} (loses {loss:+.4f})" for kind, loss in lost.items())
         print(f"{name}: fp32 {found[name]['fp32']:.4f}, {words}; {found[name]['seconds']} s", flush=True)
         found[name]["lost"] = max(lost.values())
-    if args.json:
-        settings = {"steps": args.steps, "millimetres": args.millimetres, "percentile": args.percentile}
-        args.json.write_text(json.dumps({"settings": settings, "scores": found}, indent=1) + "\n")
+        if args.json:
+            settings = {"steps": args.steps, "millimetres": args.millimetres, "percentile": args.percentile}
+            args.json.write_text(json.dumps({"settings": settings, "scores": found}, indent=1) + "\n")
     return int(any(one["lost"] > LIMIT for one in found.values()))
 
 
