@@ -87,6 +87,7 @@ def trained(steps: int, width: int = 16) -> sc.quantization.QuantizedNetwork:
 
 def loaded(path: Path, backend: str, threads: int) -> IntegerPredictor:
     torch.set_num_threads(threads or torch.get_num_threads())
+    # a pickle of one's own: such a file may run anything, so take none from others
     return IntegerPredictor(torch.load(path, weights_only=False).use_backend(backend))
 
 
