@@ -147,12 +147,10 @@ class VoxelGrid(Movable):
         return self._cells
 
     def _look_on_gpu(self) -> CoordinateTable | None:
-        """A table of the rows of a grid on a GPU, on its way, with the search that plans will likely ask for; None
-        elsewhere, and where there is no row."""
-        if not self.coords.is_cuda:
-            return None
-        check_card(self.coords.device)
-        if self.coords.shape[0] == 0:
+        """A table of a GPU's rows, on its way, with the search that plans will likely ask for; None for none."""
+        if self.coords.is_cuda:
+            check_card(self.coords.device)
+        if not self.coords.is_cuda or self.coords.shape[0] == 0:
             return None
         self._cells, self._search = _on_gpu()[1].given_table(self.coords)
         return self._cells
@@ -256,13 +254,12 @@ class VoxelGrid(Movable):
         return grid
 
     def _scaled(self, scale: Floats | None) -> Floats:
-        return self.voxel_size if scale is None else tuple(v * s for v, s in zip(self.voxel_size, scale))
+        return tuple(v * s for v, s in zip(self.voxel_size, scale)) if scale else self.voxel_size
 
     def _known(
         self, coords: torch.Tensor, box: IndexRange, scale: Floats | None = None, fills: bool = False
     ) -> VoxelGrid:
-        """`_like` for contiguous int32 coords that are known to be distinct and within ``box``, which is their extent
-        where they fill it. Nothing is launched."""
+        """`_like` for contiguous int32 coords, distinct and within ``box``, which they may fill. Nothing is launched."""
         grid = object.__new__(VoxelGrid)
         grid.batch_size, grid.origin, grid.voxel_size = self.batch_size, self.origin, self._scaled(scale)
         grid._box, grid.coords, grid.derived, grid.is_placed = box, coords, {}, self.is_placed
