@@ -259,7 +259,7 @@ class VoxelGrid(Movable):
     def _known(
         self, coords: torch.Tensor, box: IndexRange, scale: Floats | None = None, fills: bool = False
     ) -> VoxelGrid:
-        """`_like` for contiguous int32 coords, distinct and within ``box``, which they may fill. Nothing is launched."""
+        """`_like` for contiguous int32 coords, distinct and within ``box``, which they may fill; launches nothing."""
         grid = object.__new__(VoxelGrid)
         grid.batch_size, grid.origin, grid.voxel_size = self.batch_size, self.origin, self._scaled(scale)
         grid._box, grid.coords, grid.derived, grid.is_placed = box, coords, {}, self.is_placed
