@@ -30,6 +30,12 @@ Picture = Annotated[bool, typer.Option(help="Draw the results, too.")]
 Device = Annotated[str, typer.Option(help="'cpu' runs the same flow without a card.")]
 
 
+@app.callback()
+def timed_choices() -> None:
+    """Tables of single layers time the choice of kernels, as the peers' are timed; SPARSECONV_AUTOTUNE=0 does not."""
+    os.environ.setdefault("SPARSECONV_AUTOTUNE", "1")
+
+
 @app.command()
 def gpu(
     case: CaseNames = None,
