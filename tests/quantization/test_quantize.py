@@ -167,6 +167,7 @@ def test_a_user_module_with_sums_and_concatenations_of_its_own():
             a = torch.nn.functional.leaky_relu(a + self.c(x) * 1 if False else a + b, 0.1)
             return {"scores": self.head(a.cat(b)), "name": "own"}
 
+    torch.manual_seed(0)
     net, x = Own().eval(), scene(7)
     small = sc.quantize(net, [scene()])
     assert any(isinstance(step, Combine) for step in small.steps)

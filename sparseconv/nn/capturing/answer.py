@@ -278,9 +278,13 @@ class _Filling(NamedTuple):
             return self.tensors[node.number]
         if isinstance(node, _SparsePlace):
             shape = None if node.shape is None or self.root is None else list(node.shape.again(self.root))
-            like = node.kind.copy(node.like)
-            made = node.kind.fill(like, self.grids.get(node.grid, _NOWHERE), self.tensors[node.features.number], shape)
-            return made if self.first is None else node.kind.follow(made, self.first, node.grid == self.own)
+            kind, like, grid = kind_of(self.first), node.like, self.grids.get(node.grid)
+            if node.grid == self.own and kind is node.kind:
+                like = self.first  # whose voxels the copy has
+            elif node.grid == self.own and kind is not None:
+                grid = kind.grid(self.first)
+            made = node.kind.fill(node.kind.copy(like), grid, self.tensors[node.features.number], shape)
+            return node.kind.follow(made, self.first) if kind is node.kind else made
         return _rebuilt(node.like, [self.made(item) for item in node.items])
 
 

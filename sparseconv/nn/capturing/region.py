@@ -34,17 +34,16 @@ class Scene(NamedTuple):
 class Kind:
     """How one class of sparse tensors is read, and filled with another grid and features.
 
-    ``fill(x, grid, features, shape)`` changes x itself where ``in_place``, else it returns a new tensor. ``follow(x,
-    first, same)`` gives a filled one what it has from the tensor that the region began with, such as stored maps, and
-    that one's voxels where they are the same.
+    ``fill(x, grid, features, shape)`` changes x itself or returns a new tensor; without a grid, on the voxels of x.
+    ``follow(x, first)`` gives a filled one the maps that are stored with the tensor that the region began with.
     """
 
     type: type
     read: Callable[[Any], Scene]
     grid: Callable[[Any], VoxelGrid]
-    fill: Callable[[Any, VoxelGrid, torch.Tensor, Sequence[int] | None], Any]
+    fill: Callable[[Any, VoxelGrid | None, torch.Tensor, Sequence[int] | None], Any]
     copy: Callable[[Any], Any]
-    follow: Callable[[Any, Any, bool], Any]
+    follow: Callable[[Any, Any], Any]
 
 
 _kinds: dict[type, Kind] = {}
@@ -84,9 +83,9 @@ register(
         SparseTensor,
         lambda x: Scene(x.grid.coords, x.features, x.grid.batch_size, None, x.grid.voxel_size, x.grid.origin),
         lambda x: x.grid,
-        lambda x, grid, features, shape: SparseTensor(grid, features),
+        lambda x, grid, features, shape: SparseTensor(x.grid if grid is None else grid, features),
         lambda x: x,
-        lambda x, first, same: SparseTensor(first.grid, x.features) if same else x,
+        lambda x, first: x,
     )
 )
 

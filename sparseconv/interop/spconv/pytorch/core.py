@@ -274,18 +274,16 @@ SparseConvTensor.__signature__ = inspect.Signature(_GIVEN)  # type: ignore[attr-
 
 
 def _filled(
-    x: SparseConvTensor, grid: VoxelGrid, features: torch.Tensor, shape: Sequence[int] | None
+    x: SparseConvTensor, grid: VoxelGrid | None, features: torch.Tensor, shape: Sequence[int] | None
 ) -> SparseConvTensor:
     x._features, x.indice_dict = features, {}
     if shape is not None:
         x.spatial_shape = region.own_shape(shape)
-    return x._at(Place(None, 0, grid))
+    return x if grid is None else x._at(Place(None, 0, grid))
 
 
-def _followed(x: SparseConvTensor, first: SparseConvTensor, same: bool) -> SparseConvTensor:
+def _followed(x: SparseConvTensor, first: SparseConvTensor) -> SparseConvTensor:
     x.indice_dict = dict(first.indice_dict)
-    if same:
-        x._indices, x._voxels = first._indices, first._voxels
     return x
 
 
