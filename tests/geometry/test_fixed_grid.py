@@ -193,6 +193,12 @@ def test_maps_of_a_card_through_the_interpreter(
         coords, count = grid._reach_on_gpu(window, None, None, coarse.extent, None, len(coarse), False)
         assert torch.equal(coords, coarse.coords)
         assert count.tolist() == coarse.count.tolist() == [n]
+        ends = coarse.coords[: coarse.count, 1:].amax(0).int()  # the last voxels along each axis go
+        ended = grid.reached(window, ABSENT, None, ends, to_fine=False)
+        coords, count = grid._reach_on_gpu(window, None, None, ended.extent, ends, len(ended), False)
+        assert 0 < ended.count < n
+        assert torch.equal(coords, ended.coords)
+        assert count.tolist() == ended.count.tolist()
         back = grid.reached(window, ABSENT, to_fine=True)
         coords, count = grid._reach_on_gpu(window, None, None, back.extent, None, len(back), True)
         assert torch.equal(coords, back.coords)
