@@ -53,12 +53,6 @@ class Float8Convolution(layers.Convolution):
         self.register_buffer("multiplier", None if rescale is None else layers.fixed(rescale.multiplier))
         self.numbers = {} if rescale is None else {"residual": rescale.residual_multiplier, "slope": rescale.slope}
 
-    def get_extra_state(self) -> dict[str, float]:
-        return dict(self.numbers)
-
-    def set_extra_state(self, state: dict[str, float]) -> None:
-        self.numbers = dict(state)
-
     def convolved(
         self, x: torch.Tensor, kernel_map: KernelMap, groups: int, backend: str, residual: torch.Tensor | None
     ) -> torch.Tensor:
@@ -74,10 +68,11 @@ class Float8Convolution(layers.Convolution):
         return choose(request, backend).float8(x, weight, kernel_map, groups, bias, rescale, residual)
 
 
-class Float8Function(layers.Step):
+class Float8Function(layers.StepWithNumbers):
     """A sum, a concatenation, an activation, a norm or a pooling layer: on fp32, its result in e4m3."""
 
     kind = "function"
+    held = ("scales",)
 
     def __init__(
         self,
@@ -98,12 +93,6 @@ class Float8Function(layers.Step):
             self.register_buffer("gain", layers.fixed(gain))
             self.register_buffer("shift", layers.fixed(shift))
         self.scales = list(scales)  # of the inputs, then of the output
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"scales": self.scales}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.scales = list(state["scales"])
 
     def run(self, values: layers.Values) -> Any:
         parts = [

@@ -94,6 +94,20 @@ class Step(torch.nn.Module):
         return f"{self.name}: {', '.join(map(str, self.inputs))} -> {self.output}"
 
 
+class StepWithNumbers(Step):
+    """One that has numbers of Python, which a state_dict carries as they are."""
+
+    #: attributes that hold them
+    held: tuple[str, ...] = ("numbers",)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.held}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        for name in self.held:
+            setattr(self, name, copy.copy(state[name]))
+
+
 class Quantize(Step):
     """Floating point -> int8: round(x / scale), ties to even, within -127 to 127; NaN is 0."""
 
@@ -124,7 +138,7 @@ class Dequantize(Step):
         return on_features(values[self.inputs[0]], lambda x: x.float() * number(self.scale))
 
 
-class Convolution(Step):
+class Convolution(StepWithNumbers):
     """A convolution or linear layer in 8 bits: its weight (K, C_in/G, C_out), its bias, and how it finds its edges."""
 
     kind = "convolution"
@@ -198,12 +212,6 @@ class IntegerConvolution(Convolution):
         names = ("shift", "residual_multiplier", "slope", "low")
         self.numbers = {} if rescale is None else {name: getattr(rescale, name) for name in names}
 
-    def get_extra_state(self) -> dict[str, int]:
-        return dict(self.numbers)
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.numbers = dict(state)
-
     def convolved(
         self, x: torch.Tensor, kernel_map: KernelMap, groups: int, backend: str, residual: torch.Tensor | None
     ) -> torch.Tensor:
@@ -211,7 +219,7 @@ class IntegerConvolution(Convolution):
         return _over(kernel_map, groups, backend, x, self.weight, self.bias, rescale, residual)
 
 
-class Affine(Step):
+class Affine(StepWithNumbers):
     """A norm that follows no convolution: x * weight + bias with int32 numbers a channel, rescaled."""
 
     kind = "norm"
@@ -226,21 +234,16 @@ class Affine(Step):
         self.register_buffer("multiplier", rescale.multiplier)
         self.numbers = {name: getattr(rescale, name) for name in ("shift", "slope", "low")}
 
-    def get_extra_state(self) -> dict[str, int]:
-        return dict(self.numbers)
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.numbers = dict(state)
-
     def run(self, values: Values) -> Any:
         rescale = Rescale(self.multiplier, **self.numbers)
         return on_features(values[self.inputs[0]], lambda x: rescale.apply(x.int() * self.weight + self.bias))
 
 
-class Combine(Step):
+class Combine(StepWithNumbers):
     """The sum of rescaled int8 values, rounded once, or their channels side by side, each rescaled; an activation."""
 
     kind = "combine"
+    held = ("multipliers", "rounding")
 
     def __init__(
         self,
@@ -256,12 +259,6 @@ class Combine(Step):
         super().__init__(name, inputs, output)
         self.multipliers, self.concatenates = list(multipliers), concatenates
         self.rounding = (shift, slope, low)
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"multipliers": self.multipliers, "rounding": list(self.rounding)}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.multipliers, self.rounding = list(state["multipliers"]), tuple(state["rounding"])
 
     def run(self, values: Values) -> Any:
         first = values[self.inputs[0]]
@@ -291,13 +288,14 @@ class MaxPooling(Step):
         return SparseTensor(plan.target, largest.to(torch.int8))
 
 
-class SumPooling(Step):
+class SumPooling(StepWithNumbers):
     """The sum of each window times a multiplier for its number of voxels; fp32 holds the sums exactly.
 
     ``multipliers`` (K+1,) int32, by the number of voxels: all alike for a sum, 1/n of the first for a mean.
     """
 
     kind = "sum pooling"
+    held = ("shift",)
     multipliers: torch.Tensor
 
     def __init__(
@@ -313,12 +311,6 @@ class SumPooling(Step):
         super().__init__(name, inputs, output)
         self.layer, self.where, self.shift = shell(layer), dict(where), shift
         self.register_buffer("multipliers", multipliers)
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"shift": self.shift}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.shift = state["shift"]
 
     def run(self, values: Values) -> Any:
         x, plan = values[self.inputs[0]], pooling_plan(self.layer, values[self.inputs[0]], values, self.where)

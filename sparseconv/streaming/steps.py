@@ -168,8 +168,8 @@ class MadeGrid(GridStep):
 
 
 @dataclass(kw_only=True)
-class SubsetGrid(GridStep):
-    """The voxels of a grid that a mask keeps."""
+class Masked(Step):
+    """What a mask keeps of something, voxel by voxel."""
 
     of: int
     mask: int
@@ -181,6 +181,11 @@ class SubsetGrid(GridStep):
     def demand(self, box: Box, wants: Wants) -> None:
         wants.add(self.of, box)
         wants.add(self.mask, box)
+
+
+@dataclass(kw_only=True)
+class SubsetGrid(Masked, GridStep):
+    """The voxels of a grid that a mask keeps."""
 
     def run(self, values: Any) -> VoxelGrid:
         grid: VoxelGrid = values[self.of].subset(values[self.mask])
@@ -287,19 +292,8 @@ class Pick(Step):
 
 
 @dataclass(kw_only=True)
-class Kept(Step):
+class Kept(Masked):
     """The rows of a grid that are left in a `SubsetGrid`."""
-
-    of: int
-    mask: int
-
-    @property
-    def uses(self) -> tuple[int, ...]:
-        return (self.of, self.mask)
-
-    def demand(self, box: Box, wants: Wants) -> None:
-        wants.add(self.of, box)
-        wants.add(self.mask, box)
 
     def run(self, values: Any) -> torch.Tensor:
         rows: torch.Tensor = values[self.of][values[self.mask]]
