@@ -10,6 +10,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary
+from sparseconv.gpu.compiling.starting import start_early
 from sparseconv.kinds import check_count
 from sparseconv.nn.geometry import Axes, LayerGeometry, grid_in, grid_of
 from sparseconv.nn.module import Features, SparseModule, features_of, placed
@@ -42,6 +43,7 @@ class ConvolutionModule(SparseModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        start_early()
         for name, count in (("in_channels", in_channels), ("out_channels", out_channels), ("groups", groups)):
             check_count(name, count, 1)
         if in_channels % groups or out_channels % groups:

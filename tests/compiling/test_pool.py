@@ -92,9 +92,9 @@ def test_without_processes_threads_compile(tmp_path: Path) -> None:
 def test_a_server_that_is_killed_and_one_that_cannot_start_cost_no_kernel(tmp_path: Path) -> None:
     script = """
 ahead()
-os.kill(pool._server.pid, signal.SIGKILL)
+os.kill(pool._server.process.pid, signal.SIGKILL)
 meet()
-pool._server and pool._server.wait()
+pool._server and pool._server.process.wait()
 sys.executable = "/nowhere/python"
 other = pools.Pool(Target("cuda", 90, 32), 2)
 job = launcher.job_of(RANKS.function, RANKS.types, (8, 64, 1024), RANKS._all_options, other.target)
@@ -141,8 +141,8 @@ def test_no_process_outlives_the_one_that_started_it(tmp_path: Path) -> None:
     script = """
 ahead()
 pool.wait(100)
-children = open(f"/proc/{pool._server.pid}/task/{pool._server.pid}/children").read().split()
-say(server=pool._server.pid, workers=children)
+children = open(f"/proc/{pool._server.process.pid}/task/{pool._server.process.pid}/children").read().split()
+say(server=pool._server.process.pid, workers=children)
 sys.stdout.flush()
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -200,7 +200,7 @@ say(done=len(pool.done))
     ],
 )
 def test_workers_share_the_cores_of_a_machine(cores, environment, expected, monkeypatch) -> None:
-    from sparseconv.gpu.compiling.pool import worker_count
+    from sparseconv.gpu.compiling.starting import worker_count
 
     for name in ("LOCAL_WORLD_SIZE", "SPARSECONV_COMPILE_WORKERS"):
         monkeypatch.delenv(name, raising=False)
@@ -211,7 +211,7 @@ def test_workers_share_the_cores_of_a_machine(cores, environment, expected, monk
 
 
 def test_nothing_is_started_where_the_cache_cannot_be_written(monkeypatch, tmp_path: Path) -> None:
-    from sparseconv.gpu.compiling import pool
+    from sparseconv.gpu.compiling import starting as pool
 
     monkeypatch.setattr(pool, "cache_dir", lambda: str(tmp_path / "not" / "there"))
     pool._can_write.cache_clear()
@@ -223,3 +223,54 @@ def test_nothing_is_started_where_the_cache_cannot_be_written(monkeypatch, tmp_p
     pool._can_write.cache_clear()
     assert not pool.can_start()
     pool._can_write.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("card", "marked", "environment", "starts"),
+    [
+        (True, False, {}, True),
+        (False, False, {}, False),
+        (True, True, {}, False),
+        (True, False, {"SPARSECONV_COMPILE_WORKERS": "0"}, False),
+        (True, False, {"CUDA_VISIBLE_DEVICES": ""}, False),
+        (True, False, {"TRITON_INTERPRET": "1"}, False),
+    ],
+)
+def test_the_server_starts_with_the_first_layer_where_kernels_will_be_compiled(
+    card, marked, environment, starts, tmp_path: Path
+) -> None:
+    from sparseconv.gpu.compiling.job import MARKS
+    from sparseconv.gpu.compiling.starting import folder_of
+
+    cache, driver = tmp_path / "cache", tmp_path / "driver"
+    (cache / folder_of(MARKS) if marked else cache).mkdir(parents=True)
+    if card:
+        driver.touch()
+    script = f"""
+import json, sparseconv as sc
+from sparseconv.gpu.compiling import starting
+starting.DRIVER = ({str(driver)!r},)
+for _ in range(2):
+    sc.nn.SubmanifoldConv(4, 4, 3)
+early = starting._Early.server
+taken = starting.started() if early else None
+print(json.dumps({{"early": early is not None, "taken": taken is early, "left": starting._Early.server is not None}}))
+"""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables |= {"TRITON_CACHE_DIR": str(cache), "SPARSECONV_COMPILE_WORKERS": "1", **environment}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=variables, timeout=100)
+    assert json.loads(done.stdout.splitlines()[-1]) == {"early": starts, "taken": True, "left": False}, done.stderr
+
+
+def test_a_server_that_was_started_early_compiles(tmp_path: Path) -> None:
+    script = """
+from sparseconv.gpu.compiling import starting
+starting.DRIVER = (os.devnull,)
+starting.start_early()
+early = starting._Early.server.process.pid
+ahead()
+done = pool.wait(100)
+say(same=pool._server.process.pid == early, done=done)
+"""
+    said = run(script, tmp_path)
+    assert (said["same"], said["done"], said["compiled"], said["failed"]) == (True, True, 3, [])

@@ -8,7 +8,7 @@ import torch
 
 from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm.backend import work_of
-from sparseconv.backends.triton_implicit_gemm.config import conv_candidates, weight_grad_candidates
+from sparseconv.backends.triton_implicit_gemm.config import Work, conv_candidates, weight_grad_candidates
 from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
 from sparseconv.backends.triton_implicit_gemm.tuning import considered
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
@@ -27,13 +27,28 @@ class ExpectedLayer(NamedTuple):
     takes_gradient: bool = True  # whether that of its input is asked for
 
 
+def schedules_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device, transposed: bool = False) -> None:
+    """Start to compile what makes the schedules of the forward, or of the input's gradient."""
+    if transposed and not layer.takes_gradient:
+        return
+    straight = transposed == layer.turned
+    for tile in considered(conv_candidates(_work(layer, dtype, device, transposed))):
+        if tile.chunked:
+            continue
+        if tile.split > 1:
+            ahead = layer.map.split_ahead if straight else layer.map.turned_split_ahead
+            ahead(device, tile.block_m, min(tile.split, layer.map.num_taps))
+        else:
+            (layer.map.tiles_ahead if straight else layer.map.turned_ahead)(device, tile.block_m)
+
+
 def forward_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device) -> None:
-    """Start to compile what the forward launches."""
+    """Start to compile what the forward launches, but for schedules."""
     _conv_ahead(layer, dtype, device, False)
 
 
 def gradients_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device) -> None:
-    """Start to compile what both gradients launch."""
+    """Start to compile what both gradients launch, but for schedules."""
     sizes, x, y, _ = _operands(layer, dtype)
     request = Request(sizes, device, dtype, layer.c_in, layer.c_out, layer.groups)
     work = work_of(request, _aligned(dtype, layer.c_in, layer.c_out))
@@ -43,22 +58,20 @@ def gradients_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.devi
         _conv_ahead(layer, dtype, device, True)
 
 
+def _work(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device, transposed: bool) -> Work:
+    request = Request(_operands(layer, dtype)[0], device, dtype, layer.c_in, layer.c_out, layer.groups)
+    read = layer.c_out if transposed else layer.c_in
+    return work_of(request, _aligned(dtype, read, layer.c_out), transposed)
+
+
 def _conv_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device, transposed: bool) -> None:
     sizes, x, y, weight = _operands(layer, dtype)
-    request = Request(sizes, device, dtype, layer.c_in, layer.c_out, layer.groups)
-    read = layer.c_out if transposed else layer.c_in
-    work = work_of(request, _aligned(dtype, read, layer.c_out), transposed)
+    work = _work(layer, dtype, device, transposed)
     bias = None
     if layer.bias is not None and not transposed:
         bias = torch.empty(layer.c_out, dtype=layer.bias, device="meta")
     for tile in considered(conv_candidates(work)):
         ConvRecipe(tile, work, y if transposed else x, weight, transposed, bias).ahead(sizes, device)
-        if tile.split > 1 or tile.chunked:
-            continue
-        if transposed == layer.turned:
-            layer.map.tiles_ahead(device, tile.block_m)
-        else:
-            layer.map.turned_ahead(device, tile.block_m)
 
 
 class _Sizes(NamedTuple):

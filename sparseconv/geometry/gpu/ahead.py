@@ -15,11 +15,19 @@ from sparseconv.geometry.gpu.reached.kernels import EMIT, MARK
 from sparseconv.geometry.gpu.reached.output_coords import MOST_PROGRAMS
 from sparseconv.geometry.gpu.tiles.build import RANKED_AT_LAST, bins_of, rank_constants
 from sparseconv.geometry.gpu.tiles.kernels import CUBE_TILES, RANKS, TILES, TILES_64
-from sparseconv.geometry.gpu.tiles.schedule import LOOKAHEAD, SLOT_ALIGNMENT
+from sparseconv.geometry.gpu.tiles.schedule import LOOKAHEAD, SLOT_ALIGNMENT, plane_groups
 from sparseconv.geometry.gpu.tiles.sortless import ONE_TAP
 from sparseconv.geometry.gpu.window.counts import SCAN, SCAN_BLOCK
 from sparseconv.geometry.gpu.window.neighbor_table import COUNT, PLANE_KEYS, PLANE_KEYS_WIDE, PLANES
-from sparseconv.geometry.gpu.window.passes import AROUND, SEARCH, around_constants, search_constants, search_programs
+from sparseconv.geometry.gpu.window.passes import (
+    AROUND,
+    CUBE_MASKS,
+    MASKS,
+    SEARCH,
+    around_constants,
+    search_constants,
+    search_programs,
+)
 from sparseconv.geometry.gpu.window.search import looks_of
 from sparseconv.geometry.gpu.window.taps import GIVEN, KEY_BITS, TapWindow, encode_window
 from sparseconv.geometry.ranges import Ints
@@ -104,6 +112,37 @@ class ExpectedMap:
         else:
             launcher = TILES if lines <= KEY_BITS else TILES_64
             launcher.ahead(device, (*looks, block_m, room, False, lines <= 32, True, bins))
+        if not bins:
+            RANKS.ahead(device, rank_constants(lines, tiles))
+
+    def split_ahead(self, device: torch.device, block_m: int, groups: int) -> None:
+        """Start to compile what makes the schedule of the forward, in so many groups of taps."""
+        _, is_cube, looks = self._looks
+        if self.num_taps <= KEY_BITS:
+            constants = (*looks, groups, False, power_of_2(self.num_taps), rows_per_chunk(self.num_out), 128, is_cube)
+            (CUBE_MASKS if is_cube else MASKS).ahead(device, constants)
+        sorted_with = is_cube and search_programs(device, self.num_taps, self.num_out, True)[2]
+        self._groups_ahead(device, block_m, groups, looks, self.num_out, sorted_with)
+
+    def turned_split_ahead(self, device: torch.device, block_m: int, groups: int) -> None:
+        """Start to compile what makes the schedule of the reversed edges, in so many groups of taps."""
+        if self.same:
+            return self.split_ahead(device, block_m, groups)
+        if self.meets_once:
+            return self.turned_ahead(device, block_m)
+        PLANES.ahead(device, (*self._looks[2], 128))
+        REVERSE.ahead(device, (REVERSED,))
+        PLANE_KEYS.ahead(device, (False, 128))
+        return self._groups_ahead(device, block_m, groups, (1, 0, 0, False, GIVEN, 1), self.num_in, False)
+
+    def _groups_ahead(
+        self, device: torch.device, block_m: int, groups: int, looks: tuple, rows: int, has_ticket: bool
+    ) -> None:
+        lines = max(map(len, plane_groups(self.num_taps, groups)))
+        tiles = groups * ceil_div(rows, SLOT_ALIGNMENT) * (SLOT_ALIGNMENT // block_m)
+        bins = bins_of(lines) if has_ticket and tiles <= RANKED_AT_LAST else 0
+        room = power_of_2(lines + LOOKAHEAD)
+        TILES.ahead(device, (*looks, block_m, room, True, self.num_taps <= 32, False, bins))
         if not bins:
             RANKS.ahead(device, rank_constants(lines, tiles))
 

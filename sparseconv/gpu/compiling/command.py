@@ -41,7 +41,7 @@ def compile_step(
 
 def _unpack(file: Path) -> str:
     from sparseconv.gpu.compiling.pack import Card, unpack
-    from sparseconv.gpu.compiling.pool import cache_dir
+    from sparseconv.gpu.compiling.starting import cache_dir
 
     card = Card.here()
     count = unpack(file, Path(cache_dir()), card)
@@ -51,7 +51,7 @@ def _unpack(file: Path) -> str:
 
 def _compile(step: str, file: Path | None) -> str:
     from sparseconv.gpu.compiling.pack import Card, pack, unpack
-    from sparseconv.gpu.compiling.pool import cache_dir
+    from sparseconv.gpu.compiling.starting import cache_dir
 
     card = Card.here()
     if card is None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv.gpu.compiling.job import MARKS
+from sparseconv.gpu.compiling.starting import folder_of
 
 FORMAT, MANIFEST = 1, "manifest.json"
 #: bytes of one file and of all of them, at most
@@ -144,7 +145,7 @@ def _checked(archive: zipfile.ZipFile, file: Path) -> list[zipfile.ZipInfo]:
 
     def turn(entry: zipfile.ZipInfo) -> int:
         folder, _, name = entry.filename.partition("/")
-        return 2 if folder == _folder_of(MARKS) else int(name.startswith(_GROUP))
+        return 2 if folder == folder_of(MARKS) else int(name.startswith(_GROUP))
 
     return sorted(entries, key=turn)
 
@@ -179,10 +180,3 @@ def _relative(path: Path) -> bytes:
 def _files_of(group: bytes) -> list[str]:
     """The names of a group's files, wherever it says that they lie."""
     return [Path(name).name for name in dict(json.loads(group)["child_paths"])]
-
-
-def _folder_of(key: str) -> str:
-    """The name of a key's folder in Triton's cache."""
-    import base64
-
-    return base64.b32encode(bytes.fromhex(key)).decode().rstrip("=")

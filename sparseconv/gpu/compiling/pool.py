@@ -10,38 +10,19 @@ import atexit
 import logging
 import os
 import pickle
-import socket
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from contextlib import suppress
 from functools import cache
-from multiprocessing.connection import Connection
 from typing import Any
 
 from sparseconv.gpu.compiling.job import Job, Target, is_marked
 from sparseconv.gpu.compiling.server import FOUND, READY, Settings
+from sparseconv.gpu.compiling.starting import Server, cache_dir, can_start, import_path, started, worker_count
 
 logger = logging.getLogger(__name__)
-#: processes that compile at most, seconds without work after which they leave, and seconds that one kernel may take
-MOST_WORKERS, IDLE, PATIENCE = 32, 20.0, 120.0
-_BOOT = "import sys; sys.path[:] = {path!r}; from sparseconv.gpu.compiling.server import serve; serve({at})"
-
-
-@cache
-def worker_count() -> int:
-    """Processes that may compile beside this one: a core each, shared by the ranks of this machine.
-
-    The environment variable SPARSECONV_COMPILE_WORKERS sets it; 0: none. One core has none.
-    """
-    asked = os.environ.get("SPARSECONV_COMPILE_WORKERS")
-    if asked is not None and asked.isdigit():
-        return int(asked)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    share = cores // max(1, int(ranks) if ranks.isdigit() else 1)
-    return 0 if cores < 2 else min(max(1, share), MOST_WORKERS)
+#: seconds without work after which processes that compile leave, and seconds that one kernel may take
+IDLE, PATIENCE = 20.0, 120.0
 
 
 class Pool:
@@ -58,8 +39,7 @@ class Pool:
         self.failed: dict[str, str] = {}
         #: kernels that the processes compiled
         self.compiled = 0
-        self._server: subprocess.Popen[bytes] | None = None
-        self._socket: Connection | None = None
+        self._server: Server | None = None
         self._is_ready = False
         self._starts = 0
 
@@ -119,52 +99,39 @@ class Pool:
         if self._pid != os.getpid():
             return
         with self._changed:
-            server, self._server = self._server, None
+            server = self._server
             self._lose()
         if server is not None:
-            with suppress(OSError):
-                server.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                server.wait(5)
+            server.end()
 
     def _start(self) -> bool:
-        ours, theirs = socket.socketpair()
         self._starts += 1
-        path = [p or os.getcwd() for p in sys.path]
         try:
-            with theirs:
-                self._server = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT.format(path=path, at=theirs.fileno())],
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-            self._socket = Connection(ours.detach())
-            self._socket.send_bytes(pickle.dumps(Settings(path, self.workers, self.target, self._cache_dir)))
+            self._server = server = started()
+            settings = Settings(import_path(), self.workers, self.target, self._cache_dir)
+            server.connection.send_bytes(pickle.dumps(settings))
         except OSError as error:
             logger.info("kernels are compiled in this process: %s", error)
             self._starts = 3
             self._lose()
             return False
-        arguments = (self._socket, self._server)
-        threading.Thread(target=self._listen, args=arguments, name="sparseconv listener", daemon=True).start()
+        threading.Thread(target=self._listen, args=(server,), name="sparseconv listener", daemon=True).start()
         return True
 
     def _feed(self) -> None:
         """Send as many jobs as there are workers: others can still be taken back."""
-        while self._is_ready and self._socket is not None and self._queue and len(self._running) < self.workers:
+        while self._is_ready and self._server is not None and self._queue and len(self._running) < self.workers:
             mark, data = self._queue.popitem(last=False)
             try:
-                self._socket.send_bytes(mark.encode())
-                self._socket.send_bytes(data)
+                self._server.connection.send_bytes(mark.encode())
+                self._server.connection.send_bytes(data)
             except OSError:
                 return self._lose()
             self._running.add(mark)
 
-    def _listen(self, connection: Connection, server: subprocess.Popen[bytes]) -> None:
+    def _listen(self, server: Server) -> None:
         """What the server says, until it ends or has been idle for a while."""
+        connection = server.connection
         with suppress(EOFError, OSError):
             while connection.poll(IDLE) or self._queue or self._running or not self._is_ready:
                 if not connection.poll(0):
@@ -180,11 +147,10 @@ class Pool:
                     self._settle(said.decode(), error)
         with self._changed:
             if self._server is server:
-                self._server = None
                 self._lose()
         with suppress(OSError):
             connection.close()
-        server.wait()
+        server.process.wait()
 
     def _settle(self, mark: str, error: str) -> None:
         self._running.discard(mark)
@@ -200,32 +166,10 @@ class Pool:
 
     def _lose(self) -> None:
         """There is no server: nobody is at anything."""
-        self._socket, self._is_ready = None, False
+        self._server, self._is_ready = None, False
         self._queue.clear()
         self._running.clear()
         self._changed.notify_all()
-
-
-def can_start() -> bool:
-    """Whether a process of Python can be started that writes where Triton keeps its kernels."""
-    return sys.platform == "linux" and bool(sys.executable) and not getattr(sys, "frozen", False) and _can_write()
-
-
-@cache
-def _can_write() -> bool:
-    place = cache_dir()
-    while place and not os.path.exists(place):
-        place = os.path.dirname(place)
-    return bool(place) and os.access(place, os.W_OK)
-
-
-def cache_dir() -> str:
-    """Where Triton keeps compiled kernels."""
-    try:
-        from triton import knobs
-    except ImportError:  # Triton before 3.4
-        return os.environ.get("TRITON_CACHE_DIR", "").strip() or os.path.expanduser("~/.triton/cache")
-    return str(knobs.cache.dir or "")
 
 
 @cache

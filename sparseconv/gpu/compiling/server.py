@@ -32,8 +32,8 @@ PRELOADED = (
     "sparseconv.geometry.gpu.fused",
     "sparseconv.geometry.gpu.prefetch",
 )
-#: priority that workers leave to whoever waits for them
-NICE = 5
+#: priority that workers leave to whoever waits for them, and seconds that a server waits for what it will be asked
+NICE, PATIENCE = 5, 300.0
 READY = b"ready"
 #: what a worker answers where another rank's had compiled the kernel
 FOUND = b"found"
@@ -75,17 +75,23 @@ def aim_at(target: Target) -> None:
 def serve(descriptor: int) -> None:
     """Compile what comes through a socket until it closes: (mark, job) in, (mark, error or None) out."""
     parent = Connection(descriptor)
-    settings: Settings = pickle.loads(parent.recv_bytes())
-    if settings.cache:
-        os.environ["TRITON_CACHE_DIR"] = settings.cache
     os.environ.pop("TRITON_INTERPRET", None)
     with suppress(OSError):
         os.nice(NICE)
-    aim_at(settings.target)
     for name in PRELOADED:
         with suppress(ImportError):  # an older Triton, without Gluon
             importlib.import_module(name)
     _read_triton()
+    try:
+        if not parent.poll(PATIENCE):
+            return
+        settings: Settings = pickle.loads(parent.recv_bytes())
+    except EOFError:
+        return
+    sys.path[:] = settings.path
+    if settings.cache:
+        os.environ["TRITON_CACHE_DIR"] = settings.cache
+    aim_at(settings.target)
     parent.send_bytes(READY)
     idle: list[Connection] = []
     busy: dict[Connection, bytes] = {}

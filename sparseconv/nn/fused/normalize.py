@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
@@ -84,15 +84,27 @@ def kernels(
     running: torch.dtype | None,
 ) -> Kernels:
     """The launches for features (rows, channels) of dtype ``x`` with weight and running statistics of theirs."""
-    unit = 8 if channels % 8 == 0 else 1
-    block_c = 32 if channels > 16 else 16
-    block_n = TILE // block_c
+    constants = unit, block_n, block_c = constants_of(channels)
     tiles, columns, start = -(-rows // block_n), -(-channels // block_c), (2 * channels + 31) & -32
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     rounds = [-(-tiles // max(1, resident * processors // columns)) for resident in CREWS]
     grids = tuple((-(-tiles // count), columns) for count in rounds)
     size = start + 2 * grids[0][0] * channels
-    return Kernels(*_launchers(x, weight, running), channels // unit, (unit, block_n, block_c), grids, start, size)
+    return Kernels(*_launchers(x, weight, running), channels // unit, constants, grids, start, size)
+
+
+def constants_of(channels: int) -> tuple[int, int, int]:
+    """UNIT, BLOCK_N and BLOCK_C of the kernels for so many channels."""
+    block_c = 32 if channels > 16 else 16
+    return 8 if channels % 8 == 0 else 1, TILE // block_c, block_c
+
+
+def ahead(channels: Iterable[int], device: torch.device, dtype: torch.dtype) -> None:
+    """Start to compile what norms of such features launch in training, whose weights and statistics are fp32."""
+    *launchers, _ = _launchers(dtype, torch.float32, torch.float32)
+    for constants in dict.fromkeys(constants_of(count) for count in channels):
+        for launcher in launchers:
+            launcher.ahead(device, constants)
 
 
 @cache

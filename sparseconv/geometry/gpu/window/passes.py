@@ -59,7 +59,7 @@ def launch_masks(
     )  # fmt: skip
     taps, counted = power_of_2(window.num_taps), counters is not None
     constants = (*search.constants, groups, counted, taps, search.chunk_rows, 128, search.is_cube)
-    (_CUBE_MASKS if search.is_cube else _MASKS)(words.device, (programs,), args, constants)
+    (CUBE_MASKS if search.is_cube else MASKS)(words.device, (programs,), args, constants)
 
 
 def launch_around(table: CoordinateTable, around: Pointer, blocks: int) -> None:
@@ -296,8 +296,8 @@ def search_rows(
 SEARCH_TYPES = (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32)
 AROUND = Launcher(around_kernel, (_I32, _I64, _I32, _I64, _I64, _I32, int, int, int))
 _MASK_TYPES = (*SEARCH_TYPES, _I32, _I32, _I32, _I64, *(int,) * 9)
-_MASKS = Launcher(masks_kernel, _MASK_TYPES, num_warps=1)
-_CUBE_MASKS = Launcher(masks_kernel, _MASK_TYPES)  # a row a thread, see `count_in_warps`
+MASKS = Launcher(masks_kernel, _MASK_TYPES, num_warps=1)
+CUBE_MASKS = Launcher(masks_kernel, _MASK_TYPES)  # a row a thread, see `count_in_warps`
 SEARCH = Launcher(
     search_kernel,
     (*SEARCH_TYPES, _I32, _I32, _I32, _I64, _I32, _I64, _I64, _I32, _I64, _I64, _I64, _I32, *(int,) * 9),

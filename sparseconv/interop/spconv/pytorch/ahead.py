@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from sparseconv.geometry.window import Window
+from sparseconv.gpu.compiling.starting import start_early
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -60,7 +61,8 @@ _made: list[weakref.ref[Layer]] = []
 
 
 def register(layer: Layer) -> None:
-    """Note a layer that was made."""
+    """Note a layer that was made, and start what will compile its kernels."""
+    start_early()
     if len(_made) >= MOST_NOTED:
         _made[:] = [made for made in _made if made() is not None][-MOST_NOTED // 2 :]
     _made.append(weakref.ref(layer))
@@ -95,6 +97,7 @@ def compile_layers(
     from sparseconv.backends.triton_implicit_gemm import ahead  # Triton is loaded where it is used
     from sparseconv.geometry.gpu.ahead import tables_ahead
     from sparseconv.gpu.launcher import compilers_for
+    from sparseconv.nn.fused import normalize
 
     device = indices.device
     pool = compilers_for(device.index)
@@ -104,14 +107,20 @@ def compile_layers(
         trained = torch.is_grad_enabled() and any(layer.training for layer in layers)
     tables_ahead(device, indices.shape[1])
     expected = list(dict.fromkeys(expected_layers(layers, indices, spatial_shape, batch_size, dtype)))
+    for layer in expected:  # what takes longest begins first, and what is met first
+        ahead.schedules_ahead(layer, dtype, device)
     for layer in expected:
         layer.map.ahead(device)
-    for is_wide in (True, False):  # what takes longest begins first
-        some = [layer for layer in expected if (max(layer.c_in, layer.c_out) >= WIDE) == is_wide]
-        for layer in some:
-            ahead.forward_ahead(layer, dtype, device)
-        for layer in some if trained else ():
-            ahead.gradients_ahead(layer, dtype, device)
+    by_width = sorted(expected, key=lambda layer: max(layer.c_in, layer.c_out) < WIDE)
+    for layer in by_width:
+        ahead.forward_ahead(layer, dtype, device)
+    if not trained:
+        return
+    normalize.ahead([layer.c_out for layer in expected], device, dtype)
+    for layer in expected:
+        ahead.schedules_ahead(layer, dtype, device, transposed=True)
+    for layer in by_width:
+        ahead.gradients_ahead(layer, dtype, device)
 
 
 def expected_layers(
