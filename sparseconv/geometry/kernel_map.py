@@ -43,6 +43,11 @@ class EdgeSource(Protocol):
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows, out_rows and tap_offsets."""
 
+    def table_of(
+        self, in_rows: torch.Tensor, out_rows: torch.Tensor, offsets: torch.Tensor, num_out: int
+    ) -> torch.Tensor:
+        """`neighbors` of edges that were written down by tap."""
+
     def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows and out_rows of the taps up to the middle one, and the tap_offsets of all."""
 
@@ -132,9 +137,12 @@ class KernelMap(Movable):
                     return twin.neighbors.flip(0)
             with building():  # by no index that a graph could not copy
                 return torch.stack([twin.neighbors[tap] for tap in self.mirror])
-        if self.source is not None:
+        if self.source is not None and (self.padded or "_pairs" not in self.__dict__):
             with building():
                 return self.source.neighbors
+        if self.source is not None:
+            with appending(self.source.moment):
+                return self.source.table_of(*self._pairs, self.num_out)
         in_rows, out_rows, _ = self._pairs
         table = torch.full((self.num_taps, self.num_out), -1, dtype=torch.int32, device=in_rows.device)
         table.view(-1)[self.pair_taps.long() * self.num_out + out_rows] = in_rows
@@ -296,11 +304,11 @@ class KernelMap(Movable):
         if twin is None:
             sizes = self.num_out, self.num_in, self.num_taps
             symmetry = {"identity_tap": self.identity_tap, "mirror": self.mirror}
-            if self.source is not None and (self.padded or "_pairs" not in self.__dict__):
-                twin = KernelMap(*sizes, source=self.source.reversed(), **symmetry)  # type: ignore[arg-type]
-            else:
+            source, pairs = None if self.source is None else self.source.reversed(), None
+            if not self.padded and (source is None or "_pairs" in self.__dict__):
                 in_rows, out_rows, offsets = self._pairs
-                twin = KernelMap(*sizes, pairs=(out_rows, in_rows, offsets), **symmetry)  # type: ignore[arg-type]
+                pairs = out_rows, in_rows, offsets
+            twin = KernelMap(*sizes, source=source, pairs=pairs, **symmetry)  # type: ignore[arg-type]
             if "num_pairs" in self.__dict__:
                 twin.num_pairs = self.num_pairs
             twin._reverse = weakref.ref(self)

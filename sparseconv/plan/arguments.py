@@ -108,18 +108,22 @@ def check_operands(
         raise ValueError(f"bias must be ({c_out},); got {tuple(bias.shape)}")
     if residual is not None and residual.shape != (kernel_map.num_out, c_out):
         raise ValueError(f"residual must be ({kernel_map.num_out}, {c_out}); got {tuple(residual.shape)}")
-    for name, tensor in zip(OPERANDS, (x, weight, bias, residual)):
+    for name, tensor in zip(OPERANDS, (x, taps, bias, residual)):
         if tensor is not None and tensor.dtype != dtype:
             raise TypeError(f"x is {dtype} but the {name} is {tensor.dtype}: cast one, or use torch.autocast")
 
 
-def autocast(x: torch.Tensor, *others: torch.Tensor | None) -> Any:
-    """The tensors in the dtype that an enclosing autocast asks for; fp64 is left alone, as torch does."""
+def autocast(x: torch.Tensor, taps: torch.Tensor, *others: torch.Tensor | None) -> Any:
+    """The tensors in the dtype that an enclosing autocast asks for; fp64 is left alone, as torch does.
+
+    Taps (K, C_in/G, C_out) that are cast are contiguous: one copy does both.
+    """
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
-        return x, *others
+        return x, taps, *others
     dtype = torch.get_autocast_dtype(kind)
-    return x.to(dtype), *(None if t is None else t.to(dtype) for t in others)
+    taps = taps.to(dtype, memory_format=torch.contiguous_format)
+    return x.to(dtype), taps, *(None if t is None else t.to(dtype) for t in others)
 
 
 def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:

@@ -314,9 +314,10 @@ class ConvolutionPlan(Movable):
                 check_tensor(name, tensor)
             if tensor.device != device:
                 raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
+        taps = by_tap(weight, self.kernel_size, self.num_taps)
         if torch.compiler.is_compiling() or any_autocast():  # a question that cannot be traced
-            x, weight, bias, residual = autocast(x, weight, bias, residual)
-        taps = packed(by_tap(weight, self.kernel_size, self.num_taps))
+            x, taps, bias, residual = autocast(x, taps, bias, residual)
+        taps = packed(taps)
         check_operands(self.kernel_map, self.groups, x, weight, taps, bias, residual)
         return x, taps, bias, residual
 

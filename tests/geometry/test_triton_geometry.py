@@ -113,6 +113,28 @@ def test_reversed_edges() -> None:
         seen = neighbor_table(search)[tap] >= 0
         want[neighbor_table(search)[tap][seen].long()] = seen.nonzero()[:, 0].int()
         assert torch.equal(back[tap], want)
+    found = FoundEdges(search, len(source))
+    in_rows, out_rows, offsets = found.pairs()
+    assert torch.equal(found.reversed().table_of(out_rows, in_rows, offsets, len(source)), back)
+    assert torch.equal(found.table_of(in_rows, out_rows, offsets, len(target)), neighbor_table(search))
+
+
+def test_a_map_turned_round_after_its_pairs_were_written_is_the_same() -> None:
+    case = CASES[4]
+    source = case.source(device=DEVICE)
+    target = case.target(source)
+    maps = []
+    for writes_first in (False, True):
+        search = search_window(build_table(source), target, encode_window(case.offsets, (2, 2, 2), None, source.device))
+        edges = FoundEdges(search, len(source))
+        forward = KernelMap(len(source), len(target), len(case.offsets), source=edges)
+        if writes_first:
+            assert len(forward.in_rows) == forward.num_pairs
+        maps.append((forward, forward.reverse()))
+    (_, early), (_, late) = maps
+    assert torch.equal(early.neighbors, late.neighbors)
+    assert torch.equal(early.in_rows, late.in_rows)
+    assert early.tap_counts == late.tap_counts
 
 
 def test_duplicate_rows_are_named_without_a_wait_of_their_own() -> None:

@@ -96,9 +96,9 @@ class ConvRecipe:
         parts = self._parts(groups)
         turn = work if parts[0].ends else self._turn
         c_out = turn.group_out * turn.groups
-        num_slots = schedule.out_rows.shape[0]
+        num_slots = schedule.num_slots
         written = max(rows_out * work.group_out * work.groups, num_slots * c_out if parts[0].to_slots else 0)
-        farthest = max(rows_in * self._stride_x, written, schedule.neighbors.numel(), self._weight[0])
+        farthest = max(rows_in * self._stride_x, written, schedule.table_size, self._weight[0])
         wide = self._wide or farthest >= NARROW
         tiles = schedule.num_tiles // len(parts)
         programs = tiles * -(-turn.pack * turn.group_out // config.block_n) * -(-work.groups // work.pack)

@@ -64,8 +64,7 @@ class WeightGradRecipe:
         in_rows, out_rows = (
             kernel_map.half_pairs[:2] if kernel_map.is_halved else (kernel_map.in_rows, kernel_map.out_rows)
         )
-        fixed = Fixed((in_rows, out_rows, jobs.begin, jobs.end, jobs.order))
-        sums = Launch(program, jobs.count * self._tiles, fixed, strides)
+        sums = Launch(program, jobs.count * self._tiles, jobs.fixed(in_rows, out_rows), strides)
         if jobs.one_each:
             return sums
         reduce = Launch(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sparseconv.gpu.program import Fixed
+
 #: pairs of one job are a multiple of this
 JOB_QUANTUM = 128
 
@@ -34,6 +36,10 @@ class Jobs:
     def one_each(self) -> bool:
         """Whether every tap has exactly one job, so that a job's sum is the gradient and nothing is left to reduce."""
         return self.count == self.tap_jobs.shape[0] - 1
+
+    def fixed(self, in_rows: torch.Tensor, out_rows: torch.Tensor) -> Fixed:
+        """What a launch over the jobs of these pairs takes."""
+        return Fixed((in_rows, out_rows, self.begin, self.end, self.order))
 
 
 def most_jobs(num_taps: int, num_pairs: int, max_jobs: int, quantum: int) -> int:

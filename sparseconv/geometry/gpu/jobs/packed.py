@@ -6,6 +6,8 @@ import torch
 
 from sparseconv.geometry.gpu.jobs.jobs import Jobs
 from sparseconv.gpu.arena import Arena, Kinds
+from sparseconv.gpu.launcher import INTERPRETED
+from sparseconv.gpu.program import Fixed
 
 #: the arrays of jobs, as `PackedJobs.ARRAYS`
 JOB_KINDS = Kinds((torch.int64, torch.int64, torch.int32, torch.int32))
@@ -33,6 +35,12 @@ class PackedJobs(Jobs):
     @property
     def one_each(self) -> bool:
         return self.count == self._arena.length_of(self._first + 3) - 1
+
+    def fixed(self, in_rows: torch.Tensor, out_rows: torch.Tensor) -> Fixed:
+        if INTERPRETED:
+            return super().fixed(in_rows, out_rows)
+        addresses = (in_rows.data_ptr(), out_rows.data_ptr(), *self._arena[self._first : self._first + 3])
+        return Fixed.at(addresses, (), lambda: super(PackedJobs, self).fixed(in_rows, out_rows))
 
     def __getattr__(self, name: str) -> torch.Tensor:
         if name not in self.ARRAYS:

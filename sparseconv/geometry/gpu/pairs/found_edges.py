@@ -11,7 +11,7 @@ import torch
 
 from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
 from sparseconv.geometry.gpu.last_request import remember
-from sparseconv.geometry.gpu.pairs.pair_lists import confine, half_pairs_of, pairs_of, reverse_neighbors
+from sparseconv.geometry.gpu.pairs.pair_lists import confine, half_pairs_of, pairs_of, reverse_neighbors, table_of_pairs
 from sparseconv.geometry.gpu.window.counts import PendingCounts
 from sparseconv.geometry.gpu.window.found import WindowSearch
 from sparseconv.geometry.gpu.window.neighbor_table import neighbor_table
@@ -134,6 +134,12 @@ class FoundEdges:
         self.wrote("pairs")
         return in_rows, out_rows, offsets
 
+    def table_of(
+        self, in_rows: torch.Tensor, out_rows: torch.Tensor, offsets: torch.Tensor, num_out: int
+    ) -> torch.Tensor:
+        """`neighbors` of edges that were written down, without a search."""
+        return table_of_pairs(in_rows, out_rows, offsets, num_out)
+
     def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows and out_rows of the first HALF taps, and the tap_offsets of all; waits for the counts alone."""
         offsets = self.searched().found[2].offsets
@@ -202,6 +208,12 @@ class ReversedEdges:
         """The output rows of the found edges, their input rows, and the tap_offsets."""
         in_rows, out_rows, offsets = self.found.pairs()
         return out_rows, in_rows, offsets
+
+    def table_of(
+        self, in_rows: torch.Tensor, out_rows: torch.Tensor, offsets: torch.Tensor, num_out: int
+    ) -> torch.Tensor:
+        """As of the found edges."""
+        return table_of_pairs(in_rows, out_rows, offsets, num_out)
 
     def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same of `FoundEdges.half_pairs`."""

@@ -211,7 +211,7 @@ def cut_cube(
     lists = tl.cast(tile, tl.int64) * room
     count, here = list_live(alive, line_of_ptr, tile_rows_ptr + lists, tile_taps_ptr + lists)
     end_lists(count, tile_rows_ptr + lists, tile_taps_ptr + lists, num_lines, room, ROOM)
-    turned_ptr = tile_taps_ptr + tl.cast(tiles, tl.int64) * room + lists
+    turned_ptr = tile_taps_ptr + (tl.cast(tiles, tl.int64) * room + 3) // 4 * 4 + lists  # at 16 bytes
     taps = tl.arange(0, 32)
     tl.store(turned_ptr + (tl.cumsum(here, 0) - here), 26 - taps, mask=here > 0)
     rest = tl.arange(0, ROOM)

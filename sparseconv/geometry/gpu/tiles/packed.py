@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from sparseconv.geometry.gpu.tiles.schedule import LOOKAHEAD, Schedule
 from sparseconv.gpu.arena import Arena, Kinds
+from sparseconv.gpu.launcher import INTERPRETED
+from sparseconv.gpu.program import Fixed
 
 _I32 = torch.int32
 #: the arrays of a schedule, as `PackedSchedule.ARRAYS`
@@ -15,7 +19,12 @@ SCHEDULE_KINDS = Kinds((_I32,) * 7)
 def schedule_lengths(lines: int, slots: int, tiles: int, turned: bool) -> tuple[int, ...]:
     """Those of a schedule's arrays but the last, for so many ``lines`` of its table; ``turned``: both directions."""
     lists = tiles * (lines + LOOKAHEAD)
-    return (lines + 1) * slots, slots, tiles, lists, (1 + turned) * lists, tiles
+    return (lines + 1) * slots, slots, tiles, lists, turned * aligned_length(lists) + lists, tiles
+
+
+def aligned_length(length: int) -> int:
+    """int32 numbers from an array's begin to the next place at a multiple of 16 bytes, behind so many of them."""
+    return (length + 3) & -4
 
 
 class PackedSchedule(Schedule):
@@ -61,6 +70,22 @@ class PackedSchedule(Schedule):
         return self._shape[1]
 
     @property
+    def num_slots(self) -> int:
+        return self._arena.length_of(self._first + 1)
+
+    @property
+    def table_size(self) -> int:
+        return self._arena.length_of(self._first)
+
+    @cached_property
+    def fixed(self) -> Fixed:
+        if INTERPRETED:
+            return self._launched_in(self.tile_order)
+        addresses = self._arena[self._first : self._first + 6]
+        addresses[4] += 4 * self._turned * aligned_length(self._shape[1] * self._shape[2])
+        return Fixed.at(addresses, (self.num_slots, self._shape[2]), lambda: self._launched_in(self.tile_order))
+
+    @property
     def slots(self) -> torch.Tensor | None:  # type: ignore[override]
         return self._arena.tensor(self._first + 6).view(self._groups, -1) if self._groups else None
 
@@ -76,7 +101,7 @@ class PackedSchedule(Schedule):
         if name == "neighbors":
             array = array.view(height, -1)
         elif name == "tile_taps":
-            array = array.narrow(0, tiles * room * self._turned, tiles * room).view(tiles, room)
+            array = array.narrow(0, self._turned * aligned_length(tiles * room), tiles * room).view(tiles, room)
         elif name == "tile_rows":
             array = array.view(tiles, room)
         self.__dict__[name] = array

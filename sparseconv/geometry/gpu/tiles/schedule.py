@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -51,6 +51,15 @@ class Schedule:
     def num_tiles(self) -> int:
         return self.tile_counts.shape[0]
 
+    @property
+    def num_slots(self) -> int:
+        return self.out_rows.shape[0]
+
+    @property
+    def table_size(self) -> int:
+        """Numbers of the table."""
+        return self.neighbors.numel()
+
     def executed_rows(self, by_halves: bool) -> int:
         """Rows that are multiplied: for each live tap those of the tile, or of its halves with a neighbour there.
 
@@ -88,9 +97,10 @@ class Schedule:
 
     def _launched_in(self, order: torch.Tensor) -> Fixed:
         lists = (self.tile_counts, self.tile_rows, self.tile_taps, order)
-        return Fixed((self.neighbors, self.out_rows, *lists), (self.out_rows.shape[0], self.tile_rows.shape[1]))
+        return Fixed((self.neighbors, self.out_rows, *lists), (self.num_slots, self.tile_rows.shape[1]))
 
 
+@cache
 def tap_significance(num_taps: int) -> tuple[int, ...]:
     """Taps from the most to the least significant bit of a row's mask: farthest from the kernel's centre first.
 
