@@ -76,7 +76,10 @@ class _Backward:
             if step.place is None:
                 _add(self.whole, (number, 0), grad.to(run.device))
             elif step.place == GRID:
-                self.rows[number] = grad
+                added = any(number in phase.loaded for phase in run.program.phases)
+                self.rows[number] = (
+                    grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True) if added else grad
+                )
             else:
                 found = run.rows_of(number)
                 assert found.order is not None
