@@ -208,12 +208,16 @@ class Pool:
 
 def can_start() -> bool:
     """Whether a process of Python can be started that writes where Triton keeps its kernels."""
-    return sys.platform == "linux" and bool(sys.executable) and not getattr(sys, "frozen", False) and _can_write()
+    return (
+        sys.platform == "linux"
+        and bool(sys.executable)
+        and not getattr(sys, "frozen", False)
+        and _can_write(cache_dir())
+    )
 
 
 @cache
-def _can_write() -> bool:
-    place = cache_dir()
+def _can_write(place: str) -> bool:
     while place and not os.path.exists(place):
         place = os.path.dirname(place)
     return bool(place) and os.access(place, os.W_OK)
@@ -228,10 +232,14 @@ def cache_dir() -> str:
     return str(knobs.cache.dir or "")
 
 
-@cache
 def pool_of(target: Target) -> Pool:
-    """The pool of this process for a target."""
-    pool = Pool(target, cache_dir=cache_dir())
+    """The pool of this process for a target, whose kernels lie where Triton keeps them now."""
+    return _pool_in(target, cache_dir())
+
+
+@cache
+def _pool_in(target: Target, folder: str) -> Pool:
+    pool = Pool(target, cache_dir=folder)
     atexit.register(pool.close)
     _pools.append(pool)
     return pool
