@@ -130,7 +130,7 @@ class _Backward:
     def _phase(self, phase: Phase, level: int, totals: dict[int, list[tuple[Any, ...]]]) -> None:
         """One pass over the blocks of a phase."""
         run, taken = self.of, 0
-        work = Work(run.program, phase, run.shared, self._load)
+        work = Work(run.program, phase, run.shared, self._load, run.sizes)
         for at, block in enumerate(run.plans[level]):
             starts = dict.fromkeys(phase.outputs, 0)
             for box, values, boxes in run.in_parts(work, phase, block.box):
