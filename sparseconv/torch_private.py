@@ -136,13 +136,13 @@ def pieces(flat: torch.Tensor, like: list[torch.Tensor]) -> Sequence[torch.Tenso
     return [piece.view(t.shape) for piece, t in zip(flat.split([t.numel() for t in like]), like)]
 
 
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
+def _flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
     """Leaves, and the form that `_unflatten` takes."""
     kind = type(tree)
-    if kind not in (tuple, list, dict):
+    if kind not in (tuple, list, dict) or (is_leaf is not None and is_leaf(tree)):
         return [tree], None
     keys = list(tree) if kind is dict else None
-    parts = [_flatten(part) for part in (tree.values() if kind is dict else tree)]
+    parts = [_flatten(part, is_leaf) for part in (tree.values() if kind is dict else tree)]
     return [leaf for leaves, _ in parts for leaf in leaves], (kind, keys, [(len(a), form) for a, form in parts])
 
 
@@ -158,8 +158,8 @@ def _unflatten(leaves: Any, form: Any) -> Any:
     return dict(zip(keys, made)) if kind is dict else kind(made)
 
 
-def _map(function: Callable[[Any], Any], tree: Any) -> Any:
-    leaves, form = _flatten(tree)
+def _map(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    leaves, form = _flatten(tree, is_leaf)
     return _unflatten(map(function, leaves), form)
 
 

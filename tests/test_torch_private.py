@@ -118,5 +118,6 @@ def test_trees_of_plain_containers():
     assert leaves == [1, 2, 3, 4]
     assert _unflatten(leaves, form) == tree
     assert _map(lambda v: 10 * v, tree) == {"a": [10, (20, 30)], "b": 40, "c": ()}
+    assert _map(str, tree, lambda v: isinstance(v, list)) == {"a": "[1, (2, 3)]", "b": "4", "c": ()}
     assert _flatten(tree)[1] == _flatten({"a": [5, (6, 7)], "b": 8, "c": ()})[1]
     assert _flatten(tree)[1] != _flatten([1, 2])[1]

@@ -164,6 +164,13 @@ class Backend(ABC):
     def workspace_bytes(self, request: Request) -> int:
         """The most memory that one verb, or both gradients together, allocates besides its result, in bytes."""
 
+    def steady_rows(self, request: Request) -> float:
+        """The number of output rows from which on each row is summed in one order, however many there are.
+
+        0: for any number. Infinite: the number of pairs counts as well.
+        """
+        return 0.0
+
     def describe(self, request: Request) -> list[str]:
         """What this backend would do for a request that it can serve, in lines to read: tiles, waste, its choice."""
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -16,6 +16,14 @@ from sparseconv.moving import Movable
 
 if TYPE_CHECKING:
     from sparseconv.products import SparseProductInfo
+
+
+class MapSizes(NamedTuple):
+    """Rows and pairs of a kernel map."""
+
+    num_in: int
+    num_out: int
+    num_pairs: int
 
 
 class EdgeSource(Protocol):
@@ -85,6 +93,9 @@ class KernelMap(Movable):
     >>> line.reverse().neighbors.tolist()
     [[1, -1], [0, 1], [-1, 0]]
     """
+
+    #: the map that this one is a part of, by whose sizes kernels are chosen: rows are then summed as they are there
+    part_of: MapSizes | None = None
 
     def __init__(
         self,
@@ -311,6 +322,9 @@ class KernelMap(Movable):
             twin = KernelMap(*sizes, source=source, pairs=pairs, **symmetry)  # type: ignore[arg-type]
             if "num_pairs" in self.__dict__:
                 twin.num_pairs = self.num_pairs
+            if self.part_of is not None:
+                rows_in, rows_out, pairs = self.part_of
+                twin.part_of = MapSizes(rows_out, rows_in, pairs)
             twin._reverse = weakref.ref(self)
             self._reverse = twin
         return twin

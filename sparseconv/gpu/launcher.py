@@ -231,7 +231,6 @@ class Launcher:
         return launch
 
 
-@cache
 def compilers_for(index: int) -> Pool | None:
     """The processes that compile for a device; None where Triton has no driver for it."""
     try:

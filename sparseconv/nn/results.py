@@ -49,7 +49,7 @@ def rows_of(
             return value.clone()
         return torch.where(bad if value.ndim else bad[0], float("nan") if value.is_floating_point() else -1, value)
 
-    return own(results) if isinstance(results, SparseTensor) else pytree.tree_map(own, results)
+    return pytree.tree_map(own, results, is_leaf=lambda value: isinstance(value, SparseTensor))
 
 
 def apart(found: Any, wanted: Any) -> float:

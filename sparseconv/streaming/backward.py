@@ -76,7 +76,10 @@ class _Backward:
             if step.place is None:
                 _add(self.whole, (number, 0), grad.to(run.device))
             elif step.place == GRID:
-                self.rows[number] = grad
+                added = any(number in phase.loaded for phase in run.program.phases)
+                self.rows[number] = (
+                    grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True) if added else grad
+                )
             else:
                 found = run.rows_of(number)
                 assert found.order is not None
@@ -127,7 +130,7 @@ class _Backward:
     def _phase(self, phase: Phase, level: int, totals: dict[int, list[tuple[Any, ...]]]) -> None:
         """One pass over the blocks of a phase."""
         run, taken = self.of, 0
-        work = Work(run.program, phase, run.shared, self._load)
+        work = Work(run.program, phase, run.shared, self._load, run.sizes)
         for at, block in enumerate(run.plans[level]):
             starts = dict.fromkeys(phase.outputs, 0)
             for box, values, boxes in run.in_parts(work, phase, block.box):

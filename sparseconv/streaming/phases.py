@@ -38,7 +38,7 @@ class Program:
     def __init__(self, steps: Sequence[Step], results: Sequence[int], cuts: Sequence[int] = ()) -> None:
         self.steps, self.results, self.cuts = tuple(steps), tuple(dict.fromkeys(results)), tuple(sorted(cuts))
         self.levels = self._levels()
-        self.needed = self._closure(self.results, frozenset())
+        self.needed = self.closure(self.results, frozenset())
 
     def _levels(self) -> list[int]:
         """The phase in which each step can be made first; rows of an earlier phase are loaded, geometry never waits."""
@@ -59,7 +59,7 @@ class Program:
         """How many cuts lie before a step, each of them one phase, and those that totals make as well."""
         return sum(cut <= number for cut in self.cuts)
 
-    def _closure(self, wanted: Sequence[int], known: frozenset[int]) -> list[int]:
+    def closure(self, wanted: Sequence[int], known: frozenset[int]) -> list[int]:
         """All steps that ``wanted`` takes, in order, without what ``known`` ones are made of."""
         found: set[int] = set()
         open_ = list(wanted)
@@ -97,7 +97,7 @@ class Program:
             found: Any = [steps[n] for n in totals]
             sources = [total.of for total in found]
             whole = {n for n in range(len(steps)) if not self._in_blocks(n)}
-            body = self._closure([*outputs, *sources], stored | whole)
+            body = self.closure([*outputs, *sources], stored | whole)
             loaded = tuple(n for n in body if n in stored)
             made.append(Phase(tuple(body), tuple(outputs), tuple(totals), loaded))
         return made

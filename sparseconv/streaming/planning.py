@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from sparseconv.backends.registry import choose
+from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.streaming.blocks import Block, Blocks
+from sparseconv.streaming.blocks import Block, Blocks, within
+from sparseconv.streaming.boxes import scaled
 from sparseconv.streaming.phases import GRID, Phase, Program
-from sparseconv.streaming.steps import OverEdges, PlanStep
-from sparseconv.streaming.work import Values, Work, clipped, wanted
+from sparseconv.streaming.steps import GridStep, OverEdges, PlanStep, TargetGrid, Wants
+from sparseconv.streaming.work import EDGE_BYTES, VOXEL_BYTES, Values, Work, clipped, wanted
 
 #: of the budget, what blocks are planned to take
 PLANNED = 0.9
@@ -159,3 +162,95 @@ def _kept(program: Program, phase: Phase, sample: dict[int, Any]) -> float:
 
 def _share(place: int | None, sample: dict[int, Any]) -> float:
     return 1.0 if place is None or place not in sample else len(sample[place]) / max(1, len(sample[GRID]))
+
+
+# ---- sizes of the whole scene's maps, by which blocks choose their kernels
+
+
+def estimated(program: Program, sample: dict[int, Any], count: int) -> dict[int, int]:
+    """Rows of grids and pairs of plans of a scene of ``count`` voxels, as in the sample; no fewer than there."""
+    share = max(1.0, count / max(1, len(sample[GRID])))
+    found = {GRID: count}
+    for number in program.needed:
+        value = sample.get(number)
+        if isinstance(program.steps[number], PlanStep) and value is not None:
+            found[number] = round(share * value.kernel_map.num_pairs)
+        elif isinstance(program.steps[number], GridStep) and value is not None and number != GRID:
+            found[number] = round(share * len(value))
+    return found
+
+
+def uncertain(program: Program, sample: dict[int, Any], count: int) -> tuple[set[int], set[int]]:
+    """Grids whose rows, and plans whose pairs, must be counted, for blocks to sum rows as the whole scene does.
+
+    The sample is a part of the scene: no grid that features do not decide has fewer rows there.
+    """
+    grids, plans = set(), set()
+    for number in program.needed:
+        step: Any = program.steps[number]
+        plan = sample.get(step.plan) if isinstance(step, OverEdges) and step.kind == "convolve" else None
+        if plan is None or step.place not in sample:
+            continue
+        channels = program.steps[step.x].channels[0], step.channels[0]
+        request = plan.with_groups(step.groups).request(*channels, step.dtype)
+        least = choose(request, plan.backend).steady_rows(request)
+        if (count if step.place == GRID else len(sample[step.place])) < least:
+            grids.add(step.place)
+        if least == math.inf:
+            plans.add(step.plan)
+    return grids - {GRID}, plans
+
+
+def around(program: Program, numbers: Iterable[int], box: IndexRange) -> dict[int, IndexRange]:
+    """The box in which each grid must be right, so that a block's own voxels of these grids, and the edges that lead
+    to them in these plans, are."""
+    wants = Wants(program.steps)
+    for number in numbers:
+        step: Any = program.steps[number]
+        target: Any = program.steps[target_of(program, number)]
+        own = scaled(box, target.scale)
+        wants.add(target.number, own)
+        if isinstance(step, PlanStep) and own is not None:
+            wants.add(step.source, step.sees(own))
+    return wants.spread()
+
+
+def counted(program: Program, numbers: Iterable[int], values: Values, box: IndexRange, batch_size: int) -> list[int]:
+    """A block's own rows of each grid, and edges to its own rows of each plan, the geometry being known."""
+    found = []
+    for number in numbers:
+        target: Any = program.steps[target_of(program, number)]
+        own, grid = scaled(box, target.scale), values[target.number]
+        if own is None:
+            found.append(0)
+            continue
+        inside = within(grid.coords, clipped(own, batch_size))
+        is_grid = target.number == number
+        found.append(int((inside if is_grid else inside[values[number].kernel_map.out_rows.long()]).sum()))
+    return found
+
+
+def counting_bytes(program: Program, numbers: Iterable[int]) -> int:
+    """Bytes that a voxel of the scene takes while these are counted: its grids, and every edge that it may have."""
+    plans = [number for number in numbers if isinstance(program.steps[number], PlanStep)]
+    return 8 * VOXEL_BYTES + EDGE_BYTES * sum(plan_of(program, number) for number in plans)
+
+
+def target_of(program: Program, number: int) -> int:
+    """The grid that a plan leads to, or that one itself."""
+    plan: Any = program.steps[number]
+    if not isinstance(plan, PlanStep):
+        return number
+    if plan.target is not None:
+        return int(plan.target)
+    return next(n for n, step in enumerate(program.steps) if isinstance(step, TargetGrid) and step.plan == number)
+
+
+def map_sizes(program: Program, found: dict[int, int]) -> dict[int, MapSizes]:
+    """The sizes of each plan's map, from rows of grids and pairs of plans."""
+    made = {}
+    for number in program.needed:
+        step: Any = program.steps[number]
+        if isinstance(step, PlanStep) and number in found:
+            made[number] = MapSizes(found[step.source], found[target_of(program, number)], found[number])
+    return made

@@ -11,12 +11,23 @@ import torch
 
 from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves
 from sparseconv.streaming.boxes import meets
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
 from sparseconv.streaming.pipeline import Direct, Overlapped, pipeline_of
-from sparseconv.streaming.planning import chosen, rates
+from sparseconv.streaming.planning import (
+    around,
+    chosen,
+    counted,
+    counting_bytes,
+    estimated,
+    map_sizes,
+    rates,
+    target_of,
+    uncertain,
+)
 from sparseconv.streaming.scene import Scene
 from sparseconv.streaming.store import Store, digest
 from sparseconv.streaming.totals import BatchStatistics, Total
@@ -83,6 +94,10 @@ class Run:
         self.arrays: dict[int, torch.Tensor] = {}
         #: running statistics that are to be moved once all is done
         self.followers: list[tuple[BatchStatistics, list[Any]]] = []
+        #: of the whole scene: rows of grids and pairs of plans as they are known, those to be counted, sizes of maps
+        self.found: dict[int, int] = {}
+        self.uncertain: list[int] = []
+        self.sizes: dict[int, MapSizes] = {}
         #: on a GPU, what blocks took over what was counted for them, at most so far
         self.factor, self.counted, self.before = 1.0, 1, 0
         size, piece = scene.like.batch_size, piece_of(budget)
@@ -92,6 +107,8 @@ class Run:
         self.blocks = Blocks(scene.coords, scene.extent, max(1, limit // FINE), store, piece, device)
         if len(scene) > 1:
             sample = self._measured(program, limit)
+            self.found = estimated(program, sample, len(scene))
+            self.uncertain = sorted(set().union(*uncertain(program, sample, len(scene))))
         self.program, self.plans = chosen(program, sample, self.blocks, budget, size, learns)
 
     def _measured(self, program: Program, limit: int) -> Values:
@@ -106,11 +123,38 @@ class Run:
     def run(self) -> None:
         """All phases."""
         self.total = sum(map(len, self.plans))
+        if any(len(plan) > 1 for plan in self.plans):
+            self._count()
         if self.device.type == "cuda":
             self.before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
         for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
             self._phase(number, phase, plan)
+
+    def _count(self) -> None:
+        """Find the sizes of the whole scene's maps, once: blocks choose their kernels by them."""
+        if self.sizes or not self.found:
+            return
+        numbers, program, size = self.uncertain, self.program, self.scene.like.batch_size
+        if numbers:
+            steps = tuple(program.closure([*numbers, *(target_of(program, n) for n in numbers)], frozenset()))
+            work, totals = Work(program, Phase(steps, (), (), ()), {}, self.load), [0] * len(numbers)
+            for block in self.blocks.chosen(self._is_countable):
+                root = around(program, numbers, block.box).get(GRID)
+                if root is None:
+                    continue
+                values = Values({})
+                values[GRID] = self._grid(self.blocks.rows_in(clipped(root, size))[1].to(self.device))
+                work.geometry(values)
+                totals = [a + b for a, b in zip(totals, counted(program, numbers, values, block.box, size))]
+            self.found.update(zip(numbers, totals))
+        self.sizes.update(map_sizes(program, self.found))
+
+    def _is_countable(self, block: Block) -> bool:
+        """Whether the geometry by which a block is counted fits into the budget."""
+        root = around(self.program, self.uncertain, block.box).get(GRID)
+        voxels = 0 if root is None else self.blocks.most_in(clipped(root, self.scene.like.batch_size))
+        return voxels * counting_bytes(self.program, self.uncertain) <= self.budget
 
     def about(self, net: torch.nn.Module) -> dict[str, str]:
         """What this run is of, for one that goes on with it: of a large scene some of the rows."""
@@ -131,7 +175,7 @@ class Run:
         for output in phase.outputs:
             if steps[output].place == GRID:
                 self.arrays[output] = self._array(output)
-        work = Work(self.program, phase, self.shared, self.load)
+        work = Work(self.program, phase, self.shared, self.load, self.sizes)
         left = [(at, block) for at, block in enumerate(plan) if not self.store.is_done(f"{number}.{at}")]
         self.done = sum(map(len, self.plans[:number])) + len(plan) - len(left)
         with pipeline_of(self.device) as self.pipeline:
@@ -187,6 +231,7 @@ class Run:
                     "that"
                 ) from None
             inputs.clear()
+            self._count()
             for half in halved:
                 yield from self.in_parts(work, phase, half)
         else:

@@ -35,8 +35,8 @@ def stream(
     """What ``net(x)`` is, of a scene larger than the device's memory: block by block, each with its surroundings.
 
     A block goes through the network together with the voxels that its results look at. How far that is, the index
-    projections of all layers say. So each row is what it is in the whole: to the bit on a CPU,
-    to rounding on a GPU, whose kernels are chosen by the number of rows.
+    projections of all layers say. So each row is what it is in the whole, to the bit but for what the guide on
+    streaming names.
 
     Args:
         net: a network of sparse tensors.

@@ -121,7 +121,7 @@ class BatchStatistics(Total):
             return
         for kept, now in zip(self.running, (mean[0], apart[0] / (counts - 1))):
             if kept is not None:
-                kept.mul_(1 - self.momentum).add_(now.to(kept.dtype), alpha=self.momentum)
+                kept.mul_(1 - self.momentum).add_(now.to(kept), alpha=self.momentum)
 
 
 def normed_rows(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.blocks import within
 from sparseconv.streaming.boxes import FAR, scaled
@@ -74,7 +75,7 @@ def clipped(box: IndexRange, batch_size: int) -> IndexRange:
 
 
 class Work:
-    """The steps of a phase, run on a block."""
+    """The steps of a phase, run on a block; ``sizes`` are those of the whole scene's maps, by their plans' steps."""
 
     def __init__(
         self,
@@ -82,8 +83,10 @@ class Work:
         phase: Phase,
         shared: dict[int, Any],
         load: Callable[[int, VoxelGrid, torch.Tensor, dict[int, IndexRange]], torch.Tensor],
+        sizes: dict[int, MapSizes] | None = None,
     ) -> None:
         self.program, self.phase, self.shared, self.load = program, phase, shared, load
+        self.sizes = {} if sizes is None else sizes
         self.last = last_uses(program, phase)
 
     def geometry(self, values: Values) -> None:
@@ -97,7 +100,14 @@ class Work:
             if isinstance(step, SubsetGrid) or waiting & set(step.uses) or number in values:
                 waiting.add(number)
             else:
-                values[number] = step.run(values)
+                values[number] = self._made(number, values)
+
+    def _made(self, number: int, values: Values) -> Any:
+        """The value of a step; a plan's kernels are those of the whole scene's."""
+        made = self.program.steps[number].run(values)
+        if number in self.sizes:
+            made.kernel_map.part_of = self.sizes[number]
+        return made
 
     def bytes(self, values: Values, learns: bool = False) -> int:
         """The most memory that the block takes, its geometry being known; with the way back where it ``learns``."""
@@ -150,7 +160,7 @@ class Work:
                 if number in self.phase.loaded or number == FEATURES:
                     values[number] = self.load(number, values[step.place], values[-1], boxes)
                 else:
-                    values[number] = step.run(values)
+                    values[number] = self._made(number, values)
             for done in self.last.get(number, ()):
                 values.pop(done, None)
 

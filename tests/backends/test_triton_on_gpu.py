@@ -294,15 +294,21 @@ def test_epilogue_in_the_store(channels, rows):
 
 
 def test_runs_of_rows_for_large_maps(monkeypatch):
+    count, run = 40_000, 1024  # rows for more than two tiles on each multiprocessor: taps are not split
     monkeypatch.setattr("sparseconv.backends.triton_implicit_gemm.config.FAR_ROWS", 1000)
-    monkeypatch.setattr("sparseconv.geometry.gpu.work_lists.CHUNK_ROWS", 1024)
-    kernel_map = scattered_map(5000, 5000, 27, 0.3)
+    monkeypatch.setattr("sparseconv.geometry.gpu.work_lists.CHUNK_ROWS", run)
+    kernel_map = scattered_map(count, count, 27, 0.3)
     x, w, g = operands(kernel_map, 64, 64, 1, torch.float16)
     y, dx, _ = reference(x, w, g, kernel_map, 1)
     backend = TritonImplicitGemm()
     assert close(backend.forward(x, w, kernel_map, 1), y)
     assert close(backend.input_grad(g, w, kernel_map, 1), dx)
-    assert True in kernel_map.work_lists.bases
+    for direction in (kernel_map, kernel_map.reverse()):
+        (schedule,) = direction.work_lists.schedules.values()
+        rows, slots = schedule.out_rows[:count], torch.arange(count, device="cuda")
+        assert torch.equal(rows // run, slots.int() // run)
+        assert not torch.equal(rows, slots.int())  # sorted by their taps within each run
+        assert torch.equal(schedule.tile_order, torch.arange(schedule.num_tiles, device="cuda").int())
 
 
 @pytest.mark.slow

@@ -73,6 +73,15 @@ def test_a_second_process_starts_no_other(filled) -> None:
     assert said == {"hits": [True] * 3, "compiled": 0, "failed": [], "started": 0, "known": 3}
 
 
+def test_what_is_asked_for_after_the_cache_moved_lies_in_its_new_place(filled, tmp_path: Path) -> None:
+    moved = f"knobs.cache.dir = {str(tmp_path)!r}; other = launcher.compilers_for(0)"
+    said = run(
+        f"ahead(); {moved}; ahead(); done = other.wait(100); meet(); say(done=done, more=other.compiled)", filled[0]
+    )
+    assert said == {"hits": [True] * 3, "compiled": 0, "failed": [], "done": True, "more": 3}
+    assert len(list(tmp_path.rglob("*.cubin"))) == 3
+
+
 def test_a_launch_takes_back_what_nobody_began(tmp_path: Path) -> None:
     """The server is not ready yet: nothing waits for it."""
     said = run("ahead(); meet(); say(left=len(pool._queue))", tmp_path)

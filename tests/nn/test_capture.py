@@ -19,6 +19,7 @@ from sparseconv.nn.fused import normalize, remaking
 from sparseconv.nn.fused.fusion import conv_norm_act
 from sparseconv.nn.models.minkunet import MinkUNet
 from tests.cases import error
+from tests.trees import that_look_into_sparse_tensors
 from tests.waits import nothing_waits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -257,11 +258,15 @@ def test_other_results_than_one_of_the_voxels():
 
     net = Several().to(DEVICE).eval()
     x, _ = scan(1, 90)
-    found = nn.capture(net, scan(0)[0])((x.grid.coords, x.features))
+    with that_look_into_sparse_tensors():
+        captured = nn.capture(net, scan(0)[0])
+        found, on_grid = captured((x.grid.coords, x.features)), captured(x)
     with torch.no_grad():
         want = net(x)
     assert torch.equal(found["best"], want["best"])
+    assert isinstance(found["y"], torch.Tensor)
     assert found["y"].shape == want["y"].features.shape
+    assert on_grid["y"].grid is x.grid
     assert torch.equal(found["weight"], want["weight"])
     assert found["no"] is None
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import sparseconv as sc
 from sparseconv import nn
 from tests.streaming.scenes import NETWORKS, forced, same, scene
+from tests.trees import that_look_into_sparse_tensors
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -19,6 +20,15 @@ def test_blocks_are_the_whole(name, cuts, rows, monkeypatch):
     net, x = NETWORKS[name]().eval(), scene()
     forced(monkeypatch, cuts, rows)
     with torch.no_grad():
+        same(sc.stream(net, x, 10**9), net(x))
+
+
+@pytest.mark.parametrize("name", ["conv", "several", "pruned"])
+def test_a_result_lies_on_a_grid_of_its_own_where_trees_look_into_sparse_tensors(name, monkeypatch):
+    torch.manual_seed(0)
+    net, x = NETWORKS[name]().eval(), scene()
+    forced(monkeypatch, 0, 300)
+    with that_look_into_sparse_tensors(), torch.no_grad():
         same(sc.stream(net, x, 10**9), net(x))
 
 

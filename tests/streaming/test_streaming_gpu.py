@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -51,6 +53,42 @@ def test_a_shell_within_its_budget(dtype):
     assert seen[-1] > 1
     assert peak <= budget, (peak, budget)
     assert torch.equal(got.features, want)
+
+
+class Levels(nn.SparseModule):
+    """Convolutions alone, down to few voxels and up again: no layer of torch's."""
+
+    def __init__(self, channels: tuple[int, ...]) -> None:
+        super().__init__()
+        self.stem = nn.SubmanifoldConv(8, channels[0], 3)
+        steps = list(itertools.pairwise(channels))
+        self.down = torch.nn.ModuleList(nn.Conv(a, b, 2, stride=2) for a, b in steps)
+        self.inner = torch.nn.ModuleList(nn.SubmanifoldConv(b, b, 3) for _, b in steps)
+        self.up = torch.nn.ModuleList(nn.InverseConv(b, a, 2, stride=2) for a, b in steps)
+
+    def forward(self, x: sc.SparseTensor) -> sc.SparseTensor:
+        x, finer = self.stem(x), []
+        for down, inner in zip(self.down, self.inner):
+            finer.append(x)
+            x = inner(down(x))
+        for up in reversed(self.up):
+            x = up(x, onto=finer.pop())
+        return x
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "tf32"])
+@pytest.mark.parametrize("channels", [(32, 64, 128, 256), (16, 256, 1024)])
+def test_convolutions_of_blocks_have_the_bits_of_the_whole(kind, channels, monkeypatch):
+    """Maps of the whole that keep a card busy, and blocks that do not; at 1024 channels pairs count as well."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", kind == "tf32")
+    dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
+    x, net = shell(300_000, 8).to(dtype=dtype), Levels(channels).eval().cuda().to(dtype)
+    forced(monkeypatch, 0, 30_000)
+    with torch.no_grad():
+        want = net(x.to("cuda")).features.cpu()
+        got = sc.stream(net, x, 10**10).features
+    assert torch.equal(got, want), float((got - want).abs().max())
 
 
 def test_gradients_on_a_card(monkeypatch):

@@ -9,6 +9,8 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.streaming.totals import BatchStatistics
+from tests.elsewhere import Elsewhere
 from tests.streaming.scenes import Squeeze, forced, scene
 
 
@@ -88,3 +90,14 @@ def test_running_statistics_move_once_and_not_at_all_where_a_run_fails(monkeypat
     with torch.no_grad(), pytest.raises(RuntimeError, match="stop"):
         sc.stream(net, x, 10**9, progress=fail)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), net.state_dict().values()))
+
+
+def test_running_statistics_on_another_device_than_what_blocks_found():
+    mean, var = torch.zeros(3), torch.ones(3)
+    step = BatchStatistics(
+        of=0, grid=0, running=(mean.as_subclass(Elsewhere), var.as_subclass(Elsewhere)), momentum=0.1
+    )
+    rows = torch.randn(5, 3)
+    step.follow([step.part(rows, torch.zeros(5, 4).int(), 1)])
+    torch.testing.assert_close(mean, 0.1 * rows.mean(0))
+    torch.testing.assert_close(var, 0.9 + 0.1 * rows.var(0))

@@ -89,3 +89,15 @@ def test_a_result_keeps_its_run_no_longer_than_it_lives(monkeypatch):
 def test_a_folder_is_for_inference(tmp_path):
     with pytest.raises(ValueError, match="resume and out are for inference"):
         sc.stream(NETWORKS["conv"](), scene(count=30), 10**9, resume=tmp_path)
+
+
+def test_gradients_that_are_given_stay_as_they_are(monkeypatch):
+    torch.manual_seed(0)
+    net, x = NETWORKS["several"](), scene()
+    forced(monkeypatch, 2, 100)
+    y = sc.stream(net, x, 10**9)
+    results = [y["fine"].features, y["coarse"].features]
+    grads = [torch.randn_like(rows) for rows in results]
+    before = [grad.clone() for grad in grads]
+    torch.autograd.backward(results, grads)
+    assert all(map(torch.equal, grads, before))

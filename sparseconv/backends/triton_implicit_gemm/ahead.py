@@ -82,6 +82,7 @@ class _Sizes(NamedTuple):
     num_pairs: int
     num_taps: int
     is_halved: bool
+    part_of: None = None
 
 
 def _operands(layer: ExpectedLayer, dtype: torch.dtype) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,8 +16,10 @@ from sparseconv.backends.float8 import FLOAT8
 from sparseconv.backends.triton_implicit_gemm.config import (
     DEEP,
     PARTIAL_BYTES,
+    SIZES_AN_OCTAVE,
     Work,
     conv_candidates,
+    steady_rows,
     weight_grad_candidates,
 )
 from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
@@ -34,8 +37,6 @@ if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.int8, FLOAT8)
-#: maps whose rows are so many parts of a power of two apart are of one size: a choice made for one holds for all
-SIZES_AN_OCTAVE = 4
 
 
 class TritonImplicitGemm(Backend):
@@ -188,6 +189,11 @@ class TritonImplicitGemm(Backend):
         sums = 4 * rows * max(request.c_in, request.c_out) if max(request.c_in, request.c_out) >= DEEP else 0
         return max(size + PARTIAL_BYTES, copy, sums)
 
+    def steady_rows(self, request: Request) -> float:
+        """Rows from which on each is summed in one order: as many as keep the card busy, so that no tap is split."""
+        works = (replace(work_of(request, aligned), num_rows=0, num_pairs=0) for aligned in (True, False))
+        return max(map(steady_rows, works))
+
     def explain(self, request: Request) -> dict[str, Any]:
         """What was chosen and timed for maps and channels like this request's, and the waste of its row order.
 
@@ -303,7 +309,12 @@ class TritonImplicitGemm(Backend):
                 ahead()
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 config, settled = self._tuner.choose(
-                    name, candidates, lambda config: _bound(recipe_of(config, work), kernel_map), tensors, ahead
+                    name,
+                    candidates,
+                    lambda config: _bound(recipe_of(config, work), kernel_map),
+                    tensors,
+                    ahead,
+                    times=kernel_map.part_of is None,
                 )
             recipe = recipe_of(config, work)
             if settled:
@@ -335,7 +346,7 @@ def _bound(recipe: ConvRecipe | WeightGradRecipe, kernel_map: KernelMap) -> Call
 def work_of(request: Request, aligned: bool, transposed: bool = False) -> Work:
     """The estimate's view of a request: of its forward and weight gradient, or, transposed, of its input gradient.
 
-    Maps of one size are one to it, so that what is chosen and compiled for a map serves those like it.
+    Maps of one size are one to it: what is chosen and compiled for one serves all. A part of a map counts as that map.
     """
     kernel_map, groups = request.kernel_map, request.groups
     channels = (request.c_in // groups, request.c_out // groups)
@@ -360,13 +371,15 @@ def work_of(request: Request, aligned: bool, transposed: bool = False) -> Work:
 
 def _octave(kernel_map: KernelMap, transposed: bool) -> int:
     """The order of magnitude of the output rows, in parts of a power of two."""
-    return round(SIZES_AN_OCTAVE * math.log2(max(1, kernel_map.num_in if transposed else kernel_map.num_out)))
+    sizes = kernel_map.part_of or kernel_map
+    return round(SIZES_AN_OCTAVE * math.log2(max(1, sizes.num_in if transposed else sizes.num_out)))
 
 
 def _density(kernel_map: KernelMap, transposed: bool) -> int:
     """Eighths of the pairs that there can be."""
-    rows = kernel_map.num_in if transposed else kernel_map.num_out
-    return round(8 * kernel_map.num_pairs / max(1, rows * kernel_map.num_taps))
+    sizes = kernel_map.part_of or kernel_map
+    rows = sizes.num_in if transposed else sizes.num_out
+    return round(8 * sizes.num_pairs / max(1, rows * kernel_map.num_taps))
 
 
 @cache

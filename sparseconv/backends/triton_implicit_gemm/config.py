@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -11,6 +12,10 @@ HALF = (torch.float16, torch.bfloat16)
 FLOATING = (*HALF, torch.float32)
 #: channels of a pack of groups: enough for a matrix instruction and for one 128-byte read of half numbers
 PACK_CHANNELS = 64
+#: maps whose rows are so many parts of a power of two apart are of one size: a choice made for one holds for all
+SIZES_AN_OCTAVE = 4
+#: the largest power of two of rows for which choices are compared
+MOST_OCTAVES = 28
 #: rows from which features no longer fit in the second-level cache together
 FAR_ROWS = 500_000
 #: bytes of features of which too few stay in the second-level cache until the tiles with as many taps are done, and
@@ -240,6 +245,37 @@ def turns_that_fit(work: Work, blocks: int) -> int:
     """One turn, or two, over so many blocks of output channels, whose fp32 sums take only spare memory; 0: none do."""
     sums = 4 * work.num_rows * work.group_out * work.groups
     return next((turns for turns in (1, 2) if blocks % turns == 0 and sums <= turns * work.spare_bytes), 0)
+
+
+def order_of_sums(config: ConvConfig) -> ConvConfig:
+    """What decides how a row is summed: all but which rows run together, and how their operands are brought."""
+    return replace(config, stages=0, chunked=False, in_order=False, bulk=False)
+
+
+@lru_cache(maxsize=1024)
+def steady_rows(work: Work) -> float:
+    """The number of rows from which on the expected best configuration sums rows in one order, whatever the sizes.
+
+    The sizes of ``work`` itself do not matter. 0: for any number; infinite: the share of pairs always counts.
+
+    >>> layer = Work(torch.float16, 0, 0, 27, 64, 64, 1, True)
+    >>> round(steady_rows(layer)), steady_rows(replace(layer, dtype=torch.float32, precision="ieee"))
+    (11585, 0.0)
+    """
+
+    def orders(octave: int) -> set[ConvConfig]:
+        rows = round(2 ** (octave / SIZES_AN_OCTAVE))
+        sizes = [(rows, round(rows * work.num_taps * share)) for share in (DENSE / 2, 1)]
+        works = [replace(work, num_rows=rows, num_pairs=pairs) for rows, pairs in sizes]
+        return {order_of_sums(conv_candidates(each)[0]) for each in works}
+
+    octave = MOST_OCTAVES * SIZES_AN_OCTAVE
+    last = orders(octave)
+    if len(last) > 1:
+        return math.inf
+    while octave >= 0 and orders(octave) == last:
+        octave -= 1
+    return 0.0 if octave < 0 else 2 ** ((octave + 1) / SIZES_AN_OCTAVE)
 
 
 def programs(work: Work, config: ConvConfig) -> int:

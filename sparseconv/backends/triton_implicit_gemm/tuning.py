@@ -69,12 +69,14 @@ class Tuner:
         step_of: Callable[[Config], Any],
         tensors: tuple[torch.Tensor, ...],
         ahead: Callable[[], None] = lambda: None,
+        times: bool = True,
     ) -> tuple[Config, bool]:
         """The fastest candidate, the first of those that are as fast, and whether that is settled for later calls with
         this key and these candidates.
 
         The first candidate that this Triton can compile where timing is off or impossible; while a graph is captured
-        that is not the last word. ``ahead`` is called before candidates are compiled.
+        that is not the last word, nor where the caller's map does not stand for its size (``times`` is False).
+        ``ahead`` is called before candidates are compiled.
         """
         device = tensors[0].device
         if len(candidates) == 1 or device.type != "cuda":
@@ -90,6 +92,8 @@ class Tuner:
         with self._lock:
             name = _cache_name(key, candidates, device)
             index = _read(name)
+            if not times and (index is None or not 0 <= index < len(candidates)):
+                return _first_that_compiles(candidates, step_of), False
             if index is None or not 0 <= index < len(candidates):
                 ahead()
                 good = _compile_all([(config, step_of(config)) for config in candidates], tensors, key)

@@ -172,10 +172,14 @@ class Pool:
         self._changed.notify_all()
 
 
-@cache
 def pool_of(target: Target) -> Pool:
-    """The pool of this process for a target."""
-    pool = Pool(target, cache_dir=cache_dir())
+    """The pool of this process for a target, whose kernels lie where Triton keeps them now."""
+    return _pool_in(target, cache_dir())
+
+
+@cache
+def _pool_in(target: Target, folder: str) -> Pool:
+    pool = Pool(target, cache_dir=folder)
     atexit.register(pool.close)
     _pools.append(pool)
     return pool

@@ -120,12 +120,12 @@ def worker_count() -> int:
 
 def can_start() -> bool:
     """Whether a process of Python can be started that writes where Triton keeps its kernels."""
-    return sys.platform == "linux" and bool(sys.executable) and not getattr(sys, "frozen", False) and _can_write()
+    has_python = bool(sys.executable) and not getattr(sys, "frozen", False)
+    return sys.platform == "linux" and has_python and _can_write(cache_dir())
 
 
 @cache
-def _can_write() -> bool:
-    place = cache_dir()
+def _can_write(place: str) -> bool:
     while place and not os.path.exists(place):
         place = os.path.dirname(place)
     return bool(place) and os.access(place, os.W_OK)

@@ -69,7 +69,7 @@ def _run(
 
 def leaves_of(results: Any) -> tuple[list[Any], Any]:
     """The recorded tensors and sparse tensors of what a network returned, and how they were put together."""
-    leaves, layout = pytree.tree_flatten(results)
+    leaves, layout = pytree.tree_flatten(results, is_leaf=lambda value: isinstance(value, SparseTensor))
     return leaves, layout
 
 
