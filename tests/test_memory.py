@@ -160,3 +160,30 @@ def test_results_alive_at_the_end_of_a_process_are_no_trouble():
     code = "import torch; from sparseconv import memory; y = memory.empty((40 << 20,), torch.int8).fill_(1); z = y[:3]"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.gpu
+def test_the_maps_of_an_eager_step_go_with_it():
+    import sparseconv as sc
+    from tests.streaming.scenes import NETWORKS
+
+    net = NETWORKS["unet"]().cuda()
+    coords = torch.unique(torch.randint(0, 60, (40_000, 3), device="cuda"), dim=0)
+    coords = torch.nn.functional.pad(coords, (1, 0)).int()
+
+    def step():
+        x = sc.SparseTensor(sc.VoxelGrid(coords.clone(), 1), torch.randn(len(coords), 4, device="cuda"))
+        net(x).features.square().mean().backward()
+        net.zero_grad(set_to_none=True)
+
+    for _ in range(3):
+        step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            step()
+        assert torch.cuda.memory_allocated() - before < 1 << 20
+    finally:
+        gc.enable()

@@ -9,7 +9,7 @@ import torch
 
 from sparseconv.geometry.gpu.hash_table.kernels import TABLE
 from sparseconv.geometry.gpu.hash_table.table import FUSED_ROWS, pack_shifts, rows_per_chunk, shifts_of, width_of
-from sparseconv.geometry.gpu.pairs.pair_lists import PAIRS, REVERSE, REVERSED
+from sparseconv.geometry.gpu.pairs.pair_lists import PAIRS, REVERSED, SCATTER
 from sparseconv.geometry.gpu.pairs.pair_lists_3x3x3 import CUBE_PAIRS
 from sparseconv.geometry.gpu.reached.kernels import EMIT, MARK
 from sparseconv.geometry.gpu.reached.output_coords import MOST_PROGRAMS
@@ -130,8 +130,7 @@ class ExpectedMap:
             return self.split_ahead(device, block_m, groups)
         if self.meets_once:
             return self.turned_ahead(device, block_m)
-        PLANES.ahead(device, (*self._looks[2], 128))
-        REVERSE.ahead(device, (REVERSED,))
+        SCATTER.ahead(device, (REVERSED,))
         PLANE_KEYS.ahead(device, (False, 128))
         return self._groups_ahead(device, block_m, groups, (1, 0, 0, False, GIVEN, 1), self.num_in, False)
 
@@ -142,7 +141,8 @@ class ExpectedMap:
         tiles = groups * ceil_div(rows, SLOT_ALIGNMENT) * (SLOT_ALIGNMENT // block_m)
         bins = bins_of(lines) if has_ticket and tiles <= RANKED_AT_LAST else 0
         room = power_of_2(lines + LOOKAHEAD)
-        TILES.ahead(device, (*looks, block_m, room, True, self.num_taps <= 32, False, bins))
+        # the order of several groups of rows is int64
+        TILES_64.ahead(device, (*looks, block_m, room, True, self.num_taps <= 32, False, bins))
         if not bins:
             RANKS.ahead(device, rank_constants(lines, tiles))
 
@@ -156,8 +156,7 @@ class ExpectedMap:
             constants = (power_of_2(lines), SLOT_ALIGNMENT, block_m, each, room, power_of_2(room), False)
             return ONE_TAP.ahead(device, constants)
         tiles = ceil_div(self.num_in, SLOT_ALIGNMENT) * (SLOT_ALIGNMENT // block_m)
-        PLANES.ahead(device, (*self._looks[2], 128))
-        REVERSE.ahead(device, (REVERSED,))
+        SCATTER.ahead(device, (REVERSED,))
         narrow = lines <= KEY_BITS
         (PLANE_KEYS if narrow else PLANE_KEYS_WIDE).ahead(device, (not narrow, 128))
         given = (1, 0, 0, False, GIVEN, 1)

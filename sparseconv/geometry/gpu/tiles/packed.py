@@ -83,7 +83,9 @@ class PackedSchedule(Schedule):
             return self._launched_in(self.tile_order)
         addresses = self._arena[self._first : self._first + 6]
         addresses[4] += 4 * self._turned * aligned_length(self._shape[1] * self._shape[2])
-        return Fixed.at(addresses, (self.num_slots, self._shape[2]), lambda: self._launched_in(self.tile_order))
+        again = PackedSchedule(self.block_m, self._arena, self._shape, self._groups, self._turned, self._first)
+        numbers = self.num_slots, self._shape[2]
+        return Fixed.at(addresses, numbers, lambda: again._launched_in(again.tile_order))  # not self: no circle
 
     @property
     def slots(self) -> torch.Tensor | None:  # type: ignore[override]

@@ -111,12 +111,13 @@ def compile_layers(
         ahead.schedules_ahead(layer, dtype, device)
     for layer in expected:
         layer.map.ahead(device)
+    if trained:
+        normalize.ahead([layer.c_out for layer in expected], device, dtype)
     by_width = sorted(expected, key=lambda layer: max(layer.c_in, layer.c_out) < WIDE)
     for layer in by_width:
         ahead.forward_ahead(layer, dtype, device)
     if not trained:
         return
-    normalize.ahead([layer.c_out for layer in expected], device, dtype)
     for layer in expected:
         ahead.schedules_ahead(layer, dtype, device, transposed=True)
     for layer in by_width:
