@@ -24,7 +24,7 @@ def shell(count: int, channels: int = 4) -> sc.SparseTensor:
 
 
 def widely(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """torch's `linear` in fp64: cuBLAS chooses an order of sums by the number of rows, which shows in fp32's last bit."""
+    """torch's `linear` in fp64: cuBLAS chooses an order of sums by the number of rows, as fp32's last bit shows."""
     return LINEAR(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
 
 
