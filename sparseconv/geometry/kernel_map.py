@@ -323,8 +323,8 @@ class KernelMap(Movable):
             if "num_pairs" in self.__dict__:
                 twin.num_pairs = self.num_pairs
             if self.part_of is not None:
-                rows_in, rows_out, pairs = self.part_of
-                twin.part_of = MapSizes(rows_out, rows_in, pairs)
+                rows_in, rows_out, num_pairs = self.part_of
+                twin.part_of = MapSizes(rows_out, rows_in, num_pairs)
             twin._reverse = weakref.ref(self)
             self._reverse = twin
         return twin

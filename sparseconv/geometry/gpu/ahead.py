@@ -9,7 +9,7 @@ import torch
 
 from sparseconv.geometry.gpu.hash_table.kernels import TABLE
 from sparseconv.geometry.gpu.hash_table.table import FUSED_ROWS, pack_shifts, rows_per_chunk, shifts_of, width_of
-from sparseconv.geometry.gpu.pairs.pair_lists import PAIRS, REVERSED, SCATTER
+from sparseconv.geometry.gpu.pairs.pair_lists import PAIRS, REVERSE, REVERSED, SCATTER
 from sparseconv.geometry.gpu.pairs.pair_lists_3x3x3 import CUBE_PAIRS
 from sparseconv.geometry.gpu.reached.kernels import EMIT, MARK
 from sparseconv.geometry.gpu.reached.output_coords import MOST_PROGRAMS
@@ -130,9 +130,15 @@ class ExpectedMap:
             return self.split_ahead(device, block_m, groups)
         if self.meets_once:
             return self.turned_ahead(device, block_m)
-        SCATTER.ahead(device, (REVERSED,))
+        self._turned_tables_ahead(device)
         PLANE_KEYS.ahead(device, (False, 128))
         return self._groups_ahead(device, block_m, groups, (1, 0, 0, False, GIVEN, 1), self.num_in, False)
+
+    def _turned_tables_ahead(self, device: torch.device) -> None:
+        """Start to compile what turns the edges round: of the table, or of the pairs where those were written first."""
+        PLANES.ahead(device, (*self._looks[2], 128))
+        REVERSE.ahead(device, (REVERSED,))
+        SCATTER.ahead(device, (REVERSED,))
 
     def _groups_ahead(
         self, device: torch.device, block_m: int, groups: int, looks: tuple, rows: int, has_ticket: bool
@@ -156,7 +162,7 @@ class ExpectedMap:
             constants = (power_of_2(lines), SLOT_ALIGNMENT, block_m, each, room, power_of_2(room), False)
             return ONE_TAP.ahead(device, constants)
         tiles = ceil_div(self.num_in, SLOT_ALIGNMENT) * (SLOT_ALIGNMENT // block_m)
-        SCATTER.ahead(device, (REVERSED,))
+        self._turned_tables_ahead(device)
         narrow = lines <= KEY_BITS
         (PLANE_KEYS if narrow else PLANE_KEYS_WIDE).ahead(device, (not narrow, 128))
         given = (1, 0, 0, False, GIVEN, 1)
