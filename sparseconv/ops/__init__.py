@@ -18,10 +18,12 @@ from sparseconv.ops.pooling import (
     sum_pool,
     unpool,
 )
+from sparseconv.ops.serialization import Serialization, serial_codes, serialize
 
 __all__ = [
     "Interpolation",
     "PointGroups",
+    "Serialization",
     "avg_pool",
     "depthwise_convolution",
     "global_avg_pool",
@@ -33,6 +35,8 @@ __all__ = [
     "neighborhood_attention",
     "neighborhood_logits",
     "neighborhood_softmax",
+    "serial_codes",
+    "serialize",
     "splat",
     "sum_pool",
     "unpool",
