@@ -1,5 +1,6 @@
 """Modules and networks."""
 
+from sparseconv.nn.attention.serialized import RelativePositionBias, SerializedAttention
 from sparseconv.nn.blocks import Bottleneck, ConvBlock, ResidualBlock
 from sparseconv.nn.captured_step import capture_step
 from sparseconv.nn.capturing import accelerate, capture, explain, release
@@ -71,11 +72,13 @@ __all__ = [
     "PointEmbedding",
     "Pointwise",
     "ReLU",
+    "RelativePositionBias",
     "ResNet",
     "Residual",
     "ResidualBlock",
     "SecondEncoder",
     "Sequential",
+    "SerializedAttention",
     "SiLU",
     "Sigmoid",
     "Softplus",

@@ -7,6 +7,7 @@ from sparseconv.ops.neighborhood import (
     neighborhood_logits,
     neighborhood_softmax,
 )
+from sparseconv.ops.patches import Patches
 from sparseconv.ops.points import PointGroups, voxelize_features
 from sparseconv.ops.pooling import (
     avg_pool,
@@ -22,6 +23,7 @@ from sparseconv.ops.serialization import Serialization, serial_codes, serialize
 
 __all__ = [
     "Interpolation",
+    "Patches",
     "PointGroups",
     "Serialization",
     "avg_pool",

@@ -142,6 +142,8 @@ def serialize(
     ([3, 1, 2, 0], [3, 1, 0, 2], [2, 1, 3, 0])
     """
     check_grid(grid)
+    if grid.is_shared:
+        raise ValueError("curves over shards are not offered: each process would have to know all voxels")
     names = (orders,) if isinstance(orders, str) else tuple(orders)
     if not names:
         raise ValueError("orders must name at least one curve")
