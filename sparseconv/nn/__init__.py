@@ -22,7 +22,13 @@ from sparseconv.nn.features import (
 )
 from sparseconv.nn.models.convnext import ConvNeXtUNet
 from sparseconv.nn.models.minkunet import MinkUNet
-from sparseconv.nn.models.ptv3 import ConditionalPositionalEncoding, PointEmbedding
+from sparseconv.nn.models.ptv3 import (
+    ConditionalPositionalEncoding,
+    PointEmbedding,
+    PointTransformerOptions,
+    PointTransformerV3,
+)
+from sparseconv.nn.models.ptv3_parts import DropPath, PointTransformerBlock, SerializedPooling, SerializedUnpooling
 from sparseconv.nn.models.resnet import ResNet
 from sparseconv.nn.models.second import SecondEncoder, VoxelResBackBone8x
 from sparseconv.nn.models.spunet import SpUNet
@@ -54,6 +60,7 @@ __all__ = [
     "ConvBlock",
     "ConvNeXtUNet",
     "ConvTranspose",
+    "DropPath",
     "Dropout",
     "FeatureModule",
     "GlobalAvgPool",
@@ -70,6 +77,9 @@ __all__ = [
     "MinkUNet",
     "PReLU",
     "PointEmbedding",
+    "PointTransformerBlock",
+    "PointTransformerOptions",
+    "PointTransformerV3",
     "Pointwise",
     "ReLU",
     "RelativePositionBias",
@@ -79,6 +89,8 @@ __all__ = [
     "SecondEncoder",
     "Sequential",
     "SerializedAttention",
+    "SerializedPooling",
+    "SerializedUnpooling",
     "SiLU",
     "Sigmoid",
     "Softplus",

@@ -153,11 +153,11 @@ class Patches:
             return v * 1
         parts = zip(*(t.split(PATCHES_A_CALL) for t in (q, k, v)))
         masks = iter(() if mask is None else mask.split(PATCHES_A_CALL))
-        made = [_attention(*part, next(masks, None), dropout, scale) for part in parts]
+        made = [_attention(*part, mask=next(masks, None), dropout=dropout, scale=scale) for part in parts]
         return made[0] if len(made) == 1 else torch.cat(made)
 
 
 def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float, scale: float | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, dropout: float, scale: float | None
 ) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)

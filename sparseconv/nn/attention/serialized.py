@@ -99,7 +99,7 @@ class SerializedAttention(SparseModule):
             raise ValueError(f"channels must be a multiple of num_heads; got {channels} and {num_heads}")
         self.channels, self.num_heads, self.patch_size, self.order_index = channels, num_heads, patch_size, order_index
         self.scale = qk_scale or (channels // num_heads) ** -0.5
-        self.attn_drop, self.shrink_patches = attn_drop, shrink_patches
+        self.attn_drop, self.shrink_patches, self.rank = attn_drop, shrink_patches, rank
         self.qkv = torch.nn.Linear(channels, 3 * channels, bias=qkv_bias)
         self.proj = torch.nn.Linear(channels, channels)
         self.proj_drop = torch.nn.Dropout(proj_drop)
