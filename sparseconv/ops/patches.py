@@ -77,7 +77,7 @@ class Patches:
 
         Args:
             grid: whose items are cut.
-            size: K, slots of a patch.
+            size: K, slots of a patch; less where no item has as many rows.
             shrink: use smaller patches where an item has fewer rows, as many slots as the smallest item has rows.
 
         >>> grid = VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0], [1, 0, 1]]))
@@ -92,11 +92,12 @@ class Patches:
             if grid.count is not None:
                 if shrink:
                     raise ValueError("a grid of fixed size cannot shrink patches: the host knows no item's rows")
+                size = min(size, len(grid))
                 kept = Patches(grid.batch_counts, size, len(grid) // size + grid.batch_size, len(grid))
             else:
                 sizes = split_sizes(grid)
-                if shrink:
-                    size = min([size, *(n for n in sizes if n)])
+                held = [n for n in sizes if n] or [1]
+                size = min(size, *held) if shrink else min(size, max(held))  # no slots that no item fills
                 most = sum((n + size - 1) // size for n in sizes)
                 full = all(n == 0 or n >= size for n in sizes)
                 kept = Patches(grid.batch_counts, size, most, len(grid), all_seen=full)
