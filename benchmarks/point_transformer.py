@@ -46,6 +46,8 @@ CASES: tuple[tuple[str, dict[str, Any], tuple[int, ...], int, bool], ...] = (
     ("strides of 4, no shuffling", SMALL | {"stride": (4, 2, 2), "shuffle_orders": False}, (700, 500), 24, False),
     ("encoder alone", SMALL | {"enc_mode": True}, (700, 500), 24, False),
     ("levels run out", SMALL | {"stride": (2, 4, 2)}, (20, 9), 3, False),
+    ("m2, evaluation", SMALL | {"variant": "m2", "layer_scale": 0.3, "stride": (2, 3, 2)}, (700, 500), 24, False),
+    ("m2, training", SMALL | {"variant": "m2", "layer_scale": 0.3}, (700, 30), 24, True),
     ("whole, 46.2 M parameters", WHOLE, (2500, 1800), 40, False),
 )
 
@@ -82,8 +84,8 @@ class _DropPath(torch.nn.Module):
         return x * (x.new_empty(len(x), 1).bernoulli_(1 - self.share) / (1 - self.share))
 
 
-def authors(folder: Path) -> type[torch.nn.Module]:
-    """The class of Pointcept's own file."""
+def authors(folder: Path) -> dict[str, Any]:
+    """The classes of Pointcept's own files, by variant."""
     spconv.install()
     _module("torch_scatter", segment_csr=segment_csr)
     _module("flash_attn", flash_attn_varlen_qkvpacked_func=varlen)
@@ -103,9 +105,13 @@ def authors(folder: Path) -> type[torch.nn.Module]:
     _module("pointcept.models.utils.structure", models / "utils" / "structure.py")
     _module("pointcept.models.modules", models / "modules.py")
     _module("pointcept.models.point_transformer_v3")
-    file = models / "point_transformer_v3" / "point_transformer_v3m1_base.py"
-    made = _module("pointcept.models.point_transformer_v3.m1", file)
-    return made.PointTransformerV3
+    files = {"m1": "point_transformer_v3m1_base.py", "m2": "point_transformer_v3m2_sonata.py"}
+    return {
+        name: _module(
+            f"pointcept.models.point_transformer_v3.{name}", models / "point_transformer_v3" / file
+        ).PointTransformerV3
+        for name, file in files.items()
+    }
 
 
 def uncast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -123,10 +129,13 @@ def scene(counts: tuple[int, ...], edge: int) -> tuple[torch.Tensor, torch.Tenso
     return torch.cat(coords), torch.randn(sum(counts), 6, generator=gen, dtype=torch.float64)
 
 
-def pair(kind: Any, options: dict[str, Any], training: bool) -> tuple[torch.nn.Module, torch.nn.Module]:
+def pair(kinds: dict[str, Any], options: dict[str, Any], training: bool) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Theirs and ours with the same weights."""
     torch.manual_seed(0)
-    theirs = kind(6, **options, drop_path=0.0, upcast_attention=False, upcast_softmax=False).double()
+    asked = {key: value for key, value in options.items() if key != "variant"}
+    theirs = kinds[options.get("variant", "m1")](
+        6, **asked, drop_path=0.0, upcast_attention=False, upcast_softmax=False
+    ).double()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -144,9 +153,11 @@ def given(coords: torch.Tensor, features: torch.Tensor) -> dict[str, torch.Tenso
     return {"feat": features, "grid_coord": cells, "coord": cells.to(features.dtype), "batch": coords[:, 0].long()}
 
 
-def differences(kind: Any, options: dict[str, Any], counts: tuple[int, ...], edge: int, training: bool) -> list[float]:
+def differences(
+    kinds: dict[str, Any], options: dict[str, Any], counts: tuple[int, ...], edge: int, training: bool
+) -> list[float]:
     """Of the output, the input's gradient and the worst parameter's, each over the largest number (or norm)."""
-    theirs, ours = pair(kind, options, training)
+    theirs, ours = pair(kinds, options, training)
     coords, features = scene(counts, edge)
     x1, x2 = features.clone().requires_grad_(), features.clone().requires_grad_()
     with patch.object(torch.Tensor, "to", uncast):
@@ -157,13 +168,14 @@ def differences(kind: Any, options: dict[str, Any], counts: tuple[int, ...], edg
     want = point.feat
     got = y.features[y.grid.lookup(torch.cat([point.batch[:, None].int(), point.grid_coord.int()], 1))]
     weight = torch.linspace(-1, 1, want.numel(), dtype=torch.float64).view_as(want)
-    asked = torch.autograd.grad((want * weight).sum(), [x1, *theirs.parameters()])
-    found = torch.autograd.grad((got * weight).sum(), [x2, *ours.parameters()])
+    names, mine = zip(*ours.named_parameters())
+    asked = torch.autograd.grad((want * weight).sum(), [x1, *(theirs.get_parameter(name) for name in names)])
+    found = torch.autograd.grad((got * weight).sum(), [x2, *mine])
     worst = 0.0
-    for mine, other in zip(found[1:], asked[1:], strict=True):
+    for own, other in zip(found[1:], asked[1:], strict=True):
         grad = other.flatten(1, -2).permute(1, 2, 0) if other.ndim == 5 else other
         size = float(grad.norm())  # a bias before a norm has none but rounding's
-        worst = max(worst, float((mine - grad).norm()) / (size if size > 1e-9 else 1.0))
+        worst = max(worst, float((own - grad).norm()) / (size if size > 1e-9 else 1.0))
     pairs = (got.detach(), want.detach()), (found[0], asked[0])
     return [*(float((a - b).abs().max() / b.abs().max()) for a, b in pairs), worst]
 
@@ -182,9 +194,9 @@ def measured(call: Callable[[], Any], device: str, rounds: int = 20) -> float:
     return sorted(times[5:])[rounds // 2]
 
 
-def times(kind: Any, device: str, voxels: int, rounds: int) -> dict[str, float]:
+def times(kinds: dict[str, Any], device: str, voxels: int, rounds: int) -> dict[str, float]:
     """A training step and an inference in ms on new scenes: theirs, ours, and ours captured; bf16 autocast."""
-    theirs, ours = (net.float().to(device) for net in pair(kind, WHOLE, True))
+    theirs, ours = (net.float().to(device) for net in pair(kinds, WHOLE, True))
     gen = torch.Generator().manual_seed(0)
     scenes = []
     for _ in range(4):
@@ -194,7 +206,7 @@ def times(kind: Any, device: str, voxels: int, rounds: int) -> dict[str, float]:
         coords = torch.cat([torch.zeros(len(cells), 1, dtype=torch.int32), cells], 1).to(device)
         scenes.append((coords, torch.randn(len(coords), 6, generator=gen).to(device)))
     turn = iter(range(1 << 30))
-    captured: Any = nn.capture(pair(kind, WHOLE, True)[1].float().to(device))
+    captured: Any = nn.capture(pair(kinds, WHOLE, True)[1].float().to(device))
     calls: dict[str, tuple[torch.nn.Module, Callable[..., torch.Tensor]]] = {
         "theirs": (theirs, lambda coords, x: theirs(given(coords, x)).feat),
         "ours": (ours, lambda coords, x: ours(sc.SparseTensor(sc.VoxelGrid(coords), x)).features),
@@ -231,16 +243,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    kind = authors(args.pointcept)
+    kinds = authors(args.pointcept)
     found: dict[str, Any] = {}
     if args.time:
-        found = times(kind, args.device, args.voxels, args.rounds)
+        found = times(kinds, args.device, args.voxels, args.rounds)
         for name, value in found.items():
             print(f"{name:24} {value:.2f}")
     else:
         print(f"{'':32} output   input's gradient   worst parameter's")
         for name, options, counts, edge, training in CASES:
-            found[name] = differences(kind, options, counts, edge, training)
+            found[name] = differences(kinds, options, counts, edge, training)
             print(f"{name:32} " + "            ".join(f"{value:.1e}" for value in found[name]), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"torch": torch.__version__, **found}, indent=1) + "\n")

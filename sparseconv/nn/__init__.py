@@ -24,11 +24,18 @@ from sparseconv.nn.models.convnext import ConvNeXtUNet
 from sparseconv.nn.models.minkunet import MinkUNet
 from sparseconv.nn.models.ptv3 import (
     ConditionalPositionalEncoding,
+    LinearEmbedding,
     PointEmbedding,
     PointTransformerOptions,
     PointTransformerV3,
 )
-from sparseconv.nn.models.ptv3_parts import DropPath, PointTransformerBlock, SerializedPooling, SerializedUnpooling
+from sparseconv.nn.models.ptv3_parts import (
+    DropPath,
+    LayerScale,
+    PointTransformerBlock,
+    SerializedPooling,
+    SerializedUnpooling,
+)
 from sparseconv.nn.models.resnet import ResNet
 from sparseconv.nn.models.second import SecondEncoder, VoxelResBackBone8x
 from sparseconv.nn.models.spunet import SpUNet
@@ -70,8 +77,10 @@ __all__ = [
     "InstanceNorm",
     "InverseConv",
     "LayerNorm",
+    "LayerScale",
     "LeakyReLU",
     "Linear",
+    "LinearEmbedding",
     "MaxPool",
     "MaxUnpool",
     "MinkUNet",

@@ -203,12 +203,17 @@ def _serialized(grid: VoxelGrid, names: tuple[str, ...], depth: Depth, signed: b
         key = ("curve", name, depth)
         found = None if fixed else grid.derived.get(key)
         if found is None:
-            most = min(32, BITS // grid.rank) if isinstance(depth, torch.Tensor) else depth
+            most = depth if isinstance(depth, int) else _most(grid)
             found = _sorted(_codes(grid.coords, name, depth, most, signed))
             if not fixed:
                 grid.derived[key] = found
         curves.append(found)
     return _of(names, curves, depth, signed)
+
+
+def _most(grid: VoxelGrid) -> int:
+    """The largest depth that voxels within the box of a grid of fixed size ask for."""
+    return min(1 + max(*grid.extent.end, *(-v for v in grid.extent.start)).bit_length(), BITS // grid.rank)
 
 
 def _of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import sparseconv as sc
@@ -10,9 +11,15 @@ from tests.nn.test_capture_module import DEVICE, _graphs, coords_of, features_of
 from tests.nn.test_ptv3 import SMALL
 
 
-def test_steps_on_scenes_of_many_sizes_equal_eager_ones():
+@pytest.mark.parametrize("variant", ["m1", "m2"])
+def test_steps_on_scenes_of_many_sizes_equal_eager_ones(variant):
     torch.manual_seed(0)
-    options = SMALL | {"order": "hilbert", "enc_patch_size": (16, 16, 16), "dec_patch_size": (16, 16)}
+    options = SMALL | {
+        "order": "hilbert",
+        "variant": variant,
+        "enc_patch_size": (16, 16, 16),
+        "dec_patch_size": (16, 16),
+    }
     eager = nn.PointTransformerV3(4, **options).to(DEVICE)
     captured = nn.PointTransformerV3(4, **options).to(DEVICE)
     captured.load_state_dict(eager.state_dict())

@@ -51,6 +51,13 @@ CASES = {
         [697.34384383884, 3386.6303917352, 0.14623976655807, 0.52303008804731,
          1.0414063327146, 613.71643971144, 457421.08091105],
     ),
+    "m2": (
+        {"variant": "m2", "layer_scale": 0.3, "mask_token": True, "stride": (2, 3)},
+        (300, 20),
+        True,
+        [872.04529461721, 1232.3074228608, -0.87375810537778, -0.20417073661661,
+         0.34761165244949, 190.85459717882, 60568.964452831],
+    ),
     "norms behind": (
         {"pre_norm": False, "shuffle_orders": False, "qk_scale": 0.2},
         (200, 40),
@@ -109,7 +116,8 @@ def test_as_pointcepts_file(name):
     coords, features = voxels(counts)
     features.requires_grad_()
     torch.manual_seed(3)
-    y = net(sc.SparseTensor(sc.VoxelGrid(coords, len(counts)), features))
+    mask = torch.arange(len(coords)) % 3 == 0 if "mask_token" in options else None
+    y = net(sc.SparseTensor(sc.VoxelGrid(coords, len(counts)), features), mask=mask)
     got = figures(y.features, features, net.parameters())
     assert got == pytest.approx(want, rel=1e-11, abs=1e-11)
 
@@ -220,10 +228,10 @@ def test_other_ranks_and_halves():
     assert all(bool(p.grad.isfinite().all()) for p in net.parameters())
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_grids_of_fixed_size(training):
+@pytest.mark.parametrize(("training", "variant"), [(False, "m1"), (True, "m1"), (False, "m2")])
+def test_grids_of_fixed_size(training, variant):
     """Nothing of the network asks the host how many voxels there are."""
-    net = small(order=("z",)).train(training)  # one curve, since poolings shuffle
+    net = small(order=("hilbert",), variant=variant).train(training)  # one curve, since poolings shuffle
     coords, features = voxels((150, 60))
     grid = sc.VoxelGrid(coords, 2)
     padded = torch.cat([grid.coords, torch.full((30, 4), -1, dtype=torch.int32)])
@@ -257,7 +265,16 @@ def test_errors():
     with pytest.raises(ValueError, match="stride must name 2 poolings"):
         PointTransformerOptions(**(SMALL | {"stride": (2,)}))
     with pytest.raises(ValueError, match="powers of two"):
-        PointTransformerOptions(**(SMALL | {"stride": (2, 3)}))
+        PointTransformerV3(5, **(SMALL | {"stride": (2, 3)}))
+    with pytest.raises(ValueError, match="options of variant='m2'"):
+        PointTransformerOptions(layer_scale=1e-5)
+    with pytest.raises(ValueError, match="variant must be one of 'm1', 'm2'"):
+        PointTransformerOptions(variant="m3")
+    x = sc.SparseTensor(sc.VoxelGrid(torch.tensor([[0, 0, 0, 0]])), torch.ones(1, 5))
+    with pytest.raises(ValueError, match="a mask is of variant='m2' alone"):
+        PointTransformerV3(5, **SMALL)(x, mask=torch.tensor([True]))
+    with pytest.raises(ValueError, match="mask_token=True"):
+        PointTransformerV3(5, **SMALL, variant="m2")(x, mask=torch.tensor([True]))
     with pytest.raises(ValueError, match="order must be one of"):
         PointTransformerOptions(order=("z", "peano"))
     with pytest.raises(ValueError, match="pdnorm_bn=True"):

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import torch
 
-from sparseconv.kinds import check_choice, check_count, check_kind
+from sparseconv.kinds import check_choice, check_kind
 from sparseconv.nn.attention.serialized import SerializedAttention
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import ConvolutionModule, SubmanifoldConv
-from sparseconv.nn.features import GELU
+from sparseconv.nn.features import GELU, Linear
 from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.models.ptv3_parts import (
     PointTransformerBlock,
@@ -24,13 +24,20 @@ from sparseconv.nn.models.ptv3_parts import (
     positional_encoding,
 )
 from sparseconv.nn.module import SparseModule
+from sparseconv.nn.normalization import LayerNorm
 from sparseconv.ops.serialization import ORDERS, Serialization, serialize
 from sparseconv.tensor import SparseTensor
 
 #: arguments of Pointcept's class that choose how numbers are rounded, or norms by data set, which are refused below
 WITHOUT_EFFECT = (
-    "upcast_attention", "upcast_softmax", "pdnorm_decouple", "pdnorm_adaptive", "pdnorm_affine", "pdnorm_conditions"
-)  # fmt: skip
+    "traceable",
+    "upcast_attention",
+    "upcast_softmax",
+    "pdnorm_decouple",
+    "pdnorm_adaptive",
+    "pdnorm_affine",
+    "pdnorm_conditions",
+)
 
 
 class PointEmbedding(SparseModule):
@@ -57,6 +64,35 @@ class PointEmbedding(SparseModule):
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return self.stem(x)
+
+
+class LinearEmbedding(SparseModule):
+    """The stem of m2: a linear layer, norm, GELU.
+
+    Args:
+        in_channels, embed_channels: widths before and after.
+        mask_token: learn what takes the place of voxels that are masked.
+
+    >>> sum(p.numel() for p in LinearEmbedding(6, 32, mask_token=True).parameters())
+    320
+    """
+
+    def __init__(self, in_channels: int, embed_channels: int, *, mask_token: bool = False) -> None:
+        super().__init__()
+        parts = {"linear": Linear(in_channels, embed_channels), "norm": LayerNorm(embed_channels), "act": GELU()}
+        self.stem = Sequential(OrderedDict(parts))
+        self.mask_token: torch.nn.Parameter | None = None
+        if mask_token:
+            self.mask_token = torch.nn.Parameter(torch.zeros(1, embed_channels))
+
+    def forward(self, x: SparseTensor, mask: torch.Tensor | None = None) -> SparseTensor:
+        """A `SparseTensor` -> one on its grid; voxels where ``mask`` (N,) bool is true get the token."""
+        y = self.stem(x)
+        if mask is None:
+            return y
+        if self.mask_token is None:
+            raise ValueError("a mask needs the token that takes the place of voxels: mask_token=True")
+        return y.with_features(torch.where(mask[:, None], self.mask_token.to(y.dtype), y.features))
 
 
 class ConditionalPositionalEncoding(SparseModule):
@@ -97,6 +133,10 @@ class PointTransformerOptions:
         enable_flash: what Pointcept computes with flash-attn: an item that is shorter than a patch is a patch by
             itself. Else all patches are as small as the smallest item. Neither needs flash-attn.
         enc_mode: no way back.
+        variant: ``"m1"``, or ``"m2"``, that of Sonata and Concerto: a linear stem, layer norms, curves measured anew at
+            each stage, any strides, and an encoding behind an upsampling that sees all.
+        layer_scale, mask_token, freeze_encoder: of m2 alone: scales of blocks begin with this number; the stem learns
+            a token for masked voxels; stem and encoder get no gradient.
         rank: number of spatial axes.
 
     >>> PointTransformerOptions(enc_depths=(1, 1), enc_channels=(8, 16), enc_num_head=(1, 2), enc_patch_size=(32, 32),
@@ -125,9 +165,16 @@ class PointTransformerOptions:
     enable_rpe: bool = False
     enable_flash: bool = True
     enc_mode: bool = False
+    variant: str = "m1"
+    layer_scale: float | None = None
+    mask_token: bool = False
+    freeze_encoder: bool = False
     rank: int = 3
 
     def __post_init__(self) -> None:
+        check_choice("variant", self.variant, ("m1", "m2"))
+        if self.variant == "m1" and (self.layer_scale is not None or self.mask_token or self.freeze_encoder):
+            raise ValueError("layer_scale, mask_token and freeze_encoder are options of variant='m2'")
         for name in self.curves:
             check_choice("order", name, ORDERS)
         stages = len(self.enc_depths)
@@ -143,10 +190,6 @@ class PointTransformerOptions:
             raise ValueError(
                 f"stride must name {stages - 1} poolings, one less than the stages; got {tuple(self.stride)}"
             )
-        for stride in self.stride:
-            check_count("stride", stride, 1)
-            if stride & (stride - 1):
-                raise ValueError(f"strides along a curve are powers of two; got {tuple(self.stride)}")
 
     @property
     def curves(self) -> tuple[str, ...]:
@@ -169,14 +212,16 @@ class PointTransformerOptions:
             rank=self.rank,
         )
         hidden = int(channels * self.mlp_ratio)
-        return PointTransformerBlock(attention, hidden, self.proj_drop, drop_path, pre_norm=self.pre_norm)
+        scales: dict[str, Any] = {"pre_norm": self.pre_norm, "layer_scale": self.layer_scale}
+        return PointTransformerBlock(attention, hidden, self.proj_drop, drop_path, **scales)
 
 
 class PointTransformerV3(SparseModule):
     """Point Transformer V3: attention along space-filling curves, with a positional encoding by sparse convolution.
 
-    Source: Wu et al., Point Transformer V3: Simpler, Faster, Stronger, 2024; arguments, defaults and names of
-    parameters are those of Pointcept's PT-v3m1, whose `state_dict` loads as it is.
+    Sources: Wu et al., Point Transformer V3: Simpler, Faster, Stronger, 2024; Wu et al., Sonata, 2025, for m2.
+    Arguments, defaults and names of parameters are those of Pointcept's PT-v3m1, and of PT-v3m2 with
+    ``variant="m2"``. Their `state_dict` loads as it is.
 
     Args:
         in_channels: of the input.
@@ -200,15 +245,21 @@ class PointTransformerV3(SparseModule):
                 )
         made = PointTransformerOptions(**{k: v for k, v in options.items() if k not in WITHOUT_EFFECT})
         self.options = made
-        wide = made.enc_channels
-        self.embedding = PointEmbedding(in_channels, wide[0], rank=made.rank)
+        wide, second = made.enc_channels, made.variant == "m2"
+        norm: Any = LayerNorm if second else batch_norm
+        self.embedding: PointEmbedding | LinearEmbedding
+        if second:
+            self.embedding = LinearEmbedding(in_channels, wide[0], mask_token=made.mask_token)
+        else:
+            self.embedding = PointEmbedding(in_channels, wide[0], rank=made.rank)
         self.enc = torch.nn.ModuleDict()
         for s, (shares, heads, patch) in enumerate(
             zip(_shares(made.drop_path, made.enc_depths), made.enc_num_head, made.enc_patch_size)
         ):
             stage = torch.nn.ModuleDict()
             if s:
-                stage["down"] = SerializedPooling(wide[s - 1], wide[s], made.stride[s - 1], rank=made.rank)
+                places: dict[str, Any] = {"renewed": made.curves if second else (), "norm": norm, "rank": made.rank}
+                stage["down"] = SerializedPooling(wide[s - 1], wide[s], made.stride[s - 1], **places)
             for i, share in enumerate(shares):
                 stage[f"block{i}"] = made.block(wide[s], heads, patch, i, share)
             self.enc[f"enc{s}"] = stage
@@ -216,24 +267,33 @@ class PointTransformerV3(SparseModule):
             self.dec = torch.nn.ModuleDict()
             back, all_shares = (*made.dec_channels, wide[-1]), list(_shares(made.drop_path, made.dec_depths))
             for s in reversed(range(len(wide) - 1)):
-                stage = torch.nn.ModuleDict({"up": SerializedUnpooling(back[s + 1], wide[s], back[s])})
+                stage = torch.nn.ModuleDict({"up": SerializedUnpooling(back[s + 1], wide[s], back[s], norm)})
                 for i, share in enumerate(reversed(all_shares[s])):
                     stage[f"block{i}"] = made.block(back[s], made.dec_num_head[s], made.dec_patch_size[s], i, share)
                 self.dec[f"dec{s}"] = stage
+        if second:
+            self.apply(_start_small)
+        if made.freeze_encoder:
+            for parameter in (*self.embedding.parameters(), *self.enc.parameters()):
+                parameter.requires_grad_(False)
         self.register_load_state_dict_pre_hook(_take_spconv_weights)
 
-    def forward(self, x: SparseTensor, curves: Serialization | None = None) -> SparseTensor:
+    def forward(
+        self, x: SparseTensor, curves: Serialization | None = None, *, mask: torch.Tensor | None = None
+    ) -> SparseTensor:
         """A `SparseTensor` -> one on the same grid (the coarsest, with ``enc_mode``).
 
         ``curves`` of the grid, in the order that blocks take; default: those of the options, measured as Pointcept
-        does, and shuffled if the options say so.
+        does, and shuffled if the options say so. ``mask`` (N,) bool: voxels in whose place m2's stem puts its token.
         """
         grid = grid_in(x, self)
         if curves is None:
             curves = serialize(grid, self.options.curves)
             curves = curves.shuffled() if self.options.shuffle_orders else curves
         check_kind("curves", curves, Serialization, "ops.serialize(x.grid) makes one")
-        x, kept = self.embedding(x), []
+        if mask is not None and not isinstance(self.embedding, LinearEmbedding):
+            raise ValueError("a mask is of variant='m2' alone")
+        x, kept = self.embedding(x) if mask is None else self.embedding(x, mask), []
         for stage in _stages(self.enc):
             if "down" in stage:
                 skip = x, curves
@@ -244,8 +304,16 @@ class PointTransformerV3(SparseModule):
             fine, curves, plan = kept.pop()
             x, fine = stage["up"](x, fine, plan)
             # as in Pointcept's m1, where the first encoding of a stage does not see what came up
-            x = _through(stage, x, curves, fine)
+            x = _through(stage, x, curves, fine if self.options.variant == "m1" else None)
         return x
+
+
+def _start_small(module: torch.nn.Module) -> None:
+    """Weights from a narrow normal distribution, biases 0: how m2 begins."""
+    if isinstance(module, (torch.nn.Linear, ConvolutionModule)):
+        torch.nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            torch.nn.init.zeros_(module.bias)
 
 
 def _stages(modules: torch.nn.ModuleDict) -> Iterator[torch.nn.ModuleDict]:

@@ -5,10 +5,12 @@ Source: Wu et al., Point Transformer V3: Simpler, Faster, Stronger, 2024; names 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from sparseconv.kinds import check_count
 from sparseconv.nn.attention.serialized import SerializedAttention
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import SubmanifoldConv
@@ -17,7 +19,7 @@ from sparseconv.nn.geometry import LayerGeometry
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm, LayerNorm
 from sparseconv.ops.pooling import max_pool, unpool
-from sparseconv.ops.serialization import Serialization
+from sparseconv.ops.serialization import Serialization, serialize
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 
@@ -58,6 +60,25 @@ class DropPath(SparseModule):
         return f"{self.share}"
 
 
+class LayerScale(SparseModule):
+    """Each channel times a learnt number, which begins small.
+
+    Source: Touvron et al., Going deeper with Image Transformers, 2021.
+
+    >>> import sparseconv as sc
+    >>> x = SparseTensor(sc.VoxelGrid(torch.tensor([[0, 0, 0, 0]])), torch.ones(1, 2))
+    >>> LayerScale(2, 0.5)(x).features.tolist()
+    [[0.5, 0.5]]
+    """
+
+    def __init__(self, channels: int, start: float = 1e-5) -> None:
+        super().__init__()
+        self.gamma = torch.nn.Parameter(torch.full((channels,), float(start)))
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        return x.with_features(x.features * self.gamma)
+
+
 class _MLP(torch.nn.Module):
     """Two linear layers with a GELU between them."""
 
@@ -83,6 +104,7 @@ class PointTransformerBlock(SparseModule):
         drop: share that is dropped within the MLP.
         drop_path: share of rows for which attention, or the MLP, is left out in training.
         pre_norm: norms before attention and MLP, not behind their sums.
+        layer_scale: what the scales of both begin with; None for no scales.
 
     >>> import sparseconv as sc
     >>> grid, _ = sc.voxelize(torch.rand(200, 3), voxel_size=0.2)
@@ -99,6 +121,7 @@ class PointTransformerBlock(SparseModule):
         drop_path: float = 0.0,
         *,
         pre_norm: bool = True,
+        layer_scale: float | None = None,
     ) -> None:
         super().__init__()
         channels, self.pre_norm = attention.channels, pre_norm
@@ -107,6 +130,9 @@ class PointTransformerBlock(SparseModule):
         self.attn = attention
         self.norm2 = Sequential(LayerNorm(channels))
         self.mlp = Sequential(_MLP(channels, hidden, drop))
+        self.ls1, self.ls2 = (
+            Sequential() if layer_scale is None else Sequential(LayerScale(channels, layer_scale)) for _ in range(2)
+        )
         self.drop_path = DropPath(drop_path)
 
     def forward(
@@ -118,18 +144,20 @@ class PointTransformerBlock(SparseModule):
         """
         x = x + self.cpe(x if encoded is None else encoded)
         if self.pre_norm:
-            x = x + self.drop_path(self.attn(self.norm1(x), curves))
-            return x + self.drop_path(self.mlp(self.norm2(x)))
-        x = self.norm1(x + self.drop_path(self.attn(x, curves)))
-        return self.norm2(x + self.drop_path(self.mlp(x)))
+            x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), curves)))
+            return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
+        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, curves))))
+        return self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
 
 
 class SerializedPooling(SparseModule):
-    """A linear layer, the maximum of each coarse voxel c >> levels, norm and GELU; curves come along, shuffled.
+    """A linear layer, the maximum of each coarse voxel, norm and GELU; curves come along, shuffled.
 
     Args:
         in_channels, out_channels: widths before and after.
-        stride: a power of two.
+        stride: of the coarse voxels floor(c / stride), a power of two.
+        renewed: curves that are measured on the coarse grid, as m2 does; then any stride. Default: those that come.
+        norm: makes the norm of a width.
 
     >>> import sparseconv as sc
     >>> grid, _ = sc.voxelize(torch.rand(200, 3), voxel_size=0.2)
@@ -139,12 +167,24 @@ class SerializedPooling(SparseModule):
     (8, True, True)
     """
 
-    def __init__(self, in_channels: int, out_channels: int, stride: int = 2, *, rank: int = 3) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        stride: int = 2,
+        *,
+        renewed: tuple[str, ...] = (),
+        norm: Callable[[int], torch.nn.Module] = batch_norm,
+        rank: int = 3,
+    ) -> None:
         super().__init__()
-        self.levels = stride.bit_length() - 1
+        check_count("stride", stride, 1)
+        if not renewed and stride & (stride - 1):
+            raise ValueError(f"strides along a curve are powers of two; got {stride}")
+        self.levels, self.renewed = stride.bit_length() - 1, renewed
         self.geometry = LayerGeometry(rank, stride, stride=stride, padding=0)
         self.proj = Linear(in_channels, out_channels)
-        self.norm = Sequential(batch_norm(out_channels))
+        self.norm = Sequential(norm(out_channels))
         self.act = GELU()
 
     def forward(
@@ -155,11 +195,14 @@ class SerializedPooling(SparseModule):
         Where the curves have fewer levels left, all stays on its grid and the plan is None.
         """
         x, plan = self.proj(x), None
-        if isinstance(curves.depth, torch.Tensor) or 0 < self.levels <= curves.depth:
+        if self.renewed or isinstance(curves.depth, torch.Tensor) or 0 < self.levels <= curves.depth:
             plan = self.geometry.plan(x.grid)
             x = SparseTensor(plan.target, max_pool(x.features, plan)[0])
-            rows = plan.kernel_map.neighbors.amax(0).clamp_min(0)
-            curves = curves.coarser(x.grid, self.levels, rows)
+            if not self.renewed:
+                rows = plan.kernel_map.neighbors.amax(0).clamp_min(0)
+                curves = curves.coarser(x.grid, self.levels, rows)
+        if self.renewed:
+            curves = serialize(x.grid, self.renewed)
         return self.act(self.norm(x)), curves.shuffled(), plan
 
 
@@ -168,6 +211,7 @@ class SerializedUnpooling(SparseModule):
 
     Args:
         in_channels, skip_channels, out_channels: widths of the coarse tensor, the fine one, and the result.
+        norm: makes the norm of a width.
 
     >>> import sparseconv as sc
     >>> grid, _ = sc.voxelize(torch.rand(200, 3), voxel_size=0.2)
@@ -177,10 +221,16 @@ class SerializedUnpooling(SparseModule):
     True
     """
 
-    def __init__(self, in_channels: int, skip_channels: int, out_channels: int) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        skip_channels: int,
+        out_channels: int,
+        norm: Callable[[int], torch.nn.Module] = batch_norm,
+    ) -> None:
         super().__init__()
         self.proj, self.proj_skip = (
-            Sequential(Linear(width, out_channels), batch_norm(out_channels), GELU())
+            Sequential(Linear(width, out_channels), norm(out_channels), GELU())
             for width in (in_channels, skip_channels)
         )
 
