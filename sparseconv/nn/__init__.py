@@ -1,6 +1,7 @@
 """Modules and networks."""
 
 from sparseconv.nn.attention.serialized import RelativePositionBias, SerializedAttention
+from sparseconv.nn.attention.windowed import WindowAttention
 from sparseconv.nn.blocks import Bottleneck, ConvBlock, ResidualBlock
 from sparseconv.nn.captured_step import capture_step
 from sparseconv.nn.capturing import accelerate, capture, explain, release
@@ -113,6 +114,7 @@ __all__ = [
     "UNet",
     "Unpool",
     "VoxelResBackBone8x",
+    "WindowAttention",
     "accelerate",
     "capture",
     "capture_step",

@@ -9,10 +9,14 @@ Source: Wu et al., Point Transformer V3: Simpler, Faster, Stronger, 2024.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sparseconv import transforms
+from sparseconv.geometry.arguments import row
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import Ints, per_axis
 from sparseconv.kinds import check_count, check_tensor
 from sparseconv.ops.items import split_sizes
 from sparseconv.ops.rows import check_grid, check_rows
@@ -24,7 +28,7 @@ PATCHES_A_CALL = 1 << 15
 class Patches:
     """Where the rows of items that lie one behind another go, and who sees whom.
 
-    Make it by `Patches.along` for the batch items of a grid.
+    Make it by `Patches.along` for the batch items of a grid, by `Patches.windows` for windows.
 
     Args:
         counts: (B,) integers, rows of each item.
@@ -64,11 +68,11 @@ class Patches:
         spare = (patch >= (ends[-1] if len(ends) else 0))[:, None]
         self.places = torch.where(spare, 0, shown).flatten()
         self.seen = None if all_seen else (place < own) | (own >= size) | spare
-        row = torch.arange(num_rows, device=self.device)
-        owner = torch.searchsorted(rows_before + counts, row, right=True)
+        place = torch.arange(num_rows, device=self.device)
+        owner = torch.searchsorted(rows_before + counts, place, right=True)
         held = owner < len(counts)
         owner = owner.clamp_max(max(0, len(counts) - 1))
-        moved = row + ((ends - taken) * size - rows_before).index_select(0, owner) if len(counts) else row
+        moved = place + ((ends - taken) * size - rows_before).index_select(0, owner) if len(counts) else place
         self.slots = torch.where(held, moved, 0)
 
     @staticmethod
@@ -102,6 +106,36 @@ class Patches:
                 full = all(n == 0 or n >= size for n in sizes)
                 kept = Patches(grid.batch_counts, size, most, len(grid), all_seen=full)
             grid.derived[key] = kept
+        return kept
+
+    @staticmethod
+    def windows(
+        grid: VoxelGrid, size: int | Sequence[int], shift: int | Sequence[int] = 0
+    ) -> tuple[Patches, torch.Tensor, torch.Tensor]:
+        """A patch for each window floor((c + shift) / size) that holds a voxel; kept with the grid.
+
+        Args:
+            grid: whose voxels are grouped, not one of fixed size.
+            size: voxels of a window along each axis, one number or one an axis.
+            shift: of the windows' corners, in voxels.
+
+        Returns:
+            (patches, order, inverse), as `split` and `join` take them. All patches have as many slots as the fullest
+            window has voxels.
+
+        >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 5], [0, 1], [0, 2]]))
+        >>> patches, order, _ = Patches.windows(grid, 2)
+        >>> order.tolist(), patches.num_patches, patches.size
+        ([0, 2, 3, 1], 3, 2)
+        """
+        check_grid(grid)
+        if grid.count is not None or grid.is_shared:
+            raise ValueError("windows are grouped on ordinary grids alone: the host must know how many there are")
+        sizes, shifts = per_axis(size, grid.rank, "size", 1), per_axis(shift, grid.rank, "shift")
+        key = ("windows", sizes, shifts)
+        kept: tuple[Patches, torch.Tensor, torch.Tensor] | None = grid.derived.get(key)
+        if kept is None:
+            kept = grid.derived[key] = _windows(grid.coords, sizes, shifts)
         return kept
 
     def split(self, x: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
@@ -156,6 +190,21 @@ class Patches:
         masks = iter(() if mask is None else mask.split(PATCHES_A_CALL))
         made = [_attention(*part, mask=next(masks, None), dropout=dropout, scale=scale) for part in parts]
         return made[0] if len(made) == 1 else torch.cat(made)
+
+
+@transforms.constant
+def _windows(coords: torch.Tensor, sizes: Ints, shifts: Ints) -> tuple[Patches, torch.Tensor, torch.Tensor]:
+    moved = coords.long() + row((0, *shifts), coords)
+    windows, owner, counts = torch.unique(
+        torch.div(moved, row((1, *sizes), coords), rounding_mode="floor"),
+        dim=0,
+        return_inverse=True,
+        return_counts=True,
+    )
+    order = torch.argsort(owner, stable=True)
+    places = torch.arange(len(coords), device=coords.device)
+    most = int(counts.max()) if len(coords) else 1
+    return Patches(counts, most, len(windows), len(coords)), order, torch.empty_like(order).scatter_(0, order, places)
 
 
 def _attention(

@@ -64,6 +64,43 @@ def test_serialized_attention_by_hand(order, rpe):
         assert error(got, grad) < 1e-12
 
 
+@pytest.mark.parametrize(("shift", "low"), [(0, 0), (2, 0), ((1, 0, 3), -5)])
+@pytest.mark.parametrize("rpe", [False, True])
+def test_windows_against_a_dense_mask(rpe, shift, low):
+    torch.manual_seed(0)
+    net = nn.WindowAttention(8, 2, (4, 3, 5), shift=shift, enable_rpe=rpe).double()
+    x = scene((40, 0, 60))
+    x = sc.SparseTensor(sc.VoxelGrid(x.coords + torch.tensor([0, low, low, low]), 3), x.features.requires_grad_())
+    y = net(x).features
+    moves = torch.tensor(shift if isinstance(shift, tuple) else (shift,) * 3)
+    window = torch.cat([x.coords[:, :1], (x.coords[:, 1:] + moves) // torch.tensor([4, 3, 5])], 1)
+    q, k, v = net.qkv(x.features).view(-1, 3, 2, 4).unbind(1)
+    logits = torch.einsum("ihc,jhc->hij", q, k) / 2
+    if rpe:
+        logits = logits + net.rpe(x.coords[None, :, 1:])[0]
+    apart = (window[:, None] != window[None]).any(2)
+    weights = logits.masked_fill(apart, -torch.inf).softmax(2)
+    want = net.proj(torch.einsum("hij,jhc->ihc", weights, v).flatten(1))
+    assert error(y, want) < 1e-13
+    weight = torch.randn(y.shape, dtype=torch.float64)
+    mine, theirs = (torch.autograd.grad((t * weight).sum(), [x.features, *net.parameters()]) for t in (y, want))
+    for got, grad in zip(mine, theirs, strict=True):
+        assert error(got, grad) < 1e-12
+
+
+def test_windows_of_no_voxel_and_errors():
+    net = nn.WindowAttention(8, 2, 4, enable_rpe=True)
+    empty = sc.SparseTensor(sc.VoxelGrid(torch.zeros(0, 4).int(), 2), torch.zeros(0, 8))
+    assert net(empty).features.shape == (0, 8)
+    x = scene(dtype=torch.float32)
+    assert ops.Patches.windows(x.grid, 4)[1] is ops.Patches.windows(x.grid, (4, 4, 4), shift=0)[1]
+    fixed = sc.geometry.FixedGrid(x.coords, torch.tensor([len(x.grid)], dtype=torch.int32), x.grid)
+    with pytest.raises(ValueError, match="ordinary grids alone"):
+        net(sc.SparseTensor(fixed, x.features))
+    with pytest.raises(ValueError, match="window_size"):
+        nn.WindowAttention(8, 2, 0)
+
+
 def test_shrunken_patches():
     net = nn.SerializedAttention(8, 2, 48, shrink_patches=True).double()
     x = scene((23, 7))

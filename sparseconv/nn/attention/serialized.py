@@ -47,7 +47,52 @@ class RelativePositionBias(torch.nn.Module):
         return f"{self.num_heads}, bound={self.bound}, rank={self.rank}"
 
 
-class SerializedAttention(SparseModule):
+class PatchAttention(SparseModule):
+    """What attention in patches shares: queries, keys and values of a width, and the way back.
+
+    Args:
+        channels: width, a multiple of ``num_heads``.
+        num_heads: H.
+        qkv_bias, qk_scale, attn_drop, proj_drop: those of `SerializedAttention`.
+        rpe: a bias for relative positions.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        *,
+        qkv_bias: bool,
+        qk_scale: float | None,
+        attn_drop: float,
+        proj_drop: float,
+        rpe: RelativePositionBias | None,
+    ) -> None:
+        super().__init__()
+        check_count("channels", channels, 1)
+        check_count("num_heads", num_heads, 1)
+        if channels % num_heads:
+            raise ValueError(f"channels must be a multiple of num_heads; got {channels} and {num_heads}")
+        self.channels, self.num_heads, self.attn_drop = channels, num_heads, attn_drop
+        self.scale = qk_scale or (channels // num_heads) ** -0.5
+        self.qkv = torch.nn.Linear(channels, 3 * channels, bias=qkv_bias)
+        self.proj = torch.nn.Linear(channels, channels)
+        self.proj_drop = torch.nn.Dropout(proj_drop)
+        self.rpe = rpe
+
+    def _attended(self, x: SparseTensor, patches: Patches, order: torch.Tensor, inverse: torch.Tensor) -> SparseTensor:
+        qkv = patches.split(self.qkv(features_of(x, self, self.channels)), order)
+        q, k, v = qkv.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()  # (P, H, K, C/H)
+        bias = None
+        if self.rpe is not None:
+            at = x.coords[:, 1:].index_select(0, patches.rows(order))
+            bias = self.rpe(at.unflatten(0, (patches.num_patches, patches.size)))
+        dropout = self.attn_drop if self.training else 0.0
+        y = patches.attend(q, k, v, bias=bias, scale=self.scale, dropout=dropout)
+        return x.with_features(self.proj_drop(self.proj(patches.join(y.transpose(1, 2).flatten(2), inverse))))
+
+
+class SerializedAttention(PatchAttention):
     """Self-attention within patches of voxels along a curve: PTv3's, and the names of its parameters.
 
         y = proj(softmax(scale * q k^T + bias) v),  q, k, v = qkv(x), within each patch
@@ -91,20 +136,20 @@ class SerializedAttention(SparseModule):
         shrink_patches: bool = False,
         rank: int = 3,
     ) -> None:
-        super().__init__()
-        for name, count in (("channels", channels), ("num_heads", num_heads), ("patch_size", patch_size)):
-            check_count(name, count, 1)
+        check_count("patch_size", patch_size, 1)
         check_count("order_index", order_index)
-        if channels % num_heads:
-            raise ValueError(f"channels must be a multiple of num_heads; got {channels} and {num_heads}")
-        self.channels, self.num_heads, self.patch_size, self.order_index = channels, num_heads, patch_size, order_index
-        self.scale = qk_scale or (channels // num_heads) ** -0.5
-        self.attn_drop, self.shrink_patches, self.rank = attn_drop, shrink_patches, rank
-        self.qkv = torch.nn.Linear(channels, 3 * channels, bias=qkv_bias)
-        self.proj = torch.nn.Linear(channels, channels)
-        self.proj_drop = torch.nn.Dropout(proj_drop)
         bound = int((4 * patch_size) ** (1 / 3) * 2)
-        self.rpe = RelativePositionBias(num_heads, bound, rank=rank) if enable_rpe else None
+        super().__init__(
+            channels,
+            num_heads,
+            qkv_bias=qkv_bias,
+            qk_scale=qk_scale,
+            attn_drop=attn_drop,
+            proj_drop=proj_drop,
+            rpe=RelativePositionBias(num_heads, bound, rank=rank) if enable_rpe else None,
+        )
+        self.patch_size, self.order_index = patch_size, order_index
+        self.shrink_patches, self.rank = shrink_patches, rank
 
     def forward(self, x: SparseTensor, curves: Serialization | None = None) -> SparseTensor:
         """A `SparseTensor` -> one on the same grid; ``curves`` of that grid, default those of `ops.serialize`."""
@@ -118,16 +163,7 @@ class SerializedAttention(SparseModule):
         if len(order) != len(grid):
             raise ValueError(f"the curves have {len(order)} voxels, the tensor {len(grid)}: serialize its own grid")
         patches = Patches.along(grid, self.patch_size, shrink=self.shrink_patches)
-        qkv = patches.split(self.qkv(features_of(x, self, self.channels)), order)
-        q, k, v = qkv.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()  # (P, H, K, C/H)
-        bias = None
-        if self.rpe is not None:
-            at = grid.coords[:, 1:].index_select(0, patches.rows(order))
-            bias = self.rpe(at.unflatten(0, (patches.num_patches, patches.size)))
-        dropout = self.attn_drop if self.training else 0.0
-        y = patches.attend(q, k, v, bias=bias, scale=self.scale, dropout=dropout)
-        joined = patches.join(y.transpose(1, 2).flatten(2), inverse)
-        return x.with_features(self.proj_drop(self.proj(joined)))
+        return self._attended(x, patches, order, inverse)
 
     def extra_repr(self) -> str:
         words = f"{self.channels}, num_heads={self.num_heads}, patch_size={self.patch_size}"
