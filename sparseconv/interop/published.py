@@ -33,6 +33,7 @@ PUBLISHED: dict[str, Published] = {
     "minkowski/minkunet": Published("minkunet.MinkUNet", "minkowski", ""),
     "minkowski/resnet": Published("resnet.ResNet", "minkowski", ""),
     "pointcept/spunet": Published("spunet.SpUNet", "spconv", "backbone.", BLOCK),
+    "pointcept/ptv3": Published("ptv3.PointTransformerV3", "spconv", "backbone."),
     "pointcept/ptv3-stem": Published("ptv3.PointEmbedding", "spconv", "backbone.embedding."),
     "pointcept/ptv3-cpe": Published(
         "ptv3.ConditionalPositionalEncoding", "spconv", "backbone.enc.enc0.block0.cpe.", ((r"^", "cpe."),)

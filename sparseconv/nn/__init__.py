@@ -1,5 +1,7 @@
 """Modules and networks."""
 
+from sparseconv.nn.attention.serialized import RelativePositionBias, SerializedAttention
+from sparseconv.nn.attention.windowed import WindowAttention
 from sparseconv.nn.blocks import Bottleneck, ConvBlock, ResidualBlock
 from sparseconv.nn.captured_step import capture_step
 from sparseconv.nn.capturing import accelerate, capture, explain, release
@@ -21,7 +23,20 @@ from sparseconv.nn.features import (
 )
 from sparseconv.nn.models.convnext import ConvNeXtUNet
 from sparseconv.nn.models.minkunet import MinkUNet
-from sparseconv.nn.models.ptv3 import ConditionalPositionalEncoding, PointEmbedding
+from sparseconv.nn.models.ptv3 import (
+    ConditionalPositionalEncoding,
+    LinearEmbedding,
+    PointEmbedding,
+    PointTransformerOptions,
+    PointTransformerV3,
+)
+from sparseconv.nn.models.ptv3_parts import (
+    DropPath,
+    LayerScale,
+    PointTransformerBlock,
+    SerializedPooling,
+    SerializedUnpooling,
+)
 from sparseconv.nn.models.resnet import ResNet
 from sparseconv.nn.models.second import SecondEncoder, VoxelResBackBone8x
 from sparseconv.nn.models.spunet import SpUNet
@@ -53,6 +68,7 @@ __all__ = [
     "ConvBlock",
     "ConvNeXtUNet",
     "ConvTranspose",
+    "DropPath",
     "Dropout",
     "FeatureModule",
     "GlobalAvgPool",
@@ -62,20 +78,29 @@ __all__ = [
     "InstanceNorm",
     "InverseConv",
     "LayerNorm",
+    "LayerScale",
     "LeakyReLU",
     "Linear",
+    "LinearEmbedding",
     "MaxPool",
     "MaxUnpool",
     "MinkUNet",
     "PReLU",
     "PointEmbedding",
+    "PointTransformerBlock",
+    "PointTransformerOptions",
+    "PointTransformerV3",
     "Pointwise",
     "ReLU",
+    "RelativePositionBias",
     "ResNet",
     "Residual",
     "ResidualBlock",
     "SecondEncoder",
     "Sequential",
+    "SerializedAttention",
+    "SerializedPooling",
+    "SerializedUnpooling",
     "SiLU",
     "Sigmoid",
     "Softplus",
@@ -89,6 +114,7 @@ __all__ = [
     "UNet",
     "Unpool",
     "VoxelResBackBone8x",
+    "WindowAttention",
     "accelerate",
     "capture",
     "capture_step",

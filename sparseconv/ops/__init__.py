@@ -7,6 +7,7 @@ from sparseconv.ops.neighborhood import (
     neighborhood_logits,
     neighborhood_softmax,
 )
+from sparseconv.ops.patches import Patches
 from sparseconv.ops.points import PointGroups, voxelize_features
 from sparseconv.ops.pooling import (
     avg_pool,
@@ -18,10 +19,13 @@ from sparseconv.ops.pooling import (
     sum_pool,
     unpool,
 )
+from sparseconv.ops.serialization import Serialization, serial_codes, serialize
 
 __all__ = [
     "Interpolation",
+    "Patches",
     "PointGroups",
+    "Serialization",
     "avg_pool",
     "depthwise_convolution",
     "global_avg_pool",
@@ -33,6 +37,8 @@ __all__ = [
     "neighborhood_attention",
     "neighborhood_logits",
     "neighborhood_softmax",
+    "serial_codes",
+    "serialize",
     "splat",
     "sum_pool",
     "unpool",

@@ -24,6 +24,15 @@ def split_items(features: torch.Tensor, grid: VoxelGrid) -> tuple[torch.Tensor, 
     return (features if rows is None else features.index_select(0, rows)).split(counts)
 
 
+def split_sizes(grid: VoxelGrid) -> list[int]:
+    """Voxels of each batch item, on the host; kept with the grid.
+
+    >>> split_sizes(VoxelGrid(torch.tensor([[2, 0], [0, 0], [2, 1]])))
+    [1, 0, 2]
+    """
+    return _layout(grid)[0]
+
+
 def join_items(items: Sequence[torch.Tensor], grid: VoxelGrid) -> torch.Tensor:
     """The inverse of `split_items`: one (N_b, C) for each batch item -> (N, C) in the grid's order."""
     joined = torch.cat(list(items)) if len(items) > 1 else items[0]

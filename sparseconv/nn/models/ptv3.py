@@ -1,16 +1,43 @@
-"""What Point Transformer V3 asks of sparse convolutions: its stem, and its conditional positional encoding."""
+"""Point Transformer V3, whole and in parts: stem, positional encoding, blocks, pooling along curves."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import Any, cast
 
+import torch
+
+from sparseconv.kinds import check_choice, check_kind
+from sparseconv.nn.attention.serialized import SerializedAttention
 from sparseconv.nn.containers import Sequential
-from sparseconv.nn.convolution import SubmanifoldConv
+from sparseconv.nn.convolution import ConvolutionModule, SubmanifoldConv
 from sparseconv.nn.features import GELU, Linear
+from sparseconv.nn.geometry import grid_in
+from sparseconv.nn.models.ptv3_parts import (
+    PointTransformerBlock,
+    SerializedPooling,
+    SerializedUnpooling,
+    batch_norm,
+    positional_encoding,
+)
 from sparseconv.nn.module import SparseModule
-from sparseconv.nn.normalization import BatchNorm, LayerNorm
+from sparseconv.nn.normalization import LayerNorm
+from sparseconv.ops.serialization import ORDERS, Serialization, serialize
 from sparseconv.tensor import SparseTensor
+
+#: arguments of Pointcept's class that choose how numbers are rounded, or norms by data set, which are refused below
+WITHOUT_EFFECT = (
+    "traceable",
+    "upcast_attention",
+    "upcast_softmax",
+    "pdnorm_decouple",
+    "pdnorm_adaptive",
+    "pdnorm_affine",
+    "pdnorm_conditions",
+)
 
 
 class PointEmbedding(SparseModule):
@@ -27,17 +54,45 @@ class PointEmbedding(SparseModule):
 
     def __init__(self, in_channels: int, embed_channels: int, *, rank: int = 3) -> None:
         super().__init__()
-        norm = partial(BatchNorm, eps=1e-3, momentum=0.01)
         self.stem = Sequential(
             OrderedDict(
                 conv=SubmanifoldConv(in_channels, embed_channels, 5, bias=False, rank=rank),
-                norm=norm(embed_channels),
+                norm=batch_norm(embed_channels),
                 act=GELU(),
             )
         )
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return self.stem(x)
+
+
+class LinearEmbedding(SparseModule):
+    """The stem of m2: a linear layer, norm, GELU.
+
+    Args:
+        in_channels, embed_channels: widths before and after.
+        mask_token: learn what takes the place of voxels that are masked.
+
+    >>> sum(p.numel() for p in LinearEmbedding(6, 32, mask_token=True).parameters())
+    320
+    """
+
+    def __init__(self, in_channels: int, embed_channels: int, *, mask_token: bool = False) -> None:
+        super().__init__()
+        parts = {"linear": Linear(in_channels, embed_channels), "norm": LayerNorm(embed_channels), "act": GELU()}
+        self.stem = Sequential(OrderedDict(parts))
+        self.mask_token: torch.nn.Parameter | None = None
+        if mask_token:
+            self.mask_token = torch.nn.Parameter(torch.zeros(1, embed_channels))
+
+    def forward(self, x: SparseTensor, mask: torch.Tensor | None = None) -> SparseTensor:
+        """A `SparseTensor` -> one on its grid; voxels where ``mask`` (N,) bool is true get the token."""
+        y = self.stem(x)
+        if mask is None:
+            return y
+        if self.mask_token is None:
+            raise ValueError("a mask needs the token that takes the place of voxels: mask_token=True")
+        return y.with_features(torch.where(mask[:, None], self.mask_token.to(y.dtype), y.features))
 
 
 class ConditionalPositionalEncoding(SparseModule):
@@ -54,9 +109,240 @@ class ConditionalPositionalEncoding(SparseModule):
 
     def __init__(self, channels: int, *, rank: int = 3) -> None:
         super().__init__()
-        self.cpe = Sequential(
-            SubmanifoldConv(channels, channels, 3, rank=rank), Linear(channels, channels), LayerNorm(channels)
-        )
+        self.cpe = positional_encoding(channels, rank)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         return x + self.cpe(x)
+
+
+@dataclass(frozen=True)
+class PointTransformerOptions:
+    """What a `PointTransformerV3` is made of; names and defaults are Pointcept's.
+
+    Attributes:
+        order: curves, of `ops.serial_codes`; block i of a stage takes curve i.
+        stride: of each pooling, powers of two.
+        enc_depths, enc_channels, enc_num_head, enc_patch_size: blocks, width, heads and voxels of a patch, by stage.
+        dec_depths, dec_channels, dec_num_head, dec_patch_size: the same on the way back, finest first.
+        mlp_ratio: hidden width of a block over its own.
+        qkv_bias, qk_scale, attn_drop, proj_drop: those of `SerializedAttention`.
+        drop_path: share of rows that the last block leaves out in training; others less, in equal steps.
+        pre_norm: norms before attention and MLP, not behind their sums.
+        shuffle_orders: draw the curves' order at each call, in evaluation too. Poolings always do.
+        enable_rpe: learn a bias for relative positions.
+        enable_flash: what Pointcept computes with flash-attn: an item that is shorter than a patch is a patch by
+            itself. Else all patches are as small as the smallest item. Neither needs flash-attn.
+        enc_mode: no way back.
+        variant: ``"m1"``, or ``"m2"``, that of Sonata and Concerto: a linear stem, layer norms, curves measured anew at
+            each stage, any strides, and an encoding behind an upsampling that sees all.
+        layer_scale, mask_token, freeze_encoder: of m2 alone: scales of blocks begin with this number; the stem learns
+            a token for masked voxels; stem and encoder get no gradient.
+        rank: number of spatial axes.
+
+    >>> PointTransformerOptions(enc_depths=(1, 1), enc_channels=(8, 16), enc_num_head=(1, 2), enc_patch_size=(32, 32),
+    ...                         stride=(2,), enc_mode=True).enc_channels
+    (8, 16)
+    """
+
+    order: Sequence[str] | str = ("z", "z-trans")
+    stride: Sequence[int] = (2, 2, 2, 2)
+    enc_depths: Sequence[int] = (2, 2, 2, 6, 2)
+    enc_channels: Sequence[int] = (32, 64, 128, 256, 512)
+    enc_num_head: Sequence[int] = (2, 4, 8, 16, 32)
+    enc_patch_size: Sequence[int] = (48, 48, 48, 48, 48)
+    dec_depths: Sequence[int] = (2, 2, 2, 2)
+    dec_channels: Sequence[int] = (64, 64, 128, 256)
+    dec_num_head: Sequence[int] = (4, 4, 8, 16)
+    dec_patch_size: Sequence[int] = (48, 48, 48, 48)
+    mlp_ratio: float = 4
+    qkv_bias: bool = True
+    qk_scale: float | None = None
+    attn_drop: float = 0.0
+    proj_drop: float = 0.0
+    drop_path: float = 0.3
+    pre_norm: bool = True
+    shuffle_orders: bool = True
+    enable_rpe: bool = False
+    enable_flash: bool = True
+    enc_mode: bool = False
+    variant: str = "m1"
+    layer_scale: float | None = None
+    mask_token: bool = False
+    freeze_encoder: bool = False
+    rank: int = 3
+
+    def __post_init__(self) -> None:
+        check_choice("variant", self.variant, ("m1", "m2"))
+        if self.variant == "m1" and (self.layer_scale is not None or self.mask_token or self.freeze_encoder):
+            raise ValueError("layer_scale, mask_token and freeze_encoder are options of variant='m2'")
+        for name in self.curves:
+            check_choice("order", name, ORDERS)
+        stages = len(self.enc_depths)
+        for field in fields(self):
+            values = getattr(self, field.name)
+            if field.name.startswith("enc_") and field.name != "enc_mode" and len(values) != stages:
+                raise ValueError(f"{field.name} must name {stages} stages, as enc_depths does; got {tuple(values)}")
+            if field.name.startswith("dec_") and not self.enc_mode and len(values) != stages - 1:
+                raise ValueError(
+                    f"{field.name} must name {stages - 1} stages, one less than enc_depths; got {tuple(values)}"
+                )
+        if len(self.stride) != stages - 1:
+            raise ValueError(
+                f"stride must name {stages - 1} poolings, one less than the stages; got {tuple(self.stride)}"
+            )
+
+    @property
+    def curves(self) -> tuple[str, ...]:
+        """The names of the curves."""
+        return (self.order,) if isinstance(self.order, str) else tuple(self.order)
+
+    def block(self, channels: int, heads: int, patch: int, number: int, drop_path: float) -> PointTransformerBlock:
+        """Block ``number`` of a stage of this width."""
+        attention = SerializedAttention(
+            channels,
+            heads,
+            patch,
+            qkv_bias=self.qkv_bias,
+            qk_scale=self.qk_scale,
+            attn_drop=self.attn_drop,
+            proj_drop=self.proj_drop,
+            order_index=number % len(self.curves),
+            enable_rpe=self.enable_rpe,
+            shrink_patches=not self.enable_flash,
+            rank=self.rank,
+        )
+        hidden = int(channels * self.mlp_ratio)
+        scales: dict[str, Any] = {"pre_norm": self.pre_norm, "layer_scale": self.layer_scale}
+        return PointTransformerBlock(attention, hidden, self.proj_drop, drop_path, **scales)
+
+
+class PointTransformerV3(SparseModule):
+    """Point Transformer V3: attention along space-filling curves, with a positional encoding by sparse convolution.
+
+    Sources: Wu et al., Point Transformer V3: Simpler, Faster, Stronger, 2024; Wu et al., Sonata, 2025, for m2.
+    Arguments, defaults and names of parameters are those of Pointcept's PT-v3m1, and of PT-v3m2 with
+    ``variant="m2"``. Their `state_dict` loads as it is.
+
+    Args:
+        in_channels: of the input.
+        options: those of `PointTransformerOptions`, by name. ``upcast_attention``, ``upcast_softmax`` and the details
+            of ``pdnorm`` are taken without effect; ``pdnorm_bn`` and ``pdnorm_ln``, norms by data set, are refused.
+
+    >>> import sparseconv as sc
+    >>> grid, _ = sc.voxelize(torch.rand(300, 3), voxel_size=0.1)
+    >>> net = PointTransformerV3(4, stride=(2,), enc_depths=(1, 1), enc_channels=(8, 16), enc_num_head=(1, 2),
+    ...     enc_patch_size=(64, 64), dec_depths=(1,), dec_channels=(12,), dec_num_head=(2,), dec_patch_size=(64,))
+    >>> net(SparseTensor(grid, torch.randn(len(grid), 4))).channels
+    12
+    """
+
+    def __init__(self, in_channels: int = 6, **options: Any) -> None:
+        super().__init__()
+        for name in ("pdnorm_bn", "pdnorm_ln"):
+            if options.pop(name, False):
+                raise ValueError(
+                    f"{name}=True, norms of each data set's own, is not offered: train or load one without"
+                )
+        made = PointTransformerOptions(**{k: v for k, v in options.items() if k not in WITHOUT_EFFECT})
+        self.options = made
+        wide, second = made.enc_channels, made.variant == "m2"
+        norm: Any = LayerNorm if second else batch_norm
+        self.embedding: PointEmbedding | LinearEmbedding
+        if second:
+            self.embedding = LinearEmbedding(in_channels, wide[0], mask_token=made.mask_token)
+        else:
+            self.embedding = PointEmbedding(in_channels, wide[0], rank=made.rank)
+        self.enc = torch.nn.ModuleDict()
+        for s, (shares, heads, patch) in enumerate(
+            zip(_shares(made.drop_path, made.enc_depths), made.enc_num_head, made.enc_patch_size)
+        ):
+            stage = torch.nn.ModuleDict()
+            if s:
+                places: dict[str, Any] = {"renewed": made.curves if second else (), "norm": norm, "rank": made.rank}
+                stage["down"] = SerializedPooling(wide[s - 1], wide[s], made.stride[s - 1], **places)
+            for i, share in enumerate(shares):
+                stage[f"block{i}"] = made.block(wide[s], heads, patch, i, share)
+            self.enc[f"enc{s}"] = stage
+        if not made.enc_mode:
+            self.dec = torch.nn.ModuleDict()
+            back, all_shares = (*made.dec_channels, wide[-1]), list(_shares(made.drop_path, made.dec_depths))
+            for s in reversed(range(len(wide) - 1)):
+                stage = torch.nn.ModuleDict({"up": SerializedUnpooling(back[s + 1], wide[s], back[s], norm)})
+                for i, share in enumerate(reversed(all_shares[s])):
+                    stage[f"block{i}"] = made.block(back[s], made.dec_num_head[s], made.dec_patch_size[s], i, share)
+                self.dec[f"dec{s}"] = stage
+        if second:
+            self.apply(_start_small)
+        if made.freeze_encoder:
+            for parameter in (*self.embedding.parameters(), *self.enc.parameters()):
+                parameter.requires_grad_(False)
+        self.register_load_state_dict_pre_hook(_take_spconv_weights)
+
+    def forward(
+        self, x: SparseTensor, curves: Serialization | None = None, *, mask: torch.Tensor | None = None
+    ) -> SparseTensor:
+        """A `SparseTensor` -> one on the same grid (the coarsest, with ``enc_mode``).
+
+        ``curves`` of the grid, in the order that blocks take; default: those of the options, measured as Pointcept
+        does, and shuffled if the options say so. ``mask`` (N,) bool: voxels in whose place m2's stem puts its token.
+        """
+        grid = grid_in(x, self)
+        if curves is None:
+            curves = serialize(grid, self.options.curves)
+            curves = curves.shuffled() if self.options.shuffle_orders else curves
+        check_kind("curves", curves, Serialization, "ops.serialize(x.grid) makes one")
+        if mask is not None and not isinstance(self.embedding, LinearEmbedding):
+            raise ValueError("a mask is of variant='m2' alone")
+        x, kept = self.embedding(x) if mask is None else self.embedding(x, mask), []
+        for stage in _stages(self.enc):
+            if "down" in stage:
+                skip = x, curves
+                x, curves, plan = stage["down"](x, curves)
+                kept.append((*skip, plan))
+            x = _through(stage, x, curves)
+        for stage in () if self.options.enc_mode else _stages(self.dec):
+            fine, curves, plan = kept.pop()
+            x, fine = stage["up"](x, fine, plan)
+            # as in Pointcept's m1, where the first encoding of a stage does not see what came up
+            x = _through(stage, x, curves, fine if self.options.variant == "m1" else None)
+        return x
+
+
+def _start_small(module: torch.nn.Module) -> None:
+    """Weights from a narrow normal distribution, biases 0: how m2 begins."""
+    if isinstance(module, (torch.nn.Linear, ConvolutionModule)):
+        torch.nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            torch.nn.init.zeros_(module.bias)
+
+
+def _stages(modules: torch.nn.ModuleDict) -> Iterator[torch.nn.ModuleDict]:
+    return (cast(torch.nn.ModuleDict, stage) for stage in modules.values())
+
+
+def _through(
+    stage: torch.nn.ModuleDict, x: SparseTensor, curves: Serialization, encoded: SparseTensor | None = None
+) -> SparseTensor:
+    """The blocks of a stage; the first encodes positions by ``encoded``."""
+    for name, block in stage.items():
+        if name.startswith("block"):
+            x, encoded = block(x, curves, encoded=encoded), None
+    return x
+
+
+def _shares(last: float, depths: Sequence[int]) -> Iterator[list[float]]:
+    """What each block of each stage drops: from 0 to ``last`` in equal steps."""
+    total = sum(depths)
+    shares = [last * number / max(1, total - 1) for number in range(total)]
+    for end, depth in zip(accumulate(depths), depths):
+        yield shares[end - depth : end]
+
+
+def _take_spconv_weights(
+    module: torch.nn.Module, state: MutableMapping[str, torch.Tensor], prefix: str, *_: Any
+) -> None:
+    """Weights as spconv has them (C_out, *kernel, C_in) -> (K, C_in, C_out)."""
+    for name, layer in module.named_modules():
+        weight = state.get(key := f"{prefix}{name}.weight")
+        if isinstance(layer, ConvolutionModule) and weight is not None and weight.ndim == 2 + layer.geometry.rank:
+            state[key] = weight.flatten(1, -2).permute(1, 2, 0)

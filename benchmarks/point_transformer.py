@@ -1,0 +1,262 @@
+"""Pointcept's own Point Transformer V3, unmodified under spconv's names, beside this library's.
+
+    python -m benchmarks.point_transformer --pointcept DIR                # differences in fp64, option by option
+    python -m benchmarks.point_transformer --pointcept DIR --time --device cuda
+
+``--pointcept`` is a checkout of Pointcept, which is no part of this project; addict must be installed. Weights are
+drawn by a seed and loaded into both with ``strict=True``. Stand-ins, where a package is missing: torch_scatter's
+``segment_csr`` by ``torch.segment_reduce``, timm's DropPath by ours, flash-attn by torch's attention on each patch.
+With fp64 the cast to bf16 before flash-attn is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import sparseconv as sc
+from benchmarks.clients import _module, _Registry
+from sparseconv import nn
+from sparseconv.interop import spconv
+
+TO: Callable[..., torch.Tensor] = torch.Tensor.to
+CURVES = ("z", "z-trans", "hilbert", "hilbert-trans")
+SMALL: dict[str, Any] = {
+    "order": CURVES, "stride": (2, 2, 2), "enc_depths": (1, 1, 2, 1), "enc_channels": (8, 16, 24, 32),
+    "enc_num_head": (1, 2, 2, 4), "enc_patch_size": (48,) * 4, "dec_depths": (1, 2, 1), "dec_channels": (12, 16, 24),
+    "dec_num_head": (2, 2, 4), "dec_patch_size": (48,) * 3,
+}  # fmt: skip
+WHOLE: dict[str, Any] = {"order": CURVES, "enc_patch_size": (1024,) * 5, "dec_patch_size": (1024,) * 4}
+#: name, options, voxels of each item, edge of the scene, training
+CASES: tuple[tuple[str, dict[str, Any], tuple[int, ...], int, bool], ...] = (
+    ("flash-attn, evaluation", SMALL, (700, 500), 24, False),
+    ("flash-attn, training", SMALL, (700, 500), 24, True),
+    ("an item shorter than a patch", SMALL, (700, 30), 24, True),
+    ("without flash-attn", SMALL | {"enable_flash": False}, (700, 500), 24, False),
+    ("relative positions, training", SMALL | {"enable_flash": False, "enable_rpe": True}, (700, 500), 24, True),
+    ("norms behind", SMALL | {"pre_norm": False}, (700, 500), 24, False),
+    ("strides of 4, no shuffling", SMALL | {"stride": (4, 2, 2), "shuffle_orders": False}, (700, 500), 24, False),
+    ("encoder alone", SMALL | {"enc_mode": True}, (700, 500), 24, False),
+    ("levels run out", SMALL | {"stride": (2, 4, 2)}, (20, 9), 3, False),
+    ("m2, evaluation", SMALL | {"variant": "m2", "layer_scale": 0.3, "stride": (2, 3, 2)}, (700, 500), 24, False),
+    ("m2, training", SMALL | {"variant": "m2", "layer_scale": 0.3}, (700, 30), 24, True),
+    ("whole, 46.2 M parameters", WHOLE, (2500, 1800), 40, False),
+)
+
+
+def segment_csr(src: torch.Tensor, indptr: torch.Tensor, reduce: str) -> torch.Tensor:
+    """torch_scatter's reduction of sorted rows."""
+    return torch.segment_reduce(src, reduce, offsets=indptr, axis=0)
+
+
+def varlen(qkv: torch.Tensor, ends: torch.Tensor, max_seqlen: int, dropout_p: float, softmax_scale: float) -> Any:
+    """flash-attn's packed attention of sequences (T, 3, H, C), by torch's."""
+    if len(qkv) == (len(ends) - 1) * max_seqlen:
+        q, k, v = qkv.unflatten(0, (-1, max_seqlen)).permute(2, 0, 3, 1, 4)
+        return _attention(q, k, v, dropout_p, softmax_scale).transpose(1, 2).flatten(0, 1)
+    parts = []
+    for start, end in zip(ends[:-1].tolist(), ends[1:].tolist()):
+        q, k, v = qkv[start:end].permute(1, 2, 0, 3)
+        parts.append(_attention(q, k, v, dropout_p, softmax_scale).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, scale: float) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
+
+
+class _DropPath(torch.nn.Module):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return x
+        return x * (x.new_empty(len(x), 1).bernoulli_(1 - self.share) / (1 - self.share))
+
+
+def authors(folder: Path) -> dict[str, Any]:
+    """The classes of Pointcept's own files, by variant."""
+    spconv.install()
+    _module("torch_scatter", segment_csr=segment_csr)
+    _module("flash_attn", flash_attn_varlen_qkvpacked_func=varlen)
+    _module("timm")
+    _module("timm.layers", DropPath=_DropPath)
+    models = folder / "pointcept" / "models"
+    for name in ("pointcept", "pointcept.engines", "pointcept.models", "pointcept.models.utils"):
+        _module(name)
+    _module("pointcept.engines.hooks", HookBase=object)
+    _module("pointcept.models.builder", MODELS=_Registry())
+    _module("pointcept.models.point_prompt_training", PDNorm=None)
+    misc = _module("pointcept.models.utils.misc", models / "utils" / "misc.py")
+
+    utils = sys.modules["pointcept.models.utils"]
+    utils.__dict__.update({k: v for k, v in misc.__dict__.items() if not k.startswith("__")})
+    utils.__path__ = [str(models / "utils")]
+    _module("pointcept.models.utils.structure", models / "utils" / "structure.py")
+    _module("pointcept.models.modules", models / "modules.py")
+    _module("pointcept.models.point_transformer_v3")
+    files = {"m1": "point_transformer_v3m1_base.py", "m2": "point_transformer_v3m2_sonata.py"}
+    return {
+        name: _module(
+            f"pointcept.models.point_transformer_v3.{name}", models / "point_transformer_v3" / file
+        ).PointTransformerV3
+        for name, file in files.items()
+    }
+
+
+def uncast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`torch.Tensor.to`, but for bf16."""
+    return tensor if args[:1] == (torch.bfloat16,) else TO(tensor, *args, **kwargs)
+
+
+def scene(counts: tuple[int, ...], edge: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(N, 4) distinct voxels and (N, 6) features in fp64."""
+    gen = torch.Generator().manual_seed(0)
+    coords = []
+    for item, rows in enumerate(counts):
+        cells = torch.randperm(edge**3, generator=gen)[:rows]
+        coords.append(torch.stack([torch.full((rows,), item), cells // edge**2, cells // edge % edge, cells % edge], 1))
+    return torch.cat(coords), torch.randn(sum(counts), 6, generator=gen, dtype=torch.float64)
+
+
+def pair(kinds: dict[str, Any], options: dict[str, Any], training: bool) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Theirs and ours with the same weights."""
+    torch.manual_seed(0)
+    asked = {key: value for key, value in options.items() if key != "variant"}
+    theirs = kinds[options.get("variant", "m1")](
+        6, **asked, drop_path=0.0, upcast_attention=False, upcast_softmax=False
+    ).double()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        for name, buffer in theirs.named_buffers():
+            if name.endswith(("mean", "var")):
+                buffer.uniform_(0.5, 1.5)
+    ours = nn.PointTransformerV3(6, **options, drop_path=0.0).double()
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    return theirs.train(training), ours.train(training)
+
+
+def given(coords: torch.Tensor, features: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A scene as Pointcept's models take it."""
+    cells = coords[:, 1:].int()
+    return {"feat": features, "grid_coord": cells, "coord": cells.to(features.dtype), "batch": coords[:, 0].long()}
+
+
+def differences(
+    kinds: dict[str, Any], options: dict[str, Any], counts: tuple[int, ...], edge: int, training: bool
+) -> list[float]:
+    """Of the output, the input's gradient and the worst parameter's, each over the largest number (or norm)."""
+    theirs, ours = pair(kinds, options, training)
+    coords, features = scene(counts, edge)
+    x1, x2 = features.clone().requires_grad_(), features.clone().requires_grad_()
+    with patch.object(torch.Tensor, "to", uncast):
+        torch.manual_seed(1)
+        point = theirs(given(coords, x1))
+    torch.manual_seed(1)
+    y = ours(sc.SparseTensor(sc.VoxelGrid(coords, len(counts)), x2))
+    want = point.feat
+    got = y.features[y.grid.lookup(torch.cat([point.batch[:, None].int(), point.grid_coord.int()], 1))]
+    weight = torch.linspace(-1, 1, want.numel(), dtype=torch.float64).view_as(want)
+    names, mine = zip(*ours.named_parameters())
+    asked = torch.autograd.grad((want * weight).sum(), [x1, *(theirs.get_parameter(name) for name in names)])
+    found = torch.autograd.grad((got * weight).sum(), [x2, *mine])
+    worst = 0.0
+    for own, other in zip(found[1:], asked[1:], strict=True):
+        grad = other.flatten(1, -2).permute(1, 2, 0) if other.ndim == 5 else other
+        size = float(grad.norm())  # a bias before a norm has none but rounding's
+        worst = max(worst, float((own - grad).norm()) / (size if size > 1e-9 else 1.0))
+    pairs = (got.detach(), want.detach()), (found[0], asked[0])
+    return [*(float((a - b).abs().max() / b.abs().max()) for a, b in pairs), worst]
+
+
+def measured(call: Callable[[], Any], device: str, rounds: int = 20) -> float:
+    """The median time of a call in ms, after five."""
+    times = []
+    for _ in range(rounds + 5):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return sorted(times[5:])[rounds // 2]
+
+
+def times(kinds: dict[str, Any], device: str, voxels: int, rounds: int) -> dict[str, float]:
+    """A training step and an inference in ms on new scenes: theirs, ours, and ours captured; bf16 autocast."""
+    theirs, ours = (net.float().to(device) for net in pair(kinds, WHOLE, True))
+    gen = torch.Generator().manual_seed(0)
+    scenes = []
+    for _ in range(4):
+        points = torch.nn.functional.normalize(torch.randn(4 * voxels, 3, generator=gen), dim=1)
+        cells = torch.unique(((points + 1) * (voxels / 12.6) ** 0.5).int(), dim=0)
+        cells = cells[torch.randperm(len(cells), generator=gen)]
+        coords = torch.cat([torch.zeros(len(cells), 1, dtype=torch.int32), cells], 1).to(device)
+        scenes.append((coords, torch.randn(len(coords), 6, generator=gen).to(device)))
+    turn = iter(range(1 << 30))
+    captured: Any = nn.capture(pair(kinds, WHOLE, True)[1].float().to(device))
+    calls: dict[str, tuple[torch.nn.Module, Callable[..., torch.Tensor]]] = {
+        "theirs": (theirs, lambda coords, x: theirs(given(coords, x)).feat),
+        "ours": (ours, lambda coords, x: ours(sc.SparseTensor(sc.VoxelGrid(coords), x)).features),
+        "captured": (captured, lambda coords, x: captured(sc.SparseTensor(sc.VoxelGrid(coords), x)).features),
+    }
+    found: dict[str, float] = {"voxels": len(scenes[0][0])}
+    for name, (net, call) in calls.items():
+
+        def step(net: torch.nn.Module = net, call: Callable[..., torch.Tensor] = call) -> None:
+            net.zero_grad(set_to_none=True)
+            with torch.autocast(device, torch.bfloat16):
+                y = call(*scenes[next(turn) % len(scenes)])
+            y.float().square().mean().backward()
+
+        def inference(call: Callable[..., torch.Tensor] = call) -> None:
+            with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+                call(*scenes[next(turn) % len(scenes)])
+
+        found[f"{name} step"] = measured(step, device, rounds)
+        net.eval()
+        found[f"{name} inference"] = measured(inference, device, rounds)
+        if device == "cuda":
+            found[f"{name} GiB"] = torch.cuda.max_memory_allocated() / 2**30
+            torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pointcept", type=Path, required=True)
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--voxels", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    kinds = authors(args.pointcept)
+    found: dict[str, Any] = {}
+    if args.time:
+        found = times(kinds, args.device, args.voxels, args.rounds)
+        for name, value in found.items():
+            print(f"{name:24} {value:.2f}")
+    else:
+        print(f"{'':32} output   input's gradient   worst parameter's")
+        for name, options, counts, edge, training in CASES:
+            found[name] = differences(kinds, options, counts, edge, training)
+            print(f"{name:32} " + "            ".join(f"{value:.1e}" for value in found[name]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"torch": torch.__version__, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

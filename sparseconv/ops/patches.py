@@ -1,0 +1,213 @@
+"""Rows in patches of one size, and attention within each patch.
+
+An item of n > K rows takes ceil(n / K) patches of K slots. Slots behind its last row borrow the rows K places before:
+row l + K >= n, for as long as the patch lasts. They are keys and queries there too, and their results are left. An item
+of n <= K rows is a patch by itself, whose empty slots nobody sees.
+
+Source: Wu et al., Point Transformer V3: Simpler, Faster, Stronger, 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sparseconv import transforms
+from sparseconv.geometry.arguments import row
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import Ints, per_axis
+from sparseconv.kinds import check_count, check_tensor
+from sparseconv.ops.items import split_sizes
+from sparseconv.ops.rows import check_grid, check_rows
+
+#: patches of one call of torch's attention, whose kernels count them in 16 bits
+PATCHES_A_CALL = 1 << 15
+
+
+class Patches:
+    """Where the rows of items that lie one behind another go, and who sees whom.
+
+    Make it by `Patches.along` for the batch items of a grid, by `Patches.windows` for windows.
+
+    Args:
+        counts: (B,) integers, rows of each item.
+        size: K, slots of a patch.
+        num_patches: P, at least as many as the items take; those left over are patches of row 0 that nobody reads.
+        num_rows: N, at least as many as the items have.
+
+    Attributes:
+        size, num_patches, num_rows: K, P and N.
+        places: (P * K,) int64: the place among the items' rows that each slot shows.
+        slots: (N,) int64: the slot of each place.
+        seen: (P, K) bool, whether others in the patch see a slot; None where all do.
+
+    >>> patches = Patches(torch.tensor([5, 1]), size=2, num_patches=4, num_rows=6)
+    >>> patches.places.view(4, 2).tolist()
+    [[0, 1], [2, 3], [4, 3], [5, 5]]
+    >>> patches.seen[-1].tolist(), patches.slots.tolist()
+    ([True, False], [0, 1, 2, 3, 4, 6])
+    """
+
+    @transforms.constant
+    def __init__(
+        self, counts: torch.Tensor, size: int, num_patches: int, num_rows: int, *, all_seen: bool = False
+    ) -> None:
+        check_tensor("counts", counts)
+        check_count("size", size, 1)
+        self.size, self.num_patches, self.num_rows, self.device = size, num_patches, num_rows, counts.device
+        counts = counts.long()
+        taken = (counts + size - 1) // size
+        ends, rows_before = taken.cumsum(0), counts.cumsum(0) - counts
+        patch = torch.arange(num_patches, device=self.device)
+        item = torch.searchsorted(ends, patch, right=True).clamp_max(max(0, len(counts) - 1))
+        own, before = (values.index_select(0, item)[:, None] for values in (counts, rows_before))
+        place = (patch - (ends - taken).index_select(0, item))[:, None] * size
+        place = place + torch.arange(size, device=self.device)
+        shown = before + torch.where(place < own, place, place - size).clamp_min(0)
+        spare = (patch >= (ends[-1] if len(ends) else 0))[:, None]
+        self.places = torch.where(spare, 0, shown).flatten()
+        self.seen = None if all_seen else (place < own) | (own >= size) | spare
+        place = torch.arange(num_rows, device=self.device)
+        owner = torch.searchsorted(rows_before + counts, place, right=True)
+        held = owner < len(counts)
+        owner = owner.clamp_max(max(0, len(counts) - 1))
+        moved = place + ((ends - taken) * size - rows_before).index_select(0, owner) if len(counts) else place
+        self.slots = torch.where(held, moved, 0)
+
+    @staticmethod
+    def along(grid: VoxelGrid, size: int, *, shrink: bool = False) -> Patches:
+        """Patches of the batch items of a grid, for its rows along a curve; kept with the grid.
+
+        Args:
+            grid: whose items are cut.
+            size: K, slots of a patch; less where no item has as many rows.
+            shrink: use smaller patches where an item has fewer rows, as many slots as the smallest item has rows.
+
+        >>> grid = VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0], [1, 0, 1]]))
+        >>> Patches.along(grid, 48).num_patches, Patches.along(grid, 48, shrink=True).size
+        (2, 2)
+        """
+        check_grid(grid)
+        check_count("size", size, 1)
+        key = ("patches", size, shrink)
+        kept = grid.derived.get(key)
+        if kept is None:
+            if grid.count is not None:
+                if shrink:
+                    raise ValueError("a grid of fixed size cannot shrink patches: the host knows no item's rows")
+                size = min(size, len(grid))
+                kept = Patches(grid.batch_counts, size, len(grid) // size + grid.batch_size, len(grid))
+            else:
+                sizes = split_sizes(grid)
+                held = [n for n in sizes if n] or [1]
+                size = min(size, *held) if shrink else min(size, max(held))  # no slots that no item fills
+                most = sum((n + size - 1) // size for n in sizes)
+                full = all(n == 0 or n >= size for n in sizes)
+                kept = Patches(grid.batch_counts, size, most, len(grid), all_seen=full)
+            grid.derived[key] = kept
+        return kept
+
+    @staticmethod
+    def windows(
+        grid: VoxelGrid, size: int | Sequence[int], shift: int | Sequence[int] = 0
+    ) -> tuple[Patches, torch.Tensor, torch.Tensor]:
+        """A patch for each window floor((c + shift) / size) that holds a voxel; kept with the grid.
+
+        Args:
+            grid: whose voxels are grouped, not one of fixed size.
+            size: voxels of a window along each axis, one number or one an axis.
+            shift: of the windows' corners, in voxels.
+
+        Returns:
+            (patches, order, inverse), as `split` and `join` take them. All patches have as many slots as the fullest
+            window has voxels.
+
+        >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 5], [0, 1], [0, 2]]))
+        >>> patches, order, _ = Patches.windows(grid, 2)
+        >>> order.tolist(), patches.num_patches, patches.size
+        ([0, 2, 3, 1], 3, 2)
+        """
+        check_grid(grid)
+        if grid.count is not None or grid.is_shared:
+            raise ValueError("windows are grouped on ordinary grids alone: the host must know how many there are")
+        sizes, shifts = per_axis(size, grid.rank, "size", 1), per_axis(shift, grid.rank, "shift")
+        key = ("windows", sizes, shifts)
+        kept: tuple[Patches, torch.Tensor, torch.Tensor] | None = grid.derived.get(key)
+        if kept is None:
+            kept = grid.derived[key] = _windows(grid.coords, sizes, shifts)
+        return kept
+
+    def split(self, x: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
+        """Features (N, C) -> (P, K, C); ``order`` (N,) integers is the row at each place.
+
+        A row is shown by two slots at most that others see, so gradients are the same bits in every run.
+        """
+        check_rows("x", x, self.num_rows, "a row", self.device, "the patches")
+        return x.index_select(0, self.rows(order)).unflatten(0, (self.num_patches, self.size))
+
+    def rows(self, order: torch.Tensor | None = None) -> torch.Tensor:
+        """(P * K,) int64: the row that each slot shows."""
+        return self.places if order is None else order.index_select(0, self.places)
+
+    def join(self, y: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
+        """The results of a patch's slots (P, K, C) -> (N, C); ``inverse`` (N,) integers is the place of each row."""
+        slots = self.slots if inverse is None else self.slots.index_select(0, inverse)
+        return y.flatten(0, 1).index_select(0, slots)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+    ) -> torch.Tensor:
+        """Softmax attention within each patch, by torch's `scaled_dot_product_attention`.
+
+            y[p, h, i] = sum over the slots j of p that are seen of softmax(scale * <q[i], k[j]> + bias[i, j]) * v[j]
+
+        Args:
+            q, k, v: (P, H, K, C), heads first.
+            bias: (P, H, K, K), added to the logits.
+            scale: default 1 / sqrt(C).
+            dropout: share of the weights that are dropped.
+
+        Returns:
+            (P, H, K, C). Torch chooses the kernel, which says which derivatives there are: within
+            `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` those of any order.
+        """
+        mask = None if self.seen is None else self.seen[:, None, None]
+        if bias is not None:
+            mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, -torch.inf)
+        elif mask is not None:
+            mask = mask.expand(-1, -1, self.size, -1)
+        if not self.num_patches:
+            return v * 1
+        parts = zip(*(t.split(PATCHES_A_CALL) for t in (q, k, v)))
+        masks = iter(() if mask is None else mask.split(PATCHES_A_CALL))
+        made = [_attention(*part, mask=next(masks, None), dropout=dropout, scale=scale) for part in parts]
+        return made[0] if len(made) == 1 else torch.cat(made)
+
+
+@transforms.constant
+def _windows(coords: torch.Tensor, sizes: Ints, shifts: Ints) -> tuple[Patches, torch.Tensor, torch.Tensor]:
+    moved = coords.long() + row((0, *shifts), coords)
+    windows, owner, counts = torch.unique(
+        torch.div(moved, row((1, *sizes), coords), rounding_mode="floor"),
+        dim=0,
+        return_inverse=True,
+        return_counts=True,
+    )
+    order = torch.argsort(owner, stable=True)
+    places = torch.arange(len(coords), device=coords.device)
+    most = int(counts.max()) if len(coords) else 1
+    return Patches(counts, most, len(windows), len(coords)), order, torch.empty_like(order).scatter_(0, order, places)
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: torch.Tensor | None, dropout: float, scale: float | None
+) -> torch.Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
