@@ -1,7 +1,8 @@
 """Pointcept's own Point Transformer V3, unmodified under spconv's names, beside this library's.
 
     python -m benchmarks.point_transformer --pointcept DIR                # differences in fp64, option by option
-    python -m benchmarks.point_transformer --pointcept DIR --time --device cuda
+    python -m benchmarks.point_transformer --pointcept DIR --time --device cuda --only theirs --library spconv
+    python -m benchmarks.point_transformer --pointcept DIR --time --device cuda --only ours captured
 
 ``--pointcept`` is a checkout of Pointcept, which is no part of this project; addict must be installed. Weights are
 drawn by a seed and loaded into both with ``strict=True``. Stand-ins, where a package is missing: torch_scatter's
@@ -84,9 +85,10 @@ class _DropPath(torch.nn.Module):
         return x * (x.new_empty(len(x), 1).bernoulli_(1 - self.share) / (1 - self.share))
 
 
-def authors(folder: Path) -> dict[str, Any]:
-    """The classes of Pointcept's own files, by variant."""
-    spconv.install()
+def authors(folder: Path, library: str = "sparseconv") -> dict[str, Any]:
+    """The classes of Pointcept's own files, by variant, on spconv or on this library under its names."""
+    if library == "sparseconv":
+        spconv.install()
     _module("torch_scatter", segment_csr=segment_csr)
     _module("flash_attn", flash_attn_varlen_qkvpacked_func=varlen)
     _module("timm")
@@ -194,9 +196,8 @@ def measured(call: Callable[[], Any], device: str, rounds: int = 20) -> float:
     return sorted(times[5:])[rounds // 2]
 
 
-def times(kinds: dict[str, Any], device: str, voxels: int, rounds: int) -> dict[str, float]:
-    """A training step and an inference in ms on new scenes: theirs, ours, and ours captured; bf16 autocast."""
-    theirs, ours = (net.float().to(device) for net in pair(kinds, WHOLE, True))
+def times(kinds: dict[str, Any], device: str, voxels: int, rounds: int, only: list[str]) -> dict[str, float]:
+    """A training step and an inference in ms on new scenes: theirs, ours, and ours captured; autocast to fp16 (CPU: bf16)."""
     gen = torch.Generator().manual_seed(0)
     scenes = []
     for _ in range(4):
@@ -206,23 +207,30 @@ def times(kinds: dict[str, Any], device: str, voxels: int, rounds: int) -> dict[
         coords = torch.cat([torch.zeros(len(cells), 1, dtype=torch.int32), cells], 1).to(device)
         scenes.append((coords, torch.randn(len(coords), 6, generator=gen).to(device)))
     turn = iter(range(1 << 30))
-    captured: Any = nn.capture(pair(kinds, WHOLE, True)[1].float().to(device))
-    calls: dict[str, tuple[torch.nn.Module, Callable[..., torch.Tensor]]] = {
-        "theirs": (theirs, lambda coords, x: theirs(given(coords, x)).feat),
-        "ours": (ours, lambda coords, x: ours(sc.SparseTensor(sc.VoxelGrid(coords), x)).features),
-        "captured": (captured, lambda coords, x: captured(sc.SparseTensor(sc.VoxelGrid(coords), x)).features),
-    }
     found: dict[str, float] = {"voxels": len(scenes[0][0])}
-    for name, (net, call) in calls.items():
+    for name in only:
+        torch.manual_seed(0)
+        asked = {"drop_path": 0.0, **WHOLE}
+        made = kinds["m1"](6, **asked) if name == "theirs" else nn.PointTransformerV3(6, **asked)
+        net: Any = made.to(device).train()
+        net = nn.capture(net) if name == "captured" else net
 
-        def step(net: torch.nn.Module = net, call: Callable[..., torch.Tensor] = call) -> None:
+        def call(coords: torch.Tensor, x: torch.Tensor, net: Any = net, name: str = name) -> torch.Tensor:
+            y: torch.Tensor
+            if name == "theirs":
+                y = net(given(coords, x)).feat
+            else:
+                y = net(sc.SparseTensor(sc.VoxelGrid(coords), x)).features
+            return y
+
+        def step(net: Any = net, call: Callable[..., torch.Tensor] = call) -> None:
             net.zero_grad(set_to_none=True)
-            with torch.autocast(device, torch.bfloat16):
+            with torch.autocast(device, torch.float16 if device == "cuda" else torch.bfloat16):
                 y = call(*scenes[next(turn) % len(scenes)])
             y.float().square().mean().backward()
 
         def inference(call: Callable[..., torch.Tensor] = call) -> None:
-            with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+            with torch.no_grad(), torch.autocast(device, torch.float16 if device == "cuda" else torch.bfloat16):
                 call(*scenes[next(turn) % len(scenes)])
 
         found[f"{name} step"] = measured(step, device, rounds)
@@ -230,6 +238,9 @@ def times(kinds: dict[str, Any], device: str, voxels: int, rounds: int) -> dict[
         found[f"{name} inference"] = measured(inference, device, rounds)
         if device == "cuda":
             found[f"{name} GiB"] = torch.cuda.max_memory_allocated() / 2**30
+        del net, made, call, step, inference
+        if device == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     return found
 
@@ -241,14 +252,16 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--voxels", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", nargs="+", default=["theirs", "ours", "captured"], help="what is timed")
+    parser.add_argument("--library", choices=("sparseconv", "spconv"), default="sparseconv", help="under theirs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    kinds = authors(args.pointcept)
+    kinds = authors(args.pointcept, args.library)
     found: dict[str, Any] = {}
     if args.time:
-        found = times(kinds, args.device, args.voxels, args.rounds)
+        found = times(kinds, args.device, args.voxels, args.rounds, args.only)
         for name, value in found.items():
-            print(f"{name:24} {value:.2f}")
+            print(f"{name:24} {value:.2f}", flush=True)
     else:
         print(f"{'':32} output   input's gradient   worst parameter's")
         for name, options, counts, edge, training in CASES:
