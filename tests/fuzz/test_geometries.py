@@ -15,6 +15,15 @@ def test_some_geometries_are_those_of_the_oracle() -> None:
     assert ended["the same"] > 100
 
 
+def test_padding_that_moves_the_window_far_away() -> None:
+    rows = [(0, 0, 1, -2, 1 - 2**31), (0, 0, -2, 3, -3), (1, -1, 4, -3, -1), (1, -2, -2, 0, 2)]
+    options = {"kernel_size": (2, 1, 2, 1), "stride": (1, 2, 1, 1), "dilation": (2, 2, 1, 1), "target": None}
+    for far in (-(2**30), 2**30 - 8, 64):
+        options |= {"padding": (far, 3, 1, 3), "boundary": ("absent", None), "backend": None}
+        case = geometries.Case("plan", 4, rows, 2, True, options)
+        assert geometries._plan_by_package(case) == geometries._plan_by_oracle(case)
+
+
 def test_a_difference_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = geometries._plan_by_package
 

@@ -49,10 +49,11 @@ def edges_by_lines(
 
 
 def _reach(fine: VoxelGrid, coarse: VoxelGrid, stride: Ints, offsets: tuple[Ints, ...]) -> KeySpace | None:
-    """The keys of every point that is on the fine grid or seen through a tap."""
+    """The keys of every point that is on the fine grid, or where a window stands, or seen through a tap: what a tap adds
+    to a key fits 64 bits, however far padding moves the taps away."""
     start, end = [0], [max(fine.batch_size, 1)]
     for axis, step in enumerate(stride):
-        reach = [offset[axis] for offset in offsets]
+        reach = [0, *(offset[axis] for offset in offsets)]
         seen = (step * coarse.extent.start[axis] + min(reach), step * (coarse.extent.end[axis] - 1) + max(reach) + 1)
         start.append(min(fine.extent.start[axis], seen[0]))
         end.append(max(fine.extent.end[axis], seen[1]))
