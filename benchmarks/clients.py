@@ -6,7 +6,8 @@
 ``--clients`` is a folder with the clients' own files, which are not part of this project: OpenPCDet's
 ``spconv_backbone.py`` and ``spconv_utils.py`` in ``pcdet/``, Pointcept's ``spconv_unet_v1m1_base.py``. Every call is on
 another of eight rotations of a scan, rows shuffled. Times are medians of CUDA events, in ms; compare runs of one
-machine alone. With ``--check`` results and gradients of the accelerated network are compared with the eager ones'.
+machine alone. With ``--device cpu`` they are of the wall clock, with all threads. With ``--check`` results and
+gradients of the accelerated network are compared with the eager ones'.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import copy
 import importlib
 import json
 import logging
+import resource
 import sys
 import time
 import types
@@ -146,7 +148,15 @@ def make(name: str, detectors: Any, spunet: Any, data: Path, device: str) -> Cli
 
 
 def timed(run: Callable[[Any], Any], scenes: list[Any], repeats: int) -> dict[str, float]:
-    """Median of CUDA events and of the wall clock, ms a call."""
+    """Median of CUDA events and of the wall clock, ms a call; on a CPU the median of the wall clock."""
+    if not scenes[0][0].is_cuda:
+        run(scenes[0])
+        walls = []
+        for at in range(repeats):
+            began = time.perf_counter()
+            run(scenes[at % len(scenes)])
+            walls.append(1e3 * (time.perf_counter() - began))
+        return {"ms": round(sorted(walls)[len(walls) // 2], 1), "least_ms": round(min(walls), 1)}
     for scene in scenes:
         run(scene)
     torch.cuda.synchronize()
@@ -207,8 +217,9 @@ def compare(client: Client, other: torch.nn.Module, autocast: Any) -> dict[str, 
 
 def measure(args: argparse.Namespace, name: str, dtype: str, detectors: Any, spunet: Any) -> dict[str, Any]:
     began = time.perf_counter()
-    client = make(name, detectors, spunet, args.data, "cuda")
+    client = make(name, detectors, spunet, args.data, args.device)
     net, scenes, call = client
+    on_cuda = args.device == "cuda"
     row: dict[str, Any] = {"client": name, "dtype": dtype, "library": args.library, "accelerated": args.accelerate}
     row["voxels"] = [len(s[1]) for s in scenes]
     twin = copy.deepcopy(net) if args.check else None
@@ -218,8 +229,8 @@ def measure(args: argparse.Namespace, name: str, dtype: str, detectors: Any, spu
         sc.accelerate(net)
 
     def autocast() -> Any:
-        kind = torch.bfloat16 if dtype == "bf16" else torch.float16
-        return torch.autocast("cuda", kind, enabled=dtype in ("fp16", "bf16"))
+        kind = torch.float16 if dtype == "fp16" else torch.bfloat16
+        return torch.autocast(args.device, kind, enabled=dtype in ("fp16", "bf16"))
 
     def forward(scene: Any) -> torch.Tensor:
         with autocast():
@@ -232,6 +243,16 @@ def measure(args: argparse.Namespace, name: str, dtype: str, detectors: Any, spu
     if args.check and twin is not None:
         row.update(compare(client, twin, autocast))
         twin = None
+    if not on_cuda:
+        began = time.perf_counter()  # the scans are no part of a first step
+        step(scenes[0])
+        row["first_s"] = round(time.perf_counter() - began, 2)
+        row["step"] = timed(step, scenes, args.repeats)
+        row["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**10
+        net.eval()
+        with torch.inference_mode():
+            row["inference"] = timed(forward, scenes, args.repeats)
+        return row
     step(scenes[0])
     torch.cuda.synchronize()
     row["first_s"] = round(time.perf_counter() - began, 1)
@@ -262,9 +283,19 @@ def measure(args: argparse.Namespace, name: str, dtype: str, detectors: Any, spu
     return row
 
 
+def machine(device: str) -> dict[str, Any]:
+    """The card, or the CPU with its instructions and threads."""
+    if device == "cuda":
+        return {"card": torch.cuda.get_device_name()}
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"cpu": names[0].partition(":")[2].strip(), "capability": capability, "threads": torch.get_num_threads()}
+
+
 def _spelled(args: argparse.Namespace) -> list[str]:
     """The arguments of a run, folders by what they hold."""
     words = ["--library", args.library, "--clients", "CLIENTS", "--data", "DATA", "--json", args.json.name]
+    words += ["--device", "cpu"] if args.device == "cpu" else []
     words += [f"--{flag}" for flag in ("accelerate", "check", "busy") if getattr(args, flag)]
     return [*words, "--client", *args.client, "--dtype", *args.dtype, "--repeats", str(args.repeats)]
 
@@ -275,11 +306,12 @@ def main() -> None:
     parser.add_argument("--clients", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--accelerate", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--busy", action="store_true")
     parser.add_argument("--client", nargs="+", choices=CLIENTS, default=list(CLIENTS[:3]))
-    parser.add_argument("--dtype", nargs="+", choices=("fp16", "bf16", "tf32"), default=["fp16"])
+    parser.add_argument("--dtype", nargs="+", choices=("fp16", "bf16", "tf32", "fp32"), default=["fp16"])
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--debug", action="store_true", help="say where a capture failed")
     args = parser.parse_args()
@@ -290,12 +322,16 @@ def main() -> None:
         from sparseconv.interop import spconv
 
         spconv.install()
+    elif args.device == "cpu":
+        from benchmarks.cpu import load_spconv
+
+        load_spconv()
     constants: Any = importlib.import_module("spconv.constants")
     constants.SPCONV_ALLOW_TF32 = True
     torch.backends.cuda.matmul.allow_tf32 = True
     detectors, spunet = load_clients(args.clients)
     facts = {
-        "card": torch.cuda.get_device_name(),
+        **machine(args.device),
         "torch": torch.__version__,
         "command": " ".join(["python -m benchmarks.clients", *_spelled(args)]),
     }
@@ -311,7 +347,8 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             rows.append(row)
             args.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
-            torch.cuda.empty_cache()
+            if args.device == "cuda":
+                torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 #: eager calls of a kind before the first capture; recordings that a module keeps; captures of one kind in all
 EXAMPLES, MOST_KEPT, MOST_CAPTURES = 2, 4, 8
+#: places over those of the largest scene so far, at first and after each that did not fit; rows are then rounded up
+ROOM, MORE_ROOM = 1.125, 1.25
 
 
 class _Begins(BaseException):
@@ -41,7 +43,7 @@ class _Kind:
         self.wanted: set[int] = set()
         self.recording: Recording | None = None
         self.collected = 0  # the state of the module that the recording is of
-        self.room = 1.25
+        self.room = ROOM
         self.captures = 0
         self.replays = 0
         self.tried = 0  # replays that were compared with eager calls
@@ -235,7 +237,7 @@ class Captured:
                 return self._replay(kind, scene, path, given)
             why = recording.fault()
             if why is not None:
-                kind.room *= 1.25
+                kind.room *= MORE_ROOM
         if why is not None or recording is None:
             self._outgrown(kind, scene)
             args, kwargs = given.whole
@@ -286,7 +288,7 @@ class Captured:
                 verify.against_eager(recording, self.plain, given, scene)
                 recording.tried()
             except DoesNotFit as error:
-                kind.room *= 1.25
+                kind.room *= MORE_ROOM
                 if attempt == 3:
                     raise CannotCapture(f"places four times larger did not hold the scene: {error}") from None
             except CannotCapture:

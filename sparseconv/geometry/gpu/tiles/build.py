@@ -55,7 +55,9 @@ def schedule_on_gpu(
         return schedule
     significance = tap_significance(kernel_map.num_taps)
     turned = kernel_map.source.found.search if isinstance(kernel_map.source, ReversedEdges) else None
-    search = search_table(kernel_map.neighbors, None if turned is None else turned.device_count)
+    # of fixed size it is as large as the schedule itself, and nothing else reads it: it is not kept
+    table = kernel_map.source.neighbors if turned is not None and kernel_map.padded else kernel_map.neighbors
+    search = search_table(table, None if turned is None else turned.device_count)
     if turned is not None:
         turned.kept.append(search.window.data)
     schedule = build_schedule(search, block_m, significance=significance, groups=groups, chunk_rows=chunk_rows)
