@@ -49,8 +49,10 @@ def edges_by_lines(
 
 
 def _reach(fine: VoxelGrid, coarse: VoxelGrid, stride: Ints, offsets: tuple[Ints, ...]) -> KeySpace | None:
-    """The keys of every point that is on the fine grid, or where a window stands, or seen through a tap: what a tap adds
-    to a key fits 64 bits, however far padding moves the taps away."""
+    """The keys of every point that is on the fine grid, where a window stands, or seen through a tap.
+
+    So what a tap adds to a key fits 64 bits, however far padding moves the taps away.
+    """
     start, end = [0], [max(fine.batch_size, 1)]
     for axis, step in enumerate(stride):
         reach = [0, *(offset[axis] for offset in offsets)]

@@ -54,9 +54,10 @@ def schedule_on_gpu(
             kernel_map.source.wrote("schedule")
         return schedule
     significance = tap_significance(kernel_map.num_taps)
-    turned = kernel_map.source.found.search if isinstance(kernel_map.source, ReversedEdges) else None
+    source = kernel_map.source
+    turned = source.found.search if isinstance(source, ReversedEdges) else None
     # of fixed size it is as large as the schedule itself, and nothing else reads it: it is not kept
-    table = kernel_map.source.neighbors if turned is not None and kernel_map.padded else kernel_map.neighbors
+    table = source.neighbors if isinstance(source, ReversedEdges) and source.padded else kernel_map.neighbors
     search = search_table(table, None if turned is None else turned.device_count)
     if turned is not None:
         turned.kept.append(search.window.data)
