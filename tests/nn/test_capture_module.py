@@ -488,6 +488,18 @@ def test_a_result_that_gets_a_gradient_for_the_first_time_gets_a_right_one():
         same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
 
 
+def test_results_that_the_caller_ignores_cost_no_gradient():
+    net = make("detector")
+    nn.capture(net)
+    for seed in range(4):  # the loss is of out[0] alone; the network goes on from the scales that it returns
+        step(net, detect, seed)
+    assert replays(net) == 2
+    (kind,) = forward_of(net)._kinds.values()
+    assert len(kind.recording.results) == 3
+    assert [len(g) for g in kind.recording.grads] == [len(kind.recording.results[kind.recording.taken[0]])]
+    assert kind.recording.results[kind.recording.taken[0]].shape[1] == 16
+
+
 # ---- what no graph can hold
 
 

@@ -235,9 +235,15 @@ class Answer:
 
         ``root`` is the spatial shape that the region begins with, ``path`` where its tensor is among the arguments.
         """
-        filling = _Filling(given, tensors, grids, root, None if path is None else given.at(path), self._own)
+        return self._filled(_Filling(given, tensors, grids, root, None if path is None else given.at(path), self._own))
+
+    def aliased(self, given: Given, tensors: Sequence[torch.Tensor]) -> Any:
+        """The tree of the eager call itself, on its own grids, with aliases of its tensors."""
+        return self._filled(_Filling(given, tensors, None, None, None, None))
+
+    def _filled(self, filling: _Filling) -> Any:
         for path, gone, new in self._changes:
-            into = given.at(path)
+            into = filling.given.at(path)
             for key in gone:
                 into.pop(key, None)
             into.update({key: filling.made(node) for key, node in new.items()})
@@ -260,11 +266,11 @@ class Answer:
 
 
 class _Filling(NamedTuple):
-    """What takes the places of an answer."""
+    """What takes the places of an answer; without ``grids`` sparse tensors stay on theirs."""
 
     given: Given
     tensors: Sequence[torch.Tensor]
-    grids: Mapping[int, VoxelGrid]
+    grids: Mapping[int, VoxelGrid] | None
     root: Sequence[int] | None
     first: Any
     own: int | None
@@ -276,9 +282,12 @@ class _Filling(NamedTuple):
             return node.value
         if isinstance(node, _Place):
             return self.tensors[node.number]
+        if isinstance(node, _SparsePlace) and self.grids is None:
+            made = node.kind.fill(node.kind.copy(node.like), None, self.tensors[node.features.number], None)
+            return node.kind.follow(made, node.like)
         if isinstance(node, _SparsePlace):
             shape = None if node.shape is None or self.root is None else list(node.shape.again(self.root))
-            kind, like, grid = kind_of(self.first), node.like, self.grids.get(node.grid)
+            kind, like, grid = kind_of(self.first), node.like, (self.grids or {}).get(node.grid)
             if node.grid == self.own and kind is node.kind:
                 like = self.first  # whose voxels the copy has
             elif node.grid == self.own and kind is not None:

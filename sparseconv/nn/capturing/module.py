@@ -121,9 +121,7 @@ class Captured:
             kind, scene = self._kind(x, given)
             if self._is_ready(kind, scene):
                 return self._replay(kind, scene, path, given)
-            out = self.plain(*args, **kwargs)
-            self._note(kind, scene, out, given)
-            return out
+            return self._noted(kind, scene, self.plain(*args, **kwargs), given)
         found: list[tuple[_Kind, Scene]] = []
 
         def begin(x: Any) -> bool:
@@ -138,9 +136,8 @@ class Captured:
         if out is begins:  # here, since an error within the handling of another one would be told as that one
             return self._replay(*found[0], None, given)
         if found:
-            self._note(*found[0], out, given)
-        else:
-            self.eager["no sparse tensor was made"] += 1
+            return self._noted(*found[0], out, given)
+        self.eager["no sparse tensor was made"] += 1
         return out
 
     def _must_be_plain(self) -> bool:
@@ -206,20 +203,25 @@ class Captured:
             return False
         return True
 
-    def _note(self, kind: _Kind, scene: Scene, out: Any, given: Given) -> None:
-        """Remember the scene of an eager call, and which results get gradients."""
+    def _noted(self, kind: _Kind, scene: Scene, out: Any, given: Given) -> Any:
+        """The results of an eager call, remembered with its scene: which of them get gradients of the caller's.
+
+        Their tensors become aliases, since the call itself may go on from a result that the caller ignores.
+        """
         kind.calls += 1
         if kind.refused is not None or not len(scene.coords):
-            return
+            return out
         kind.scenes = [*kind.scenes[-1:], _bare(scene)]
         try:
             answer = Answer(out, given, None, set())
         except CannotCapture as error:
             kind.refused = str(error)
-            return
-        for number, tensor in enumerate(answer.tensors):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda grad, number=number: kind.wanted.add(number))
+            return out
+        aliases = [t.view_as(t) if t.requires_grad else t for t in answer.tensors]
+        for number, alias in enumerate(aliases):
+            if alias.requires_grad:
+                alias.register_hook(lambda grad, number=number: kind.wanted.add(number))
+        return answer.aliased(given, aliases)
 
     # ---- recordings
 
