@@ -12,6 +12,7 @@ import sparseconv.interop.spconv.pytorch as spconv
 import sparseconv.interop.torchsparse as torchsparse
 import sparseconv.interop.torchsparse.nn as spnn
 import sparseconv.interop.torchsparse.nn.functional as spf
+from sparseconv.interop import flex_gemm
 from sparseconv.interop.minkowski.utils import batched_coordinates, quantization, sparse_collate
 from sparseconv.interop.spconv import utils as spconv_utils
 from sparseconv.interop.spconv.pytorch import functional, ops
@@ -577,7 +578,49 @@ def _torchsparse() -> list[Call]:
     ]
 
 
-TABLE: list[Call] = [*_spconv(), *_minkowski(), *_torchsparse()]
+# ---- FlexGEMM
+
+
+def _flex_gemm() -> list[Call]:
+    shape, functions = (1, 4, *SHAPE), flex_gemm.ops.spconv
+    first = {"feats": rows, "coords": COORDS.clone, "shape": lambda: shape}
+    weight = {"weight": lambda: torch.ones(6, 3, 3, 3, 4), "bias": lambda: torch.ones(6)}
+
+    def given(*groups: dict[str, Any], **more: Any) -> Any:
+        return lambda: {key: make() for group in groups for key, make in group.items()} | more
+
+    return [
+        call(
+            "flex_gemm.sparse_submanifold_conv3d",
+            functions.sparse_submanifold_conv3d,
+            given(first, weight, neighbor_cache=None, dilation=1),
+            bias="none",
+            neighbor_cache="none",
+        ),
+        call(
+            "flex_gemm.sparse_conv3d",
+            functions.sparse_conv3d,
+            given(first, weight, out_coords=None, stride=2, padding=1, dilation=1),
+            bias="none",
+            out_coords="none",
+            padding="negative",
+        ),
+        call(
+            "flex_gemm.grid_sample_3d",
+            flex_gemm.ops.grid_sample.grid_sample_3d,
+            given(first, grid=torch.rand(1, 6, 3), mode="trilinear"),
+        ),
+        call("flex_gemm.encode_seq", flex_gemm.ops.serialize.encode_seq, given({"coords": COORDS.clone}, shape=shape)),
+        call(
+            "flex_gemm.decode_seq",
+            flex_gemm.ops.serialize.decode_seq,
+            given(code=torch.arange(6), shape=shape),
+        ),
+        call("flex_gemm.set_algorithm", functions.set_algorithm, given(algorithm="implicit_gemm")),
+    ]
+
+
+TABLE: list[Call] = [*_spconv(), *_minkowski(), *_torchsparse(), *_flex_gemm()]
 
 
 def main(count: int, seed: int) -> list[str]:
