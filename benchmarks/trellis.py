@@ -80,33 +80,34 @@ def pair(vae: Any, options: dict[str, Any], way: str) -> torch.nn.ModuleDict:
     with torch.no_grad():
         for parameter in nets.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    for net in nets.values():
+    for net in (encoder, decoder):
         net.dtype = torch.float64
     return nets
 
 
 def run(sp: Any, nets: torch.nn.ModuleDict, coords: torch.Tensor, x: torch.Tensor, way: str) -> list[torch.Tensor]:
     """Everything that comes out: the latent, the decoded features, subdivisions; voxels as the last one."""
-    latent = nets["encoder"](sp.SparseTensor(x, coords))
+    encoder, decoder = (nets[name] for name in ("encoder", "decoder"))
+    latent = encoder(sp.SparseTensor(x, coords))
     if way == "predicted":
         alone = sp.SparseTensor(latent.feats, latent.coords)  # without what the encoder found
-        y, subdivisions = nets["decoder"].eval()(alone, return_subs=True)
+        y, subdivisions = decoder.eval()(alone, return_subs=True)
         return [latent.feats, y.feats, *(s.feats for s in subdivisions), y.coords]
     if way == "guided":
         alone = sp.SparseTensor(latent.feats, latent.coords)
-        guides, at = [], latent.coords
-        for step in range(len(nets["decoder"].blocks) - 1):
+        guides, at, levels = [], latent.coords, sum(1 for _ in decoder.get_submodule("blocks").children())
+        for step in range(levels - 1):
             kept = torch.rand(len(at), 8, generator=torch.Generator().manual_seed(step)) - 0.6
             guides.append(sp.SparseTensor(kept.double(), at))
             parents, children = (kept > 0).nonzero(as_tuple=True)
             moves = torch.stack([children * 0, children & 1, children >> 1 & 1, children >> 2], 1)
             at = (at[parents] * torch.tensor([1, 2, 2, 2]) + moves).int()
-        y = nets["decoder"](alone, guide_subs=guides)
+        y = decoder(alone, guide_subs=guides)
         return [latent.feats, y.feats, y.coords]
     if way == "training":
-        y, _, subdivisions = nets["decoder"](latent)
+        y, _, subdivisions = decoder(latent)
         return [latent.feats, y.feats, *(s.feats for s in subdivisions), y.coords]
-    y = nets["decoder"](latent)
+    y = decoder(latent)
     return [latent.feats, y.feats, y.coords]
 
 
@@ -135,7 +136,8 @@ def differences(vae: Any, options: dict[str, Any], edge: int, counts: tuple[int,
             patch.object(norm, "manual_cast", lambda tensor, dtype: tensor),
         ):
             *outputs, at = run(sp, nets, places, x, way)
-            total = sum((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() for y in outputs)
+            parts = [(y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() for y in outputs]
+            total = torch.stack(parts).sum()
             grads = torch.autograd.grad(total, [x, *nets.parameters()], allow_unused=True)
         runs.append((outputs, at, grads))
     (got, mine, grads), (want, theirs, asked) = runs
