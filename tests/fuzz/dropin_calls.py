@@ -12,13 +12,13 @@ import sparseconv.interop.spconv.pytorch as spconv
 import sparseconv.interop.torchsparse as torchsparse
 import sparseconv.interop.torchsparse.nn as spnn
 import sparseconv.interop.torchsparse.nn.functional as spf
-from sparseconv.interop import flex_gemm
+from sparseconv.interop import flex_gemm, fvdb
 from sparseconv.interop.minkowski.utils import batched_coordinates, quantization, sparse_collate
 from sparseconv.interop.spconv import utils as spconv_utils
 from sparseconv.interop.spconv.pytorch import functional, ops
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel, gather_features_by_pc_voxel_id
 from sparseconv.interop.torchsparse.utils import collate, quantize
-from tests.fuzz._bad_calls import COORDS, WRONG, Call, Kinds, by_place, call, wrong_answers
+from tests.fuzz._bad_calls import COORDS, GRID, WRONG, Call, Kinds, by_place, call, wrong_answers
 
 #: and a tensor of each library, given to the others
 KINDS: Kinds = WRONG | {
@@ -620,7 +620,53 @@ def _flex_gemm() -> list[Call]:
     ]
 
 
-TABLE: list[Call] = [*_spconv(), *_minkowski(), *_torchsparse(), *_flex_gemm()]
+# ---- fVDB
+
+
+def _fvdb() -> list[Call]:
+    grid = fvdb.GridBatch.from_voxel_grid(GRID)
+    plan = fvdb.ConvolutionPlan.from_grid_batch(3, 1, grid)
+    found = [
+        call(
+            f"fvdb.{name}",
+            getattr(fvdb.ConvolutionPlan, name),
+            lambda: {
+                "kernel_size": 3,
+                "stride": 2,
+                "source_grid": grid,
+                "target_grid": None,
+                "expert_config": None,
+                "channel_pairs": ((4, 6),),
+                "topology_policy": None,
+            },
+            source_grid="grid",
+            target_grid="none",
+            expert_config="none,dict",
+            topology_policy="none",
+        )
+        for name in ("from_grid_batch", "from_grid_batch_transposed")
+    ]
+    return [
+        *found,
+        call("fvdb.from_plan_transposed", fvdb.ConvolutionPlan.from_plan_transposed, lambda: {"plan": plan}),
+        call("fvdb.execute", plan.execute, lambda: {"data": rows(), "weights": torch.ones(6, 4, 3, 3, 3)}),
+        call(
+            "fvdb.GridBatch.from_ijk",
+            fvdb.GridBatch.from_ijk,
+            lambda: {"ijk": fvdb.JaggedTensor(COORDS[:, 1:]), "voxel_sizes": 0.5, "origins": 0},
+            voxel_sizes="float,huge,scalar tensor",
+            origins="float,negative,huge,scalar tensor",
+        ),
+        call("fvdb.GridBatch.conv_grid", grid.conv_grid, lambda: {"kernel_size": 3, "stride": 2}),
+        call(
+            "fvdb.nn.SparseConv3d",
+            fvdb.nn.SparseConv3d(4, 6, 3),
+            lambda: {"data": fvdb.JaggedTensor(rows()), "plan": plan},
+        ),
+    ]
+
+
+TABLE: list[Call] = [*_spconv(), *_minkowski(), *_torchsparse(), *_flex_gemm(), *_fvdb()]
 
 
 def main(count: int, seed: int) -> list[str]:
