@@ -15,6 +15,7 @@ import sparseconv.interop.torchsparse.nn.functional as spf
 from sparseconv.interop import flex_gemm, fvdb
 from sparseconv.interop.minkowski.utils import batched_coordinates, quantization, sparse_collate
 from sparseconv.interop.spconv import utils as spconv_utils
+from sparseconv.interop.spconv.hash import HashTable
 from sparseconv.interop.spconv.pytorch import functional, ops
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel, gather_features_by_pc_voxel_id
 from sparseconv.interop.torchsparse.utils import collate, quantize
@@ -233,7 +234,32 @@ def _spconv() -> list[Call]:
             points="ndarray",
             max_voxels="none",
         ),
+        call("spconv.indice_conv", functional.indice_conv, _table, bias="none", act_type="none", **_ignored),
+        call(
+            "spconv.indice_inverse_conv",
+            functional.indice_inverse_conv,
+            _table,
+            bias="none",
+            act_type="none",
+            **_ignored,
+        ),
+        call(
+            "spconv.HashTable.query",
+            HashTable(torch.device("cpu"), torch.int64, torch.int64).query,
+            lambda: {"keys": torch.tensor([5, 9])},
+        ),
     ]
+
+
+#: arguments that choose kernels or time them, and may be anything
+_ignored = {"algo": ",".join(KINDS), "timer": ",".join(KINDS)}
+
+
+def _table() -> dict[str, Any]:
+    rows = torch.arange(3).expand(2, 27, 3).int()
+    given = {"features": torch.ones(3, 4), "filters": torch.ones(6, 3, 3, 3, 4), "indice_pairs": rows}
+    counts = {"indice_pair_num": torch.full((27,), 3), "num_activate_out": 3, "algo": None, "timer": None}
+    return given | counts | {"bias": torch.ones(6), "act_type": None}
 
 
 # ---- MinkowskiEngine
