@@ -12,12 +12,14 @@ import sparseconv.interop.spconv.pytorch as spconv
 import sparseconv.interop.torchsparse as torchsparse
 import sparseconv.interop.torchsparse.nn as spnn
 import sparseconv.interop.torchsparse.nn.functional as spf
+from sparseconv.interop import flex_gemm, fvdb
 from sparseconv.interop.minkowski.utils import batched_coordinates, quantization, sparse_collate
 from sparseconv.interop.spconv import utils as spconv_utils
+from sparseconv.interop.spconv.hash import HashTable
 from sparseconv.interop.spconv.pytorch import functional, ops
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel, gather_features_by_pc_voxel_id
 from sparseconv.interop.torchsparse.utils import collate, quantize
-from tests.fuzz._bad_calls import COORDS, WRONG, Call, Kinds, by_place, call, wrong_answers
+from tests.fuzz._bad_calls import COORDS, GRID, WRONG, Call, Kinds, by_place, call, wrong_answers
 
 #: and a tensor of each library, given to the others
 KINDS: Kinds = WRONG | {
@@ -232,7 +234,32 @@ def _spconv() -> list[Call]:
             points="ndarray",
             max_voxels="none",
         ),
+        call("spconv.indice_conv", functional.indice_conv, _table, bias="none", act_type="none", **_ignored),
+        call(
+            "spconv.indice_inverse_conv",
+            functional.indice_inverse_conv,
+            _table,
+            bias="none",
+            act_type="none",
+            **_ignored,
+        ),
+        call(
+            "spconv.HashTable.query",
+            HashTable(torch.device("cpu"), torch.int64, torch.int64).query,
+            lambda: {"keys": torch.tensor([5, 9])},
+        ),
     ]
+
+
+#: arguments that choose kernels or time them, and may be anything
+_ignored = {"algo": ",".join(KINDS), "timer": ",".join(KINDS)}
+
+
+def _table() -> dict[str, Any]:
+    rows = torch.arange(3).expand(2, 27, 3).int()
+    given = {"features": torch.ones(3, 4), "filters": torch.ones(6, 3, 3, 3, 4), "indice_pairs": rows}
+    counts = {"indice_pair_num": torch.full((27,), 3), "num_activate_out": 3, "algo": None, "timer": None}
+    return given | counts | {"bias": torch.ones(6), "act_type": None}
 
 
 # ---- MinkowskiEngine
@@ -577,7 +604,95 @@ def _torchsparse() -> list[Call]:
     ]
 
 
-TABLE: list[Call] = [*_spconv(), *_minkowski(), *_torchsparse()]
+# ---- FlexGEMM
+
+
+def _flex_gemm() -> list[Call]:
+    shape, functions = (1, 4, *SHAPE), flex_gemm.ops.spconv
+    first = {"feats": rows, "coords": COORDS.clone, "shape": lambda: shape}
+    weight = {"weight": lambda: torch.ones(6, 3, 3, 3, 4), "bias": lambda: torch.ones(6)}
+
+    def given(*groups: dict[str, Any], **more: Any) -> Any:
+        return lambda: {key: make() for group in groups for key, make in group.items()} | more
+
+    return [
+        call(
+            "flex_gemm.sparse_submanifold_conv3d",
+            functions.sparse_submanifold_conv3d,
+            given(first, weight, neighbor_cache=None, dilation=1),
+            bias="none",
+            neighbor_cache="none",
+        ),
+        call(
+            "flex_gemm.sparse_conv3d",
+            functions.sparse_conv3d,
+            given(first, weight, out_coords=None, stride=2, padding=1, dilation=1),
+            bias="none",
+            out_coords="none",
+            padding="negative",
+        ),
+        call(
+            "flex_gemm.grid_sample_3d",
+            flex_gemm.ops.grid_sample.grid_sample_3d,
+            given(first, grid=torch.rand(1, 6, 3), mode="trilinear"),
+        ),
+        call("flex_gemm.encode_seq", flex_gemm.ops.serialize.encode_seq, given({"coords": COORDS.clone}, shape=shape)),
+        call(
+            "flex_gemm.decode_seq",
+            flex_gemm.ops.serialize.decode_seq,
+            given(code=torch.arange(6), shape=shape),
+        ),
+        call("flex_gemm.set_algorithm", functions.set_algorithm, given(algorithm="implicit_gemm")),
+    ]
+
+
+# ---- fVDB
+
+
+def _fvdb() -> list[Call]:
+    grid = fvdb.GridBatch.from_voxel_grid(GRID)
+    plan = fvdb.ConvolutionPlan.from_grid_batch(3, 1, grid)
+    found = [
+        call(
+            f"fvdb.{name}",
+            getattr(fvdb.ConvolutionPlan, name),
+            lambda: {
+                "kernel_size": 3,
+                "stride": 2,
+                "source_grid": grid,
+                "target_grid": None,
+                "expert_config": None,
+                "channel_pairs": ((4, 6),),
+                "topology_policy": None,
+            },
+            source_grid="grid",
+            target_grid="none",
+            expert_config="none,dict",
+            topology_policy="none",
+        )
+        for name in ("from_grid_batch", "from_grid_batch_transposed")
+    ]
+    return [
+        *found,
+        call("fvdb.from_plan_transposed", fvdb.ConvolutionPlan.from_plan_transposed, lambda: {"plan": plan}),
+        call("fvdb.execute", plan.execute, lambda: {"data": rows(), "weights": torch.ones(6, 4, 3, 3, 3)}),
+        call(
+            "fvdb.GridBatch.from_ijk",
+            fvdb.GridBatch.from_ijk,
+            lambda: {"ijk": fvdb.JaggedTensor(COORDS[:, 1:]), "voxel_sizes": 0.5, "origins": 0},
+            voxel_sizes="float,huge,scalar tensor",
+            origins="float,negative,huge,scalar tensor",
+        ),
+        call("fvdb.GridBatch.conv_grid", grid.conv_grid, lambda: {"kernel_size": 3, "stride": 2}),
+        call(
+            "fvdb.nn.SparseConv3d",
+            fvdb.nn.SparseConv3d(4, 6, 3),
+            lambda: {"data": fvdb.JaggedTensor(rows()), "plan": plan},
+        ),
+    ]
+
+
+TABLE: list[Call] = [*_spconv(), *_minkowski(), *_torchsparse(), *_flex_gemm(), *_fvdb()]
 
 
 def main(count: int, seed: int) -> list[str]:

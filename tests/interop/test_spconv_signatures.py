@@ -67,8 +67,10 @@ def test_representations_and_algorithms_read_as_spconvs():
     assert spconv.SparseConv3d(4, 8, 5).algo == ConvAlgo.Native
     assert spconv.SparseConv3d(4, 8, 5, large_kernel_fast_algo=True).algo == ConvAlgo.MaskImplicitGemm
     assert spconv.SparseConv3d(4, 8, 3, algo=ConvAlgo.Native).algo == ConvAlgo.Native
-    with pytest.raises(ValueError, match="put a module after it"):
-        SparseConvolution(3, 4, 8, act_type=type("Activation", (), {"name": "ReLU"})())
+    with pytest.raises(ValueError, match="act_type must be one of"):
+        SparseConvolution(3, 4, 8, act_type=type("Activation", (), {"name": "GELU"})())
+    with pytest.raises(TypeError, match="act_type"):
+        SparseConvolution(3, 4, 8, act_type="ReLU")
 
 
 def test_pooling_with_spconvs_numbers(monkeypatch):

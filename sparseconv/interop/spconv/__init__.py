@@ -35,6 +35,8 @@ _MODULES = (
 @cache
 def _names() -> Names:
     own = {f"spconv.{name}": importlib.import_module(f"{__name__}.{name}") for name in _MODULES}
+    for name in ("hash", "spatial"):  # which spconv has among those of torch
+        own[f"spconv.pytorch.{name}"] = importlib.import_module(f"{__name__}.{name}")
     return Names({"spconv": sys.modules[__name__], **own})
 
 

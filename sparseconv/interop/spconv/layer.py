@@ -14,7 +14,7 @@ from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, check_algorithm, whole
 from sparseconv.interop.layouts import saved_to_krsc
 from sparseconv.interop.spconv.constants import SAVED_WEIGHT_LAYOUT
-from sparseconv.interop.spconv.core import ConvAlgo, default_algo
+from sparseconv.interop.spconv.core import ConvAlgo, activated, activation_name, default_algo
 from sparseconv.interop.spconv.pytorch import ahead
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.geometry import (
@@ -65,7 +65,11 @@ class LayerOptions:
     name: str | None = None
 
 
-class SparseConvolution(SparseModule):
+class SparseConvolutionBase:
+    """What every convolution is, for `isinstance`."""
+
+
+class SparseConvolution(SparseConvolutionBase, SparseModule):
     """Any of the convolutions below; ``ndim`` first, the kind by ``subm``, ``transposed`` and ``inverse``.
 
         fine = stride * coarse + dilation * tap - padding        (0 <= coarse < out_spatial_shape)
@@ -76,6 +80,8 @@ class SparseConvolution(SparseModule):
         groups: channel groups; weight (C_out, *kernel, C_in/G).
         algo, fp32_accum, large_kernel_fast_algo: accepted, without effect: the backend is chosen by sparseconv and
             accumulates in fp32.
+        act_type, act_alpha: an activation after the layer, and once more after ``add_input``; `core.Activation`, or
+            cumm's of the same names. ``act_alpha`` is the slope of LeakyReLU, ``act_beta`` has no effect.
         record_voxel_count: keep the largest number of output voxels in a buffer.
         device, dtype: of the parameters, by name.
 
@@ -93,11 +99,10 @@ class SparseConvolution(SparseModule):
             raise TypeError(f"{said}; it takes {inspect.signature(type(self))}") from None
         super().__init__(given.name)
         check_algorithm(given.algo)
-        act_type = given.act_type
+        self.act_type, self.act_alpha, self.act_beta = given.act_type, given.act_alpha, given.act_beta
+        self._has_act = activation_name(given.act_type) != "None_"
         channels = whole([given.in_channels, given.out_channels], "channels", 1)
         (groups,) = whole([given.groups], "groups", 1)
-        if act_type is not None and getattr(act_type, "name", "None_") != "None_":
-            raise ValueError(f"activations are not fused into a layer here, put a module after it; got {act_type}")
         if any(count % groups for count in channels):
             raise ValueError(f"channels must be multiples of groups; got {channels[0]}, {channels[1]}, {groups}")
         self.ndim, (self.in_channels, self.out_channels), self.groups = given.ndim, channels, groups
@@ -155,12 +160,17 @@ class SparseConvolution(SparseModule):
         if not isinstance(input, SparseConvTensor):
             return leaf(self, input, add_input)
         out = self.convolved(input)
-        return out if add_input is None else out.replace_feature(out.features + add_input.features)
+        if self._has_act:
+            out = out.replace_feature(activated(out.features, self.act_type, self.act_alpha))
+        if add_input is None:
+            return out
+        return out.replace_feature(activated(out.features + add_input.features, self.act_type, self.act_alpha))
 
     @property
     def joins(self) -> bool:
         """Whether a batch norm and an activation after this layer can go into its kernel."""
-        return type(self).forward is SparseConvolution.forward and not (self.conv1x1 and self.groups == 1)
+        plain = type(self).forward is SparseConvolution.forward and not self._has_act
+        return plain and not (self.conv1x1 and self.groups == 1)
 
     def convolved(self, input: SparseConvTensor, after: Inference | None = None) -> SparseConvTensor:
         """A `SparseConvTensor` -> one at the output's indices, where the layer `joins` with what comes ``after``."""
@@ -273,6 +283,8 @@ class SparseConvolution(SparseModule):
         if self.bias is None:
             words.append("bias=False")
         words.append(f"algo={self.algo}")
+        if self._has_act:
+            words.append(f"act={self.act_type}")
         return ", ".join(words)
 
 

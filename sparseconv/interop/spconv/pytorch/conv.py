@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sparseconv.interop.spconv.core import ConvAlgo
-from sparseconv.interop.spconv.layer import Size, SparseConvolution
+from sparseconv.interop.spconv.layer import Size, SparseConvolution, SparseConvolutionBase
 from sparseconv.interop.spconv.pytorch.modules import Placement
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["SparseConvolution"]  # spconv has it in this module
+__all__ = ["SparseConvolution", "SparseConvolutionBase"]  # spconv has them in this module
 
 
 class _Convolution(SparseConvolution):

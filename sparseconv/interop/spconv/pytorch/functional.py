@@ -5,6 +5,29 @@ from __future__ import annotations
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.geometry import Place
 from sparseconv.interop.spconv.pytorch.tracing import recorded
+from sparseconv.interop.spconv.rulebooks import (
+    SparseConvFunction,
+    SparseImplicitGemmFunction,
+    SparseInverseConvFunction,
+    SubMConvFunction,
+    implicit_gemm,
+    indice_conv,
+    indice_inverse_conv,
+    indice_subm_conv,
+)
+
+__all__ = [
+    "SparseConvFunction",
+    "SparseImplicitGemmFunction",
+    "SparseInverseConvFunction",
+    "SubMConvFunction",
+    "implicit_gemm",
+    "indice_conv",
+    "indice_inverse_conv",
+    "indice_subm_conv",
+    "sparse_add",
+    "sparse_add_hash_based",
+]
 
 
 def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, whole
+from sparseconv.interop.spconv import rulebooks
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch.geometry import LayerWindow, check_inside, find_plan, pair_table
+from sparseconv.plan.convolution import ConvolutionPlan
 
 Ints = Sequence[int]
 
@@ -85,18 +88,117 @@ def get_indice_pairs(
 
     All int32. ``algo`` and ``num_out_act_bound`` are accepted and change nothing.
     """
-    given = _sizes(spatial_shape, ksize, stride, padding, dilation)
+    size = (ksize, stride, padding, dilation, out_padding)
+    plan = _plan(indices, batch_size, spatial_shape, size, subm, transpose)
+    pairs, counts = pair_table(plan)
+    return indices if subm else plan.target.coords, pairs, counts
+
+
+def get_indice_pairs_implicit_gemm(
+    indices: torch.Tensor,
+    batch_size: int,
+    spatial_shape: Sequence[int],
+    algo: ConvAlgo,
+    ksize: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    out_padding: Sequence[int],
+    subm: bool = False,
+    transpose: bool = False,
+    is_train: bool = True,
+    *options: Any,
+    **more: Any,
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[Any], list[Any], list[Any], list[Any], list[Any]
+]:
+    """The tables of a layer: out_indices, counts (K,), pair_fwd (K, N_out), pair_bwd (K, N_in), and five empty lists.
+
+    The lists are of masks and orders, which kernels here make for themselves. ``pair_bwd`` has no elements for
+    submanifold layers, and where not ``is_train``.
+    """
+    size = (ksize, stride, padding, dilation, out_padding)
+    plan = _plan(indices, batch_size, spatial_shape, size, subm, transpose)
+    edges = plan.kernel_map
+    back = edges.reverse().neighbors.clone() if is_train and not subm else indices.new_empty(0)
+    counts, out = edges.tap_offsets.diff().int(), indices if subm else plan.target.coords
+    return out, counts, edges.neighbors.clone(), back, [], [], [], [], []
+
+
+def _plan(
+    indices: torch.Tensor, batch_size: int, spatial_shape: Ints, size: Sequence[Ints], subm: bool, transpose: bool
+) -> ConvolutionPlan:
+    given = _sizes(spatial_shape, *size[:4])
     check_taps(given[1])
     window = LayerWindow(*(tuple(sizes) for sizes in given[1:]))
     if subm:
         shape = given[0]
     elif transpose:
-        shape = get_deconv_output_size(spatial_shape, ksize, stride, padding, dilation, out_padding)
+        shape = get_deconv_output_size(spatial_shape, *size)
     else:
         shape = conv_size(*given)
     (batch_size,) = whole([batch_size], "batch_size", 1)
     voxels = VoxelGrid(indices, batch_size)
     check_inside(voxels, given[0])
-    plan = find_plan(voxels, window, shape, subm=subm, transposed=transpose)
-    pairs, counts = pair_table(plan)
-    return indices if subm else plan.target.coords, pairs, counts
+    return find_plan(voxels, window, shape, subm=subm, transposed=transpose)
+
+
+def indice_conv(
+    features: torch.Tensor,
+    filters: torch.Tensor,
+    indice_pairs: torch.Tensor,
+    indice_pair_num: torch.Tensor,
+    num_activate_out: int,
+    inverse: bool = False,
+    subm: bool = False,
+    algo: ConvAlgo | None = None,
+    timer: Any = None,
+    bias: torch.Tensor | None = None,
+    act_alpha: float = 0.0,
+    act_beta: float = 0.0,
+    act_type: Any = None,
+) -> torch.Tensor:
+    """`functional.indice_conv`, or `functional.indice_inverse_conv` where ``inverse``."""
+    run = rulebooks.indice_inverse_conv if inverse else rulebooks.indice_conv
+    given = (features, filters, indice_pairs, indice_pair_num, num_activate_out, algo, timer)
+    return run(*given, bias, act_alpha, act_beta, act_type)
+
+
+def indice_conv_backward(
+    features: torch.Tensor,
+    filters: torch.Tensor,
+    out_bp: torch.Tensor,
+    indice_pairs: torch.Tensor,
+    indice_pair_num: torch.Tensor,
+    inverse: bool = False,
+    subm: bool = False,
+    algo: ConvAlgo | None = None,
+    timer: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of features and filters of `indice_conv`."""
+    rulebooks.check_features(features)
+    rulebooks.check_features(out_bp)
+    edges = rulebooks.of_pairs(indice_pairs, indice_pair_num, len(features), len(out_bp), inverse)
+    return rulebooks.gradients(features, filters, out_bp, edges)
+
+
+def implicit_gemm(
+    features: torch.Tensor,
+    filters: torch.Tensor,
+    pair_fwd: torch.Tensor,
+    pair_mask_fwd_splits: Any,
+    mask_argsort_fwd_splits: Any,
+    num_activate_out: int,
+    masks: Any = None,
+    is_train: bool = True,
+    is_subm: bool = False,
+    timer: Any = None,
+    fp32_accum: bool | None = None,
+    bias: torch.Tensor | None = None,
+    act_alpha: float = 0.0,
+    act_beta: float = 0.0,
+    act_type: Any = None,
+) -> tuple[torch.Tensor, None, int]:
+    """The result of `functional.implicit_gemm`, no mask, and -1 for the mask's width."""
+    given = (features, filters, pair_fwd, None, None, None, None, None, num_activate_out)
+    return rulebooks.implicit_gemm(*given, bias=bias, act_alpha=act_alpha, act_type=act_type), None, -1

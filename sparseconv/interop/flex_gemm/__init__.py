@@ -1,0 +1,73 @@
+"""FlexGEMM by its own names, on sparseconv: change one import, keep the model and its weights.
+
+    import sparseconv.interop.flex_gemm as flex_gemm
+    from sparseconv.interop.flex_gemm.ops.spconv import sparse_submanifold_conv3d
+
+For code that cannot be edited, `install` makes ``import flex_gemm`` resolve to this package.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+
+from sparseconv.interop.flex_gemm import ops, utils
+from sparseconv.interop.flex_gemm.ops import grid_sample, serialize, spconv
+from sparseconv.interop.installing import Names
+
+#: settings of FlexGEMM's own autotuner, without effect
+USE_AUTOTUNE_CACHE = False
+AUTOSAVE_AUTOTUNE_CACHE = False
+AUTOTUNE_CACHE_PATH = ""
+
+
+@cache
+def _names() -> Names:
+    modules = {
+        "ops": ops,
+        "ops.grid_sample": grid_sample,
+        "ops.grid_sample.grid_sample": grid_sample,
+        "ops.grid_sample.grid_sample_torch": grid_sample,
+        "ops.serialize": serialize,
+        "ops.spconv": spconv,
+        "ops.spconv.sparse_conv3d": spconv,
+        "ops.spconv.submanifold_conv3d": spconv,
+        "utils": utils,
+        "utils.autotuner": utils,
+    }
+    own = {f"flex_gemm.{name}": module for name, module in modules.items()}
+    return Names({"flex_gemm": sys.modules[__name__], **own})
+
+
+def install(*, force: bool = False) -> None:
+    """Make ``import flex_gemm`` and its submodules resolve to this package in this process.
+
+    Args:
+        force: hide the real flex_gemm until `uninstall`, where it is imported already.
+
+    Raises:
+        RuntimeError: the real flex_gemm is imported already.
+
+    >>> install(force=True)
+    >>> import flex_gemm.ops.spconv
+    >>> flex_gemm.ops.spconv.sparse_submanifold_conv3d.__module__
+    'sparseconv.interop.flex_gemm.ops.spconv'
+    >>> uninstall()
+    """
+    _names().install(force)
+
+
+def uninstall() -> None:
+    """Undo `install`: take its names away, and give a library that they replaced its own back."""
+    _names().uninstall()
+
+
+__all__ = [
+    "AUTOSAVE_AUTOTUNE_CACHE",
+    "AUTOTUNE_CACHE_PATH",
+    "USE_AUTOTUNE_CACHE",
+    "install",
+    "ops",
+    "uninstall",
+    "utils",
+]

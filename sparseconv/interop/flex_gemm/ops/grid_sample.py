@@ -1,0 +1,73 @@
+"""Features of voxels at points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparseconv.interop.arguments import lower_corners
+from sparseconv.interop.flex_gemm.geometry import check_features, sizes, voxels
+from sparseconv.kinds import check_choice, check_values
+from sparseconv.ops.interpolation import Interpolation
+
+#: set by clients, without effect
+HASHMAP_RATIO = 2.0
+
+
+def set_hashmap_ratio(ratio: float) -> None:
+    """Kept in ``HASHMAP_RATIO``, without effect."""
+    global HASHMAP_RATIO
+    HASHMAP_RATIO = ratio
+
+
+def grid_sample_3d(
+    feats: torch.Tensor, coords: torch.Tensor, shape: Any, grid: torch.Tensor, mode: str = "trilinear"
+) -> torch.Tensor:
+    """The features at points, which are in voxels: the voxel c is [c, c + 1), its centre c + 0.5.
+
+    Args:
+        feats: (N, C) floating point.
+        coords: (N, 4) whole numbers, the batch item first.
+        shape: batch size, C, W, H, D.
+        grid: (B, L, 3) points, floating point, for each of the first B batch items.
+        mode: ``"trilinear"``, whose weights are divided by the sum over the voxels that are there; ``"nearest"``, the
+            voxel of the whole part of a point. Both are 0 where there is no voxel.
+
+    Returns:
+        (B, L, C), dtype of feats, differentiable in feats to any order, and in the points of ``"trilinear"``.
+
+    >>> coords = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0]])
+    >>> points = torch.tensor([[[0.75, 0.5, 0.5], [1.5, 0.5, 0.9]]])
+    >>> grid_sample_3d(torch.tensor([[4.0], [8.0]]), coords, (1, 1, 2, 1, 1), points).flatten().tolist()
+    [5.0, 8.0]
+    """
+    check_choice("mode", mode, ("nearest", "trilinear"))
+    items, channels, *edges = sizes(shape)
+    place = voxels("coords", lower_corners("coords", coords), items, edges)
+    check_features(feats, len(place))
+    check_values("grid", grid, "(B, L, 3)")
+    if grid.ndim != 3 or grid.shape[2] != 3 or len(grid) > items or not grid.is_floating_point():
+        raise ValueError(
+            f"grid must be (B, L, 3) floating point, B at most {items}; got {tuple(grid.shape)} {grid.dtype}"
+        )
+    if feats.shape[1] != channels:
+        raise ValueError(f"feats must have the {channels} channels of the shape; got {tuple(feats.shape)}")
+    batch = torch.arange(len(grid), device=grid.device).repeat_interleave(grid.shape[1])
+    if mode == "nearest":
+        points = grid.detach().double().trunc().flatten(0, 1) + 0.5
+        found = Interpolation(place, points, batch, mode="nearest").interpolate(feats)
+    else:
+        points = grid.flatten(0, 1)
+        found = Interpolation(place, points, batch, renormalize=True).interpolate(feats, points)
+    return found.view(*grid.shape[:2], channels)
+
+
+#: the same function; FlexGEMM has a second one to compare with
+grid_sample_3d_torch = grid_sample_3d
+
+
+class GridSample3dFunction:
+    """`grid_sample_3d` as code that calls FlexGEMM's autograd function asks for it."""
+
+    apply = staticmethod(grid_sample_3d)

@@ -1,0 +1,80 @@
+"""fVDB's convolution plans by its own names, on sparseconv: grids of indices, jagged rows, plans and their layers.
+
+    from sparseconv.interop import fvdb
+    from sparseconv.interop.fvdb import ConvolutionPlan, GridBatch, JaggedTensor
+
+For code that cannot be edited, `install` makes ``import fvdb`` resolve to this package.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+
+from sparseconv.interop.fvdb import convolution_plan, enums, grid_batch, jagged_tensor, nn
+from sparseconv.interop.fvdb.convolution_plan import (
+    ConvolutionCoverageReport,
+    ConvolutionCoverageWarning,
+    ConvolutionPlan,
+    ConvolutionTransformCompatibility,
+)
+from sparseconv.interop.fvdb.enums import (
+    ConvolutionPhasePolicy,
+    ConvolutionTopologyPolicy,
+    ConvolutionTopologyProvenance,
+)
+from sparseconv.interop.fvdb.grid_batch import GridBatch
+from sparseconv.interop.fvdb.jagged_tensor import JaggedTensor
+from sparseconv.interop.installing import Names
+
+
+@cache
+def _names() -> Names:
+    modules = {
+        "convolution_plan": convolution_plan,
+        "enums": enums,
+        "grid_batch": grid_batch,
+        "jagged_tensor": jagged_tensor,
+        "nn": nn,
+        "nn.modules": nn,
+    }
+    return Names({"fvdb": sys.modules[__name__], **{f"fvdb.{name}": module for name, module in modules.items()}})
+
+
+def install(*, force: bool = False) -> None:
+    """Make ``import fvdb`` and its submodules resolve to this package in this process.
+
+    Args:
+        force: hide the real fvdb until `uninstall`, where it is imported already.
+
+    Raises:
+        RuntimeError: the real fvdb is imported already.
+
+    >>> install(force=True)
+    >>> from fvdb import ConvolutionPlan
+    >>> ConvolutionPlan.__module__
+    'sparseconv.interop.fvdb.convolution_plan'
+    >>> uninstall()
+    """
+    _names().install(force)
+
+
+def uninstall() -> None:
+    """Undo `install`: take its names away, and give a library that they replaced its own back."""
+    _names().uninstall()
+
+
+__all__ = [
+    "ConvolutionCoverageReport",
+    "ConvolutionCoverageWarning",
+    "ConvolutionPhasePolicy",
+    "ConvolutionPlan",
+    "ConvolutionTopologyPolicy",
+    "ConvolutionTopologyProvenance",
+    "ConvolutionTransformCompatibility",
+    "GridBatch",
+    "JaggedTensor",
+    "install",
+    "nn",
+    "uninstall",
+]

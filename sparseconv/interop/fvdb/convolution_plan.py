@@ -1,0 +1,289 @@
+"""Plans with fVDB's names: fine = stride * coarse + tap - floor((kernel_size - 1) / 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import Ints
+from sparseconv.interop.fvdb.coverage import (
+    _WARNED_INCOMPLETE_COVERAGE_GEOMETRIES,
+    ConvolutionCoverageReport,
+    ConvolutionCoverageWarning,
+    Coverage,
+    warn_of_gaps,
+)
+from sparseconv.interop.fvdb.enums import (
+    ConvolutionPhasePolicy,
+    ConvolutionTopologyPolicy,
+    ConvolutionTopologyProvenance,
+)
+from sparseconv.interop.fvdb.grid_batch import GridBatch, steps
+from sparseconv.interop.fvdb.jagged_tensor import JaggedTensor
+from sparseconv.interop.fvdb.lattices import ConvolutionGeometry, ConvolutionTransformCompatibility, compatibility
+from sparseconv.kinds import check_count, check_kind, check_values
+from sparseconv.plan.convolution import ConvolutionPlan as Plan
+
+__all__ = [
+    "_WARNED_INCOMPLETE_COVERAGE_GEOMETRIES",
+    "ConvolutionCoverageReport",
+    "ConvolutionCoverageWarning",
+    "ConvolutionPlan",
+    "ConvolutionTransformCompatibility",
+]
+
+Pairs = Sequence[tuple[int, int]]
+Data = TypeVar("Data", torch.Tensor, JaggedTensor)
+
+
+@dataclass(frozen=True, repr=False)
+class ConvolutionPlan:
+    """A convolution from one grid to another, in one direction; make it by `from_grid_batch` and its siblings.
+
+    ``plan`` is the `sparseconv.ConvolutionPlan` behind it.
+
+    >>> grid = GridBatch.from_ijk(JaggedTensor(torch.tensor([[0, 0, 0], [0, 0, 1]])))
+    >>> plan = ConvolutionPlan.from_grid_batch(2, 2, grid)
+    >>> y = plan.execute(torch.ones(2, 4), torch.ones(6, 4, 2, 2, 2))
+    >>> back = ConvolutionPlan.from_plan_transposed(plan)
+    >>> y.shape, back.execute(y, torch.ones(4, 6, 2, 2, 2)).shape, plan.coverage_report.output_degree_histogram
+    (torch.Size([1, 6]), torch.Size([2, 4]), ((2, 1),))
+    """
+
+    plan: Plan
+    source_grid_batch: GridBatch
+    target_grid_batch: GridBatch
+    geometry: ConvolutionGeometry
+    transform_compatibility: ConvolutionTransformCompatibility
+    topology_policy: ConvolutionTopologyPolicy
+    topology_provenance: ConvolutionTopologyProvenance
+    _channel_pairs: tuple[tuple[int, int], ...]
+    _transposed: bool
+    _coverage: Coverage
+    _turned: bool = False
+
+    @classmethod
+    def from_grid_batch(
+        cls,
+        kernel_size: Any,
+        stride: Any,
+        source_grid: GridBatch | VoxelGrid,
+        target_grid: GridBatch | VoxelGrid | None = None,
+        *,
+        expert_config: Mapping[str, Any] | None = None,
+        channel_pairs: Pairs = (),
+        topology_policy: ConvolutionTopologyPolicy | None = None,
+        strict_output_coverage: bool = False,
+        acknowledge_incomplete_coverage: bool = False,
+    ) -> ConvolutionPlan:
+        """A convolution from fine voxels to coarse ones.
+
+        Args:
+            kernel_size, stride: one whole number or three.
+            source_grid: a `GridBatch`, or a `VoxelGrid` in three axes.
+            target_grid: of the same kind; default: every voxel that sees an input, at stride 1 too.
+            expert_config: ``{"backend": ...}`` by fVDB's names, without effect.
+            channel_pairs: the only (C_in, C_out) that the plan takes.
+            topology_policy: what ``target_grid`` says already.
+            strict_output_coverage: refuse a target some of whose voxels see no input.
+            acknowledge_incomplete_coverage: do not warn of windows that leave voxels out.
+
+        Raises:
+            ValueError: grids of different lattices, batch sizes or devices, or arguments that contradict each other.
+        """
+        given = (target_grid, expert_config, channel_pairs, topology_policy)
+        return cls._made(
+            kernel_size, stride, source_grid, *given, strict_output_coverage, acknowledge_incomplete_coverage, False
+        )
+
+    @classmethod
+    def from_grid_batch_transposed(
+        cls,
+        kernel_size: Any,
+        stride: Any,
+        source_grid: GridBatch | VoxelGrid,
+        target_grid: GridBatch | VoxelGrid | None = None,
+        *,
+        expert_config: Mapping[str, Any] | None = None,
+        channel_pairs: Pairs = (),
+        topology_policy: ConvolutionTopologyPolicy | None = None,
+        strict_output_coverage: bool = False,
+        acknowledge_incomplete_coverage: bool = False,
+    ) -> ConvolutionPlan:
+        """A convolution from coarse voxels to fine ones; arguments are those of `from_grid_batch`."""
+        given = (target_grid, expert_config, channel_pairs, topology_policy)
+        return cls._made(
+            kernel_size, stride, source_grid, *given, strict_output_coverage, acknowledge_incomplete_coverage, True
+        )
+
+    @classmethod
+    def from_plan_transposed(cls, plan: ConvolutionPlan) -> ConvolutionPlan:
+        """The same pairs backwards, for weights (C_in, C_out, k0, k1, k2) of the first plan's."""
+        check_kind("plan", plan, ConvolutionPlan, "from_grid_batch makes one")
+        return replace(
+            plan,
+            plan=plan.plan.transpose(),
+            source_grid_batch=plan.target_grid_batch,
+            target_grid_batch=plan.source_grid_batch,
+            topology_policy=ConvolutionTopologyPolicy.RESTRICTED,
+            topology_provenance=ConvolutionTopologyProvenance.EXACT_TRANSPOSE,
+            _channel_pairs=tuple((out, into) for into, out in plan._channel_pairs),
+            _transposed=not plan._transposed,
+            _turned=not plan._turned,
+        )
+
+    @classmethod
+    def _made(
+        cls,
+        kernel_size: Any,
+        stride: Any,
+        source_grid: GridBatch | VoxelGrid,
+        target_grid: GridBatch | VoxelGrid | None,
+        expert_config: Mapping[str, Any] | None,
+        channel_pairs: Pairs,
+        topology_policy: ConvolutionTopologyPolicy | None,
+        strict: bool,
+        acknowledged: bool,
+        transposed: bool,
+    ) -> ConvolutionPlan:
+        kernel, step = steps(kernel_size, "kernel_size"), steps(stride, "stride")
+        source = _grid("source_grid", source_grid)
+        target = None if target_grid is None else _grid("target_grid", target_grid)
+        policy = _policy(target, topology_policy)
+        _check_backend(expert_config)
+        for pair in channel_pairs:
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise ValueError(f"channel_pairs must be pairs (C_in, C_out); got {pair!r}")
+            for count in pair:
+                check_count("channels of channel_pairs", count, 1)
+        geometry, found = ConvolutionGeometry(kernel, step), None
+        if target is None:
+            if kernel == step == (1, 1, 1):
+                target, found = source, Plan(source.voxel_grid, 1)
+            elif transposed:
+                found = Plan.transposed(source.voxel_grid, kernel, stride=step)
+            else:
+                found = Plan(source.voxel_grid, kernel, stride=step, target="full")
+            if target is None:
+                target = source.scaled(found.target, step, finer=transposed)
+        found_lattice = compatibility(*((target, source) if transposed else (source, target)), geometry)
+        if not acknowledged:
+            warn_of_gaps(geometry)
+        if found is None:
+            make = Plan.transposed if transposed else Plan
+            found = make(source.voxel_grid, kernel, stride=step, target=target.voxel_grid)
+        coverage = Coverage(found)
+        if strict and policy is ConvolutionTopologyPolicy.RESTRICTED:
+            zero = coverage.of(False).output_zero_count
+            if zero:
+                raise ValueError(f"the target has {zero} zero-degree output rows: voxels that see no input")
+        generated = policy is ConvolutionTopologyPolicy.COMPLETE
+        provenance = ConvolutionTopologyProvenance["GENERATED" if generated else "EXPLICIT_TARGET"]
+        pairs = tuple((into, out) for into, out in channel_pairs)
+        return cls(found, source, target, geometry, found_lattice, policy, provenance, pairs, transposed, coverage)
+
+    def valid_usage(self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any, transposed: bool) -> bool:
+        """Whether a layer of these channels, kernel size, stride and direction may run this plan."""
+        return (
+            self._takes(in_channels, out_channels)
+            and list(steps(kernel_size, "kernel_size")) == self.geometry.kernel_size
+            and list(steps(stride, "stride")) == self.geometry.stride
+            and transposed == self._transposed
+        )
+
+    def execute(self, data: Data, weights: torch.Tensor) -> Data:
+        """Convolve.
+
+        Args:
+            data: rows of the source's voxels, a JaggedTensor; or (N, C_in) where the batch has one item.
+            weights: (C_out, C_in, k0, k1, k2), of the direction of the plan; (C_out, C_in) too for one tap.
+
+        Returns:
+            Rows of the target's voxels, of the kind of ``data``; differentiable to any order.
+        """
+        check_kind("data", data, (torch.Tensor, JaggedTensor), "JaggedTensor([features, ...]) makes one of tensors")
+        check_values("weights", weights, "(C_out, C_in, k0, k1, k2)")
+        kernel: Ints = tuple(self.geometry.kernel_size)
+        if weights.ndim == 2 and kernel == (1, 1, 1):
+            weights = weights[:, :, None, None, None]
+        if weights.ndim != 5 or tuple(weights.shape[2:]) != kernel:
+            short = "[C_out, C_in] or " if kernel == (1, 1, 1) else ""
+            wanted = ", ".join(["C_out", "C_in", *map(str, kernel)])
+            raise ValueError(f"weights must be {short}[{wanted}] here; got {tuple(weights.shape)}")
+        if not self._takes(weights.shape[1], weights.shape[0]):
+            raise ValueError(
+                f"the plan takes the channel pairs {self._channel_pairs}; the weights' is "
+                f"({weights.shape[1]}, {weights.shape[0]})"
+            )
+        if isinstance(data, torch.Tensor):
+            if self.source_grid_batch.grid_count != 1:
+                raise ValueError(
+                    f"the source has {self.source_grid_batch.grid_count} batch items: give a JaggedTensor of them"
+                )
+            return self.plan.execute(data, weights)
+        if len(data) != self.source_grid_batch.grid_count:
+            raise ValueError(f"the source has {self.source_grid_batch.grid_count} batch items; data has {len(data)}")
+        return self.target_grid_batch.jagged_like(self.plan.execute(data.jdata, weights))
+
+    def _takes(self, in_channels: int, out_channels: int) -> bool:
+        return not self._channel_pairs or (in_channels, out_channels) in self._channel_pairs
+
+    @property
+    def kernel_size(self) -> torch.Tensor:
+        return torch.tensor(self.geometry.kernel_size, dtype=torch.int32)
+
+    @property
+    def stride(self) -> torch.Tensor:
+        return torch.tensor(self.geometry.stride, dtype=torch.int32)
+
+    @property
+    def phase_policy(self) -> ConvolutionPhasePolicy:
+        return ConvolutionPhasePolicy.TORCH_SAME_PHASE
+
+    @property
+    def coverage_report(self) -> ConvolutionCoverageReport:
+        """How many pairs each row has; found once for a plan and its transposes."""
+        return self._coverage.of(self._turned)
+
+    @property
+    def has_fixed_topology(self) -> bool:
+        """Whether outputs are on the inputs' own grid."""
+        return self.source_grid_batch.is_same(self.target_grid_batch)
+
+    def __repr__(self) -> str:
+        return f"ConvolutionPlan({'transposed, ' if self._transposed else ''}{self.plan})"
+
+
+def _grid(name: str, grid: GridBatch | VoxelGrid) -> GridBatch:
+    if isinstance(grid, VoxelGrid):
+        return GridBatch.from_voxel_grid(grid)
+    check_kind(name, grid, (GridBatch, VoxelGrid), "GridBatch.from_ijk makes one")
+    return grid
+
+
+def _policy(target: GridBatch | None, policy: ConvolutionTopologyPolicy | None) -> ConvolutionTopologyPolicy:
+    complete, restricted = ConvolutionTopologyPolicy
+    own = complete if target is None else restricted
+    if policy is None:
+        return own
+    check_kind("topology_policy", policy, ConvolutionTopologyPolicy, "leave it out: target_grid says it already")
+    if policy is complete and target is not None:
+        raise ValueError("COMPLETE finds the outputs by itself, so it asks for target_grid=None")
+    if policy is restricted and target is None:
+        raise ValueError("RESTRICTED keeps to given outputs, so it asks for an explicit target_grid")
+    return policy
+
+
+def _check_backend(config: Mapping[str, Any] | None) -> None:
+    if config is None:
+        return
+    check_kind("expert_config", config, Mapping, "leave it out: sparseconv chooses by itself")
+    name = config.get("backend", "default")
+    if name == "dense":
+        raise ValueError("the dense convolution backend is disabled, as in fVDB: leave expert_config out")
+    if name not in ("default", "gather_scatter", "pred_gather_igemm"):
+        raise ValueError(f"the backend must be default, gather_scatter or pred_gather_igemm; got {name!r}")

@@ -1,0 +1,204 @@
+"""spconv's functions over tables of pairs, its hash table and activations, against layers and loops."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import sparseconv.interop.spconv.pytorch as spconv
+from sparseconv.interop.spconv.core import Activation
+from sparseconv.interop.spconv.hash import HashTable
+from sparseconv.interop.spconv.pytorch import functional, ops
+from sparseconv.interop.spconv.pytorch.conv import SparseConvolution, SparseConvolutionBase
+from sparseconv.interop.spconv.spatial import RemoveDuplicate
+from tests import oracle
+from tests.interop.scenes import scene
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SIZES = [
+    pytest.param([3, 3, 3], [1, 1, 1], [1, 1, 1], True, id="submanifold"),
+    pytest.param([3, 3, 3], [2, 2, 2], [1, 1, 1], False, id="strided"),
+    pytest.param([2, 1, 3], [2, 1, 1], [0, 0, 1], False, id="uneven"),
+]
+
+
+def given(device="cpu"):
+    features, indices, shape, batch = scene()
+    return features.double().to(device).requires_grad_(), indices.to(device), shape, batch
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("kernel", "stride", "padding", "subm"), SIZES)
+def test_tables_are_the_layers_edges(kernel, stride, padding, subm, device):
+    features, indices, shape, batch = given(device)
+    size = (kernel, stride, padding, [1] * 3, [0] * 3, subm)
+    gen = torch.Generator().manual_seed(1)
+    filters = torch.randn(5, *kernel, features.shape[1], generator=gen, dtype=torch.float64).to(device).requires_grad_()
+    bias = torch.randn(5, generator=gen, dtype=torch.float64).to(device).requires_grad_()
+    outs, pairs, counts = ops.get_indice_pairs(indices, batch, shape, spconv.ConvAlgo.Native, *size)
+    algo = spconv.ConvAlgo.MaskImplicitGemm
+    same, numbers, forward, back, *masks = ops.get_indice_pairs_implicit_gemm(indices, batch, shape, algo, *size)
+    assert torch.equal(same, outs)
+    assert torch.equal(numbers, counts)
+    assert masks == [[]] * 5
+    taps = oracle.window_taps(kernel)
+    edges = oracle.edges(indices.cpu().numpy(), outs.cpu().numpy(), taps, stride, padding)
+    by_tap = filters.detach().cpu().flatten(1, -2).permute(1, 2, 0).numpy()
+    wanted = oracle.convolve(
+        features.detach().cpu().numpy(), by_tap, edges, len(outs), bias=bias.detach().cpu().numpy()
+    )
+    grad = torch.randn(len(outs), 5, generator=gen, dtype=torch.float64).to(device)
+    run = functional.indice_subm_conv if subm else functional.indice_conv
+    for y in (
+        run(features, filters, pairs, counts, len(outs), spconv.ConvAlgo.Native, None, bias),
+        functional.implicit_gemm(features, filters, forward, back, [], [], [], [], len(outs), bias=bias),
+        ops.indice_conv(features, filters, pairs, counts, len(outs), subm=subm, bias=bias),
+        ops.implicit_gemm(features, filters, forward, [], [], len(outs), bias=bias)[0],
+    ):
+        assert np.allclose(y.detach().cpu().numpy(), wanted, atol=1e-12)
+        found = torch.autograd.grad(y, (features, filters, bias), grad)
+        dx = oracle.input_grad(grad.cpu().numpy(), by_tap, edges, len(features))
+        assert np.allclose(found[0].cpu().numpy(), dx, atol=1e-12)
+        dw = oracle.weight_grad(features.detach().cpu().numpy(), grad.cpu().numpy(), edges, len(by_tap))
+        assert np.allclose(found[1].cpu().flatten(1, -2).permute(1, 2, 0).numpy(), dw, atol=1e-12)
+        assert torch.allclose(found[2], grad.sum(0))
+    same = ops.indice_conv_backward(features, filters, grad, pairs, counts)
+    assert torch.equal(same[0], found[0])
+    inverse = functional.indice_inverse_conv(grad, filters.transpose(0, -1), pairs, counts, len(features), None)
+    assert np.allclose(inverse.detach().cpu().numpy(), dx, atol=1e-12)
+    if not subm:
+        turned = functional.implicit_gemm(grad, filters.transpose(0, -1), back, None, [], [], [], [], len(features))
+        assert torch.allclose(turned, inverse)
+    relu = run(features, filters, pairs, counts, len(outs), None, None, bias, 0.0, 0.0, Activation.ReLU)
+    assert np.allclose(relu.detach().cpu().numpy(), wanted.clip(0), atol=1e-12)
+
+
+def test_derivatives_of_any_order():
+    indices = torch.tensor([[0, 0, 0], [0, 1, 1], [0, 2, 1]], dtype=torch.int32)
+    outs, pairs, counts = ops.get_indice_pairs(
+        indices, 1, [3, 3], spconv.ConvAlgo.Native, [3, 3], [2, 2], [1, 1], [1, 1], [0, 0]
+    )
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(3, 3, 3, 2, dtype=torch.float64, requires_grad=True)
+
+    def run(x, w):
+        return functional.SparseConvFunction.apply(x, w, pairs, counts, len(outs), None)
+
+    assert torch.autograd.gradcheck(run, (x, w))
+    assert torch.autograd.gradgradcheck(run, (x, w))
+
+
+def test_empty_and_autocast():
+    _, indices, shape, batch = given()
+    none = indices[:0]
+    outs, pairs, counts = ops.get_indice_pairs(
+        none, batch, shape, spconv.ConvAlgo.Native, [3] * 3, [2] * 3, [1] * 3, [1] * 3, [0] * 3
+    )
+    filters = torch.ones(5, 3, 3, 3, 4)
+    assert functional.indice_conv(torch.zeros(0, 4), filters, pairs, counts, len(outs)).shape == (0, 5)
+    table = torch.tensor([[0, -1]] * 27, dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = functional.implicit_gemm(torch.ones(1, 4), filters, table, None, [], [], [], [], 2)
+    assert y.dtype == torch.bfloat16
+    assert y.tolist() == [[108.0] * 5, [0.0] * 5]
+
+
+def test_activations_of_layers():
+    features, indices, shape, batch = scene()
+    x = spconv.SparseConvTensor(features, indices, shape, batch)
+    kind = type("Activation", (), {"name": "LeakyReLU"})()  # as cumm's
+    channels = features.shape[1]
+    plain = spconv.SubMConv3d(channels, channels, 3)
+    for act, function in (
+        (Activation.ReLU, torch.relu),
+        (Activation.Sigmoid, torch.sigmoid),
+        (kind, lambda t: torch.nn.functional.leaky_relu(t, 0.3)),
+        (Activation.None_, lambda t: t),
+        (None, lambda t: t),
+    ):
+        layer = SparseConvolution(3, channels, channels, 3, subm=True, act_type=act, act_alpha=0.3)
+        layer.load_state_dict(plain.state_dict())
+        wanted = function(plain(x).features)
+        assert torch.equal(layer(x).features, wanted)
+        assert torch.equal(layer(x, x).features, function(wanted + features))
+        norm = torch.nn.BatchNorm1d(channels).eval()
+        norm.running_mean.fill_(0.5)
+        with torch.no_grad():  # a norm after an activation is not folded into the layer before it
+            after = spconv.SparseSequential(layer, norm).eval()(x).features
+        assert torch.allclose(after, norm(wanted), atol=1e-6)
+    assert isinstance(plain, SparseConvolutionBase)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_hash_table(device):
+    table = HashTable(torch.device(device), torch.int64, torch.float32, 100)
+    keys = torch.tensor([5, -3, 5, 2**40], device=device)
+    table.insert(keys, torch.tensor([1.0, 2.0, 3.0, 4.0], device=device))
+    values, missing = table.query(torch.tensor([2**40, 5, 7], device=device))
+    assert (values.tolist(), missing.tolist()) == ([4.0, 3.0, 0.0], [False, False, True])
+    failed = table.insert_exist_keys(keys[:1] + torch.tensor([0, 1], device=device), values[:2])
+    assert failed.tolist() == [0, 1]
+    table.insert(torch.tensor([9, -3], device=device))
+    found, rows, count = table.items()
+    assert (found.tolist(), rows.tolist(), count.item()) == ([-3, 5, 9, 2**40], [2.0, 4.0, 0.0, 4.0], 4)
+    assert table.assign_arange_().item() == 4
+    assert table.query(found)[0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    out = torch.full((1,), 9.0, device=device)
+    assert table.query(found[:1], out)[0] is out
+    with pytest.raises(ValueError, match="keys must be"):
+        table.insert(torch.tensor([1], dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match="values must be"):
+        table.insert(keys, values)
+    with pytest.raises(ValueError, match="keys are int32 or int64"):
+        HashTable(torch.device(device), torch.float32, torch.int32)
+
+
+def test_duplicates_are_left_out():
+    indices = torch.tensor([[0, 1, 1], [0, 0, 0], [0, 1, 1], [1, 0, 0]], dtype=torch.int32)
+    features = torch.arange(4.0)[:, None].requires_grad_()
+    y = RemoveDuplicate()(spconv.SparseConvTensor(features, indices, [2, 2], 2))
+    assert y.indices.tolist() == indices[[0, 1, 3]].tolist()
+    y.features.sum().backward()
+    assert features.grad.flatten().tolist() == [1, 1, 0, 1]
+    none = RemoveDuplicate()(spconv.SparseConvTensor(torch.zeros(0, 3), indices[:0], [2, 2], 2))
+    assert none.features.shape == (0, 3)
+
+
+def test_what_is_wrong_is_said():
+    pairs = torch.zeros(2, 27, 1, dtype=torch.int32)
+    counts, table = torch.ones(27, dtype=torch.int32), torch.zeros(27, 1, dtype=torch.int32)
+    x, w = torch.ones(1, 4), torch.ones(5, 3, 3, 3, 4)
+    for call, kind, words in (
+        (lambda: functional.indice_conv(x, w, pairs[0], counts, 1), ValueError, "indice_pairs"),
+        (lambda: functional.indice_conv(x, w, pairs, counts[1:], 1), ValueError, "indice_pair_num"),
+        (lambda: functional.indice_conv(x, w, pairs + 1, counts, 1), ValueError, "from 0 to 0"),
+        (lambda: functional.indice_conv(x, w[:, :2], pairs, counts, 1), ValueError, "27 taps"),
+        (lambda: functional.indice_conv(x[:, :3], w, pairs, counts, 1), ValueError, "channels"),
+        (lambda: functional.indice_conv(x.double(), w, pairs, counts, 1), TypeError, "cast one"),
+        (lambda: functional.indice_conv(x[0], w, pairs, counts, 1), ValueError, "features"),
+        (lambda: functional.indice_conv(x, w, pairs, counts, 1, act_type="ReLU"), TypeError, "act_type"),
+        (lambda: functional.implicit_gemm(x, w, table - 2, None, 0, 0, 0, 0, 1), ValueError, "from -1 to 0"),
+        (lambda: functional.implicit_gemm(x, w, table, None, 0, 0, 0, 0, 2), ValueError, "pair_fwd"),
+        (lambda: ops.indice_conv_backward(x, w, torch.ones(1, 4), pairs, counts), ValueError, "out_bp"),
+    ):
+        with pytest.raises(kind, match=words):
+            call()
+
+
+def test_modules_are_found_under_spconvs_names():
+    code = """
+from sparseconv.interop import spconv as ours
+ours.install()
+from spconv.pytorch.conv import SparseConvolutionBase
+from spconv.pytorch.functional import SparseConvFunction, implicit_gemm, indice_conv
+from spconv.pytorch.hash import HashTable
+from spconv.pytorch.spatial import RemoveDuplicate
+import spconv.pytorch as spconv
+assert spconv.functional.indice_conv is indice_conv
+ours.uninstall()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
