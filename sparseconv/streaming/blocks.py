@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.streaming.boxes import FAR, meets, union
+from sparseconv.streaming.boxes import FAR, union
 from sparseconv.streaming.store import Store
 
 #: cells of the histogram by which boxes are cut
@@ -48,7 +49,7 @@ class Blocks:
     """A k-d tree of boxes that fill space; the smallest of them hold at most ``limit`` voxels each.
 
     Coordinates (N, 1+D) are read piece by piece and never held as a whole. The cuts are found by counting voxels in
-    cells, and depend on the set of voxels and the limit alone. Within a block rows keep their order.
+    cells, and depend on the set of voxels and the limits alone. Within a block rows keep their order.
     """
 
     def __init__(
@@ -57,16 +58,34 @@ class Blocks:
         self.coords, self.piece, self.device = coords, piece, device
         self.order = store.scratch("order", (len(coords),), torch.int32 if len(coords) < 2**31 else torch.int64)
         axes = coords.shape[1] - 1
-        self._spare = store.scratch("order.sorted", (len(coords),), self.order.dtype)
+        self._scratch = partial(store.scratch, "order.sorted", (len(coords),), self.order.dtype)
+        #: voxels before each cell of the coarsest histogram, along every axis, and where its cells lie
+        self._sums: tuple[np.ndarray, list[int], list[int]] | None = None
         everything = IndexRange((0, *(-FAR,) * axes), (FAR, *(FAR,) * axes))
+        self._is_sorted = False
         for first in range(0, len(coords), piece):
             last = min(first + piece, len(coords))
             self.order[first:last] = torch.arange(first, last, dtype=self.order.dtype)
-        self.root = self._cut(everything, extent if len(coords) else None, 0, len(coords), max(1, limit))
-        self.leaves = self.root.leaves
-        held = [(leaf.tight.start, leaf.tight.end, leaf.size) for leaf in self.leaves if leaf.tight is not None]
-        self._held = [np.array(part, np.int64) for part in zip(*held)]
+        self.root = Block(everything, 0, len(coords), extent if len(coords) else None)
+        self.refine(limit)
+
+    def refine(self, limit: int) -> None:
+        """Cut leaves that hold more than ``limit`` voxels."""
+        self._spare: torch.Tensor | None = None
+        self.root = self._refined(self.root, max(1, limit))
         del self._spare
+        self.leaves = self.root.leaves
+        held = [leaf for leaf in self.leaves if leaf.tight is not None]
+        axes = self.coords.shape[1]
+        starts, ends = ([getattr(leaf.tight, side) for leaf in held] for side in ("start", "end"))
+        self._starts, self._ends = (np.array(part, np.int64).reshape(-1, axes) for part in (starts, ends))
+        self._rows = np.array([(leaf.first, leaf.last) for leaf in held], np.int64).reshape(-1, 2)
+
+    def _refined(self, block: Block, limit: int) -> Block:
+        if not block.halves:
+            return self._cut(block.box, block.tight, block.first, block.last, limit)
+        halves = tuple(self._refined(half, limit) for half in block.halves)
+        return Block(block.box, block.first, block.last, union(halves[0].tight, halves[1].tight), halves)
 
     def chosen(self, fits: Callable[[Block], bool]) -> list[Block]:
         """The largest blocks that fit, in order; leaves are taken as they are."""
@@ -81,23 +100,36 @@ class Blocks:
 
     def most_in(self, box: IndexRange | None) -> int:
         """No fewer voxels than lie in a box."""
-        if box is None or not self._held:
+        if box is None or not len(self._rows):
             return 0
-        starts, ends, sizes = self._held
-        there = ((starts < np.array(box.end)) & (ends > np.array(box.start))).all(1)
-        return int(sizes[there].sum())
+        there = self._meets(box)
+        by_leaves = int((self._rows[there, 1] - self._rows[there, 0]).sum())
+        if self._sums is None:
+            return by_leaves
+        sums, start, shifts = self._sums
+        low = [min(max((a >> s) - f, 0), n - 1) for a, s, f, n in zip(box.start, shifts, start, sums.shape)]
+        high = [min(max(((e - 1) >> s) - f + 1, 0), n - 1) for e, s, f, n in zip(box.end, shifts, start, sums.shape)]
+        corners = sums[np.ix_(*((first, max(first, last)) for first, last in zip(low, high)))]
+        for _ in low:
+            corners = corners[1] - corners[0]
+        return min(by_leaves, int(corners))
+
+    def _meets(self, box: IndexRange) -> np.ndarray:
+        """Which leaves may hold voxels of a box."""
+        there: np.ndarray = ((self._starts < np.array(box.end)) & (self._ends > np.array(box.start))).all(1)
+        return there
 
     def rows_in(self, box: IndexRange) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows (M,) int64 and coords (M, 1+D) int32 of the voxels in a box, block after block."""
+        there = self._meets(box).nonzero()[0]
+        inner = ((self._starts[there] >= np.array(box.start)) & (self._ends[there] <= np.array(box.end))).all(1)
         found, places = [torch.zeros(0, dtype=torch.int64)], [self.coords[:0].int().cpu()]
-        for block in self.leaves:
-            if block.tight is None or not meets(block.tight, box):
-                continue
-            for first in range(block.first, block.last, self.piece):
-                rows = self.order[first : min(first + self.piece, block.last)].long()
+        for start, end, whole in _runs(self._rows[there], inner):
+            for first in range(start, end, self.piece):
+                rows = self.order[first : min(first + self.piece, end)].long()
                 coords = self.coords[rows.to(self.coords.device)].int().cpu()
-                if not box.encloses(block.tight):
-                    inside = within(coords, box)
+                if not whole:
+                    inside = within(coords, box).nonzero().flatten()
                     rows, coords = rows[inside], coords[inside]
                 found.append(rows)
                 places.append(coords)
@@ -112,17 +144,18 @@ class Blocks:
         shape = [((e - 1) >> s) - a + 1 for e, s, a in zip(tight.end, shifts, start)]
         counts = torch.zeros(math.prod(shape), dtype=torch.int64, device=self.device)
         for at in range(first, last, self.piece):
-            coords = self._coords(self.order[at : min(at + self.piece, last)])
+            coords = self._coords(at, min(at + self.piece, last))
             counts += torch.bincount(_cells(coords, start, shape, shifts), minlength=len(counts))
         cuts: list[tuple[IndexRange, IndexRange]] = []
-        cells = counts.cpu().view(shape)
+        cells = counts.cpu().view(shape).numpy()
+        if self._sums is None:
+            self._sums = _summed(cells), start, shifts
         tree = _halve(cells, IndexRange((0,) * len(shape), tuple(shape)), box, start, shifts, limit, cuts)
-        owner, sizes = torch.zeros(shape, dtype=torch.int32), []
+        owner, sizes = np.zeros(shape, np.int32), []
         for number, (part, _) in enumerate(cuts):
-            inside = tuple(slice(a, b) for a, b in zip(part.start, part.end))
-            owner[inside] = number
-            sizes.append(int(cells[inside].sum()))
-        self._sort(first, last, owner.flatten(), sizes, (start, shape, shifts))
+            _inside(owner, part)[...] = number
+            sizes.append(int(_inside(cells, part).sum()))
+        self._sort(first, last, torch.from_numpy(owner.ravel()), sizes, (start, shape, shifts))
         starts = [first]
         for size in sizes:
             starts.append(starts[-1] + size)
@@ -144,35 +177,66 @@ class Blocks:
         """Group the rows first to last by their owners, each group in its old order."""
         if len(sizes) == 1:
             return
-        owner = owner.to(self.device)
-        starts = torch.tensor([0, *sizes], device=self.device).cumsum(0)[:-1] + first
+        if self._spare is None:
+            self._spare = self._scratch()
+        spare, ends = self._spare, (np.cumsum([0, *sizes])[:-1] + first).tolist()
+        owner = owner.to(self.device, torch.int16 if len(sizes) < 2**15 else torch.int32)
         for at in range(first, last, self.piece):
             until = min(at + self.piece, last)
-            rows = self.order[at:until]
-            owners = owner[_cells(self._coords(rows), *cells)].long()
-            sorted_owners, order = owners.sort(stable=True)
-            counts = torch.bincount(owners, minlength=len(sizes))
-            moves = starts - (counts.cumsum(0) - counts)
-            places = moves[sorted_owners] + torch.arange(len(rows), device=self.device)
-            self._spare[places.cpu()] = rows[order.cpu()]
-            starts = starts + counts
-        for at in range(first, last, self.piece):
-            until = min(at + self.piece, last)
-            self.order[at:until] = self._spare[at:until]
+            owners = owner[_cells(self._coords(at, until), *cells)]
+            order = owners.sort(stable=True).indices.cpu()
+            rows, taken = self.order[at:until][order], 0
+            for number, count in enumerate(torch.bincount(owners, minlength=len(sizes)).tolist()):
+                if count:
+                    begin, ends[number] = ends[number], ends[number] + count
+                    spare[begin : begin + count] = rows[taken : taken + count]
+                    taken += count
+        self.order[first:last] = spare[first:last]
+        self._is_sorted = True
 
-    def _coords(self, rows: torch.Tensor) -> torch.Tensor:
-        """Coords of rows, on the device that sorts them."""
-        return self.coords[rows.long().to(self.coords.device)].to(self.device)
+    def _coords(self, first: int, last: int) -> torch.Tensor:
+        """Coords of some rows of the order, on the device that sorts them."""
+        if not self._is_sorted:
+            return self.coords[first:last].to(self.device)
+        return self.coords[self.order[first:last].long().to(self.coords.device)].to(self.device)
 
 
-def _trimmed(cells: torch.Tensor, part: IndexRange) -> IndexRange | None:
+def _summed(cells: np.ndarray) -> np.ndarray:
+    """Voxels in the cells before each corner of a cell, along every axis."""
+    sums = np.zeros([n + 1 for n in cells.shape], np.int64)
+    sums[(slice(1, None),) * cells.ndim] = cells
+    for axis in range(cells.ndim):
+        sums = sums.cumsum(axis)
+    return sums
+
+
+def _runs(rows: np.ndarray, inner: np.ndarray) -> list[tuple[int, int, bool]]:
+    """Ranges of rows that lie side by side, joined where they are alike."""
+    made: list[tuple[int, int, bool]] = []
+    for (first, last), whole in zip(rows.tolist(), inner.tolist()):
+        if made and made[-1][1:] == (first, whole):
+            first = made.pop()[0]
+        made.append((first, last, whole))
+    return made
+
+
+def _trimmed(cells: np.ndarray, part: IndexRange) -> IndexRange | None:
     """The cells of a box that hold voxels, as a box."""
-    held = cells[tuple(slice(a, b) for a, b in zip(part.start, part.end))].nonzero()
-    if not len(held):
+    spans = [line.nonzero()[0] for line in _marginals(_inside(cells, part))]
+    if not spans[0].size:
         return None
-    low, high = torch.aminmax(held, dim=0)
-    start = tuple(a + n for a, n in zip(part.start, low.tolist()))
-    return IndexRange(start, tuple(a + n + 1 for a, n in zip(part.start, high.tolist())))
+    start = tuple(a + int(span[0]) for a, span in zip(part.start, spans))
+    return IndexRange(start, tuple(a + int(span[-1]) + 1 for a, span in zip(part.start, spans)))
+
+
+def _inside(cells: np.ndarray, part: IndexRange) -> np.ndarray:
+    """The cells of a box."""
+    return cells[tuple(slice(a, b) for a, b in zip(part.start, part.end))]
+
+
+def _marginals(cells: np.ndarray) -> list[np.ndarray]:
+    """Voxels by their cell along each axis."""
+    return [cells.sum(tuple(a for a in range(cells.ndim) if a != axis)) for axis in range(cells.ndim)]
 
 
 def _voxels(cells: IndexRange | None, start: list[int], shifts: list[int]) -> IndexRange | None:
@@ -210,7 +274,7 @@ def _cells(coords: torch.Tensor, start: list[int], shape: list[int], shifts: lis
 
 
 def _halve(
-    cells: torch.Tensor,
+    cells: np.ndarray,
     part: IndexRange,
     box: IndexRange,
     start: list[int],
@@ -219,21 +283,20 @@ def _halve(
     cuts: list[tuple[IndexRange, IndexRange]],
 ) -> Tree:
     """Cut a box of cells while it holds more than ``limit`` voxels; ``cuts`` takes the pieces with their boxes."""
-    inside = cells[tuple(slice(a, b) for a, b in zip(part.start, part.end))]
-    total = int(inside.sum())
-    spans: list[torch.Tensor] = []
+    inside = _inside(cells, part)
+    total, spans = int(inside.sum()), []
     if total > limit:
-        marginals = [inside.sum(tuple(a for a in range(part.rank) if a != axis)) for axis in range(part.rank)]
-        spans = [m.nonzero().flatten() for m in marginals]
+        marginals = _marginals(inside)
+        spans = [line.nonzero()[0] for line in marginals]
     lengths = [(int(s[-1]) - int(s[0])) << shifts[axis] for axis, s in enumerate(spans)]
     if not any(lengths):  # few voxels, or one cell, which the caller cuts anew
         cuts.append((part, box))
         return len(cuts) - 1
     axis = max(range(part.rank), key=lambda a: lengths[a])
     count = -(-total // limit)
-    sums, wanted = marginals[axis].cumsum(0), total * (count // 2) / count
+    sums, wanted = marginals[axis].cumsum(), total * (count // 2) / count
     begin, end = int(spans[axis][0]), int(spans[axis][-1])
-    where = part.start[axis] + min(max(int((sums.double() - wanted).abs().argmin()), begin), end - 1) + 1
+    where = part.start[axis] + min(max(int(np.abs(sums - wanted).argmin()), begin), end - 1) + 1
     edge = (start[axis] + where) << shifts[axis]
     sides = (
         _halve(cells, side(part, axis, where, lower), side(box, axis, edge, lower), start, shifts, limit, cuts)

@@ -15,6 +15,7 @@ from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves
 from sparseconv.streaming.boxes import meets
+from sparseconv.streaming.peak import Peak
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
 from sparseconv.streaming.pipeline import Direct, Overlapped, pipeline_of
 from sparseconv.streaming.planning import (
@@ -33,8 +34,12 @@ from sparseconv.streaming.store import Store, digest
 from sparseconv.streaming.totals import BatchStatistics, Total
 from sparseconv.streaming.work import Own, TooLarge, Values, Work, clipped, own_box, wanted
 
-#: pieces of the smallest blocks that make up one as large as the budget is thought to hold
+#: pieces of the smallest blocks that make up one as large as the budget is thought to hold, at least
 FINE = 8
+#: smallest blocks that a scene is cut into before its memory is measured, at most, and voxels that they hold at least
+FIRST, LEAST = 512, 1024
+#: voxels that memory is measured on: a part of them before the scene's blocks are known, and more on a GPU
+MEASURED, MORE = 2**16, 2**22
 
 
 @dataclass
@@ -100,23 +105,34 @@ class Run:
         self.sizes: dict[int, MapSizes] = {}
         #: on a GPU, what blocks took over what was counted for them, at most so far
         self.factor, self.counted, self.before = 1.0, 1, 0
+        self.peak = Peak(device)
         size, piece = scene.like.batch_size, piece_of(budget)
-        limit = max(1, int(budget / max(rates(program, sample, learns))))
-        if len(scene) and limit >= len(scene):
-            limit = len(scene) * FINE  # one block, if the rest of this is right
-        self.blocks = Blocks(scene.coords, scene.extent, max(1, limit // FINE), store, piece, device)
-        if len(scene) > 1:
-            sample = self._measured(program, limit)
-            self.found = estimated(program, sample, len(scene))
-            self.uncertain = sorted(set().union(*uncertain(program, sample, len(scene))))
+        count = len(scene)
+        part = max(1, min(MEASURED, budget // counting_bytes(program, program.needed)))
+        first = max(1, min(part, max(LEAST, -(-count // FIRST))))
+        self.blocks = Blocks(scene.coords, scene.extent, first, store, piece, device)
+        if count > 1:
+            sample = self._measured(program, part)
+            limit = self._limit(program, sample)
+            if device.type == "cuda" and min(limit // 2, MORE) > 2 * part:
+                sample = self._measured(program, min(limit // 2, MORE))
+                limit = self._limit(program, sample)
+            if limit < count:
+                self.blocks.refine(max(1, limit // FINE))
+            self.found = estimated(program, sample, count)
+            self.uncertain = sorted(set().union(*uncertain(program, sample, count)))
         self.program, self.plans = chosen(program, sample, self.blocks, budget, size, learns)
 
-    def _measured(self, program: Program, limit: int) -> Values:
+    def _limit(self, program: Program, sample: dict[int, Any]) -> int:
+        """Voxels that the budget is thought to hold with all that is made of them."""
+        return max(1, int(self.budget / max(rates(program, sample, self.learns))))
+
+    def _measured(self, program: Program, most: int) -> Values:
         """The geometry of a part of the scene, by which the memory of blocks is planned."""
-        part = max(self.blocks.chosen(lambda block: block.size <= limit), key=lambda block: block.size)
-        rows = self.blocks.order[part.first : min(part.last, part.first + limit)].long().sort().values
+        part = max(self.blocks.chosen(lambda block: block.size <= most), key=lambda block: block.size)
+        rows = self.blocks.order[part.first : min(part.last, part.first + most)].long().sort().values
         values = Values({})
-        values[GRID] = self._grid(self.scene.coords[rows].int().to(self.device))
+        values[GRID] = self._grid(self.scene.coords[rows.to(self.scene.coords.device)].int().to(self.device))
         Work(program, Phase(tuple(program.needed), (), (), ()), {}, self.load).geometry(values)
         return values
 
@@ -125,9 +141,7 @@ class Run:
         self.total = sum(map(len, self.plans))
         if any(len(plan) > 1 for plan in self.plans):
             self._count()
-        if self.device.type == "cuda":
-            self.before = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+        self.before = self.peak.now()
         for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
             self._phase(number, phase, plan)
 
@@ -175,7 +189,7 @@ class Run:
         for output in phase.outputs:
             if steps[output].place == GRID:
                 self.arrays[output] = self._array(output)
-        work = Work(self.program, phase, self.shared, self.load, self.sizes)
+        work = Work(self.program, phase, self.shared, self.load, self.sizes, self.peak.mark)
         left = [(at, block) for at, block in enumerate(plan) if not self.store.is_done(f"{number}.{at}")]
         self.done = sum(map(len, self.plans[:number])) + len(plan) - len(left)
         with pipeline_of(self.device) as self.pipeline:
@@ -240,7 +254,9 @@ class Run:
     def _block(self, work: Work, phase: Phase, box: IndexRange, inputs: Inputs) -> list[dict[int, Any]]:
         """A block's own rows, and what it adds to totals; those of its halves where it had to be cut."""
         made = []
+        self.peak.begin()
         for part, values, boxes in self.in_parts(work, phase, box, inputs):
+            self.peak.mark()
             work.run(values, boxes)
             made.append(work.own(values, part, self.scene.like.batch_size))
             self._measure()
@@ -248,10 +264,8 @@ class Run:
 
     def _measure(self) -> None:
         """On a GPU, compare what the last block took with what was counted for it; later ones are judged by that."""
-        if self.device.type == "cuda":
-            took = torch.cuda.max_memory_allocated(self.device) - self.before
-            self.factor = max(self.factor, took / max(1, self.counted))
-            torch.cuda.reset_peak_memory_stats(self.device)
+        self.factor = max(self.factor, (self.peak.most() - self.before) / max(1, self.counted))
+        self.peak.begin()
 
     def _started(self, work: Work, inputs: Inputs) -> Values:
         """A block with its geometry, and the certainty that the rest fits."""

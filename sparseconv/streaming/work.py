@@ -75,7 +75,10 @@ def clipped(box: IndexRange, batch_size: int) -> IndexRange:
 
 
 class Work:
-    """The steps of a phase, run on a block; ``sizes`` are those of the whole scene's maps, by their plans' steps."""
+    """The steps of a phase, run on a block; ``sizes`` are those of the whole scene's maps, by their plans' steps.
+
+    ``mark`` is called after each step, while all is there that it needed.
+    """
 
     def __init__(
         self,
@@ -84,9 +87,10 @@ class Work:
         shared: dict[int, Any],
         load: Callable[[int, VoxelGrid, torch.Tensor, dict[int, IndexRange]], torch.Tensor],
         sizes: dict[int, MapSizes] | None = None,
+        mark: Callable[[], None] = lambda: None,
     ) -> None:
         self.program, self.phase, self.shared, self.load = program, phase, shared, load
-        self.sizes = {} if sizes is None else sizes
+        self.sizes, self.mark = {} if sizes is None else sizes, mark
         self.last = last_uses(program, phase)
 
     def geometry(self, values: Values) -> None:
@@ -161,6 +165,7 @@ class Work:
                     values[number] = self.load(number, values[step.place], values[-1], boxes)
                 else:
                     values[number] = self._made(number, values)
+                self.mark()
             for done in self.last.get(number, ()):
                 values.pop(done, None)
 
