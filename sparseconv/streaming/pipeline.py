@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -29,7 +29,11 @@ class Direct:
 
     def gathered(self, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a tensor in host memory, on the device."""
-        return source[rows.to(source.device)]
+        return torch.index_select(source, 0, rows.to(source.device))
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host from which `moved` copies fast."""
+        return torch.empty(tuple(shape), dtype=dtype)
 
     def moved(self, values: torch.Tensor) -> torch.Tensor:
         """A tensor of host memory, on the device."""
@@ -89,6 +93,10 @@ class Overlapped:
         pinned = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype, pin_memory=True)
         torch.index_select(source, 0, rows, out=pinned)
         return self._used(pinned.to(self.device, non_blocking=True))
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Pinned memory; torch keeps what is let go, for the next."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def moved(self, values: torch.Tensor) -> torch.Tensor:
         """A tensor of host memory, on its way to the device by pinned memory."""

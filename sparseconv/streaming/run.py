@@ -44,12 +44,13 @@ MEASURED, MORE = 2**16, 2**22
 
 @dataclass
 class Inputs:
-    """What a block needs from the host: the boxes of all values, its rows of the scene and where they lie, and tensors
-    that are on their way to the device."""
+    """What a block needs from the host: the boxes of all values, its rows of the scene and where they lie, which of
+    them are its own where these lie one after another, and tensors that are on their way to the device."""
 
     boxes: dict[int, IndexRange]
     rows: torch.Tensor
     coords: torch.Tensor
+    own: slice | None
     on_device: torch.Tensor | None
     loaded: dict[int, torch.Tensor]
 
@@ -110,7 +111,7 @@ class Run:
         count = len(scene)
         part = max(1, min(MEASURED, budget // counting_bytes(program, program.needed)))
         first = max(1, min(part, max(LEAST, -(-count // FIRST))))
-        self.blocks = Blocks(scene.coords, scene.extent, first, store, piece, device)
+        self.blocks = Blocks(scene.coords, scene.extent, first, store, piece, device, budget // 4)
         if count > 1:
             sample = self._measured(program, part)
             limit = self._limit(program, sample)
@@ -158,7 +159,7 @@ class Run:
                 if root is None:
                     continue
                 values = Values({})
-                values[GRID] = self._grid(self.blocks.rows_in(clipped(root, size))[1].to(self.device))
+                values[GRID] = self._grid(self.blocks.rows_in(clipped(root, size)).coords.to(self.device))
                 work.geometry(values)
                 totals = [a + b for a, b in zip(totals, counted(program, numbers, values, block.box, size))]
             self.found.update(zip(numbers, totals))
@@ -211,10 +212,11 @@ class Run:
         boxes, size = wanted(self.program, phase, box), self.scene.like.batch_size
         root = boxes.get(GRID)
         if root is None:
-            rows, coords = torch.zeros(0, dtype=torch.int64), self.scene.coords[:0].int().cpu()
+            rows, coords, own = torch.zeros(0, dtype=torch.int64), self.scene.coords[:0].int().cpu(), None
         else:
-            rows, coords = self.blocks.rows_in(clipped(root, size))
-        inputs = Inputs(boxes, rows, coords, None, {})
+            found = self.blocks.rows_in(clipped(root, size), self.pipeline.empty)
+            rows, coords, own = found.rows, found.coords, found.place_of(self.blocks.at(box))
+        inputs = Inputs(boxes, rows, coords, own, None, {})
         if len(rows) * ROW_BYTES > self.budget:
             return inputs
         inputs.on_device = self.pipeline.moved(coords)
@@ -231,7 +233,7 @@ class Run:
 
     def in_parts(
         self, work: Work, phase: Phase, box: IndexRange, inputs: Inputs | None = None
-    ) -> Iterator[tuple[IndexRange, Values, dict[int, IndexRange]]]:
+    ) -> Iterator[tuple[IndexRange, Values, Inputs]]:
         """A block with its geometry, ready to be run; where it is larger than was thought, its halves one by one."""
         inputs = self._inputs(phase, box) if inputs is None else inputs
         try:
@@ -249,16 +251,16 @@ class Run:
             for half in halved:
                 yield from self.in_parts(work, phase, half)
         else:
-            yield box, values, inputs.boxes
+            yield box, values, inputs
 
     def _block(self, work: Work, phase: Phase, box: IndexRange, inputs: Inputs) -> list[dict[int, Any]]:
         """A block's own rows, and what it adds to totals; those of its halves where it had to be cut."""
         made = []
         self.peak.begin()
-        for part, values, boxes in self.in_parts(work, phase, box, inputs):
+        for part, values, given in self.in_parts(work, phase, box, inputs):
             self.peak.mark()
-            work.run(values, boxes)
-            made.append(work.own(values, part, self.scene.like.batch_size))
+            work.run(values, given.boxes)
+            made.append(work.own(values, part, self.scene.like.batch_size, given.own))
             self._measure()
         return made
 

@@ -73,13 +73,14 @@ def test_work_before_the_first_block(budget, calls, monkeypatch):
 
 
 @pytest.mark.parametrize("piece", [300, 10**6])
+@pytest.mark.parametrize("spare", [0, 10**9])
 @pytest.mark.parametrize("limits", [(20_000,), (20_000, 500), (500, 20_000), (1,)])
-def test_rows_in_boxes(piece, limits):
+def test_rows_in_boxes(piece, spare, limits):
     """Against a look at every voxel; no leaf is larger than the smallest limit, and each row is in one."""
     coords = shell(60)
     space = sc.VoxelGrid(coords, 1).extent
     extent = sc.IndexRange((0, *space.start), (1, *space.end))
-    blocks = Blocks(coords, extent, limits[0], Store(None), piece, torch.device("cpu"))
+    blocks = Blocks(coords, extent, limits[0], Store(None), piece, torch.device("cpu"), spare)
     for limit in limits[1:]:
         blocks.refine(limit)
     assert max(leaf.size for leaf in blocks.leaves) <= min(limits)
@@ -96,7 +97,12 @@ def test_rows_in_boxes(piece, limits):
             sc.IndexRange((0, *low), (1, *(a + n for a, n in zip(low, generator.integers(0, 60, 3).tolist()))))
         )
     for box in boxes:
-        rows, places = blocks.rows_in(box)
+        found = blocks.rows_in(box)
+        rows, places, block = found.rows, found.coords, blocks.at(box)
+        own = found.place_of(block)
+        if block is not None and block.size:
+            assert own is not None
+            assert torch.equal(rows[own], blocks.order[block.first : block.last].long())
         want = within(coords, box).nonzero().flatten()
         assert torch.equal(rows.sort().values, want)
         assert torch.equal(places, coords[rows])
