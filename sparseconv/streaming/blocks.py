@@ -134,44 +134,35 @@ class Blocks:
 
     def _meets(self, box: IndexRange) -> np.ndarray:
         """Which leaves may hold voxels of a box."""
-        return np.logical_and(self._starts < np.array(box.end), self._ends > np.array(box.start)).all(axis=1)
+        sides = np.hstack((self._starts < np.array(box.end), self._ends > np.array(box.start)))
+        there: np.ndarray = np.logical_and.reduce(sides, axis=1)
+        return there
 
-    def rows_in(self, box: IndexRange, empty: Callable[..., torch.Tensor] = torch.empty) -> Found:
-        """The voxels in a box, block after block; ``empty`` makes the memory of their coords."""
+    def rows_in(self, box: IndexRange) -> Found:
+        """The voxels in a box, block after block."""
         there = self._meets(box).nonzero()[0]
         starts, ends = self._starts[there], self._ends[there]
-        inner = np.logical_and(starts >= np.array(box.start), ends <= np.array(box.end)).all(axis=1)
+        inner = np.logical_and.reduce(np.hstack((starts >= np.array(box.start), ends <= np.array(box.end))), axis=1)
         runs = _runs(self._rows[there], inner)
         cut = [None if whole else self._part(first, last, box) for first, last, whole in runs]
         counts = [last - first if part is None else len(part) for (first, last, _), part in zip(runs, cut)]
         rows = torch.empty(sum(counts), dtype=torch.int64)
-        coords = empty((len(rows), self.coords.shape[1]), dtype=torch.int32)
         ranges, done = [], 0
         for (first, last, whole), part, count in zip(runs, cut, counts):
             rows[done : done + count] = self.order[first:last] if part is None else part
             if whole:
                 ranges.append((first, last, done))
             done += count
-        for at in range(0, len(rows), self.piece):
-            self._gather(rows[at : at + self.piece], coords[at : at + self.piece])
-        return Found(rows, coords, ranges)
+        return Found(rows, ranges)
 
     def _part(self, first: int, last: int, box: IndexRange) -> torch.Tensor:
         """Which of the rows first to last of the order lie in a box."""
         found = []
         for at in range(first, last, self.piece):
             rows = self.order[at : min(at + self.piece, last)]
-            coords = torch.empty((len(rows), self.coords.shape[1]), dtype=torch.int32)
-            self._gather(rows, coords)
-            found.append(rows[within(coords, box).nonzero().flatten()])
+            coords = torch.index_select(self.coords, 0, rows.to(self.coords.device))
+            found.append(rows[within(coords, box).cpu().nonzero().flatten()])
         return torch.cat(found)
-
-    def _gather(self, rows: torch.Tensor, into: torch.Tensor) -> None:
-        """Coords of rows; `torch.index_select` is several times as fast as brackets on a CPU."""
-        if self.coords.device.type == "cpu" and self.coords.dtype == into.dtype:
-            torch.index_select(self.coords, 0, rows, out=into)
-        else:
-            into.copy_(self.coords[rows.to(self.coords.device).long()])
 
     def _cut(self, box: IndexRange, tight: IndexRange | None, first: int, last: int, limit: int) -> Block:
         """The block of the rows first to last of the order, which lie in ``tight``; the order is changed to suit."""
@@ -249,7 +240,7 @@ class Blocks:
         if not self._is_sorted and self.device.type == "cpu":
             return self.coords[first:last].to(self.device)
         if self.coords.device.type != "cpu" or self.device.type == "cpu":
-            return self.coords[self.order[first:last].long().to(self.coords.device)].to(self.device)
+            return torch.index_select(self.coords, 0, self.order[first:last].to(self.coords.device)).to(self.device)
         staged = torch.empty((last - first, self.coords.shape[1]), dtype=self.coords.dtype, pin_memory=True)
         if self._is_sorted:
             torch.index_select(self.coords, 0, self.order[first:last], out=staged)
@@ -259,11 +250,10 @@ class Blocks:
 
 
 class Found(NamedTuple):
-    """Rows (M,) int64 and coords (M, 1+D) int32 of voxels, and where ranges of `Blocks.order` lie among them: first
-    and last of the order, and the place of the first."""
+    """Rows (M,) int64 of voxels, and where ranges of `Blocks.order` lie among them: first and last of the order, and
+    the place of the first."""
 
     rows: torch.Tensor
-    coords: torch.Tensor
     ranges: list[tuple[int, int, int]]
 
     def place_of(self, block: Block | None) -> slice | None:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
@@ -29,7 +28,7 @@ from sparseconv.streaming.planning import (
     target_of,
     uncertain,
 )
-from sparseconv.streaming.scene import Scene
+from sparseconv.streaming.scene import Scene, lexicographic
 from sparseconv.streaming.store import Store, digest
 from sparseconv.streaming.totals import BatchStatistics, Total
 from sparseconv.streaming.work import Own, TooLarge, Values, Work, clipped, own_box, wanted
@@ -49,7 +48,6 @@ class Inputs:
 
     boxes: dict[int, IndexRange]
     rows: torch.Tensor
-    coords: torch.Tensor
     own: slice | None
     on_device: torch.Tensor | None
     loaded: dict[int, torch.Tensor]
@@ -57,7 +55,7 @@ class Inputs:
     @property
     def num_bytes(self) -> int:
         """On the device."""
-        return sum(t.nbytes for t in (self.coords, *self.loaded.values()))
+        return sum(t.nbytes for t in (self.on_device, *self.loaded.values()) if t is not None)
 
     def clear(self) -> None:
         self.on_device = None
@@ -133,7 +131,7 @@ class Run:
         part = max(self.blocks.chosen(lambda block: block.size <= most), key=lambda block: block.size)
         rows = self.blocks.order[part.first : min(part.last, part.first + most)].long().sort().values
         values = Values({})
-        values[GRID] = self._grid(self.scene.coords[rows.to(self.scene.coords.device)].int().to(self.device))
+        values[GRID] = self._grid(self._coords(rows))
         Work(program, Phase(tuple(program.needed), (), (), ()), {}, self.load).geometry(values)
         return values
 
@@ -159,7 +157,7 @@ class Run:
                 if root is None:
                     continue
                 values = Values({})
-                values[GRID] = self._grid(self.blocks.rows_in(clipped(root, size)).coords.to(self.device))
+                values[GRID] = self._grid(self._coords(self.blocks.rows_in(clipped(root, size)).rows))
                 work.geometry(values)
                 totals = [a + b for a, b in zip(totals, counted(program, numbers, values, block.box, size))]
             self.found.update(zip(numbers, totals))
@@ -187,16 +185,15 @@ class Run:
 
     def _phase(self, number: int, phase: Phase, plan: list[Block]) -> None:
         steps = self.program.steps
-        for output in phase.outputs:
-            if steps[output].place == GRID:
-                self.arrays[output] = self._array(output)
+        known = [output for output in phase.outputs if steps[output].place == GRID]
+        self.arrays.update((output, self._array(output)) for output in known)
         work = Work(self.program, phase, self.shared, self.load, self.sizes, self.peak.mark)
         left = [(at, block) for at, block in enumerate(plan) if not self.store.is_done(f"{number}.{at}")]
         self.done = sum(map(len, self.plans[:number])) + len(plan) - len(left)
         with pipeline_of(self.device) as self.pipeline:
             for (at, block), inputs in self.pipeline.ahead(left, lambda item: self._inputs(phase, item[1].box)):
                 parts = self._block(work, phase, block.box, inputs)
-                self.pipeline.leave(parts, partial(self._finish, number, at, phase))
+                self.pipeline.leave(parts, partial(self._finish, number, at, phase), known)
                 del parts, inputs
         self._join(number, phase, len(plan))
 
@@ -212,14 +209,14 @@ class Run:
         boxes, size = wanted(self.program, phase, box), self.scene.like.batch_size
         root = boxes.get(GRID)
         if root is None:
-            rows, coords, own = torch.zeros(0, dtype=torch.int64), self.scene.coords[:0].int().cpu(), None
+            rows, own = torch.zeros(0, dtype=torch.int64), None
         else:
-            found = self.blocks.rows_in(clipped(root, size), self.pipeline.empty)
-            rows, coords, own = found.rows, found.coords, found.place_of(self.blocks.at(box))
-        inputs = Inputs(boxes, rows, coords, own, None, {})
+            found = self.blocks.rows_in(clipped(root, size))
+            rows, own = found.rows, found.place_of(self.blocks.at(box))
+        inputs = Inputs(boxes, rows, own, None, {})
         if len(rows) * ROW_BYTES > self.budget:
             return inputs
-        inputs.on_device = self.pipeline.moved(coords)
+        inputs.on_device = self._coords(rows)
         if self.device.type == "cuda":  # on a CPU they are read when they are needed
             for number in phase.steps:
                 source = self.array_of(number)
@@ -239,7 +236,7 @@ class Run:
         try:
             values = self._started(work, inputs)
         except TooLarge as large:
-            halved = halves(box, inputs.coords)
+            halved = halves(box, self.scene.coords[inputs.rows.to(self.scene.coords.device)])
             if halved is None:
                 raise ValueError(
                     f"budget_bytes is {self.budget:,}, but the smallest block of this scene, one voxel with all that "
@@ -284,6 +281,10 @@ class Run:
         if size * self.factor > self.budget:
             raise TooLarge(int(size * self.factor))
         return values
+
+    def _coords(self, rows: torch.Tensor) -> torch.Tensor:
+        """Coords of the scene's rows, on the device."""
+        return self.pipeline.gathered(self.scene.coords, rows).to(self.device, torch.int32)
 
     def _grid(self, coords: torch.Tensor) -> VoxelGrid:
         """The grid of a block, in the scene."""
@@ -330,7 +331,7 @@ class Run:
             own = [part[output] for part in parts]
             if steps[output].place == GRID:
                 for one in own:
-                    self.arrays[output][one.rows] = one.values
+                    self.pipeline.write(self.arrays[output], one.rows, one.values)
             else:
                 kept = [(one.coords, one.values, one.rows) for one in own]
                 self.store.put(f"piece.{output}.{at}", tuple(torch.cat(some) for some in zip(*kept)))
@@ -384,15 +385,6 @@ class Run:
         coords, features, rows = (torch.cat([piece[at] for piece in pieces]) for at in range(3))
         order = rows.argsort() if self.program.keeps_order(step.place) else lexicographic(coords)
         return Result(features[order], coords[order], order, [len(piece[0]) for piece in pieces])
-
-
-def lexicographic(coords: torch.Tensor) -> torch.Tensor:
-    """Rows in lexicographic order."""
-    if not len(coords):
-        return torch.zeros(0, dtype=torch.int64)
-    low, high = torch.aminmax(coords, dim=0)
-    space = KeySpace.covering(IndexRange(tuple(low.tolist()), tuple(h + 1 for h in high.tolist())))
-    return space.keys(coords).argsort()
 
 
 def piece_of(budget: int) -> int:
