@@ -9,6 +9,7 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.backends.base import Request
+from sparseconv.backends.registry import choose
 from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
@@ -256,7 +257,8 @@ class ConvolutionPlan(Movable):
 
     def workspace_bytes(self, c_in: int, c_out: int, dtype: torch.dtype = torch.float32) -> int:
         """The most memory that executing allocates in addition to its result, forward or backward, in bytes."""
-        return explain(repr(self), self.backend, self.request(c_in, c_out, dtype)).workspace_bytes
+        request = self.request(c_in, c_out, dtype)
+        return choose(request, self.backend).workspace_bytes(request)
 
     def explain(self, x: torch.Tensor, weight: torch.Tensor) -> Explanation:
         """Which backend would execute this and why, what the others said, and what it costs; print it."""

@@ -133,14 +133,14 @@ class _Backward:
         work = Work(run.program, phase, run.shared, self._load, run.sizes)
         for at, block in enumerate(run.plans[level]):
             starts = dict.fromkeys(phase.outputs, 0)
-            for box, values, boxes in run.in_parts(work, phase, block.box):
+            for box, values, given in run.in_parts(work, phase, block.box):
                 self.leaves = {}
                 with torch.enable_grad():
                     values.shared = {n: self._whole_leaf(n, v) for n, v in run.shared.items()}
                     for number in [n for n in values if n == FEATURES or n in phase.loaded]:
                         del values[number]
-                    work.run(values, boxes)
-                    own = work.own(values, box, run.scene.like.batch_size)
+                    work.run(values, given.boxes)
+                    own = work.own(values, box, run.scene.like.batch_size, given.own)
                     outputs, grads = [], []
                     for number in phase.outputs:
                         mine: Own = own[number]

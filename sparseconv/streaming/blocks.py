@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.streaming.boxes import FAR, meets, union
+from sparseconv.streaming.boxes import FAR, union
 from sparseconv.streaming.store import Store
 
 #: cells of the histogram by which boxes are cut
@@ -48,25 +49,57 @@ class Blocks:
     """A k-d tree of boxes that fill space; the smallest of them hold at most ``limit`` voxels each.
 
     Coordinates (N, 1+D) are read piece by piece and never held as a whole. The cuts are found by counting voxels in
-    cells, and depend on the set of voxels and the limit alone. Within a block rows keep their order.
+    cells, and depend on the set of voxels and the limits alone. Within a block rows keep their order.
     """
 
     def __init__(
-        self, coords: torch.Tensor, extent: IndexRange, limit: int, store: Store, piece: int, device: torch.device
+        self,
+        coords: torch.Tensor,
+        extent: IndexRange,
+        limit: int,
+        store: Store,
+        piece: int,
+        device: torch.device,
+        spare_bytes: int = 0,
     ) -> None:
+        #: memory for the cells of rows, which are found twice where it does not do
+        self.spare_bytes = spare_bytes
         self.coords, self.piece, self.device = coords, piece, device
         self.order = store.scratch("order", (len(coords),), torch.int32 if len(coords) < 2**31 else torch.int64)
         axes = coords.shape[1] - 1
-        self._spare = store.scratch("order.sorted", (len(coords),), self.order.dtype)
+        self._scratch = partial(store.scratch, "order.sorted", (len(coords),), self.order.dtype)
+        #: voxels before each cell of the coarsest histogram, along every axis, and where its cells lie
+        self._sums: tuple[np.ndarray, list[int], list[int]] | None = None
         everything = IndexRange((0, *(-FAR,) * axes), (FAR, *(FAR,) * axes))
+        self._is_sorted = False
         for first in range(0, len(coords), piece):
             last = min(first + piece, len(coords))
-            self.order[first:last] = torch.arange(first, last, dtype=self.order.dtype)
-        self.root = self._cut(everything, extent if len(coords) else None, 0, len(coords), max(1, limit))
-        self.leaves = self.root.leaves
-        held = [(leaf.tight.start, leaf.tight.end, leaf.size) for leaf in self.leaves if leaf.tight is not None]
-        self._held = [np.array(part, np.int64) for part in zip(*held)]
+            torch.arange(first, last, out=self.order[first:last])
+        self.root = Block(everything, 0, len(coords), extent if len(coords) else None)
+        self.refine(limit)
+
+    def refine(self, limit: int) -> None:
+        """Cut leaves that hold more than ``limit`` voxels."""
+        self._spare: torch.Tensor | None = None
+        self.root = self._refined(self.root, max(1, limit))
         del self._spare
+        self.leaves, self._by_box = self.root.leaves, {}
+        open_ = [self.root]
+        while open_:
+            block = open_.pop()
+            self._by_box[block.box] = block
+            open_ += block.halves
+        held = [leaf for leaf in self.leaves if leaf.tight is not None]
+        axes = self.coords.shape[1]
+        starts, ends = ([getattr(leaf.tight, side) for leaf in held] for side in ("start", "end"))
+        self._starts, self._ends = (np.array(part, np.int64).reshape(-1, axes) for part in (starts, ends))
+        self._rows = np.array([(leaf.first, leaf.last) for leaf in held], np.int64).reshape(-1, 2)
+
+    def _refined(self, block: Block, limit: int) -> Block:
+        if not block.halves:
+            return self._cut(block.box, block.tight, block.first, block.last, limit)
+        halves = tuple(self._refined(half, limit) for half in block.halves)
+        return Block(block.box, block.first, block.last, union(halves[0].tight, halves[1].tight), halves)
 
     def chosen(self, fits: Callable[[Block], bool]) -> list[Block]:
         """The largest blocks that fit, in order; leaves are taken as they are."""
@@ -79,29 +112,57 @@ class Blocks:
                 open_ += reversed(block.halves)
         return taken
 
+    def at(self, box: IndexRange) -> Block | None:
+        """The block of a box, if it is one."""
+        return self._by_box.get(box)
+
     def most_in(self, box: IndexRange | None) -> int:
         """No fewer voxels than lie in a box."""
-        if box is None or not self._held:
+        if box is None or not len(self._rows):
             return 0
-        starts, ends, sizes = self._held
-        there = ((starts < np.array(box.end)) & (ends > np.array(box.start))).all(1)
-        return int(sizes[there].sum())
+        there = self._meets(box)
+        by_leaves = int((self._rows[there, 1] - self._rows[there, 0]).sum())
+        if self._sums is None:
+            return by_leaves
+        sums, start, shifts = self._sums
+        low = [min(max((a >> s) - f, 0), n - 1) for a, s, f, n in zip(box.start, shifts, start, sums.shape)]
+        high = [min(max(((e - 1) >> s) - f + 1, 0), n - 1) for e, s, f, n in zip(box.end, shifts, start, sums.shape)]
+        corners = sums[np.ix_(*((first, max(first, last)) for first, last in zip(low, high)))]
+        for _ in low:
+            corners = corners[1] - corners[0]
+        return min(by_leaves, int(corners))
 
-    def rows_in(self, box: IndexRange) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows (M,) int64 and coords (M, 1+D) int32 of the voxels in a box, block after block."""
-        found, places = [torch.zeros(0, dtype=torch.int64)], [self.coords[:0].int().cpu()]
-        for block in self.leaves:
-            if block.tight is None or not meets(block.tight, box):
-                continue
-            for first in range(block.first, block.last, self.piece):
-                rows = self.order[first : min(first + self.piece, block.last)].long()
-                coords = self.coords[rows.to(self.coords.device)].int().cpu()
-                if not box.encloses(block.tight):
-                    inside = within(coords, box)
-                    rows, coords = rows[inside], coords[inside]
-                found.append(rows)
-                places.append(coords)
-        return torch.cat(found), torch.cat(places)
+    def _meets(self, box: IndexRange) -> np.ndarray:
+        """Which leaves may hold voxels of a box."""
+        sides = np.hstack((self._starts < np.array(box.end), self._ends > np.array(box.start)))
+        there: np.ndarray = np.logical_and.reduce(sides, axis=1)
+        return there
+
+    def rows_in(self, box: IndexRange) -> Found:
+        """The voxels in a box, block after block."""
+        there = self._meets(box).nonzero()[0]
+        starts, ends = self._starts[there], self._ends[there]
+        inner = np.logical_and.reduce(np.hstack((starts >= np.array(box.start), ends <= np.array(box.end))), axis=1)
+        runs = _runs(self._rows[there], inner)
+        cut = [None if whole else self._part(first, last, box) for first, last, whole in runs]
+        counts = [last - first if part is None else len(part) for (first, last, _), part in zip(runs, cut)]
+        rows = torch.empty(sum(counts), dtype=torch.int64)
+        ranges, done = [], 0
+        for (first, last, whole), part, count in zip(runs, cut, counts):
+            rows[done : done + count] = self.order[first:last] if part is None else part
+            if whole:
+                ranges.append((first, last, done))
+            done += count
+        return Found(rows, ranges)
+
+    def _part(self, first: int, last: int, box: IndexRange) -> torch.Tensor:
+        """Which of the rows first to last of the order lie in a box."""
+        found = []
+        for at in range(first, last, self.piece):
+            rows = self.order[at : min(at + self.piece, last)]
+            coords = torch.index_select(self.coords, 0, rows.to(self.coords.device))
+            found.append(rows[within(coords, box).cpu().nonzero().flatten()])
+        return torch.cat(found)
 
     def _cut(self, box: IndexRange, tight: IndexRange | None, first: int, last: int, limit: int) -> Block:
         """The block of the rows first to last of the order, which lie in ``tight``; the order is changed to suit."""
@@ -111,18 +172,22 @@ class Blocks:
         start = [a >> s for a, s in zip(tight.start, shifts)]
         shape = [((e - 1) >> s) - a + 1 for e, s, a in zip(tight.end, shifts, start)]
         counts = torch.zeros(math.prod(shape), dtype=torch.int64, device=self.device)
+        keys: list[torch.Tensor] = []
         for at in range(first, last, self.piece):
-            coords = self._coords(self.order[at : min(at + self.piece, last)])
-            counts += torch.bincount(_cells(coords, start, shape, shifts), minlength=len(counts))
+            key = _cells(self._coords(at, min(at + self.piece, last)), start, shape, shifts)
+            counts += torch.bincount(key, minlength=len(counts))
+            if 4 * (last - first) <= self.spare_bytes:
+                keys.append(key)
         cuts: list[tuple[IndexRange, IndexRange]] = []
-        cells = counts.cpu().view(shape)
+        cells = counts.cpu().view(shape).numpy()
+        if self._sums is None:
+            self._sums = _summed(cells), start, shifts
         tree = _halve(cells, IndexRange((0,) * len(shape), tuple(shape)), box, start, shifts, limit, cuts)
-        owner, sizes = torch.zeros(shape, dtype=torch.int32), []
+        owner, sizes = np.zeros(shape, np.int32), []
         for number, (part, _) in enumerate(cuts):
-            inside = tuple(slice(a, b) for a, b in zip(part.start, part.end))
-            owner[inside] = number
-            sizes.append(int(cells[inside].sum()))
-        self._sort(first, last, owner.flatten(), sizes, (start, shape, shifts))
+            _inside(owner, part)[...] = number
+            sizes.append(int(_inside(cells, part).sum()))
+        self._sort(first, last, torch.from_numpy(owner.ravel()), sizes, (start, shape, shifts), keys)
         starts = [first]
         for size in sizes:
             starts.append(starts[-1] + size)
@@ -140,39 +205,103 @@ class Blocks:
 
         return made(tree)
 
-    def _sort(self, first: int, last: int, owner: torch.Tensor, sizes: list[int], cells: tuple) -> None:
-        """Group the rows first to last by their owners, each group in its old order."""
+    def _sort(
+        self, first: int, last: int, owner: torch.Tensor, sizes: list[int], cells: tuple, keys: list[torch.Tensor]
+    ) -> None:
+        """Group the rows first to last by their owners, each group in its old order; their cells may be known."""
         if len(sizes) == 1:
             return
-        owner = owner.to(self.device)
-        starts = torch.tensor([0, *sizes], device=self.device).cumsum(0)[:-1] + first
+        if self._spare is None:
+            self._spare = self._scratch()
+        spare, ends = self._spare, (np.cumsum([0, *sizes])[:-1] + first).tolist()
+        owner = owner.to(self.device, torch.int16 if len(sizes) < 2**15 else torch.int32)
         for at in range(first, last, self.piece):
             until = min(at + self.piece, last)
-            rows = self.order[at:until]
-            owners = owner[_cells(self._coords(rows), *cells)].long()
-            sorted_owners, order = owners.sort(stable=True)
-            counts = torch.bincount(owners, minlength=len(sizes))
-            moves = starts - (counts.cumsum(0) - counts)
-            places = moves[sorted_owners] + torch.arange(len(rows), device=self.device)
-            self._spare[places.cpu()] = rows[order.cpu()]
-            starts = starts + counts
-        for at in range(first, last, self.piece):
-            until = min(at + self.piece, last)
-            self.order[at:until] = self._spare[at:until]
+            key = keys.pop(0) if keys else _cells(self._coords(at, until), *cells)
+            owners = owner[key]
+            order, taken = owners.sort(stable=True).indices, 0
+            if self._is_sorted:
+                rows = self.order[at:until][order.cpu()]
+            else:
+                rows = (order + at).to(self.order.dtype).cpu()
+            for number, count in enumerate(torch.bincount(owners, minlength=len(sizes)).tolist()):
+                if count:
+                    begin, ends[number] = ends[number], ends[number] + count
+                    spare[begin : begin + count] = rows[taken : taken + count]
+                    taken += count
+        if last - first == len(self.order):
+            self.order, self._spare = spare, self.order
+        else:
+            self.order[first:last] = spare[first:last]
+        self._is_sorted = True
 
-    def _coords(self, rows: torch.Tensor) -> torch.Tensor:
-        """Coords of rows, on the device that sorts them."""
-        return self.coords[rows.long().to(self.coords.device)].to(self.device)
+    def _coords(self, first: int, last: int) -> torch.Tensor:
+        """Coords of some rows of the order, on the device that sorts them."""
+        if not self._is_sorted and self.device.type == "cpu":
+            return self.coords[first:last].to(self.device)
+        if self.coords.device.type != "cpu" or self.device.type == "cpu":
+            return torch.index_select(self.coords, 0, self.order[first:last].to(self.coords.device)).to(self.device)
+        staged = torch.empty((last - first, self.coords.shape[1]), dtype=self.coords.dtype, pin_memory=True)
+        if self._is_sorted:
+            torch.index_select(self.coords, 0, self.order[first:last], out=staged)
+        else:
+            staged.copy_(self.coords[first:last])
+        return staged.to(self.device, non_blocking=True)
 
 
-def _trimmed(cells: torch.Tensor, part: IndexRange) -> IndexRange | None:
-    """The cells of a box that hold voxels, as a box."""
-    held = cells[tuple(slice(a, b) for a, b in zip(part.start, part.end))].nonzero()
-    if not len(held):
+class Found(NamedTuple):
+    """Rows (M,) int64 of voxels, and where ranges of `Blocks.order` lie among them: first and last of the order, and
+    the place of the first."""
+
+    rows: torch.Tensor
+    ranges: list[tuple[int, int, int]]
+
+    def place_of(self, block: Block | None) -> slice | None:
+        """Where a block's own voxels lie, one after another; None where they do not."""
+        if block is None:
+            return None
+        for first, last, at in self.ranges:
+            if first <= block.first < block.last <= last:
+                return slice(at + block.first - first, at + block.last - first)
         return None
-    low, high = torch.aminmax(held, dim=0)
-    start = tuple(a + n for a, n in zip(part.start, low.tolist()))
-    return IndexRange(start, tuple(a + n + 1 for a, n in zip(part.start, high.tolist())))
+
+
+def _summed(cells: np.ndarray) -> np.ndarray:
+    """Voxels in the cells before each corner of a cell, along every axis."""
+    sums = np.zeros([n + 1 for n in cells.shape], np.int64)
+    sums[(slice(1, None),) * cells.ndim] = cells
+    for axis in range(cells.ndim):
+        sums = sums.cumsum(axis)
+    return sums
+
+
+def _runs(rows: np.ndarray, inner: np.ndarray) -> list[tuple[int, int, bool]]:
+    """Ranges of rows that lie side by side, joined where they are alike."""
+    made: list[tuple[int, int, bool]] = []
+    for (first, last), whole in zip(rows.tolist(), inner.tolist()):
+        if made and made[-1][1:] == (first, whole):
+            first = made.pop()[0]
+        made.append((first, last, whole))
+    return made
+
+
+def _trimmed(cells: np.ndarray, part: IndexRange) -> IndexRange | None:
+    """The cells of a box that hold voxels, as a box."""
+    spans = [line.nonzero()[0] for line in _marginals(_inside(cells, part))]
+    if not spans[0].size:
+        return None
+    start = tuple(a + int(span[0]) for a, span in zip(part.start, spans))
+    return IndexRange(start, tuple(a + int(span[-1]) + 1 for a, span in zip(part.start, spans)))
+
+
+def _inside(cells: np.ndarray, part: IndexRange) -> np.ndarray:
+    """The cells of a box."""
+    return cells[tuple(slice(a, b) for a, b in zip(part.start, part.end))]
+
+
+def _marginals(cells: np.ndarray) -> list[np.ndarray]:
+    """Voxels by their cell along each axis."""
+    return [cells.sum(tuple(a for a in range(cells.ndim) if a != axis)) for axis in range(cells.ndim)]
 
 
 def _voxels(cells: IndexRange | None, start: list[int], shifts: list[int]) -> IndexRange | None:
@@ -203,14 +332,15 @@ def _shifts(tight: IndexRange, most: int) -> list[int]:
 
 
 def _cells(coords: torch.Tensor, start: list[int], shape: list[int], shifts: list[int]) -> torch.Tensor:
-    key = torch.zeros(len(coords), dtype=torch.int64, device=coords.device)
+    key = torch.zeros(len(coords), dtype=torch.int32, device=coords.device)
     for axis, (a, n, s) in enumerate(zip(start, shape, shifts)):
-        key = key * n + ((coords[:, axis].long() >> s) - a)
+        places = coords[:, axis]
+        key = key.mul_(n).add_(((places if places.dtype.itemsize > 2 else places.int()) >> s) - a)
     return key
 
 
 def _halve(
-    cells: torch.Tensor,
+    cells: np.ndarray,
     part: IndexRange,
     box: IndexRange,
     start: list[int],
@@ -219,21 +349,20 @@ def _halve(
     cuts: list[tuple[IndexRange, IndexRange]],
 ) -> Tree:
     """Cut a box of cells while it holds more than ``limit`` voxels; ``cuts`` takes the pieces with their boxes."""
-    inside = cells[tuple(slice(a, b) for a, b in zip(part.start, part.end))]
-    total = int(inside.sum())
-    spans: list[torch.Tensor] = []
+    inside = _inside(cells, part)
+    total, spans = int(inside.sum()), []
     if total > limit:
-        marginals = [inside.sum(tuple(a for a in range(part.rank) if a != axis)) for axis in range(part.rank)]
-        spans = [m.nonzero().flatten() for m in marginals]
+        marginals = _marginals(inside)
+        spans = [line.nonzero()[0] for line in marginals]
     lengths = [(int(s[-1]) - int(s[0])) << shifts[axis] for axis, s in enumerate(spans)]
     if not any(lengths):  # few voxels, or one cell, which the caller cuts anew
         cuts.append((part, box))
         return len(cuts) - 1
     axis = max(range(part.rank), key=lambda a: lengths[a])
     count = -(-total // limit)
-    sums, wanted = marginals[axis].cumsum(0), total * (count // 2) / count
+    sums, wanted = marginals[axis].cumsum(), total * (count // 2) / count
     begin, end = int(spans[axis][0]), int(spans[axis][-1])
-    where = part.start[axis] + min(max(int((sums.double() - wanted).abs().argmin()), begin), end - 1) + 1
+    where = part.start[axis] + min(max(int(np.abs(sums - wanted).argmin()), begin), end - 1) + 1
     edge = (start[axis] + where) << shifts[axis]
     sides = (
         _halve(cells, side(part, axis, where, lower), side(box, axis, edge, lower), start, shifts, limit, cuts)

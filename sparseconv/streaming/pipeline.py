@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
@@ -11,6 +11,10 @@ import torch
 
 Item = TypeVar("Item")
 Ready = TypeVar("Ready")
+#: what the parts of a block leave, by the numbers of steps
+Parts = list[dict[int, Any]]
+#: bytes of pinned memory that are filled together: locking pages takes long, and torch keeps them for the next
+PIECE = 2**26
 
 
 class Direct:
@@ -29,15 +33,15 @@ class Direct:
 
     def gathered(self, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a tensor in host memory, on the device."""
-        return source[rows.to(source.device)]
+        return torch.index_select(source, 0, rows.to(source.device))
 
-    def moved(self, values: torch.Tensor) -> torch.Tensor:
-        """A tensor of host memory, on the device."""
-        return values
+    def leave(self, parts: Parts, keep: Callable[[Parts], None], large: Collection[int] = ()) -> None:
+        """Give tensors of the device, in host memory, to ``keep``; those of ``large``, it brings by `write`."""
+        keep(parts)
 
-    def leave(self, values: Any, keep: Callable[[Any], None]) -> None:
-        """Give tensors of the device, in host memory, to ``keep``."""
-        keep(values)
+    def write(self, into: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Put values of the device into rows of a tensor in host memory."""
+        into[rows.to(into.device)] = values.to(into.device)
 
 
 class Overlapped:
@@ -86,29 +90,24 @@ class Overlapped:
         """Rows of a tensor in host memory, gathered in pinned memory, on their way to the device."""
         if source.is_cuda:
             return source[rows.to(source.device)].to(self.device)
-        pinned = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype, pin_memory=True)
-        torch.index_select(source, 0, rows, out=pinned)
-        return self._used(pinned.to(self.device, non_blocking=True))
-
-    def moved(self, values: torch.Tensor) -> torch.Tensor:
-        """A tensor of host memory, on its way to the device by pinned memory."""
-        return (
-            values.to(self.device)
-            if values.is_cuda
-            else self._used(values.pin_memory().to(self.device, non_blocking=True))
-        )
+        made = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype, device=self.device)
+        for part in _pieces(rows, made):
+            pinned = torch.empty(made[part].shape, dtype=source.dtype, pin_memory=True)
+            torch.index_select(source, 0, rows[part], out=pinned)
+            made[part].copy_(pinned, non_blocking=True)
+        return self._used(made)
 
     def _used(self, values: torch.Tensor) -> torch.Tensor:
         """A tensor that was made on the way in and is used on the compute's stream, which owns it from then on."""
         values.record_stream(self._compute)
         return values
 
-    def leave(self, values: Any, keep: Callable[[Any], None]) -> None:
+    def leave(self, parts: Parts, keep: Callable[[Parts], None], large: Collection[int] = ()) -> None:
         """Copy tensors of the device to pinned memory, and give that to ``keep`` once it is there."""
         self._wait()
         self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
-            pinned = _each(values, self._copied)
+            pinned = [{n: v if n in large else _each(v, self._copied) for n, v in part.items()} for part in parts]
             event = self._out.record_event()
 
         def kept() -> None:
@@ -116,6 +115,25 @@ class Overlapped:
             keep(pinned)
 
         self._leaving = self._writers.submit(kept)
+
+    def write(self, into: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """By little pinned memory: one piece comes while the one before is put in its place."""
+        coming: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None = None
+        with torch.cuda.device(self.device), torch.cuda.stream(self._out):
+            for part in _pieces(rows, values):
+                pinned = torch.empty(values[part].shape, dtype=values.dtype, pin_memory=True)
+                pinned.copy_(values[part], non_blocking=True)
+                self._put(into, coming)
+                coming = rows[part].to(into.device), pinned, self._out.record_event()
+            self._put(into, coming)
+        if into.is_cuda:
+            self._out.synchronize()
+
+    def _put(self, into: torch.Tensor, coming: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None) -> None:
+        if coming is not None:
+            rows, pinned, event = coming
+            event.synchronize()
+            into[rows] = pinned.to(into.device)
 
     def _copied(self, values: torch.Tensor) -> torch.Tensor:
         if not values.is_cuda:
@@ -129,6 +147,12 @@ class Overlapped:
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.result()
+
+
+def _pieces(rows: torch.Tensor, values: torch.Tensor) -> Iterator[slice]:
+    """Parts of so many rows, of at most ``PIECE`` bytes of values each."""
+    step = max(1, PIECE // max(1, values[:1].nbytes))
+    return (slice(first, first + step) for first in range(0, len(rows), step))
 
 
 def _each(values: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

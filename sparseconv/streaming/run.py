@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves
 from sparseconv.streaming.boxes import meets
+from sparseconv.streaming.peak import Peak
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
 from sparseconv.streaming.pipeline import Direct, Overlapped, pipeline_of
 from sparseconv.streaming.planning import (
@@ -28,30 +28,34 @@ from sparseconv.streaming.planning import (
     target_of,
     uncertain,
 )
-from sparseconv.streaming.scene import Scene
+from sparseconv.streaming.scene import Scene, lexicographic
 from sparseconv.streaming.store import Store, digest
 from sparseconv.streaming.totals import BatchStatistics, Total
 from sparseconv.streaming.work import Own, TooLarge, Values, Work, clipped, own_box, wanted
 
-#: pieces of the smallest blocks that make up one as large as the budget is thought to hold
+#: pieces of the smallest blocks that make up one as large as the budget is thought to hold, at least
 FINE = 8
+#: smallest blocks that a scene is cut into before its memory is measured, at most, and voxels that they hold at least
+FIRST, LEAST = 512, 1024
+#: voxels that memory is measured on: a part of them before the scene's blocks are known, and more on a GPU
+MEASURED, MORE = 2**16, 2**22
 
 
 @dataclass
 class Inputs:
-    """What a block needs from the host: the boxes of all values, its rows of the scene and where they lie, and tensors
-    that are on their way to the device."""
+    """What a block needs from the host: the boxes of all values, its rows of the scene and where they lie, which of
+    them are its own where these lie one after another, and tensors that are on their way to the device."""
 
     boxes: dict[int, IndexRange]
     rows: torch.Tensor
-    coords: torch.Tensor
+    own: slice | None
     on_device: torch.Tensor | None
     loaded: dict[int, torch.Tensor]
 
     @property
     def num_bytes(self) -> int:
         """On the device."""
-        return sum(t.nbytes for t in (self.coords, *self.loaded.values()))
+        return sum(t.nbytes for t in (self.on_device, *self.loaded.values()) if t is not None)
 
     def clear(self) -> None:
         self.on_device = None
@@ -100,23 +104,34 @@ class Run:
         self.sizes: dict[int, MapSizes] = {}
         #: on a GPU, what blocks took over what was counted for them, at most so far
         self.factor, self.counted, self.before = 1.0, 1, 0
+        self.peak = Peak(device)
         size, piece = scene.like.batch_size, piece_of(budget)
-        limit = max(1, int(budget / max(rates(program, sample, learns))))
-        if len(scene) and limit >= len(scene):
-            limit = len(scene) * FINE  # one block, if the rest of this is right
-        self.blocks = Blocks(scene.coords, scene.extent, max(1, limit // FINE), store, piece, device)
-        if len(scene) > 1:
-            sample = self._measured(program, limit)
-            self.found = estimated(program, sample, len(scene))
-            self.uncertain = sorted(set().union(*uncertain(program, sample, len(scene))))
+        count = len(scene)
+        part = max(1, min(MEASURED, budget // counting_bytes(program, program.needed)))
+        first = max(1, min(part, max(LEAST, -(-count // FIRST))))
+        self.blocks = Blocks(scene.coords, scene.extent, first, store, piece, device, budget // 4)
+        if count > 1:
+            sample = self._measured(program, part)
+            limit = self._limit(program, sample)
+            if device.type == "cuda" and min(limit // 2, MORE) > 2 * part:
+                sample = self._measured(program, min(limit // 2, MORE))
+                limit = self._limit(program, sample)
+            if limit < count:
+                self.blocks.refine(max(1, limit // FINE))
+            self.found = estimated(program, sample, count)
+            self.uncertain = sorted(set().union(*uncertain(program, sample, count)))
         self.program, self.plans = chosen(program, sample, self.blocks, budget, size, learns)
 
-    def _measured(self, program: Program, limit: int) -> Values:
+    def _limit(self, program: Program, sample: dict[int, Any]) -> int:
+        """Voxels that the budget is thought to hold with all that is made of them."""
+        return max(1, int(self.budget / max(rates(program, sample, self.learns))))
+
+    def _measured(self, program: Program, most: int) -> Values:
         """The geometry of a part of the scene, by which the memory of blocks is planned."""
-        part = max(self.blocks.chosen(lambda block: block.size <= limit), key=lambda block: block.size)
-        rows = self.blocks.order[part.first : min(part.last, part.first + limit)].long().sort().values
+        part = max(self.blocks.chosen(lambda block: block.size <= most), key=lambda block: block.size)
+        rows = self.blocks.order[part.first : min(part.last, part.first + most)].long().sort().values
         values = Values({})
-        values[GRID] = self._grid(self.scene.coords[rows].int().to(self.device))
+        values[GRID] = self._grid(self._coords(rows))
         Work(program, Phase(tuple(program.needed), (), (), ()), {}, self.load).geometry(values)
         return values
 
@@ -125,9 +140,7 @@ class Run:
         self.total = sum(map(len, self.plans))
         if any(len(plan) > 1 for plan in self.plans):
             self._count()
-        if self.device.type == "cuda":
-            self.before = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+        self.before = self.peak.now()
         for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
             self._phase(number, phase, plan)
 
@@ -144,7 +157,7 @@ class Run:
                 if root is None:
                     continue
                 values = Values({})
-                values[GRID] = self._grid(self.blocks.rows_in(clipped(root, size))[1].to(self.device))
+                values[GRID] = self._grid(self._coords(self.blocks.rows_in(clipped(root, size)).rows))
                 work.geometry(values)
                 totals = [a + b for a, b in zip(totals, counted(program, numbers, values, block.box, size))]
             self.found.update(zip(numbers, totals))
@@ -172,16 +185,15 @@ class Run:
 
     def _phase(self, number: int, phase: Phase, plan: list[Block]) -> None:
         steps = self.program.steps
-        for output in phase.outputs:
-            if steps[output].place == GRID:
-                self.arrays[output] = self._array(output)
-        work = Work(self.program, phase, self.shared, self.load, self.sizes)
+        known = [output for output in phase.outputs if steps[output].place == GRID]
+        self.arrays.update((output, self._array(output)) for output in known)
+        work = Work(self.program, phase, self.shared, self.load, self.sizes, self.peak.mark)
         left = [(at, block) for at, block in enumerate(plan) if not self.store.is_done(f"{number}.{at}")]
         self.done = sum(map(len, self.plans[:number])) + len(plan) - len(left)
         with pipeline_of(self.device) as self.pipeline:
             for (at, block), inputs in self.pipeline.ahead(left, lambda item: self._inputs(phase, item[1].box)):
                 parts = self._block(work, phase, block.box, inputs)
-                self.pipeline.leave(parts, partial(self._finish, number, at, phase))
+                self.pipeline.leave(parts, partial(self._finish, number, at, phase), known)
                 del parts, inputs
         self._join(number, phase, len(plan))
 
@@ -197,13 +209,14 @@ class Run:
         boxes, size = wanted(self.program, phase, box), self.scene.like.batch_size
         root = boxes.get(GRID)
         if root is None:
-            rows, coords = torch.zeros(0, dtype=torch.int64), self.scene.coords[:0].int().cpu()
+            rows, own = torch.zeros(0, dtype=torch.int64), None
         else:
-            rows, coords = self.blocks.rows_in(clipped(root, size))
-        inputs = Inputs(boxes, rows, coords, None, {})
+            found = self.blocks.rows_in(clipped(root, size))
+            rows, own = found.rows, found.place_of(self.blocks.at(box))
+        inputs = Inputs(boxes, rows, own, None, {})
         if len(rows) * ROW_BYTES > self.budget:
             return inputs
-        inputs.on_device = self.pipeline.moved(coords)
+        inputs.on_device = self._coords(rows)
         if self.device.type == "cuda":  # on a CPU they are read when they are needed
             for number in phase.steps:
                 source = self.array_of(number)
@@ -217,13 +230,13 @@ class Run:
 
     def in_parts(
         self, work: Work, phase: Phase, box: IndexRange, inputs: Inputs | None = None
-    ) -> Iterator[tuple[IndexRange, Values, dict[int, IndexRange]]]:
+    ) -> Iterator[tuple[IndexRange, Values, Inputs]]:
         """A block with its geometry, ready to be run; where it is larger than was thought, its halves one by one."""
         inputs = self._inputs(phase, box) if inputs is None else inputs
         try:
             values = self._started(work, inputs)
         except TooLarge as large:
-            halved = halves(box, inputs.coords)
+            halved = halves(box, self.scene.coords[inputs.rows.to(self.scene.coords.device)])
             if halved is None:
                 raise ValueError(
                     f"budget_bytes is {self.budget:,}, but the smallest block of this scene, one voxel with all that "
@@ -235,23 +248,23 @@ class Run:
             for half in halved:
                 yield from self.in_parts(work, phase, half)
         else:
-            yield box, values, inputs.boxes
+            yield box, values, inputs
 
     def _block(self, work: Work, phase: Phase, box: IndexRange, inputs: Inputs) -> list[dict[int, Any]]:
         """A block's own rows, and what it adds to totals; those of its halves where it had to be cut."""
         made = []
-        for part, values, boxes in self.in_parts(work, phase, box, inputs):
-            work.run(values, boxes)
-            made.append(work.own(values, part, self.scene.like.batch_size))
+        self.peak.begin()
+        for part, values, given in self.in_parts(work, phase, box, inputs):
+            self.peak.mark()
+            work.run(values, given.boxes)
+            made.append(work.own(values, part, self.scene.like.batch_size, given.own))
             self._measure()
         return made
 
     def _measure(self) -> None:
         """On a GPU, compare what the last block took with what was counted for it; later ones are judged by that."""
-        if self.device.type == "cuda":
-            took = torch.cuda.max_memory_allocated(self.device) - self.before
-            self.factor = max(self.factor, took / max(1, self.counted))
-            torch.cuda.reset_peak_memory_stats(self.device)
+        self.factor = max(self.factor, (self.peak.most() - self.before) / max(1, self.counted))
+        self.peak.begin()
 
     def _started(self, work: Work, inputs: Inputs) -> Values:
         """A block with its geometry, and the certainty that the rest fits."""
@@ -268,6 +281,10 @@ class Run:
         if size * self.factor > self.budget:
             raise TooLarge(int(size * self.factor))
         return values
+
+    def _coords(self, rows: torch.Tensor) -> torch.Tensor:
+        """Coords of the scene's rows, on the device."""
+        return self.pipeline.gathered(self.scene.coords, rows).to(self.device, torch.int32)
 
     def _grid(self, coords: torch.Tensor) -> VoxelGrid:
         """The grid of a block, in the scene."""
@@ -314,7 +331,7 @@ class Run:
             own = [part[output] for part in parts]
             if steps[output].place == GRID:
                 for one in own:
-                    self.arrays[output][one.rows] = one.values
+                    self.pipeline.write(self.arrays[output], one.rows, one.values)
             else:
                 kept = [(one.coords, one.values, one.rows) for one in own]
                 self.store.put(f"piece.{output}.{at}", tuple(torch.cat(some) for some in zip(*kept)))
@@ -368,15 +385,6 @@ class Run:
         coords, features, rows = (torch.cat([piece[at] for piece in pieces]) for at in range(3))
         order = rows.argsort() if self.program.keeps_order(step.place) else lexicographic(coords)
         return Result(features[order], coords[order], order, [len(piece[0]) for piece in pieces])
-
-
-def lexicographic(coords: torch.Tensor) -> torch.Tensor:
-    """Rows in lexicographic order."""
-    if not len(coords):
-        return torch.zeros(0, dtype=torch.int64)
-    low, high = torch.aminmax(coords, dim=0)
-    space = KeySpace.covering(IndexRange(tuple(low.tolist()), tuple(h + 1 for h in high.tolist())))
-    return space.keys(coords).argsort()
 
 
 def piece_of(budget: int) -> int:

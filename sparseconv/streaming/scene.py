@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from sparseconv.geometry.arguments import INTEGERS, check_indices
+from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_count, check_tensor, described
@@ -87,3 +88,12 @@ def as_rows(name: str, value: Any) -> torch.Tensor:
                 raise TypeError(f"{name} must be an array of numbers that torch knows; got {value.dtype}") from error
     check_tensor(name, value)
     return value
+
+
+def lexicographic(coords: torch.Tensor) -> torch.Tensor:
+    """Rows in lexicographic order."""
+    if not len(coords):
+        return torch.zeros(0, dtype=torch.int64)
+    low, high = torch.aminmax(coords, dim=0)
+    space = KeySpace.covering(IndexRange(tuple(low.tolist()), tuple(h + 1 for h in high.tolist())))
+    return space.keys(coords).argsort()

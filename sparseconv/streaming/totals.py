@@ -182,7 +182,8 @@ class Dense(Total):
         return rows.new_zeros(1).expand(grid.batch_size, rows.shape[1], *self.box(grid.rank).shape)
 
     def part(self, rows: torch.Tensor, coords: torch.Tensor, batch_size: int) -> Part:
-        return rows.cpu(), coords.cpu(), torch.tensor(batch_size)
+        rows, coords = (t.to("cpu", copy=True) for t in (rows, coords))  # of the block's own alone, where it is a view
+        return rows, coords, torch.tensor(batch_size)
 
     def join(self, parts: list[Part], dtype: torch.dtype) -> torch.Tensor:
         rows, coords = (torch.cat([part[at] for part in parts]) for at in range(2))

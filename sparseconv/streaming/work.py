@@ -75,7 +75,10 @@ def clipped(box: IndexRange, batch_size: int) -> IndexRange:
 
 
 class Work:
-    """The steps of a phase, run on a block; ``sizes`` are those of the whole scene's maps, by their plans' steps."""
+    """The steps of a phase, run on a block; ``sizes`` are those of the whole scene's maps, by their plans' steps.
+
+    ``mark`` is called after each step, while all is there that it needed.
+    """
 
     def __init__(
         self,
@@ -84,9 +87,10 @@ class Work:
         shared: dict[int, Any],
         load: Callable[[int, VoxelGrid, torch.Tensor, dict[int, IndexRange]], torch.Tensor],
         sizes: dict[int, MapSizes] | None = None,
+        mark: Callable[[], None] = lambda: None,
     ) -> None:
         self.program, self.phase, self.shared, self.load = program, phase, shared, load
-        self.sizes = {} if sizes is None else sizes
+        self.sizes, self.mark = {} if sizes is None else sizes, mark
         self.last = last_uses(program, phase)
 
     def geometry(self, values: Values) -> None:
@@ -161,14 +165,21 @@ class Work:
                     values[number] = self.load(number, values[step.place], values[-1], boxes)
                 else:
                     values[number] = self._made(number, values)
+                self.mark()
             for done in self.last.get(number, ()):
                 values.pop(done, None)
 
-    def own(self, values: Values, box: IndexRange, batch_size: int) -> dict[int, Any]:
-        """The block's own rows of what is wanted, and what they add to totals."""
+    def own(self, values: Values, box: IndexRange, batch_size: int, at: slice | None = None) -> dict[int, Any]:
+        """The block's own rows of what is wanted, and what they add to totals.
+
+        ``at`` says where rows on the scene's own voxels lie, if one after another: nothing is then looked for.
+        """
         found: dict[int, Any] = {}
         for number in targets(self.program, self.phase):
             place: Any = self.program.steps[number].place
+            if place == GRID and at is not None:
+                found[number] = Own(values[place].coords[at], values[number][at], values[-1][at])
+                continue
             grid, region = values[place], own_box(self.program, number, box)
             if region is None:
                 inside = torch.zeros(len(grid), dtype=torch.bool, device=grid.device)
@@ -180,7 +191,11 @@ class Work:
             elif self.program.keeps_order(place):
                 rows = values[-1][values[GRID].lookup(coords).cpu()]
             found[number] = Own(coords, values[number][inside], rows)
-        made = {number: found[number] for number in self.phase.outputs}
+        made: dict[int, Any] = {}
+        for number in self.phase.outputs:
+            own = found[number]
+            is_known = self.program.steps[number].place == GRID  # where these rows lie, the scene says
+            made[number] = own._replace(coords=own.coords[:0]) if is_known else own
         for number in self.phase.totals:
             total: Any = self.program.steps[number]
             own = found[total.of]

@@ -9,6 +9,8 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.streaming.blocks import Blocks
+from sparseconv.streaming.store import Store
 from tests.streaming.scenes import NETWORKS, forced, same, scene
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -69,6 +71,36 @@ def test_a_shell_within_its_budget(dtype):
     assert seen[-1] > 1
     assert peak <= budget, (peak, budget)
     assert torch.equal(got.features, want)
+
+
+def test_a_users_peak_of_memory_is_left_alone():
+    """Torch's own count goes on: a run neither lowers it nor hides what it took itself."""
+    net, x = nn.UNet(4, 5, channels=(8, 16)).eval().cuda(), shell(300_000)
+    torch.cuda.reset_peak_memory_stats()
+    torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    before, seen = torch.cuda.max_memory_allocated(), []
+    assert before >= 2**30
+    with torch.no_grad():
+        got = sc.stream(net, x, 60_000_000, progress=lambda done, total: seen.append(torch.cuda.max_memory_allocated()))
+        assert len(seen) > 1
+        assert min(seen) >= before
+        assert torch.cuda.max_memory_allocated() >= before
+        assert torch.equal(got.features, net(x.to("cuda")).features.cpu())
+
+
+def test_blocks_are_cut_alike_where_the_card_sorts():
+    """By pinned copies on a card, once and anew: each row in one leaf, in its old order, as on a CPU."""
+    x = shell(200_000)
+    space = x.grid.extent
+    extent = sc.IndexRange((0, *space.start), (1, *space.end))
+    for spare in (0, 10**9):
+        made = []
+        for where in ("cpu", "cuda"):
+            blocks = Blocks(x.coords, extent, 5000, Store(None), 30_000, torch.device(where), spare)
+            blocks.refine(700)
+            made.append(blocks)
+        assert torch.equal(made[0].order, made[1].order)
+        assert [leaf.box for leaf in made[0].leaves] == [leaf.box for leaf in made[1].leaves]
 
 
 class Levels(nn.SparseModule):
