@@ -231,3 +231,20 @@ def test_it_says_what_it_would_do():
     (line,) = BACKEND.describe(request(16, 16))
     assert line.startswith("vectors of ")
     assert "1 chunk of output rows, 1 thread" in line
+
+
+def test_arrays_that_a_kernel_reads_by_address_are_never_replaced(monkeypatch):
+    """Two threads may begin on one map at once: what the first has kept, and may be reading, stays."""
+    kernel_map = random_map(3, 300, 400, 9)
+    unpatched, first = engine.sorted_edges, []
+
+    def meanwhile(asked):
+        monkeypatch.setattr(engine, "sorted_edges", unpatched)
+        first.append(engine._chunks(asked, 8, 8, 4))  # another thread's whole call
+        return tuple(rows.clone() for rows in unpatched(asked))
+
+    monkeypatch.setattr(engine, "sorted_edges", meanwhile)
+    second = engine._chunks(kernel_map, 8, 8, 4)
+    assert len(first) == 1
+    assert all(a is b for a, b in zip(first[0], second))
+    assert any(kept is second for kept in kernel_map.prepared.values())

@@ -218,17 +218,17 @@ def _chunks(
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
     """Edges by tap and then by output row; rows that begin chunks (M+1,); where taps' edges of each begin (M+1, K).
 
-    Kept with the map for the next call.
+    Kept with the map for the next call. Kernels read them by address, so what one thread kept no other may replace.
     """
     rows = max(64, CHUNK // (size * max(1, c_in + c_out)))
     rows = min(rows, max(64, -(-kernel_map.num_out // (4 * torch.get_num_threads()))))
     key = (LlvmImplicitGemm, rows)
     if key not in kernel_map.prepared:
         if LlvmImplicitGemm not in kernel_map.prepared:
-            kernel_map.prepared[LlvmImplicitGemm] = sorted_edges(kernel_map)
+            kernel_map.prepared.setdefault(LlvmImplicitGemm, sorted_edges(kernel_map))
         ins, outs = kernel_map.prepared[LlvmImplicitGemm]
         cuts = np.append(np.arange(0, kernel_map.num_out, rows), kernel_map.num_out)
         runs = pairwise(np.append(0, np.cumsum(kernel_map.tap_counts)).tolist())
         bounds = [a + np.searchsorted(outs.numpy()[a:b], cuts) for a, b in runs]
-        kernel_map.prepared[key] = ins, outs, cuts, np.ascontiguousarray(np.stack(bounds, 1))
+        kernel_map.prepared.setdefault(key, (ins, outs, cuts, np.ascontiguousarray(np.stack(bounds, 1))))
     return kernel_map.prepared[key]
