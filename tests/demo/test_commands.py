@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,8 +83,9 @@ def test_a_cloud(tmp_path):
         "demo", "--points", tmp_path / "cloud.npy", "--output", tmp_path / "cloud.png", "--device", "cpu"
     )
     assert result.exit_code == 0, said
-    for word in ("3,000 points", "chosen from the extent", "Plans", "forward", "backward"):
+    for word in ("3,000 points", "chosen from the extent", "Plans", "forward", "backward", "a new scene needs"):
         assert word in said
+    assert re.search(r"The first step took [0-9.]+ s more: kernels are compiled once", said), said  # apart from speed
     assert (tmp_path / "cloud.png").read_bytes().startswith(PNG)
 
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "examples"
 
@@ -35,3 +36,17 @@ def test_kept_results_reach_their_targets(name):
     assert found["held_out_miou"] >= found["target"]
     assert found["resumed_equals"]
     assert (FOLDER / "results" / f"{name}.png").exists()
+
+
+def test_the_brain_is_not_tested_on_the_mirror_image_of_what_it_learnt(monkeypatch):
+    pytest.importorskip("nilearn")
+    monkeypatch.syspath_prepend(str(FOLDER / "anatomy"))
+    import brain_tissues
+
+    task = brain_tissues.task(8)
+    learnt, held_out = ([tile.x.grid.coords[:, 1:] for tile in tiles] for tiles in (task.train, task.held_out))
+    middle = torch.cat(learnt)[:, 0].double().mean()
+    for slab in (*learnt, *held_out):  # both hemispheres of each
+        assert bool((slab[:, 0] < middle).any() and (slab[:, 0] > middle).any())
+    rows = [set(torch.cat(slabs)[:, 1].tolist()) for slabs in (learnt, held_out)]
+    assert rows[0].isdisjoint(rows[1])  # a mirrored voxel lies in its own slab

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import sparseconv
 from sparseconv.backends.base import Request
 from sparseconv.backends.registry import backend
 from sparseconv.geometry import cards, grid
@@ -76,3 +79,13 @@ def test_a_card_is_asked_once(card, monkeypatch):
     cards.check_card(DEVICE)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: pytest.fail("asked again"))
     cards.check_card(DEVICE)
+
+
+def test_all_that_holds_ptx_is_asked_about():
+    """Kernels of geometry run for grids, which ask when they are made; the Triton backend asks for itself."""
+    root = Path(sparseconv.__file__).parent
+    found = {path.relative_to(root).as_posix() for path in root.rglob("*.py") if "inline_asm" in path.read_text()}
+    assert "backends/triton_implicit_gemm/kernels.py" in found
+    assert all(name.startswith(("geometry/gpu/", "gpu/", "backends/triton_implicit_gemm/")) for name in found), found
+    users = [path for path in root.rglob("*.py") if "sparseconv.gpu.warp_asm" in path.read_text()]
+    assert {path.relative_to(root).parts[0] for path in users} == {"geometry", "gpu"}

@@ -469,3 +469,17 @@ def test_install_refuses_to_hide_a_library_that_is_in_use():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "imported already" in done.stdout
+
+
+@pytest.mark.xfail(strict=True, reason="torch counts no such write: the voxels of before are convolved")
+@pytest.mark.parametrize("how", ["data", "numpy"])
+def test_indices_written_past_torchs_counter_are_seen(how):
+    x, conv = tensor(), spconv.SubMConv3d(5, 7, 3)
+    conv(x)
+    moved = x.indices.clone()
+    moved[:, 1:] //= 2
+    moved[:, 1] += torch.arange(len(moved)) * 9  # no two are one
+    x.spatial_shape[0] = 9 * len(moved) + 9
+    (x.indices.data if how == "data" else torch.from_numpy(x.indices.numpy())).copy_(moved)
+    want = conv(spconv.SparseConvTensor(x.features, moved, x.spatial_shape, x.batch_size)).features
+    torch.testing.assert_close(conv(x).features, want)

@@ -106,3 +106,25 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"sparseconv\[viz\]"), new_figure(1, 1):
         pass
+
+
+@pytest.mark.parametrize("size", [0.05, 1.0])
+@pytest.mark.parametrize("cells", [6, 24])
+def test_a_dot_of_true_size_is_as_wide_as_its_voxel(cells, size):
+    from mpl_toolkits.mplot3d import proj3d
+
+    side = torch.arange(cells)
+    coords = torch.nn.functional.pad(torch.cartesian_prod(side, side, side), (1, 0))
+    grid = VoxelGrid(coords, voxel_size=size)
+    with new_figure(6, 6) as figure:
+        axes = figure.add_subplot(projection="3d")
+        dots = scatter3d(axes, grid, torch.zeros(len(grid)), s=1.6, true_size=True)
+        width = float(np.sqrt(dots.get_sizes()[0])) * figure.dpi / 72  # in pixels
+        middle = grid.positions().mean(0).numpy()
+
+        def place(step):
+            x, y, _ = proj3d.proj_transform(*(middle + step), axes.get_proj())
+            return axes.transData.transform((x, y))
+
+        seen = [np.linalg.norm(place(size * axis) - place(0 * axis)) for axis in np.eye(3)]
+    assert 0.8 * max(seen) < width < 1.3 * max(seen) * np.sqrt(2)
