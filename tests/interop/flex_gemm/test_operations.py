@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from sparseconv.interop import flex_gemm
-from sparseconv.interop.flex_gemm.ops import spconv
+from sparseconv.interop.flex_gemm.ops import grid_sample, spconv
 from sparseconv.interop.flex_gemm.ops.grid_sample import GridSample3dFunction, grid_sample_3d, grid_sample_3d_torch
 from sparseconv.interop.flex_gemm.ops.serialize import decode_seq, encode_seq
 from sparseconv.interop.flex_gemm.ops.spconv import sparse_conv3d, sparse_submanifold_conv3d
@@ -261,7 +261,7 @@ def test_codes_of_many_bits(mode, items, edge, dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", ["nearest", "trilinear"])
-def test_grid_sample(mode, device):
+def test_grid_sample(mode, device, monkeypatch):
     feats, coords = scene(device)
     gen = torch.Generator().manual_seed(4)
     points = torch.rand(2, 150, 3, generator=gen, dtype=torch.float64) * (torch.tensor(EDGES) + 3) - 1.5
@@ -283,12 +283,18 @@ def test_grid_sample(mode, device):
             if (item, *cell) in rows:
                 weight = torch.stack([1 - (at[a] - cell[a] - 0.5).abs() for a in range(3)]).prod()
                 total, weights = total + weight * rows[(item, *cell)], weights + weight
-        lines.append(total / weights if float(weights) else total)
+        lines.append(total / weights if float(weights.detach()) else total)
     want = torch.stack(lines).view(2, 150, 3)
     assert int((want != 0).any(-1).sum()) > 25
     check_same(got, want, (feats, points) if mode == "trilinear" else (feats,))
+    monkeypatch.setattr(grid_sample, "MOST_POINTS", 70)
+    parts = grid_sample_3d(feats, coords, SHAPE, points, mode)
+    again = grid_sample_3d(feats, coords, SHAPE, points[:, :70], mode)
+    assert torch.allclose(parts, want, rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad(y.square().sum(), feats)[0] for y in (parts[:, :70], again)]
+    assert torch.allclose(*grads)
     for same in (grid_sample_3d_torch, GridSample3dFunction.apply):
-        assert torch.equal(same(feats, coords.double(), SHAPE, points, mode), got)
+        assert torch.equal(same(feats, coords.double(), SHAPE, points, mode), parts)
 
 
 # ---- what is empty, and what is wrong

@@ -11,6 +11,8 @@ from sparseconv.interop.flex_gemm.geometry import check_features, sizes, voxels
 from sparseconv.kinds import check_choice, check_values
 from sparseconv.ops.interpolation import Interpolation
 
+#: points that are looked up at once: about 0.8 KB each meanwhile
+MOST_POINTS = 1 << 20
 #: set by clients, without effect
 HASHMAP_RATIO = 2.0
 
@@ -54,13 +56,13 @@ def grid_sample_3d(
     if feats.shape[1] != channels:
         raise ValueError(f"feats must have the {channels} channels of the shape; got {tuple(feats.shape)}")
     batch = torch.arange(len(grid), device=grid.device).repeat_interleave(grid.shape[1])
-    if mode == "nearest":
-        points = grid.detach().double().trunc().flatten(0, 1) + 0.5
-        found = Interpolation(place, points, batch, mode="nearest").interpolate(feats)
-    else:
-        points = grid.flatten(0, 1)
-        found = Interpolation(place, points, batch, renormalize=True).interpolate(feats, points)
-    return found.view(*grid.shape[:2], channels)
+    near = mode == "nearest"
+    points = (grid.detach().double().trunc() + 0.5 if near else grid).flatten(0, 1)
+    parts = []
+    for rows, owner in zip(points.split(MOST_POINTS), batch.split(MOST_POINTS)):
+        plan = Interpolation(place, rows, owner, mode="nearest" if near else "linear", renormalize=not near)
+        parts.append(plan.interpolate(feats, None if near else rows))
+    return torch.cat(parts).view(*grid.shape[:2], channels)
 
 
 #: the same function; FlexGEMM has a second one to compare with
