@@ -157,6 +157,7 @@ INTERRUPTED = """
         took = time.time(); y = p.execute(x, w); took = time.time() - took
         bad = hits = 0
         main = threading.main_thread().ident
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         for i in range(40):
             if hits == {hits}: break
             timer = threading.Timer(took * (0.2 + 0.04 * (i % 16)), signal.pthread_kill, (main, signal.SIGINT))
