@@ -72,6 +72,20 @@ class EdgeSource(Protocol):
         """The same edges with input and output exchanged."""
 
 
+if TYPE_CHECKING:
+    kept_property = cached_property
+else:
+
+    class kept_property(cached_property):
+        """As functools', but two threads that ask at once both get what is kept first: launches hold addresses."""
+
+        def __get__(self, instance, owner=None):
+            if instance is None:
+                return self
+            found = instance.__dict__.get(self.attrname)
+            return instance.__dict__.setdefault(self.attrname, self.func(instance)) if found is None else found
+
+
 class KernelMap(Movable):
     """Edges (tap, input row, output row), in the orders that execution needs.
 
@@ -137,7 +151,7 @@ class KernelMap(Movable):
         if pairs is not None:
             self.__dict__["_pairs"] = pairs
 
-    @cached_property
+    @kept_property
     @transforms.constant
     def neighbors(self) -> torch.Tensor:
         """(K, N_out) int32: the input row of each output row through each tap, -1 where there is none."""
@@ -159,7 +173,7 @@ class KernelMap(Movable):
         table.view(-1)[self.pair_taps.long() * self.num_out + out_rows] = in_rows
         return table
 
-    @cached_property
+    @kept_property
     @transforms.constant
     def _pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if self.source is not None:
@@ -170,7 +184,7 @@ class KernelMap(Movable):
             with appending(self.source.moment):
                 in_rows, out_rows, offsets = self.source.pairs()
             if twin is not None:  # both directions read the same arrays
-                twin.__dict__["_pairs"] = (out_rows, in_rows, offsets)
+                twin.__dict__.setdefault("_pairs", (out_rows, in_rows, offsets))
             return in_rows, out_rows, offsets
         table = self.neighbors
         live = table >= 0
@@ -197,7 +211,7 @@ class KernelMap(Movable):
         """Whether `half_pairs` says it all: rows of one grid, 3 x 3 x 3 cells around each, on a GPU."""
         return self.source is not None and self.source.is_halved
 
-    @cached_property
+    @kept_property
     @transforms.constant
     def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows and out_rows of the taps up to the middle one, and the tap_offsets (K+1,) of all taps.

@@ -37,7 +37,8 @@ def schedule_of(
     schedules = kernel_map.work_lists.schedules
     schedule = schedules.get(form)
     if schedule is None:
-        schedule = schedules[form] = _turned(kernel_map, form) if transposed else _schedule(kernel_map, form)
+        # launches hold addresses: what another thread has kept meanwhile is never replaced
+        schedule = schedules.setdefault(form, (_turned if transposed else _schedule)(kernel_map, form))
     return schedule
 
 
@@ -59,7 +60,7 @@ def jobs_of(kernel_map: KernelMap, max_jobs: int) -> Jobs:
             with listing() if source is None else appending(source.moment):
                 offsets = kernel_map.tap_offsets if source is None else source.offsets()
                 jobs = kernels.cut_jobs_on_device(offsets, count, JOB_QUANTUM, kernel_map.is_halved)
-        kernel_map.work_lists.jobs[count] = jobs
+        jobs = kernel_map.work_lists.jobs.setdefault(count, jobs)
     return jobs
 
 
@@ -84,7 +85,8 @@ def _schedule(kernel_map: KernelMap, form: ScheduleForm) -> Schedule:
     base = bases.get(form.chunked)
     if base is None:
         made = prefetch.prefetched_schedule(kernel_map, form.block_m) if chunk_rows is None else None
-        base = bases[form.chunked] = made or build.schedule_on_gpu(kernel_map, form.block_m, None, chunk_rows)
+        base = made or build.schedule_on_gpu(kernel_map, form.block_m, None, chunk_rows)
+        base = bases.setdefault(form.chunked, base)
     schedule = base if form.block_m == base.block_m else sortless.retile(base, form.block_m)
     if form.in_order:
         return schedule.launched(_about_as_many(schedule))
