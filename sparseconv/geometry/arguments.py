@@ -50,6 +50,14 @@ def checked_coords(coords: torch.Tensor) -> torch.Tensor:
     return coords.contiguous()  # integers have no gradient to be detached from
 
 
+def own(coords: torch.Tensor) -> torch.Tensor:
+    """A copy that torch counts the writes to, within ``torch.inference_mode()`` too."""
+    if torch.compiler.is_compiling():
+        return coords.clone()
+    with torch.inference_mode(False):
+        return coords.clone()
+
+
 def bounds(coords: torch.Tensor) -> tuple[Ints, Ints]:
     """Smallest and largest value of each column, read from the device at once; empty where there is no row."""
     if coords.shape[0] == 0:

@@ -20,6 +20,7 @@ from sparseconv.geometry.arguments import (
     checked_device,
     no_batch,
     numbers,
+    own,
 )
 from sparseconv.geometry.cards import check_card
 from sparseconv.geometry.cpu.sorted_table import KEY_LIMIT, KeySpace, SortedTable
@@ -45,7 +46,7 @@ class VoxelGrid(Movable):
 
     Args:
         coords: (N, 1+D) integer tensor, D from 1 to 4; column 0 is the batch item (>= 0), the others are voxel indices,
-            negatives allowed. Kept as int32: a contiguous tensor of that dtype itself, so do not write to it.
+            negatives allowed. The grid keeps a copy, int32: what is written to yours later changes no grid.
         batch_size: number of batch items, empty ones included; default: the largest one present + 1.
         voxel_size: edge of a voxel in the user's length unit, one number or one an axis; default 1.
         origin: position of the lower corner of voxel 0, same unit; default 0.
@@ -76,10 +77,9 @@ class VoxelGrid(Movable):
         *,
         duplicates: Literal["error", "first"] = "error",
     ) -> None:
-        coords = checked_coords(coords)
+        coords = own(checked) if (checked := checked_coords(coords)) is coords else checked
         rank = coords.shape[1] - 1
-        if batch_size is not None:
-            batch_size = checked_batch_size(batch_size)
+        batch_size = None if batch_size is None else checked_batch_size(batch_size)
         check_choice("duplicates", duplicates, ("error", "first"))
         self.voxel_size: Floats = (1.0,) * rank
         self.origin: Floats = (0.0,) * rank

@@ -13,6 +13,7 @@ import torch
 from sparseconv.geometry.arguments import INT32, INTEGERS, bounds, check_indices, row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import check_kind, check_values, described, shortened
+from sparseconv.torch_private import exporting
 
 
 def whole(values: Any, name: str, minimum: int | None = None) -> list[int]:
@@ -93,12 +94,15 @@ def scaled(grid: VoxelGrid, steps: Sequence[int]) -> torch.Tensor:
     return (grid.coords * row((1, *steps), grid.coords)).int()
 
 
-def own(coords: torch.Tensor) -> torch.Tensor:
-    """A copy that torch counts the writes to, within ``torch.inference_mode()`` too."""
+def is_unwritten(coords: torch.Tensor, version: int, kept: torch.Tensor) -> bool:
+    """Whether a client's coordinates are still those of that version, which were kept.
+
+    On the CPU values are compared, since numpy and ``.data`` write past torch's counter. On a GPU the counter alone is
+    asked: a look at the values would wait for the device in every layer.
+    """
     if torch.compiler.is_compiling():
-        return coords.clone()
-    with torch.inference_mode(False):
-        return coords.clone()
+        return True
+    return coords._version == version and (coords.is_cuda or exporting() or torch.equal(coords, kept))
 
 
 def check_algorithm(value: Any) -> None:

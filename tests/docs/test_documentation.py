@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import sparseconv
+from sparseconv.geometry.cards import LEAST
+from tests.backends.test_triton_ahead_of_time import SHARED
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -55,6 +57,17 @@ def test_a_page_runs(page, tmp_path, cache):
     printed = run(page, tmp_path, cache)
     if page.name == "how-it-works.md" or page.parent == ROOT / "docs" / "guides":  # they show all that they print
         assert printed == "".join(SHOWN.findall(page.read_text()))
+
+
+def test_the_readme_names_the_cards():
+    """The least one, those that kernels are compiled for in the tests, and those that they have run on."""
+    readme = (ROOT / "README.md").read_text()
+    (least,) = re.findall(r"The least card is .*compute capability ([\d.]+)\)", readme)
+    assert tuple(int(part) for part in least.split(".")) == LEAST
+    (compiled,) = re.findall(r"compiled in the tests for (.*), and have run on 9\.0 \(H100, H200\)", readme)
+    assert [int(c.replace(".", "")) for c in re.findall(r"\d+\.\d", compiled)] == sorted(SHARED)
+    support = (ROOT / "docs" / "support.md").read_text()
+    assert all(f"{arch // 10}.{arch % 10} (" in support for arch in SHARED)
 
 
 def test_no_block_of_python_is_left_out():

@@ -138,6 +138,19 @@ def test_empty_grids_work_everywhere():
         assert grid.to_dense(torch.zeros(0, 4), (2,) * rank).shape == (2, 4, *[2] * rank)
 
 
+@pytest.mark.parametrize("how", ["torch", "data", "numpy"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_buffer_that_is_filled_anew_changes_no_grid(how, dtype):
+    buffer = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 5, 5]], dtype=dtype)
+    grid, moved = VoxelGrid(buffer), torch.tensor([[0, 9, 9], [0, 3, 3], [0, 3, 4]], dtype=dtype)
+    {"torch": buffer, "data": buffer.data, "numpy": torch.from_numpy(buffer.numpy())}[how].copy_(moved)
+    assert grid.coords.tolist() == [[0, 0, 0], [0, 0, 1], [0, 5, 5]]
+    assert grid.lookup(torch.tensor([[0, 0, 1], [0, 9, 9]])).tolist() == [1, -1]
+    assert sc.ConvolutionPlan(grid, 3).kernel_map.num_pairs == 5
+    assert sc.ConvolutionPlan(VoxelGrid(buffer), 3).kernel_map.num_pairs == 5
+    assert VoxelGrid(buffer).coords.tolist() == moved.tolist()
+
+
 def test_duplicates_are_named_or_dropped():
     coords = torch.tensor([[0, 1, 1], [0, 2, 2], [0, 3, 3], [0, 2, 2]])
     with pytest.raises(ValueError, match=r"rows 1 and 3 .*\(0, 2, 2\).*duplicates='first'"):

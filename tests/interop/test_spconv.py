@@ -471,7 +471,6 @@ def test_install_refuses_to_hide_a_library_that_is_in_use():
     assert "imported already" in done.stdout
 
 
-@pytest.mark.xfail(strict=True, reason="torch counts no such write: the voxels of before are convolved")
 @pytest.mark.parametrize("how", ["data", "numpy"])
 def test_indices_written_past_torchs_counter_are_seen(how):
     x, conv = tensor(), spconv.SubMConv3d(5, 7, 3)

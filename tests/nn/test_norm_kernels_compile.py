@@ -50,7 +50,7 @@ print(done)
 """
 
 
-@pytest.mark.parametrize("archs", [(90,), pytest.param((80, 100), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("archs", [(90,), pytest.param((80, 86, 89, 100, 120), marks=pytest.mark.slow)], ids=str)
 def test_kernels_compile_whole_and_read_16_bytes_at_once(archs):
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

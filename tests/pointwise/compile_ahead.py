@@ -22,7 +22,7 @@ def library() -> dict[str, PointwiseDynamicFunction]:
     return found
 
 
-def compile_kernel(function: PointwiseDynamicFunction, rank: int, element: str, compute: Any) -> str:
+def compile_kernel(function: PointwiseDynamicFunction, rank: int, element: str, compute: Any, arch: int) -> str:
     """The PTX of one kernel whose tensors are of one dtype (those that gather are of int32)."""
     flags = function.schema.is_tensor
     types = tuple(None if t else (k or float) for t, k in zip(flags, function.schema.scalar_types))
@@ -54,18 +54,18 @@ def compile_kernel(function: PointwiseDynamicFunction, rank: int, element: str, 
             constants[name] = known
     made = compile(
         ASTSource(fn=overload.kernel(types), signature=signature, constexprs=constants),
-        target=GPUTarget("cuda", 90, 32),
+        target=GPUTarget("cuda", arch, 32),
     )
     return made.asm["ptx"]
 
 
-def main(names: list[str]) -> None:
-    functions = library()
-    for name in names or sorted(functions):
+def main(words: list[str]) -> None:
+    functions, archs = library(), [int(word) for word in words if word.isdigit()] or [90]
+    for name in [word for word in words if not word.isdigit()] or sorted(functions):
         for rank, element, compute in ((1, "fp16", tl.float32), (2, "fp64", tl.float64)):
-            ptx = compile_kernel(functions[name], rank, element, compute)
-            if ".target sm_90" not in ptx:
-                raise SystemExit(f"{name}: no PTX for sm_90")
+            for arch in archs:
+                if f".target sm_{arch}" not in compile_kernel(functions[name], rank, element, compute, arch):
+                    raise SystemExit(f"{name}: no PTX for sm_{arch}")
 
 
 if __name__ == "__main__":

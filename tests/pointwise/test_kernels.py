@@ -338,3 +338,8 @@ def test_kernels_compile_ahead_of_time(tmp_path):
 @pytest.mark.slow
 def test_every_kernel_of_the_library_compiles_ahead_of_time(tmp_path):
     _compile_ahead([], tmp_path)
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_other_cards(tmp_path):
+    _compile_ahead(["add", "select", "dropout", "batch_affine", "gelu", "80", "86", "89", "100", "120"], tmp_path)

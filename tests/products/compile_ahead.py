@@ -1,4 +1,4 @@
-"""Compiles every kernel of the products without a card: ``python -m tests.products.compile_ahead 80 90 100``.
+"""Compiles every kernel of the products without a card: ``python -m tests.products.compile_ahead mul fp16 80 90``.
 
 Calls the GPU path on CPU tensors with launches replaced by compilation, and prints a line for each kernel.
 """
@@ -18,6 +18,7 @@ from sparseconv.products.schedule import table_text
 from sparseconv.products.table import PRODUCTS
 from tests.products.cases import PRODUCT_NAMES, inputs, random_case
 
+DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 _TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -33,7 +34,7 @@ def compile_launches(targets):
     done = {}
 
     def run(self, *args, grid, warmup=False, **kwargs):
-        options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages") if key in kwargs}
+        options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages", "enable_fp_fusion") if key in kwargs}
         values = dict(zip(self.arg_names, args)) | kwargs
         constants = {
             name: value for name, value in values.items() if self.params[self.arg_names.index(name)].is_constexpr
@@ -62,13 +63,14 @@ def compile_launches(targets):
     return done
 
 
-def main(targets):
+def main(words):
+    targets = [int(word) for word in words if word.isdigit()] or [80, 90, 100]
     done = compile_launches(targets)
     case = random_case("random", 40, 6, 5, 4)
     gpu._UNROLLED = 1 << 12
-    for name in PRODUCT_NAMES:
+    for name in [word for word in words if word in PRODUCT_NAMES] or PRODUCT_NAMES:
         row = PRODUCTS[name]
-        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        for dtype in [dtype for dtype, text in DTYPES.items() if text in words] or DTYPES:
             info = case.infos(torch.float32)[0]
             terms = info.terms
             columns = (info.scale, info.index1, info.index2, info.seg_out, info.gather_index, info.index_out)
@@ -87,4 +89,4 @@ def main(targets):
 
 
 if __name__ == "__main__":
-    main([int(target) for target in sys.argv[1:]] or [80, 90, 100])
+    main(sys.argv[1:])

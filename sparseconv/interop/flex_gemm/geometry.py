@@ -8,7 +8,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.interop.arguments import own, whole
+from sparseconv.interop.arguments import whole
 from sparseconv.kinds import check_values
 
 
@@ -35,7 +35,7 @@ def voxels(name: str, coords: torch.Tensor, items: int, shape: list[int]) -> Vox
     check_values(name, coords, "(N, 4) integers")
     if coords.ndim != 2 or coords.shape[1] != 4:
         raise ValueError(f"{name} must be (N, 4), the batch item and three axes; got {tuple(coords.shape)}")
-    grid = VoxelGrid(own(coords), items)
+    grid = VoxelGrid(coords, items)
     if len(grid) and not IndexRange.of_shape(shape).encloses(grid.extent):
         places = grid.coords[:, 1:]
         row = int(((places < 0) | (places >= places.new_tensor(shape))).any(1).nonzero()[0])

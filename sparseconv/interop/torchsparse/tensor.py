@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseconv.geometry.arguments import row
+from sparseconv.geometry.arguments import own, row
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.interop.arguments import axes, own, scaled
+from sparseconv.interop.arguments import axes, is_unwritten, scaled
 from sparseconv.interop.torchsparse.conventions import (
     Version,
     get_allow_negative_coordinates,
@@ -41,8 +41,8 @@ class TensorCache:
         self.cmaps: dict[Ints, tuple[torch.Tensor, Ints | None]] = {}
         self.kmaps: dict[Any, Any] = {}
         self.hashmaps: dict[Any, Any] = {}
-        #: grids by stride, each with the coordinates that it was made of and their version
-        self.grids: dict[Ints, tuple[torch.Tensor, int, VoxelGrid]] = {}
+        #: grids by stride, each with the coordinates that it was made of, their version and values
+        self.grids: dict[Ints, tuple[torch.Tensor, int, torch.Tensor, VoxelGrid]] = {}
 
 
 class _Shared:
@@ -150,15 +150,16 @@ class SparseTensor:
         if isinstance(self.coords, torch.Tensor) and self.coords.is_inference():  # which tells nobody of writes
             self.coords = own(self.coords)
         known = self._caches.grids.get(self.stride)
-        if known is not None and known[0] is self.coords and known[1] == self.coords._version:
-            return known[2]
+        if known is not None and known[0] is self.coords and is_unwritten(*known[:3]):
+            return known[3]
         grid = VoxelGrid(inner(self.coords, self.stride))
         self.keep(grid)
         return grid
 
     def keep(self, grid: VoxelGrid) -> None:
         """Remember the grid of these coordinates."""
-        self._caches.grids[self.stride] = self.coords, self.coords._version, grid
+        seen = self.coords if self.coords.is_cuda else own(self.coords)
+        self._caches.grids[self.stride] = self.coords, self.coords._version, seen, grid
 
     def like(self, feats: torch.Tensor) -> SparseTensor:
         """Other features at the same coordinates, with the same cache."""

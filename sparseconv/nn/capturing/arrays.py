@@ -62,7 +62,7 @@ class SceneArrays:
         features, device = example.features, example.features.device
         rank = example.coords.shape[1] - 1
         self.sizes = sizes
-        self.like = VoxelGrid(example.coords.clone(), example.batch_size, example.voxel_size, example.origin)
+        self.like = VoxelGrid(example.coords, example.batch_size, example.voxel_size, example.origin)
         self.coords = torch.full((sizes.rows, rank + 1), -1, dtype=torch.int32, device=device)
         self.features = features.new_zeros((sizes.rows, features.shape[1]), requires_grad=False)
         self.count = torch.zeros(1, dtype=torch.int32, device=device)

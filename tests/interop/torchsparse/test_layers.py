@@ -386,7 +386,6 @@ except ModuleNotFoundError:
     assert done.stdout == "gone\n"
 
 
-@pytest.mark.xfail(strict=True, reason="torch counts no such write: the voxels of before are convolved")
 @pytest.mark.parametrize("how", ["data", "numpy"])
 def test_coordinates_written_past_torchs_counter_are_seen(how):
     feats, coords = cloud()

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparseconv.geometry.arguments import own
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
-from sparseconv.interop.arguments import axes, own
+from sparseconv.interop.arguments import axes
 from sparseconv.interop.flex_gemm.geometry import bits, check_features, sizes, voxels
 from sparseconv.kinds import check_choice, check_values
 from sparseconv.ops.serialization import serialize

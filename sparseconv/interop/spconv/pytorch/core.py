@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseconv.geometry.arguments import INTEGERS, checked_coords
+from sparseconv.geometry.arguments import INTEGERS, checked_coords, own
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.interop.arguments import axes, own, whole
+from sparseconv.interop.arguments import axes, whole
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, Place, check_inside
 from sparseconv.interop.spconv.pytorch.tracing import Traced
@@ -100,7 +100,8 @@ class SparseConvTensor(metaclass=Traced):
         if kept is None and region.begins_with(self):
             kept = self._voxels
         if kept is None or not kept.is_fresh():
-            kept = self._voxels = Place.of(self.indices, VoxelGrid(self.indices, self.batch_size))
+            voxels = VoxelGrid(self.indices, self.batch_size)
+            kept = self._voxels = Place.of(self.indices, voxels)
         return kept
 
     @property

@@ -9,10 +9,11 @@ from typing import NamedTuple, Protocol
 import torch
 
 from sparseconv import transforms
+from sparseconv.geometry.arguments import own
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange, Ints
-from sparseconv.interop.arguments import own
+from sparseconv.interop.arguments import is_unwritten
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.nn.capturing.region import Shape, own_shape
 from sparseconv.plan.convolution import ConvolutionPlan
@@ -87,8 +88,8 @@ class Place(NamedTuple):
         return cls(indices, 0 if torch.compiler.is_compiling() else indices._version, voxels)
 
     def is_fresh(self) -> bool:
-        """Whether the indices are still those of the voxels, as far as torch counts what is written to them."""
-        return self.indices is None or torch.compiler.is_compiling() or self.indices._version == self.version
+        """Whether the indices are still those of the voxels, see `is_unwritten`."""
+        return self.indices is None or is_unwritten(self.indices, self.version, self.voxels.coords)
 
     def read(self) -> torch.Tensor:
         """(N, 1+D) int32 for a client."""

@@ -1,0 +1,26 @@
+"""The kernels of the products compile for the cards they may meet; in a process apart from the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.products.cases import PRODUCT_NAMES
+
+EVERY = [pytest.param(str(arch), PRODUCT_NAMES, marks=pytest.mark.slow) for arch in (80, 86, 89, 90, 100, 120)]
+
+
+@pytest.mark.parametrize(("arch", "words"), [("90", ["mul", "bf16"]), *EVERY])
+def test_kernels_compile(arch, words, tmp_path):
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.products.compile_ahead", *words, arch]
+    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[0]) >= 5
+    assert done.stdout.strip().endswith(f"for sm_{arch}")
