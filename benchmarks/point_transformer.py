@@ -182,18 +182,22 @@ def differences(
     return [*(float((a - b).abs().max() / b.abs().max()) for a, b in pairs), worst]
 
 
-def measured(call: Callable[[], Any], device: str, rounds: int = 20) -> float:
-    """The median time of a call in ms, after five."""
+def measured(call: Callable[[], Any], device: str, rounds: int = 20) -> tuple[float, float]:
+    """The median time of a call in ms, and the peak of the card's memory in GiB, both after five."""
     times = []
-    for _ in range(rounds + 5):
+    for at in range(rounds + 5):
         if device == "cuda":
             torch.cuda.synchronize()
+        if device == "cuda" and at == 5:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         call()
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
-    return sorted(times[5:])[rounds // 2]
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return sorted(times[5:])[rounds // 2], peak / 2**30
 
 
 def times(kinds: dict[str, Any], device: str, voxels: int, rounds: int, only: list[str]) -> dict[str, float]:
@@ -236,19 +240,14 @@ def times(kinds: dict[str, Any], device: str, voxels: int, rounds: int, only: li
             with torch.no_grad(), torch.autocast(device, torch.float16 if device == "cuda" else torch.bfloat16):
                 call(*scenes[next(turn) % len(scenes)])
 
-        found[f"{name} step"] = measured(step, device, rounds)
+        found[f"{name} step"], found[f"{name} step GiB"] = measured(step, device, rounds)
         print(f"{name} step {found[f'{name} step']:.2f}", flush=True)
         net.eval()
         try:
-            found[f"{name} inference"] = measured(inference, device, rounds)
+            found[f"{name} inference"], found[f"{name} inference GiB"] = measured(inference, device, rounds)
         except RuntimeError as error:  # spconv has no kernel for some layers outside of training
             print(f"{name} inference: {str(error).splitlines()[-1][:100]}", flush=True)
-        if device == "cuda":
-            found[f"{name} GiB"] = torch.cuda.max_memory_allocated() / 2**30
         del net, made, call, step, inference
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
     return found
 
 
