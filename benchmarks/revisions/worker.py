@@ -79,9 +79,7 @@ class Network:
     """A U-Net on one scene, its maps built anew by each call."""
 
     def __init__(self, order: dict[str, Any], coords: torch.Tensor) -> None:
-        import sparseconv as sc
-        import sparseconv.nn as nn
-
+        sc, nn = import_module("sparseconv"), import_module("sparseconv.nn")
         dtype = torch.float16 if order["dtype"] == "fp16" else torch.float32
         torch.manual_seed(0)
         self.network = nn.UNet(IN, CLASSES, tuple(order["widths"])).to(device=order["device"], dtype=dtype)
