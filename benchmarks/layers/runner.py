@@ -96,7 +96,7 @@ def _worker(jobs: list[Job], module: str, caches: Path | None, budget: float | N
                 [sys.executable, "-m", module, str(todo), str(rows)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(caches),
+                env=environment(caches),
             )
             count = 0
             try:
@@ -170,8 +170,9 @@ def compiled_kernels(given: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _environment(caches: Path | None) -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+def environment(caches: Path | None, checkout: Path = ROOT) -> dict[str, str]:
+    """Of a process that imports a checkout's package, and keeps what it compiles in ``caches``."""
+    path = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
     found = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     if caches is not None:
         named = {"TRITON_CACHE_DIR": "triton", "CUPY_CACHE_DIR": "cupy", "CUDA_CACHE_PATH": "cuda"}

@@ -1,0 +1,107 @@
+"""What is measured of two revisions, and what is made of the figures."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks import network
+from benchmarks.layers.report import targets
+
+#: channels of the layer whose map is timed: its step is short beside the map
+MAP_CHANNELS = 32
+MAPS, LAYERS = ("captured_map", "eager_map"), ("forward", "step")
+NETWORKS, FIRST = ("captured_step", "captured_inference"), "first_gradient"
+#: times the old revision's that the new one's may take; and what an isolated eager map may take more, in milliseconds
+RATIO, EAGER_MS = 1.03, 0.040
+
+
+class Cell(NamedTuple):
+    """One figure."""
+
+    quantity: str
+    case: str
+    channels: int
+
+    @property
+    def name(self) -> str:
+        return ":".join(map(str, self))
+
+    @property
+    def kind(self) -> str:
+        return "network" if self.quantity in NETWORKS else FIRST if self.quantity == FIRST else "layer"
+
+
+def every() -> list[Cell]:
+    """First gradients; maps, forward and step of the first table of the targets; the networks, captured."""
+    aims = targets()
+    found = [Cell(FIRST, aims["cold"]["case"], aims["cold"]["channels"])]
+    seen = set()
+    for row in aims["layers"]:
+        case = row["case"]
+        found += [Cell(quantity, case, MAP_CHANNELS) for quantity in MAPS if case not in seen]
+        found += [Cell(quantity, case, row["channels"]) for quantity in LAYERS]
+        seen.add(case)
+    found.sort(key=lambda cell: (cell.quantity != FIRST, cell.case.startswith("shell_1024")))  # the largest last
+    found += [Cell(quantity, case, network.CHANNELS[0]) for case in network.CASES for quantity in NETWORKS]
+    return [*found, found[0]]  # first gradients once more, where time is left
+
+
+def chosen(words: Sequence[str]) -> list[Cell]:
+    """Cells whose names hold one of the words; a whole name, ``forward:shell_32:16``, is a cell of its own.
+
+    >>> [cell.name for cell in chosen(["map:shell_512", "step:shell_8:4"])]
+    ['captured_map:shell_512:32', 'eager_map:shell_512:32', 'step:shell_8:4']
+    """
+    if not words:
+        return every()
+    quantities = {*MAPS, *LAYERS, *NETWORKS, FIRST}
+    given = [word.split(":") for word in words]
+    whole = [Cell(w[0], w[1], int(w[2])) for w in given if len(w) == 3 and w[0] in quantities and w[2].isdecimal()]
+    named = {cell.name for cell in whole}
+    parts = [word for word in words if word not in named]
+    return [*(cell for cell in every() if any(word in cell.name for word in parts)), *whole]
+
+
+def joined(cell: Cell, old: Sequence[float], new: Sequence[float]) -> dict[str, Any]:
+    """The row of a cell: a figure a round and side, in the order in which they were taken.
+
+    >>> row = joined(Cell("eager_map", "shell_64", 32), [1.0, 1.1, 1.0], [1.02, 1.1, 1.03])
+    >>> row["ratio"], row["ratios"], row["difference"], row["holds"]
+    (1.02, [1.0, 1.03], 0.02, True)
+    """
+    a, b = statistics.median(old), statistics.median(new)
+    ratios = [n / o for o, n in zip(old, new)]
+    allowed = a + EAGER_MS if cell.quantity == "eager_map" else RATIO * a
+    return {
+        "old": {"median": a, "rounds": list(old)},
+        "new": {"median": b, "rounds": list(new)},
+        "ratio": round(b / a, 4),
+        "ratios": [round(min(ratios), 4), round(max(ratios), 4)],
+        "difference": round(b - a, 4),
+        "holds": b <= allowed,
+    }
+
+
+def sentence(row: dict[str, Any]) -> str:
+    """A row as a line of text."""
+    if "reason" in row:
+        return f"{row['cell']:48} {row['reason']}"
+    unit = "s" if row["quantity"] == FIRST else "ms"
+    same = {None: "", True: "  same bits", False: "  OTHER BITS"}[row.get("same_bits")]
+    low, high = row["ratios"]
+    return (
+        f"{row['cell']:48} {row['old']['median']:9.4f} {row['new']['median']:9.4f} {unit:2} "
+        f"{row['ratio']:6.3f} ({low:.3f} to {high:.3f}){'' if row['holds'] else '  SLOWER'}{same}"
+    )
+
+
+def summary(rows: Iterable[dict[str, Any]]) -> str:
+    """How many cells hold, and the names of those that do not."""
+    measured = [row for row in rows if "reason" not in row]
+    late = [row["cell"] for row in measured if not row["holds"]]
+    others = [row["cell"] for row in measured if row.get("same_bits") is False]
+    said = f"{len(measured) - len(late)} of {len(measured)} cells hold"
+    said += f"; slower: {', '.join(late)}" if late else ""
+    return said + (f"; other bits: {', '.join(others)}" if others else "")

@@ -1,0 +1,113 @@
+"""Two revisions in turns: the same package twice on the CPU, sides that fail, and what is made of figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich")
+
+import benchmarks
+from benchmarks.layers.report import targets
+from benchmarks.network import CASES
+from benchmarks.revisions.cells import FIRST, Cell, chosen, every, joined, sentence, summary
+from benchmarks.revisions.side import Side
+from benchmarks.revisions.worker import Worker
+from sparseconv.bench import cases
+
+
+def checkout_of(folder, text: str | None = None):
+    """A checkout that holds this package, or one of a single file."""
+    folder.mkdir()
+    if text is None:
+        (folder / "sparseconv").symlink_to(benchmarks.ROOT / "sparseconv")
+    else:
+        (folder / "sparseconv").mkdir()
+        (folder / "sparseconv" / "__init__.py").write_text(text)
+    return folder
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.revisions", "--device", "cpu", "--repeat", "0.01", *options]
+    return subprocess.run(command, cwd=benchmarks.ROOT, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.slow
+def test_two_copies_of_one_checkout_are_measured_in_turns(tmp_path):
+    out = tmp_path / "found.json"
+    old = checkout_of(tmp_path / "old")
+    done = run("--old", str(old), "--out", str(out), "--cells", "forward:shell_6:1", "step:no_such_case:1")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert found["machine"]["packages"]["torch"]
+    assert found["revisions"]["old"]["sources"] == found["revisions"]["new"]["sources"]
+    measured, missing = found["rows"]
+    assert "no case" in missing["reason"]
+    assert measured["same_bits"] is True
+    for side in ("old", "new"):
+        assert len(measured[side]["rounds"]) == 3
+        assert min(measured[side]["rounds"]) <= measured[side]["median"] <= max(measured[side]["rounds"])
+    assert measured["ratios"][0] <= measured["ratios"][1]
+    assert "same bits" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_side_that_fails_leaves_its_reason_and_starts_anew(tmp_path):
+    side = Side("old", checkout_of(tmp_path / "old", "raise ValueError('not today')"), tmp_path)
+    try:
+        assert side.ask({"do": "hello"}, time.monotonic() + 60) == {"error": "ValueError: not today"}
+        (side.checkout / "sparseconv" / "__init__.py").write_text("print('no answer'); import os; os._exit(3)")
+        assert side.ask({"do": "hello"}, time.monotonic() + 60) == {"error": "the process ended"}
+    finally:
+        side.stop()
+
+
+@pytest.mark.parametrize("quantity", ["forward", "step", "eager_map"])
+def test_a_worker_prepares_a_cell_and_times_it(tmp_path, quantity):
+    np.save(tmp_path / "coords.npy", cases.coordinates("shell_6").numpy())
+    cell = Cell(quantity, "shell_6", 2)
+    order = {**cell._asdict(), "kind": cell.kind, "file": str(tmp_path / "coords.npy"), "dtype": "fp32"}
+    order |= {"device": "cpu", "seconds": 0.01}
+    worker = Worker()
+    said = worker.answer(order | {"do": "prepare"})
+    assert "error" not in said
+    if quantity != "eager_map":
+        assert said["bits"] == Worker().answer(order | {"do": "prepare"})["bits"]
+    found = worker.answer(order | {"do": "time"})
+    assert 0 < found["p10"] <= found["median"] <= found["p90"]
+    assert worker.answer(order | {"do": "first_gradient"})["seconds"] > 0
+    assert "no_such" in worker.answer(order | {"do": "prepare", "quantity": "no_such"})["error"]
+
+
+def test_a_folder_without_the_package_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="no package"):
+        Side("old", tmp_path, tmp_path)
+
+
+def test_the_cells_are_the_first_table_and_the_networks():
+    cells = every()
+    for row in targets()["layers"]:
+        for quantity in ("forward", "step"):
+            assert Cell(quantity, row["case"], row["channels"]) in cells
+        for quantity in ("captured_map", "eager_map"):
+            assert sum(cell[:2] == (quantity, row["case"]) for cell in cells) == 1
+    assert {cell.case for cell in cells if cell.kind == "network"} == set(CASES)
+    assert cells[0].quantity == cells[-1].quantity == FIRST
+    assert [cell.name for cell in chosen(["tls", "step:shell_8:4"])][-1] == "step:shell_8:4"
+    assert {cell.case for cell in chosen(["tls"])} == {"tls_lonestar_005"}
+
+
+@pytest.mark.parametrize(
+    ("quantity", "new", "holds"),
+    [("step", 1.03, True), ("step", 1.04, False), ("eager_map", 1.04, True), ("eager_map", 1.05, False)],
+)
+def test_a_cell_holds_within_its_limit(quantity, new, holds):
+    row = {"cell": "x", "quantity": quantity} | joined(Cell(quantity, "shell_8", 4), [1.0, 1.0, 0.9], [new, new, new])
+    assert row["holds"] is holds
+    assert ("SLOWER" in sentence(row)) is not holds
+    assert summary([row]).startswith(f"{int(holds)} of 1")
