@@ -52,7 +52,7 @@ def checked_coords(coords: torch.Tensor) -> torch.Tensor:
 
 def own(coords: torch.Tensor) -> torch.Tensor:
     """A copy that torch counts the writes to, within ``torch.inference_mode()`` too."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return coords.clone()
     with torch.inference_mode(False):
         return coords.clone()
