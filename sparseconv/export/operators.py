@@ -28,8 +28,8 @@ Kind = TypeVar("Kind", VoxelGrid, ConvolutionPlan)
 _numbers = itertools.count(1 + secrets.randbits(61))
 _owners: weakref.WeakValueDictionary[int, _Owner] = weakref.WeakValueDictionary()
 
-_library = torch.library.Library("sparseconv", "FRAGMENT")
-for _schema in (
+#: the operators; cpp/operators.cpp offers the same to programs without Python
+SCHEMAS = (
     "grid(Tensor coords, int items, float[] voxel_size, float[] origin) -> Tensor",
     "subset(Tensor grid, Tensor mask, Tensor coords) -> (Tensor, Tensor)",
     "lookup(Tensor grid, Tensor coords) -> Tensor",
@@ -45,7 +45,10 @@ for _schema in (
     "pool(Tensor plan, Tensor x, Tensor onto, str how) -> Tensor",
     "max_pool(Tensor plan, Tensor x, Tensor onto) -> (Tensor, Tensor)",
     "max_unpool(Tensor plan, Tensor x, Tensor winners, Tensor onto) -> Tensor",
-):
+)
+
+_library = torch.library.Library("sparseconv", "FRAGMENT")
+for _schema in SCHEMAS:
     _library.define(_schema)
 
 
