@@ -54,7 +54,8 @@ def child(args: argparse.Namespace) -> None:
 
     import torch
 
-    from benchmarks import clients
+    from benchmarks.clients.networks import make
+    from benchmarks.clients.scenes import Setting, loss_of
     from sparseconv.interop import spconv
 
     spconv.install()
@@ -62,9 +63,7 @@ def child(args: argparse.Namespace) -> None:
     constants.SPCONV_ALLOW_TF32 = True
     torch.backends.cuda.matmul.allow_tf32 = True
     warnings.filterwarnings("ignore")
-    clients.SCANS = 2
-    detectors, spunet = clients.load_clients(args.clients)
-    client = clients.make(args.child, detectors, spunet, args.data, "cpu")
+    client = make(args.child, Setting(args.clients, args.data, "cpu", scans=2))
     compiled, found = listen()
     ready = time.perf_counter()
     torch.zeros(1, device="cuda").item()
@@ -80,7 +79,7 @@ def child(args: argparse.Namespace) -> None:
         net.zero_grad(set_to_none=True)
         with torch.autocast("cuda", torch.float16):
             y = client.call(net, scene)
-        clients.loss_of(y).backward()
+        loss_of(y).backward()
         torch.cuda.synchronize()
         ends.append(time.perf_counter())
         here.append(len(compiled))

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 
 import sparseconv as sc
-from benchmarks.clients import _module, _Registry
+from benchmarks.clients.standing_in import Registry, module
 from sparseconv import nn
 from sparseconv.interop import spconv
 
@@ -89,27 +89,27 @@ def authors(folder: Path, library: str = "sparseconv") -> dict[str, Any]:
     """The classes of Pointcept's own files, by variant, on spconv or on this library under its names."""
     if library == "sparseconv":
         spconv.install()
-    _module("torch_scatter", segment_csr=segment_csr)
-    _module("flash_attn", flash_attn_varlen_qkvpacked_func=varlen)
-    _module("timm")
-    _module("timm.layers", DropPath=_DropPath)
+    module("torch_scatter", segment_csr=segment_csr)
+    module("flash_attn", flash_attn_varlen_qkvpacked_func=varlen)
+    module("timm")
+    module("timm.layers", DropPath=_DropPath)
     models = folder / "pointcept" / "models"
     for name in ("pointcept", "pointcept.engines", "pointcept.models", "pointcept.models.utils"):
-        _module(name)
-    _module("pointcept.engines.hooks", HookBase=object)
-    _module("pointcept.models.builder", MODELS=_Registry())
-    _module("pointcept.models.point_prompt_training", PDNorm=None)
-    misc = _module("pointcept.models.utils.misc", models / "utils" / "misc.py")
+        module(name)
+    module("pointcept.engines.hooks", HookBase=object)
+    module("pointcept.models.builder", MODELS=Registry())
+    module("pointcept.models.point_prompt_training", PDNorm=None)
+    misc = module("pointcept.models.utils.misc", models / "utils" / "misc.py")
 
     utils = sys.modules["pointcept.models.utils"]
     utils.__dict__.update({k: v for k, v in misc.__dict__.items() if not k.startswith("__")})
     utils.__path__ = [str(models / "utils")]
-    _module("pointcept.models.utils.structure", models / "utils" / "structure.py")
-    _module("pointcept.models.modules", models / "modules.py")
-    _module("pointcept.models.point_transformer_v3")
+    module("pointcept.models.utils.structure", models / "utils" / "structure.py")
+    module("pointcept.models.modules", models / "modules.py")
+    module("pointcept.models.point_transformer_v3")
     files = {"m1": "point_transformer_v3m1_base.py", "m2": "point_transformer_v3m2_sonata.py"}
     return {
-        name: _module(
+        name: module(
             f"pointcept.models.point_transformer_v3.{name}", models / "point_transformer_v3" / file
         ).PointTransformerV3
         for name, file in files.items()

@@ -15,6 +15,7 @@ from rich.text import Text
 
 import sparseconv
 from sparseconv.bench.command import bench
+from sparseconv.export.command import package_program
 from sparseconv.gpu.compiling.command import compile_step
 from sparseconv.info import text
 from sparseconv.interop.command import convert
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(convert)
 app.command()(bench)
 app.command("compile")(compile_step)
+app.command("export")(package_program)
 
 
 @contextmanager

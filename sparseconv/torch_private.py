@@ -96,6 +96,23 @@ def node_class(function: type[torch.autograd.Function]) -> type | None:
     return getattr(function, "_backward_cls", None)
 
 
+# ---- ahead of time
+
+
+def compile_package(program: torch.export.ExportedProgram, path: str) -> bool:
+    """Write a file that C++ runs, of machine code for this CPU; False where torch has no AOTInductor."""
+    compiled = private("_inductor.aoti_compile_and_package", None)  # which loads Inductor
+    if compiled is not None:
+        compiled(program, package_path=path)
+    return compiled is not None
+
+
+def load_package(path: str) -> Callable[..., Any]:
+    """Such a file as a function."""
+    loaded: Callable[..., Any] = private("_inductor.aoti_load_package", None)(path)
+    return loaded
+
+
 # ---- the card
 
 #: torch.cuda.current_device without its look at whether CUDA is set up, which a tensor on a card says

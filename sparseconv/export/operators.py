@@ -28,8 +28,8 @@ Kind = TypeVar("Kind", VoxelGrid, ConvolutionPlan)
 _numbers = itertools.count(1 + secrets.randbits(61))
 _owners: weakref.WeakValueDictionary[int, _Owner] = weakref.WeakValueDictionary()
 
-_library = torch.library.Library("sparseconv", "FRAGMENT")
-for _schema in (
+#: the operators; cpp/operators.cpp offers the same to programs without Python
+SCHEMAS = (
     "grid(Tensor coords, int items, float[] voxel_size, float[] origin) -> Tensor",
     "subset(Tensor grid, Tensor mask, Tensor coords) -> (Tensor, Tensor)",
     "lookup(Tensor grid, Tensor coords) -> Tensor",
@@ -45,7 +45,10 @@ for _schema in (
     "pool(Tensor plan, Tensor x, Tensor onto, str how) -> Tensor",
     "max_pool(Tensor plan, Tensor x, Tensor onto) -> (Tensor, Tensor)",
     "max_unpool(Tensor plan, Tensor x, Tensor winners, Tensor onto) -> Tensor",
-):
+)
+
+_library = torch.library.Library("sparseconv", "FRAGMENT")
+for _schema in SCHEMAS:
     _library.define(_schema)
 
 
@@ -117,7 +120,7 @@ def _grid_and_coords(grid: VoxelGrid) -> tuple[torch.Tensor, torch.Tensor]:
 @_implement("grid")
 def _grid(coords: torch.Tensor, items: int, voxel_size: list[float], origin: list[float]) -> torch.Tensor:
     own = coords.clone()  # a compiler may write into what it was given
-    return handle((VoxelGrid(own, items, tuple(voxel_size) or None, tuple(origin) or None),))
+    return handle((VoxelGrid(own, items, tuple(voxel_size or ()) or None, tuple(origin or ()) or None),))
 
 
 @_implement("subset")
@@ -188,7 +191,7 @@ def _plan(
         window = {"padding": tuple(padding or ()), "generative": outputs.endswith("generative"), **size}
         plan = plan_within(grid, tuple(shape), tuple(kernel_size or ()), **window)
     else:
-        rank, axes = grid.rank, tuple(extent)
+        rank, axes = grid.rank, tuple(extent or ())
         box = IndexRange(axes[:rank], axes[rank:]) if axes else None
         kind: Any = boundary
         options: dict[str, Any] = {
@@ -236,7 +239,7 @@ def _execute(
         after = getattr(pointwise, activation, None)
         if not isinstance(after, PointwiseDynamicFunction):
             raise ValueError(f"activation must be a function of sparseconv.pointwise by name; got {activation!r}")
-        epilogue = Epilogue(after, tuple(numbers))
+        epilogue = Epilogue(after, tuple(numbers or ()))
     ready = held_by(plan, ConvolutionPlan).with_groups(groups)
     return ready.execute(x, weight, bias, residual=residual, epilogue=epilogue)
 

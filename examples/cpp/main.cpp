@@ -1,0 +1,145 @@
+// Runs a packaged network on a point cloud, without Python, and compares its results with expected ones.
+//
+//   run_package PACKAGE SCENE [EXPECTED] [--size EDGE] [--low X Y Z --high X Y Z] [--zyx] [--repeat N]
+//
+// SCENE.bin is points: float32 x, y, z and a fourth number, as KITTI writes them. EDGE is that of a voxel, whose features
+// are means over its points. With a box, points outside of it are left out, and voxels are counted from its lower corner.
+// --zyx turns the axes round, as networks of spconv's kind want them. SCENE.pt is voxels: coords (N, 1+D) int32 and
+// features (N, C) in a list that torch.save wrote. So is EXPECTED, a list of the network's results.
+
+#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/csrc/jit/serialization/pickle.h>
+
+#include <chrono>
+#include <cstdio>
+#include <exception>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+
+#include <ATen/ATen.h>
+
+#include "functions.h"
+
+namespace {
+
+constexpr int64_t COLUMNS = 4;
+constexpr double TOLERANCE = 1e-4;  // of the largest expected value
+
+struct Options {
+  std::vector<std::string> plain;
+  double size = 0;
+  std::vector<double> low, high;
+  bool zyx = false;
+  int repeat = 1;
+};
+
+Options parse(int count, char** words) {
+  Options options;
+  const auto number = [&](int& at) {
+    TORCH_CHECK(at + 1 < count, words[at], " needs a number");
+    return std::stod(words[++at]);
+  };
+  for (int at = 1; at < count; ++at) {
+    const std::string word = words[at];
+    if (word == "--low" || word == "--high") {
+      for (int axis = 0; axis < 3; ++axis) (word == "--low" ? options.low : options.high).push_back(number(at));
+    } else if (word == "--size") {
+      options.size = number(at);
+    } else if (word == "--zyx") {
+      options.zyx = true;
+    } else if (word == "--repeat") {
+      options.repeat = static_cast<int>(number(at));
+    } else {
+      options.plain.push_back(word);
+    }
+  }
+  TORCH_CHECK(options.plain.size() == 2 || options.plain.size() == 3, "run_package PACKAGE SCENE [EXPECTED] [--size EDGE]");
+  TORCH_CHECK(options.low.size() == options.high.size(), "--low and --high go together");
+  return options;
+}
+
+std::vector<char> bytes_of(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  TORCH_CHECK(file, "there is no file ", path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+std::vector<at::Tensor> tensors_of(const std::string& path) {
+  std::vector<at::Tensor> found;
+  const c10::List<c10::IValue> listed = torch::jit::pickle_load(bytes_of(path)).toList();
+  for (size_t number = 0; number < listed.size(); ++number) found.push_back(listed.get(number).toTensor());
+  return found;
+}
+
+bool ends_in(const std::string& name, const std::string& ending) {
+  return name.size() >= ending.size() && name.compare(name.size() - ending.size(), ending.size(), ending) == 0;
+}
+
+// coords (N, 1+D) int32 and features (N, C)
+std::vector<at::Tensor> voxels_of(const Options& options) {
+  if (ends_in(options.plain[1], ".pt")) {
+    std::vector<at::Tensor> scene = tensors_of(options.plain[1]);
+    TORCH_CHECK(scene.size() == 2, options.plain[1], " holds ", scene.size(), " tensors, not coords and features");
+    return scene;
+  }
+  TORCH_CHECK(options.size > 0, "points become voxels of --size EDGE");
+  std::vector<char> bytes = bytes_of(options.plain[1]);
+  const int64_t width = COLUMNS * static_cast<int64_t>(sizeof(float));
+  TORCH_CHECK(static_cast<int64_t>(bytes.size()) % width == 0, options.plain[1], " is not of ", COLUMNS, " columns");
+  at::Tensor points = at::from_blob(bytes.data(), {static_cast<int64_t>(bytes.size()) / width, COLUMNS}, at::kFloat).clone();
+  at::Tensor origin = at::zeros({3}, at::kDouble);
+  if (!options.low.empty()) {
+    origin = at::tensor(options.low, at::kDouble);
+    const at::Tensor where = points.narrow(1, 0, 3).to(at::kDouble);
+    const at::Tensor inside = ((where >= origin) & (where < at::tensor(options.high, at::kDouble))).all(1);
+    points = points.index({inside});
+  }
+  at::Tensor where = points.narrow(1, 0, 3);
+  if (options.zyx) {
+    where = where.flip(1);
+    origin = origin.flip(0);
+  }
+  const std::vector<double> size(3, options.size), corner(origin.data_ptr<double>(), origin.data_ptr<double>() + 3);
+  const auto [coords, features] = sparseconv::voxelize(where, points, size, corner);
+  return {coords, features};
+}
+
+bool compare(const std::vector<at::Tensor>& results, const std::string& path) {
+  const std::vector<at::Tensor> expected = tensors_of(path);
+  bool is_equal = results.size() == expected.size();
+  for (size_t number = 0; is_equal && number < results.size(); ++number) {
+    const at::Tensor mine = results[number], theirs = expected[number];
+    is_equal = mine.sizes() == theirs.sizes() && mine.scalar_type() == theirs.scalar_type();
+    if (!is_equal || mine.numel() == 0) continue;
+    const double most = theirs.to(at::kDouble).abs().max().item<double>();
+    const double off = (mine.to(at::kDouble) - theirs.to(at::kDouble)).abs().max().item<double>();
+    is_equal = at::isFloatingType(mine.scalar_type()) ? off <= TOLERANCE * most : off == 0;
+    std::cout << "result " << number << " " << mine.sizes() << ": off by " << off << " of " << most << "\n";
+  }
+  std::cout << (is_equal ? "equal to what was expected\n" : "not what was expected\n");
+  return is_equal;
+}
+
+}  // namespace
+
+int main(int count, char** words) try {
+  const Options options = parse(count, words);
+  torch::inductor::AOTIModelPackageLoader network(options.plain[0]);
+  const std::vector<at::Tensor> scene = voxels_of(options);
+  std::cout << scene[0].size(0) << " voxels\n";
+  std::vector<at::Tensor> results;
+  for (int run = 0; run < options.repeat; ++run) {
+    const auto start = std::chrono::steady_clock::now();
+    results = network.run(scene);
+    const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
+    std::cout << "network: " << took.count() << " ms\n";
+  }
+  return options.plain.size() == 3 && !compare(results, options.plain[2]) ? 1 : 0;
+} catch (const c10::Error& error) {
+  std::cerr << "error: " << error.what_without_backtrace() << "\n";
+  return 2;
+} catch (const std::exception& error) {
+  std::cerr << "error: " << error.what() << "\n";
+  return 2;
+}

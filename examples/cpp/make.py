@@ -1,0 +1,76 @@
+"""Write what `run_package` needs: a packaged network, a cloud of points, and the network's results in Python.
+
+    python examples/cpp/make.py unet build/cpp
+    python examples/cpp/make.py encoder build/cpp
+
+It writes NETWORK.pt2, NETWORK_points.bin and NETWORK_expected.pt into the folder, and prints the command that compares
+in C++. The weights are random: it is the numbers that are compared.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import typer
+
+import sparseconv as sc
+from sparseconv import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from stand_ins.semantic_kitti import scan
+
+#: the encoder's box along x, y and z [m]
+LOW, HIGH = (-16.0, -16.0, -3.0), (16.0, 16.0, 1.0)
+
+
+def unet(size: float) -> tuple[torch.nn.Module, list[str]]:
+    """A U-Net on all voxels."""
+    return nn.UNet(4, 19, channels=(16, 32, 64)), []
+
+
+def encoder(size: float) -> tuple[torch.nn.Module, list[str]]:
+    """The residual encoder of OpenPCDet's detectors, on voxels (z, y, x) of a box."""
+    x, y, z = (round((b - a) / size) for a, b in zip(LOW, HIGH))
+    box = ["--low", *map(str, LOW), "--high", *map(str, HIGH), "--zyx"]
+    return nn.VoxelResBackBone8x(4, (z + 1, y, x)), box
+
+
+NETWORKS = {"unet": unet, "encoder": encoder}
+
+
+def voxels(points: torch.Tensor, size: float, in_box: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points (M, 4) -> coords (N, 4) and the means of their four numbers (N, 4), as `run_package` makes them."""
+    origin, where = (0.0, 0.0, 0.0), points[:, :3]
+    if in_box:
+        low, high = torch.tensor(LOW).double(), torch.tensor(HIGH).double()
+        inside = ((where.double() >= low) & (where.double() < high)).all(1)
+        points, origin = points[inside], LOW[::-1]
+        where = points[:, :3].flip(1)
+    grid, rows = sc.voxelize(where.contiguous(), size, origin=origin)
+    return grid.coords, sc.ops.voxelize_features(points, rows, len(grid))
+
+
+def main(network: str, folder: Path, size: float = 0.2, beams: int = 24, around: int = 240, seed: int = 0) -> None:
+    """Write a package of one of the networks, and what to compare."""
+    if network not in NETWORKS:
+        raise typer.BadParameter(f"the networks are {', '.join(NETWORKS)}; got {network}")
+    torch.manual_seed(seed)
+    points = torch.from_numpy(scan(np.random.default_rng(seed), beams=beams, around=around)[0])
+    net, box = NETWORKS[network](size)
+    scene = voxels(points, size, bool(box))
+    folder.mkdir(parents=True, exist_ok=True)
+    program = sc.export.export(net.eval(), scene)
+    sc.export.package(program, folder / f"{network}.pt2")
+    points.numpy().tofile(folder / f"{network}_points.bin")
+    with torch.no_grad():
+        results = torch.utils._pytree.tree_leaves(program.module()(*scene))
+    torch.save(results, folder / f"{network}_expected.pt")
+    files = [str(folder / f"{network}{ending}") for ending in (".pt2", "_points.bin", "_expected.pt")]
+    print("run_package", *files, "--size", size, *box)
+
+
+if __name__ == "__main__":
+    typer.run(main)

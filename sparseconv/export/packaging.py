@@ -1,0 +1,92 @@
+"""From a saved program to a package that a C++ program runs without Python."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from sparseconv.kinds import check_kind
+from sparseconv.torch_private import compile_package, load_package, pytree
+
+#: the sources of the operators that a package calls, and their CMakeLists.txt
+CPP = Path(__file__).parent / "cpp"
+#: activations that those sources have
+ACTIVATIONS = ("", "elu", "gelu", "gelu_tanh", "hardswish", "leaky_relu", "mish", "relu", "sigmoid", "silu", "tanh")
+#: how far results may be off, by the size of the largest: products are summed in another order
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+def package(program: torch.export.ExportedProgram | str | Path, path: str | Path) -> Path:
+    """Compile an exported program for this machine's kind of CPU, by AOTInductor; it takes up to some minutes.
+
+    The package holds machine code, the weights, and calls of this library's operators. A C++ program links their
+    sources, which are in the folder `CPP`. ``examples/cpp`` is such a program. In Python, after ``import sparseconv``,
+    ``torch._inductor.aoti_load_package(path)`` runs the package too.
+
+    Args:
+        program: what `export` returned, or a file that it wrote.
+        path: the file to write, whose name ends in ``.pt2``.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: a program for a GPU, operators or activations that have no C++ source, or a package whose results
+            on the program's example are not the program's. Nothing is written then.
+        RuntimeError: this torch has no AOTInductor. Where there is no C++ compiler, torch says so.
+
+    >>> import sparseconv as sc
+    >>> grid, _ = sc.voxelize(torch.rand(300, 3), voxel_size=0.1)
+    >>> net = sc.nn.UNet(4, 5, channels=(8, 16)).eval()
+    >>> program = sc.export.export(net, (grid.coords, torch.randn(len(grid), 4)))
+    >>> package(program, "unet_cpu.pt2")  # doctest: +SKIP
+    PosixPath('unet_cpu.pt2')
+    """
+    path = Path(path)
+    if path.suffix != ".pt2":
+        raise ValueError(f"a package's name ends in .pt2; got {path.name!r}")
+    if isinstance(program, (str, Path)):
+        program = torch.export.load(Path(program))
+    check_kind("program", program, torch.export.ExportedProgram, "sparseconv.export.export returns one")
+    for why in _refused(program):
+        raise ValueError(why)
+    inputs, _ = program.example_inputs or ((), {})
+    with TemporaryDirectory() as folder, torch.no_grad():
+        made = Path(folder) / path.name
+        if not compile_package(program, str(made)):
+            raise RuntimeError(f"torch {torch.__version__} has no AOTInductor: use another release")
+        if inputs:
+            _compare(load_package(str(made))(*inputs), program.module()(*inputs))
+        shutil.move(made, path)
+    return path
+
+
+def _refused(program: torch.export.ExportedProgram) -> Iterator[str]:
+    """Why a program cannot be packaged."""
+    held = [*program.state_dict.values(), *program.constants.values(), *(program.example_inputs or ((),))[0]]
+    places = {t.device.type for t in held if isinstance(t, torch.Tensor)}
+    if places - {"cpu"}:
+        yield "a package runs on the CPU: move the network and the example there before the export"
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not hasattr(node.target, "namespace"):
+            continue
+        name = node.target.namespace
+        if name not in ("aten", "prims", "sparseconv"):
+            yield f"{node.target} has no C++ source: a package holds torch's operators and those of exported programs"
+        if str(node.target) == "sparseconv.execute.default" and node.args[7] not in ACTIVATIONS:
+            yield f"the activation {node.args[7]!r} has no C++ source; there are {', '.join(ACTIVATIONS[1:])}"
+
+
+def _compare(got: Any, want: Any) -> None:
+    """Raise ValueError where two results differ by more than rounding."""
+    for number, (mine, theirs) in enumerate(zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True)):
+        if not isinstance(theirs, torch.Tensor):
+            continue
+        room = TOLERANCE.get(theirs.dtype, 0.0) * float(theirs.abs().max() if theirs.numel() else 0)
+        if mine.shape != theirs.shape or not torch.allclose(mine, theirs, rtol=0, atol=room, equal_nan=True):
+            raise ValueError(f"the package differs from the program on the example, in result {number}")

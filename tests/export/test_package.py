@@ -1,0 +1,183 @@
+"""Packages run without Python: a C++ program's results are the network's, and its operators refuse what Python's do."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparseconv as sc
+from sparseconv import export
+from sparseconv.export import operators, packaging
+from sparseconv.plan.shared import shared_plan
+from sparseconv.torch_private import pytree
+from tests.export import operator_cases
+from tests.export.networks import network, scene
+
+ROOT = Path(__file__).parents[2]
+TOOLS = [tool for tool in ("cmake", "c++") if shutil.which(tool) is None]
+needs_a_compiler = pytest.mark.skipif(bool(TOOLS), reason=f"not installed: {TOOLS}")
+#: random scenes for all operators
+CASES = 200
+#: sums of products in another order, by the largest value
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def run(*command, expect=0):
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=800)
+    assert done.returncode == expect, (done.stdout + done.stderr)[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_the_sources_have_pythons_operators():
+    """The interface that a saved program calls is one, whoever serves it."""
+    source = (packaging.CPP / "operators.cpp").read_text()
+    offered = re.findall(r"offer<\w+>\(library,\s*((?:\"[^\"]*\"\s*)+)\)", source)
+    mine = ["".join(re.findall(r'"([^"]*)"', words)) for words in offered]
+    assert sorted(mine) == sorted(operators.SCHEMAS)
+
+
+def test_the_sources_have_the_activations_that_packages_may_call():
+    source = (packaging.CPP / "functions.cpp").read_text()
+    assert set(re.findall(r'name == "(\w+)"', source)) == set(packaging.ACTIVATIONS) - {""}
+    assert {name for name, _ in operator_cases.ACTIVATIONS} == set(packaging.ACTIVATIONS)
+
+
+def test_a_package_gives_none_for_an_empty_list():
+    """AOTInductor passes lists without a number so."""
+    coords, x = scene(1)
+    grid = operators._grid(coords, 2, None, None)
+    plan = operators._plan(grid, None, [3] * 3, None, [1] * 3, [1] * 3, None, "same", None, "absent", None, "auto")
+    y = operators._execute(plan, x, torch.ones(27, 4, 2), None, None, coords, 1, "relu", None)
+    assert torch.equal(y, sc.ConvolutionPlan(sc.VoxelGrid(coords, 2), 3).execute(x, torch.ones(27, 4, 2)).relu())
+
+
+def test_refusals(tmp_path, monkeypatch):
+    class After(torch.nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.weight, self.function = torch.nn.Parameter(torch.ones(27, 4, 4)), function
+
+        def forward(self, x):
+            return shared_plan(x.grid, 3).execute(x.features, self.weight, epilogue=self.function)
+
+    @torch.library.custom_op("somebody::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    doubled.register_fake(torch.empty_like)
+
+    class Foreign(torch.nn.Module):
+        def forward(self, x):
+            return doubled(x.features)
+
+    def program(function):
+        return export.export(After(function).eval(), scene(1))
+
+    path = tmp_path / "net.pt2"
+    with pytest.raises(ValueError, match="activation 'softplus' has no C"):
+        export.package(program(sc.pointwise.softplus), path)
+    with pytest.raises(ValueError, match=r"somebody\.doubled\.default has no C"):
+        export.package(export.export(Foreign().eval(), scene(1)), path)
+    good = program(sc.pointwise.relu)
+    with pytest.raises(ValueError, match=r"name ends in .pt2; got 'net.so'"):
+        export.package(good, tmp_path / "net.so")
+    with pytest.raises(TypeError, match=r"export\.export returns one"):
+        export.package(good.module(), path)
+    monkeypatch.setattr(packaging, "compile_package", lambda *_: False)
+    with pytest.raises(RuntimeError, match="has no AOTInductor"):
+        export.package(good, path)
+    monkeypatch.setattr(packaging, "compile_package", lambda _, path: Path(path).write_bytes(b"") == 0)
+    monkeypatch.setattr(packaging, "load_package", lambda _: lambda *inputs: good.module()(*inputs) + 1)
+    with pytest.raises(ValueError, match="differs from the program on the example, in result 0"):
+        export.package(good, path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    typer = pytest.importorskip("typer")
+    from sparseconv.export.command import package_program
+
+    with pytest.raises(typer.Exit):
+        package_program(tmp_path / "absent.pt2", tmp_path / "net.pt2")
+    assert "there is no file" in capsys.readouterr().err
+
+
+# ---- in C++
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder with `run_package` and the library of operators."""
+    folder = tmp_path_factory.mktemp("cpp")
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    run("cmake", "-S", ROOT / "examples" / "cpp", "-B", folder, prefix, f"-DSPARSECONV_CPP={export.CPP}")
+    run("cmake", "--build", folder, "-j", 2)
+    return folder
+
+
+def alike(mine, theirs):
+    if not theirs.is_floating_point() or theirs.numel() == 0:
+        return torch.equal(mine, theirs)
+    off = (mine.double() - theirs.double()).abs().max()
+    return mine.shape == theirs.shape and bool(off <= ROUNDING[theirs.dtype] * theirs.double().abs().max())
+
+
+@needs_a_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_operators_in_cpp(built, tmp_path):
+    """Every operator on random scenes of all ranks, windows, boundaries and dtypes; the rows in the same order."""
+    script, library = Path(operator_cases.__file__), built / "operators" / "libsparseconv_operators.so"
+    run(sys.executable, script, library, tmp_path / "results.pt", CASES)
+    found, refused = torch.load(tmp_path / "results.pt")
+    assert set(refused) == set(operator_cases.wrong())
+    for seed, results in enumerate(found):
+        for number, (mine, theirs) in enumerate(zip(results, operator_cases.results(seed), strict=True)):
+            assert mine.dtype == theirs.dtype
+            assert alike(mine, theirs), (seed, number)
+
+
+def test_operators_in_python_refuse_the_same():
+    assert set(operator_cases.refused()) == set(operator_cases.wrong())
+
+
+@needs_a_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["unet", "spconv", "pools", "written", "second", "residual"])
+def test_a_network_in_cpp(name, built, tmp_path):
+    net, wrap = network(name)
+    program, path = export.export(net, scene(1), make=wrap), tmp_path / "net.pt2"
+    assert export.package(program, path) == path
+    for rows in (333, 1, 0):
+        given = scene(5, rows)
+        torch.save(list(given), tmp_path / "scene.pt")
+        torch.save(pytree.tree_leaves(program.module()(*given)), tmp_path / "expected.pt")
+        said = run(built / "run_package", path, tmp_path / "scene.pt", tmp_path / "expected.pt")
+        assert "equal to what was expected" in said
+    coords, features = scene(5)
+    torch.save([coords[[0, 1, 0]], features[:3]], tmp_path / "scene.pt")
+    assert "rows 0 and 2 of coords are the same voxel" in run(
+        built / "run_package", path, tmp_path / "scene.pt", expect=2
+    )
+    torch.save([coords + 2, features], tmp_path / "scene.pt")
+    assert "batch_size is 2" in run(built / "run_package", path, tmp_path / "scene.pt", expect=2)
+
+
+@needs_a_compiler
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", ["unet", "encoder"])
+def test_from_points_in_cpp(name, built, tmp_path):
+    make = [sys.executable, ROOT / "examples" / "cpp" / "make.py", name, tmp_path, "--beams", 12, "--around", 120]
+    command = run(*make).splitlines()[-1].split()
+    assert "equal to what was expected" in run(built / command[0], *command[1:])
+    expected = torch.load(tmp_path / f"{name}_expected.pt")
+    torch.save([expected[0] + 0.01, *expected[1:]], tmp_path / f"{name}_expected.pt")
+    assert "not what was expected" in run(built / command[0], *command[1:], expect=1)
+    assert "points become voxels of --size" in run(built / command[0], *command[1:3], expect=2)
+    assert "there is no file" in run(built / command[0], tmp_path / "absent.pt2", *command[2:], expect=2)
