@@ -10,11 +10,14 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.capturing.region import Kind, Shape, kind_of
 
+#: bytes of an array among the arguments that calls are told apart by
+MOST_BYTES = 2**12
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
@@ -190,7 +193,10 @@ class Answer:
         return _Place(len(self.tensors) - 1, None if rows is None else self._number(rows))
 
     def _sparse(self, kind: Kind, value: Any) -> _SparsePlace:
-        grid, scene = kind.grid(value), kind.read(value)
+        try:
+            grid, scene = kind.grid(value), kind.read(value)
+        except ValueError as error:  # a client's own indices, which no layer has looked at
+            raise CannotCapture(f"it returns a sparse tensor whose indices are no set of voxels: {error}") from error
         if self._family is not None and grid.count is None:
             raise CannotCapture("it returns a sparse tensor whose voxels the graph does not know")
         shape = getattr(value, "spatial_shape", None)
@@ -299,6 +305,17 @@ class _Filling(NamedTuple):
 
 _NOTHING = torch.empty(0, 0)
 _NOWHERE = VoxelGrid(torch.empty(0, 2, dtype=torch.int32))
+
+
+def spelled(value: Any) -> Any:
+    """What calls are told apart by; nothing is equal to what may change unseen."""
+    if isinstance(value, np.ndarray) and value.nbytes <= MOST_BYTES and not value.dtype.hasobject:
+        return value.dtype.str, value.shape, value.tobytes()
+    try:
+        hash(value)
+    except TypeError:
+        return object()
+    return value
 
 
 def _is_container(value: Any) -> bool:

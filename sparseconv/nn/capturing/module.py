@@ -16,7 +16,7 @@ import torch
 from sparseconv import transforms
 from sparseconv.nn import graphs
 from sparseconv.nn.capturing import verify
-from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
+from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given, spelled
 from sparseconv.nn.capturing.arrays import Sizes
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.recording import DoesNotFit, Recording
@@ -24,8 +24,8 @@ from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, wa
 
 _log = logging.getLogger(__name__)
 
-#: eager calls of a kind before the first capture; recordings that a module keeps; captures of one kind in all
-EXAMPLES, MOST_KEPT, MOST_CAPTURES = 2, 4, 8
+#: eager calls of a kind before the first capture; recordings that a module keeps; captures of one kind in all; kinds
+EXAMPLES, MOST_KEPT, MOST_CAPTURES, MOST_KINDS = 2, 4, 8, 16
 #: places over those of the largest scene so far, at first and after each that did not fit; rows are then rounded up
 ROOM, MORE_ROOM = 1.125, 1.25
 
@@ -166,7 +166,7 @@ class Captured:
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         grad = torch.is_grad_enabled()
         arguments = tuple(
-            (path, (leaf.shape[1:], leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else _spelled(leaf))
+            (path, (leaf.shape[1:], leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else spelled(leaf))
             for path, leaf in given.leaves
             if kind_of(leaf) is None
         )
@@ -181,7 +181,13 @@ class Captured:
         reader = kind_of(x)
         assert reader is not None
         scene = reader.read(x)
-        return self._kinds.setdefault(self._key(scene, given), _Kind()), scene
+        key = self._key(scene, given)
+        kind = self._kinds.get(key) or _Kind()
+        if key not in self._kinds and len(self._kinds) < MOST_KINDS:
+            self._kinds[key] = kind
+        elif key not in self._kinds:
+            kind.refused = "its arguments without rows are others in every call, and a graph holds them as they were"
+        return kind, scene
 
     def _is_ready(self, kind: _Kind, scene: Scene) -> bool:
         """Whether a call can be a replay, now or once it was captured; else why not is counted."""
@@ -209,6 +215,8 @@ class Captured:
         Their tensors become aliases, since the call itself may go on from a result that the caller ignores.
         """
         kind.calls += 1
+        if kind.refused is not None:
+            self._turn_to_parts()
         if kind.refused is not None or not len(scene.coords):
             return out
         kind.scenes = [*kind.scenes[-1:], _bare(scene)]
@@ -222,6 +230,11 @@ class Captured:
             if alias.requires_grad:
                 alias.register_hook(lambda grad, number=number: kind.wanted.add(number))
         return answer.aliased(given, aliases)
+
+    def _turn_to_parts(self) -> None:
+        if self.instead is not None:
+            self.instead(self)
+            self.instead = None
 
     # ---- recordings
 
@@ -269,9 +282,7 @@ class Captured:
                 kind.recording = self._record(kind, scene, path, given)
         except CannotCapture as error:
             kind.refused = str(error)
-            if self.instead is not None:
-                self.instead(self)
-                self.instead = None
+            self._turn_to_parts()
             return kind.refused
         self._forget_old(kind)
         return None
@@ -374,14 +385,6 @@ _trains = attrgetter("training")
 def _bare(scene: Scene) -> Scene:
     """A scene whose features nobody needs."""
     return scene._replace(features=scene.features.detach()[:0])
-
-
-def _spelled(value: Any) -> Any:
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)
-    return value
 
 
 def _hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:

@@ -1,0 +1,106 @@
+"""What a captured call is given and returns beside scenes: results that are no set of voxels, arrays, changing numbers."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import sparseconv.interop.spconv.pytorch as spconv
+from sparseconv import nn
+from sparseconv.nn.capturing import module as capturing
+from tests.nn.test_capture_module import DEVICE, Detector, coords_of, features_of, forward_of, replays, same
+from tests.nn.test_capture_module import _graphs as _graphs  # the stand-in for a card's graphs
+
+
+class Stacked(Detector):
+    """Voxels of two levels one behind the other, some of them twice, as VoxelNeXt makes them."""
+
+    def forward(self, features, coords):
+        fine = self.first(spconv.SparseConvTensor(features, coords, self.shape, 2))
+        coarse = self.block(self.down(fine))
+        coarse.indices[:, 1:] *= 2
+        fine = fine.replace_feature(torch.cat([fine.features, coarse.features[:, :8]]))
+        fine.indices = torch.cat([fine.indices, coarse.indices])
+        rows, which = torch.unique(fine.indices[:, :3], dim=0, return_inverse=True)
+        flat = fine.features.new_zeros(len(rows), 8).index_add_(0, which, fine.features)
+        return {"flat": spconv.SparseConvTensor(flat, rows, self.shape[:2], 2), "stacked": fine}
+
+
+def test_a_result_that_is_no_set_of_voxels_is_named_and_parts_are_captured_instead():
+    torch.manual_seed(0)
+    net = Stacked().to(DEVICE)
+    twin = copy.deepcopy(net)
+    nn.accelerate(net)
+    for seed in range(7):
+        found = []
+        for one in (net, twin):
+            coords = coords_of(seed, 300)
+            one.zero_grad(set_to_none=True)
+            out = one(features_of(seed, coords), coords)
+            out["flat"].features.square().mean().backward()
+            grads = [p.grad for p in one.parameters()]
+            found.append([out["flat"].features.detach(), out["flat"].indices, out["stacked"].indices, *grads])
+        same(*found)
+    said = nn.explain(net)
+    assert "it returns a sparse tensor whose indices are no set of voxels: rows" in said
+    assert sum(replays(part) for part in (net.first, net.down, net.block)) >= 6, said
+
+
+class Scaled(torch.nn.Module):
+    """Two layers, and a factor that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.out = spconv.SubMConv3d(4, 8, 3, padding=1), spconv.SubMConv3d(8, 8, 3, padding=1)
+
+    def forward(self, x, by):
+        y = self.out(self.conv(x))
+        return y.replace_feature(y.features * float(np.sum(list(by)) if isinstance(by, set) else np.sum(by)))
+
+
+def scaled(net, seed, by):
+    coords = coords_of(seed, 150)
+    return net(spconv.SparseConvTensor(features_of(seed, coords), coords, [12] * 3, 2), by).features
+
+
+@pytest.mark.parametrize("kind", [np.array, set, list], ids=["array", "set", "list"])
+def test_an_argument_that_is_changed_in_place_is_seen(kind):
+    torch.manual_seed(0)
+    net = Scaled().to(DEVICE).eval()
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    by = kind([2.0])
+    with torch.no_grad():
+        for seed in range(5):
+            same([scaled(net, seed, by)], [scaled(twin, seed, by)])
+        if kind is set:
+            by.add(3.0)
+        else:
+            by[0] = 5.0
+        for seed in range(5):
+            same([scaled(net, seed, by)], [scaled(twin, seed, by)])
+    assert (replays(net) > 0) == (kind is not set), nn.explain(net)
+
+
+def test_arrays_of_the_same_values_are_one_argument():
+    net = nn.capture(Scaled().to(DEVICE).eval())
+    with torch.no_grad():
+        for seed in range(6):
+            scaled(net, seed, np.array([1.0, 2.0]))
+    assert replays(net) == 4, nn.explain(net)
+
+
+def test_arguments_that_are_others_in_every_call_leave_the_parts_captured():
+    torch.manual_seed(0)
+    net = Scaled().to(DEVICE).eval()
+    twin = copy.deepcopy(net)
+    nn.accelerate(net)
+    with torch.no_grad():
+        for seed in range(capturing.MOST_KINDS + 5):
+            same([scaled(net, seed, 1.0 + seed)], [scaled(twin, seed, 1.0 + seed)])
+    assert len(forward_of(net)._kinds) == capturing.MOST_KINDS
+    assert "others in every call" in nn.explain(net)
+    assert replays(net.conv) >= 2, nn.explain(net)
