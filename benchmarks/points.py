@@ -111,7 +111,7 @@ def main() -> None:
             f"{row['points']:10,} {row['voxels']:10,} {ms[0]:9.3f} {ms[1]:9.3f} {row['ratio']:6.2f} {ms[2]:9.3f}",
             flush=True,
         )
-        write(args.out, machine(args.device), rows)
+        write(args.out, machine(args.device), rows, version="points")
 
 
 if __name__ == "__main__":

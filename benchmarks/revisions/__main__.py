@@ -145,7 +145,7 @@ def main() -> None:
                     row = match.measure(cell, file)
                 rows.append(row)
                 print(sentence(row), flush=True)
-                write(args.out, machine(args.device), rows, **head)
+                write(args.out, machine(args.device), rows, version="revisions", **head)
         finally:
             for side in sides:
                 side.stop()

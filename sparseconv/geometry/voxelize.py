@@ -101,7 +101,7 @@ def voxelize(
         raise ValueError(f"batch items start at 0; got {low[0]:.0f}")
     if batch_size is not None and high[0] >= batch_size:
         raise ValueError(f"batch names item {high[0]:.0f}, but batch_size is {batch_size}")
-    items = int(high[0]) + 1 if batch_size is None else batch_size
+    items = checked_batch_size(int(high[0]) + 1) if batch_size is None else batch_size
     box = IndexRange([int(v) for v in low[1:]], [int(v) + 1 for v in high[1:]])
     columns = cells.int() if batch is None else torch.cat([batch[:, None].int(), cells.int()], 1)
     everything = IndexRange((0, *box.start), (items, *box.end))

@@ -279,6 +279,8 @@ def test_voxelize_far_apart(points, batched):
             ValueError,
             "item 3, but batch_size is 3",
         ),
+        (torch.zeros(2, 2), {"batch": torch.tensor([0, 2**31])}, ValueError, "batch_size must be"),
+        (torch.zeros(2, 2), {"batch": torch.tensor([0, 2**62])}, ValueError, "batch_size must be"),
         (torch.zeros(2, 2), {"batch_size": 0}, ValueError, "batch_size is 0"),
         (torch.tensor([[3e38, 0.0]]), {"voxel_size": 1e-300}, ValueError, "32 bits"),
         (torch.tensor([[-(2.0**30)] * 3, [2.0**30] * 3]), {}, ValueError, "2\\^63"),
