@@ -136,6 +136,7 @@ def main() -> None:
         match = Match(sides, args.device, end, args.rounds, args.repeat)
         try:
             match.check()
+            here = machine(args.device)
             files = scenes(cells, args.device, place)
             for cell in cells:
                 file = files[cell.case]
@@ -145,7 +146,7 @@ def main() -> None:
                     row = match.measure(cell, file)
                 rows.append(row)
                 print(sentence(row), flush=True)
-                write(args.out, machine(args.device), rows, **head)
+                write(args.out, here, rows, version="revisions", **head)
         finally:
             for side in sides:
                 side.stop()

@@ -104,7 +104,7 @@ class VoxelGrid(Movable):
         longest = max(high) - min(low) + 1 if low else 1  # of all columns: no axis has more cells
         if batch_size * longest**rank >= KEY_LIMIT:
             self._space  # noqa: B018 (raises where there are so many indeed)
-        pair = self._table.first_duplicate() if table is None or table.has_duplicates else None
+        pair = self._table.first_duplicate() if low and (table is None or table.has_duplicates) else None
         if pair is not None and duplicates == "error":
             raise ValueError(
                 f"rows {pair[0]} and {pair[1]} of coords are the same voxel {tuple(coords[pair[0]].tolist())}: remove "

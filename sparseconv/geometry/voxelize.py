@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import INT32, INTEGERS, checked_batch_size, numbers
+from sparseconv.geometry.arguments import INT32, INTEGERS, Floats, checked_batch_size, numbers
+from sparseconv.geometry.cards import check_card
+from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_values
 
 
@@ -64,32 +68,84 @@ def voxelize(
             "points[:, :3]; where it is an axis, give voxel_size as 4 numbers",
             stacklevel=3,
         )
-    if batch is None:
-        batch = torch.zeros(len(points), dtype=torch.int32, device=points.device)
-    check_values("batch", batch, f"({len(points)},) integers")
-    if batch.dtype not in INTEGERS:
-        raise TypeError(f"batch must be integers; got {batch.dtype}")
-    if batch.shape != (len(points),) or batch.device != points.device:
-        raise ValueError(
-            f"batch must be ({len(points)},) on {points.device}; got {tuple(batch.shape)} on {batch.device}"
-        )
-    wide = points.detach().double()
-    finite = torch.isfinite(wide).all(1)
-    if not bool(finite.all()):
-        bad = int((~finite).nonzero()[0])
-        raise ValueError(
-            f"point {bad} is {points[bad].tolist()}, and {int((~finite).sum())} points in all are not finite: drop them"
-        )
+    if batch is not None:
+        check_values("batch", batch, f"({len(points)},) integers")
+        if batch.dtype not in INTEGERS:
+            raise TypeError(f"batch must be integers; got {batch.dtype}")
+        if batch.shape != (len(points),) or batch.device != points.device:
+            raise ValueError(
+                f"batch must be ({len(points)},) on {points.device}; got {tuple(batch.shape)} on {batch.device}"
+            )
     if len(points) == 0:
         nothing = torch.zeros(0, rank + 1, dtype=torch.int32, device=points.device)
         return VoxelGrid(nothing, batch_size, size, corner), torch.zeros(0, dtype=torch.int64, device=points.device)
-    cells = torch.floor((wide - wide.new_tensor(corner)) / wide.new_tensor(size))
-    if bool((cells.abs() >= INT32.max).any()):
+    if points.is_cuda:
+        check_card(points.device)
+    cells = _cells(points.detach(), size, corner)
+    low, high = _bounds(cells, batch)
+    if not all(map(math.isfinite, low + high)):
+        finite = torch.isfinite(points).all(1)
+        if not bool(finite.all()):
+            bad = int((~finite).nonzero()[0])
+            count = int((~finite).sum())
+            raise ValueError(
+                f"point {bad} is {points[bad].tolist()}, and {count} points in all are not finite: drop them"
+            )
+    furthest = max(map(abs, low[1:] + high[1:]))
+    if not furthest < INT32.max:
         raise ValueError(
-            f"a voxel size of {voxel_size} puts points at voxel {cells.abs().max().item():.3g}, past 32 bits: use "
-            "larger voxels or move the origin"
+            f"a voxel size of {voxel_size} puts points at voxel {furthest:.3g}, past 32 bits: use larger voxels or "
+            "move the origin"
         )
-    coords = torch.cat([batch[:, None].long(), cells.long()], 1)
-    everything = VoxelGrid(coords, batch_size, size, corner, duplicates="first")
-    grid, _ = everything.sorted("lexicographic")
-    return grid, grid.lookup(coords)
+    if low[0] < 0:
+        raise ValueError(f"batch items start at 0; got {low[0]:.0f}")
+    if batch_size is not None and high[0] >= batch_size:
+        raise ValueError(f"batch names item {high[0]:.0f}, but batch_size is {batch_size}")
+    items = checked_batch_size(int(high[0]) + 1) if batch_size is None else batch_size
+    box = IndexRange([int(v) for v in low[1:]], [int(v) + 1 for v in high[1:]])
+    columns = cells.int() if batch is None else torch.cat([batch[:, None].int(), cells.int()], 1)
+    everything = IndexRange((0, *box.start), (items, *box.end))
+    keys, rows = torch.unique(_keys(columns, KeySpace.covering(everything)), return_inverse=True)
+    # all points of a voxel write the same numbers
+    coords = columns.new_empty(len(keys), columns.shape[1]).index_copy_(0, rows, columns)
+    if batch is None:
+        coords = torch.nn.functional.pad(coords, (1, 0))
+    like = VoxelGrid(coords[:0], items, size, corner)
+    return like._known(coords, box, fills=True), rows
+
+
+def _cells(points: torch.Tensor, size: Floats, corner: Floats) -> torch.Tensor:
+    """floor((p - corner) / size), (M, D) float64. Reads nothing back, where all axes have one size and one corner."""
+
+    def spread(values: Floats) -> torch.Tensor:  # a card multiplies by the inverse of a number that the host has
+        return wide.new_full((), values[0]) if len({*values}) == 1 else wide.new_tensor(values)
+
+    wide = points.double()
+    if any(corner):
+        wide = wide - spread(corner)
+    return torch.div(wide, spread(size)).floor_()
+
+
+def _bounds(cells: torch.Tensor, batch: torch.Tensor | None) -> tuple[list[float], list[float]]:
+    """Smallest and largest batch item and cell along each axis, read at once; nan or infinite where a cell is."""
+    ends = torch.stack(torch.aminmax(cells, dim=0))
+    if batch is None:
+        low, high = ends.tolist()
+        return [0.0, *low], [0.0, *high]
+    items = torch.stack(torch.aminmax(batch)).double()[:, None]
+    low, high = torch.cat([items, ends], 1).tolist()
+    return low, high
+
+
+def _keys(columns: torch.Tensor, space: KeySpace) -> torch.Tensor:
+    """`KeySpace.keys` (M,) int64 of the last columns (M, ...) of coordinates; those before are 0, as their lows are.
+
+    What overflows on the way comes back when the lows are taken off: sums wrap, and the key fits.
+    """
+    count = columns.shape[1]
+    first, *others = columns.unbind(1)
+    keys, lowest = first.long(), space.low[-count]
+    for column, low, size in zip(others, space.low[1 - count :], space.size[1 - count :]):
+        keys = torch.add(column, keys, alpha=size)
+        lowest = lowest * size + low
+    return keys.sub_((lowest + 2**63) % 2**64 - 2**63)

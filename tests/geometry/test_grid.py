@@ -237,6 +237,29 @@ def test_voxelize_against_floor(points, size):
     assert grid.batch_size == 3
 
 
+@given(
+    st.lists(st.tuples(*[st.sampled_from([-(2**31) + 2, -7, -1, 0, 1, 5, 2**31 - 2])] * 2), min_size=1, max_size=9),
+    st.sampled_from([None, torch.uint8, torch.int64]),
+)
+def test_voxelize_far_apart(points, batched):
+    """Sums on the way to the keys leave 64 bits, or nearly: the order is still that of the voxels."""
+    cloud = torch.tensor(points, dtype=torch.float64)
+    items = None if batched is None else (torch.arange(len(points)) % 2).to(batched)
+    if items is not None and cloud.amin() < -7 and cloud.amax() > 5:
+        cloud = cloud.clamp(max=5)  # two items of 2^64 cells are too many
+    if (cloud.amax(0) - cloud.amin(0) + 1).prod() * (1 if items is None else 2) >= 2**63:
+        with pytest.raises(ValueError, match="2\\^63"):
+            sc.voxelize(cloud, 1.0, items)
+        return
+    grid, rows = sc.voxelize(cloud, 1.0, items)
+    want = torch.cat([torch.zeros(len(cloud), 1) if items is None else items[:, None], cloud], 1).long()
+    assert torch.equal(grid.coords[rows].long(), want)
+    assert [tuple(c) for c in grid.coords.tolist()] == sorted(set(map(tuple, want.tolist())))
+    again = VoxelGrid(grid.coords)
+    assert (grid.extent, grid.batch_size) == (again.extent, again.batch_size)
+    assert torch.equal(grid.lookup(want), rows)
+
+
 @pytest.mark.parametrize(
     ("points", "options", "error", "message"),
     [
@@ -250,6 +273,17 @@ def test_voxelize_against_floor(points, size):
         (torch.zeros(2, 2), {"batch": torch.zeros(3, dtype=torch.int64)}, ValueError, r"\(2,\)"),
         (torch.zeros(2, 2), {"batch": torch.zeros(2)}, TypeError, "integers"),
         (torch.zeros(2, 2), {"batch": torch.tensor([0, -1])}, ValueError, "start at 0"),
+        (
+            torch.zeros(2, 2),
+            {"batch": torch.tensor([0, 3]), "batch_size": 3},
+            ValueError,
+            "item 3, but batch_size is 3",
+        ),
+        (torch.zeros(2, 2), {"batch": torch.tensor([0, 2**31])}, ValueError, "batch_size must be"),
+        (torch.zeros(2, 2), {"batch": torch.tensor([0, 2**62])}, ValueError, "batch_size must be"),
+        (torch.zeros(2, 2), {"batch_size": 0}, ValueError, "batch_size is 0"),
+        (torch.tensor([[3e38, 0.0]]), {"voxel_size": 1e-300}, ValueError, "32 bits"),
+        (torch.tensor([[-(2.0**30)] * 3, [2.0**30] * 3]), {}, ValueError, "2\\^63"),
     ],
 )
 def test_bad_points(points, options, error, message):

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid
+from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid, voxelize
 from sparseconv.geometry.edges import Window, coarse_grid
 from tests.waits import nothing_waits
 
@@ -26,6 +26,23 @@ def scattered(count: int, spread: int, seed: int = 0) -> torch.Tensor:
     coords[:, 0] = coords[:, 0].abs() % 3
     coords = torch.unique(coords, dim=0)
     return coords[torch.randperm(len(coords), generator=generator)].contiguous()
+
+
+@pytest.mark.parametrize("count", [1, 1000, 300_000])
+@pytest.mark.parametrize("size", [0.1, (0.3, 0.1, 0.7)])  # where a tenth times ten is no whole number
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_points_get_the_voxels_of_the_cpu(count: int, size: float | tuple, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(count)
+    points = (torch.randint(-90, 90, (count, 3), generator=generator) / 10).to(dtype)  # upon the faces, or nearly
+    batch = torch.randint(0, 3, (count,), generator=generator)
+    for items in (None, batch):
+        cpu, rows = voxelize(points, size, items, origin=(0.0, 0.1, 0.0))
+        gpu, there = voxelize(points.cuda(), size, None if items is None else items.cuda(), origin=(0.0, 0.1, 0.0))
+        assert torch.equal(gpu.coords.cpu(), cpu.coords)
+        assert torch.equal(there.cpu(), rows)
+        assert (gpu.extent, gpu.batch_size) == (cpu.extent, cpu.batch_size)
+        found = ConvolutionPlan(gpu, 3).kernel_map.neighbors
+        assert torch.equal(found.cpu(), ConvolutionPlan(cpu, 3).kernel_map.neighbors)
 
 
 @pytest.mark.parametrize("spread", [30, 3000])  # a bitmap of blocks, a hash table of blocks
