@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def differences(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) 
             if float(a.norm()) < least:
                 continue
         off = float((a - b).norm() / b.norm()) if bool(b.any()) else float(a.norm())
-        if not off <= row[kind]:  # a NaN is the worst
+        if off > row[kind] or math.isnan(off):  # a NaN is the worst, and stays
             row[kind] = off
             worst = name if kind == "gradient" else worst
     row = {kind: float(f"{off:.2g}") for kind, off in row.items()}
