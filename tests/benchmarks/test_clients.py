@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 
@@ -203,10 +204,11 @@ def test_times_are_written_row_by_row(setting, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_compiled_network_is_measured_beside_eager(setting, tmp_path, monkeypatch):
     file = tmp_path / "compiled.json"
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))  # no C++ compiler
     run(monkeypatch, tmp_path, "--json", str(file), "--compiled", "--reach", "8", "--repeats", "2", "--dtype", "fp32")
     (row,) = json.loads(file.read_text())["rows"]
     assert row["compiled"]["step"]["ms"] > 0 < row["compiled"]["inference"]["ms"]
-    assert row["compiled"]["breaks"] >= 0
+    assert all(count > 0 for count in row["compiled"]["breaks"].values())
     assert row["compiled"]["graphs"] >= 1
 
 
