@@ -53,25 +53,27 @@ def compare(client: Client, calls: Calls, twin: Calls) -> dict[str, float]:
 
 
 def compiled(client: Client, eager: Calls, repeats: int) -> dict[str, Any]:
-    """The same under `torch.compile`, and what it made of a step: graphs, and why it left them."""
+    """The same under `torch.compile`; how many graphs it made, and why it left them, as Dynamo counts."""
     import torch._dynamo as dynamo
+    from torch._dynamo.utils import counters
 
     dynamo.reset()
+    counters.clear()
     calls = Calls(client.net, torch.compile(client.call), eager.device, eager.dtype)
     client.net.train()
     began = time.perf_counter()
     calls.step(client.scenes[0])
     _wait(eager.device)
     row: dict[str, Any] = {"first_s": round(time.perf_counter() - began, 1)}
+    calls.step(client.scenes[1])  # of another size: its sizes become symbols
+    _wait(eager.device)
+    row["two_s"] = round(time.perf_counter() - began, 1)
     row["step"] = timed(calls.step, client.scenes, repeats)
+    row["graphs"] = counters["stats"]["unique_graphs"]
+    row["breaks"] = {reason.strip().splitlines()[0][:160]: n for reason, n in counters["graph_break"].items()}
     client.net.eval()
     with torch.inference_mode():
         row["inference"] = timed(calls.forward, client.scenes, repeats)
-    client.net.train()
-    dynamo.reset()
-    explained = dynamo.explain(client.call)(client.net, client.scenes[0])
-    row["graphs"], row["breaks"] = explained.graph_count, explained.graph_break_count
-    row["reasons"] = sorted({reason.reason.strip().splitlines()[0][:160] for reason in explained.break_reasons})
     dynamo.reset()
     return row
 
