@@ -99,11 +99,11 @@ def node_class(function: type[torch.autograd.Function]) -> type | None:
 # ---- ahead of time
 
 
-def compile_package(program: torch.export.ExportedProgram, path: str) -> bool:
+def compile_package(program: torch.export.ExportedProgram, path: str, metadata: dict[str, str]) -> bool:
     """Write a file that C++ runs, of machine code for this CPU; False where torch has no AOTInductor."""
     compiled = private("_inductor.aoti_compile_and_package", None)  # which loads Inductor
     if compiled is not None:
-        compiled(program, package_path=path)
+        compiled(program, package_path=path, inductor_configs={"aot_inductor.metadata": metadata})
     return compiled is not None
 
 

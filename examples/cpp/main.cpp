@@ -7,7 +7,6 @@
 // --zyx turns the axes round, as networks of spconv's kind want them. SCENE.pt is voxels: coords (N, 1+D) int32 and
 // features (N, C) in a list that torch.save wrote. So is EXPECTED, a list of the network's results.
 
-#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <chrono>
@@ -20,6 +19,7 @@
 #include <ATen/ATen.h>
 
 #include "functions.h"
+#include "network.h"
 
 namespace {
 
@@ -125,13 +125,13 @@ bool compare(const std::vector<at::Tensor>& results, const std::string& path) {
 
 int main(int count, char** words) try {
   const Options options = parse(count, words);
-  torch::inductor::AOTIModelPackageLoader network(options.plain[0]);
+  sparseconv::Network network(options.plain[0]);
   const std::vector<at::Tensor> scene = voxels_of(options);
   std::cout << scene[0].size(0) << " voxels\n";
   std::vector<at::Tensor> results;
   for (int run = 0; run < options.repeat; ++run) {
     const auto start = std::chrono::steady_clock::now();
-    results = network.run(scene);
+    results = network.run(scene[0], scene[1]);
     const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - start;
     std::cout << "network: " << took.count() << " ms\n";
   }

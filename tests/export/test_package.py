@@ -87,10 +87,13 @@ def test_refusals(tmp_path, monkeypatch):
         export.package(good, tmp_path / "net.so")
     with pytest.raises(TypeError, match=r"export\.export returns one"):
         export.package(good.module(), path)
+    other = torch.export.export(torch.nn.Linear(3, 2).eval(), (torch.randn(2, 3),))
+    with pytest.raises(ValueError, match=r"made of a program \(coords, features\)"):
+        export.package(other, path)
     monkeypatch.setattr(packaging, "compile_package", lambda *_: False)
     with pytest.raises(RuntimeError, match="has no AOTInductor"):
         export.package(good, path)
-    monkeypatch.setattr(packaging, "compile_package", lambda _, path: Path(path).write_bytes(b"") == 0)
+    monkeypatch.setattr(packaging, "compile_package", lambda _, path, __: Path(path).write_bytes(b"") == 0)
     monkeypatch.setattr(packaging, "load_package", lambda _: lambda *inputs: good.module()(*inputs) + 1)
     with pytest.raises(ValueError, match="differs from the program on the example, in result 0"):
         export.package(good, path)
@@ -166,6 +169,15 @@ def test_a_network_in_cpp(name, built, tmp_path):
     )
     torch.save([coords + 2, features], tmp_path / "scene.pt")
     assert "batch_size is 2" in run(built / "run_package", path, tmp_path / "scene.pt", expect=2)
+    for wrong, words in (
+        ([coords.long(), features], "coords must be of type Int; got Long"),
+        ([coords[:, :3], features], "coords must be (150, 4)"),
+        ([coords, features.double()], "features must be of type Float; got Double"),
+        ([coords, features[:, :3]], "features must be (150, 4)"),
+        ([coords, features[:99]], "features must be (150, 4)"),
+    ):
+        torch.save(wrong, tmp_path / "scene.pt")
+        assert words in run(built / "run_package", path, tmp_path / "scene.pt", expect=2)
 
 
 @needs_a_compiler
