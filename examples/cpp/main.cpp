@@ -24,7 +24,11 @@
 namespace {
 
 constexpr int64_t COLUMNS = 4;
-constexpr double TOLERANCE = 1e-4;  // of the largest expected value
+
+// How far a result may be off, by the largest expected value: products are summed in another order.
+double tolerance(at::ScalarType type) {
+  return type == at::kDouble ? 1e-10 : type == at::kHalf ? 1e-2 : type == at::kBFloat16 ? 5e-2 : 1e-4;
+}
 
 struct Options {
   std::vector<std::string> plain;
@@ -114,7 +118,7 @@ bool compare(const std::vector<at::Tensor>& results, const std::string& path) {
     if (!is_equal || mine.numel() == 0) continue;
     const double most = theirs.to(at::kDouble).abs().max().item<double>();
     const double off = (mine.to(at::kDouble) - theirs.to(at::kDouble)).abs().max().item<double>();
-    is_equal = at::isFloatingType(mine.scalar_type()) ? off <= TOLERANCE * most : off == 0;
+    is_equal = at::isFloatingType(mine.scalar_type()) ? off <= tolerance(mine.scalar_type()) * most : off == 0;
     std::cout << "result " << number << " " << mine.sizes() << ": off by " << off << " of " << most << "\n";
   }
   std::cout << (is_equal ? "equal to what was expected\n" : "not what was expected\n");

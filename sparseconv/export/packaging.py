@@ -20,6 +20,8 @@ ACTIVATIONS = ("", "elu", "gelu", "gelu_tanh", "hardswish", "leaky_relu", "mish"
 #: how far results may be off, by the size of the largest: products are summed in another order
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
+#: what a call of an operator in a graph names; steps with a graph of their own are of other classes
+OPERATOR: Any = type(torch.ops.aten.relu.default)
 #: dtypes of inputs, by torch's names for them in C++
 TYPES = {
     torch.int64: "Long",
@@ -89,11 +91,9 @@ def _refused(program: torch.export.ExportedProgram) -> Iterator[str]:
     places = {t.device.type for t in held if isinstance(t, torch.Tensor)}
     if places - {"cpu"}:
         yield "a package runs on the CPU: move the network and the example there before the export"
-    for node in program.graph.nodes:
-        if node.op != "call_function" or not hasattr(node.target, "namespace"):
-            continue
-        name = node.target.namespace
-        if name not in ("aten", "prims", "sparseconv"):
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes if isinstance(node.target, OPERATOR)):
+        if node.target.namespace not in ("aten", "prims", "sparseconv"):
             yield f"{node.target} has no C++ source: a package holds torch's operators and those of exported programs"
         if str(node.target) == "sparseconv.execute.default" and node.args[7] not in ACTIVATIONS:
             yield f"the activation {node.args[7]!r} has no C++ source; there are {', '.join(ACTIVATIONS[1:])}"

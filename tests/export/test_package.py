@@ -122,6 +122,18 @@ def built(tmp_path_factory):
     return folder
 
 
+class InHalves(torch.nn.Module):
+    """A network under autocast, whose graph torch.export keeps apart."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x)
+
+
 def alike(mine, theirs):
     if not theirs.is_floating_point() or theirs.numel() == 0:
         return torch.equal(mine, theirs)
@@ -151,9 +163,10 @@ def test_operators_in_python_refuse_the_same():
 @needs_a_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["unet", "spconv", "pools", "written", "second", "residual"])
+@pytest.mark.parametrize("name", ["unet", "autocast", "spconv", "pools", "written", "second", "residual"])
 def test_a_network_in_cpp(name, built, tmp_path):
-    net, wrap = network(name)
+    net, wrap = network("unet" if name == "autocast" else name)
+    net = InHalves(net).eval() if name == "autocast" else net
     program, path = export.export(net, scene(1), make=wrap), tmp_path / "net.pt2"
     assert export.package(program, path) == path
     for rows in (333, 1, 0):
