@@ -40,8 +40,7 @@ def package(program: torch.export.ExportedProgram | str | Path, path: str | Path
     """Compile an exported program for this machine's kind of CPU, by AOTInductor; it takes up to some minutes.
 
     The package holds machine code, the weights, and calls of this library's operators. A C++ program links their
-    sources, which are in the folder `CPP`. ``examples/cpp`` is such a program. In Python, after ``import sparseconv``,
-    ``torch._inductor.aoti_load_package(path)`` runs the package too.
+    sources, which are in the folder `CPP`. ``examples/cpp`` is such a program.
 
     Args:
         program: what `export` returned, or a file that it wrote.
