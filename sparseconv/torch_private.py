@@ -99,17 +99,21 @@ def node_class(function: type[torch.autograd.Function]) -> type | None:
 # ---- ahead of time
 
 
-def compile_package(program: torch.export.ExportedProgram, path: str) -> bool:
+def compile_package(program: torch.export.ExportedProgram, path: str, metadata: dict[str, str]) -> bool:
     """Write a file that C++ runs, of machine code for this CPU; False where torch has no AOTInductor."""
-    compiled = private("_inductor.aoti_compile_and_package", None)  # which loads Inductor
-    if compiled is not None:
-        compiled(program, package_path=path)
-    return compiled is not None
+    try:
+        from torch._inductor import aoti_compile_and_package as compiled
+    except ImportError:
+        return False
+    compiled(program, package_path=path, inductor_configs={"aot_inductor.metadata": metadata})
+    return True
 
 
 def load_package(path: str) -> Callable[..., Any]:
     """Such a file as a function."""
-    loaded: Callable[..., Any] = private("_inductor.aoti_load_package", None)(path)
+    from torch._inductor import aoti_load_package as load
+
+    loaded: Callable[..., Any] = load(path)
     return loaded
 
 

@@ -44,6 +44,9 @@ def test_the_wheel_holds_one_package_whoever_builds_it(tmp_path):
     assert "sparseconv/py.typed" in of_repository
     here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "sparseconv").rglob("*.py")}
     assert {name for name in of_repository if name.endswith(".py")} == here
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "sparseconv" / "export" / "cpp").iterdir()}
+    assert sources
+    assert sources <= set(of_repository)  # of the operators of packages, which programs without Python build
     (entries,) = (text.decode() for name, text in of_repository.items() if name.endswith("entry_points.txt"))
     assert "sparseconv = sparseconv.__main__:main" in entries
     assert wheel_of(sources_of(tmp_path), tmp_path / "again") == of_repository

@@ -38,7 +38,8 @@ def encoder(size: float) -> tuple[torch.nn.Module, list[str]]:
     return nn.VoxelResBackBone8x(4, (z + 1, y, x)), box
 
 
-NETWORKS = {"unet": unet, "encoder": encoder}
+#: each with the edge of its voxels [m]
+NETWORKS = {"unet": (unet, 0.2), "encoder": (encoder, 0.1)}
 
 
 def voxels(points: torch.Tensor, size: float, in_box: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,13 +54,14 @@ def voxels(points: torch.Tensor, size: float, in_box: bool) -> tuple[torch.Tenso
     return grid.coords, sc.ops.voxelize_features(points, rows, len(grid))
 
 
-def main(network: str, folder: Path, size: float = 0.2, beams: int = 24, around: int = 240, seed: int = 0) -> None:
+def main(network: str, folder: Path, beams: int = 24, around: int = 240, seed: int = 0) -> None:
     """Write a package of one of the networks, and what to compare."""
     if network not in NETWORKS:
         raise typer.BadParameter(f"the networks are {', '.join(NETWORKS)}; got {network}")
     torch.manual_seed(seed)
     points = torch.from_numpy(scan(np.random.default_rng(seed), beams=beams, around=around)[0])
-    net, box = NETWORKS[network](size)
+    make, size = NETWORKS[network]
+    net, box = make(size)
     scene = voxels(points, size, bool(box))
     folder.mkdir(parents=True, exist_ok=True)
     program = sc.export.export(net.eval(), scene)

@@ -20,13 +20,27 @@ ACTIVATIONS = ("", "elu", "gelu", "gelu_tanh", "hardswish", "leaky_relu", "mish"
 #: how far results may be off, by the size of the largest: products are summed in another order
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
+#: what a call of an operator in a graph names; steps with a graph of their own are of other classes
+OPERATOR: Any = type(torch.ops.aten.relu.default)
+#: dtypes of inputs, by torch's names for them in C++
+TYPES = {
+    torch.int64: "Long",
+    torch.int32: "Int",
+    torch.int16: "Short",
+    torch.int8: "Char",
+    torch.uint8: "Byte",
+    torch.float64: "Double",
+    torch.float32: "Float",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+}
+
 
 def package(program: torch.export.ExportedProgram | str | Path, path: str | Path) -> Path:
     """Compile an exported program for this machine's kind of CPU, by AOTInductor; it takes up to some minutes.
 
     The package holds machine code, the weights, and calls of this library's operators. A C++ program links their
-    sources, which are in the folder `CPP`. ``examples/cpp`` is such a program. In Python, after ``import sparseconv``,
-    ``torch._inductor.aoti_load_package(path)`` runs the package too.
+    sources, which are in the folder `CPP`. ``examples/cpp`` is such a program.
 
     Args:
         program: what `export` returned, or a file that it wrote.
@@ -53,30 +67,32 @@ def package(program: torch.export.ExportedProgram | str | Path, path: str | Path
     if isinstance(program, (str, Path)):
         program = torch.export.load(Path(program))
     check_kind("program", program, torch.export.ExportedProgram, "sparseconv.export.export returns one")
-    for why in _refused(program):
+    why = next(_refused(program), None)
+    if why is not None:
         raise ValueError(why)
-    inputs, _ = program.example_inputs or ((), {})
+    inputs, _ = program.example_inputs
+    words = " ".join(f"{TYPES[given.dtype]} {given.shape[1]}" for given in inputs)
     with TemporaryDirectory() as folder, torch.no_grad():
         made = Path(folder) / path.name
-        if not compile_package(program, str(made)):
+        if not compile_package(program, str(made), {"sparseconv_inputs": words}):
             raise RuntimeError(f"torch {torch.__version__} has no AOTInductor: use another release")
-        if inputs:
-            _compare(load_package(str(made))(*inputs), program.module()(*inputs))
+        _compare(load_package(str(made))(*inputs), program.module()(*inputs))
         shutil.move(made, path)
     return path
 
 
 def _refused(program: torch.export.ExportedProgram) -> Iterator[str]:
     """Why a program cannot be packaged."""
-    held = [*program.state_dict.values(), *program.constants.values(), *(program.example_inputs or ((),))[0]]
+    if program.example_inputs is None or [getattr(t, "ndim", 0) for t in program.example_inputs[0]] != [2, 2]:
+        yield "a package is made of a program (coords, features), which keeps its example: sparseconv.export.export"
+        return
+    held: list[Any] = [*program.state_dict.values(), *program.constants.values(), *program.example_inputs[0]]
     places = {t.device.type for t in held if isinstance(t, torch.Tensor)}
     if places - {"cpu"}:
         yield "a package runs on the CPU: move the network and the example there before the export"
-    for node in program.graph.nodes:
-        if node.op != "call_function" or not hasattr(node.target, "namespace"):
-            continue
-        name = node.target.namespace
-        if name not in ("aten", "prims", "sparseconv"):
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes if isinstance(node.target, OPERATOR)):
+        if node.target.namespace not in ("aten", "prims", "sparseconv"):
             yield f"{node.target} has no C++ source: a package holds torch's operators and those of exported programs"
         if str(node.target) == "sparseconv.execute.default" and node.args[7] not in ACTIVATIONS:
             yield f"the activation {node.args[7]!r} has no C++ source; there are {', '.join(ACTIVATIONS[1:])}"

@@ -87,10 +87,13 @@ def test_refusals(tmp_path, monkeypatch):
         export.package(good, tmp_path / "net.so")
     with pytest.raises(TypeError, match=r"export\.export returns one"):
         export.package(good.module(), path)
+    other = torch.export.export(torch.nn.Linear(3, 2).eval(), (torch.randn(2, 3),))
+    with pytest.raises(ValueError, match=r"made of a program \(coords, features\)"):
+        export.package(other, path)
     monkeypatch.setattr(packaging, "compile_package", lambda *_: False)
     with pytest.raises(RuntimeError, match="has no AOTInductor"):
         export.package(good, path)
-    monkeypatch.setattr(packaging, "compile_package", lambda _, path: Path(path).write_bytes(b"") == 0)
+    monkeypatch.setattr(packaging, "compile_package", lambda _, path, __: Path(path).write_bytes(b"") == 0)
     monkeypatch.setattr(packaging, "load_package", lambda _: lambda *inputs: good.module()(*inputs) + 1)
     with pytest.raises(ValueError, match="differs from the program on the example, in result 0"):
         export.package(good, path)
@@ -117,6 +120,18 @@ def built(tmp_path_factory):
     run("cmake", "-S", ROOT / "examples" / "cpp", "-B", folder, prefix, f"-DSPARSECONV_CPP={export.CPP}")
     run("cmake", "--build", folder, "-j", 2)
     return folder
+
+
+class InHalves(torch.nn.Module):
+    """A network under autocast, whose graph torch.export keeps apart."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x)
 
 
 def alike(mine, theirs):
@@ -148,9 +163,10 @@ def test_operators_in_python_refuse_the_same():
 @needs_a_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["unet", "spconv", "pools", "written", "second", "residual"])
+@pytest.mark.parametrize("name", ["unet", "autocast", "spconv", "pools", "written", "second", "residual"])
 def test_a_network_in_cpp(name, built, tmp_path):
-    net, wrap = network(name)
+    net, wrap = network("unet" if name == "autocast" else name)
+    net = InHalves(net).eval() if name == "autocast" else net
     program, path = export.export(net, scene(1), make=wrap), tmp_path / "net.pt2"
     assert export.package(program, path) == path
     for rows in (333, 1, 0):
@@ -166,6 +182,15 @@ def test_a_network_in_cpp(name, built, tmp_path):
     )
     torch.save([coords + 2, features], tmp_path / "scene.pt")
     assert "batch_size is 2" in run(built / "run_package", path, tmp_path / "scene.pt", expect=2)
+    for wrong, words in (
+        ([coords.long(), features], "coords must be of type Int; got Long"),
+        ([coords[:, :3], features], "coords must be (150, 4)"),
+        ([coords, features.double()], "features must be of type Float; got Double"),
+        ([coords, features[:, :3]], "features must be (150, 4)"),
+        ([coords, features[:99]], "features must be (150, 4)"),
+    ):
+        torch.save(wrong, tmp_path / "scene.pt")
+        assert words in run(built / "run_package", path, tmp_path / "scene.pt", expect=2)
 
 
 @needs_a_compiler
@@ -174,7 +199,7 @@ def test_a_network_in_cpp(name, built, tmp_path):
 @pytest.mark.parametrize("name", ["unet", "encoder"])
 def test_from_points_in_cpp(name, built, tmp_path):
     make = [sys.executable, ROOT / "examples" / "cpp" / "make.py", name, tmp_path, "--beams", 12, "--around", 120]
-    command = run(*make).splitlines()[-1].split()
+    command = next(line for line in run(*make).splitlines() if line.startswith("run_package")).split()
     assert "equal to what was expected" in run(built / command[0], *command[1:])
     expected = torch.load(tmp_path / f"{name}_expected.pt")
     torch.save([expected[0] + 0.01, *expected[1:]], tmp_path / f"{name}_expected.pt")
