@@ -30,20 +30,15 @@ def machine(device: str) -> dict[str, Any]:
 
 def _spelled(args: argparse.Namespace) -> list[str]:
     """The arguments of a run, folders by what they hold."""
-    words = [
-        "--library",
-        args.library,
-        "--clients",
-        "CLIENTS",
-        "--data",
-        "DATA",
-        "--json",
-        args.json.name if args.json else "FILE",
-    ]
+    words = ["--library", args.library, "--clients", "CLIENTS", "--data", "DATA"]
+    words += [] if args.json is None else ["--json", args.json.name]
     words += ["--device", "cpu"] if args.device == "cpu" else []
     words += [f"--{flag}" for flag in ("accelerate", "check", "busy", "compiled") if getattr(args, flag)]
     words += [] if args.reach is None else ["--reach", str(args.reach)]
-    return [*words, "--client", *args.client, "--dtype", *args.dtype, "--repeats", str(args.repeats)]
+    words += ["--client", *args.client]
+    if args.equal is not None:
+        return [*words, "--equal", args.equal.name]
+    return [*words, "--dtype", *args.dtype, "--repeats", str(args.repeats)]
 
 
 def arguments() -> argparse.Namespace:
@@ -97,6 +92,7 @@ def main() -> None:
         "command": " ".join(["python -m benchmarks.clients", *_spelled(args)]),
     }
     if args.equal is not None:
+        facts["threads"] = 1
         rows = equal(args.equal, args.client, Setting(args.clients, args.data, "cpu", reach=args.reach), args.library)
         if args.json is not None:
             args.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
