@@ -18,6 +18,16 @@ at::Tensor rows_of(const std::vector<int64_t>& rows, int64_t begin, int64_t end)
 
 at::Tensor rows_of(const std::vector<int64_t>& rows) { return rows_of(rows, 0, static_cast<int64_t>(rows.size())); }
 
+// y[rows[i]] += terms[i], both contiguous
+template <typename T>
+void add_rows(at::Tensor& y, const int64_t* rows, const at::Tensor& terms) {
+  const int64_t columns = terms.size(1);
+  T* into = y.data_ptr<T>();
+  const T* from = terms.const_data_ptr<T>();
+  for (int64_t row = 0; row < terms.size(0); ++row, from += columns)
+    for (int64_t column = 0; column < columns; ++column) into[rows[row] * columns + column] += from[column];
+}
+
 // gathered (E, C_in) @ weight (C_in/G, C_out), group by group
 at::Tensor product(const at::Tensor& gathered, const at::Tensor& weight, int64_t groups) {
   if (groups == 1) return gathered.mm(weight);
@@ -92,8 +102,11 @@ at::Tensor convolve(const Plan& plan, const at::Tensor& x, const at::Tensor& wei
     at::parallel_for(0, (static_cast<int64_t>(in.size()) + BLOCK - 1) / BLOCK, 1, [&](int64_t begin, int64_t end) {
       for (int64_t block = begin; block < end; ++block) {
         const int64_t first = block * BLOCK, last = std::min<int64_t>(first + BLOCK, static_cast<int64_t>(in.size()));
-        const at::Tensor terms = product(from.index_select(0, rows_of(in, first, last)), of_tap, groups);
-        y.index_add_(0, rows_of(out, first, last), terms);
+        const at::Tensor terms = product(from.index_select(0, rows_of(in, first, last)), of_tap, groups).contiguous();
+        if (y.scalar_type() == at::kDouble)
+          add_rows<double>(y, out.data() + first, terms);
+        else
+          add_rows<float>(y, out.data() + first, terms);
       }
     });
   }

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
+#include <fstream>
 #include <sstream>
 
 namespace sparseconv {
@@ -14,10 +15,15 @@ void check(const char* name, const at::Tensor& given, int64_t rows, int64_t colu
                    given.scalar_type());
 }
 
+const std::string& existing(const std::string& path) {
+  TORCH_CHECK_VALUE(std::ifstream(path).good(), "there is no file ", path);
+  return path;
+}
+
 }  // namespace
 
 Network::Network(const std::string& package)
-    : loader_(std::make_unique<torch::inductor::AOTIModelPackageLoader>(package)) {
+    : loader_(std::make_unique<torch::inductor::AOTIModelPackageLoader>(existing(package))) {
   const auto metadata = loader_->get_metadata();
   const auto inputs = metadata.find("sparseconv_inputs");
   TORCH_CHECK_VALUE(inputs != metadata.end(), package, " is no package that sparseconv.export.package wrote");
