@@ -272,6 +272,21 @@ def test_a_key_whose_indices_were_written_to_is_refused():
         spconv.SubMConv3d(5, 5, 3, indice_key="a")(y)
 
 
+def test_our_layer_onto_the_voxels_within_a_shape_gives_the_same():
+    """What the page on migration says of spatial shapes: ours alone reaches past the last voxel."""
+    features, indices, shape, batch = scene(voxels=300, extent=8, channels=4, dtype=torch.float64)
+    layer = spconv.SparseConv3d(4, 5, 3, 2, 1, bias=False).double()
+    want = layer(spconv.SparseConvTensor(features, indices, shape, batch))
+    ours = sc.nn.Conv(4, 5, 3, stride=2, padding=1, bias=False).double()
+    ours.weight.data = layer.weight.data.permute(1, 2, 3, 4, 0).reshape(27, 4, 5)
+    x = sc.SparseTensor(sc.VoxelGrid(indices, batch), features)
+    reached = ours(x).grid.coords
+    within = reached[(reached[:, 1:] < torch.tensor(want.spatial_shape)).all(1)]
+    assert len(within) < len(reached)
+    got = ours(x, target=sc.VoxelGrid(within, batch))
+    assert torch.equal(got.features[got.grid.lookup(want.indices)], want.features)
+
+
 def test_gradients_to_second_order_and_groups():
     features, indices, shape, batch = scene(voxels=12, extent=3, channels=4, dtype=torch.float64)
     net = spconv.SparseSequential(spconv.SubMConv3d(4, 6, 3, groups=2), spconv.SparseConv3d(6, 2, 2, 2)).double()

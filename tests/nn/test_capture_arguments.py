@@ -1,4 +1,4 @@
-"""What a captured call is given and returns beside scenes: results that are no set of voxels, arrays, changing numbers."""
+"""What a captured call is given and returns beside scenes: indices that are no set of voxels, arrays, numbers."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import sparseconv as sc
+import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
 from tests.cases import error
 from tests.nn.test_convolution import sparse
@@ -226,3 +227,29 @@ def test_two_processes_average_their_gradients():
     for first, second, a, b in zip(*got, *alone):
         assert np.array_equal(first, second)
         assert error(torch.from_numpy(first), (a + b).double() / 2) < 2e-5
+
+
+class FromRows(torch.nn.Module):
+    """A network whose scene is gone when it returns, as clients of other libraries are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = spconv.SubMConv3d(4, 8, 3), spconv.SubMConv3d(8, 3, 3)
+
+    def forward(self, features, indices):
+        x = self.first(spconv.SparseConvTensor(features, indices, [8, 8, 8], 1))
+        return self.second(x.replace_feature(x.features.relu())).features
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="a graph for any scene names maps by number, and holds none"
+)
+def test_compiled_where_the_scene_is_gone_before_its_gradients():
+    torch.manual_seed(0)
+    net = FromRows()
+    compiled = torch.compile(net, backend="aot_eager")
+    for voxels in (60, 70, 80, 90):
+        cells = torch.unique(torch.randint(0, 8, (voxels, 3)), dim=0)
+        features, indices = torch.randn(len(cells), 4), torch.nn.functional.pad(cells, (1, 0)).int()
+        got, want = (torch.autograd.grad(f(features, indices).sum(), net.first.weight)[0] for f in (compiled, net))
+        torch.testing.assert_close(got, want)
