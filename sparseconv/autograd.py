@@ -1,4 +1,4 @@
-"""The one differentiable operation; the only file that registers it with torch.
+"""The one differentiable operation, as torch knows it; `sparseconv.plan.held_maps` has its twin for compiled graphs.
 
 Two operators, closed under differentiation (k over taps, over the edges of a kernel map E):
 
@@ -39,12 +39,12 @@ def serving_backend(kernel_map: KernelMap, x: torch.Tensor, weight: tuple[int, .
     return chosen
 
 
-_library = torch.library.Library("sparseconv", "FRAGMENT")
-_library.define(
+library = torch.library.Library("sparseconv", "FRAGMENT")
+library.define(
     "convolution(Tensor x, Tensor weight, Tensor? bias, SymInt edges, SymInt rows, int groups, bool adjoint,"
     " str backend) -> Tensor"
 )
-_library.define("weight_gradient(Tensor x, Tensor grad, SymInt edges, int taps, int groups, str backend) -> Tensor")
+library.define("weight_gradient(Tensor x, Tensor grad, SymInt edges, int taps, int groups, str backend) -> Tensor")
 
 
 def _convolution(
@@ -72,7 +72,7 @@ def _weight_gradient(
     return serving.weight_grad(x, grad, kernel_map, groups)
 
 
-def _checked_convolution(
+def checked_convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -87,7 +87,7 @@ def _checked_convolution(
     return _convolution(x, weight, bias, edges, rows, groups, adjoint, backend)
 
 
-def _checked_weight_gradient(
+def checked_weight_gradient(
     x: torch.Tensor, grad: torch.Tensor, edges: int, taps: int, groups: int, backend: str
 ) -> torch.Tensor:
     check_weight_gradient(map_of(edges), x, grad, taps, groups)
@@ -213,7 +213,7 @@ def side_by_side(tensor: torch.Tensor | None, dim: int | None, size: int) -> tor
 
 class _Convolution(_Linear):
     name, num_tensors = "convolution", 3
-    kernel, checked = staticmethod(_convolution), staticmethod(_checked_convolution)
+    kernel, checked = staticmethod(_convolution), staticmethod(checked_convolution)
 
     @staticmethod
     def forward(*args: Any) -> torch.Tensor:
@@ -250,7 +250,7 @@ class _Convolution(_Linear):
 
 class _WeightGradient(_Linear):
     name, num_tensors = "weight_gradient", 2
-    kernel, checked = staticmethod(_weight_gradient), staticmethod(_checked_weight_gradient)
+    kernel, checked = staticmethod(_weight_gradient), staticmethod(checked_weight_gradient)
 
     @staticmethod
     def forward(*args: Any) -> torch.Tensor:
@@ -278,7 +278,7 @@ class _WeightGradient(_Linear):
         return grad_x, grad_grad, None
 
 
-def _without_autocast(kind: str, name: str) -> Any:
+def without_autocast(kind: str, name: str) -> Any:
     """An operator as autocast should run it: operands are cast already, and its inner products are not to be."""
 
     def run(*args: Any) -> torch.Tensor:
@@ -290,18 +290,18 @@ def _without_autocast(kind: str, name: str) -> Any:
 
 for _function in (_Convolution, _WeightGradient):
     _function.at_once = staticmethod(_at_once(_function, _function.kernel))
-    _library.impl(_function.name, _at_once(_function, _function.run), "Autograd")
+    library.impl(_function.name, _at_once(_function, _function.run), "Autograd")
     for _kind in ("CPU", "CUDA"):
-        _library.impl(_function.name, _function.checked, _kind)
-        _library.impl(_function.name, _without_autocast(_kind.lower(), _function.name), f"Autocast{_kind}")
+        library.impl(_function.name, _function.checked, _kind)
+        library.impl(_function.name, without_autocast(_kind.lower(), _function.name), f"Autocast{_kind}")
 
 
-@torch.library.register_fake("sparseconv::convolution", lib=_library)
+@torch.library.register_fake("sparseconv::convolution", lib=library)
 def _(x, weight, bias, edges, rows, groups, adjoint, backend):  # type: ignore[no-untyped-def]
     return x.new_empty((rows, weight.shape[1] * groups if adjoint else weight.shape[2]))
 
 
-@torch.library.register_fake("sparseconv::weight_gradient", lib=_library)
+@torch.library.register_fake("sparseconv::weight_gradient", lib=library)
 def _(x, grad, edges, taps, groups, backend):  # type: ignore[no-untyped-def]
     return x.new_empty((taps, x.shape[1] // groups, grad.shape[1]))
 
@@ -310,7 +310,7 @@ def convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    edges: int,
+    edges: int | torch.Tensor,
     rows: int,
     groups: int = 1,
     backend: str = "auto",
@@ -324,6 +324,8 @@ def convolution(
                 "process, and no other has it. Make the VoxelGrid within what is exported, or use "
                 "sparseconv.export.export(net, (coords, features))"
             )
+        if isinstance(edges, torch.Tensor):
+            return torch.ops.sparseconv.held_convolution(x, weight, bias, edges, rows, groups, False, backend)
         return torch.ops.sparseconv.convolution(x, weight, bias, edges, rows, groups, False, backend)
     return _call(_Convolution, x, weight, bias, edges, rows, groups, False, backend)
 

@@ -18,7 +18,6 @@ from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
 from sparseconv.kinds import as_device, check_count, check_tensor
 from sparseconv.moving import Movable
-from sparseconv.numbered_maps import number_of
 from sparseconv.plan.arguments import (
     OPERANDS,
     Axes,
@@ -33,6 +32,7 @@ from sparseconv.plan.arguments import (
 )
 from sparseconv.plan.explanation import Explanation, explain
 from sparseconv.plan.fused import fused_convolution
+from sparseconv.plan.held_maps import names_of
 from sparseconv.plan.weights import by_tap, packed
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 from sparseconv.torch_private import any_autocast
@@ -209,7 +209,7 @@ class ConvolutionPlan(Movable):
         self.kernel_map, self.groups, self.backend, self.is_transposed = kernel_map, groups, backend, is_transposed
         #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
         self.kernel_size = window.projection.counts if box else None
-        self._number = number_of(kernel_map)
+        self._names = names_of(kernel_map)
 
     # ---- reading
 
@@ -296,7 +296,7 @@ class ConvolutionPlan(Movable):
             ValueError: shapes, channels or devices that do not fit. TypeError: dtypes that differ or are not floating.
         """
         x, taps, bias, residual = self.operands(x, weight, bias, residual)
-        call = (self._number, self.kernel_map.num_out, self.groups, self.backend)
+        call = (self._names.now, self.kernel_map.num_out, self.groups, self.backend)
         return fused_convolution(x, taps, bias, residual, as_epilogue(epilogue), *call)
 
     def operands(
@@ -375,12 +375,12 @@ class ConvolutionPlan(Movable):
         return self.over(kernel_map, source=source, target=target)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k != "_number"}
+        state = {k: v for k, v in self.__dict__.items() if k != "_names"}
         return state | {"_source": self.source, "_target": self.target}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._number = number_of(self.kernel_map)
+        self._names = names_of(self.kernel_map)
 
     def __repr__(self) -> str:
         edges = self.kernel_map

@@ -241,9 +241,6 @@ class FromRows(torch.nn.Module):
         return self.second(x.replace_feature(x.features.relu())).features
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RuntimeError, reason="a graph for any scene names maps by number, and holds none"
-)
 def test_compiled_where_the_scene_is_gone_before_its_gradients():
     torch.manual_seed(0)
     net = FromRows()

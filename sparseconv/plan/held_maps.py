@@ -1,0 +1,108 @@
+"""The operators of `sparseconv.autograd` as graphs of torch.compile have them: with a tensor that holds the kernel map.
+
+Such a graph keeps tensors for its backward pass, and nothing else. A map that it knew by number alone was gone where
+the scene was, as in networks that make their scene and return features. The tensor (1,) int64 has the map's number, and
+the map as an attribute, which lives as long as the graph keeps the tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from sparseconv import transforms
+from sparseconv.autograd import checked_convolution, checked_weight_gradient, library, without_autocast
+from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.numbered_maps import number_of
+
+
+class Names(NamedTuple):
+    """What operators know a map by: its number, and in a graph of torch.compile a tensor that holds it.
+
+    The tensor is None for a plan that was made before torch.compile was loaded: whoever compiles has that plan.
+    """
+
+    number: int
+    holder: torch.Tensor | None
+
+    @property
+    def now(self) -> Any:
+        return self.holder if self.holder is not None and torch.compiler.is_compiling() else self.number
+
+
+@transforms.untraced
+def names_of(kernel_map: KernelMap) -> Names:
+    """The names of a map; a plan keeps them, and the map with them."""
+    number, holder = number_of(kernel_map), None
+    if "torch._dynamo" in sys.modules:
+        with torch.inference_mode(False):
+            holder = torch.tensor([number])
+        holder.__dict__["kernel_map"] = kernel_map
+    return Names(number, holder)
+
+
+def _convolution(x: Any, weight: Any, bias: Any, edges: torch.Tensor, *others: Any) -> torch.Tensor:
+    return checked_convolution(x, weight, bias, int(edges), *others)
+
+
+def _weight_gradient(x: Any, grad: Any, edges: torch.Tensor, *others: Any) -> torch.Tensor:
+    return checked_weight_gradient(x, grad, int(edges), *others)
+
+
+def _keep(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    ctx.save_for_backward(*(t for t in inputs if isinstance(t, torch.Tensor)))
+    ctx.call = [value for value in inputs if not isinstance(value, torch.Tensor)]
+    ctx.has_bias = isinstance(inputs[2], torch.Tensor) and len(inputs) == 8
+
+
+def _of_convolution(ctx: Any, grad: torch.Tensor) -> tuple:
+    (x, weight, *_, edges), (*_, _rows, groups, adjoint, backend) = ctx.saved_tensors, ctx.call
+    of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
+    grad_x = grad_weight = None
+    if of_weight:
+        pair = (grad, x) if adjoint else (x, grad)
+        grad_weight = torch.ops.sparseconv.held_weight_gradient(*pair, edges, weight.shape[0], groups, backend)
+    if of_x:
+        call = (edges, x.shape[0], groups, not adjoint, backend)
+        grad_x = torch.ops.sparseconv.held_convolution(grad, weight, None, *call)
+    return grad_x, grad_weight, grad.sum(0) if of_bias else None, None, None, None, None, None
+
+
+def _of_weight_gradient(ctx: Any, cotangent: torch.Tensor) -> tuple:
+    (x, grad, edges), (_taps, groups, backend) = ctx.saved_tensors, ctx.call
+    of_x, of_grad, *_ = ctx.needs_input_grad
+    convolution = torch.ops.sparseconv.held_convolution
+    grad_x = convolution(grad, cotangent, None, edges, x.shape[0], groups, True, backend) if of_x else None
+    grad_grad = convolution(x, cotangent, None, edges, grad.shape[0], groups, False, backend) if of_grad else None
+    return grad_x, grad_grad, None, None, None, None
+
+
+library.define(
+    "held_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor edges, SymInt rows, int groups, bool adjoint,"
+    " str backend) -> Tensor"
+)
+library.define("held_weight_gradient(Tensor x, Tensor grad, Tensor edges, int taps, int groups, str backend) -> Tensor")
+for _name, _run, _derivative in (
+    ("held_convolution", _convolution, _of_convolution),
+    ("held_weight_gradient", _weight_gradient, _of_weight_gradient),
+):
+    for _kind in ("CPU", "CUDA"):
+        library.impl(_name, _run, _kind)
+        library.impl(_name, without_autocast(_kind.lower(), _name), f"Autocast{_kind}")
+    torch.library.register_autograd(f"sparseconv::{_name}", _derivative, setup_context=_keep, lib=library)
+
+
+@torch.library.register_fake("sparseconv::held_convolution", lib=library)
+def _fake_convolution(
+    x: Any, weight: Any, bias: Any, edges: Any, rows: Any, groups: int, adjoint: bool, backend: str
+) -> torch.Tensor:
+    made: torch.Tensor = x.new_empty((rows, weight.shape[1] * groups if adjoint else weight.shape[2]))
+    return made
+
+
+@torch.library.register_fake("sparseconv::held_weight_gradient", lib=library)
+def _fake_weight_gradient(x: Any, grad: Any, edges: Any, taps: int, groups: int, backend: str) -> torch.Tensor:
+    made: torch.Tensor = x.new_empty((taps, x.shape[1] // groups, grad.shape[1]))
+    return made
