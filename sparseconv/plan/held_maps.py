@@ -35,12 +35,15 @@ class Names(NamedTuple):
 @transforms.untraced
 def names_of(kernel_map: KernelMap) -> Names:
     """The names of a map; a plan keeps them, and the map with them."""
-    number, holder = number_of(kernel_map), None
-    if "torch._dynamo" in sys.modules:
-        with torch.inference_mode(False):
-            holder = torch.tensor([number])
-        holder.__dict__["kernel_map"] = kernel_map
-    return Names(number, holder)
+    return Names(number_of(kernel_map), _holder_of(kernel_map) if "torch._dynamo" in sys.modules else None)
+
+
+@transforms.constant
+def _holder_of(kernel_map: KernelMap) -> torch.Tensor:
+    with torch.inference_mode(False):
+        holder = torch.tensor([number_of(kernel_map)])
+    holder.__dict__["kernel_map"] = kernel_map
+    return holder
 
 
 def _convolution(x: Any, weight: Any, bias: Any, edges: torch.Tensor, *others: Any) -> torch.Tensor:
