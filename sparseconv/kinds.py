@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 
-def check_tensor(name: str, value: object, wanted: str = "") -> None:
+def check_tensor(name: str, value: object, wanted: str = "", several: str = "") -> None:
     """Raise TypeError unless ``value`` is a plain tensor: dense in memory, neither sparse, nested nor quantised.
 
-    ``wanted`` says its shape and dtype in the message.
+    ``wanted`` says its shape and dtype in the message, ``several`` what to do with a list of tensors or arrays.
 
     >>> check_tensor("x", [1.0, 2.0])
     Traceback (most recent call last):
@@ -24,12 +24,12 @@ def check_tensor(name: str, value: object, wanted: str = "") -> None:
         or value.is_quantized
         or value.is_nested
     ):
-        raise TypeError(_not_a_plain_tensor(name, value, wanted))
+        raise TypeError(_not_a_plain_tensor(name, value, wanted, several))
 
 
-def check_values(name: str, value: torch.Tensor, wanted: str = "") -> None:
+def check_values(name: str, value: torch.Tensor, wanted: str = "", several: str = "") -> None:
     """Raise TypeError unless ``value`` is a plain tensor, ValueError where it keeps no values, on the device meta."""
-    check_tensor(name, value, wanted)
+    check_tensor(name, value, wanted, several)
     if value.is_meta:
         raise ValueError(
             f"{name} must hold values, but it is on the device meta, which keeps none: make it on another device"
@@ -49,10 +49,10 @@ def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torc
     return tensor
 
 
-def _not_a_plain_tensor(name: str, value: Any, wanted: str) -> str:
+def _not_a_plain_tensor(name: str, value: Any, wanted: str, several: str) -> str:
     if not isinstance(value, torch.Tensor):
         kind = f"torch.Tensor, {wanted}" if wanted else "torch.Tensor"
-        return f"{name} must be a {kind}, but it is {described(value)}: {_instead(name, value)}"
+        return f"{name} must be a {kind}, but it is {described(value)}: {_instead(name, value, several)}"
     if value.is_nested:
         return f"{name} must be one tensor, but it is a nested one: torch.cat({name}.unbind()) puts its items together"
     if value.is_quantized:
@@ -63,16 +63,30 @@ def _not_a_plain_tensor(name: str, value: Any, wanted: str) -> str:
     )
 
 
-def _instead(name: str, value: object) -> str:
+def _instead(name: str, value: object, several: str) -> str:
     if value is None:
         return "it cannot be left out here, so pass one"
     if hasattr(value, "grid") and hasattr(value, "features"):
         return f"pass its features, {name}.features, or give the whole to a module of sparseconv.nn"
     if hasattr(value, "__array__"):
         return f"torch.as_tensor({name}) makes one"
+    if is_several(value):
+        joined = joining(name, value)
+        return several.format(joined=joined) if several else f"{joined} puts their rows together"
     if isinstance(value, (list, tuple, int, float, bool, range)):
         return f"torch.tensor({name}) makes one"
     return "pass the tensor that it stands for"
+
+
+def is_several(value: object) -> bool:
+    """Whether a value is a list or tuple of tensors or arrays, such as the scenes of a batch."""
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(getattr(item, "ndim", 0) for item in value)
+
+
+def joining(name: str, value: Any) -> str:
+    """The call that puts the rows of several tensors or arrays together."""
+    tensors = isinstance(value[0], torch.Tensor)
+    return f"torch.cat({name})" if tensors else f"torch.from_numpy(numpy.concatenate({name}))"
 
 
 def described(value: object) -> str:

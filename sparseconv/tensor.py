@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
+from sparseconv.geometry.arguments import SEVERAL, check_scenes
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.views.picture import html
 from sparseconv.kinds import as_device, check_kind, check_tensor
 from sparseconv.moving import Movable
 from sparseconv.row_functions import ELEMENTWISE_NAMES, check_function, check_operand, name_of
-from sparseconv.torch_private import register_tree
+from sparseconv.torch_private import collators, register_tree
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,7 +35,8 @@ class SparseTensor(Movable):
     features: torch.Tensor
 
     def __post_init__(self) -> None:
-        check_kind("grid", self.grid, VoxelGrid, "pass VoxelGrid(coords)")
+        if not isinstance(self.grid, VoxelGrid):
+            check_kind("grid", self.grid, VoxelGrid, _no_grid(self.grid))
         check_tensor("features", self.features)
         shape = tuple(self.features.shape)
         if len(shape) != 2 or shape[0] != self.grid.num_voxels:
@@ -54,14 +56,14 @@ class SparseTensor(Movable):
     ) -> SparseTensor:
         """One item a scene: coords (N_b, D) integers and features (N_b, C); either may have no row.
 
-        ``voxel_size`` and ``origin`` are those of all scenes, as `VoxelGrid` takes them.
+        ``voxel_size`` and ``origin`` are those of all scenes, as `VoxelGrid` takes them. Scenes that are sparse tensors
+        already are joined by ``torch.utils.data.default_collate``.
+
+        >>> SparseTensor.from_list([torch.tensor([[0, 1]]), torch.tensor([[5, 5]])], [torch.ones(1, 3)] * 2).coords
+        tensor([[0, 0, 1],
+                [1, 5, 5]], dtype=torch.int32)
         """
-        for name, items in (("coords", coords), ("features", features)):
-            check_kind(name, items, (list, tuple), "pass a list of tensors, one a scene")
-            for number, item in enumerate(items):
-                check_tensor(f"{name}[{number}]", item)
-        if len(coords) != len(features) or not coords:
-            raise ValueError(f"need as many coords as features, at least one; got {len(coords)} and {len(features)}")
+        check_scenes(coords, features)
         items = [torch.cat([torch.full_like(c[:, :1], b), c], 1) for b, c in enumerate(coords)]
         return cls(VoxelGrid(torch.cat(items), len(items), voxel_size, origin), torch.cat(list(features)))
 
@@ -125,7 +127,7 @@ class SparseTensor(Movable):
     def cat(self, *others: SparseTensor) -> SparseTensor:
         """Channels side by side; all on one grid."""
         for other in others:
-            check_kind("other", other, SparseTensor, "SparseTensor(grid, features) makes one")
+            check_kind("other", other, SparseTensor, "channels are joined by x.cat(y, z)")
             self._check_same_grid(other)
         return self.with_features(torch.cat([self.features, *(other.features for other in others)], 1))
 
@@ -286,6 +288,27 @@ def _elementwise(function: Callable[..., torch.Tensor], a: Any, b: Any) -> Spars
     )
 
 
+def _no_grid(given: object) -> str:
+    """What to do where something else was given for a grid."""
+    if not isinstance(given, (list, tuple)):
+        return "pass VoxelGrid(coords)"
+    grids = all(isinstance(item, VoxelGrid) for item in given)
+    return "VoxelGrid.cat(grids) makes one batch of several" if grids else SEVERAL
+
+
+def _joined(items: list[SparseTensor], *, collate_fn_map: Any = None) -> SparseTensor:
+    """Scenes as one batch, for a loader."""
+    for number, item in enumerate(items):
+        if item.channels != items[0].channels:
+            raise ValueError(f"item {number} has {item.channels} channels, item 0 has {items[0].channels}")
+    return SparseTensor(VoxelGrid.cat([x.grid for x in items]), torch.cat([x.features for x in items]))
+
+
+def _joined_grids(items: list[VoxelGrid], *, collate_fn_map: Any = None) -> VoxelGrid:
+    """`VoxelGrid.cat`, for a loader."""
+    return VoxelGrid.cat(items)
+
+
 def _with_leaf(leaves: Sequence[Any], grid: VoxelGrid) -> SparseTensor:
     """One of whatever torch puts in the place of features, which is no tensor everywhere."""
     made = object.__new__(SparseTensor)
@@ -295,3 +318,4 @@ def _with_leaf(leaves: Sequence[Any], grid: VoxelGrid) -> SparseTensor:
 
 
 register_tree(SparseTensor, lambda x: ([x.features], x.grid), _with_leaf)
+collators.update({SparseTensor: _joined, VoxelGrid: _joined_grids})

@@ -60,6 +60,8 @@ no_transforms: Callable[[], AbstractContextManager[Any]] = private("_C._DisableF
 below_autograd: Callable[[], AbstractContextManager[Any]] | None = private("_C._AutoDispatchBelowAutograd", None)
 #: whether a hook is called around every module
 any_module_hook: Callable[[], bool] = private("nn.modules.module._has_any_global_hook", lambda: True)
+#: what torch.utils.data.default_collate makes of items of a class; its documentation has this name, and no public place
+collators: dict[Any, Callable[..., Any]] = private("utils.data._utils.collate.default_collate_fn_map", {})
 #: the base of torch's batch norms
 BatchNormBase: Any = private(
     "nn.modules.batchnorm._BatchNorm",

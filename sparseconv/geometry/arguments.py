@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
+import warnings
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
 from sparseconv.geometry.ranges import IndexRange, Ints
-from sparseconv.kinds import as_device, check_values
+from sparseconv.kinds import as_device, check_kind, check_tensor, check_values, described
 
 INT32 = torch.iinfo(torch.int32)
 Floats = tuple[float, ...]
@@ -18,6 +19,8 @@ Floats = tuple[float, ...]
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 #: batch items at most, and rows that one call may make of each other, some GB
 MOST_ITEMS, MOST_ROWS = 2**31, 2**27
+#: what to do with a list of scenes
+SEVERAL = "SparseTensor.from_list(coords, features) makes a batch of several scenes"
 
 
 def no_batch(rank: int) -> str:
@@ -30,17 +33,20 @@ def no_batch(rank: int) -> str:
 
 def checked_coords(coords: torch.Tensor) -> torch.Tensor:
     """The coords of a grid as contiguous int32."""
-    check_values("coords", coords, "(N, 1+D) integers")
+    check_values("coords", coords, "(N, 1+D) integers", SEVERAL)
     narrow = coords.dtype is torch.int32
     if not narrow and coords.dtype not in INTEGERS:
         advice = "voxelize() turns positions into voxels" if coords.is_floating_point() else "use int32"
         raise TypeError(f"coords must be integers; got {coords.dtype}: {advice}")
     shape = coords.shape
     if len(shape) != 2 or not 2 <= shape[1] <= 5:
-        turned = len(shape) == 2 and 2 <= shape[0] <= 5
+        advice = ""
+        if len(shape) == 2 and 2 <= shape[0] <= 5:
+            advice = ": pass coords.T where rows and columns are exchanged"
+        elif len(shape) == 3:
+            advice = ": SparseTensor.from_list(list(coords), list(features)) makes a batch of several scenes"
         raise ValueError(
-            f"coords must be (N, 1+D): a batch column and 1 to 4 spatial axes; got shape {tuple(shape)}"
-            + (": pass coords.T where rows and columns are exchanged" if turned else "")
+            f"coords must be (N, 1+D): a batch column and 1 to 4 spatial axes; got shape {tuple(shape)}{advice}"
         )
     if not narrow:
         low, high = bounds(coords)
@@ -127,3 +133,37 @@ def checked_device(device: torch.device | str) -> torch.device:
 def row(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Integers as a row that coords on a device are compared or moved with, int64."""
     return torch.tensor(values, dtype=torch.int64, device=like.device)
+
+
+def check_scenes(coords: Sequence[torch.Tensor], features: Sequence[torch.Tensor]) -> None:
+    """Raise unless these are voxels (N_b, D) and features (N_b, C) of scenes; warn of a batch column among the axes."""
+    for name, items, columns in (("coords", coords, "D"), ("features", features, "C")):
+        check_kind(name, items, (list, tuple), "pass a list of tensors, one a scene")
+        for number, item in enumerate(items):
+            if hasattr(item, "grid"):
+                raise TypeError(
+                    f"{name}[{number}] is {described(item)}: torch.utils.data.default_collate(scenes) makes one of them"
+                )
+            check_tensor(f"{name}[{number}]", item)
+            if item.ndim != 2:
+                raise ValueError(f"{name}[{number}] must be (N, {columns}), got shape {tuple(item.shape)}")
+    if len(coords) != len(features) or not coords:
+        raise ValueError(f"need as many coords as features, at least one; got {len(coords)} and {len(features)}")
+    rank, channels = coords[0].shape[1], features[0].shape[1]
+    for number, (voxels, rows) in enumerate(zip(coords, features)):
+        if len(voxels) != len(rows):
+            raise ValueError(f"item {number} has {len(voxels)} voxels, but {len(rows)} rows of features")
+        if voxels.shape[1] != rank:
+            raise ValueError(f"coords[{number}] has {voxels.shape[1]} axes, coords[0] has {rank}")
+        if rows.shape[1] != channels:
+            raise ValueError(f"features[{number}] has {rows.shape[1]} channels, features[0] has {channels}")
+    advice = "from_list numbers the items itself: where the first column is the batch, pass [c[:, 1:] for c in coords]"
+    if rank > 4:
+        raise ValueError(f"coords must have 1 to 4 axes; got {rank}. {advice}")
+    if rank == 4 and any(map(len, coords)) and all(_is_item(c[:, 0], b) for b, c in enumerate(coords)):
+        warnings.warn(f"coords of 4 columns become voxels in 4 axes. {advice}", stacklevel=3)
+
+
+def _is_item(column: torch.Tensor, number: int) -> bool:
+    """Whether a column holds 0 alone, or the number of its scene alone."""
+    return bool((column == 0).all() or (column == number).all())

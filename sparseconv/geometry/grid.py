@@ -383,7 +383,7 @@ class VoxelGrid(Movable):
 
 def _check_grid(given: object) -> VoxelGrid:
     if not isinstance(given, VoxelGrid):
-        raise TypeError(f"expected a VoxelGrid; got {type(given).__name__}")
+        raise TypeError(f"expected a VoxelGrid; got {type(given).__name__}. That of a SparseTensor is x.grid")
     return given
 
 

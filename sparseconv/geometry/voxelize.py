@@ -16,6 +16,9 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_values
 
+#: what to do with a list of clouds
+SEVERAL = "a batch is {joined} with batch=torch.repeat_interleave(torch.tensor([len(p) for p in points]))"
+
 
 @transforms.constant
 def voxelize(
@@ -48,15 +51,18 @@ def voxelize(
     >>> grid.coords.tolist(), rows.tolist()
     ([[0, -1, 0], [0, 0, 3]], [1, 1, 0])
     """
-    check_values("points", points, "(M, D) floating point")
+    check_values("points", points, "(M, D) floating point", SEVERAL)
     if not points.is_floating_point():
         raise TypeError(f"points must be floating point; got {points.dtype}. Integer voxels go to VoxelGrid(coords)")
     if points.ndim != 2 or not 1 <= points.shape[1] <= 4:
         turned = points.ndim == 2 and 1 <= points.shape[0] <= 4
-        raise ValueError(
-            f"points must be (M, D) with 1 to 4 axes; got shape {tuple(points.shape)}"
-            + (": transpose them, points.T" if turned else ": positions alone, other columns are features")
-        )
+        advice = "transpose them, points.T" if turned else "positions alone, other columns are features"
+        if points.ndim == 3:
+            advice = (
+                "a batch is points.flatten(0, 1) with "
+                "batch=torch.arange(len(points)).repeat_interleave(points.shape[1])"
+            )
+        raise ValueError(f"points must be (M, D) with 1 to 4 axes; got shape {tuple(points.shape)}: {advice}")
     rank = points.shape[1]
     size = numbers(voxel_size, rank, "voxel_size", positive=True)
     corner = numbers(origin, rank, "origin")

@@ -208,6 +208,11 @@ def grid_of(x: VoxelGrid | SparseTensor) -> VoxelGrid:
 
 def grid_in(x: Any, module: torch.nn.Module, instead: str = "plan=") -> VoxelGrid:
     """The grid of a sparse tensor; a TypeError that says what to do for anything else."""
+    if isinstance(x, (list, tuple)) and x and all(isinstance(scene, SparseTensor) for scene in x):
+        raise TypeError(
+            f"{type(module).__name__} takes one SparseTensor; got a {type(x).__name__} of {len(x)}: "
+            "torch.utils.data.default_collate(scenes) makes one batch of them"
+        )
     if not isinstance(x, SparseTensor):
         raise TypeError(
             f"{type(module).__name__} takes a SparseTensor, or features (N, C) together with {instead}; got "

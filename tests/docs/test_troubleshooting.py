@@ -38,6 +38,7 @@ def _pickled(folder: Path) -> None:
 SEEN = {
     "coords must be (N, 1+D)": lambda _: sc.VoxelGrid(torch.zeros(3, dtype=torch.int32)),
     "batch items": lambda _: sc.VoxelGrid(torch.tensor([[-3, 1, 1]])),
+    "SparseTensor.from_list": lambda _: sc.VoxelGrid([torch.zeros(1, 3).int()] * 2),
     "coords must be integers": lambda _: sc.VoxelGrid(torch.rand(3, 4)),
     "rows 0 and 1": lambda _: sc.VoxelGrid(torch.tensor([[0, 1, 1], [0, 1, 1]])),
     "point 0 is": lambda _: sc.voxelize(torch.tensor([[float("nan"), 0.0]]), 1.0),
