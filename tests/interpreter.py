@@ -167,16 +167,16 @@ def operands_alike(interpreter) -> None:
 def whole_numbers_kept(interpreter) -> None:
     """A whole number beside a block of whole numbers is made a block once for each type, if it is a small one."""
     semantic, tensor = interpreter.interpreter_semantic, interpreter.tl.tensor
-    check, ordinary = semantic.binary_op_type_checking_impl, {"int32", "int64"}
+    check, ordinary, made = semantic.binary_op_type_checking_impl, {"int32", "int64"}, {}
 
     def operands(lhs, rhs, *flags, **more):
         small = type(rhs) is int and -1024 < rhs < 1024
         if not small or not isinstance(lhs, tensor) or lhs.dtype.name not in ordinary:
             return check(lhs, rhs, *flags, **more)
-        kept = lhs.type.__dict__.setdefault("_numbers", {})
-        if rhs not in kept:
-            kept[rhs] = check(lhs, rhs, *flags, **more)[1]
-        return lhs, kept[rhs]
+        key = lhs.dtype.name, tuple(getattr(lhs.type, "shape", ())), rhs  # a type that held them would hold itself
+        if key not in made:
+            made[key] = check(lhs, rhs, *flags, **more)[1]
+        return lhs, made[key]
 
     semantic.binary_op_type_checking_impl = operands
 
