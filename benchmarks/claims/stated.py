@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def rows_of(record: str) -> list[dict[str, Any]]:
 def recorded(claim: dict[str, Any]) -> float | None:
     """A claim's figure in the file that it was taken from, or None."""
     asked = claim["measure"]
+    if claim.get("derived") == "client":
+        return of_client(claim["record"], asked)
     if claim.get("derived"):
         derive = beside_spconv if asked["device"] == "cpu" else quotient
         return derive(rows_of(claim["record"]), asked["quantity"], claim["derived"])
@@ -115,6 +118,20 @@ def _in_row(row: dict[str, Any], case: str, channels: int, quantity: str) -> flo
     """A row's figure if it is of this case and, but for maps, these channels."""
     same = row["case"] == case and (quantity in report.MAPS or row["channels"] == channels)
     return value(row, quantity) if same else None
+
+
+def of_client(record: str, asked: dict[str, Any]) -> float | None:
+    """A figure in a file of ``benchmarks.clients``: spconv's, or ours accelerated; ``voxels`` is the first scene's."""
+    library = asked["implementation"].partition(",")[0]
+    for run in json.loads((benchmarks.RESULTS / record).read_text())["runs"].values():
+        for row in run["rows"]:
+            kind = (row["library"], row["client"], row["dtype"], row["accelerated"])
+            if kind == (library, asked["case"], asked["dtype"], library == "sparseconv"):
+                found = row.get(asked["quantity"])
+                if isinstance(found, dict):
+                    return float(found["ms"])
+                return found[0] if isinstance(found, list) else found
+    return None
 
 
 def quotient(rows: list[dict[str, Any]], quantity: str, which: str) -> float | None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from sparseconv.distributed.exchange import Exchange, send_to
 from sparseconv.distributed.grid import ShardedGrid
 from sparseconv.geometry.edges import torus_of, wrap
-from sparseconv.geometry.other_voxels import unique_coords
+from sparseconv.geometry.other_voxels import reached, unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.geometry.window import Window
 
@@ -21,15 +21,11 @@ def find_halo(
     coords = target.coords if torus is not None else target.coords[_near_others(source, target, window, is_transposed)]
     coords = coords.long()
     me = source.process_rank
-    remote = []
-    for tap in range(len(window.offsets)):
-        if is_transposed:
-            places = window.coarse(wrap(coords, torus), tap)
-            places = wrap(places, window.coarse_torus(torus))
-        else:
-            places = wrap(window.fine(coords, tap), torus)
-        remote.append(places[source.partition.owners(places) != me])
-    asked = unique_coords(torch.cat(remote)).long()
+    if is_transposed:
+        places = reached(wrap(coords, torus), window, to_fine=False, torus=window.coarse_torus(torus))
+    else:
+        places = reached(coords, window, to_fine=True, torus=torus)
+    asked = unique_coords(places[source.partition.owners(places) != me]).long()
     came, received, order, sent = send_to(asked, source.partition.owners(asked), source.group)
     rows = source.lookup(came)
     answers = torch.empty(len(asked), dtype=torch.uint8, device=source.device)

@@ -13,7 +13,7 @@ from sparseconv.geometry.arguments import check_box, row
 from sparseconv.geometry.cpu.line_search import edges_by_lines
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
-from sparseconv.geometry.other_voxels import unique_coords
+from sparseconv.geometry.other_voxels import reached, unique_coords
 from sparseconv.geometry.ranges import DENSE_KINDS, Boundary, IndexRange
 from sparseconv.geometry.window import Window, symmetry
 from sparseconv.gpu.streams import building
@@ -91,10 +91,10 @@ def coarse_grid(
             grid = fine._known(found, box, scale, fills and whole and window.sees_all)
             grid.cells  # noqa: B018 (on its way)
         return fits(grid, fine, window, boundary)
-    coords = fine.coords.long()
-    seen = torch.cat([window.coarse(wrap(coords, torus), tap) for tap in range(len(window.offsets))])
-    seen = _inside(wrap(seen, window.coarse_torus(torus)), within)
-    return fits(fine._like(unique_coords(seen), scale), fine, window, boundary)
+    coords = wrap(fine.coords.long(), torus)
+    folded, kept = window.coarse_torus(torus), None if whole else within
+    seen = unique_coords(reached(coords, window, to_fine=False, torus=folded, within=kept))
+    return fits(fine._like(seen, scale), fine, window, boundary)
 
 
 @transforms.untraced
@@ -117,18 +117,9 @@ def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGri
         grid = coarse._known(found, window.fine_extent(known), scale, fills)
         grid.cells  # noqa: B018 (on its way)
         return grid
-    coords = coarse.coords.long()
-    seen = torch.cat([wrap(window.fine(coords, tap), torus) for tap in range(len(window.offsets))])
-    seen = _inside(seen, boundary.extent if boundary.kind == "forbid" else None)
-    return coarse._like(unique_coords(seen), tuple(1 / s for s in window.stride))
-
-
-def _inside(coords: torch.Tensor, box: IndexRange | None) -> torch.Tensor:
-    """Those of coords (M, 1+D) that lie within a box."""
-    if box is None:
-        return coords
-    voxels = coords[:, 1:]
-    return coords[((voxels >= row(box.start, coords)) & (voxels < row(box.end, coords))).all(1)]
+    kept = boundary.extent if boundary.kind == "forbid" else None
+    seen = unique_coords(reached(coarse.coords, window, to_fine=True, torus=torus, within=kept))
+    return coarse._like(seen, tuple(1 / s for s in window.stride))
 
 
 def _reach_on_gpu(

@@ -15,7 +15,7 @@ from sparseconv.geometry.cpu.sorted_table import KeySpace, SortedTable
 from sparseconv.geometry.edges import coarse_grid, find_edges, fine_grid, torus_of, wrap
 from sparseconv.geometry.example import Join, Reach
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.other_voxels import unique_coords
+from sparseconv.geometry.other_voxels import reached, unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
 from sparseconv.geometry.views.dense import dense_of, dense_on_gpu
 from sparseconv.geometry.window import Window
@@ -288,13 +288,9 @@ class FixedGrid(VoxelGrid):
         rows: int,
         to_fine: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        taps = range(len(window.offsets))
         coords = wrap(self.coords[self._real].long(), torus)
-        seen = torch.cat([window.fine(coords, tap) if to_fine else window.coarse(coords, tap) for tap in taps])
-        space = KeySpace.covering(IndexRange((0, *extent.start), (self.batch_size, *extent.end)))
-        seen = wrap(seen, folded)
-        inside = space.contains(seen)
-        found = unique_coords(seen[inside if ends is None else inside & (seen[:, 1:] < ends).all(1)])
+        seen = reached(coords, window, to_fine=to_fine, torus=folded, within=extent)
+        found = unique_coords(seen if ends is None else seen[(seen[:, 1:] < ends).all(1)])
         self.fault |= 2 * (len(found) > rows)
         padded = self.coords.new_full((rows, self.coords.shape[1]), -1)
         padded[: len(found)] = found[:rows]

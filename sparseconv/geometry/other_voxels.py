@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import torch
 
 from sparseconv.geometry.arguments import INT32, bounds, check_box, check_rows, row
 from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
+from sparseconv.geometry.window import Window
 
 
 def unique_coords(coords: torch.Tensor) -> torch.Tensor:
@@ -20,6 +22,60 @@ def unique_coords(coords: torch.Tensor) -> torch.Tensor:
     box = IndexRange(low, tuple(h + 1 for h in high))
     check_box(box, "voxels")
     return KeySpace.covering(box).coords(torch.unique(KeySpace.covering(box).keys(coords)))
+
+
+def reached(
+    coords: torch.Tensor,
+    window: Window,
+    *,
+    to_fine: bool,
+    torus: IndexRange | None = None,
+    within: IndexRange | None = None,
+) -> torch.Tensor:
+    """The voxels that coords (N, 1+D) reach through the taps of a window, (M, 1+D) int64, each as often as it is.
+
+        to_fine      stride * c + offset
+        otherwise    (c - offset) / stride, where that is whole
+
+    They are folded into ``torus``, and those outside of ``within`` are left out. Taps with the same offsets along the
+    first axes go together there: along an axis, three offsets and a stride of 2 keep a half of the voxels each.
+
+    >>> window = Window.of(1, (3,), (2,), (1,), None)  # offsets -1, 0, 1
+    >>> reached(torch.tensor([[0, 4], [0, 7]]), window, to_fine=False).tolist()
+    [[0, 4], [0, 2], [0, 3]]
+    """
+
+    def along(axis: int, columns: list[torch.Tensor], taps: list[Ints]) -> Iterator[list[torch.Tensor]]:
+        """The columns of what is reached through these taps; those before ``axis`` are there already."""
+        if axis == len(window.stride):
+            yield columns
+            return
+        for offset, group in groupby(taps, key=lambda tap: tap[axis]):
+            places, valid = _moved(columns[axis + 1], offset, window.stride[axis], to_fine)
+            if torus is not None:
+                places = (places - torus.start[axis]) % torus.shape[axis] + torus.start[axis]
+            if within is not None:
+                inside = (places >= within.start[axis]) & (places < within.end[axis])
+                valid = inside if valid is None else inside & valid
+            found = [*columns[: axis + 1], places, *columns[axis + 2 :]]
+            if valid is not None:
+                kept = valid.nonzero().squeeze(1)
+                found = [column.index_select(0, kept) for column in found]
+            yield from along(axis + 1, found, list(group))
+
+    columns = list(coords.T.to(torch.int64, memory_format=torch.contiguous_format))
+    return torch.cat([torch.stack(found) for found in along(0, columns, sorted(window.offsets))], 1).T
+
+
+def _moved(column: torch.Tensor, offset: int, stride: int, to_fine: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Where a tap takes a column of coords, and which of them it takes anywhere; None for all."""
+    if to_fine:
+        return column * stride + offset, None
+    moved = column - offset
+    if stride == 1:
+        return moved, None
+    places = torch.div(moved, stride, rounding_mode="floor")
+    return places, places * stride == moved
 
 
 def checked_factors(factor: int | Sequence[int], rank: int) -> Ints:

@@ -118,12 +118,6 @@ class Window:
         start = tuple(lo // s for lo, s in zip(torus.start, self.stride))
         return IndexRange(start, tuple(lo + n // s for lo, n, s in zip(start, torus.shape, self.stride)))
 
-    def coarse(self, fine: torch.Tensor, tap: int) -> torch.Tensor:
-        """The coarse voxels that see fine ones (M, 1+D) int64 through a tap; fewer rows, where strides skip some."""
-        stride = row((1, *self.stride), fine)
-        moved = fine - row((0, *self.offsets[tap]), fine)
-        return torch.div(moved[(moved % stride == 0).all(1)], stride, rounding_mode="floor")
-
 
 def check_taps(kernel: Sequence[int]) -> None:
     """Raise ValueError for a box of more taps than a window has."""

@@ -1,5 +1,6 @@
 """Modules and networks."""
 
+from sparseconv.nn.attention.rotary import RotaryPositions
 from sparseconv.nn.attention.serialized import RelativePositionBias, SerializedAttention
 from sparseconv.nn.attention.windowed import WindowAttention
 from sparseconv.nn.blocks import Bottleneck, ConvBlock, ResidualBlock
@@ -96,6 +97,7 @@ __all__ = [
     "ResNet",
     "Residual",
     "ResidualBlock",
+    "RotaryPositions",
     "SecondEncoder",
     "Sequential",
     "SerializedAttention",

@@ -116,6 +116,15 @@ def test_to_dense_is_differentiable():
     grid = grid_of([(0, 1, 2), (1, 0, 0)], 2)
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda f: grid.to_dense(f, (2, 3)), x)
+    assert torch.autograd.gradgradcheck(lambda f: grid.to_dense(f, (2, 3)) ** 2, x)
+
+
+def test_to_dense_has_channels_first_in_memory_and_under_vmap():
+    grid = grid_of([(0, 1, 2), (1, 0, 0)], 2)
+    several = torch.randn(5, 2, 3)
+    made = [grid.to_dense(x, (2, 3)) for x in several]
+    assert all(dense.is_contiguous() for dense in made)
+    assert torch.equal(torch.func.vmap(lambda x: grid.to_dense(x, (2, 3)))(several), torch.stack(made))
 
 
 def test_batches_with_empty_items():

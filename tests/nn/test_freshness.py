@@ -73,6 +73,7 @@ NETS: dict[str, Callable[[], torch.nn.Module]] = {
     "ptv3_with_bias": lambda: nn.PointTransformerV3(4, **SMALL | {"enable_rpe": True, "enable_flash": False}),
     "ptv3_m2": lambda: nn.PointTransformerV3(4, **SMALL, variant="m2", layer_scale=0.5),
     "window_attention": lambda: nn.WindowAttention(4, 2, 4),
+    "rotary_attention": lambda: nn.Sequential(nn.Linear(4, 6), nn.WindowAttention(6, 1, 4, rope=nn.RotaryPositions(6))),
     "voxel_resnet": lambda: nn.VoxelResBackBone8x(4, (41, 32, 32)),
 }
 #: names of `nn` that are no modules with parameters of their own

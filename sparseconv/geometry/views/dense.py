@@ -34,8 +34,9 @@ def filled(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexR
         dense = dense_on_gpu(features, coords, items, box)
         if dense is not None:
             return dense
-    space = KeySpace((0, *box.start), (max(1, items), *(max(1, n) for n in box.shape)))
-    return dense_of(features, space.keys(coords), items, box)
+    cells = KeySpace.covering(box).keys(coords[:, 1:])
+    dense = features.new_zeros(items, features.shape[1], box.size).movedim(1, -1)  # channels first in memory
+    return dense.index_put((coords[:, 0].long(), cells), features).movedim(-1, 1).unflatten(2, box.shape)
 
 
 def dense_on_gpu(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseconv.kinds import check_count, check_kind
+from sparseconv.nn.attention.rotary import RotaryPositions
 from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.module import SparseModule, features_of
 from sparseconv.ops.patches import Patches
@@ -55,6 +56,7 @@ class PatchAttention(SparseModule):
         num_heads: H.
         qkv_bias, qk_scale, attn_drop, proj_drop: those of `SerializedAttention`.
         rpe: a bias for relative positions.
+        rope: turns queries and keys by their positions.
     """
 
     def __init__(
@@ -67,21 +69,38 @@ class PatchAttention(SparseModule):
         attn_drop: float,
         proj_drop: float,
         rpe: RelativePositionBias | None,
+        rope: RotaryPositions | None,
     ) -> None:
         super().__init__()
         check_count("channels", channels, 1)
         check_count("num_heads", num_heads, 1)
         if channels % num_heads:
             raise ValueError(f"channels must be a multiple of num_heads; got {channels} and {num_heads}")
+        if rope is not None and rope.channels * num_heads != channels:
+            raise ValueError(f"a head has {channels // num_heads} channels, but rope turns {rope.channels}")
         self.channels, self.num_heads, self.attn_drop = channels, num_heads, attn_drop
         self.scale = qk_scale or (channels // num_heads) ** -0.5
         self.qkv = torch.nn.Linear(channels, 3 * channels, bias=qkv_bias)
         self.proj = torch.nn.Linear(channels, channels)
         self.proj_drop = torch.nn.Dropout(proj_drop)
-        self.rpe = rpe
+        self.rpe, self.rope = rpe, rope
 
-    def _attended(self, x: SparseTensor, patches: Patches, order: torch.Tensor, inverse: torch.Tensor) -> SparseTensor:
-        qkv = patches.split(self.qkv(features_of(x, self, self.channels)), order)
+    def _attended(
+        self,
+        x: SparseTensor,
+        patches: Patches,
+        order: torch.Tensor,
+        inverse: torch.Tensor,
+        positions: torch.Tensor | None,
+    ) -> SparseTensor:
+        qkv = self.qkv(features_of(x, self, self.channels))
+        if self.rope is not None:
+            qk, v = qkv.unflatten(1, (3 * self.num_heads, -1)).split((2 * self.num_heads, self.num_heads), 1)
+            turned = self.rope(qk, x.coords[:, 1:] if positions is None else positions)
+            qkv = torch.cat((turned, v), 1).flatten(1)
+        elif positions is not None:
+            raise ValueError("positions are for rotary positions, and the layer has none: rope=nn.RotaryPositions(...)")
+        qkv = patches.split(qkv, order)
         q, k, v = qkv.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()  # (P, H, K, C/H)
         bias = None
         if self.rpe is not None:
@@ -111,6 +130,7 @@ class SerializedAttention(PatchAttention):
         attn_drop, proj_drop: shares that are dropped of the weights and of the result.
         order_index: which of the curves.
         enable_rpe: learn a bias for relative positions.
+        rope: turns queries and keys by their positions, `RotaryPositions` of channels / num_heads channels.
         shrink_patches: where an item has fewer voxels than a patch, make all patches as small as it. PTv3 does so
             without flash-attn. Else such an item is a shorter patch by itself.
         rank: number of spatial axes, for relative positions.
@@ -133,6 +153,7 @@ class SerializedAttention(PatchAttention):
         proj_drop: float = 0.0,
         order_index: int = 0,
         enable_rpe: bool = False,
+        rope: RotaryPositions | None = None,
         shrink_patches: bool = False,
         rank: int = 3,
     ) -> None:
@@ -147,12 +168,19 @@ class SerializedAttention(PatchAttention):
             attn_drop=attn_drop,
             proj_drop=proj_drop,
             rpe=RelativePositionBias(num_heads, bound, rank=rank) if enable_rpe else None,
+            rope=rope,
         )
         self.patch_size, self.order_index = patch_size, order_index
         self.shrink_patches, self.rank = shrink_patches, rank
 
-    def forward(self, x: SparseTensor, curves: Serialization | None = None) -> SparseTensor:
-        """A `SparseTensor` -> one on the same grid; ``curves`` of that grid, default those of `ops.serialize`."""
+    def forward(
+        self, x: SparseTensor, curves: Serialization | None = None, *, positions: torch.Tensor | None = None
+    ) -> SparseTensor:
+        """A `SparseTensor` -> one on the same grid.
+
+        ``curves`` of that grid, default those of `ops.serialize`; ``positions`` (N, D) that ``rope`` turns by, default
+        the voxels.
+        """
         grid = grid_in(x, self)
         if curves is None:
             curves = serialize(grid)
@@ -163,7 +191,7 @@ class SerializedAttention(PatchAttention):
         if len(order) != len(grid):
             raise ValueError(f"the curves have {len(order)} voxels, the tensor {len(grid)}: serialize its own grid")
         patches = Patches.along(grid, self.patch_size, shrink=self.shrink_patches)
-        return self._attended(x, patches, order, inverse)
+        return self._attended(x, patches, order, inverse, positions)
 
     def extra_repr(self) -> str:
         words = f"{self.channels}, num_heads={self.num_heads}, patch_size={self.patch_size}"

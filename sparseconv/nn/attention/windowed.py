@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from sparseconv.geometry.ranges import per_axis
+from sparseconv.nn.attention.rotary import RotaryPositions
 from sparseconv.nn.attention.serialized import PatchAttention, RelativePositionBias
 from sparseconv.nn.geometry import Axes, grid_in
 from sparseconv.ops.patches import Patches
@@ -24,6 +27,7 @@ class WindowAttention(PatchAttention):
         window_size: voxels along each axis, one number or one an axis.
         shift: of the windows' corners, in voxels.
         enable_rpe: learn a bias for relative positions.
+        rope: that of `SerializedAttention`.
         rank: number of spatial axes.
 
     >>> import torch
@@ -45,6 +49,7 @@ class WindowAttention(PatchAttention):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         enable_rpe: bool = False,
+        rope: RotaryPositions | None = None,
         rank: int = 3,
     ) -> None:
         size = per_axis(window_size, rank, "window_size", 1)
@@ -56,12 +61,13 @@ class WindowAttention(PatchAttention):
             attn_drop=attn_drop,
             proj_drop=proj_drop,
             rpe=RelativePositionBias(num_heads, max(size) - 1, rank=rank) if enable_rpe else None,
+            rope=rope,
         )
         self.window_size, self.shift = size, per_axis(shift, rank, "shift")
 
-    def forward(self, x: SparseTensor) -> SparseTensor:
-        """A `SparseTensor` -> one on the same grid."""
-        return self._attended(x, *Patches.windows(grid_in(x, self), self.window_size, self.shift))
+    def forward(self, x: SparseTensor, *, positions: torch.Tensor | None = None) -> SparseTensor:
+        """A `SparseTensor` -> one on the same grid; ``positions`` (N, D) that ``rope`` turns by, default the voxels."""
+        return self._attended(x, *Patches.windows(grid_in(x, self), self.window_size, self.shift), positions)
 
     def extra_repr(self) -> str:
         shift = f", shift={self.shift}" if any(self.shift) else ""
