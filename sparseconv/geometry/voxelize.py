@@ -34,7 +34,8 @@ def voxelize(
         voxel(p) = floor((p - origin) / voxel_size)
 
     Args:
-        points: (M, D) floating point, D from 1 to 4, in the unit of ``voxel_size``.
+        points: (M, D) floating point, D from 1 to 4, in the unit of ``voxel_size``; float32 or wider, since float16
+            numbers near 100 are 0.06 apart.
         voxel_size: edge of a voxel, one number or one an axis.
         batch: (M,) integers, the batch item of each point; default: one scene.
         batch_size: number of batch items; default: the largest one present + 1.
@@ -45,7 +46,8 @@ def voxelize(
 
     Raises:
         TypeError: points are not floating point, or batch is not integer.
-        ValueError: wrong shapes, NaN or infinite points, or voxel indices past 32 bits.
+        ValueError: wrong shapes, NaN or infinite points, voxel indices past 32 bits, or points in float16 or bfloat16
+            whose numbers are further apart than voxels (of wider types, that is a warning).
 
     >>> grid, rows = voxelize(torch.tensor([[0.02, 0.31], [0.07, 0.30], [-0.01, 0.0]]), voxel_size=0.1)
     >>> grid.coords.tolist(), rows.tolist()
@@ -103,6 +105,10 @@ def voxelize(
             f"a voxel size of {voxel_size} puts points at voxel {furthest:.3g}, past 32 bits: use larger voxels or "
             "move the origin"
         )
+    if coarse := _coarse(points.dtype, size, corner, low[1:], high[1:]):
+        if points.dtype.itemsize < 4:
+            raise ValueError(coarse)
+        warnings.warn(coarse, stacklevel=3)
     if low[0] < 0:
         raise ValueError(f"batch items start at 0; got {low[0]:.0f}")
     if batch_size is not None and high[0] >= batch_size:
@@ -130,6 +136,20 @@ def _cells(points: torch.Tensor, size: Floats, corner: Floats) -> torch.Tensor:
     if any(corner):
         wide = wide - spread(corner)
     return torch.div(wide, spread(size)).floor_()
+
+
+def _coarse(dtype: torch.dtype, size: Floats, corner: Floats, low: Sequence[float], high: Sequence[float]) -> str:
+    """What to say where numbers of a dtype, as large as those of points in these cells, are further apart than voxels:
+    of neighbouring voxels some can hold no point. Empty where they are not."""
+    for s, c, *ends in zip(size, corner, low, high):
+        furthest = max(abs(end * s + c) for end in ends)
+        apart = torch.finfo(dtype).eps * 2.0 ** (math.frexp(furthest)[1] - 1)
+        if apart > s:
+            return (
+                f"points are {dtype}, whose numbers near {furthest:.6g} are {apart:.3g} apart, but voxels are {s:.3g} "
+                "wide: keep positions in float64, or move the origin before they become narrower"
+            )
+    return ""
 
 
 def _bounds(cells: torch.Tensor, batch: torch.Tensor | None) -> tuple[list[float], list[float]]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
 from typing import Any
 
+import torch
+
 from sparseconv.backends.registry import choose
+from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.streaming.blocks import Block, Blocks, within
-from sparseconv.streaming.boxes import scaled
+from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, within
+from sparseconv.streaming.boxes import scaled, union
 from sparseconv.streaming.phases import GRID, Phase, Program
+from sparseconv.streaming.scene import Scene
 from sparseconv.streaming.steps import GridStep, OverEdges, PlanStep, TargetGrid, Wants
 from sparseconv.streaming.work import EDGE_BYTES, VOXEL_BYTES, Values, Work, clipped, wanted
 
@@ -22,6 +26,8 @@ PLANNED = 0.9
 ENOUGH = 1.3
 #: multiplications that finding a plan of one output takes as long as, and keeping or loading one number
 FINDING, KEEPING = 20_000, 100
+#: voxels that are looked at before a small budget is planned with, and rows of the scene that are read together then
+SOME, PIECE = 3, 2**14
 
 
 def rates(program: Program, sample: dict[int, Any], learns: bool = False) -> list[float]:
@@ -58,6 +64,46 @@ def chosen(
             break
     assert best is not None
     return best[1], best[2]
+
+
+def smallest(
+    program: Program, scene: Scene, grid_of: Callable[[torch.Tensor], VoxelGrid], learns: bool
+) -> tuple[int, int]:
+    """Bytes and voxels of the largest among some of the smallest blocks: one voxel with what its result looks at.
+
+    The network is cut wherever it can be. No block of the scene is made for it.
+    """
+    cut = Program(program.steps, program.results, cuts(program, max(0, len(program.edges) - 1)))
+    most = 0, 0
+    for row in {number * (len(scene) - 1) // (SOME - 1) for number in range(SOME)}:
+        start = scene.coords[row].tolist()
+        boxes = [wanted(cut, phase, IndexRange(start, [v + 1 for v in start])).get(GRID) for phase in cut.phases]
+        near = _rows_in(scene.coords, reduce(union, boxes, None))
+        for phase, box in zip(cut.phases, boxes):
+            if box is None:
+                continue
+            values, work = Values({}), Work(cut, phase, {}, _none)
+            coords = near[within(near, clipped(box, scene.like.batch_size))]
+            values[GRID] = grid_of(coords)
+            work.geometry(values)
+            rows = ROW_BYTES * len(coords) if values[GRID].device.type == "cpu" else 0
+            most = max(most, (work.bytes(values, learns) + rows, len(coords)))
+    return most
+
+
+def _rows_in(coords: torch.Tensor, box: IndexRange | None) -> torch.Tensor:
+    """The voxels of a scene in a box, read piece by piece."""
+    if box is None:
+        return coords[:0].int()
+    return torch.cat([piece[within(piece, box)].int() for piece in coords.split(PIECE)])
+
+
+def too_small(budget: int, size: int, voxels: int) -> ValueError:
+    """What is said of a budget in which a block of one voxel has no room."""
+    return ValueError(
+        f"budget_bytes is {budget:,}, but the smallest block of this scene, one voxel with all that its result looks "
+        f"at ({voxels:,} voxels), takes about {size:,}: allow at least that"
+    )
 
 
 def cuts(program: Program, count: int) -> list[int]:

@@ -25,7 +25,9 @@ from sparseconv.streaming.planning import (
     estimated,
     map_sizes,
     rates,
+    smallest,
     target_of,
+    too_small,
     uncertain,
 )
 from sparseconv.streaming.scene import Scene, lexicographic
@@ -108,6 +110,10 @@ class Run:
         size, piece = scene.like.batch_size, piece_of(budget)
         count = len(scene)
         part = max(1, min(MEASURED, budget // counting_bytes(program, program.needed)))
+        if part < LEAST and count:
+            size_of_one, voxels = smallest(program, scene, self._grid, learns)
+            if size_of_one > budget:
+                raise too_small(budget, size_of_one, voxels)
         first = max(1, min(part, max(LEAST, -(-count // FIRST))))
         self.blocks = Blocks(scene.coords, scene.extent, first, store, piece, device, budget // 4)
         if count > 1:
@@ -238,11 +244,7 @@ class Run:
         except TooLarge as large:
             halved = halves(box, self.scene.coords[inputs.rows.to(self.scene.coords.device)])
             if halved is None:
-                raise ValueError(
-                    f"budget_bytes is {self.budget:,}, but the smallest block of this scene, one voxel with all that "
-                    f"its result looks at ({len(inputs.rows):,} voxels), takes about {large.size:,}: allow at least "
-                    "that"
-                ) from None
+                raise too_small(self.budget, large.size, len(inputs.rows)) from None
             inputs.clear()
             self._count()
             for half in halved:
@@ -287,9 +289,9 @@ class Run:
         return self.pipeline.gathered(self.scene.coords, rows).to(self.device, torch.int32)
 
     def _grid(self, coords: torch.Tensor) -> VoxelGrid:
-        """The grid of a block, in the scene."""
+        """The grid of a block, in the scene, on the device."""
         like = self.scene.like
-        grid = VoxelGrid(coords, like.batch_size, like.voxel_size, like.origin)
+        grid = VoxelGrid(coords.to(self.device), like.batch_size, like.voxel_size, like.origin)
         grid.is_placed = like.is_placed
         return grid
 

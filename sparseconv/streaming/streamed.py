@@ -13,6 +13,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import as_device, check_count, check_kind
 from sparseconv.streaming.backward import Streamed, parameters_of
 from sparseconv.streaming.phases import GRID, Program
+from sparseconv.streaming.planning import PIECE
 from sparseconv.streaming.recording.sample import leaves_of, number_of_leaf, recorded
 from sparseconv.streaming.run import Run, piece_of
 from sparseconv.streaming.scene import Scene, as_rows
@@ -70,8 +71,7 @@ def stream(
     """
     check_kind("net", net, torch.nn.Module, "pass the network")
     check_count("budget_bytes", budget_bytes, 1)
-    piece = piece_of(budget_bytes)
-    scene = Scene.of(x, batch_size, piece)
+    scene = Scene.of(x, batch_size, max(PIECE, piece_of(budget_bytes)))
     first = next(net.parameters(), None)
     where = as_device(device) if device is not None else scene.features.device if first is None else first.device
     recording, returned, counted = recorded(net, scene.like, scene.features.shape[1], scene.features.dtype, where)

@@ -7,10 +7,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sparseconv.geometry import VoxelGrid
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 EMPTY, ROW, INK, WINDOW = "#ffffff", "#cfd8e3", "#1f4e79", "#d1495b"
+
+
+def unit_of(grid: VoxelGrid, unit: str | None) -> str:
+    """The unit of labels: the one given, else voxels where the grid has no voxel size, else none."""
+    return ("" if grid.is_placed else "voxels") if unit is None else unit
+
+
+def axis_label(name: str, unit: str) -> str:
+    """The name of an axis with its unit, where there is one."""
+    return f"{name} [{unit}]" if unit else name
 
 
 def dense_against_sparse(

@@ -8,7 +8,7 @@ import torch
 
 from sparseconv.geometry import VoxelGrid
 from sparseconv.plan import ConvolutionPlan
-from sparseconv.viz.cells import INK, ROW, WINDOW
+from sparseconv.viz.cells import INK, ROW, WINDOW, axis_label, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +65,9 @@ def draw_lines(axes: Axes, plan: ConvolutionPlan, *, title: str = "") -> None:
     axes.set_title(title, loc="left")
 
 
-def draw_window(left: Axes, right: Axes, plan: ConvolutionPlan, row: int | None = None, *, unit: str = "voxels") -> int:
+def draw_window(
+    left: Axes, right: Axes, plan: ConvolutionPlan, row: int | None = None, *, unit: str | None = None
+) -> int:
     """Draw one output of a plan of rank 2: its inputs with their taps on the left, itself on the right, arrows between.
 
     A dashed square is a tap that meets no voxel.
@@ -74,7 +76,7 @@ def draw_window(left: Axes, right: Axes, plan: ConvolutionPlan, row: int | None 
         left, right: axes of one figure, for the source and the target.
         plan: of rank 2.
         row: the output; default: one with the most inputs.
-        unit: of the grids' voxel size, for the labels.
+        unit: of the grids' voxel size, for the labels; default: voxels where they have none.
 
     Returns:
         The output row that was drawn.
@@ -130,7 +132,7 @@ def draw_window(left: Axes, right: Axes, plan: ConvolutionPlan, row: int | None 
     return row
 
 
-def draw_cells(axes: Axes, grid: VoxelGrid, *, unit: str = "voxels") -> None:
+def draw_cells(axes: Axes, grid: VoxelGrid, *, unit: str | None = None) -> None:
     """Draw the voxels of a grid of rank 2 as squares, x to the right and y up."""
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
@@ -143,8 +145,8 @@ def draw_cells(axes: Axes, grid: VoxelGrid, *, unit: str = "voxels") -> None:
     high = [o + s * (v + 1) for o, s, v in zip(origin, size, extent.end)]
     axes.set_xlim(low[0], high[0])
     axes.set_ylim(low[1], high[1])
-    axes.set_xlabel(f"x [{unit}]")
-    axes.set_ylabel(f"y [{unit}]")
+    axes.set_xlabel(axis_label("x", unit_of(grid, unit)))
+    axes.set_ylabel(axis_label("y", unit_of(grid, unit)))
     axes.set_aspect("equal")
 
 

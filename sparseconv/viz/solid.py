@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from sparseconv.geometry import VoxelGrid
+from sparseconv.viz.cells import axis_label
 
 if TYPE_CHECKING:
     from mpl_toolkits.mplot3d.axes3d import Axes3D
@@ -50,7 +51,7 @@ def scatter3d(
         dots.set_paths([MarkerStyle("s").get_path().transformed(MarkerStyle("s").get_transform())])
         dots.set_sizes([_voxel_width(axes, grid) ** 2])
     for name in "xyz":
-        getattr(axes, f"set_{name}label")(f"{name} [{unit}]" if unit else name)
+        getattr(axes, f"set_{name}label")(axis_label(name, unit))
     return dots
 
 

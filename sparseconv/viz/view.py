@@ -17,7 +17,7 @@ from sparseconv.geometry import VoxelGrid
 from sparseconv.kinds import check_count, check_tensor
 from sparseconv.plan import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
-from sparseconv.viz.cells import INK, WINDOW
+from sparseconv.viz.cells import INK, WINDOW, axis_label, unit_of
 from sparseconv.viz.figures import STYLE, new_figure, save_figure
 from sparseconv.viz.meetings import busiest_row, draw_cells, draw_lines, draw_window, edges_into
 from sparseconv.viz.solid import scatter3d
@@ -34,7 +34,7 @@ CATEGORIES = ("#1f4e79", "#e07b39", "#2a7f62", "#b0413e", "#7d5ba6", "#c9a227", 
 class View:
     """What `show` gives: the picture, and where a notebook can show it, the same as a scene to turn.
 
-    A notebook displays it by itself; elsewhere ``save`` it.
+    A notebook displays it by itself. A script opens no window: ``show(grid).save("grid.png")`` writes the picture.
     """
 
     figure: Figure
@@ -51,14 +51,18 @@ class View:
         image = BytesIO()
         with rc_context(STYLE):
             self.figure.savefig(image, format="png", dpi=90)
-        bundle: dict[str, Any] = {"text/plain": repr(self), "image/png": image.getvalue()}
+        bundle: dict[str, Any] = {"text/plain": f"View({self._holds})", "image/png": image.getvalue()}
         if self.scene is not None:
             made = self.scene._repr_mimebundle_()
             bundle |= made[0] if isinstance(made, tuple) else made
         return bundle
 
     def __repr__(self) -> str:
-        return "View(picture)" if self.scene is None else "View(picture and scene)"
+        return f"View({self._holds}: save('picture.png') writes it)"
+
+    @property
+    def _holds(self) -> str:
+        return "picture" if self.scene is None else "picture and scene"
 
 
 def show(
@@ -67,12 +71,14 @@ def show(
     *,
     row: int | None = None,
     batch: int = 0,
-    unit: str = "voxels",
+    unit: str | None = None,
     title: str = "",
     names: Sequence[str] = (),
     live: bool | None = None,
 ) -> View:
     """Show voxels, coloured by a number each, or the edges of a plan's kernel map.
+
+    A notebook displays what this returns. In a script, save it: ``show(grid).save("grid.png")``.
 
     Args:
         what: a grid or a tensor of rank 2 or 3, or a plan of rank 1, 2 or 3.
@@ -80,7 +86,7 @@ def show(
             a tensor its one channel, or the length of its features; for a grid its last axis, the height.
         row: of a plan of rank 2 or 3, the output whose edges are drawn; default: one with the most inputs.
         batch: the item to show.
-        unit: of the grid's voxel size, for the labels.
+        unit: of the grid's voxel size, for the labels; default: voxels where it has none.
         title: above the picture; default: what it is.
         names: of the integers 0, 1, ... among the values.
         live: whether to make a scene of k3d too; default: in a notebook, where k3d is installed.
@@ -104,7 +110,9 @@ def show(
         grid, values, label = what.grid, length if values is None else values, "value"
         label = "value" if what.channels == 1 else "length of the features"
     elif isinstance(what, VoxelGrid):
-        grid, label = what, "value" if values is not None else f"{'xyzw'[what.rank - 1]} [{unit}]"
+        grid, label = what, "value"
+        if values is None:
+            label = axis_label("xyzw"[what.rank - 1], unit_of(what, unit))
     else:
         raise TypeError(f"show takes a VoxelGrid, a SparseTensor or a ConvolutionPlan; got {type(what).__name__}")
     if grid.rank not in (2, 3):
@@ -118,6 +126,7 @@ def show(
     values = values.detach()[here].cpu()
     grid = grid.subset(here).to("cpu")
     title = title or f"{len(grid):,} voxel{'s' * (len(grid) != 1)}"
+    unit = unit_of(grid, unit)
     flat = grid.rank == 2
     whole = not values.is_floating_point()
     with new_figure(6.4 if whole else 5.6, 4.6) as figure:
@@ -137,7 +146,7 @@ def show(
     return View(figure, _scene(grid, values, colours) if live and not flat else None)
 
 
-def _plan_view(plan: ConvolutionPlan, row: int | None, unit: str, title: str, live: bool) -> View:
+def _plan_view(plan: ConvolutionPlan, row: int | None, unit: str | None, title: str, live: bool) -> View:
     rank = plan.source.rank
     if rank == 1:
         with new_figure(7.2, 2.2) as figure:
@@ -153,6 +162,7 @@ def _plan_view(plan: ConvolutionPlan, row: int | None, unit: str, title: str, li
         raise ValueError(f"plans of rank 1, 2 or 3 are shown; got rank {rank}")
     row = busiest_row(plan) if row is None else row
     taps, inputs = edges_into(plan, row)
+    unit = unit_of(plan.source, unit)
     starts = plan.source.positions().cpu()[inputs]
     goal = plan.target.positions().cpu()[row]
     near = _around(plan.source, goal)
@@ -160,9 +170,8 @@ def _plan_view(plan: ConvolutionPlan, row: int | None, unit: str, title: str, li
         axes: Any = figure.add_subplot(projection="3d", computed_zorder=False)
         if bool(near.any()):
             part = plan.source.subset(near)
-            scatter3d(
-                axes, part, torch.zeros(len(part)), unit=unit, s=22, alpha=0.4, cmap=_one_colour("#8aa2b8"), zorder=1
-            )
+            look: dict[str, Any] = {"s": 22, "alpha": 0.4, "cmap": _one_colour("#8aa2b8"), "zorder": 1}
+            scatter3d(axes, part, torch.zeros(len(part)), unit=unit, zoom=0.95, **look)
         arrows = (goal - starts).numpy()
         axes.quiver(*starts.T.numpy(), *arrows.T, color=WINDOW, linewidth=1.2, arrow_length_ratio=0.12, zorder=2)
         axes.scatter(*starts.T.numpy(), color=INK, s=34, zorder=3, depthshade=False)

@@ -9,7 +9,9 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import sparseconv
 from sparseconv.geometry.cards import LEAST
@@ -33,6 +35,17 @@ def cache(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+def street(folder: Path) -> None:
+    """The cloud that the README's reader has: a road, two walls and a box, a line a point, its class last."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = torch.rand(2, 1500, generator=generator)
+    flat = torch.zeros(1500)
+    road = torch.stack([20 * u, 6 * v, flat, flat], 1)
+    walls = torch.stack([20 * u, 6 * (v > 0.5), 4 * v, flat + 1], 1)
+    boxes = torch.stack([20 * u, 2 + v, 1 + flat, flat + 2], 1)
+    np.savetxt(folder / "street.xyz", torch.cat([road, walls, boxes]).numpy(), fmt="%.3f")
+
+
 def run(page: Path, tmp_path: Path, cache: Path) -> str:
     """What a page prints. From a file, since Triton reads the source of its functions; where a page says torchrun, in
     two processes."""
@@ -54,7 +67,12 @@ def run(page: Path, tmp_path: Path, cache: Path) -> str:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=name)
 def test_a_page_runs(page, tmp_path, cache):
+    if page.name == "README.md":
+        street(tmp_path)
     printed = run(page, tmp_path, cache)
+    if page.name == "README.md":
+        assert float(re.findall(r"right on the other half: ([\d.]+)", printed)[0]) > 0.8
+        assert (tmp_path / "street.png").stat().st_size > 5000
     if page.name == "how-it-works.md" or page.parent == ROOT / "docs" / "guides":  # they show all that they print
         assert printed == "".join(SHOWN.findall(page.read_text()))
 

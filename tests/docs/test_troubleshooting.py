@@ -43,6 +43,7 @@ SEEN = {
     "rows 0 and 1": lambda _: sc.VoxelGrid(torch.tensor([[0, 1, 1], [0, 1, 1]])),
     "point 0 is": lambda _: sc.voxelize(torch.tensor([[float("nan"), 0.0]]), 1.0),
     "a voxel size of": lambda _: sc.voxelize(torch.tensor([[1e12, 0.0]]), 1.0),
+    "points are torch.float16": lambda _: sc.voxelize(torch.tensor([[900.0, 0.0]]).half(), 0.1),
     "the two tensors": lambda _: TENSOR.cat(sc.SparseTensor(GRID.subset(torch.arange(3) < 2), torch.zeros(2, 2))),
     "the way back": lambda _: nn.InverseConv(2, 2, 2, stride=2, rank=2)(TENSOR),
     "x is torch.bfloat16": lambda _: PLAN.execute(torch.zeros(3, 2).bfloat16(), torch.zeros(9, 2, 1)),

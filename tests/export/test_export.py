@@ -132,6 +132,31 @@ def test_a_program_refuses_what_a_grid_refuses(coords, kind, words, layer):
         layer(coords, torch.randn(2, 4))
 
 
+PAGE = (ROOT / "docs" / "export.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda run, c, f: run(c, f[:, :3]), "Guard failed: features.size()[1] == 4"),
+        (lambda run, c, f: run(c, f[1:]), "Guard failed: features.size()[0] == coords.size()[0]"),
+        (lambda run, c, f: run(c[:, 1:].contiguous(), f), "Guard failed: coords.size()[1] == 4"),
+        (lambda run, c, f: run(c.long(), f), "Tensor dtype mismatch! Expected: Int, Got: long int"),
+        (lambda run, c, f: run(c, f.half()), "x is torch.float16 but the weight is torch.float32"),
+        (lambda run, c, f: run(torch.cat([c, c + torch.eye(4)[0].int()]), f.repeat(2, 1)), "coords name batch item"),
+        (lambda run, c, f: run(sc.SparseTensor(sc.VoxelGrid(c), f)), "Trying to flatten user inputs"),
+    ],
+    ids=["channels", "rows", "axes", "dtype of coords", "dtype of features", "batch", "arguments"],
+)
+def test_what_a_program_says_is_on_its_page(call, words, layer):
+    """Most of these are torch's own words: where a release changes them, the page has to follow."""
+    assert f"| `{words}" in PAGE
+    grid = sc.VoxelGrid(scene(1)[0])
+    with pytest.raises((AssertionError, RuntimeError, TypeError, ValueError)) as error:
+        call(layer, grid.coords, torch.randn(len(grid), 4))
+    assert words in str(error.value)
+
+
 def test_a_number_names_nothing_elsewhere():
     grid = sc.VoxelGrid(scene(1)[0])
     made = operators.handle((grid,))

@@ -280,3 +280,24 @@ def test_one_tap_beside_its_voxel_does_not_meet_all():
     for whole in (ConvolutionPlan(line(0, 1, 5), 1), ConvolutionPlan(line(0, 1, 5), 2, stride=2)):
         assert whole.kernel_map.meets_all
         assert whole.kernel_map.num_pairs == len(whole.kernel_map.in_rows) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_positions_whose_numbers_are_further_apart_than_voxels(dtype):
+    near = torch.rand(50, 3).to(dtype)
+    assert torch.equal(sc.voxelize(near, 0.1)[0].coords, sc.voxelize(near.double(), 0.1)[0].coords)
+    with pytest.raises(ValueError, match=rf"points are {dtype}, whose numbers near 3\d\d.* apart, but voxels are 0.05"):
+        sc.voxelize(torch.tensor([[0.0, 0.0], [1.0, -300.0]]).to(dtype), 0.05)
+    with pytest.raises(ValueError, match="keep positions in float64"):
+        sc.voxelize(torch.tensor([[600.0]]).to(dtype), 0.1, origin=600.0)
+
+
+def test_far_positions_in_float32_are_voxels_with_a_warning():
+    points = torch.tensor([[4e6, 0.0], [4e6 + 0.25, 0.0]])
+    with pytest.warns(UserWarning, match=r"numbers near 4e\+06 are 0.25 apart, but voxels are 0.1 wide"):
+        assert len(sc.voxelize(points, 0.1)[0]) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sc.voxelize(points, 0.25)
+        sc.voxelize(points.double(), 0.1)
+        sc.voxelize(torch.zeros(2, 2), 0.1)

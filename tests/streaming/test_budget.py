@@ -12,6 +12,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.streaming import run
 from tests.streaming.scenes import NETWORKS, scene
 
 LIMITED = """
@@ -75,3 +76,22 @@ def test_a_budget_that_is_too_small_says_the_least():
         sc.stream(net, x, 1e9)
     with pytest.raises(ValueError, match="budget_bytes must be at least 1"):
         sc.stream(net, x, 0)
+
+
+@pytest.mark.parametrize("name", ["conv", "several", "pruned"])
+@pytest.mark.parametrize("learns", [False, True], ids=["inference", "training"])
+def test_a_budget_for_no_block_is_refused_before_blocks_are_cut(name, learns, monkeypatch):
+    """And no budget is refused that would do: one byte less than the least is too little for the run itself."""
+    net, x = NETWORKS[name]().train(learns), scene(count=150)
+    with torch.set_grad_enabled(learns):
+        with monkeypatch.context() as patched:
+            patched.setattr(run, "Blocks", lambda *_: pytest.fail("blocks were cut"))
+            with pytest.raises(ValueError, match="allow at least that") as caught:
+                sc.stream(net, x, 100)
+            assert "budget_bytes is 100, but the smallest block" in str(caught.value)
+            with pytest.raises(ValueError, match="allow at least that"):
+                sc.stream(net, (x.coords.numpy(), x.features), 1)
+        least = int(re.search(r"takes about ([\d,]+)", str(caught.value))[1].replace(",", ""))
+        monkeypatch.setattr(run, "smallest", lambda *_: (0, 0))
+        with pytest.raises(ValueError, match="allow at least that"):
+            sc.stream(net, x, least - 1)

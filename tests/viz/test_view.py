@@ -77,6 +77,23 @@ def test_one_item_of_a_batch_is_shown_in_its_unit(grid):
     assert values.get_ylabel() == "length of the features"
 
 
+@pytest.mark.parametrize("of", [lambda g: g, lambda g: sc.ConvolutionPlan(g, 3)], ids=["grid", "plan"])
+@pytest.mark.parametrize("grid", [PLANE, SPACE], ids=["plane", "space"])
+def test_labels_say_voxels_where_there_is_no_voxel_size(grid, of):
+    plain = sc.VoxelGrid(grid.coords)
+    names = "xyz"[: grid.rank]
+
+    def labels(what, **options):
+        axes = show(what, live=False, **options).figure.axes[0]
+        return [getattr(axes, f"get_{name}label")() for name in names]
+
+    assert labels(of(plain)) == [f"{name} [voxels]" for name in names]
+    assert labels(of(grid)) == list(names)
+    assert labels(of(grid), unit="m") == [f"{name} [m]" for name in names]
+    if isinstance(of(grid), sc.VoxelGrid):
+        assert show(grid, live=False).figure.axes[1].get_ylabel() == names[-1]
+
+
 @pytest.mark.parametrize("grid", [PLANE, SPACE], ids=["plane", "space"])
 def test_whole_numbers_are_named_and_have_colours_of_their_own(grid):
     view = show(grid, torch.arange(len(grid)) % 2, names=("left", "right"), live=False)
@@ -89,7 +106,7 @@ def test_every_reader_gets_the_picture(tmp_path):
     view = show(sc.ConvolutionPlan(SPACE, 3), live=False)
     assert view._repr_mimebundle_()["image/png"].startswith(b"\x89PNG")
     assert view.save(tmp_path / "plan.png").stat().st_size > 5000
-    assert repr(view) == "View(picture)"
+    assert repr(view) == "View(picture: save('picture.png') writes it)"
 
 
 @pytest.mark.parametrize("what", [SPACE, sc.ConvolutionPlan(SPACE, 3)], ids=["grid", "plan"])
