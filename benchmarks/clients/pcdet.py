@@ -117,7 +117,7 @@ def focal(setting: Setting, items: int = 2) -> Client:
         net = made.VoxelBackBone8xFocal(DEFAULTS, 4, size)
     boxes = torch.tensor([[0.0, -20, -1, 30, 20, 2, 0, 1], [3, -38, 0, 3, 6, 2, 0, 1]]).expand(items, -1, -1)
 
-    def detect(net: torch.nn.Module, scene: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def detect(net: Any, scene: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given = {"voxel_features": scene[0], "voxel_coords": scene[1], "batch_size": items}
         with _numbers_of(scene[0]):
             dense = net({**given, "gt_boxes": boxes.to(scene[0])})["encoded_spconv_tensor"].dense()
