@@ -145,7 +145,7 @@ class _Channels:
 
 
 def trellis(setting: Setting, items: int = 1) -> Client:
-    """TRELLIS' decoder of latents to a mesh at a quarter of its width, until the mesh: shifted windows, subdivision."""
+    """TRELLIS' decoder of latents to a mesh at a third of its width, until the mesh: shifted windows, subdivision."""
     module("flash_attn", flash_attn_varlen_qkvpacked_func=varlen)
     folder = setting.clients / "trellis"
     module("trellis").__path__ = [str(folder / "trellis")]
@@ -153,7 +153,7 @@ def trellis(setting: Setting, items: int = 1) -> Client:
     module("trellis.representations.mesh", SparseFeatures2Mesh=_Channels)
     parts = importlib.import_module("trellis.modules.sparse")
     decoder = importlib.import_module("trellis.models.structured_latent_vae.decoder_mesh").SLatMeshDecoder
-    made = decoder(64, 192, 8, 4, num_heads=3, representation_config={"use_color": True})
+    made = decoder(64, 256, 8, 4, num_heads=4, representation_config={"use_color": True})
     scenes: list[Any] = []
     for cells in indoor(setting, items):
         coords = batched([torch.unique(own // 4, dim=0)[:150] for own in cells])
