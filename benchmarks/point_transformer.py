@@ -5,30 +5,28 @@
     python -m benchmarks.point_transformer --pointcept DIR --time --device cuda --only ours captured
 
 ``--pointcept`` is a checkout of Pointcept, which is no part of this project; addict must be installed. Weights are
-drawn by a seed and loaded into both with ``strict=True``. Stand-ins, where a package is missing: torch_scatter's
-``segment_csr`` by ``torch.segment_reduce``, timm's DropPath by ours, flash-attn by torch's attention on each patch.
-With fp64 the cast to bf16 before flash-attn is left out.
+drawn by a seed and loaded into both with ``strict=True``. `benchmarks.clients.transformers` says what stands in for
+packages that are missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 import sparseconv as sc
-from benchmarks.clients.standing_in import Registry, module
+from benchmarks.clients.transformers import authors, kept_in_fp64
 from sparseconv import nn
 from sparseconv.interop import spconv
 
-TO: Callable[..., torch.Tensor] = torch.Tensor.to
+#: edge of a voxel, in the unit of points
+POINTS = 0.3
 CURVES = ("z", "z-trans", "hilbert", "hilbert-trans")
 SMALL: dict[str, Any] = {
     "order": CURVES, "stride": (2, 2, 2), "enc_depths": (1, 1, 2, 1), "enc_channels": (8, 16, 24, 32),
@@ -36,6 +34,10 @@ SMALL: dict[str, Any] = {
     "dec_num_head": (2, 2, 4), "dec_patch_size": (48,) * 3,
 }  # fmt: skip
 WHOLE: dict[str, Any] = {"order": CURVES, "enc_patch_size": (1024,) * 5, "dec_patch_size": (1024,) * 4}
+M3: dict[str, Any] = {
+    "variant": "m3", "rope_base": 10, "enc_channels": (12, 12, 24, 36), "enc_num_head": (1, 2, 2, 3),
+    "dec_channels": (12, 12, 24), "dec_num_head": (1, 2, 2),
+}  # fmt: skip
 #: name, options, voxels of each item, edge of the scene, training
 CASES: tuple[tuple[str, dict[str, Any], tuple[int, ...], int, bool], ...] = (
     ("flash-attn, evaluation", SMALL, (700, 500), 24, False),
@@ -49,76 +51,11 @@ CASES: tuple[tuple[str, dict[str, Any], tuple[int, ...], int, bool], ...] = (
     ("levels run out", SMALL | {"stride": (2, 4, 2)}, (20, 9), 3, False),
     ("m2, evaluation", SMALL | {"variant": "m2", "layer_scale": 0.3, "stride": (2, 3, 2)}, (700, 500), 24, False),
     ("m2, training", SMALL | {"variant": "m2", "layer_scale": 0.3}, (700, 30), 24, True),
+    ("m3, evaluation", SMALL | M3 | {"layer_scale": 0.3, "stride": (2, 3, 2)}, (700, 500), 24, False),
+    ("m3, training", SMALL | M3 | {"jitter_coords": 1.1, "rescale_coords": 1.2}, (700, 30), 24, True),
+    ("m3, rotary on the way down alone", SMALL | M3 | {"dec_rope_enable": False}, (700, 500), 24, False),
     ("whole, 46.2 M parameters", WHOLE, (2500, 1800), 40, False),
 )
-
-
-def segment_csr(src: torch.Tensor, indptr: torch.Tensor, reduce: str) -> torch.Tensor:
-    """torch_scatter's reduction of sorted rows."""
-    return torch.segment_reduce(src, reduce, offsets=indptr, axis=0)
-
-
-def varlen(qkv: torch.Tensor, ends: torch.Tensor, max_seqlen: int, dropout_p: float, softmax_scale: float) -> Any:
-    """flash-attn's packed attention of sequences (T, 3, H, C), by torch's."""
-    if len(qkv) == (len(ends) - 1) * max_seqlen:
-        q, k, v = qkv.unflatten(0, (-1, max_seqlen)).permute(2, 0, 3, 1, 4)
-        return _attention(q, k, v, dropout_p, softmax_scale).transpose(1, 2).flatten(0, 1)
-    parts = []
-    for start, end in zip(ends[:-1].tolist(), ends[1:].tolist()):
-        q, k, v = qkv[start:end].permute(1, 2, 0, 3)
-        parts.append(_attention(q, k, v, dropout_p, softmax_scale).transpose(0, 1))
-    return torch.cat(parts)
-
-
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout: float, scale: float) -> torch.Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
-
-
-class _DropPath(torch.nn.Module):
-    def __init__(self, share: float) -> None:
-        super().__init__()
-        self.share = share
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            return x
-        return x * (x.new_empty(len(x), 1).bernoulli_(1 - self.share) / (1 - self.share))
-
-
-def authors(folder: Path, library: str = "sparseconv") -> dict[str, Any]:
-    """The classes of Pointcept's own files, by variant, on spconv or on this library under its names."""
-    if library == "sparseconv":
-        spconv.install()
-    module("torch_scatter", segment_csr=segment_csr)
-    module("flash_attn", flash_attn_varlen_qkvpacked_func=varlen)
-    module("timm")
-    module("timm.layers", DropPath=_DropPath)
-    models = folder / "pointcept" / "models"
-    for name in ("pointcept", "pointcept.engines", "pointcept.models", "pointcept.models.utils"):
-        module(name)
-    module("pointcept.engines.hooks", HookBase=object)
-    module("pointcept.models.builder", MODELS=Registry())
-    module("pointcept.models.point_prompt_training", PDNorm=None)
-    misc = module("pointcept.models.utils.misc", models / "utils" / "misc.py")
-
-    utils = sys.modules["pointcept.models.utils"]
-    utils.__dict__.update({k: v for k, v in misc.__dict__.items() if not k.startswith("__")})
-    utils.__path__ = [str(models / "utils")]
-    module("pointcept.models.utils.structure", models / "utils" / "structure.py")
-    module("pointcept.models.modules", models / "modules.py")
-    module("pointcept.models.point_transformer_v3")
-    files = {"m1": "point_transformer_v3m1_base.py", "m2": "point_transformer_v3m2_sonata.py"}
-    return {
-        name: module(
-            f"pointcept.models.point_transformer_v3.{name}", models / "point_transformer_v3" / file
-        ).PointTransformerV3
-        for name, file in files.items()
-    }
-
-
-def uncast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.Tensor.to`, but for bf16."""
-    return tensor if args[:1] == (torch.bfloat16,) else TO(tensor, *args, **kwargs)
 
 
 def scene(counts: tuple[int, ...], edge: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,7 +89,8 @@ def pair(kinds: dict[str, Any], options: dict[str, Any], training: bool) -> tupl
 def given(coords: torch.Tensor, features: torch.Tensor) -> dict[str, torch.Tensor]:
     """A scene as Pointcept's models take it."""
     cells = coords[:, 1:].int()
-    return {"feat": features, "grid_coord": cells, "coord": cells.to(features.dtype), "batch": coords[:, 0].long()}
+    points = POINTS * cells.to(features.dtype)
+    return {"feat": features, "grid_coord": cells, "coord": points, "batch": coords[:, 0].long()}
 
 
 def differences(
@@ -162,11 +100,12 @@ def differences(
     theirs, ours = pair(kinds, options, training)
     coords, features = scene(counts, edge)
     x1, x2 = features.clone().requires_grad_(), features.clone().requires_grad_()
-    with patch.object(torch.Tensor, "to", uncast):
+    with kept_in_fp64():
         torch.manual_seed(1)
         point = theirs(given(coords, x1))
     torch.manual_seed(1)
-    y = ours(sc.SparseTensor(sc.VoxelGrid(coords, len(counts)), x2))
+    at = {"positions": POINTS * coords[:, 1:].double()} if options.get("variant") == "m3" else {}
+    y = ours(sc.SparseTensor(sc.VoxelGrid(coords, len(counts)), x2), **at)
     want = point.feat
     got = y.features[y.grid.lookup(torch.cat([point.batch[:, None].int(), point.grid_coord.int()], 1))]
     weight = torch.linspace(-1, 1, want.numel(), dtype=torch.float64).view_as(want)
@@ -262,7 +201,9 @@ def main() -> None:
     parser.add_argument("--library", choices=("sparseconv", "spconv"), default="sparseconv", help="under theirs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    kinds = authors(args.pointcept, args.library)
+    if args.library == "sparseconv":
+        spconv.install()
+    kinds = authors(args.pointcept)
     found: dict[str, Any] = {}
     if args.time:
         found = times(kinds, args.device, args.voxels, args.rounds, args.only)

@@ -7,10 +7,12 @@
 
 | folder | files |
 |---|---|
-| `pcdet` | OpenPCDet's `spconv_backbone.py`, `spconv_backbone_voxelnext.py`, `spconv_utils.py` |
+| `pcdet` | OpenPCDet's `spconv_utils.py`, its backbones `spconv_*.py`, and the folder `focal_sparse_conv` |
 | `centerpoint` | CenterPoint's `det3d/models/backbones/scn.py` |
 | `mmdet3d` | mmdetection3d's `sparse_encoder.py`, `sparse_unet.py`, `sparse_block.py`, `write_spconv2.py` |
 | `softgroup` | SoftGroup's `blocks.py`, `softgroup.py` |
+| `pointcept` | a checkout of Pointcept |
+| `trellis` | a checkout of TRELLIS |
 | none | Pointcept's `spconv_unet_v1m1_base.py` |
 
 Every call is on another of eight rotations of a scan, rows shuffled. Times are medians of CUDA events, in ms; compare

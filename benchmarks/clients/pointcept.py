@@ -1,4 +1,4 @@
-"""Pointcept's SpUNet-34C."""
+"""Pointcept's networks of sparse convolutions: SpUNet-34C, and OA-CNNs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,36 @@ def _offset_to_batch(offset: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(counts), device=offset.device).repeat_interleave(counts)
 
 
-def spunet(setting: Setting, items: int = 1) -> Client:
-    """Six features in, twenty classes out, by voxel."""
+def _scatter(src: torch.Tensor, index: torch.Tensor, dim: int = 0, reduce: str = "sum") -> torch.Tensor:
+    """torch_geometric's sum or mean of the rows of each index."""
+    found = src.new_zeros(int(index.max()) + 1, *src.shape[1:]).index_add(0, index, src)
+    return found if reduce == "sum" else found / torch.bincount(index)[:, None]
+
+
+def _voxel_grid(pos: torch.Tensor, size: float, batch: torch.Tensor) -> torch.Tensor:
+    """torch_geometric's number of the cell that holds a point, batch items apart."""
+    cells = torch.cat([((pos - pos.amin(0)) / size).long(), batch[:, None].long()], 1)
+    number = cells.new_zeros(len(cells))
+    for axis in range(cells.shape[1]):
+        number = number * (cells[:, axis].max() + 1) + cells[:, axis]
+    return number
+
+
+def _stand_in() -> None:
     for name in ("pointcept", "pointcept.models"):
         module(name)
     module("pointcept.models.builder", MODELS=Registry())
     module("pointcept.models.utils", offset2batch=_offset_to_batch)
     unless_installed("torch_geometric")
-    unless_installed("torch_geometric.utils", scatter=None)
+    unless_installed("torch_geometric.utils", scatter=_scatter)
+    unless_installed("torch_geometric.nn")
+    unless_installed("torch_geometric.nn.pool", voxel_grid=_voxel_grid)
     unless_installed("timm")
     unless_installed("timm.layers", trunc_normal_=torch.nn.init.trunc_normal_)
-    made = module("pointcept.models.spunet", setting.clients / "spconv_unet_v1m1_base.py")
+
+
+def _client(setting: Setting, net: torch.nn.Module, items: int) -> Client:
+    """A network that takes Pointcept's dictionaries."""
     scenes: list[Any] = []
     for parts in indoor(setting, items):
         ends = torch.tensor([len(p) for p in parts], device=setting.device).cumsum(0)
@@ -36,4 +55,20 @@ def spunet(setting: Setting, items: int = 1) -> Client:
         logits: torch.Tensor = net({"grid_coord": scene[1], "feat": scene[0], "offset": scene[2]})
         return logits
 
-    return Client(made.SpUNetBase(6, 20).to(setting.device), scenes, segment)
+    return Client(net.to(setting.device), scenes, segment)
+
+
+def spunet(setting: Setting, items: int = 1, version: str = "") -> Client:
+    """Six features in, twenty classes out, by voxel."""
+    _stand_in()
+    folder = setting.clients / "pointcept/pointcept/models/sparse_unet"
+    file = folder / f"spconv_unet_v1{version}.py" if version else setting.clients / "spconv_unet_v1m1_base.py"
+    return _client(setting, module("pointcept.models.spunet", file).SpUNetBase(6, 20), items)
+
+
+def oacnns(setting: Setting, items: int = 1) -> Client:
+    """The same with OA-CNNs."""
+    _stand_in()
+    module("pointcept.models.oacnns")
+    file = setting.clients / "pointcept/pointcept/models/oacnns/oacnns_v1m1_base.py"
+    return _client(setting, module("pointcept.models.oacnns.base", file).OACNNs(6, 20), items)

@@ -2,7 +2,7 @@
 
 from sparseconv.interop.checkpoints import Report, convert, convert_state, load, read, write
 from sparseconv.interop.layouts import LAYOUTS, Layout, hyper_cross_taps, permute
-from sparseconv.interop.published import PUBLISHED, load_published
+from sparseconv.interop.published import PUBLISHED, load_published, published_family
 
 __all__ = [
     "LAYOUTS",
@@ -15,6 +15,7 @@ __all__ = [
     "load",
     "load_published",
     "permute",
+    "published_family",
     "read",
     "write",
 ]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sparseconv.interop.checkpoints import Report
-from sparseconv.interop.checkpoints import convert as convert_file
+from sparseconv.interop.checkpoints import Report, convert_state, read, write
 from sparseconv.interop.layouts import LAYOUTS
+from sparseconv.interop.published import PUBLISHED, published_family
 
 app = typer.Typer(add_completion=False)
 
@@ -28,7 +28,10 @@ def _pairs(values: list[str], option: str) -> dict[str, str]:
 def convert(
     path_in: Annotated[Path, typer.Argument(metavar="IN", help="checkpoint to read: .pth, .pt, .ckpt, .safetensors")],
     path_out: Annotated[Path, typer.Argument(metavar="OUT", help="checkpoint to write: .pth or .safetensors")],
-    from_: Annotated[str, typer.Option("--from", help=f"library it comes from: {', '.join(LAYOUTS)}")],
+    from_: Annotated[
+        str | None,
+        typer.Option("--from", help=f"library it comes from: {', '.join(LAYOUTS)}; published networks tell"),
+    ] = None,
     to: Annotated[str, typer.Option("--to", help="library to write it for")] = "sparseconv",
     rank: Annotated[int, typer.Option(help="number of spatial axes")] = 3,
     kernel: Annotated[
@@ -47,17 +50,15 @@ def convert(
     try:
         sizes = {k: [int(n) for n in v.split("x")] for k, v in _pairs(kernel or [], "--kernel").items()}
         counts = {k: int(v) for k, v in _pairs(groups or [], "--groups").items()}
-        report = convert_file(
-            path_in,
-            path_out,
-            from_,
-            to,
-            rank=rank,
-            kernel_sizes=sizes,
-            groups=counts,
-            skip=skip or [],
-            ignore_classes=ignore_class or [],
-        )
+        state = read(path_in, ignore_classes=ignore_class or [])
+        if from_ is None:
+            name, prefix = published_family(state)
+            from_ = PUBLISHED[name].layout
+            under = f" under {prefix}" if prefix else ""
+            console.print(f"{name}{under}: sparseconv.nn.{PUBLISHED[name].network}", soft_wrap=True)
+        options: dict[str, Any] = {"rank": rank, "kernel_sizes": sizes, "groups": counts, "skip": skip or []}
+        made, report = convert_state(state, from_, to, **options)
+        write(made, path_out)
     except (ValueError, ImportError) as error:
         Console(stderr=True).print(Text("error: ", "bold red") + Text(str(error)), soft_wrap=True)
         raise typer.Exit(1) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import sys
 
@@ -12,8 +13,11 @@ import torch
 
 from benchmarks.clients import __main__ as command
 from benchmarks.clients import equality, networks
+from benchmarks.clients.pcdet import _in_boxes
+from benchmarks.clients.pointcept import _scatter, _voxel_grid
 from benchmarks.clients.scenes import Client, Setting, indoor, lidar, loss_of, tensors
 from benchmarks.clients.standing_in import Registry, conv_layer, module, norm_layer
+from benchmarks.clients.transformers import kept_in_fp64, segment_csr, varlen
 from sparseconv.interop.spconv import pytorch as spconv
 
 
@@ -175,6 +179,52 @@ def test_steps_of_other_networks_are_refused(setting):
     del mine["output 0"]
     with pytest.raises(ValueError, match="output 0"):
         equality.differences(mine, theirs)
+
+
+# ---- what stands in for operators
+
+
+def test_rows_are_reduced_by_their_index():
+    src, index = torch.randn(20, 3), torch.arange(20) * 7 % 4
+    for reduce in ("sum", "mean"):
+        want = torch.stack([getattr(src[index == i], reduce)(0) for i in range(4)])
+        torch.testing.assert_close(_scatter(src, index, reduce=reduce), want)
+    ends = torch.tensor([0, 3, 4, 20])
+    want = torch.stack([src[a:b].amax(0) for a, b in itertools.pairwise(ends)])
+    torch.testing.assert_close(segment_csr(src, ends, "max"), want)
+
+
+def test_cells_are_numbered_apart():
+    points, batch = torch.rand(50, 3) * 9 - 3, torch.randint(0, 2, (50,))
+    numbers = _voxel_grid(points, 2.5, batch)
+    cells = torch.cat([batch[:, None], ((points - points.amin(0)) / 2.5).floor().long()], 1)
+    same = (cells[:, None] == cells[None]).all(2)
+    assert torch.equal(numbers[:, None] == numbers[None], same)
+
+
+def test_points_lie_in_their_boxes():
+    boxes = torch.tensor([[[0.0, 0, 0, 2, 2, 2, 0], [5, 5, 5, 1, 2, 4, 0]]])
+    points = torch.tensor([[[0.9, 0.9, -0.9], [5.4, 4.1, 6.9], [5.6, 5, 5], [3, 3, 3]]])
+    assert _in_boxes(points, boxes).tolist() == [[0, 1, -1, -1]]
+
+
+@pytest.mark.parametrize("ends", [[0, 4, 5, 10], [0, 5, 10]])
+def test_packed_attention_is_attention_of_each_sequence(ends):
+    qkv = torch.randn(10, 3, 2, 4)
+    y = varlen(qkv, torch.tensor(ends, dtype=torch.int32), 5, 0.0, 0.3)
+    for a, b in itertools.pairwise(ends):
+        q, k, v = qkv[a:b].unbind(1)
+        weights = (torch.einsum("ihc,jhc->hij", q, k) * 0.3).softmax(2)
+        torch.testing.assert_close(y[a:b], torch.einsum("hij,jhc->ihc", weights, v))
+
+
+def test_fp64_is_kept_and_no_other_dtype():
+    with kept_in_fp64():
+        wide, single = torch.ones(2).double(), torch.ones(2)
+        assert wide.half().dtype == wide.float().dtype == wide.to(torch.bfloat16).dtype == torch.float64
+        assert single.half().dtype == torch.float16
+        assert (single.to(torch.bfloat16).dtype, wide.to(torch.float32).dtype) == (torch.bfloat16, torch.float32)
+    assert torch.ones(2).double().half().dtype == torch.float16
 
 
 # ---- the command

@@ -389,6 +389,20 @@ def test_the_command(tmp_path):
     assert not (tmp_path / "c.pth").exists()
 
 
+def test_the_command_tells_published_networks(tmp_path):
+    keys = {"conv_input.0": (16, 3, 3, 3, 4), "conv1.0.0": (16, 3, 3, 3, 16), "conv4.2.0": (64, 3, 3, 3, 64)}
+    write({f"backbone_3d.{key}.weight": torch.zeros(shape) for key, shape in keys.items()}, tmp_path / "a.pth")
+    done = CliRunner().invoke(app, [str(tmp_path / "a.pth"), str(tmp_path / "b.pth"), "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert "openpcdet/second under backbone_3d.: sparseconv.nn.second.SecondEncoder" in done.output
+    assert read(tmp_path / "b.pth")["backbone_3d.conv4.2.0.weight"].shape == (27, 64, 64)
+    write(network().state_dict(), tmp_path / "c.pth")
+    done = CliRunner().invoke(app, [str(tmp_path / "c.pth"), str(tmp_path / "d.pth")])
+    assert done.exit_code == 1
+    assert "the keys are of no family there is" in done.output
+    assert not (tmp_path / "d.pth").exists()
+
+
 def test_importing_the_room_is_light():
     heavy = ("triton", "cupy", "rich", "typer", "safetensors")
     program = f"import sys, sparseconv.interop; print([m for m in {heavy} if m in sys.modules])"

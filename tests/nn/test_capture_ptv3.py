@@ -8,10 +8,10 @@ import torch
 import sparseconv as sc
 from sparseconv import nn
 from tests.nn.test_capture_module import DEVICE, _graphs, coords_of, features_of  # noqa: F401
-from tests.nn.test_ptv3 import SMALL
+from tests.nn.test_ptv3 import M3, SMALL
 
 
-@pytest.mark.parametrize("variant", ["m1", "m2"])
+@pytest.mark.parametrize("variant", ["m1", "m2", "m3"])
 def test_steps_on_scenes_of_many_sizes_equal_eager_ones(variant):
     torch.manual_seed(0)
     options = SMALL | {
@@ -20,6 +20,7 @@ def test_steps_on_scenes_of_many_sizes_equal_eager_ones(variant):
         "enc_patch_size": (16, 16, 16),
         "dec_patch_size": (16, 16),
     }
+    options |= M3 if variant == "m3" else {}
     eager = nn.PointTransformerV3(4, **options).to(DEVICE)
     captured = nn.PointTransformerV3(4, **options).to(DEVICE)
     captured.load_state_dict(eager.state_dict())

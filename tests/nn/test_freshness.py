@@ -15,7 +15,7 @@ from sparseconv.nn.models import second
 from sparseconv.plan import shared_plan
 from tests.cases import TOLERANCE, error
 from tests.nn.test_convolution import sparse
-from tests.nn.test_ptv3 import SMALL
+from tests.nn.test_ptv3 import M3, SMALL
 from tests.ranks import START
 
 NORMS = (nn.BatchNorm, nn.SyncBatchNorm, nn.GroupNorm, nn.InstanceNorm, nn.LayerNorm)
@@ -72,6 +72,7 @@ NETS: dict[str, Callable[[], torch.nn.Module]] = {
     "ptv3": lambda: nn.PointTransformerV3(4, **SMALL),
     "ptv3_with_bias": lambda: nn.PointTransformerV3(4, **SMALL | {"enable_rpe": True, "enable_flash": False}),
     "ptv3_m2": lambda: nn.PointTransformerV3(4, **SMALL, variant="m2", layer_scale=0.5),
+    "ptv3_m3": lambda: nn.PointTransformerV3(4, **SMALL | M3),
     "window_attention": lambda: nn.WindowAttention(4, 2, 4),
     "rotary_attention": lambda: nn.Sequential(nn.Linear(4, 6), nn.WindowAttention(6, 1, 4, rope=nn.RotaryPositions(6))),
     "voxel_resnet": lambda: nn.VoxelResBackBone8x(4, (41, 32, 32)),

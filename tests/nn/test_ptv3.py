@@ -27,6 +27,14 @@ SMALL = {
     "dec_patch_size": (32, 32),
     "drop_path": 0.0,
 }
+#: what Utonia's variant takes: heads of a multiple of six channels
+M3 = {
+    "variant": "m3",
+    "rope_base": 10,
+    "enc_channels": (12, 12, 24),
+    "dec_channels": (12, 24),
+    "dec_num_head": (1, 2),
+}
 #: options, rows of each item, training, and what Pointcept's file gives: sum and sum of squares of the output, three
 #: of its values, the sums of squares of the gradients of the input and of all parameters
 CASES = {
@@ -57,6 +65,20 @@ CASES = {
         True,
         [872.04529461721, 1232.3074228608, -0.87375810537778, -0.20417073661661,
          0.34761165244949, 190.85459717882, 60568.964452831],
+    ),
+    "m3, rotary on the way down": (
+        M3 | {"dec_rope_enable": False},
+        (300, 20),
+        False,
+        [2900.295943778, 6880.9094365333, -0.52361494580535, 1.2676178328983,
+         2.6533655140682, 93.326532702198, 105786.82617006],
+    ),
+    "m3, stretched": (
+        M3 | {"jitter_coords": 1.1, "rescale_coords": 1.2, "shift_coords": 0.2, "layer_scale": 0.3},
+        (250, 100),
+        True,
+        [824.38910231643, 651.17171329042, 0.49577592188756, -0.10308833339517,
+         -0.15636161599592, 123.45842823285, 39662.529268025],
     ),
     "norms behind": (
         {"pre_norm": False, "shuffle_orders": False, "qk_scale": 0.2},
@@ -117,7 +139,8 @@ def test_as_pointcepts_file(name):
     features.requires_grad_()
     torch.manual_seed(3)
     mask = torch.arange(len(coords)) % 3 == 0 if "mask_token" in options else None
-    y = net(sc.SparseTensor(sc.VoxelGrid(coords, len(counts)), features), mask=mask)
+    positions = 0.3 * coords[:, 1:].double() if options.get("variant") == "m3" else None
+    y = net(sc.SparseTensor(sc.VoxelGrid(coords, len(counts)), features), mask=mask, positions=positions)
     got = figures(y.features, features, net.parameters())
     assert got == pytest.approx(want, rel=1e-11, abs=1e-11)
 
@@ -191,6 +214,20 @@ def test_no_voxel_and_few():
         assert bool(features.grad.isfinite().all())
 
 
+def test_positions_are_the_voxels_unless_given():
+    net = small(**M3, order="z")
+    coords, features = voxels((200, 90))
+    x = sc.SparseTensor(sc.VoxelGrid(coords, 2), features)
+    want = net(x).features
+    assert torch.equal(net(x, positions=x.coords[:, 1:].double()).features, want)
+    moved = net(x, positions=x.coords[:, 1:].double() + torch.tensor([100.0, -7, 0.5])).features
+    torch.testing.assert_close(moved, want, rtol=1e-11, atol=1e-11)
+    assert not torch.allclose(net(x, positions=2 * x.coords[:, 1:].double()).features, want)
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves positions alone
+        halves = net.float()(x.float()).features.double()
+    assert float((halves - want).detach().norm() / want.detach().norm()) < 0.05
+
+
 def test_encoder_alone():
     net = small(enc_mode=True)
     assert not any(name.startswith("dec") for name in net.state_dict())
@@ -228,10 +265,11 @@ def test_other_ranks_and_halves():
     assert all(bool(p.grad.isfinite().all()) for p in net.parameters())
 
 
-@pytest.mark.parametrize(("training", "variant"), [(False, "m1"), (True, "m1"), (False, "m2")])
+@pytest.mark.parametrize(("training", "variant"), [(False, "m1"), (True, "m1"), (False, "m2"), (False, "m3")])
 def test_grids_of_fixed_size(training, variant):
     """Nothing of the network asks the host how many voxels there are."""
-    net = small(order=("hilbert",), variant=variant).train(training)  # one curve, since poolings shuffle
+    options = M3 if variant == "m3" else {"variant": variant}
+    net = small(order=("hilbert",), **options).train(training)  # one curve, since poolings shuffle
     coords, features = voxels((150, 60))
     grid = sc.VoxelGrid(coords, 2)
     padded = torch.cat([grid.coords, torch.full((30, 4), -1, dtype=torch.int32)])
@@ -268,10 +306,16 @@ def test_errors():
         PointTransformerV3(5, **(SMALL | {"stride": (2, 3)}))
     with pytest.raises(ValueError, match="options of variant='m2'"):
         PointTransformerOptions(layer_scale=1e-5)
-    with pytest.raises(ValueError, match="variant must be one of 'm1', 'm2'"):
-        PointTransformerOptions(variant="m3")
+    with pytest.raises(ValueError, match="options of variant='m3'"):
+        PointTransformerOptions(variant="m2", jitter_coords=1.1)
+    with pytest.raises(ValueError, match="variant must be one of 'm1', 'm2', 'm3'"):
+        PointTransformerOptions(variant="m4")
+    with pytest.raises(ValueError, match="multiple of 6 channels; got 8"):
+        PointTransformerV3(5, **SMALL, variant="m3")
     x = sc.SparseTensor(sc.VoxelGrid(torch.tensor([[0, 0, 0, 0]])), torch.ones(1, 5))
-    with pytest.raises(ValueError, match="a mask is of variant='m2' alone"):
+    with pytest.raises(ValueError, match="positions are of variant='m3' alone"):
+        PointTransformerV3(5, **SMALL)(x, positions=torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="a mask is of variant='m2' and 'm3' alone"):
         PointTransformerV3(5, **SMALL)(x, mask=torch.tensor([True]))
     with pytest.raises(ValueError, match="mask_token=True"):
         PointTransformerV3(5, **SMALL, variant="m2")(x, mask=torch.tensor([True]))

@@ -9,11 +9,11 @@ import torch
 
 import sparseconv as sc
 import sparseconv.nn
-from sparseconv.interop import convert_state, load_published
+from sparseconv.interop import convert_state, load_published, published_family
 from sparseconv.interop.spconv import pytorch as spconv
 from sparseconv.nn.models.convnext import ConvNeXtUNet
 from sparseconv.nn.models.minkunet import PLANES, MinkUNet
-from sparseconv.nn.models.ptv3 import ConditionalPositionalEncoding, PointEmbedding
+from sparseconv.nn.models.ptv3 import ConditionalPositionalEncoding, PointEmbedding, PointTransformerV3
 from sparseconv.nn.models.resnet import ResNet, coarsened
 from sparseconv.nn.models.second import SecondEncoder, VoxelResBackBone8x
 from sparseconv.nn.models.spunet import SpUNet
@@ -364,6 +364,44 @@ def test_point_transformers_parts_from_their_names():
         load_published(ours, public, name)
         want = (stem if name.endswith("stem") else cpe).state_dict()
         assert all(torch.equal(v, want[k]) for k, v in ours.state_dict().items())
+
+
+def public_names():
+    """A checkpoint of each family, under names that projects give their models; the network that it is of."""
+    shape = (41, 40, 32)
+    second, residual = SecondEncoder(3, shape), VoxelResBackBone8x(3, shape)
+    spunet = SpUNet(3, 5, base_channels=4, channels=(4,) * 8, layers=(2,) * 8)
+    yield "openpcdet/second", "module.backbone_3d.", as_spconv(second, "module.backbone_3d."), SecondEncoder(3, shape)
+    layers = [(f"conv{n}.", f"encoder_layers.encoder_layer{n}.") for n in range(1, 5)]
+    yield "mmdet3d/second", "middle_encoder.", as_spconv(second, "middle_encoder.", layers), SecondEncoder(3, shape)
+    yield "openpcdet/voxelres", "", as_spconv(residual, "", TO_BN), VoxelResBackBone8x(3, shape)
+    yield "pointcept/spunet", "module.net.", as_spconv(spunet, "module.net.", TO_BN), None
+    for variant in ("m1", "m2", "m3"):
+        heads = {"enc_channels": (12, 24), "enc_num_head": (1, 2), "dec_channels": (12,), "dec_num_head": (1,)}
+        sizes = {"enc_depths": (1, 1), "enc_patch_size": (8, 8), "dec_depths": (1,), "dec_patch_size": (8,)}
+        extra = {} if variant == "m1" else {"layer_scale": 0.1, "mask_token": True}
+        options = {"variant": variant, "stride": (2,), "enable_rpe": variant == "m1", **heads, **sizes, **extra}
+        state = as_spconv(PointTransformerV3(3, **options), "student.backbone.")
+        yield "pointcept/ptv3", "student.backbone.", state, PointTransformerV3(3, **options)
+    tiny = MinkUNet(3, 5, variant="50", planes=(2,) * 8, init_channels=4), ResNet(3, 4, depth=50, planes=(4, 4, 4, 6))
+    for name, net in zip(("minkunet", "resnet"), tiny):
+        yield f"minkowski/{name}", "", convert_state(net.state_dict(), "sparseconv", "minkowski")[0], None
+
+
+def test_families_are_told_by_their_keys():
+    for name, prefix, state, fresh in public_names():
+        state["head.weight" if prefix else "num_batches_tracked_elsewhere"] = torch.zeros(2, 2)
+        if not prefix:
+            with pytest.raises(ValueError, match="of no family there is"):  # a key that no such network has
+                published_family(state)
+            state.popitem()
+        assert published_family(state) == (name, prefix)
+        if fresh is not None:
+            load_published(fresh, state)
+    residual = as_spconv(VoxelResBackBone8x(3, (41, 40, 32)), "backbone.", TO_BN)
+    for key in ("backbone.conv5.0.0.weight", "backbone.conv1.1.conv_imp.weight"):  # VoxelNeXt, Focals Conv
+        with pytest.raises(ValueError, match=r"of no family there is.*backbone\.conv_input"):
+            published_family(residual | {key: torch.zeros(1)})
 
 
 def test_wrong_families_and_prefixes_are_named():

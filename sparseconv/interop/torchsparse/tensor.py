@@ -30,19 +30,35 @@ class TensorCacheMode(Enum):
     GLOBAL_TENSOR_CACHE = 1
 
 
+class CoordinateMaps(dict[Ints, Any]):
+    """Stride -> (coords, spatial range), or coords alone as torchsparse 1.4 and 2.0 keep them; and grids of them."""
+
+    def __init__(self, known: Any = ()) -> None:
+        super().__init__(known)
+        #: grids by stride, each with the coordinates that it was made of, their version and values
+        self.grids: dict[Ints, tuple[torch.Tensor, int, torch.Tensor, VoxelGrid]] = {}
+
+    def pair(self, stride: Ints) -> tuple[torch.Tensor, Ints | None] | None:
+        """Coordinates and range at a stride, None where they are not known."""
+        known = self.get(stride)
+        return (known, None) if isinstance(known, torch.Tensor) else known
+
+
 class TensorCache:
     """Coordinates and plans by stride, shared by the tensors of one network.
 
-    ``cmaps``: stride -> (coords, spatial range). ``kmaps``: (stride, kernel size, stride of the layer, dilation) -> the
-    plan of the layer. ``hashmaps`` stays empty.
+    ``cmaps``: `CoordinateMaps`. ``kmaps``: (stride, kernel size, stride of the layer, dilation) -> the plan of the
+    layer. ``hashmaps`` stays empty.
     """
 
-    def __init__(self) -> None:
-        self.cmaps: dict[Ints, tuple[torch.Tensor, Ints | None]] = {}
-        self.kmaps: dict[Any, Any] = {}
+    def __init__(self, cmaps: Any = None, kmaps: dict[Any, Any] | None = None) -> None:
+        self.cmaps = cmaps if isinstance(cmaps, CoordinateMaps) else CoordinateMaps(cmaps or ())
+        self.kmaps: dict[Any, Any] = {} if kmaps is None else kmaps
         self.hashmaps: dict[Any, Any] = {}
-        #: grids by stride, each with the coordinates that it was made of, their version and values
-        self.grids: dict[Ints, tuple[torch.Tensor, int, torch.Tensor, VoxelGrid]] = {}
+
+    @property
+    def grids(self) -> dict[Ints, tuple[torch.Tensor, int, torch.Tensor, VoxelGrid]]:
+        return self.cmaps.grids
 
 
 class _Shared:
@@ -111,6 +127,8 @@ class SparseTensor:
         if spatial_range is not None:
             self.spatial_range = tuple(axes(spatial_range, 4, "spatial_range", 1))
         self._caches: Any = _new_cache()
+        if old:  # torchsparse 2.0's: what a tensor shares
+            self._caches = TensorCache(old.get("cmaps"), old.get("kmaps"))
 
     @property
     def F(self) -> Any:
@@ -140,9 +158,17 @@ class SparseTensor:
     def cmaps(self) -> dict:
         return self._caches.cmaps
 
+    @cmaps.setter
+    def cmaps(self, maps: dict) -> None:
+        self._caches = TensorCache(maps, self._caches.kmaps)
+
     @property
     def kmaps(self) -> dict:
         return self._caches.kmaps
+
+    @kmaps.setter
+    def kmaps(self, maps: dict) -> None:
+        self._caches = TensorCache(self._caches.cmaps, maps)
 
     @property
     def grid(self) -> VoxelGrid:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from sparseconv.kinds import check_choice, check_kind
+from sparseconv.nn.attention.rotary import RotaryPositions
 from sparseconv.nn.attention.serialized import SerializedAttention
 from sparseconv.nn.containers import Sequential
 from sparseconv.nn.convolution import ConvolutionModule, SubmanifoldConv
@@ -21,6 +22,7 @@ from sparseconv.nn.models.ptv3_parts import (
     SerializedPooling,
     SerializedUnpooling,
     batch_norm,
+    pooled_positions,
     positional_encoding,
 )
 from sparseconv.nn.module import SparseModule
@@ -28,8 +30,10 @@ from sparseconv.nn.normalization import LayerNorm
 from sparseconv.ops.serialization import ORDERS, Serialization, serialize
 from sparseconv.tensor import SparseTensor
 
-#: arguments of Pointcept's class that choose how numbers are rounded, or norms by data set, which are refused below
+#: arguments of Pointcept's class that choose how numbers are rounded, or norms by data set, which are refused below, or
+#: move all positions alike, which attention does not see
 WITHOUT_EFFECT = (
+    "shift_coords",
     "traceable",
     "upcast_attention",
     "upcast_softmax",
@@ -134,9 +138,12 @@ class PointTransformerOptions:
             itself. Else all patches are as small as the smallest item. Neither needs flash-attn.
         enc_mode: no way back.
         variant: ``"m1"``, or ``"m2"``, that of Sonata and Concerto: a linear stem, layer norms, curves measured anew at
-            each stage, any strides, and an encoding behind an upsampling that sees all.
-        layer_scale, mask_token, freeze_encoder: of m2 alone: scales of blocks begin with this number; the stem learns
+            each stage, any strides, and an encoding behind an upsampling that sees all. ``"m3"``, that of Utonia, is m2
+            with `RotaryPositions` in its attention.
+        layer_scale, mask_token, freeze_encoder: of m2 and m3: scales of blocks begin with this number; the stem learns
             a token for masked voxels; stem and encoder get no gradient.
+        rope_base, jitter_coords, rescale_coords: of m3 alone: base, jitter and rescale of `RotaryPositions`.
+        dec_rope_enable: of m3 alone: rotary positions on the way back too.
         rank: number of spatial axes.
 
     >>> PointTransformerOptions(enc_depths=(1, 1), enc_channels=(8, 16), enc_num_head=(1, 2), enc_patch_size=(32, 32),
@@ -169,18 +176,26 @@ class PointTransformerOptions:
     layer_scale: float | None = None
     mask_token: bool = False
     freeze_encoder: bool = False
+    rope_base: float = 10000
+    jitter_coords: float | None = None
+    rescale_coords: float | None = None
+    dec_rope_enable: bool = True
     rank: int = 3
 
     def __post_init__(self) -> None:
-        check_choice("variant", self.variant, ("m1", "m2"))
+        check_choice("variant", self.variant, ("m1", "m2", "m3"))
         if self.variant == "m1" and (self.layer_scale is not None or self.mask_token or self.freeze_encoder):
-            raise ValueError("layer_scale, mask_token and freeze_encoder are options of variant='m2'")
+            raise ValueError("layer_scale, mask_token and freeze_encoder are options of variant='m2' and 'm3'")
+        if self.variant != "m3" and (self.jitter_coords is not None or self.rescale_coords is not None):
+            raise ValueError("jitter_coords and rescale_coords are options of variant='m3'")
         for name in self.curves:
             check_choice("order", name, ORDERS)
         stages = len(self.enc_depths)
         for field in fields(self):
             values = getattr(self, field.name)
-            if field.name.startswith("enc_") and field.name != "enc_mode" and len(values) != stages:
+            if isinstance(values, bool):
+                continue
+            if field.name.startswith("enc_") and len(values) != stages:
                 raise ValueError(f"{field.name} must name {stages} stages, as enc_depths does; got {tuple(values)}")
             if field.name.startswith("dec_") and not self.enc_mode and len(values) != stages - 1:
                 raise ValueError(
@@ -196,8 +211,14 @@ class PointTransformerOptions:
         """The names of the curves."""
         return (self.order,) if isinstance(self.order, str) else tuple(self.order)
 
-    def block(self, channels: int, heads: int, patch: int, number: int, drop_path: float) -> PointTransformerBlock:
-        """Block ``number`` of a stage of this width."""
+    def block(
+        self, channels: int, heads: int, patch: int, number: int, drop_path: float, *, back: bool = False
+    ) -> PointTransformerBlock:
+        """Block ``number`` of a stage of this width, on the way back or not."""
+        rope = None
+        if self.variant == "m3" and (self.dec_rope_enable or not back):
+            drawn = {"jitter": self.jitter_coords or 1.0, "rescale": self.rescale_coords or 1.0}
+            rope = RotaryPositions(channels // heads, self.rope_base, rank=self.rank, **drawn)
         attention = SerializedAttention(
             channels,
             heads,
@@ -208,6 +229,7 @@ class PointTransformerOptions:
             proj_drop=self.proj_drop,
             order_index=number % len(self.curves),
             enable_rpe=self.enable_rpe,
+            rope=rope,
             shrink_patches=not self.enable_flash,
             rank=self.rank,
         )
@@ -219,14 +241,15 @@ class PointTransformerOptions:
 class PointTransformerV3(SparseModule):
     """Point Transformer V3: attention along space-filling curves, with a positional encoding by sparse convolution.
 
-    Sources: Wu et al., Point Transformer V3: Simpler, Faster, Stronger, 2024; Wu et al., Sonata, 2025, for m2.
-    Arguments, defaults and names of parameters are those of Pointcept's PT-v3m1, and of PT-v3m2 with
-    ``variant="m2"``. Their `state_dict` loads as it is.
+    Sources: Wu et al., Point Transformer V3: Simpler, Faster, Stronger, 2024; Wu et al., Sonata, 2025, for m2; Utonia,
+    2026, for m3. Arguments, defaults and names of parameters are those of Pointcept's PT-v3m1, m2 and m3, by
+    ``variant``. Their `state_dict` loads as it is.
 
     Args:
         in_channels: of the input.
-        options: those of `PointTransformerOptions`, by name. ``upcast_attention``, ``upcast_softmax`` and the details
-            of ``pdnorm`` are taken without effect; ``pdnorm_bn`` and ``pdnorm_ln``, norms by data set, are refused.
+        options: those of `PointTransformerOptions`, by name. ``upcast_attention``, ``upcast_softmax``, ``shift_coords``
+            and the details of ``pdnorm`` are taken without effect; ``pdnorm_bn`` and ``pdnorm_ln``, norms by data set,
+            are refused.
 
     >>> import sparseconv as sc
     >>> grid, _ = sc.voxelize(torch.rand(300, 3), voxel_size=0.1)
@@ -245,7 +268,7 @@ class PointTransformerV3(SparseModule):
                 )
         made = PointTransformerOptions(**{k: v for k, v in options.items() if k not in WITHOUT_EFFECT})
         self.options = made
-        wide, second = made.enc_channels, made.variant == "m2"
+        wide, second = made.enc_channels, made.variant != "m1"
         norm: Any = LayerNorm if second else batch_norm
         self.embedding: PointEmbedding | LinearEmbedding
         if second:
@@ -269,7 +292,8 @@ class PointTransformerV3(SparseModule):
             for s in reversed(range(len(wide) - 1)):
                 stage = torch.nn.ModuleDict({"up": SerializedUnpooling(back[s + 1], wide[s], back[s], norm)})
                 for i, share in enumerate(reversed(all_shares[s])):
-                    stage[f"block{i}"] = made.block(back[s], made.dec_num_head[s], made.dec_patch_size[s], i, share)
+                    heads, patch = made.dec_num_head[s], made.dec_patch_size[s]
+                    stage[f"block{i}"] = made.block(back[s], heads, patch, i, share, back=True)
                 self.dec[f"dec{s}"] = stage
         if second:
             self.apply(_start_small)
@@ -279,32 +303,45 @@ class PointTransformerV3(SparseModule):
         self.register_load_state_dict_pre_hook(_take_spconv_weights)
 
     def forward(
-        self, x: SparseTensor, curves: Serialization | None = None, *, mask: torch.Tensor | None = None
+        self,
+        x: SparseTensor,
+        curves: Serialization | None = None,
+        *,
+        mask: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
     ) -> SparseTensor:
         """A `SparseTensor` -> one on the same grid (the coarsest, with ``enc_mode``).
 
         ``curves`` of the grid, in the order that blocks take; default: those of the options, measured as Pointcept
         does, and shuffled if the options say so. ``mask`` (N,) bool: voxels in whose place m2's stem puts its token.
+        ``positions`` (N, D) floating point: where m3's attention takes a voxel to be (Pointcept's ``coord``), of a
+        coarse one the mean; default the voxels.
         """
         grid = grid_in(x, self)
+        if self.options.variant == "m3":
+            wide = torch.promote_types(x.dtype, torch.float32)
+            positions = x.coords[:, 1:].to(wide) if positions is None else positions
+        elif positions is not None:
+            raise ValueError("positions are of variant='m3' alone")
         if curves is None:
             curves = serialize(grid, self.options.curves)
             curves = curves.shuffled() if self.options.shuffle_orders else curves
         check_kind("curves", curves, Serialization, "ops.serialize(x.grid) makes one")
         if mask is not None and not isinstance(self.embedding, LinearEmbedding):
-            raise ValueError("a mask is of variant='m2' alone")
+            raise ValueError("a mask is of variant='m2' and 'm3' alone")
         x, kept = self.embedding(x) if mask is None else self.embedding(x, mask), []
         for stage in _stages(self.enc):
             if "down" in stage:
-                skip = x, curves
+                skip = x, curves, positions
                 x, curves, plan = stage["down"](x, curves)
+                positions = None if positions is None else pooled_positions(positions, plan)
                 kept.append((*skip, plan))
-            x = _through(stage, x, curves)
+            x = _through(stage, x, curves, positions)
         for stage in () if self.options.enc_mode else _stages(self.dec):
-            fine, curves, plan = kept.pop()
+            fine, curves, positions, plan = kept.pop()
             x, fine = stage["up"](x, fine, plan)
             # as in Pointcept's m1, where the first encoding of a stage does not see what came up
-            x = _through(stage, x, curves, fine if self.options.variant == "m1" else None)
+            x = _through(stage, x, curves, positions, fine if self.options.variant == "m1" else None)
         return x
 
 
@@ -321,12 +358,16 @@ def _stages(modules: torch.nn.ModuleDict) -> Iterator[torch.nn.ModuleDict]:
 
 
 def _through(
-    stage: torch.nn.ModuleDict, x: SparseTensor, curves: Serialization, encoded: SparseTensor | None = None
+    stage: torch.nn.ModuleDict,
+    x: SparseTensor,
+    curves: Serialization,
+    positions: torch.Tensor | None,
+    encoded: SparseTensor | None = None,
 ) -> SparseTensor:
     """The blocks of a stage; the first encodes positions by ``encoded``."""
     for name, block in stage.items():
         if name.startswith("block"):
-            x, encoded = block(x, curves, encoded=encoded), None
+            x, encoded = block(x, curves, encoded=encoded, positions=positions), None
     return x
 
 

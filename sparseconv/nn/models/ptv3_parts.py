@@ -18,7 +18,7 @@ from sparseconv.nn.features import GELU, Linear
 from sparseconv.nn.geometry import LayerGeometry
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm, LayerNorm
-from sparseconv.ops.pooling import max_pool, unpool
+from sparseconv.ops.pooling import avg_pool, max_pool, unpool
 from sparseconv.ops.serialization import Serialization, serialize
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
@@ -136,17 +136,23 @@ class PointTransformerBlock(SparseModule):
         self.drop_path = DropPath(drop_path)
 
     def forward(
-        self, x: SparseTensor, curves: Serialization | None = None, *, encoded: SparseTensor | None = None
+        self,
+        x: SparseTensor,
+        curves: Serialization | None = None,
+        *,
+        encoded: SparseTensor | None = None,
+        positions: torch.Tensor | None = None,
     ) -> SparseTensor:
         """A `SparseTensor` -> one on the same grid; ``curves`` as `SerializedAttention` takes them.
 
-        ``encoded`` is what the positional encoding reads, if not x.
+        ``encoded`` is what the positional encoding reads, if not x; ``positions`` (N, D) are for rotary positions.
         """
         x = x + self.cpe(x if encoded is None else encoded)
+        attend = partial(self.attn, curves=curves, positions=None if self.attn.rope is None else positions)
         if self.pre_norm:
-            x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), curves)))
+            x = x + self.drop_path(self.ls1(attend(self.norm1(x))))
             return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
-        x = self.norm1(x + self.drop_path(self.ls1(self.attn(x, curves))))
+        x = self.norm1(x + self.drop_path(self.ls1(attend(x))))
         return self.norm2(x + self.drop_path(self.ls2(self.mlp(x))))
 
 
@@ -204,6 +210,14 @@ class SerializedPooling(SparseModule):
         if self.renewed:
             curves = serialize(x.grid, self.renewed)
         return self.act(self.norm(x)), curves.shuffled(), plan
+
+
+def pooled_positions(positions: torch.Tensor, plan: ConvolutionPlan | None) -> torch.Tensor:
+    """The mean of the positions in each coarse voxel, in their own dtype whatever autocast says."""
+    if plan is None:
+        return positions
+    with torch.autocast(positions.device.type, enabled=False):
+        return avg_pool(positions, plan)
 
 
 class SerializedUnpooling(SparseModule):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import subprocess
 import sys
 
@@ -144,6 +146,39 @@ def test_transposed_layers_undo_a_strided_one(kernel):
     assert torch.allclose(got, layer(inner.like(value)).F - layer.bias)
     with pytest.raises(ValueError, match="undoes such a layer"):
         spnn.Conv3d(5, 4, 5, 2, transposed=True).double()(inner)
+
+
+@pytest.mark.parametrize("way", ["attributes", "arguments"])
+@torch.no_grad()
+def test_maps_are_handed_on_as_torchsparse_1_and_2_0_do(way):
+    """As SPVCNN does between its points and voxels: coordinates alone, and the maps of another tensor."""
+    torchsparse.set_version("2.0")
+    feats, coords = cloud()
+    x = SparseTensor(feats, coords[:, [1, 2, 3, 0]])
+    x.cmaps.setdefault(x.stride, x.coords)
+    same, down = spnn.Conv3d(3, 3, 3).double(), spnn.Conv3d(3, 5, 2, 2).double()
+    up = spnn.Conv3d(5, 4, 2, 2, transposed=True).double()
+    coarse = down(same(x))
+    if way == "attributes":
+        other = SparseTensor(coarse.F * 2, coarse.C, coarse.s)
+        other.cmaps, other.kmaps = coarse.cmaps, coarse.kmaps
+    else:
+        other = SparseTensor(coarse.F * 2, coarse.C, coarse.s, cmaps=coarse.cmaps, kmaps=coarse.kmaps)
+    assert other.cmaps is x.cmaps
+    assert other.kmaps is x.kmaps
+    y = up(other)
+    assert y.C is x.C
+    assert torch.equal(y.F, up(coarse.like(coarse.F * 2)).F)
+    assert other.grid is coarse.grid
+    before = dict(x.kmaps)
+    assert torch.equal(same(y.like(feats)).F, same(x).F)
+    assert x.kmaps == before  # no map was made again
+    again = copy.deepcopy(other)
+    assert torch.equal(up(pickle.loads(pickle.dumps(again))).F, y.F)
+    again.cmaps = {}
+    assert x.cmaps
+    with pytest.raises(ValueError, match="undoes such a layer"):
+        up(again)
 
 
 def test_centred_windows_and_floors():

@@ -100,13 +100,14 @@ def conv3d(
     finer = tuple(a // b for a, b in zip(input.stride, steps))
     if transposed and not generative:
         plan = caches.kmaps.get((finer, kernel, steps, gap))
-        if plan is None or finer not in caches.cmaps:
+        known = caches.cmaps.pair(finer)
+        if plan is None or known is None:
             raise ValueError(
                 f"no layer before this one went from stride {finer} with kernel size {kernel}, stride {steps} and "
                 f"dilation {gap}: a transposed layer undoes such a layer; there are {sorted(caches.kmaps) or 'none'}"
             )
         feats = plan.transpose().execute(input.feats, taps, bias)
-        coords, extent = caches.cmaps[finer]
+        coords, extent = known
         return _made(input, feats, coords, finer, extent)
     if generative:
         if 0 in finer and get_version() is Version.LAST:
@@ -134,7 +135,7 @@ def conv3d(
     feats = plan.execute(input.feats, taps, bias)
     if coarser == input.stride:
         return input.like(feats)
-    held, known = caches.grids.get(coarser), caches.cmaps.get(coarser)
+    held, known = caches.grids.get(coarser), caches.cmaps.pair(coarser)
     if held is not None and held[2] is plan.target and known is not None and known[0] is held[0]:
         return _made(input, feats, known[0], coarser, known[1])
     made = _made(input, feats, outer(plan.target, coarser), coarser, extent)
