@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.boxes import FAR, union
+from sparseconv.streaming.cells import Histogram, Tree, cells_of, halve, inside, shifts_for, side, trimmed, voxels_of
 from sparseconv.streaming.store import Store
 
 #: cells of the histogram by which boxes are cut
@@ -41,10 +42,6 @@ class Block:
         return [leaf for half in self.halves for leaf in half.leaves] if self.halves else [self]
 
 
-#: a leaf by its number, or a box with its two halves
-Tree = Any
-
-
 class Blocks:
     """A k-d tree of boxes that fill space; the smallest of them hold at most ``limit`` voxels each.
 
@@ -68,13 +65,10 @@ class Blocks:
         self.order = store.scratch("order", (len(coords),), torch.int32 if len(coords) < 2**31 else torch.int64)
         axes = coords.shape[1] - 1
         self._scratch = partial(store.scratch, "order.sorted", (len(coords),), self.order.dtype)
-        #: voxels before each cell of the coarsest histogram, along every axis, and where its cells lie
-        self._sums: tuple[np.ndarray, list[int], list[int]] | None = None
+        #: the coarsest one; None for a scene of one block
+        self.histogram: Histogram | None = None
         everything = IndexRange((0, *(-FAR,) * axes), (FAR, *(FAR,) * axes))
         self._is_sorted = False
-        for first in range(0, len(coords), piece):
-            last = min(first + piece, len(coords))
-            torch.arange(first, last, out=self.order[first:last])
         self.root = Block(everything, 0, len(coords), extent if len(coords) else None)
         self.refine(limit)
 
@@ -83,6 +77,8 @@ class Blocks:
         self._spare: torch.Tensor | None = None
         self.root = self._refined(self.root, max(1, limit))
         del self._spare
+        if not self._is_sorted:  # one block
+            torch.arange(len(self.order), out=self.order)
         self.leaves, self._by_box = self.root.leaves, {}
         open_ = [self.root]
         while open_:
@@ -122,15 +118,9 @@ class Blocks:
             return 0
         there = self._meets(box)
         by_leaves = int((self._rows[there, 1] - self._rows[there, 0]).sum())
-        if self._sums is None:
+        if self.histogram is None:
             return by_leaves
-        sums, start, shifts = self._sums
-        low = [min(max((a >> s) - f, 0), n - 1) for a, s, f, n in zip(box.start, shifts, start, sums.shape)]
-        high = [min(max(((e - 1) >> s) - f + 1, 0), n - 1) for e, s, f, n in zip(box.end, shifts, start, sums.shape)]
-        corners = sums[np.ix_(*((first, max(first, last)) for first, last in zip(low, high)))]
-        for _ in low:
-            corners = corners[1] - corners[0]
-        return min(by_leaves, int(corners))
+        return min(by_leaves, self.histogram.most_in(box))
 
     def _meets(self, box: IndexRange) -> np.ndarray:
         """Which leaves may hold voxels of a box."""
@@ -168,25 +158,25 @@ class Blocks:
         """The block of the rows first to last of the order, which lie in ``tight``; the order is changed to suit."""
         if tight is None or last - first <= limit or tight.size == 1:
             return Block(box, first, last, tight)
-        shifts = _shifts(tight, min(CELLS, max(64, 4 * min(last - first, self.piece))))
+        shifts = shifts_for(tight, min(CELLS, max(64, 4 * min(last - first, self.piece))))
         start = [a >> s for a, s in zip(tight.start, shifts)]
         shape = [((e - 1) >> s) - a + 1 for e, s, a in zip(tight.end, shifts, start)]
         counts = torch.zeros(math.prod(shape), dtype=torch.int64, device=self.device)
         keys: list[torch.Tensor] = []
         for at in range(first, last, self.piece):
-            key = _cells(self._coords(at, min(at + self.piece, last)), start, shape, shifts)
+            key = cells_of(self._coords(at, min(at + self.piece, last)), start, shape, shifts)
             counts += torch.bincount(key, minlength=len(counts))
             if 4 * (last - first) <= self.spare_bytes:
                 keys.append(key)
         cuts: list[tuple[IndexRange, IndexRange]] = []
         cells = counts.cpu().view(shape).numpy()
-        if self._sums is None:
-            self._sums = _summed(cells), start, shifts
-        tree = _halve(cells, IndexRange((0,) * len(shape), tuple(shape)), box, start, shifts, limit, cuts)
+        if self.histogram is None:
+            self.histogram = Histogram(cells, start, shifts)
+        tree = halve(cells, IndexRange((0,) * len(shape), tuple(shape)), box, start, shifts, limit, cuts)
         owner, sizes = np.zeros(shape, np.int32), []
         for number, (part, _) in enumerate(cuts):
-            _inside(owner, part)[...] = number
-            sizes.append(int(_inside(cells, part).sum()))
+            inside(owner, part)[...] = number
+            sizes.append(int(inside(cells, part).sum()))
         self._sort(first, last, torch.from_numpy(owner.ravel()), sizes, (start, shape, shifts), keys)
         starts = [first]
         for size in sizes:
@@ -195,7 +185,7 @@ class Blocks:
         def made(tree: Tree) -> Block:
             if isinstance(tree, int):
                 part, around = cuts[tree]
-                voxels = _voxels(_trimmed(cells, part), start, shifts)
+                voxels = voxels_of(trimmed(cells, part), start, shifts)
                 held = None if voxels is None else voxels.intersect(tight)
                 return self._cut(around, held, starts[tree], starts[tree + 1], limit)
             whole, *parts = tree
@@ -211,28 +201,34 @@ class Blocks:
         """Group the rows first to last by their owners, each group in its old order; their cells may be known."""
         if len(sizes) == 1:
             return
-        if self._spare is None:
+        if self._is_sorted and self._spare is None:
             self._spare = self._scratch()
-        spare, ends = self._spare, (np.cumsum([0, *sizes])[:-1] + first).tolist()
-        owner = owner.to(self.device, torch.int16 if len(sizes) < 2**15 else torch.int32)
+        into = self._spare if self._is_sorted else self.order  # of all rows, no order is there that would be read
+        assert into is not None
+        target = into.numpy()
+        ends = (np.cumsum([0, *sizes])[:-1] + first).tolist()
+        kind = torch.int16 if len(sizes) < 2**15 else torch.int32
+        owner = owner.to(self.device, kind)
         for at in range(first, last, self.piece):
             until = min(at + self.piece, last)
-            key = keys.pop(0) if keys else _cells(self._coords(at, until), *cells)
-            owners = owner[key]
-            order, taken = owners.sort(stable=True).indices, 0
-            if self._is_sorted:
-                rows = self.order[at:until][order.cpu()]
+            key = keys.pop(0) if keys else cells_of(self._coords(at, until), *cells)
+            owners = torch.index_select(owner, 0, key)
+            if self.device.type == "cpu":  # numpy's is a radix sort for numbers of 16 bits
+                order = torch.from_numpy(owners.numpy().argsort(kind="stable"))
             else:
-                rows = (order + at).to(self.order.dtype).cpu()
+                order = owners.sort(stable=True).indices
+            if self._is_sorted:
+                rows = torch.index_select(self.order[at:until], 0, order.cpu()).numpy()
+            else:
+                rows = order.add_(at).to(self.order.dtype).cpu().numpy()
+            taken = 0
             for number, count in enumerate(torch.bincount(owners, minlength=len(sizes)).tolist()):
                 if count:
                     begin, ends[number] = ends[number], ends[number] + count
-                    spare[begin : begin + count] = rows[taken : taken + count]
+                    target[begin : begin + count] = rows[taken : taken + count]
                     taken += count
-        if last - first == len(self.order):
-            self.order, self._spare = spare, self.order
-        else:
-            self.order[first:last] = spare[first:last]
+        if self._is_sorted:
+            self.order[first:last] = into[first:last]
         self._is_sorted = True
 
     def _coords(self, first: int, last: int) -> torch.Tensor:
@@ -266,15 +262,6 @@ class Found(NamedTuple):
         return None
 
 
-def _summed(cells: np.ndarray) -> np.ndarray:
-    """Voxels in the cells before each corner of a cell, along every axis."""
-    sums = np.zeros([n + 1 for n in cells.shape], np.int64)
-    sums[(slice(1, None),) * cells.ndim] = cells
-    for axis in range(cells.ndim):
-        sums = sums.cumsum(axis)
-    return sums
-
-
 def _runs(rows: np.ndarray, inner: np.ndarray) -> list[tuple[int, int, bool]]:
     """Ranges of rows that lie side by side, joined where they are alike."""
     made: list[tuple[int, int, bool]] = []
@@ -285,97 +272,12 @@ def _runs(rows: np.ndarray, inner: np.ndarray) -> list[tuple[int, int, bool]]:
     return made
 
 
-def _trimmed(cells: np.ndarray, part: IndexRange) -> IndexRange | None:
-    """The cells of a box that hold voxels, as a box."""
-    spans = [line.nonzero()[0] for line in _marginals(_inside(cells, part))]
-    if not spans[0].size:
-        return None
-    start = tuple(a + int(span[0]) for a, span in zip(part.start, spans))
-    return IndexRange(start, tuple(a + int(span[-1]) + 1 for a, span in zip(part.start, spans)))
-
-
-def _inside(cells: np.ndarray, part: IndexRange) -> np.ndarray:
-    """The cells of a box."""
-    return cells[tuple(slice(a, b) for a, b in zip(part.start, part.end))]
-
-
-def _marginals(cells: np.ndarray) -> list[np.ndarray]:
-    """Voxels by their cell along each axis."""
-    return [cells.sum(tuple(a for a in range(cells.ndim) if a != axis)) for axis in range(cells.ndim)]
-
-
-def _voxels(cells: IndexRange | None, start: list[int], shifts: list[int]) -> IndexRange | None:
-    """The voxels of a box of cells."""
-    if cells is None:
-        return None
-    low, high = ([(a + n) << s for a, n, s in zip(start, edge, shifts)] for edge in (cells.start, cells.end))
-    return IndexRange(tuple(low), tuple(high))
-
-
 def within(coords: torch.Tensor, box: IndexRange) -> torch.Tensor:
     """(M,) bool: which coords (M, 1+D) lie in a box."""
     inside = torch.ones(len(coords), dtype=torch.bool, device=coords.device)
     for axis, (start, end) in enumerate(zip(box.start, box.end)):
         inside &= (coords[:, axis] >= max(start, -(2**31))) & (coords[:, axis] <= min(end - 1, 2**31 - 1))
     return inside
-
-
-def _shifts(tight: IndexRange, most: int) -> list[int]:
-    """How many bits of each coordinate a cell leaves out, so that there are at most so many cells."""
-    shifts = [0] * tight.rank
-    while True:
-        shape = [((e - 1) >> s) - (a >> s) + 1 for a, e, s in zip(tight.start, tight.end, shifts)]
-        if math.prod(shape) <= most:
-            return shifts
-        longest = max(range(tight.rank), key=lambda axis: shape[axis])
-        shifts[longest] += 1
-
-
-def _cells(coords: torch.Tensor, start: list[int], shape: list[int], shifts: list[int]) -> torch.Tensor:
-    key = torch.zeros(len(coords), dtype=torch.int32, device=coords.device)
-    for axis, (a, n, s) in enumerate(zip(start, shape, shifts)):
-        places = coords[:, axis]
-        key = key.mul_(n).add_(((places if places.dtype.itemsize > 2 else places.int()) >> s) - a)
-    return key
-
-
-def _halve(
-    cells: np.ndarray,
-    part: IndexRange,
-    box: IndexRange,
-    start: list[int],
-    shifts: list[int],
-    limit: int,
-    cuts: list[tuple[IndexRange, IndexRange]],
-) -> Tree:
-    """Cut a box of cells while it holds more than ``limit`` voxels; ``cuts`` takes the pieces with their boxes."""
-    inside = _inside(cells, part)
-    total, spans = int(inside.sum()), []
-    if total > limit:
-        marginals = _marginals(inside)
-        spans = [line.nonzero()[0] for line in marginals]
-    lengths = [(int(s[-1]) - int(s[0])) << shifts[axis] for axis, s in enumerate(spans)]
-    if not any(lengths):  # few voxels, or one cell, which the caller cuts anew
-        cuts.append((part, box))
-        return len(cuts) - 1
-    axis = max(range(part.rank), key=lambda a: lengths[a])
-    count = -(-total // limit)
-    sums, wanted = marginals[axis].cumsum(), total * (count // 2) / count
-    begin, end = int(spans[axis][0]), int(spans[axis][-1])
-    where = part.start[axis] + min(max(int(np.abs(sums - wanted).argmin()), begin), end - 1) + 1
-    edge = (start[axis] + where) << shifts[axis]
-    sides = (
-        _halve(cells, side(part, axis, where, lower), side(box, axis, edge, lower), start, shifts, limit, cuts)
-        for lower in (True, False)
-    )
-    return (box, *sides)
-
-
-def side(box: IndexRange, axis: int, cut: int, lower: bool) -> IndexRange:
-    """One side of a box that is cut across an axis."""
-    start, end = list(box.start), list(box.end)
-    (end if lower else start)[axis] = cut
-    return IndexRange(tuple(start), tuple(end))
 
 
 def halves(box: IndexRange, coords: torch.Tensor) -> tuple[IndexRange, IndexRange] | None:

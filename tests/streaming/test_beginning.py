@@ -10,8 +10,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.streaming import blocks as trees
-from sparseconv.streaming import run
+from sparseconv.streaming import cells, run
 from sparseconv.streaming.blocks import Blocks, within
 from sparseconv.streaming.peak import Peak
 from sparseconv.streaming.store import Store
@@ -41,7 +40,7 @@ def calls(monkeypatch):
 
     for name in ("_cut", "_coords", "most_in", "rows_in"):
         counting(Blocks, name)
-    counting(trees, "_halve")
+    counting(cells, "halve")
     return found
 
 
@@ -66,7 +65,7 @@ def test_work_before_the_first_block(budget, calls, monkeypatch):
     assert (planned > len(plans)) == (budget < 10**9)
     assert leaves <= 1024 + 4 * run.FINE * max(map(len, plans)), (leaves, planned)
     assert calls["_cut"] <= 3 * leaves
-    assert calls["_halve"] <= 5 * leaves
+    assert calls["halve"] <= 5 * leaves
     # both passes over the scene, and another over what was cut anew
     assert calls["_coords"] <= 4 * -(-len(coords) // blocks.piece) + 2 * calls["_cut"]
     assert calls["most_in"] <= 40 * len(plans) + 40 * planned, (calls, planned)
