@@ -18,6 +18,8 @@ from sparseconv.streaming.store import Store
 
 #: cells of the histogram by which boxes are cut
 CELLS = 2**18
+#: rows of one owner one after another, on average, from which on they are ordered together
+RUN = 8
 #: bytes of a row while its block is looked for
 ROW_BYTES = 96
 
@@ -213,14 +215,11 @@ class Blocks:
             until = min(at + self.piece, last)
             key = keys.pop(0) if keys else cells_of(self._coords(at, until), *cells)
             owners = torch.index_select(owner, 0, key)
-            if self.device.type == "cpu":  # numpy's is a radix sort for numbers of 16 bits
-                order = torch.from_numpy(owners.numpy().argsort(kind="stable"))
-            else:
-                order = owners.sort(stable=True).indices
+            order = grouped(owners, len(sizes))
             if self._is_sorted:
                 rows = torch.index_select(self.order[at:until], 0, order.cpu()).numpy()
             else:
-                rows = order.add_(at).to(self.order.dtype).cpu().numpy()
+                rows = order.to(self.order.dtype).add_(at).cpu().numpy()
             taken = 0
             for number, count in enumerate(torch.bincount(owners, minlength=len(sizes)).tolist()):
                 if count:
@@ -260,6 +259,30 @@ class Found(NamedTuple):
             if first <= block.first < block.last <= last:
                 return slice(at + block.first - first, at + block.last - first)
         return None
+
+
+def grouped(owners: torch.Tensor, count: int) -> torch.Tensor:
+    """The order that groups rows by their owners, numbers below ``count``, each group in its old order.
+
+    On a CPU, where few owners follow one another, runs of rows are ordered. Else rows follow their owners' bits in one
+    number: such numbers are distinct, so any sort will do, and numpy's for plain ones is twice as fast as a stable one.
+
+    >>> grouped(torch.tensor([2, 0, 2, 1]), 3).tolist()
+    [1, 3, 0, 2]
+    """
+    if owners.device.type != "cpu" or not len(owners):
+        return owners.sort(stable=True).indices
+    of, places = owners.numpy(), np.arange(len(owners), dtype=np.int32)
+    starts = np.concatenate([[0], (of[1:] != of[:-1]).nonzero()[0] + 1]).astype(np.int32)
+    if len(starts) < len(of) // RUN:
+        by, lengths = of[starts].argsort(kind="stable"), np.diff(starts, append=np.int32(len(of)))
+        ends = lengths[by].cumsum(dtype=np.int32)
+        return torch.from_numpy(places + (starts[by] + lengths[by] - ends).repeat(lengths[by]))
+    bits = (len(of) - 1).bit_length()
+    kind = np.uint32 if bits + (count - 1).bit_length() <= 32 else np.uint64
+    packed = (of.astype(kind) << kind(bits)) | places.astype(kind)
+    packed.sort()
+    return torch.from_numpy((packed & kind((1 << bits) - 1)).astype(np.int32))
 
 
 def _runs(rows: np.ndarray, inner: np.ndarray) -> list[tuple[int, int, bool]]:

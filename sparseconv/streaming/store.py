@@ -48,12 +48,12 @@ class Store:
         if self.folder is None:
             return
         self.ranks.agreed(lambda: (self._identify(about), {}))
-        self.ranks.agreed(lambda: (self._read(), {"finished blocks": digest(*sorted(self._done))}))
+        self.ranks.agreed(lambda: (None, {"finished blocks": digest(*sorted(self._read()))}))
 
-    def _identify(self, about: dict[str, Any]) -> None:
+    def _identify(self, about: dict[str, Any]) -> bool:
         assert self.folder is not None
         if self.ranks.rank:  # ranks agree in what they run, so one looks
-            return
+            return False
         path, text = self.folder / "stream.json", json.dumps(about, indent=1, sort_keys=True)
         if path.exists():
             before = json.loads(path.read_text())
@@ -63,10 +63,11 @@ class Store:
                     f"{self.folder} holds a run that differs in {', '.join(differing)}: it cannot go on with another "
                     "network, scene or budget. Give the same, or a new folder"
                 )
-            return
+            return True
         _written(path, text.encode())
+        return True
 
-    def _read(self) -> None:
+    def _read(self) -> set[str]:
         """Which blocks are done, by what every rank of any earlier run wrote, without half a line at an end."""
         assert self.folder is not None
         if not (self.folder / "stream.json").exists():
@@ -76,6 +77,7 @@ class Store:
             self._done.update(lines)
             if log == self._log:
                 _written(log, "".join(f"{line}\n" for line in lines).encode())
+        return self._done
 
     @property
     def _log(self) -> Path:

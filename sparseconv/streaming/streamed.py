@@ -140,7 +140,7 @@ def _understood(
     about = {} if resume is None and ranks.size == 1 else _about(net, program, scene, where)
     sample = dict(enumerate(recording.values))
     job = Job(program, scene, where, sample, into, parameters, learns, about, leaves, layout, counted)
-    said = {name: value[:12] for name, value in about.items()}
+    said: dict[str, Any] = {name: value[:12] for name, value in about.items()}
     said |= {"budget_bytes": budget_bytes, "whether resume is given": resume is not None, "gradients": learns}
     return job, {**said, "the file of out": _file_of(out)}
 

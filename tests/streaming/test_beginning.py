@@ -10,6 +10,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.streaming import blocks as trees
 from sparseconv.streaming import cells, run
 from sparseconv.streaming.blocks import Blocks, within
 from sparseconv.streaming.peak import Peak
@@ -105,6 +106,20 @@ def test_rows_in_boxes(piece, spare, limits):
         want = within(coords, box).nonzero().flatten()
         assert torch.equal(rows.sort().values, want)
         assert len(want) <= blocks.most_in(box) <= len(coords)
+
+
+@pytest.mark.parametrize("count", [1, 3, 700, 70_000])
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_rows_are_grouped_in_their_old_order(count, length):
+    """Single rows and runs of them, few and many owners, in numbers of 32 and of 64 bits; against a stable sort."""
+    draw = torch.Generator().manual_seed(0)
+    for rows in (0, 1, 2, 1000, 2**17):
+        kind = torch.int16 if count < 2**15 else torch.int32
+        owners = (
+            torch.randint(0, count, (-(-rows // length),), generator=draw).to(kind).repeat_interleave(length)[:rows]
+        )
+        got = trees.grouped(owners, count)
+        assert torch.equal(got.long(), owners.sort(stable=True).indices)
 
 
 def test_a_peak_is_read_without_a_reset(monkeypatch):
