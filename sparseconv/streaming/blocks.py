@@ -14,6 +14,7 @@ import torch
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.boxes import FAR, union
 from sparseconv.streaming.cells import Histogram, Tree, cells_of, halve, inside, shifts_for, side, trimmed, voxels_of
+from sparseconv.streaming.ranks import ALONE, Ranks
 from sparseconv.streaming.store import Store
 
 #: cells of the histogram by which boxes are cut
@@ -49,6 +50,8 @@ class Blocks:
 
     Coordinates (N, 1+D) are read piece by piece and never held as a whole. The cuts are found by counting voxels in
     cells, and depend on the set of voxels and the limits alone. Within a block rows keep their order.
+
+    Several ranks read a part of the coordinates each, and write one order that all of them see.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class Blocks:
         #: memory for the cells of rows, which are found twice where it does not do
         self.spare_bytes = spare_bytes
         self.coords, self.piece, self.device = coords, piece, device
-        self.order = store.scratch("order", (len(coords),), torch.int32 if len(coords) < 2**31 else torch.int64)
+        self.ranks = store.ranks
+        self.order = store.shared("order", (len(coords),), torch.int32 if len(coords) < 2**31 else torch.int64)
         axes = coords.shape[1] - 1
         self._scratch = partial(store.scratch, "order.sorted", (len(coords),), self.order.dtype)
         #: the coarsest one; None for a scene of one block
@@ -75,9 +79,22 @@ class Blocks:
         self.refine(limit)
 
     def refine(self, limit: int) -> None:
-        """Cut leaves that hold more than ``limit`` voxels."""
+        """Cut leaves that hold more than ``limit`` voxels; all ranks call it."""
+        limit, root, ranks = max(1, limit), self.root, self.ranks
         self._spare: torch.Tensor | None = None
-        self.root = self._refined(self.root, max(1, limit))
+        if not root.halves and root.tight is not None and root.size > limit:
+            self.root = self._cut(root.box, root.tight, root.first, root.last, limit, ranks)
+        large = [leaf for leaf in self.root.leaves if leaf.tight is not None and leaf.size > limit]
+        made: dict[IndexRange, Block] = {}
+        with ranks.together():  # until nobody reads what was
+            pass
+        with ranks.together():
+            for leaf in large[ranks.rank :: ranks.size]:
+                made[leaf.box] = self._cut(leaf.box, leaf.tight, leaf.first, leaf.last, limit)
+        for done, is_sorted in ranks.heard((made, self._is_sorted)):
+            made |= done
+            self._is_sorted |= is_sorted
+        self.root = _with(self.root, made)
         del self._spare
         if not self._is_sorted:  # one block
             torch.arange(len(self.order), out=self.order)
@@ -92,12 +109,6 @@ class Blocks:
         starts, ends = ([getattr(leaf.tight, side) for leaf in held] for side in ("start", "end"))
         self._starts, self._ends = (np.array(part, np.int64).reshape(-1, axes) for part in (starts, ends))
         self._rows = np.array([(leaf.first, leaf.last) for leaf in held], np.int64).reshape(-1, 2)
-
-    def _refined(self, block: Block, limit: int) -> Block:
-        if not block.halves:
-            return self._cut(block.box, block.tight, block.first, block.last, limit)
-        halves = tuple(self._refined(half, limit) for half in block.halves)
-        return Block(block.box, block.first, block.last, union(halves[0].tight, halves[1].tight), halves)
 
     def chosen(self, fits: Callable[[Block], bool]) -> list[Block]:
         """The largest blocks that fit, in order; leaves are taken as they are."""
@@ -156,8 +167,19 @@ class Blocks:
             found.append(rows[within(coords, box).cpu().nonzero().flatten()])
         return torch.cat(found)
 
-    def _cut(self, box: IndexRange, tight: IndexRange | None, first: int, last: int, limit: int) -> Block:
-        """The block of the rows first to last of the order, which lie in ``tight``; the order is changed to suit."""
+    def _cut(
+        self,
+        box: IndexRange,
+        tight: IndexRange | None,
+        first: int,
+        last: int,
+        limit: int,
+        ranks: Ranks = ALONE,
+    ) -> Block:
+        """The block of the rows first to last of the order, which lie in ``tight``; the order is changed to suit.
+
+        Several ranks cut it once, and leave larger leaves than that as they are.
+        """
         if tight is None or last - first <= limit or tight.size == 1:
             return Block(box, first, last, tight)
         shifts = shifts_for(tight, min(CELLS, max(64, 4 * min(last - first, self.piece))))
@@ -165,21 +187,29 @@ class Blocks:
         shape = [((e - 1) >> s) - a + 1 for e, s, a in zip(tight.end, shifts, start)]
         counts = torch.zeros(math.prod(shape), dtype=torch.int64, device=self.device)
         keys: list[torch.Tensor] = []
-        for at in range(first, last, self.piece):
-            key = cells_of(self._coords(at, min(at + self.piece, last)), start, shape, shifts)
-            counts += torch.bincount(key, minlength=len(counts))
-            if 4 * (last - first) <= self.spare_bytes:
-                keys.append(key)
+        begin, end = (first + (last - first) * part // ranks.size for part in (ranks.rank, ranks.rank + 1))
+        with ranks.together():
+            for at in range(begin, end, self.piece):
+                key = cells_of(self._coords(at, min(at + self.piece, end)), start, shape, shifts)
+                counts += torch.bincount(key, minlength=len(counts))
+                if 4 * (end - begin) <= self.spare_bytes:
+                    keys.append(key)
+        mine = counts.cpu().view(shape).numpy()
+        counts = ranks.summed({"counts": counts.clone()}, self.device)["counts"]
         cuts: list[tuple[IndexRange, IndexRange]] = []
         cells = counts.cpu().view(shape).numpy()
         if self.histogram is None:
             self.histogram = Histogram(cells, start, shifts)
         tree = halve(cells, IndexRange((0,) * len(shape), tuple(shape)), box, start, shifts, limit, cuts)
-        owner, sizes = np.zeros(shape, np.int32), []
+        owner, sizes, own = np.zeros(shape, np.int32), [], []
         for number, (part, _) in enumerate(cuts):
             inside(owner, part)[...] = number
             sizes.append(int(inside(cells, part).sum()))
-        self._sort(first, last, torch.from_numpy(owner.ravel()), sizes, (start, shape, shifts), keys)
+            own.append(int(inside(mine, part).sum()))
+        before = np.array(ranks.heard(own)[: ranks.rank]).reshape(-1, len(own)).sum(0)
+        ends = (np.cumsum([0, *sizes])[:-1] + first + before).astype(np.int64).tolist()
+        with ranks.together():
+            self._sort((begin, end), torch.from_numpy(owner.ravel()), ends, (start, shape, shifts), keys)
         starts = [first]
         for size in sizes:
             starts.append(starts[-1] + size)
@@ -189,6 +219,8 @@ class Blocks:
                 part, around = cuts[tree]
                 voxels = voxels_of(trimmed(cells, part), start, shifts)
                 held = None if voxels is None else voxels.intersect(tight)
+                if ranks.size > 1:
+                    return Block(around, starts[tree], starts[tree + 1], held)
                 return self._cut(around, held, starts[tree], starts[tree + 1], limit)
             whole, *parts = tree
             halves = tuple(made(part) for part in parts)
@@ -198,36 +230,36 @@ class Blocks:
         return made(tree)
 
     def _sort(
-        self, first: int, last: int, owner: torch.Tensor, sizes: list[int], cells: tuple, keys: list[torch.Tensor]
+        self, span: tuple[int, int], owner: torch.Tensor, ends: list[int], cells: tuple, keys: list[torch.Tensor]
     ) -> None:
-        """Group the rows first to last by their owners, each group in its old order; their cells may be known."""
-        if len(sizes) == 1:
+        """Group a span of rows by their owners, each group in its old order, from ``ends`` on; their cells may be
+        known."""
+        if len(ends) == 1:
             return
         if self._is_sorted and self._spare is None:
             self._spare = self._scratch()
         into = self._spare if self._is_sorted else self.order  # of all rows, no order is there that would be read
         assert into is not None
+        begin, end = span
+        owner = owner.to(self.device, torch.int16 if len(ends) < 2**15 else torch.int32)
         target = into.numpy()
-        ends = (np.cumsum([0, *sizes])[:-1] + first).tolist()
-        kind = torch.int16 if len(sizes) < 2**15 else torch.int32
-        owner = owner.to(self.device, kind)
-        for at in range(first, last, self.piece):
-            until = min(at + self.piece, last)
+        for at in range(begin, end, self.piece):
+            until = min(at + self.piece, end)
             key = keys.pop(0) if keys else cells_of(self._coords(at, until), *cells)
             owners = torch.index_select(owner, 0, key)
-            order = grouped(owners, len(sizes))
+            order = grouped(owners, len(ends))
             if self._is_sorted:
                 rows = torch.index_select(self.order[at:until], 0, order.cpu()).numpy()
             else:
                 rows = order.to(self.order.dtype).add_(at).cpu().numpy()
             taken = 0
-            for number, count in enumerate(torch.bincount(owners, minlength=len(sizes)).tolist()):
+            for number, count in enumerate(torch.bincount(owners, minlength=len(ends)).tolist()):
                 if count:
-                    begin, ends[number] = ends[number], ends[number] + count
-                    target[begin : begin + count] = rows[taken : taken + count]
+                    to, ends[number] = ends[number], ends[number] + count
+                    target[to : to + count] = rows[taken : taken + count]
                     taken += count
         if self._is_sorted:
-            self.order[first:last] = into[first:last]
+            self.order[begin:end] = into[begin:end]
         self._is_sorted = True
 
     def _coords(self, first: int, last: int) -> torch.Tensor:
@@ -259,6 +291,14 @@ class Found(NamedTuple):
             if first <= block.first < block.last <= last:
                 return slice(at + block.first - first, at + block.last - first)
         return None
+
+
+def _with(block: Block, cut: dict[IndexRange, Block]) -> Block:
+    """A block with some leaves cut further."""
+    if not block.halves:
+        return cut.get(block.box, block)
+    halves = tuple(_with(half, cut) for half in block.halves)
+    return Block(block.box, block.first, block.last, union(halves[0].tight, halves[1].tight), halves)
 
 
 def grouped(owners: torch.Tensor, count: int) -> torch.Tensor:

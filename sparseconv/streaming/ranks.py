@@ -93,6 +93,10 @@ class Ranks:
         return made
 
 
+#: no others
+ALONE = Ranks(None, 0, 1)
+
+
 def shared_out(costs: Sequence[float], size: int) -> list[list[int]]:
     """Tasks for ``size`` workers: the longest first, each to whoever has least to do. The largest sum is at most a
     third over the least possible (Graham, 1969).

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseconv.streaming.ranks import Ranks
+from sparseconv.streaming.ranks import ALONE, Ranks
 
 #: how numbers are written that numpy has no name for
 NUMPY = {torch.bfloat16: np.dtype(np.int16)}
@@ -28,7 +28,7 @@ class Store:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, ranks: Ranks | None = None) -> None:
-        self.ranks = Ranks.of(None) if ranks is None else ranks
+        self.ranks = ALONE if ranks is None else ranks
         self._is_made = folder is None and self.ranks.size > 1
         if self._is_made:
             folder = self.ranks.heard(tempfile.mkdtemp(prefix="stream-") if self.ranks.rank == 0 else None)[0]

@@ -16,11 +16,14 @@ import torch.distributed as dist
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.streaming.blocks import Blocks
 from sparseconv.streaming.phases import GRID
-from sparseconv.streaming.ranks import shared_out
+from sparseconv.streaming.ranks import Ranks, shared_out
+from sparseconv.streaming.store import Store
 from sparseconv.streaming.work import Work, clipped, wanted
 from tests.ranks import START, TIMEOUT, on_ranks
 from tests.streaming.scenes import NETWORKS, Squeeze, forced, scene
+from tests.streaming.test_beginning import shell
 from tests.streaming.test_totals import NORMS, block
 from tests.streaming.test_training import loss
 
@@ -246,6 +249,30 @@ def test_a_rank_dies_and_all_go_on_to_the_same_bytes(deaths, tmp_path, monkeypat
     with torch.no_grad():
         sc.stream(net, x, 10**9, out=np.load(tmp_path / "alone.npy", mmap_mode="r+"))
     assert (tmp_path / "out.npy").read_bytes() == (tmp_path / "alone.npy").read_bytes()
+
+
+def cut(limits: list[int], piece: int, folder: str) -> list[str]:
+    """Blocks that ranks find together beside those of one."""
+    coords = shell(60)
+    if limits[-1] == 90:  # one far away: all others are in one cell
+        coords = torch.cat([coords, torch.tensor([[0, 10**6, 10**6, 10**6]]).int()])
+    low, high = torch.aminmax(coords, dim=0)
+    extent = sc.IndexRange(tuple(low.tolist()), tuple((high + 1).tolist()))
+    found, ranks = [], Ranks.of(dist.group.WORLD)
+    for store in (Store(None), Store(folder, ranks)):
+        blocks = Blocks(coords, extent, limits[0], store, piece, torch.device("cpu"), 10**9 if piece > 300 else 0)
+        for limit in limits[1:]:
+            blocks.refine(limit)
+        found.append(blocks)
+    wrong = [] if torch.equal(found[0].order, found[1].order) else ["order"]
+    same = [(leaf.box, leaf.first, leaf.last, leaf.tight) for leaf in found[0].leaves]
+    return wrong + ([] if same == [(b.box, b.first, b.last, b.tight) for b in found[1].leaves] else ["leaves"])
+
+
+@pytest.mark.parametrize("limits", [[20_000], [500], [20_000, 500], [700, 100], [700, 90]])
+def test_ranks_find_the_blocks_of_one(limits, tmp_path):
+    for piece in (300, 10**6):
+        assert not [line for lines in on_ranks(3, cut, limits, piece, str(tmp_path / str(piece))) for line in lines]
 
 
 def test_the_longest_tasks_go_first_to_whoever_has_least():
