@@ -13,9 +13,9 @@ from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves
 from sparseconv.streaming.boxes import meets
-from sparseconv.streaming.peak import Peak
+from sparseconv.streaming.device.peak import Peak
+from sparseconv.streaming.device.pipeline import Direct, Overlapped, pipeline_of
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
-from sparseconv.streaming.pipeline import Direct, Overlapped, pipeline_of
 from sparseconv.streaming.planning import (
     around,
     chosen,

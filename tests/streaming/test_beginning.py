@@ -13,7 +13,7 @@ from sparseconv import nn
 from sparseconv.streaming import blocks as trees
 from sparseconv.streaming import cells, run
 from sparseconv.streaming.blocks import Blocks, within
-from sparseconv.streaming.peak import Peak
+from sparseconv.streaming.device.peak import Peak
 from sparseconv.streaming.store import Store
 
 
