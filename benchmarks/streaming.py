@@ -1,20 +1,47 @@
 """``python -m benchmarks.streaming --voxels 50e6 --budget 20e9``: a U-Net over a shell larger than the card.
 
-Prints the time of the streamed run, of its compute alone, and its peak of memory; with ``--whole`` it compares the bits
-with those of the whole scene, where that fits.
+Prints the time of the streamed run and of its parts, of its compute alone, and its peak of memory; with ``--whole`` it
+compares the bits with those of the whole scene, where that fits. ``--worlds 1 --worlds 2`` runs one rank, then two over
+the same scene (strong) and over a scene twice as large (weak), each on its own card:
+
+    python -m benchmarks.streaming --worlds 1 --worlds 2 --voxels 100e6 --budget 4e9 --out benchmarks/results/X.json
+
+The second of two runs counts, so that nothing is compiled in it. Without a card it runs over gloo, to be tried out.
 """
 
 from __future__ import annotations
 
+import datetime
+import json
+import os
+import socket
+import tempfile
 import time
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import typer
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.streaming import run as streaming_run
+from sparseconv.streaming import streamed
 from sparseconv.streaming.work import Work
+
+#: the parts of a run before its first block, by the functions that they are
+BEGINNING = {
+    "limits": (streamed.Scene, "of"),
+    "recording": (streamed, "recorded"),
+    "blocks": (streaming_run, "Blocks"),
+    "refining": (streaming_run.Blocks, "refine"),
+    "measuring": (streaming_run.Run, "_measured"),
+    "planning": (streaming_run, "chosen"),
+    "counting": (streaming_run.Run, "_count"),
+}
 
 
 def shell(voxels: int, channels: int, dtype: torch.dtype) -> sc.SparseTensor:
@@ -27,9 +54,123 @@ def shell(voxels: int, channels: int, dtype: torch.dtype) -> sc.SparseTensor:
     box = sc.IndexRange((0, 0, int(low)), (side, side, int(high) + 1))
     like = sc.VoxelGrid(coords[:1], 1)  # the rows are distinct by construction, and a check would sort all of them
     grid = like._known(coords, box)
-    features = torch.randn(min(len(coords), 2**20), channels).to(dtype)  # repeated: noise for all of them takes long
+    # repeated: noise for all of them takes long; the same on every rank
+    features = torch.randn(min(len(coords), 2**20), channels, generator=torch.Generator().manual_seed(0)).to(dtype)
     times = -(-len(coords) // len(features))
     return sc.SparseTensor(grid, features.repeat(times, 1)[: len(coords)])
+
+
+@contextmanager
+def parts() -> Iterator[dict[str, float]]:
+    """Seconds of the parts of a run before its blocks, each without those that it calls."""
+    spent: dict[str, float] = {}
+    open_: list[float] = []
+    originals = [(owner, name, vars(owner)[name]) for owner, name in BEGINNING.values()]
+
+    def timed(part: str, function: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            open_.append(0.0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - begun
+                spent[part] = spent.get(part, 0.0) + took - open_.pop()
+                if open_:
+                    open_[-1] += took
+
+        return called
+
+    try:
+        for part, (owner, name, original) in zip(BEGINNING, originals):
+            bound = isinstance(original, classmethod)
+            setattr(owner, name, timed(part, getattr(owner, name)) if bound else timed(part, original))
+        yield spent
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def measure(
+    voxels: int, budget: int, kind: torch.dtype, device: torch.device, whole: bool, channels: int, world: int
+) -> dict[str, Any]:
+    """One scene by the ranks that are there: the second of two runs."""
+    torch.manual_seed(0)
+    net = nn.UNet(4, 20, channels=[channels * 2**level for level in range(4)]).eval().to(device, kind)
+    group = dist.group.WORLD if world > 1 else None
+    on_gpu, counted, original = device.type == "cuda", [], Work.run  # type: bool, list[Any], Any
+
+    def timed(self: Work, *args: Any) -> None:
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        ends[0].record()
+        original(self, *args)
+        ends[1].record()
+        counted.append(ends)
+
+    def streamed_once(x: sc.SparseTensor) -> tuple[sc.SparseTensor, dict[str, Any]]:
+        seen: list[tuple[int, float]] = []
+        begun = time.perf_counter()
+        with parts() as spent:
+            y = sc.stream(
+                net,
+                x,
+                budget,
+                progress=lambda done, total: seen.append((total, time.perf_counter() - begun)),
+                group=group,
+            )
+        seconds = time.perf_counter() - begun
+        return y, {"seconds": seconds, "first_block_s": seen[0][1], "blocks": seen[-1][0], "parts_s": spent}
+
+    with torch.no_grad():
+        x = shell(voxels, 4, kind)
+        streamed_once(x)  # what is compiled and tuned once, for maps of this size
+        if on_gpu:
+            setattr(Work, "run", timed)  # noqa: B010 (a method is put in another's place)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        if world > 1:
+            dist.barrier()
+        try:
+            y, found = streamed_once(x)
+        finally:
+            setattr(Work, "run", original)  # noqa: B010
+        if on_gpu:
+            torch.cuda.synchronize()
+            found["peak_bytes"] = torch.cuda.max_memory_allocated()
+            found["compute_s"] = sum(a.elapsed_time(b) for a, b in counted) / 1000
+        if whole:
+            begun = time.perf_counter()
+            want = net(x.to(device)).features.cpu()
+            found |= {"whole_s": time.perf_counter() - begun, "same_bits": torch.equal(y.features, want)}
+    return found | {"voxels": len(x.grid), "budget": budget, "channels": channels, "dtype": str(kind)}
+
+
+def worker(rank: int, world: int, port: int, jobs: list[tuple[str, int]], options: dict[str, Any], table: Any) -> None:
+    """One rank: every scene of this number of ranks. The slowest rank's time counts."""
+    device = torch.device(options["device"], rank) if options["device"] == "cuda" else torch.device(options["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if Path("/dev/shm").is_dir():  # where the ranks meet: results in memory, as those of one rank are
+        tempfile.tempdir = "/dev/shm"
+    if world > 1:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=300))
+    settings = options["budget"], options["kind"], device, options["whole"], options["channels"], world
+    for name, voxels in jobs:
+        found = measure(voxels, *settings)
+        every: list[Any] = [found]
+        if world > 1:
+            every = [None] * world
+            dist.all_gather_object(every, found)
+        if rank == 0:
+            row = max(every, key=lambda one: one["seconds"]) | {"ranks": world}
+            row |= {f"{key}_by_rank": [one[key] for one in every] for key in ("seconds", "compute_s") if key in found}
+            row["blocks_by_rank"] = [one["blocks"] for one in every]
+            table[f"{name}_{world}"] = row
+            print(f"{name} on {world}: {json.dumps(row)}", flush=True)
+    if world > 1:
+        dist.destroy_process_group()
 
 
 def main(
@@ -39,49 +180,44 @@ def main(
     device: Annotated[str, typer.Option(help="Where the network is.")] = "cuda",
     whole: Annotated[bool, typer.Option(help="Compare with the whole scene on the device.")] = False,
     channels: Annotated[int, typer.Option(help="Width of the finest level.")] = 32,
+    worlds: Annotated[list[int], typer.Option(help="Numbers of ranks.")] = [1],  # noqa: B006 (typer copies it)
+    weak: Annotated[bool, typer.Option(help="Also scenes that grow with the ranks.")] = True,
+    out: Annotated[Path | None, typer.Option(help="JSON; other rows of an earlier run stay.")] = None,
 ) -> None:
-    torch.manual_seed(0)
-    kind: torch.dtype = getattr(torch, dtype)
-    widths = [channels * 2**level for level in range(4)]
-    net = nn.UNet(4, 20, channels=widths).eval().to(device, kind)
-    compute, original, counted = 0.0, Work.run, []
-
-    def timed(self: Work, *args: object) -> None:
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        original(self, *args)  # type: ignore[arg-type]
-        end.record()
-        counted.append((begin, end))
-
-    with torch.no_grad():
-        sc.stream(net, shell(200_000, 4, kind), int(budget))  # what is compiled and tuned once
-        x = shell(int(voxels), 4, kind)
-        on_gpu = device.startswith("cuda")
-        if on_gpu:
-            Work.run = timed  # type: ignore[method-assign, assignment]
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        seen: list[tuple[int, int, float]] = []
-        begun = time.perf_counter()
-
-        def progress(done: int, total: int) -> None:
-            seen.append((done, total, time.perf_counter() - begun))
-
-        y = sc.stream(net, x, int(budget), progress=progress)
-        seconds, peak = time.perf_counter() - begun, 0
-        Work.run = original  # type: ignore[method-assign]
-        if on_gpu:
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated()
-            compute = sum(a.elapsed_time(b) for a, b in counted) / 1000
-        print(f"{len(x.grid):,} voxels, {seen[-1][1]} blocks, budget {budget / 1e9:.1f} GB, {dtype}")
-        print(f"streamed {seconds:.2f} s, first block after {seen[0][2]:.2f} s, convolutions alone {compute:.2f} s")
-        print(f"peak {peak / 1e9:.2f} GB, network included")
-        if whole:
-            begun = time.perf_counter()
-            want = net(x.to(device)).features.cpu()
-            print(f"whole {time.perf_counter() - begun:.2f} s, same bits: {torch.equal(y.features, want)}")
+    options = {"budget": int(budget), "kind": getattr(torch, dtype), "device": device, "whole": whole}
+    options["channels"] = channels
+    with torch.multiprocessing.get_context("spawn").Manager() as manager:
+        shared = manager.dict()
+        for world in worlds:
+            jobs = [("strong", int(voxels))] + ([("weak", int(voxels) * world)] if weak and world > 1 else [])
+            with socket.socket() as s:
+                s.bind(("127.0.0.1", 0))
+                port = s.getsockname()[1]
+            torch.multiprocessing.spawn(worker, (world, port, jobs, options, shared), nprocs=world)
+        table = dict(shared)
+    one = table.get("strong_1")
+    for name, row in table.items():
+        if one is not None and row["ranks"] > 1:
+            share = one["seconds"] / row["seconds"]
+            row["efficiency" if name.startswith("weak") else "speedup"] = share
+        print(
+            f"{name}: {row['voxels']:,} voxels, {row['blocks_by_rank']} blocks, budget {budget / 1e9:.1f} GB, {dtype}"
+        )
+        print(f"  {row['seconds']:.2f} s, first block after {row['first_block_s']:.2f} s; before it:")
+        print("  " + ", ".join(f"{part} {seconds:.2f}" for part, seconds in row["parts_s"].items()))
+        print(f"  network alone {row.get('compute_s', 0):.2f} s, peak {row.get('peak_bytes', 0) / 1e9:.2f} GB")
+        if "same_bits" in row:
+            print(f"  whole {row['whole_s']:.2f} s, same bits: {row['same_bits']}")
+        if "speedup" in row or "efficiency" in row:
+            print(f"  against one rank: {row.get('speedup', row.get('efficiency')):.3f}")
+    if out is not None:
+        facts = {
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "torch": torch.__version__,
+        }
+        before = json.loads(out.read_text())["results"] if out.exists() else {}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps({"facts": facts, "results": before | table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class _Backward:
             if grad is None or not grad.is_floating_point():
                 continue
             if step.place is None:
-                _add(self.whole, (number, 0), grad.to(run.device))
+                _add(self.whole, (number, 0), grad.to(run.device, copy=True))
             elif step.place == GRID:
                 added = any(number in phase.loaded for phase in run.program.phases)
                 self.rows[number] = (
@@ -90,7 +91,10 @@ class _Backward:
         phases = run.program.phases
         for level in reversed(range(len(phases))):
             totals = self._totals(phases[level], len(run.plans[level]), level)
-            self._phase(phases[level], level, totals)
+            with run.ranks.together():
+                self._leave_to_first(phases[level])
+                self._phase(phases[level], level, totals)
+            self._join(phases[level])
         given = self.rows.get(FEATURES)
         like = run.scene.features
         if self.wants and given is None:
@@ -98,17 +102,17 @@ class _Backward:
         sums: Gradients = [None if s is None else s.to(p.dtype) for s, p in zip(self.sums, self.parameters)]
         return [given.to(like.dtype) if given is not None and self.wants else None, *sums]
 
-    def _totals(self, phase: Phase, count: int, level: int) -> dict[int, list[tuple[Any, ...]]]:
-        """From gradients of totals, and of what is made of them, to gradients of the blocks' parts."""
+    def _totals(self, phase: Phase, count: int, level: int) -> dict[int, list[list[tuple[Any, ...]]]]:
+        """From gradients of totals, and of what is made of them, to gradients of the parts of each block."""
         run, made = self.of, {}
         with torch.enable_grad():
-            parts: dict[int, list[tuple[torch.Tensor, ...]]] = {}
+            parts: dict[int, list[list[tuple[torch.Tensor, ...]]]] = {}
             shared: dict[int, Any] = {n: v for n, v in run.shared.items() if run.level_of(n) != level}
             for number in phase.totals:
                 total: Any = run.program.steps[number]
-                stored = [part for at in range(count) for part in run.store.get(f"total.{number}.{at}")]
-                parts[number] = [tuple(_leaf(t) for t in part) for part in stored]
-                joined = total.join(parts[number], run.program.steps[total.of].dtype)
+                stored = [run.store.get(f"total.{number}.{at}") for at in range(count)]
+                parts[number] = [[tuple(_leaf(t) for t in part) for part in block] for block in stored]
+                joined = total.join(list(chain(*parts[number])), run.program.steps[total.of].dtype)
                 shared[number] = run.on_device(joined)
             run.finish_whole(shared)
             outputs, grads = [], []
@@ -119,21 +123,47 @@ class _Backward:
                         outputs.append(value)
                         grads.append(grad.to(value.dtype))
                     del self.whole[number, at]
-            leaves = [t for some in parts.values() for part in some for t in part if t.requires_grad]
+            leaves = [t for some in parts.values() for part in chain(*some) for t in part if t.requires_grad]
             found = _grad(outputs, [*leaves, *self.parameters], grads)
         self._sum(found[len(leaves) :])
         by_leaf = dict(zip(map(id, leaves), found))
         for number, some in parts.items():
-            made[number] = [tuple(by_leaf.get(id(t)) for t in part) for part in some]
+            made[number] = [[tuple(by_leaf.get(id(t)) for t in part) for part in block] for block in some]
         return made
 
-    def _phase(self, phase: Phase, level: int, totals: dict[int, list[tuple[Any, ...]]]) -> None:
+    def _leave_to_first(self, phase: Phase) -> None:
+        """What a phase adds to begins on the first rank with what is there, and on the others with nothing."""
+        if self.of.ranks.rank:
+            loaded = {FEATURES, *phase.loaded}
+            self.rows = {number: rows for number, rows in self.rows.items() if number not in loaded}
+            self.pieces = {key: piece for key, piece in self.pieces.items() if key[0] not in loaded}
+            self.whole, self.sums = {}, [None] * len(self.sums)
+
+    def _join(self, phase: Phase) -> None:
+        """The sums over all ranks of what blocks of a phase gave, one after another on each."""
+        ranks, loaded = self.of.ranks, {FEATURES, *phase.loaded}
+        if ranks.size == 1:
+            return
+        mine: dict[Any, torch.Tensor] = {("sums", at, 0): s for at, s in enumerate(self.sums) if s is not None}
+        mine |= {("rows", number, 0): rows for number, rows in self.rows.items() if number in loaded}
+        mine |= {("pieces", *key): piece for key, piece in self.pieces.items() if key[0] in loaded}
+        mine |= {("whole", *key): value for key, value in self.whole.items()}
+        for (kind, *key), total in ranks.summed(mine, self.of.device).items():
+            if kind == "sums":
+                self.sums[key[0]] = total
+            elif kind == "rows":
+                self.rows[key[0]] = total
+            else:
+                (self.pieces if kind == "pieces" else self.whole)[key[0], key[1]] = total
+
+    def _phase(self, phase: Phase, level: int, totals: dict[int, list[list[tuple[Any, ...]]]]) -> None:
         """One pass over the blocks of a phase."""
-        run, taken = self.of, 0
-        work = Work(run.program, phase, run.shared, self._load, run.sizes)
-        for at, block in enumerate(run.plans[level]):
+        run = self.of
+        work, plan = Work(run.program, phase, run.shared, self._load, run.sizes), run.plans[level]
+        for at in run.shares[level]:
+            block = plan[at]
             starts = dict.fromkeys(phase.outputs, 0)
-            for box, values, given in run.in_parts(work, phase, block.box):
+            for taken, (box, values, given) in enumerate(run.in_parts(work, phase, block.box)):
                 self.leaves = {}
                 with torch.enable_grad():
                     values.shared = {n: self._whole_leaf(n, v) for n, v in run.shared.items()}
@@ -149,7 +179,7 @@ class _Backward:
                             outputs.append(mine.values)
                             grads.append(grad.to(mine.values.device, mine.values.dtype))
                     for number in phase.totals:
-                        for part, grad in zip(own[number], totals[number][taken]):
+                        for part, grad in zip(own[number], totals[number][at][taken]):
                             if grad is not None and part.requires_grad:
                                 outputs.append(part)
                                 grads.append(grad.to(part.device))
@@ -159,7 +189,6 @@ class _Backward:
                 for key, grad in zip(keys, found):
                     if grad is not None:
                         self._keep(key, grad, values[-1])
-                taken += 1
                 self.leaves = {}
 
     def _grad_of(self, number: int, at: int, own: Own, starts: dict[int, int]) -> torch.Tensor | None:

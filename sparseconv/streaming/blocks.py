@@ -6,17 +6,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.boxes import FAR, union
+from sparseconv.streaming.cells import Histogram, Tree, cells_of, halve, inside, shifts_for, side, trimmed, voxels_of
+from sparseconv.streaming.ranks import ALONE, Ranks
 from sparseconv.streaming.store import Store
 
 #: cells of the histogram by which boxes are cut
 CELLS = 2**18
+#: rows of one owner one after another, on average, from which on they are ordered together
+RUN = 8
 #: bytes of a row while its block is looked for
 ROW_BYTES = 96
 
@@ -41,15 +45,13 @@ class Block:
         return [leaf for half in self.halves for leaf in half.leaves] if self.halves else [self]
 
 
-#: a leaf by its number, or a box with its two halves
-Tree = Any
-
-
 class Blocks:
     """A k-d tree of boxes that fill space; the smallest of them hold at most ``limit`` voxels each.
 
     Coordinates (N, 1+D) are read piece by piece and never held as a whole. The cuts are found by counting voxels in
     cells, and depend on the set of voxels and the limits alone. Within a block rows keep their order.
+
+    Several ranks read a part of the coordinates each, and write one order that all of them see.
     """
 
     def __init__(
@@ -65,24 +67,37 @@ class Blocks:
         #: memory for the cells of rows, which are found twice where it does not do
         self.spare_bytes = spare_bytes
         self.coords, self.piece, self.device = coords, piece, device
-        self.order = store.scratch("order", (len(coords),), torch.int32 if len(coords) < 2**31 else torch.int64)
+        self.ranks = store.ranks
+        self.order = store.shared("order", (len(coords),), torch.int32 if len(coords) < 2**31 else torch.int64)
         axes = coords.shape[1] - 1
         self._scratch = partial(store.scratch, "order.sorted", (len(coords),), self.order.dtype)
-        #: voxels before each cell of the coarsest histogram, along every axis, and where its cells lie
-        self._sums: tuple[np.ndarray, list[int], list[int]] | None = None
+        #: the coarsest one; None for a scene of one block
+        self.histogram: Histogram | None = None
         everything = IndexRange((0, *(-FAR,) * axes), (FAR, *(FAR,) * axes))
         self._is_sorted = False
-        for first in range(0, len(coords), piece):
-            last = min(first + piece, len(coords))
-            torch.arange(first, last, out=self.order[first:last])
         self.root = Block(everything, 0, len(coords), extent if len(coords) else None)
         self.refine(limit)
 
     def refine(self, limit: int) -> None:
-        """Cut leaves that hold more than ``limit`` voxels."""
+        """Cut leaves that hold more than ``limit`` voxels; all ranks call it."""
+        limit, root, ranks = max(1, limit), self.root, self.ranks
         self._spare: torch.Tensor | None = None
-        self.root = self._refined(self.root, max(1, limit))
+        if not root.halves and root.tight is not None and root.size > limit:
+            self.root = self._cut(root.box, root.tight, root.first, root.last, limit, ranks)
+        large = [leaf for leaf in self.root.leaves if leaf.tight is not None and leaf.size > limit]
+        made: dict[IndexRange, Block] = {}
+        with ranks.together():  # until nobody reads what was
+            pass
+        with ranks.together():
+            for leaf in large[ranks.rank :: ranks.size]:
+                made[leaf.box] = self._cut(leaf.box, leaf.tight, leaf.first, leaf.last, limit)
+        for done, is_sorted in ranks.heard((made, self._is_sorted)):
+            made |= done
+            self._is_sorted |= is_sorted
+        self.root = _with(self.root, made)
         del self._spare
+        if not self._is_sorted:  # one block
+            torch.arange(len(self.order), out=self.order)
         self.leaves, self._by_box = self.root.leaves, {}
         open_ = [self.root]
         while open_:
@@ -94,12 +109,6 @@ class Blocks:
         starts, ends = ([getattr(leaf.tight, side) for leaf in held] for side in ("start", "end"))
         self._starts, self._ends = (np.array(part, np.int64).reshape(-1, axes) for part in (starts, ends))
         self._rows = np.array([(leaf.first, leaf.last) for leaf in held], np.int64).reshape(-1, 2)
-
-    def _refined(self, block: Block, limit: int) -> Block:
-        if not block.halves:
-            return self._cut(block.box, block.tight, block.first, block.last, limit)
-        halves = tuple(self._refined(half, limit) for half in block.halves)
-        return Block(block.box, block.first, block.last, union(halves[0].tight, halves[1].tight), halves)
 
     def chosen(self, fits: Callable[[Block], bool]) -> list[Block]:
         """The largest blocks that fit, in order; leaves are taken as they are."""
@@ -122,15 +131,9 @@ class Blocks:
             return 0
         there = self._meets(box)
         by_leaves = int((self._rows[there, 1] - self._rows[there, 0]).sum())
-        if self._sums is None:
+        if self.histogram is None:
             return by_leaves
-        sums, start, shifts = self._sums
-        low = [min(max((a >> s) - f, 0), n - 1) for a, s, f, n in zip(box.start, shifts, start, sums.shape)]
-        high = [min(max(((e - 1) >> s) - f + 1, 0), n - 1) for e, s, f, n in zip(box.end, shifts, start, sums.shape)]
-        corners = sums[np.ix_(*((first, max(first, last)) for first, last in zip(low, high)))]
-        for _ in low:
-            corners = corners[1] - corners[0]
-        return min(by_leaves, int(corners))
+        return min(by_leaves, self.histogram.most_in(box))
 
     def _meets(self, box: IndexRange) -> np.ndarray:
         """Which leaves may hold voxels of a box."""
@@ -164,30 +167,49 @@ class Blocks:
             found.append(rows[within(coords, box).cpu().nonzero().flatten()])
         return torch.cat(found)
 
-    def _cut(self, box: IndexRange, tight: IndexRange | None, first: int, last: int, limit: int) -> Block:
-        """The block of the rows first to last of the order, which lie in ``tight``; the order is changed to suit."""
+    def _cut(
+        self,
+        box: IndexRange,
+        tight: IndexRange | None,
+        first: int,
+        last: int,
+        limit: int,
+        ranks: Ranks = ALONE,
+    ) -> Block:
+        """The block of the rows first to last of the order, which lie in ``tight``; the order is changed to suit.
+
+        Several ranks cut it once, and leave larger leaves than that as they are.
+        """
         if tight is None or last - first <= limit or tight.size == 1:
             return Block(box, first, last, tight)
-        shifts = _shifts(tight, min(CELLS, max(64, 4 * min(last - first, self.piece))))
+        shifts = shifts_for(tight, min(CELLS, max(64, 4 * min(last - first, self.piece))))
         start = [a >> s for a, s in zip(tight.start, shifts)]
         shape = [((e - 1) >> s) - a + 1 for e, s, a in zip(tight.end, shifts, start)]
         counts = torch.zeros(math.prod(shape), dtype=torch.int64, device=self.device)
         keys: list[torch.Tensor] = []
-        for at in range(first, last, self.piece):
-            key = _cells(self._coords(at, min(at + self.piece, last)), start, shape, shifts)
-            counts += torch.bincount(key, minlength=len(counts))
-            if 4 * (last - first) <= self.spare_bytes:
-                keys.append(key)
+        begin, end = (first + (last - first) * part // ranks.size for part in (ranks.rank, ranks.rank + 1))
+        with ranks.together():
+            for at in range(begin, end, self.piece):
+                key = cells_of(self._coords(at, min(at + self.piece, end)), start, shape, shifts)
+                counts += torch.bincount(key, minlength=len(counts))
+                if 4 * (end - begin) <= self.spare_bytes:
+                    keys.append(key)
+        mine = counts.cpu().view(shape).numpy()
+        counts = ranks.summed({"counts": counts.clone()}, self.device)["counts"]
         cuts: list[tuple[IndexRange, IndexRange]] = []
         cells = counts.cpu().view(shape).numpy()
-        if self._sums is None:
-            self._sums = _summed(cells), start, shifts
-        tree = _halve(cells, IndexRange((0,) * len(shape), tuple(shape)), box, start, shifts, limit, cuts)
-        owner, sizes = np.zeros(shape, np.int32), []
+        if self.histogram is None:
+            self.histogram = Histogram(cells, start, shifts)
+        tree = halve(cells, IndexRange((0,) * len(shape), tuple(shape)), box, start, shifts, limit, cuts)
+        owner, sizes, own = np.zeros(shape, np.int32), [], []
         for number, (part, _) in enumerate(cuts):
-            _inside(owner, part)[...] = number
-            sizes.append(int(_inside(cells, part).sum()))
-        self._sort(first, last, torch.from_numpy(owner.ravel()), sizes, (start, shape, shifts), keys)
+            inside(owner, part)[...] = number
+            sizes.append(int(inside(cells, part).sum()))
+            own.append(int(inside(mine, part).sum()))
+        before = np.array(ranks.heard(own)[: ranks.rank]).reshape(-1, len(own)).sum(0)
+        ends = (np.cumsum([0, *sizes])[:-1] + first + before).astype(np.int64).tolist()
+        with ranks.together():
+            self._sort((begin, end), torch.from_numpy(owner.ravel()), ends, (start, shape, shifts), keys)
         starts = [first]
         for size in sizes:
             starts.append(starts[-1] + size)
@@ -195,8 +217,10 @@ class Blocks:
         def made(tree: Tree) -> Block:
             if isinstance(tree, int):
                 part, around = cuts[tree]
-                voxels = _voxels(_trimmed(cells, part), start, shifts)
+                voxels = voxels_of(trimmed(cells, part), start, shifts)
                 held = None if voxels is None else voxels.intersect(tight)
+                if ranks.size > 1:
+                    return Block(around, starts[tree], starts[tree + 1], held)
                 return self._cut(around, held, starts[tree], starts[tree + 1], limit)
             whole, *parts = tree
             halves = tuple(made(part) for part in parts)
@@ -206,33 +230,36 @@ class Blocks:
         return made(tree)
 
     def _sort(
-        self, first: int, last: int, owner: torch.Tensor, sizes: list[int], cells: tuple, keys: list[torch.Tensor]
+        self, span: tuple[int, int], owner: torch.Tensor, ends: list[int], cells: tuple, keys: list[torch.Tensor]
     ) -> None:
-        """Group the rows first to last by their owners, each group in its old order; their cells may be known."""
-        if len(sizes) == 1:
+        """Group a span of rows by their owners, each group in its old order, from ``ends`` on; their cells may be
+        known."""
+        if len(ends) == 1:
             return
-        if self._spare is None:
+        if self._is_sorted and self._spare is None:
             self._spare = self._scratch()
-        spare, ends = self._spare, (np.cumsum([0, *sizes])[:-1] + first).tolist()
-        owner = owner.to(self.device, torch.int16 if len(sizes) < 2**15 else torch.int32)
-        for at in range(first, last, self.piece):
-            until = min(at + self.piece, last)
-            key = keys.pop(0) if keys else _cells(self._coords(at, until), *cells)
-            owners = owner[key]
-            order, taken = owners.sort(stable=True).indices, 0
+        into = self._spare if self._is_sorted else self.order  # of all rows, no order is there that would be read
+        assert into is not None
+        begin, end = span
+        owner = owner.to(self.device, torch.int16 if len(ends) < 2**15 else torch.int32)
+        target = into.numpy()
+        for at in range(begin, end, self.piece):
+            until = min(at + self.piece, end)
+            key = keys.pop(0) if keys else cells_of(self._coords(at, until), *cells)
+            owners = torch.index_select(owner, 0, key)
+            order = grouped(owners, len(ends))
             if self._is_sorted:
-                rows = self.order[at:until][order.cpu()]
+                rows = torch.index_select(self.order[at:until], 0, order.cpu()).numpy()
             else:
-                rows = (order + at).to(self.order.dtype).cpu()
-            for number, count in enumerate(torch.bincount(owners, minlength=len(sizes)).tolist()):
+                rows = order.to(self.order.dtype).add_(at).cpu().numpy()
+            taken = 0
+            for number, count in enumerate(torch.bincount(owners, minlength=len(ends)).tolist()):
                 if count:
-                    begin, ends[number] = ends[number], ends[number] + count
-                    spare[begin : begin + count] = rows[taken : taken + count]
+                    to, ends[number] = ends[number], ends[number] + count
+                    target[to : to + count] = rows[taken : taken + count]
                     taken += count
-        if last - first == len(self.order):
-            self.order, self._spare = spare, self.order
-        else:
-            self.order[first:last] = spare[first:last]
+        if self._is_sorted:
+            self.order[begin:end] = into[begin:end]
         self._is_sorted = True
 
     def _coords(self, first: int, last: int) -> torch.Tensor:
@@ -266,13 +293,36 @@ class Found(NamedTuple):
         return None
 
 
-def _summed(cells: np.ndarray) -> np.ndarray:
-    """Voxels in the cells before each corner of a cell, along every axis."""
-    sums = np.zeros([n + 1 for n in cells.shape], np.int64)
-    sums[(slice(1, None),) * cells.ndim] = cells
-    for axis in range(cells.ndim):
-        sums = sums.cumsum(axis)
-    return sums
+def _with(block: Block, cut: dict[IndexRange, Block]) -> Block:
+    """A block with some leaves cut further."""
+    if not block.halves:
+        return cut.get(block.box, block)
+    halves = tuple(_with(half, cut) for half in block.halves)
+    return Block(block.box, block.first, block.last, union(halves[0].tight, halves[1].tight), halves)
+
+
+def grouped(owners: torch.Tensor, count: int) -> torch.Tensor:
+    """The order that groups rows by their owners, numbers below ``count``, each group in its old order.
+
+    On a CPU, where few owners follow one another, runs of rows are ordered. Else rows follow their owners' bits in one
+    number: such numbers are distinct, so any sort will do, and numpy's for plain ones is twice as fast as a stable one.
+
+    >>> grouped(torch.tensor([2, 0, 2, 1]), 3).tolist()
+    [1, 3, 0, 2]
+    """
+    if owners.device.type != "cpu" or not len(owners):
+        return owners.sort(stable=True).indices
+    of, places = owners.numpy(), np.arange(len(owners), dtype=np.int32)
+    starts = np.concatenate([[0], (of[1:] != of[:-1]).nonzero()[0] + 1]).astype(np.int32)
+    if len(starts) < len(of) // RUN:
+        by, lengths = of[starts].argsort(kind="stable"), np.diff(starts, append=np.int32(len(of)))
+        ends = lengths[by].cumsum(dtype=np.int32)
+        return torch.from_numpy(places + (starts[by] + lengths[by] - ends).repeat(lengths[by]))
+    bits = (len(of) - 1).bit_length()
+    kind = np.uint32 if bits + (count - 1).bit_length() <= 32 else np.uint64
+    packed = (of.astype(kind) << kind(bits)) | places.astype(kind)
+    packed.sort()
+    return torch.from_numpy((packed & kind((1 << bits) - 1)).astype(np.int32))
 
 
 def _runs(rows: np.ndarray, inner: np.ndarray) -> list[tuple[int, int, bool]]:
@@ -285,97 +335,12 @@ def _runs(rows: np.ndarray, inner: np.ndarray) -> list[tuple[int, int, bool]]:
     return made
 
 
-def _trimmed(cells: np.ndarray, part: IndexRange) -> IndexRange | None:
-    """The cells of a box that hold voxels, as a box."""
-    spans = [line.nonzero()[0] for line in _marginals(_inside(cells, part))]
-    if not spans[0].size:
-        return None
-    start = tuple(a + int(span[0]) for a, span in zip(part.start, spans))
-    return IndexRange(start, tuple(a + int(span[-1]) + 1 for a, span in zip(part.start, spans)))
-
-
-def _inside(cells: np.ndarray, part: IndexRange) -> np.ndarray:
-    """The cells of a box."""
-    return cells[tuple(slice(a, b) for a, b in zip(part.start, part.end))]
-
-
-def _marginals(cells: np.ndarray) -> list[np.ndarray]:
-    """Voxels by their cell along each axis."""
-    return [cells.sum(tuple(a for a in range(cells.ndim) if a != axis)) for axis in range(cells.ndim)]
-
-
-def _voxels(cells: IndexRange | None, start: list[int], shifts: list[int]) -> IndexRange | None:
-    """The voxels of a box of cells."""
-    if cells is None:
-        return None
-    low, high = ([(a + n) << s for a, n, s in zip(start, edge, shifts)] for edge in (cells.start, cells.end))
-    return IndexRange(tuple(low), tuple(high))
-
-
 def within(coords: torch.Tensor, box: IndexRange) -> torch.Tensor:
     """(M,) bool: which coords (M, 1+D) lie in a box."""
     inside = torch.ones(len(coords), dtype=torch.bool, device=coords.device)
     for axis, (start, end) in enumerate(zip(box.start, box.end)):
         inside &= (coords[:, axis] >= max(start, -(2**31))) & (coords[:, axis] <= min(end - 1, 2**31 - 1))
     return inside
-
-
-def _shifts(tight: IndexRange, most: int) -> list[int]:
-    """How many bits of each coordinate a cell leaves out, so that there are at most so many cells."""
-    shifts = [0] * tight.rank
-    while True:
-        shape = [((e - 1) >> s) - (a >> s) + 1 for a, e, s in zip(tight.start, tight.end, shifts)]
-        if math.prod(shape) <= most:
-            return shifts
-        longest = max(range(tight.rank), key=lambda axis: shape[axis])
-        shifts[longest] += 1
-
-
-def _cells(coords: torch.Tensor, start: list[int], shape: list[int], shifts: list[int]) -> torch.Tensor:
-    key = torch.zeros(len(coords), dtype=torch.int32, device=coords.device)
-    for axis, (a, n, s) in enumerate(zip(start, shape, shifts)):
-        places = coords[:, axis]
-        key = key.mul_(n).add_(((places if places.dtype.itemsize > 2 else places.int()) >> s) - a)
-    return key
-
-
-def _halve(
-    cells: np.ndarray,
-    part: IndexRange,
-    box: IndexRange,
-    start: list[int],
-    shifts: list[int],
-    limit: int,
-    cuts: list[tuple[IndexRange, IndexRange]],
-) -> Tree:
-    """Cut a box of cells while it holds more than ``limit`` voxels; ``cuts`` takes the pieces with their boxes."""
-    inside = _inside(cells, part)
-    total, spans = int(inside.sum()), []
-    if total > limit:
-        marginals = _marginals(inside)
-        spans = [line.nonzero()[0] for line in marginals]
-    lengths = [(int(s[-1]) - int(s[0])) << shifts[axis] for axis, s in enumerate(spans)]
-    if not any(lengths):  # few voxels, or one cell, which the caller cuts anew
-        cuts.append((part, box))
-        return len(cuts) - 1
-    axis = max(range(part.rank), key=lambda a: lengths[a])
-    count = -(-total // limit)
-    sums, wanted = marginals[axis].cumsum(), total * (count // 2) / count
-    begin, end = int(spans[axis][0]), int(spans[axis][-1])
-    where = part.start[axis] + min(max(int(np.abs(sums - wanted).argmin()), begin), end - 1) + 1
-    edge = (start[axis] + where) << shifts[axis]
-    sides = (
-        _halve(cells, side(part, axis, where, lower), side(box, axis, edge, lower), start, shifts, limit, cuts)
-        for lower in (True, False)
-    )
-    return (box, *sides)
-
-
-def side(box: IndexRange, axis: int, cut: int, lower: bool) -> IndexRange:
-    """One side of a box that is cut across an axis."""
-    start, end = list(box.start), list(box.end)
-    (end if lower else start)[axis] = cut
-    return IndexRange(tuple(start), tuple(end))
 
 
 def halves(box: IndexRange, coords: torch.Tensor) -> tuple[IndexRange, IndexRange] | None:

@@ -176,8 +176,28 @@ def _planned(
     return plans, cost, most
 
 
-def _work(program: Program, phase: Phase, sample: dict[int, Any]) -> float:
-    """Multiplications for a voxel of the scene."""
+def costs(
+    program: Program, sample: dict[int, Any], blocks: Blocks, plans: list[list[Block]], batch_size: int
+) -> list[list[float]]:
+    """What each block of each phase costs in multiplications, its surroundings included.
+
+    Of a window's taps so many meet a voxel as the shape of the scene says there: one of three along each of its
+    dimensions.
+    """
+    found = []
+    for phase, plan in zip(program.phases, plans):
+        sizes, each = _Sizes(program, phase, blocks, batch_size), []
+        for block in plan:
+            dimension, rank = 0.0, 0
+            if blocks.histogram is not None and block.tight is not None:
+                dimension, rank = blocks.histogram.dimension(block.tight), block.box.rank - 1
+            each.append(sizes.of(block) * _work(program, phase, sample, 3.0 ** (dimension - rank)))
+        found.append(each)
+    return found
+
+
+def _work(program: Program, phase: Phase, sample: dict[int, Any], fill: float = 1.0) -> float:
+    """Multiplications for a voxel of the scene, ``fill`` of all taps of windows meeting one."""
     total = 0.0
     for number in phase.steps:
         step = program.steps[number]
@@ -188,7 +208,7 @@ def _work(program: Program, phase: Phase, sample: dict[int, Any]) -> float:
         elif isinstance(step, OverEdges):
             channels: Sequence[int] = program.steps[step.x].channels
             taps = plan_of(program, step.plan)
-            total += taps * math.prod((*channels, *step.channels)) / step.groups * _share(step.place, sample)
+            total += fill * taps * math.prod((*channels, *step.channels)) / step.groups * _share(step.place, sample)
         elif step.is_rows:
             total += 10 * math.prod(step.channels) * _share(step.place, sample)
     return total

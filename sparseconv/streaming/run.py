@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,12 +13,13 @@ from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves
 from sparseconv.streaming.boxes import meets
-from sparseconv.streaming.peak import Peak
+from sparseconv.streaming.device.peak import Peak
+from sparseconv.streaming.device.pipeline import Direct, Overlapped, pipeline_of
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
-from sparseconv.streaming.pipeline import Direct, Overlapped, pipeline_of
 from sparseconv.streaming.planning import (
     around,
     chosen,
+    costs,
     counted,
     counting_bytes,
     estimated,
@@ -30,10 +30,11 @@ from sparseconv.streaming.planning import (
     too_small,
     uncertain,
 )
+from sparseconv.streaming.ranks import Ranks
 from sparseconv.streaming.scene import Scene, lexicographic
 from sparseconv.streaming.store import Store, digest
 from sparseconv.streaming.totals import BatchStatistics, Total
-from sparseconv.streaming.work import Own, TooLarge, Values, Work, clipped, own_box, wanted
+from sparseconv.streaming.work import Inputs, Own, Result, TooLarge, Values, Work, clipped, own_box, wanted
 
 #: pieces of the smallest blocks that make up one as large as the budget is thought to hold, at least
 FINE = 8
@@ -43,35 +44,20 @@ FIRST, LEAST = 512, 1024
 MEASURED, MORE = 2**16, 2**22
 
 
-@dataclass
-class Inputs:
-    """What a block needs from the host: the boxes of all values, its rows of the scene and where they lie, which of
-    them are its own where these lie one after another, and tensors that are on their way to the device."""
+class Job(NamedTuple):
+    """What is to be done: a program, its scene, its sample of the recording, and what the caller is given at last."""
 
-    boxes: dict[int, IndexRange]
-    rows: torch.Tensor
-    own: slice | None
-    on_device: torch.Tensor | None
-    loaded: dict[int, torch.Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        """On the device."""
-        return sum(t.nbytes for t in (self.on_device, *self.loaded.values()) if t is not None)
-
-    def clear(self) -> None:
-        self.on_device = None
-        self.loaded.clear()
-
-
-class Result(NamedTuple):
-    """A result of the network: its features; on other voxels than the scene's, where these lie, the order in which they
-    are taken from the blocks' own, and how many each block has."""
-
-    features: torch.Tensor
-    coords: torch.Tensor | None = None
-    order: torch.Tensor | None = None
-    sizes: list[int] = []  # noqa: RUF012 (never changed)
+    program: Program
+    scene: Scene
+    device: torch.device
+    sample: dict[int, Any]
+    out: torch.Tensor | None
+    parameters: list[torch.Tensor]
+    learns: bool
+    about: dict[str, str]
+    leaves: list[Any]
+    layout: Any
+    counted: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Run:
@@ -82,19 +68,16 @@ class Run:
 
     def __init__(
         self,
-        program: Program,
-        scene: Scene,
+        job: Job,
         budget: int,
-        device: torch.device,
         store: Store,
         progress: Callable[[int, int], None] | None,
-        sample: dict[int, Any],
-        out: torch.Tensor | None = None,
-        learns: bool = False,
+        ranks: Ranks,
     ) -> None:
-        self.out, self.learns = out, learns
+        program, scene, device, sample = job.program, job.scene, job.device, job.sample
+        self.out, self.learns, self.ranks = job.out, job.learns, ranks
         self.scene, self.budget, self.device, self.store = scene, budget, device, store
-        self.pipeline: Direct | Overlapped = Direct()
+        self.pipeline: Direct | Overlapped = Direct(False)
         self.progress, self.done, self.total = progress, 0, 0
         self.shared: dict[int, Any] = {}
         self.arrays: dict[int, torch.Tensor] = {}
@@ -126,7 +109,10 @@ class Run:
                 self.blocks.refine(max(1, limit // FINE))
             self.found = estimated(program, sample, count)
             self.uncertain = sorted(set().union(*uncertain(program, sample, count)))
-        self.program, self.plans = chosen(program, sample, self.blocks, budget, size, learns)
+        self.program, self.plans = chosen(program, sample, self.blocks, budget, size, job.learns)
+        #: by phase, what each block costs, and which of them this rank computes, by their numbers
+        self.costs = costs(self.program, sample, self.blocks, self.plans, size)
+        self.shares: list[list[int]] = []
 
     def _limit(self, program: Program, sample: dict[int, Any]) -> int:
         """Voxels that the budget is thought to hold with all that is made of them."""
@@ -135,7 +121,7 @@ class Run:
     def _measured(self, program: Program, most: int) -> Values:
         """The geometry of a part of the scene, by which the memory of blocks is planned."""
         part = max(self.blocks.chosen(lambda block: block.size <= most), key=lambda block: block.size)
-        rows = self.blocks.order[part.first : min(part.last, part.first + most)].long().sort().values
+        rows = self.blocks.order[part.first : min(part.last, part.first + most)].long()
         values = Values({})
         values[GRID] = self._grid(self._coords(rows))
         Work(program, Phase(tuple(program.needed), (), (), ()), {}, self.load).geometry(values)
@@ -143,22 +129,28 @@ class Run:
 
     def run(self) -> None:
         """All phases."""
-        self.total = sum(map(len, self.plans))
+        for number, each in enumerate(self.costs):
+            left = [at for at in range(len(each)) if not self.store.is_done(f"{number}.{at}")]
+            self.done += len(each) - len(left)
+            self.shares.append([left[at] for at in self.ranks.share([each[at] for at in left])])
+        self.total = self.done + sum(map(len, self.shares))
         if any(len(plan) > 1 for plan in self.plans):
-            self._count()
+            self._count(self.ranks)
         self.before = self.peak.now()
         for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
             self._phase(number, phase, plan)
 
-    def _count(self) -> None:
-        """Find the sizes of the whole scene's maps, once: blocks choose their kernels by them."""
+    def _count(self, ranks: Ranks | None = None) -> None:
+        """Find the sizes of the whole scene's maps, once: blocks choose their kernels by them. Several ranks count some
+        blocks each."""
         if self.sizes or not self.found:
             return
         numbers, program, size = self.uncertain, self.program, self.scene.like.batch_size
         if numbers:
             steps = tuple(program.closure([*numbers, *(target_of(program, n) for n in numbers)], frozenset()))
             work, totals = Work(program, Phase(steps, (), (), ()), {}, self.load), [0] * len(numbers)
-            for block in self.blocks.chosen(self._is_countable):
+            first, step = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+            for block in self.blocks.chosen(self._is_countable)[first::step]:
                 root = around(program, numbers, block.box).get(GRID)
                 if root is None:
                     continue
@@ -166,6 +158,8 @@ class Run:
                 values[GRID] = self._grid(self._coords(self.blocks.rows_in(clipped(root, size)).rows))
                 work.geometry(values)
                 totals = [a + b for a, b in zip(totals, counted(program, numbers, values, block.box, size))]
+            if ranks is not None:
+                totals = [sum(parts) for parts in zip(*ranks.heard(totals))]
             self.found.update(zip(numbers, totals))
         self.sizes.update(map_sizes(program, self.found))
 
@@ -175,29 +169,19 @@ class Run:
         voxels = 0 if root is None else self.blocks.most_in(clipped(root, self.scene.like.batch_size))
         return voxels * counting_bytes(self.program, self.uncertain) <= self.budget
 
-    def about(self, net: torch.nn.Module) -> dict[str, str]:
-        """What this run is of, for one that goes on with it: of a large scene some of the rows."""
-        scene, steps = self.scene, self.program.steps
-        some = torch.linspace(0, max(0, len(scene) - 1), min(len(scene), 1000), dtype=torch.float64).long()
-        coords, features = scene.coords[some.to(scene.coords.device)], scene.features[some.to(scene.features.device)]
-        shapes = (tuple(scene.coords.shape), tuple(scene.features.shape), scene.features.dtype, scene.like.batch_size)
-        return {
-            "network": digest(*(t for item in net.state_dict().items() for t in item)),
-            "steps": digest(*((type(s).__name__, s.where, s.uses, s.channels, s.dtype) for s in steps)),
-            "scene": digest(shapes, coords, features),
-            "blocks": digest(self.program.cuts, *(block.box for plan in self.plans for block in plan)),
-            "device": self.device.type,
-        }
+    def blocks_digest(self) -> str:
+        """What tells this run's blocks from others."""
+        return digest(self.program.cuts, *(block.box for plan in self.plans for block in plan))
 
     def _phase(self, number: int, phase: Phase, plan: list[Block]) -> None:
         steps = self.program.steps
         known = [output for output in phase.outputs if steps[output].place == GRID]
         self.arrays.update((output, self._array(output)) for output in known)
         work = Work(self.program, phase, self.shared, self.load, self.sizes, self.peak.mark)
-        left = [(at, block) for at, block in enumerate(plan) if not self.store.is_done(f"{number}.{at}")]
-        self.done = sum(map(len, self.plans[:number])) + len(plan) - len(left)
-        with pipeline_of(self.device) as self.pipeline:
-            for (at, block), inputs in self.pipeline.ahead(left, lambda item: self._inputs(phase, item[1].box)):
+        mine = [(at, plan[at]) for at in self.shares[number]]
+        writes_files = self.out is not None or self.store.folder is not None
+        with self.ranks.together(), pipeline_of(self.device, writes_files) as self.pipeline:
+            for (at, block), inputs in self.pipeline.ahead(mine, lambda item: self._inputs(phase, item[1].box)):
                 parts = self._block(work, phase, block.box, inputs)
                 self.pipeline.leave(parts, partial(self._finish, number, at, phase), known)
                 del parts, inputs
@@ -208,7 +192,7 @@ class Run:
         if self.out is not None and self.program.results == (output,):
             return self.out
         assert step.dtype is not None
-        return self.store.scratch(f"rows.{output}", (len(self.scene), *step.channels), step.dtype)
+        return self.store.shared(f"rows.{output}", (len(self.scene), *step.channels), step.dtype)
 
     def _inputs(self, phase: Phase, box: IndexRange) -> Inputs:
         """What a block is made of: read from the scene, and on its way to the device where it fits."""
@@ -381,7 +365,7 @@ class Run:
         if step.place is None:
             return Result(self.shared[number].to(self.scene.features.device))
         if step.place == GRID:
-            return Result(self.arrays[number])
+            return Result(self.store.kept(self.arrays[number]))
         count = len(self.plans[self.phase_of(number)])
         pieces = [self.store.get(f"piece.{number}.{at}") for at in range(count)]
         coords, features, rows = (torch.cat([piece[at] for piece in pieces]) for at in range(3))

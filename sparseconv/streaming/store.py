@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,37 +15,45 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparseconv.streaming.ranks import ALONE, Ranks
+
 #: how numbers are written that numpy has no name for
 NUMPY = {torch.bfloat16: np.dtype(np.int16)}
 
 
 class Store:
-    """Arrays in memory, or memory-mapped files in ``folder``; pieces that blocks leave, and which blocks are done."""
+    """Arrays in memory, or memory-mapped files in ``folder``; pieces that blocks leave, and which blocks are done.
 
-    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+    Several ranks share one folder, which all of them must see: without a name rank 0 makes one that goes with the run.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, ranks: Ranks | None = None) -> None:
+        self.ranks = ALONE if ranks is None else ranks
+        self._is_made = folder is None and self.ranks.size > 1
+        if self._is_made:
+            folder = self.ranks.heard(tempfile.mkdtemp(prefix="stream-") if self.ranks.rank == 0 else None)[0]
+            if self.ranks.rank == 0:
+                weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.folder = None if folder is None else Path(folder)
-        self._pieces: dict[str, Any] = {}
-        self._done: set[str] = set()
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            log = self.folder / "done.txt"
-            lines = log.read_text().split("\n")[:-1] if log.exists() else []
-            self._done = set(lines)
-            _written(log, "".join(f"{line}\n" for line in lines).encode())  # without half a line at its end
+        self._pieces: dict[str, Any] = {}
+        #: names of shared arrays, by where they lie
+        self._names: dict[int, str] = {}
+        self._done: set[str] = set()
 
-    def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An array (of any content), in the folder where there is one."""
-        if self.folder is None or 0 in shape:
-            return torch.empty(tuple(shape), dtype=dtype)
-        path, kind = self.folder / f"{name}.npy", NUMPY.get(dtype) or torch.empty(0, dtype=dtype).numpy().dtype
-        there = path.exists()
-        array = np.lib.format.open_memmap(path, "r+" if there else "w+", None if there else kind, tuple(shape))
-        return torch.from_numpy(array).view(dtype)
-
-    def identify(self, about: dict[str, Any]) -> None:
-        """Remember what this run is of. Raises ValueError where the folder holds a run of something else."""
+    def open(self, about: dict[str, Any]) -> None:
+        """Begin, or go on with what was done: by all ranks. Raises ValueError where the folder holds a run of something
+        else, or a rank does not see it."""
         if self.folder is None:
             return
+        self.ranks.agreed(lambda: (self._identify(about), {}))
+        self.ranks.agreed(lambda: (None, {"finished blocks": digest(*sorted(self._read()))}))
+
+    def _identify(self, about: dict[str, Any]) -> bool:
+        assert self.folder is not None
+        if self.ranks.rank:  # ranks agree in what they run, so one looks
+            return False
         path, text = self.folder / "stream.json", json.dumps(about, indent=1, sort_keys=True)
         if path.exists():
             before = json.loads(path.read_text())
@@ -52,8 +63,54 @@ class Store:
                     f"{self.folder} holds a run that differs in {', '.join(differing)}: it cannot go on with another "
                     "network, scene or budget. Give the same, or a new folder"
                 )
-            return
+            return True
         _written(path, text.encode())
+        return True
+
+    def _read(self) -> set[str]:
+        """Which blocks are done, by what every rank of any earlier run wrote, without half a line at an end."""
+        assert self.folder is not None
+        if not (self.folder / "stream.json").exists():
+            raise ValueError(f"{self.folder} is not the folder that rank 0 sees: give resume= one that all ranks see")
+        for log in sorted(self.folder.glob("done*.txt")):
+            lines = log.read_text().split("\n")[:-1]
+            self._done.update(lines)
+            if log == self._log:
+                _written(log, "".join(f"{line}\n" for line in lines).encode())
+        return self._done
+
+    @property
+    def _log(self) -> Path:
+        assert self.folder is not None
+        return self.folder / f"done{self.ranks.rank or ''}.txt"
+
+    def scratch(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An array (of any content) of this rank, in the folder where there is one."""
+        return self._array(f"{name}{self.ranks.rank or ''}", shape, dtype, True)
+
+    def shared(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """One array of all ranks, who call this together, in the folder where there is one; what was there stays."""
+        with self.ranks.together():
+            made = self._array(name, shape, dtype, True) if self.ranks.rank == 0 else None
+        made = self._array(name, shape, dtype, False) if made is None else made
+        self._names[made.data_ptr()] = name
+        return made
+
+    def _array(self, name: str, shape: Sequence[int], dtype: torch.dtype, makes: bool) -> torch.Tensor:
+        if self.folder is None or 0 in shape:
+            return torch.empty(tuple(shape), dtype=dtype)
+        path, kind = self.folder / f"{name}.npy", NUMPY.get(dtype) or torch.empty(0, dtype=dtype).numpy().dtype
+        if makes and not path.exists():
+            np.lib.format.open_memmap(path.with_suffix(".new"), "w+", kind, tuple(shape))
+            os.replace(path.with_suffix(".new"), path)
+        return torch.from_numpy(np.lib.format.open_memmap(path, "r+")).view(dtype)
+
+    def kept(self, array: torch.Tensor) -> torch.Tensor:
+        """A shared array as a result: of several ranks, each may write into it without the others' seeing that."""
+        name = self._names.get(array.data_ptr())
+        if self.ranks.size == 1 or self.folder is None or name is None or not array.numel():
+            return array
+        return torch.from_numpy(np.lib.format.open_memmap(self.folder / f"{name}.npy", "c")).view(array.dtype)
 
     def is_done(self, task: str) -> bool:
         return task in self._done
@@ -61,7 +118,7 @@ class Store:
     def finish(self, task: str) -> None:
         """A task's results are all kept."""
         if self.folder is not None:
-            with (self.folder / "done.txt").open("a") as log:
+            with self._log.open("a") as log:
                 log.write(task + "\n")
         self._done.add(task)
 

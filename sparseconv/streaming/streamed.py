@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from functools import partial
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,12 +16,18 @@ from sparseconv.kinds import as_device, check_count, check_kind
 from sparseconv.streaming.backward import Streamed, parameters_of
 from sparseconv.streaming.phases import GRID, Program
 from sparseconv.streaming.planning import PIECE
+from sparseconv.streaming.ranks import Ranks
 from sparseconv.streaming.recording.sample import leaves_of, number_of_leaf, recorded
-from sparseconv.streaming.run import Run, piece_of
+from sparseconv.streaming.run import Job, Run, piece_of
 from sparseconv.streaming.scene import Scene, as_rows
-from sparseconv.streaming.store import Store
+from sparseconv.streaming.store import Store, digest
+from sparseconv.streaming.work import Result
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def stream(
@@ -32,6 +40,7 @@ def stream(
     progress: Callable[[int, int], None] | None = None,
     resume: str | PathLike[str] | None = None,
     out: Any = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> Any:
     """What ``net(x)`` is, of a scene larger than the device's memory: block by block, each with its surroundings.
 
@@ -51,6 +60,9 @@ def stream(
             voxels of x are files in it.
         out: a tensor or an array, such as a mapped file, that takes the rows of the network's one result, which lies on
             the voxels of x.
+        group: processes that share the work, each on its own device; all call this with the same arguments. They meet
+            in files: ``resume`` is a folder that all of them see, by default one of rank 0's that goes with the run,
+            and ``out`` one mapped file.
 
     Returns:
         What the network returns, in host memory. A `SparseTensor` on the voxels of x keeps their order. For a pair, a
@@ -58,7 +70,9 @@ def stream(
 
     Raises:
         ValueError: a network that does something which a block cannot know, named with its place, before anything is
-            run; or a budget that is too small for one block, with the least that is enough.
+            run; ranks that disagree in network, scene or budget; or a budget that is too small for one block, with
+            the least that is enough.
+        RuntimeError: another rank failed, with its words.
 
     >>> import sparseconv as sc
     >>> grid, _ = sc.voxelize(torch.rand(400, 3), voxel_size=0.1)
@@ -69,6 +83,47 @@ def stream(
     ...     torch.equal(y.features, net(x).features)
     True
     """
+    ranks = Ranks.of(group)
+    job = ranks.agreed(partial(_understood, net, x, budget_bytes, batch_size, device, resume, out, ranks))
+    store = Store(resume, ranks)
+
+    @torch.no_grad()
+    def planned() -> tuple[Run, dict[str, Any]]:
+        made = Run(job, budget_bytes, store, progress, ranks)
+        return made, {"blocks": made.blocks_digest()}
+
+    run = ranks.agreed(planned)
+    store.open({**job.about, "blocks": run.blocks_digest()})
+    features: Any = Streamed.apply(run, job.scene.features, *job.parameters) if job.learns else None
+    if not job.learns:
+        with torch.no_grad():
+            run.run()
+    with ranks.together():  # the folder may go as soon as one rank has what it wants
+        rows = [run.rows_of(number) for number in job.program.results]
+        if job.learns:
+            rows = [one._replace(features=by) for one, by in zip(rows, features)]
+    found = dict(zip(job.program.results, rows))
+    for step, parts in run.followers:
+        step.follow(parts)
+    with torch.no_grad():
+        for buffer, value in job.counted:
+            buffer.copy_(value)
+    numbers = [number_of_leaf(leaf) for leaf in job.leaves]
+    made = [leaf if n is None else _result(run, leaf, n, found[n]) for leaf, n in zip(job.leaves, numbers)]
+    return pytree.tree_unflatten(made, job.layout)
+
+
+def _understood(
+    net: torch.nn.Module,
+    x: Any,
+    budget_bytes: int,
+    batch_size: int | None,
+    device: torch.device | str | None,
+    resume: str | PathLike[str] | None,
+    out: Any,
+    ranks: Ranks,
+) -> tuple[Job, dict[str, Any]]:
+    """What is to be done, and in what of it all ranks must agree."""
     check_kind("net", net, torch.nn.Module, "pass the network")
     check_count("budget_bytes", budget_bytes, 1)
     scene = Scene.of(x, batch_size, max(PIECE, piece_of(budget_bytes)))
@@ -78,34 +133,38 @@ def stream(
     leaves, layout = leaves_of(returned)
     numbers = [number_of_leaf(leaf) for leaf in leaves]
     program = Program(recording.steps, [n for n in numbers if n is not None])
-    sample = dict(enumerate(recording.values))
-    del recording
-    into = None if out is None else checked_out(out, program, scene)
+    into = None if out is None else checked_out(out, program, scene, ranks)
     parameters = parameters_of(program)
     learns = torch.is_grad_enabled() and (scene.features.requires_grad or bool(parameters))
     if learns and (resume is not None or out is not None):
         raise ValueError("resume and out are for inference: call stream within torch.no_grad()")
-    store = Store(resume)
-    with torch.no_grad():
-        run = Run(program, scene, budget_bytes, where, store, progress, sample, into, learns)
-        store.identify(run.about(net))
-    if learns:
-        features: Any = Streamed.apply(run, scene.features, *parameters)
-    else:
-        with torch.no_grad():
-            run.run()
-        features = [run.rows_of(number).features for number in program.results]
-    found = dict(zip(program.results, features))
-    for step, parts in run.followers:
-        step.follow(parts)
-    with torch.no_grad():
-        for buffer, value in counted:
-            buffer.copy_(value)
-    made = [leaf if n is None else _result(run, leaf, n, found[n]) for leaf, n in zip(leaves, numbers)]
-    return pytree.tree_unflatten(made, layout)
+    about = {} if resume is None and ranks.size == 1 else _about(net, program, scene, where)
+    sample = dict(enumerate(recording.values))
+    job = Job(program, scene, where, sample, into, parameters, learns, about, leaves, layout, counted)
+    said: dict[str, Any] = {name: value[:12] for name, value in about.items()}
+    said |= {"budget_bytes": budget_bytes, "whether resume is given": resume is not None, "gradients": learns}
+    return job, {**said, "the file of out": _file_of(out)}
 
 
-def checked_out(out: Any, program: Program, scene: Scene) -> torch.Tensor:
+def _about(net: torch.nn.Module, program: Program, scene: Scene, device: torch.device) -> dict[str, str]:
+    """What a run is of, for one that goes on with it: of a large scene some of the rows."""
+    some = torch.linspace(0, max(0, len(scene) - 1), min(len(scene), 1000), dtype=torch.float64).long()
+    coords, features = scene.coords[some.to(scene.coords.device)], scene.features[some.to(scene.features.device)]
+    shapes = (tuple(scene.coords.shape), tuple(scene.features.shape), scene.features.dtype, scene.like.batch_size)
+    return {
+        "network": digest(*(t for item in net.state_dict().items() for t in item)),
+        "steps": digest(*((type(s).__name__, s.where, s.uses, s.channels, s.dtype) for s in program.steps)),
+        "scene": digest(shapes, coords, features),
+        "device": device.type,
+    }
+
+
+def _file_of(out: Any) -> Any:
+    """What tells one mapped file from others, on every host that sees it."""
+    return (os.stat(out.filename).st_ino, out.offset) if isinstance(out, np.memmap) and out.filename else None
+
+
+def checked_out(out: Any, program: Program, scene: Scene, ranks: Ranks) -> torch.Tensor:
     """The tensor that takes the result. Raises where it cannot."""
     into = as_rows("out", out)
     steps = [program.steps[n] for n in program.results]
@@ -116,15 +175,16 @@ def checked_out(out: Any, program: Program, scene: Scene) -> torch.Tensor:
         raise ValueError(f"out must be {shape} of {dtype}; got {tuple(into.shape)} of {into.dtype}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out is an array that cannot be written: open its file with mode 'r+'")
+    if ranks.size > 1 and (_file_of(out) is None or out.mode not in ("r+", "w+")):
+        raise ValueError("of several ranks, out is one file that all map: numpy.load(name, mmap_mode='r+')")
     return into
 
 
-def _result(run: Run, leaf: Any, number: int, features: torch.Tensor) -> Any:
+def _result(run: Run, leaf: Any, number: int, rows: Result) -> Any:
     """One of the network's results, as the network gives it."""
-    step, scene = run.program.steps[number], run.scene
+    step, scene, features, coords = run.program.steps[number], run.scene, rows.features, rows.coords
     if not isinstance(leaf, SparseTensor):
         return features
-    coords = run.rows_of(number).coords
     if scene.sparse is None:
         return features if coords is None else (features, coords)
     grid = scene.sparse.grid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,37 @@ class Own(NamedTuple):
     coords: torch.Tensor
     values: torch.Tensor
     rows: torch.Tensor
+
+
+@dataclass
+class Inputs:
+    """What a block needs from the host: the boxes of all values, its rows of the scene and where they lie, which of
+    them are its own where these lie one after another, and tensors that are on their way to the device."""
+
+    boxes: dict[int, IndexRange]
+    rows: torch.Tensor
+    own: slice | None
+    on_device: torch.Tensor | None
+    loaded: dict[int, torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return sum(t.nbytes for t in (self.on_device, *self.loaded.values()) if t is not None)
+
+    def clear(self) -> None:
+        self.on_device = None
+        self.loaded.clear()
+
+
+class Result(NamedTuple):
+    """A result of the network: its features; on other voxels than the scene's, where these lie, the order in which they
+    are taken from the blocks' own, and how many each block has."""
+
+    features: torch.Tensor
+    coords: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    sizes: list[int] = []  # noqa: RUF012 (never changed)
 
 
 class Values(dict[Any, Any]):

@@ -11,9 +11,9 @@ import torch
 import sparseconv as sc
 from sparseconv import nn
 from sparseconv.streaming import blocks as trees
-from sparseconv.streaming import run
+from sparseconv.streaming import cells, run
 from sparseconv.streaming.blocks import Blocks, within
-from sparseconv.streaming.peak import Peak
+from sparseconv.streaming.device.peak import Peak
 from sparseconv.streaming.store import Store
 
 
@@ -41,7 +41,7 @@ def calls(monkeypatch):
 
     for name in ("_cut", "_coords", "most_in", "rows_in"):
         counting(Blocks, name)
-    counting(trees, "_halve")
+    counting(cells, "halve")
     return found
 
 
@@ -66,7 +66,7 @@ def test_work_before_the_first_block(budget, calls, monkeypatch):
     assert (planned > len(plans)) == (budget < 10**9)
     assert leaves <= 1024 + 4 * run.FINE * max(map(len, plans)), (leaves, planned)
     assert calls["_cut"] <= 3 * leaves
-    assert calls["_halve"] <= 5 * leaves
+    assert calls["halve"] <= 5 * leaves
     # both passes over the scene, and another over what was cut anew
     assert calls["_coords"] <= 4 * -(-len(coords) // blocks.piece) + 2 * calls["_cut"]
     assert calls["most_in"] <= 40 * len(plans) + 40 * planned, (calls, planned)
@@ -106,6 +106,20 @@ def test_rows_in_boxes(piece, spare, limits):
         want = within(coords, box).nonzero().flatten()
         assert torch.equal(rows.sort().values, want)
         assert len(want) <= blocks.most_in(box) <= len(coords)
+
+
+@pytest.mark.parametrize("count", [1, 3, 700, 70_000])
+@pytest.mark.parametrize("length", [1, 5, 40])
+def test_rows_are_grouped_in_their_old_order(count, length):
+    """Single rows and runs of them, few and many owners, in numbers of 32 and of 64 bits; against a stable sort."""
+    draw = torch.Generator().manual_seed(0)
+    for rows in (0, 1, 2, 1000, 2**17):
+        kind = torch.int16 if count < 2**15 else torch.int32
+        owners = (
+            torch.randint(0, count, (-(-rows // length),), generator=draw).to(kind).repeat_interleave(length)[:rows]
+        )
+        got = trees.grouped(owners, count)
+        assert torch.equal(got.long(), owners.sort(stable=True).indices)
 
 
 def test_a_peak_is_read_without_a_reset(monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,3 +171,41 @@ def test_an_error_in_a_block_is_raised_and_leaves_no_thread(monkeypatch):
     with torch.no_grad(), pytest.raises(RuntimeError, match="stop"):
         sc.stream(net, x, 10**9, progress=fail)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("stream-")]
+
+
+def _on_a_card(rank: int, world: int, port: int, folder: str) -> None:
+    import os
+
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    net, x = Levels((16, 32, 64)).cuda(), shell(300_000, 8)
+    with torch.no_grad():
+        y = sc.stream(net.eval(), x, 60_000_000, group=dist.group.WORLD)
+        alone = sc.stream(net, x, 60_000_000)
+    assert torch.equal(y.features, alone.features)
+    grads = []
+    for group in (None, dist.group.WORLD):
+        net.zero_grad()
+        sc.stream(net.train(), x, 120_000_000, group=group).features.square().mean().backward()
+        grads.append([p.grad.clone() for p in net.parameters()])
+    for got, want in zip(grads[1], grads[0]):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+        everybody = [torch.empty_like(got) for _ in range(world)]
+        dist.all_gather(everybody, got)
+        assert all(torch.equal(got, other) for other in everybody)
+    (Path(folder) / str(rank)).touch()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_cards_stream_one_scene_over_nccl(tmp_path):
+    """The bytes of one rank's run, and gradients of it to rounding, the same on both."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(_on_a_card, (2, port, str(tmp_path)), nprocs=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

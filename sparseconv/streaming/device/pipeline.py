@@ -17,14 +17,44 @@ Parts = list[dict[int, Any]]
 PIECE = 2**26
 
 
-class Direct:
-    """One after another: for a CPU, where the copies would take the compute's own cores."""
+class _Leaving:
+    """A thread for what blocks leave: one result is on its way while the next is computed.
+
+    What it raises is raised by the next `leave`, or at the end.
+    """
+
+    def __init__(self, has_thread: bool = True) -> None:
+        self._writers = ThreadPoolExecutor(1, "stream-out") if has_thread else None
+        self._leaving: Future[None] | None = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._wait()
+        finally:
+            if self._writers is not None:
+                self._writers.shutdown(cancel_futures=True)
+
+    def _wait(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.result()
+
+    def _begin(self, keep: Callable[[], None]) -> None:
+        if self._writers is None:
+            keep()
+        else:
+            self._leaving = self._writers.submit(keep)
+
+
+class Direct(_Leaving):
+    """One after another: for a CPU, where the copies would take the compute's own cores.
+
+    Files, which wait for a disk, are written by a thread.
+    """
 
     def __enter__(self) -> Direct:
         return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
 
     def ahead(self, items: Iterable[Item], prepare: Callable[[Item], Ready]) -> Iterator[tuple[Item, Ready]]:
         """Each item with what is prepared for it."""
@@ -37,14 +67,15 @@ class Direct:
 
     def leave(self, parts: Parts, keep: Callable[[Parts], None], large: Collection[int] = ()) -> None:
         """Give tensors of the device, in host memory, to ``keep``; those of ``large``, it brings by `write`."""
-        keep(parts)
+        self._wait()
+        self._begin(lambda: keep(parts))
 
     def write(self, into: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Put values of the device into rows of a tensor in host memory."""
         into[rows.to(into.device)] = values.to(into.device)
 
 
-class Overlapped:
+class Overlapped(_Leaving):
     """A thread and a stream for the way in, and another of each for the way out, with pinned memory between.
 
     One item is prepared ahead, and one result is on its way out: `prepare` and `keep` run in these threads. What they
@@ -52,22 +83,20 @@ class Overlapped:
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.device = device
         self._compute = torch.cuda.current_stream(device)
         self._into, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._readers, self._writers = (ThreadPoolExecutor(1, name) for name in ("stream-in", "stream-out"))
-        self._leaving: Future[None] | None = None
+        self._readers = ThreadPoolExecutor(1, "stream-in")
 
     def __enter__(self) -> Overlapped:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
         try:
-            if kind is None:
-                self._wait()
+            super().__exit__(kind, error, trace)
         finally:
             self._readers.shutdown(cancel_futures=True)
-            self._writers.shutdown(cancel_futures=True)
 
     def ahead(self, items: Iterable[Item], prepare: Callable[[Item], Ready]) -> Iterator[tuple[Item, Ready]]:
         """Each item with what is prepared for it, on the stream of the way in; the current stream waits for that."""
@@ -114,7 +143,7 @@ class Overlapped:
             event.synchronize()
             keep(pinned)
 
-        self._leaving = self._writers.submit(kept)
+        self._begin(kept)
 
     def write(self, into: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
         """By little pinned memory: one piece comes while the one before is put in its place."""
@@ -143,11 +172,6 @@ class Overlapped:
         values.record_stream(self._out)
         return pinned
 
-    def _wait(self) -> None:
-        leaving, self._leaving = self._leaving, None
-        if leaving is not None:
-            leaving.result()
-
 
 def _pieces(rows: torch.Tensor, values: torch.Tensor) -> Iterator[slice]:
     """Parts of so many rows, of at most ``PIECE`` bytes of values each."""
@@ -167,6 +191,6 @@ def _each(values: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return values
 
 
-def pipeline_of(device: torch.device) -> Direct | Overlapped:
+def pipeline_of(device: torch.device, writes_files: bool) -> Direct | Overlapped:
     """The one for a device."""
-    return Overlapped(device) if device.type == "cuda" else Direct()
+    return Overlapped(device) if device.type == "cuda" else Direct(writes_files)
