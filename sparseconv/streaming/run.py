@@ -94,7 +94,7 @@ class Run:
         count = len(scene)
         part = max(1, min(MEASURED, budget // counting_bytes(program, program.needed)))
         if part < LEAST and count:
-            size_of_one, voxels = smallest(program, scene, self._grid, learns)
+            size_of_one, voxels = smallest(program, scene, self._grid, self.learns)
             if size_of_one > budget:
                 raise too_small(budget, size_of_one, voxels)
         first = max(1, min(part, max(LEAST, -(-count // FIRST))))
