@@ -305,7 +305,7 @@ def grouped(owners: torch.Tensor, count: int) -> torch.Tensor:
     """The order that groups rows by their owners, numbers below ``count``, each group in its old order.
 
     On a CPU, where few owners follow one another, runs of rows are ordered. Else rows follow their owners' bits in one
-    number: such numbers are distinct, so any sort will do, and numpy's for plain ones is twice as fast as a stable one.
+    number: such numbers are distinct, so any sort will do, and numpy has a fast one for plain numbers.
 
     >>> grouped(torch.tensor([2, 0, 2, 1]), 3).tolist()
     [1, 3, 0, 2]

@@ -38,6 +38,8 @@ from sparseconv.streaming.work import Inputs, Own, Result, TooLarge, Values, Wor
 
 #: pieces of the smallest blocks that make up one as large as the budget is thought to hold, at least
 FINE = 8
+#: bytes from which on a budget on a CPU has room for a thread's stack, and for results that wait for it
+THREAD = 2**27
 #: smallest blocks that a scene is cut into before its memory is measured, at most, and voxels that they hold at least
 FIRST, LEAST = 512, 1024
 #: voxels that memory is measured on: a part of them before the scene's blocks are known, and more on a GPU
@@ -90,6 +92,8 @@ class Run:
         #: on a GPU, what blocks took over what was counted for them, at most so far
         self.factor, self.counted, self.before = 1.0, 1, 0
         self.peak = Peak(device)
+        #: on a CPU, bytes of the last block's results, which a thread writes beside the next block
+        self.leaving = 0
         size, piece = scene.like.batch_size, piece_of(budget)
         count = len(scene)
         part = max(1, min(MEASURED, budget // counting_bytes(program, program.needed)))
@@ -180,11 +184,14 @@ class Run:
         work = Work(self.program, phase, self.shared, self.load, self.sizes, self.peak.mark)
         mine = [(at, plan[at]) for at in self.shares[number]]
         writes_files = self.out is not None or self.store.folder is not None
-        with self.ranks.together(), pipeline_of(self.device, writes_files) as self.pipeline:
+        has_thread = writes_files and self.budget >= THREAD  # whose memory counts as well
+        with self.ranks.together(), pipeline_of(self.device, has_thread) as self.pipeline:
             for (at, block), inputs in self.pipeline.ahead(mine, lambda item: self._inputs(phase, item[1].box)):
                 parts = self._block(work, phase, block.box, inputs)
                 self.pipeline.leave(parts, partial(self._finish, number, at, phase), known)
-                del parts, inputs
+                own = [one for part in parts for one in part.values() if has_thread and isinstance(one, Own)]
+                self.leaving = sum(tensor.nbytes for one in own for tensor in one)
+                del parts, inputs, own
         self._join(number, phase, len(plan))
 
     def _array(self, output: int) -> torch.Tensor:
@@ -262,7 +269,7 @@ class Run:
         values.update(inputs.loaded)
         work.geometry(values)
         size = self.counted = work.bytes(values, self.learns) + (
-            least if self.device.type == "cpu" else 2 * inputs.num_bytes
+            least + self.leaving if self.device.type == "cpu" else 2 * inputs.num_bytes
         )
         if size * self.factor > self.budget:
             raise TooLarge(int(size * self.factor))

@@ -37,6 +37,10 @@ class Store:
         self.folder = None if folder is None else Path(folder)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
+        if self.ranks.size > 1:
+            token = self.ranks.heard(os.urandom(8).hex())[0]
+            self.ranks.agreed(lambda: (self._show(token), {}))
+            self.ranks.agreed(lambda: (self._see(token), {}))
         self._pieces: dict[str, Any] = {}
         #: names of shared arrays, by where they lie
         self._names: dict[int, str] = {}
@@ -44,11 +48,25 @@ class Store:
 
     def open(self, about: dict[str, Any]) -> None:
         """Begin, or go on with what was done: by all ranks. Raises ValueError where the folder holds a run of something
-        else, or a rank does not see it."""
+        else."""
         if self.folder is None:
             return
         self.ranks.agreed(lambda: (self._identify(about), {}))
         self.ranks.agreed(lambda: (None, {"finished blocks": digest(*sorted(self._read()))}))
+
+    def _show(self, token: str) -> bool:
+        assert self.folder is not None
+        if self.ranks.rank == 0:
+            _written(self.folder / "ranks.txt", token.encode())
+        return True
+
+    def _see(self, token: str) -> bool:
+        """Raises ValueError where this is not the folder in which rank 0 wrote the token."""
+        assert self.folder is not None
+        path = self.folder / "ranks.txt"
+        if not path.exists() or path.read_text() != token:
+            raise ValueError(f"{self.folder} is not the folder that rank 0 sees: give resume= one that all ranks see")
+        return True
 
     def _identify(self, about: dict[str, Any]) -> bool:
         assert self.folder is not None
@@ -70,8 +88,6 @@ class Store:
     def _read(self) -> set[str]:
         """Which blocks are done, by what every rank of any earlier run wrote, without half a line at an end."""
         assert self.folder is not None
-        if not (self.folder / "stream.json").exists():
-            raise ValueError(f"{self.folder} is not the folder that rank 0 sees: give resume= one that all ranks see")
         for log in sorted(self.folder.glob("done*.txt")):
             lines = log.read_text().split("\n")[:-1]
             self._done.update(lines)

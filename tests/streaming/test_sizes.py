@@ -74,7 +74,7 @@ def test_only_what_may_decide_is_counted(monkeypatch):
     torch.manual_seed(0)
     net, x = NETWORKS["deep"]().eval(), scene()
     counted, plain = [], Run._count
-    monkeypatch.setattr(Run, "_count", lambda run: (plain(run), counted.append(len(run.uncertain))))
+    monkeypatch.setattr(Run, "_count", lambda run, *ranks: (plain(run, *ranks), counted.append(len(run.uncertain))))
     forced(monkeypatch, 0, 100)
     for least, grids in ((0, 0), (1, 0), (10_000, 2), (math.inf, 2 + 7)):
         monkeypatch.setattr(Backend, "steady_rows", lambda self, request, least=least: least)
@@ -118,7 +118,7 @@ def test_rows_of_small_blocks_are_summed_as_in_a_large_map(knows, monkeypatch):
     monkeypatch.setattr(triton_backend, "work_of", lambda *args: replace(work_of(*args), processors=4))
     monkeypatch.setattr(numpy, "matmul", by_rows)
     if not knows:
-        monkeypatch.setattr(Run, "_count", lambda run: None)
+        monkeypatch.setattr(Run, "_count", lambda *_: None)
     torch.manual_seed(0)
     net = nn.Sequential(nn.SubmanifoldConv(8, 16, 3), nn.Conv(16, 16, 2, stride=2), nn.SubmanifoldConv(16, 16, 3))
     net, x = net.eval().half(), scene(count=800, channels=8).half()
