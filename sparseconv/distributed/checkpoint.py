@@ -40,8 +40,8 @@ def save(path: str | PathLike[str], grid: ShardedGrid, features: Shaped[torch.Te
     >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     >>> with TemporaryDirectory() as folder:
     ...     save(folder, shard(torch.tensor([[0, 7], [0, 3]])), torch.tensor([[3.0], [7.0]]))
-    ...     sorted(path.suffix for path in Path(folder).iterdir())
-    ['.distcp', '.metadata']
+    ...     sorted(path.name for path in Path(folder).iterdir())
+    ['.metadata', '__0_0.distcp']
     >>> dist.destroy_process_group()
     """
     check_kind("grid", grid, ShardedGrid, "shard(grid) makes one")
