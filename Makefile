@@ -8,7 +8,7 @@ CONSTRAINED := -c constraints.txt
 INSTALL := $(PIP) install -q --no-compile $(CONSTRAINED)
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test oldest lint wheel bench notebooks docs clean
+.PHONY: demo test oldest lint wheel bench notebooks docs docs-version clean
 demo: $(VENV)/.demo
 	OMP_WAIT_POLICY=passive $(BIN)/sparseconv demo
 
@@ -35,6 +35,15 @@ bench: $(VENV)/.bench
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "read it with its search: $(BIN)/python -m http.server -d site, then http://localhost:8000"
+
+# the pages as one version among others, on the local branch gh-pages: make docs-version VERSION=0.1.0
+# a release is named by its minor version, 0.1, and is then `latest`; any other name, such as dev, is just that
+RELEASE = $(shell echo "$(VERSION)" | grep -oE '^[0-9]+\.[0-9]+')
+docs-version: $(VENV)/.docs
+	test -n "$(VERSION)"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy $(MIKE) $(if $(RELEASE),--update-aliases $(RELEASE) latest,$(VERSION))
+	$(if $(RELEASE),$(BIN)/mike set-default $(MIKE) latest)
+	@echo "read the versions: $(BIN)/mike serve, then http://localhost:8000"
 
 notebooks: $(VENV)/.notebooks
 	OMP_WAIT_POLICY=passive $(BIN)/python notebooks/execute.py

@@ -1,8 +1,12 @@
-"""For mkdocstrings: examples in docstrings become code, and arguments that share a line get a row each."""
+"""For mkdocstrings: examples in docstrings become code, arguments that share a line get a row each, shapes of one axis
+are shown as plainly as the others, and functions that a call makes have the words that it was given."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+from dataclasses import fields
 from typing import Any
 
 import griffe
@@ -42,9 +46,51 @@ def apart(text: str) -> str:
     return head + mark + SHARED.sub(rows, arguments) + gap + others
 
 
+def trim(given: Any) -> None:
+    """Take the space off that begins a shape of one axis, `Float[torch.Tensor, " M"]`, for linters alone.
+
+    >>> code = 'def f(x: list[Int[torch.Tensor, " M"] | None]): ...'
+    >>> parameter = griffe.visit("m", code=code, filepath=None)["f"].parameters["x"]
+    >>> trim(parameter.annotation)
+    >>> str(parameter.annotation)
+    "list[Int[torch.Tensor, 'M'] | None]"
+    """
+    if isinstance(given, griffe.ExprTuple):
+        given.elements = [re.sub(r"""^(['"]) +""", r"\1", e) if isinstance(e, str) else e for e in given.elements]
+    if isinstance(given, griffe.Expr):
+        given = [getattr(given, field.name) for field in fields(given)]
+    if isinstance(given, list | tuple):
+        for part in given:
+            trim(part)
+
+
+def made(statement: ast.stmt) -> tuple[str, str] | None:
+    """The name and the docstring of a function that a call makes: of the first name, where it makes several.
+
+    >>> made(ast.parse("relu, relu_grad = make('relu', doc='max(x, 0)')").body[0])
+    ('relu', 'max(x, 0)')
+    """
+    if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(statement.value, ast.Call):
+        return None
+    target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
+    first = target.elts[0] if isinstance(target, ast.Tuple) else target
+    words = [k.value.value for k in statement.value.keywords if k.arg == "doc" and isinstance(k.value, ast.Constant)]
+    return (first.id, inspect.cleandoc(words[0])) if words and isinstance(first, ast.Name) else None
+
+
 class FencedExamples(griffe.Extension):
-    """Prepares every docstring before it is parsed."""
+    """Prepares every docstring before it is parsed, and every annotation before it is shown."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = fenced(apart(obj.docstring.value))
+        if isinstance(obj, griffe.Function):
+            trim([obj.returns, *(parameter.annotation for parameter in obj.parameters)])
+        if isinstance(obj, griffe.Attribute):
+            trim(obj.annotation)
+
+    def on_module_members(self, *, node: ast.AST | griffe.ObjectNode, mod: griffe.Module, **_: Any) -> None:
+        for name, words in filter(None, map(made, getattr(node, "body", ()))):
+            kind = griffe.ExprName("PointwiseDynamicFunction", parent=mod)
+            function = griffe.Attribute(name, annotation=kind, docstring=griffe.Docstring(fenced(words)))
+            mod.set_member(name, function)

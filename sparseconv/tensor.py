@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from sparseconv.kinds import as_device, check_kind, check_tensor
 from sparseconv.moving import Movable
 from sparseconv.row_functions import ELEMENTWISE_NAMES, check_function, check_operand, name_of
 from sparseconv.torch_private import collators, register_tree
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int32, Integer, Shaped
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,7 +35,7 @@ class SparseTensor(Movable):
     """
 
     grid: VoxelGrid
-    features: torch.Tensor
+    features: Shaped[torch.Tensor, "N C"]
 
     def __post_init__(self) -> None:
         if not isinstance(self.grid, VoxelGrid):
@@ -49,8 +52,8 @@ class SparseTensor(Movable):
     @classmethod
     def from_list(
         cls,
-        coords: Sequence[torch.Tensor],
-        features: Sequence[torch.Tensor],
+        coords: Sequence[Integer[torch.Tensor, "_N_b D"]],
+        features: Sequence[Shaped[torch.Tensor, "_N_b C"]],
         voxel_size: float | Sequence[float] | None = None,
         origin: float | Sequence[float] | None = None,
     ) -> SparseTensor:
@@ -67,12 +70,12 @@ class SparseTensor(Movable):
         items = [torch.cat([torch.full_like(c[:, :1], b), c], 1) for b, c in enumerate(coords)]
         return cls(VoxelGrid(torch.cat(items), len(items), voxel_size, origin), torch.cat(list(features)))
 
-    def to_list(self) -> list[torch.Tensor]:
+    def to_list(self) -> list[Shaped[torch.Tensor, "_N_b C"]]:
         """The features of each batch item (N_b, C), rows in the grid's order."""
         return list(self._grouped().split(self.grid.batch_counts.tolist()))
 
     @classmethod
-    def from_nested(cls, grid: VoxelGrid, nested: torch.Tensor) -> SparseTensor:
+    def from_nested(cls, grid: VoxelGrid, nested: Shaped[torch.Tensor, "B _N_b C"]) -> SparseTensor:
         """A jagged `torch.nested` tensor (B, N_b, C) whose items follow the grid's rows of each batch item."""
         check_kind("grid", grid, VoxelGrid, "pass the grid of the voxels")
         if not isinstance(nested, torch.Tensor):
@@ -88,7 +91,7 @@ class SparseTensor(Movable):
             values = torch.empty_like(values).index_copy(0, grid.batch_rows, values)
         return cls(grid, values)
 
-    def to_nested(self) -> torch.Tensor:
+    def to_nested(self) -> Shaped[torch.Tensor, "B _N_b C"]:
         """The features as a jagged `torch.nested` tensor (B, N_b, C); differentiable."""
         return torch.nested.nested_tensor_from_jagged(self._grouped(), self.grid.batch_offsets)
 
@@ -97,12 +100,12 @@ class SparseTensor(Movable):
         return self.features if rows is None else self.features[rows]
 
     @classmethod
-    def from_dense(cls, dense: torch.Tensor) -> SparseTensor:
+    def from_dense(cls, dense: Shaped[torch.Tensor, "B C *shape"]) -> SparseTensor:
         """The sites of dense (B, C, *spatial) where any channel is not zero."""
         check_tensor("dense", dense)
         return cls(*VoxelGrid.from_dense(dense))
 
-    def to_dense(self, extent: IndexRange | Sequence[int] | None = None) -> torch.Tensor:
+    def to_dense(self, extent: IndexRange | Sequence[int] | None = None) -> Shaped[torch.Tensor, "B C *shape"]:
         """(B, C, *shape) over the extent (default: the grid's own), zero where there is no voxel."""
         if extent is not None:
             check_kind("extent", extent, (IndexRange, list, tuple), "pass IndexRange.of_shape(shape), or a shape")
@@ -110,11 +113,11 @@ class SparseTensor(Movable):
 
     # ---- the same voxels, other features
 
-    def with_features(self, features: torch.Tensor) -> SparseTensor:
+    def with_features(self, features: Shaped[torch.Tensor, "N C_out"]) -> SparseTensor:
         """Other features (N, C') on the same grid."""
         return SparseTensor(self.grid, features)
 
-    def subset(self, mask: torch.Tensor) -> SparseTensor:
+    def subset(self, mask: Bool[torch.Tensor, " N"]) -> SparseTensor:
         """The voxels where mask (N,) bool is true, with their features, in the same order: pruning.
 
         >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 1], [0, 2]])), torch.tensor([[0.5], [-0.5]]))
@@ -192,7 +195,7 @@ class SparseTensor(Movable):
     # ---- reading
 
     @property
-    def coords(self) -> torch.Tensor:
+    def coords(self) -> Int32[torch.Tensor, "N 1+D"]:
         """(N, 1+D) int32, the batch item first: those of the grid."""
         return self.grid.coords
 

@@ -11,6 +11,8 @@ import torch
 from sparseconv.geometry.kernel_map import KernelMap
 
 if TYPE_CHECKING:
+    from jaxtyping import Float, Int8, Int32
+
     from sparseconv.backends.float8 import Float8Rescale
     from sparseconv.backends.integers import Rescale
     from sparseconv.pointwise import Epilogue
@@ -59,24 +61,24 @@ class Backend(ABC):
     @abstractmethod
     def forward(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Float[torch.Tensor, "N_in C_in"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"],
         kernel_map: KernelMap,
         groups: int,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        bias: Float[torch.Tensor, " C_out"] | None = None,
+    ) -> Float[torch.Tensor, "N_out C_out"]:
         """y (N_out, C_out) from x (N_in, C_in), weight (K, C_in/G, C_out) and an optional bias (C_out,)."""
 
     def forward_fused(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Float[torch.Tensor, "N_in C_in"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"],
         kernel_map: KernelMap,
         groups: int,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
+        bias: Float[torch.Tensor, " C_out"] | None,
+        residual: Float[torch.Tensor, "N_out C_out"] | None,
         epilogue: Epilogue | None,
-    ) -> torch.Tensor:
+    ) -> Float[torch.Tensor, "N_out C_out"]:
         """epilogue(forward + residual (N_out, C_out)), without a gradient; rounded once, to the dtype of x."""
         if residual is None and epilogue is None:
             return self.forward(x, weight, kernel_map, groups, bias)
@@ -87,12 +89,12 @@ class Backend(ABC):
 
     def sums(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Float[torch.Tensor, "N_in C_in"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"],
         kernel_map: KernelMap,
         groups: int,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        bias: Float[torch.Tensor, " C_out"] | None = None,
+    ) -> Float[torch.Tensor, "N_out C_out"]:
         """What `forward` rounds: y (N_out, C_out) in fp32, or fp64 for fp64."""
         wide = torch.promote_types(x.dtype, torch.float32)
         bias = None if bias is None else bias.to(wide)
@@ -100,43 +102,58 @@ class Backend(ABC):
 
     @abstractmethod
     def input_grad(
-        self, grad_out: torch.Tensor, weight: torch.Tensor, kernel_map: KernelMap, groups: int
-    ) -> torch.Tensor:
+        self,
+        grad_out: Float[torch.Tensor, "N_out C_out"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"],
+        kernel_map: KernelMap,
+        groups: int,
+    ) -> Float[torch.Tensor, "N_in C_in"]:
         """dL/dx (N_in, C_in) from dL/dy (N_out, C_out) and the weight (K, C_in/G, C_out) as it lies."""
 
     def input_grad_onto(
         self,
-        grad_out: torch.Tensor,
-        weight: torch.Tensor,
+        grad_out: Float[torch.Tensor, "N_out C_out"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"],
         kernel_map: KernelMap,
         groups: int,
-        other: torch.Tensor,
-    ) -> torch.Tensor:
+        other: Float[torch.Tensor, "N_in C_in"],
+    ) -> Float[torch.Tensor, "N_in C_in"]:
         """input_grad + other (N_in, C_in), rounded once, to the dtype of ``grad_out``."""
         wide = torch.promote_types(grad_out.dtype, torch.float32)
         return self.input_grad(grad_out.to(wide), weight.to(wide), kernel_map, groups).add_(other).to(grad_out.dtype)
 
     @abstractmethod
-    def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
+    def weight_grad(
+        self,
+        x: Float[torch.Tensor, "N_in C_in"],
+        grad_out: Float[torch.Tensor, "N_out C_out"],
+        kernel_map: KernelMap,
+        groups: int,
+    ) -> Float[torch.Tensor, "K C_in/G C_out"]:
         """dL/dw (K, C_in/G, C_out) from x (N_in, C_in) and dL/dy (N_out, C_out)."""
 
     def gradients(
-        self, x: torch.Tensor, weight: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        x: Float[torch.Tensor, "N_in C_in"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"],
+        grad_out: Float[torch.Tensor, "N_out C_out"],
+        kernel_map: KernelMap,
+        groups: int,
+    ) -> tuple[Float[torch.Tensor, "N_in C_in"], Float[torch.Tensor, "K C_in/G C_out"]]:
         """`input_grad` and `weight_grad`; together where a backend reads less so."""
         grad_weight = self.weight_grad(x, grad_out, kernel_map, groups)  # its partial sums then lie where the other
         return self.input_grad(grad_out, weight, kernel_map, groups), grad_weight  # gradient will be
 
     def integers(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Int8[torch.Tensor, "N_in C_in"],
+        weight: Int8[torch.Tensor, "K C_in/G C_out"],
         kernel_map: KernelMap,
         groups: int,
-        bias: torch.Tensor | None = None,
+        bias: Int32[torch.Tensor, " C_out"] | None = None,
         rescale: Rescale | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        residual: Int8[torch.Tensor, "N_out C_out"] | None = None,
+    ) -> Int32[torch.Tensor, "N_out C_out"] | Int8[torch.Tensor, "N_out C_out"]:
         """Sums (N_out, C_out) int32 of int8 x and weight and an int32 bias, or the int8 that ``rescale`` makes of them.
 
         See `sparseconv.backends.integers`: every backend returns the same bytes.
@@ -145,14 +162,14 @@ class Backend(ABC):
 
     def float8(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Float[torch.Tensor, "N_in C_in"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"],
         kernel_map: KernelMap,
         groups: int,
-        bias: torch.Tensor,
+        bias: Float[torch.Tensor, " C_out"],
         rescale: Float8Rescale | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        residual: Float[torch.Tensor, "N_out C_out"] | None = None,
+    ) -> Float[torch.Tensor, "N_out C_out"]:
         """fp32 sums (N_out, C_out) of e4m3 x and weight and an fp32 bias, or the e4m3 that ``rescale`` makes of them.
 
         See `sparseconv.backends.float8`. Here on fp32, which holds all that e4m3 does.

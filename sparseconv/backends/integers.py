@@ -16,10 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from sparseconv.geometry.kernel_map import KernelMap
+
+if TYPE_CHECKING:
+    from jaxtyping import Int8, Int32
 
 #: the largest int8 value that a layer makes; -128 is none, so that signs are symmetric
 LARGEST = 127
@@ -48,7 +52,7 @@ class Rescale:
         [2, -1, 127]
     """
 
-    multiplier: torch.Tensor
+    multiplier: Int32[torch.Tensor, " C_out"]
     shift: int
     residual_multiplier: int = 0
     slope: int = 1 << SLOPE_BITS
@@ -73,13 +77,15 @@ class Rescale:
         if not 0 <= self.slope <= 1 << SLOPE_BITS or self.low not in (-LARGEST, 0):
             raise ValueError(f"a slope is 0 to 65536 and low is -127 or 0; got {self.slope} and {self.low}")
 
-    def packed(self, bias: torch.Tensor | None) -> torch.Tensor:
+    def packed(self, bias: Int32[torch.Tensor, " C_out"] | None) -> Int32[torch.Tensor, " 2*C_out+4"]:
         """(2 C_out + 4,) int32: bias, multipliers, and the four numbers, as kernels read them."""
         kept = _on_device((self.shift, self.residual_multiplier, self.slope, self.low), self.multiplier.device)
         start = torch.zeros_like(self.multiplier) if bias is None else bias
         return torch.cat([start, self.multiplier, kept])
 
-    def apply(self, sums: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        self, sums: Int32[torch.Tensor, "N_out C_out"], residual: Int8[torch.Tensor, "N_out C_out"] | None = None
+    ) -> Int8[torch.Tensor, "N_out C_out"]:
         """y (N, C) int8 from sums (N, C) int32 and an int8 residual: by torch, on any device."""
         total = sums.long() * self.multiplier.long()
         if residual is not None:

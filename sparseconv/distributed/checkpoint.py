@@ -7,7 +7,7 @@ import json
 import math
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,27 @@ from sparseconv.distributed.partition import Order
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import check_kind, check_tensor
 
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
+
 #: 2 has a checksum of each piece; 1 had none, and is read without
 FORMAT, READ = 2, (1, 2)
 ABOUT = "sparseconv.scene"
 
 
-def save(path: str | PathLike[str], grid: ShardedGrid, features: torch.Tensor | None = None) -> None:
+def save(path: str | PathLike[str], grid: ShardedGrid, features: Shaped[torch.Tensor, "N C"] | None = None) -> None:
     """Write every rank's voxels, and features (N, C) if given, into the folder ``path``; all ranks call it.
 
     Raises ValueError on every rank where a rank's features do not fit its grid, or a rank cannot write.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> with TemporaryDirectory() as folder:
+    ...     save(folder, shard(torch.tensor([[0, 7], [0, 3]])), torch.tensor([[3.0], [7.0]]))
+    ...     sorted(path.name for path in Path(folder).iterdir())
+    ['.metadata', '__0_0.distcp']
+    >>> dist.destroy_process_group()
     """
     check_kind("grid", grid, ShardedGrid, "shard(grid) makes one")
     rank, world = grid.process_rank, len(grid.counts)
@@ -70,12 +82,22 @@ def load(
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     by: Order = "morton",
     device: torch.device | str = "cpu",
-) -> tuple[ShardedGrid, torch.Tensor | None]:
+) -> tuple[ShardedGrid, Shaped[torch.Tensor, "N C"] | None]:
     """Read a scene that any number of ranks saved, shared anew among the present ones; all ranks call it.
 
     Returns the rank's grid and its features, None where none were saved. Nothing in the folder is run. Raises
     ValueError on every rank where the folder holds no scene of this library, or one whose pieces are missing, torn,
     changed or do not fit together, before any rank uses a voxel.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> with TemporaryDirectory() as folder:
+    ...     save(folder, shard(torch.tensor([[0, 7], [0, 3]])), torch.tensor([[3.0], [7.0]]))
+    ...     grid, features = load(folder)
+    >>> grid.coords.tolist(), features.tolist()
+    ([[0, 3], [0, 7]], [[3.0], [7.0]])
+    >>> dist.destroy_process_group()
     """
     group = group_of(mesh)
     rank, world = dist.get_rank(group), dist.get_world_size(group)

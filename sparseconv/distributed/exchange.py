@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from sparseconv.autograd_function import Function
+
+if TYPE_CHECKING:
+    from jaxtyping import Int64, Shaped
 
 
 @dataclass(frozen=True)
@@ -16,10 +19,19 @@ class Exchange:
     """Which rows each rank sends to which rank; received rows are grouped by sender, in rank order.
 
     received = all_to_all(x[send_rows])            adjoint: x' [send_rows] += all_to_all back, rank after rank
+
+    A process by itself sends to itself:
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> exchange = Exchange(None, send_rows=torch.tensor([1]), send_counts=(1,), receive_counts=(1,), num_rows=2)
+    >>> exchange(torch.tensor([[1.0], [2.0]])).tolist()
+    [[2.0]]
+    >>> dist.destroy_process_group()
     """
 
     group: dist.ProcessGroup | None
-    send_rows: torch.Tensor  # (S,) int64: own rows, grouped by receiver
+    send_rows: Int64[torch.Tensor, " S"]  # (S,) int64: own rows, grouped by receiver
     send_counts: tuple[int, ...]  # rows for each rank
     receive_counts: tuple[int, ...]  # rows from each rank
     num_rows: int  # own rows
@@ -32,11 +44,11 @@ class Exchange:
     def num_received(self) -> int:
         return sum(self.receive_counts)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Shaped[torch.Tensor, "N ..."]) -> Shaped[torch.Tensor, "N_received ..."]:
         """The received rows (num_received, C) of the ranks' x, differentiably."""
         return _Received.apply(x, self)
 
-    def forth(self, x: torch.Tensor, received: torch.Tensor) -> UnderWay:
+    def forth(self, x: Shaped[torch.Tensor, "N ..."], received: Shaped[torch.Tensor, "N_received ..."]) -> UnderWay:
         """Send the rows of x (num_rows, C) on their way into ``received`` (num_received, C)."""
         sent = x.index_select(0, self.send_rows)
         work = dist.all_to_all_single(
@@ -44,7 +56,7 @@ class Exchange:
         )
         return UnderWay(work, received, sent)
 
-    def back(self, grad: torch.Tensor) -> UnderWay:
+    def back(self, grad: Shaped[torch.Tensor, "N_received ..."]) -> UnderWay:
         """Send gradients (num_received, C) of received rows back to where they came from, grouped as ``send_rows``."""
         leaving = grad.contiguous()
         came = grad.new_empty((len(self.send_rows), *grad.shape[1:]))
@@ -146,14 +158,32 @@ def returned(grad: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     return _Returned.apply(grad, exchange)
 
 
-def summed(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The sum of x over the ranks, on each of them; differentiable to any order."""
+def summed(x: Shaped[torch.Tensor, "*shape"], group: dist.ProcessGroup | None = None) -> Shaped[torch.Tensor, "*shape"]:
+    """The sum of x over the ranks, on each of them; differentiable to any order.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> summed(torch.ones(2)).tolist()
+    [1.0, 1.0]
+    >>> dist.destroy_process_group()
+    """
     return _Summed.apply(x, group)
 
 
-def replicated(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def replicated(
+    x: Shaped[torch.Tensor, "*shape"], group: dist.ProcessGroup | None = None
+) -> Shaped[torch.Tensor, "*shape"]:
     """x, which every rank holds alike, for use in a sharded computation: its gradients are summed over the ranks, once
-    however often this is asked of it."""
+    however often this is asked of it.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> (3 * replicated(weight)).sum().backward()
+    >>> weight.grad.tolist()
+    [3.0, 3.0]
+    >>> dist.destroy_process_group()
+    """
     if getattr(x, "_replicated_over", False) == (group,):
         return x
     same = _Replicated.apply(x, group)

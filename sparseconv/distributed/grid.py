@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,27 @@ from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_choice, check_count, check_kind
 
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Integer, Shaped
+
 
 class ShardedGrid(VoxelGrid):
     """The voxels of one scene that this rank owns; a `VoxelGrid` of them, so that features are plain local tensors.
 
     Made by `shard`, by `load`, and by sharded plans. ``batch_size``, ``global_extent`` and ``counts`` (voxels of each
     rank) speak of the whole scene, everything else of this rank's rows, which are in lexicographic order.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> scene = VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1], [0, 5, 5]]))
+    >>> shard(scene)
+    ShardedGrid(3 of 3 voxels on rank 0 of 1, rank 2, batch 1, cpu)
+    >>> dist.destroy_process_group()
     """
 
     def __init__(
         self,
-        coords: torch.Tensor,
+        coords: Integer[torch.Tensor, "N 1+D"],
         batch_size: int,
         partition: Partition,
         group: dist.ProcessGroup | None,
@@ -46,7 +56,7 @@ class ShardedGrid(VoxelGrid):
 
     is_shared = True
 
-    def all_sum(self, values: torch.Tensor) -> torch.Tensor:
+    def all_sum(self, values: Shaped[torch.Tensor, "*shape"]) -> Shaped[torch.Tensor, "*shape"]:
         """The sum of ``values`` over the ranks, on each of them; differentiable."""
         return summed(values, self.group)
 
@@ -59,7 +69,9 @@ class ShardedGrid(VoxelGrid):
     def num_global_voxels(self) -> int:
         return sum(self.counts)
 
-    def bring(self, features: torch.Tensor, reduce: Literal["first", "sum", "mean"] = "first") -> torch.Tensor:
+    def bring(
+        self, features: Shaped[torch.Tensor, "M C"], reduce: Literal["first", "sum", "mean"] = "first"
+    ) -> Shaped[torch.Tensor, "N C"]:
         """Features (M, C) of the rows that this rank gave to `shard` -> features (N, C) of the rows that it owns.
 
         ``reduce`` says what becomes of a voxel that several ranks gave. Differentiable.
@@ -68,14 +80,16 @@ class ShardedGrid(VoxelGrid):
             raise ValueError("this grid was made by a plan, not by shard(): no rank holds other rows of it")
         return self.arrivals.bring(features, len(self), reduce)
 
-    def gather(self, features: torch.Tensor | None = None) -> tuple[VoxelGrid, torch.Tensor | None]:
+    def gather(
+        self, features: Shaped[torch.Tensor, "N C"] | None = None
+    ) -> tuple[VoxelGrid, Shaped[torch.Tensor, "N_all C"] | None]:
         """The whole scene on every rank, rank after rank, with its features: for tests and small scenes."""
         grid = VoxelGrid(
             gather_rows(self.coords, self.counts, self.group), self.batch_size, self.voxel_size, self.origin
         )
         return grid, None if features is None else gather_rows(features, self.counts, self.group)
 
-    def subset(self, mask: torch.Tensor) -> ShardedGrid:
+    def subset(self, mask: Bool[torch.Tensor, " N"]) -> ShardedGrid:
         """The voxels where mask (N,) bool of this rank's rows is true; all ranks call it."""
 
         def checked() -> tuple[torch.Tensor, dict[str, Any]]:
@@ -128,7 +142,7 @@ class Arrivals:
 
 
 def shard(
-    grid: VoxelGrid | torch.Tensor,
+    grid: VoxelGrid | Integer[torch.Tensor, "M 1+D"],
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     by: Order = "morton",
     *,
@@ -150,6 +164,13 @@ def shard(
 
     Returns:
         The rank's `ShardedGrid`; ``bring(features)`` takes features the same way.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> grid = shard(torch.tensor([[0, 7], [0, 3]]), by="slab")
+    >>> grid.coords.tolist(), grid.bring(torch.tensor([[7.0], [3.0]])).tolist()
+    ([[0, 3], [0, 7]], [[3.0], [7.0]])
+    >>> dist.destroy_process_group()
     """
     group = group_of(mesh)
 

@@ -22,6 +22,15 @@ class Sharded(torch.nn.Module):
     Args:
         module: the network, equal on all ranks; rank 0's parameters and buffers are sent to the others here.
         mesh: the one dimension of a mesh, or the group, whose ranks share a scene; default: the world.
+
+    >>> from sparseconv import SparseTensor
+    >>> from sparseconv.distributed import shard
+    >>> from sparseconv.nn import SubmanifoldConv
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> x = SparseTensor(shard(torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]])), torch.ones(2, 4))
+    >>> Sharded(SubmanifoldConv(4, 8, 3))(x).channels
+    8
+    >>> dist.destroy_process_group()
     """
 
     def __init__(self, module: torch.nn.Module, mesh: DeviceMesh | dist.ProcessGroup | None = None) -> None:

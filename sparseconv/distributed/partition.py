@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 
 from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.ranges import IndexRange, Ints
+
+if TYPE_CHECKING:
+    from jaxtyping import Int64, Integer
 
 Order = Literal["morton", "slab", "kd"]
 
@@ -24,6 +27,10 @@ class Partition:
     ``slab`` orders by the longest axis, ``morton`` along a Z curve, and ``kd`` cuts boxes in halves, axis after axis.
     Coordinates outside of the box it was made for belong to the owner of the nearest place inside. A partition follows
     strides: that of a coarser or finer grid is the same rule, scaled, so that a voxel and its children stay together.
+
+    >>> halves = Partition("slab", IndexRange((0, 0), (1, 8)), cuts=(4,))
+    >>> halves.owners(torch.tensor([[0, 1], [0, 6]])).tolist()
+    [0, 1]
     """
 
     order: Order
@@ -46,7 +53,7 @@ class Partition:
             denominator=tuple(a * b for a, b in zip(self.denominator or ones, denominator)),
         )
 
-    def owners(self, coords: torch.Tensor) -> torch.Tensor:
+    def owners(self, coords: Integer[torch.Tensor, "M 1+D"]) -> Int64[torch.Tensor, " M"]:
         """Owner (M,) int64 of each coordinate (M, 1+D) of any integer dtype."""
         places = coords.long()
         if self.numerator:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from sparseconv.plan.arguments import as_epilogue, checked_window
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer, Shaped
+
 Axes = int | Sequence[int]
 
 
@@ -35,6 +38,14 @@ class ShardedConvolutionPlan:
 
     The halo is exact. The window's index projection gives the places that an output sees. The partition gives their
     owners, and the owners answer which places hold a voxel.
+
+    >>> from sparseconv.distributed import shard
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    >>> plan = ShardedConvolutionPlan(shard(torch.tensor([[0, 0], [0, 1]])), 3)
+    >>> plan.execute(torch.ones(2, 1), torch.ones(3, 1, 1)).tolist()
+    [[2.0], [2.0]]
+    >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -45,7 +56,7 @@ class ShardedConvolutionPlan:
         stride: Axes = 1,
         dilation: Axes = 1,
         padding: Axes | None = None,
-        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         target: ShardedGrid | Literal["full"] | None = None,
         boundary: Boundary | Literal["absent", "forbid"] = "absent",
         groups: int = 1,
@@ -90,7 +101,7 @@ class ShardedConvolutionPlan:
         stride: Axes = 1,
         dilation: Axes = 1,
         padding: Axes | None = None,
-        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         target: ShardedGrid | None = None,
         boundary: Boundary | Literal["absent", "forbid"] = "absent",
         groups: int = 1,
@@ -172,13 +183,13 @@ class ShardedConvolutionPlan:
 
     def execute(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        x: Float[torch.Tensor, "N_in C_in"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"],
+        bias: Float[torch.Tensor, " C_out"] | None = None,
         *,
-        residual: torch.Tensor | None = None,
+        residual: Float[torch.Tensor, "N_out C_out"] | None = None,
         epilogue: Epilogue | PointwiseDynamicFunction | None = None,
-    ) -> torch.Tensor:
+    ) -> Float[torch.Tensor, "N_out C_out"]:
         """This rank's outputs (N_out, C_out) from this rank's inputs (N_in, C_in); see `ConvolutionPlan.execute`.
 
         Differentiable to any order. Every rank must call it, with operands of one dtype and one number of channels.
@@ -204,7 +215,9 @@ class ShardedConvolutionPlan:
         y = y if residual is None else y + residual
         return y if activation is None else activation.apply(y)
 
-    def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
+    def localize(
+        self, x: Shaped[torch.Tensor, "N_in ..."]
+    ) -> tuple[Shaped[torch.Tensor, "N_local ..."], ConvolutionPlan]:
         """This rank's rows with their halo, and the local plan over them: what any operation over edges needs."""
 
         def checked() -> tuple[None, tuple]:

@@ -141,9 +141,13 @@ def _to_dense(grid: torch.Tensor, x: torch.Tensor, items: int, start: list[int],
 
 @_implement("pool_items")
 def _pool_items(grid: torch.Tensor, x: torch.Tensor, items: int, how: str) -> torch.Tensor:
-    from sparseconv.ops import pooling  # loaded where it is used
+    from sparseconv.ops import global_pooling  # loaded where it is used
 
-    how_to = {"sum": pooling.global_sum_pool, "average": pooling.global_avg_pool, "max": pooling.global_max_pool}
+    how_to = {
+        "sum": global_pooling.global_sum_pool,
+        "average": global_pooling.global_avg_pool,
+        "max": global_pooling.global_max_pool,
+    }
     check_choice("how", how, tuple(how_to))
     return how_to[how](x, held_by(grid, VoxelGrid))
 

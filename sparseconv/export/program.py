@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,6 +12,9 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import check_kind, check_tensor
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
+
+if TYPE_CHECKING:
+    from jaxtyping import Integer, Shaped
 
 
 class _Program(torch.nn.Module):
@@ -28,11 +31,11 @@ class _Program(torch.nn.Module):
 
 def export(
     net: torch.nn.Module,
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[Integer[torch.Tensor, "N 1+D"] | Shaped[torch.Tensor, "N C"]],
     path: str | Path | None = None,
     *,
     batch_size: int | None = None,
-    make: Callable[[torch.Tensor, torch.Tensor], Any] | None = None,
+    make: Callable[[Integer[torch.Tensor, "N 1+D"], Shaped[torch.Tensor, "N C"]], Any] | None = None,
 ) -> torch.export.ExportedProgram:
     """A network as a program (coords, features) -> tensors that finds its own kernel maps.
 

@@ -24,6 +24,8 @@ from sparseconv.kinds import check_values
 from sparseconv.torch_private import no_transforms
 
 if TYPE_CHECKING:
+    from jaxtyping import Int32, Int64, Shaped
+
     from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
     from sparseconv.gpu.cooperative import DeviceCount
 
@@ -74,13 +76,13 @@ class FixedGrid(VoxelGrid):
     ([1, -1], [0])
     """
 
-    count: torch.Tensor
-    fault: torch.Tensor
+    count: Int32[torch.Tensor, " 1"]
+    fault: Int32[torch.Tensor, " 1"]
 
     def __init__(
         self,
-        coords: torch.Tensor,
-        count: torch.Tensor,
+        coords: Int32[torch.Tensor, "N 1+D"],
+        count: Int32[torch.Tensor, " 1"],
         like: VoxelGrid,
         *,
         extent: IndexRange | Sequence[int] | None = None,
@@ -191,14 +193,14 @@ class FixedGrid(VoxelGrid):
         return table
 
     @cached_property
-    def batch_counts(self) -> torch.Tensor:
+    def batch_counts(self) -> Int64[torch.Tensor, " B"]:
         """(B,) int64: voxels of each batch item."""
         items = self.coords[:, 0].long().clamp(-1, self.batch_size) + 1
         counts = items.new_zeros(self.batch_size + 2)
         return counts.index_add_(0, items, torch.ones_like(items))[1:-1]
 
     @property
-    def batch_rows(self) -> torch.Tensor | None:
+    def batch_rows(self) -> Int64[torch.Tensor, " N"] | None:
         raise _unknown("rows by batch item")
 
     # ---- other grids
@@ -208,7 +210,7 @@ class FixedGrid(VoxelGrid):
         window: Window,
         boundary: Boundary,
         within: IndexRange | None = None,
-        ends: torch.Tensor | None = None,
+        ends: Int32[torch.Tensor, " D"] | None = None,
         *,
         to_fine: bool,
     ) -> FixedGrid:
@@ -234,9 +236,8 @@ class FixedGrid(VoxelGrid):
             rows += ROWS
         grid = object.__new__(FixedGrid)
         with building() as streams:
-            coords, count = (self._reach_on_gpu if self.device.type == "cuda" else self._reach)(
-                window, torus_of(None, window, boundary), torus, extent, ends, rows, to_fine
-            )
+            reach = self._reach_on_gpu if self.device.type == "cuda" else self._reach
+            coords, count = reach(window, torus_of(None, window, boundary), torus, extent, ends, rows, to_fine)
         size = tuple(v * s for v, s in zip(self.voxel_size, scale))
         grid._set(coords, count, self.fault, self._barriers, extent, size, example, self.room, self.family)
         if streams is not None:
@@ -297,7 +298,7 @@ class FixedGrid(VoxelGrid):
         return padded, self.count.new_tensor([min(len(found), rows)])
 
     @torch.no_grad()
-    def end_at(self, ends: torch.Tensor) -> None:
+    def end_at(self, ends: Int32[torch.Tensor, " D"]) -> None:
         """Note a fault where a voxel lies at or behind ``ends``, (D,) int32 on the device."""
         with building():
             self.fault |= 8 * (self.coords[:, 1:] >= ends).any().to(torch.int32)
@@ -338,7 +339,9 @@ class FixedGrid(VoxelGrid):
             return self
         raise ValueError(f"a FixedGrid stays on its device, {self.device}: make another one on {device}")
 
-    def to_dense(self, features: torch.Tensor, extent: IndexRange | Sequence[int] | None = None) -> torch.Tensor:
+    def to_dense(
+        self, features: Shaped[torch.Tensor, "N C"], extent: IndexRange | Sequence[int] | None = None
+    ) -> Shaped[torch.Tensor, "B C *shape"]:
         """(B, C, *shape) over an extent that holds all voxels (default: the grid's), zero elsewhere."""
         box = self.extent if extent is None else extent
         box = box if isinstance(box, IndexRange) else IndexRange.of_shape(tuple(box))

@@ -29,11 +29,13 @@ from sparseconv.geometry.other_voxels import checked_factors, coarser, finer, mo
 from sparseconv.geometry.ranges import IndexRange, per_axis
 from sparseconv.geometry.views.dense import filled, sites_of
 from sparseconv.geometry.views.picture import html
-from sparseconv.kinds import check_choice, check_values
+from sparseconv.kinds import check_choice, check_kind, check_values
 from sparseconv.moving import Movable
 from sparseconv.torch_private import exporting
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool, Float32, Int32, Int64, Integer, Shaped
+
     from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
     from sparseconv.geometry.gpu.window.found import WindowSearch
 
@@ -70,7 +72,7 @@ class VoxelGrid(Movable):
     @transforms.constant
     def __init__(
         self,
-        coords: torch.Tensor,
+        coords: Integer[torch.Tensor, "N 1+D"],
         batch_size: int | None = None,
         voxel_size: float | Sequence[float] | None = None,
         origin: float | Sequence[float] | None = None,
@@ -175,8 +177,8 @@ class VoxelGrid(Movable):
     #: True where other processes hold the rest of the scene
     is_shared = False
     #: of a `FixedGrid` alone: how many of its rows are real, and what did not fit, each (1,) int32 on the device
-    count: torch.Tensor | None = None
-    fault: torch.Tensor | None = None
+    count: Int32[torch.Tensor, " 1"] | None = None
+    fault: Int32[torch.Tensor, " 1"] | None = None
     #: True of a sample's grid, while what a network does is written down
     is_watched = False
     #: the class of this kind of grid's plans, where floors above give it one of its own
@@ -184,7 +186,7 @@ class VoxelGrid(Movable):
     #: what a grid is while torch.export traces: one of unknown voxels, of the room `sparseconv.export`
     traced_type: type[VoxelGrid] | None = None
 
-    def all_sum(self, values: torch.Tensor) -> torch.Tensor:
+    def all_sum(self, values: Shaped[torch.Tensor, "*shape"]) -> Shaped[torch.Tensor, "*shape"]:
         """The sum of ``values`` over the processes that share the scene: themselves, where one process holds it."""
         return values
 
@@ -208,30 +210,30 @@ class VoxelGrid(Movable):
 
     @cached_property
     @transforms.constant
-    def batch_counts(self) -> torch.Tensor:
+    def batch_counts(self) -> Int64[torch.Tensor, " B"]:
         """(B,) int64: voxels of each batch item."""
         return torch.bincount(self.coords[:, 0].long(), minlength=self.batch_size)
 
     @cached_property
     @transforms.constant
-    def batch_offsets(self) -> torch.Tensor:
+    def batch_offsets(self) -> Int64[torch.Tensor, " B+1"]:
         """(B+1,) int64: item b owns rows [offsets[b], offsets[b+1]) where rows are grouped by item (`batch_rows`)."""
         return torch.cat([self.batch_counts.new_zeros(1), self.batch_counts.cumsum(0)])
 
     @cached_property
     @transforms.constant
-    def batch_rows(self) -> torch.Tensor | None:
+    def batch_rows(self) -> Int64[torch.Tensor, " N"] | None:
         """The rows in an order that groups them by batch item, (N,) int64; None where they already are."""
         items = self.coords[:, 0]
         return None if bool((items[1:] >= items[:-1]).all()) else torch.argsort(items, stable=True)
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Float32[torch.Tensor, "N D"]:
         """Centres of the voxels, (N, D) float32 in the length unit of voxel_size."""
         size, origin = (torch.tensor(v, device=self.device) for v in (self.voxel_size, self.origin))
         return origin + size * (self.coords[:, 1:] + 0.5)
 
     @transforms.constant
-    def lookup(self, coords: torch.Tensor) -> torch.Tensor:
+    def lookup(self, coords: Integer[torch.Tensor, "M 1+D"]) -> Int64[torch.Tensor, " M"]:
         """Rows (M,) int64 of coords (M, 1+D) of any integer dtype on the grid's device, -1 where absent."""
         check_values("coords", coords, f"(M, {self.rank + 1}) integers")
         if coords.ndim != 2 or coords.shape[1] != self.rank + 1:
@@ -268,7 +270,7 @@ class VoxelGrid(Movable):
         return grid
 
     @transforms.constant
-    def subset(self, mask: torch.Tensor) -> VoxelGrid:
+    def subset(self, mask: Bool[torch.Tensor, " N"]) -> VoxelGrid:
         """The voxels where mask (N,) bool is true, in the same order."""
         check_values("mask", mask, f"({self.num_voxels},) bool")
         if mask.dtype != torch.bool or mask.shape != (self.num_voxels,):
@@ -304,7 +306,9 @@ class VoxelGrid(Movable):
         """Every voxel within ``radius`` cells of one along each axis, in lexicographic order."""
         return self._like(near(self.coords, self.extent, per_axis(radius, self.rank, "radius", 0)))
 
-    def sorted(self, order: Literal["lexicographic", "morton"] = "lexicographic") -> tuple[VoxelGrid, torch.Tensor]:
+    def sorted(
+        self, order: Literal["lexicographic", "morton"] = "lexicographic"
+    ) -> tuple[VoxelGrid, Int64[torch.Tensor, " N"]]:
         """The same voxels in another order, and the old row of each new one: ``new.coords == old.coords[rows]``."""
         check_choice("order", order, ("lexicographic", "morton"))
         rows = self._table.rows if order == "lexicographic" else morton_rows(self.coords, self.extent)
@@ -322,7 +326,7 @@ class VoxelGrid(Movable):
             raise ValueError(f"cat needs a sequence of at least one grid; got {grids!r}")
         first, total, parts = grids[0], 0, []
         for grid in grids:
-            _check_grid(first)._check_same_space(grid, batch=False)
+            VoxelGrid._check_same_space(first, grid, batch=False)
             part = grid.coords.clone()
             part[:, 0] += total
             parts.append(part)
@@ -332,7 +336,7 @@ class VoxelGrid(Movable):
         return made
 
     def _check_same_space(self, other: VoxelGrid, batch: bool = True) -> None:
-        _check_grid(other)
+        check_kind("other", other, VoxelGrid, "pass VoxelGrid(coords), or the grid of a SparseTensor, x.grid")
         for name in ("rank", "voxel_size", "origin", "device") + (("batch_size",) if batch else ()):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
@@ -343,15 +347,17 @@ class VoxelGrid(Movable):
     @classmethod
     def from_dense(
         cls,
-        dense: torch.Tensor,
+        dense: Shaped[torch.Tensor, "B C *shape"],
         voxel_size: float | Sequence[float] | None = None,
         origin: float | Sequence[float] | None = None,
-    ) -> tuple[VoxelGrid, torch.Tensor]:
+    ) -> tuple[VoxelGrid, Shaped[torch.Tensor, "N C"]]:
         """The sites of dense (B, C, *spatial) where any channel is not zero -> the grid and its features (N, C)."""
         sites, features = sites_of(dense)
         return cls(sites, dense.shape[0], voxel_size, origin), features
 
-    def to_dense(self, features: torch.Tensor, extent: IndexRange | Sequence[int] | None = None) -> torch.Tensor:
+    def to_dense(
+        self, features: Shaped[torch.Tensor, "N C"], extent: IndexRange | Sequence[int] | None = None
+    ) -> Shaped[torch.Tensor, "B C *shape"]:
         """Features (N, C) -> (B, C, *shape), zero where there is no voxel; differentiable.
 
         ``extent`` is the box to fill (a range, or a shape from the origin); default: the grid's own. Voxels outside of
@@ -379,12 +385,6 @@ class VoxelGrid(Movable):
 
     def _repr_html_(self) -> str:
         return html(self.coords, self.voxel_size, repr(self))
-
-
-def _check_grid(given: object) -> VoxelGrid:
-    if not isinstance(given, VoxelGrid):
-        raise TypeError(f"expected a VoxelGrid; got {type(given).__name__}. That of a SparseTensor is x.grid")
-    return given
 
 
 @transforms.constant

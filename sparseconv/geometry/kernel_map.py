@@ -15,6 +15,8 @@ from sparseconv.gpu.streams import Moment, appending, building
 from sparseconv.moving import Movable
 
 if TYPE_CHECKING:
+    from jaxtyping import Int32, Int64, Integer
+
     from sparseconv.products import SparseProductInfo
 
 
@@ -117,8 +119,8 @@ class KernelMap(Movable):
         num_out: int,
         num_taps: int,
         *,
-        neighbors: torch.Tensor | None = None,
-        pairs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+        neighbors: Int32[torch.Tensor, "K N_out"] | None = None,
+        pairs: tuple[Int32[torch.Tensor, " P"], Int32[torch.Tensor, " P"], Int64[torch.Tensor, " K+1"]] | None = None,
         source: EdgeSource | None = None,
         identity_tap: int | None = None,
         mirror: tuple[int, ...] | None = None,
@@ -153,7 +155,7 @@ class KernelMap(Movable):
 
     @kept_property
     @transforms.constant
-    def neighbors(self) -> torch.Tensor:
+    def neighbors(self) -> Int32[torch.Tensor, "K N_out"]:
         """(K, N_out) int32: the input row of each output row through each tap, -1 where there is none."""
         twin = self._twin()
         if twin is not None and self.mirror is not None and "neighbors" in twin.__dict__:
@@ -213,7 +215,9 @@ class KernelMap(Movable):
 
     @kept_property
     @transforms.constant
-    def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def half_pairs(
+        self,
+    ) -> tuple[Int32[torch.Tensor, " P_half"], Int32[torch.Tensor, " P_half"], Int64[torch.Tensor, " K+1"]]:
         """in_rows and out_rows of the taps up to the middle one, and the tap_offsets (K+1,) of all taps.
 
         Of a map that `is_halved`: the edges of tap K - 1 - k are those of tap k turned round, one by one. More edges
@@ -234,23 +238,23 @@ class KernelMap(Movable):
             self.tap_counts  # noqa: B018 (raises)
 
     @property
-    def in_rows(self) -> torch.Tensor:
+    def in_rows(self) -> Int32[torch.Tensor, " P"]:
         """(P,) int32: the input row of each edge, by tap."""
         return self._pairs[0]
 
     @property
-    def out_rows(self) -> torch.Tensor:
+    def out_rows(self) -> Int32[torch.Tensor, " P"]:
         """(P,) int32: the output row of each edge, by tap."""
         return self._pairs[1]
 
     @property
-    def tap_offsets(self) -> torch.Tensor:
+    def tap_offsets(self) -> Int64[torch.Tensor, " K+1"]:
         """(K+1,) int64 on the map's device: tap k owns the edges [tap_offsets[k], tap_offsets[k+1])."""
         return self._pairs[2]
 
     @cached_property
     @transforms.constant
-    def pair_taps(self) -> torch.Tensor:
+    def pair_taps(self) -> Int32[torch.Tensor, " P"]:
         """(P,) int32: the tap of each edge, ascending."""
         self._counted()
         taps = torch.arange(self.num_taps, dtype=torch.int32, device=self.device)
@@ -258,7 +262,7 @@ class KernelMap(Movable):
 
     @cached_property
     @transforms.constant
-    def by_output(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def by_output(self) -> tuple[Integer[torch.Tensor, " P"], Int64[torch.Tensor, " N_out+1"]]:
         """The edges by output row: their order (P,) int32 (by tap within a row), and where each row begins (N_out+1,).
 
         The order is int64 where there are 2^31 edges or more; ``reverse().by_output`` is the order by input row.
@@ -317,7 +321,7 @@ class KernelMap(Movable):
 
     @cached_property
     @transforms.constant
-    def coverage(self) -> torch.Tensor:
+    def coverage(self) -> Int64[torch.Tensor, " K+1"]:
         """(K+1,) int64 on the host: how many output rows have 0, 1, ..., K edges."""
         self._counted()
         degree = torch.bincount(self.out_rows.long(), minlength=self.num_out)

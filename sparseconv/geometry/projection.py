@@ -6,10 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, integers, per_axis
+
+if TYPE_CHECKING:
+    from jaxtyping import Int64, Integer, Shaped
 
 __all__ = ["Boundary", "IndexProjection", "IndexRange"]
 
@@ -135,11 +139,11 @@ class IndexProjection:
         """The points of a region counted from its start, last axis fastest."""
         return [tuple(d * t for d, t in zip(self.step, tap)) for tap in IndexRange.of_shape(self.counts)]
 
-    def taps(self) -> torch.Tensor:
+    def taps(self) -> Int64[torch.Tensor, "K D_out"]:
         """The same `points` as a tensor (K, D_out) int64."""
         return torch.tensor(self.points(), dtype=torch.int64).reshape(-1, self.rank_out)
 
-    def __call__(self, points: torch.Tensor) -> torch.Tensor:
+    def __call__(self, points: Integer[torch.Tensor, "*M D_in"]) -> Int64[torch.Tensor, "*M D_out"]:
         """Points (..., D_in) of any integer dtype -> the starts of their regions (..., D_out) int64."""
         if not isinstance(points, torch.Tensor) or points.is_floating_point() or points.is_complex():
             got = points.dtype if isinstance(points, torch.Tensor) else type(points).__name__
@@ -153,7 +157,7 @@ class IndexProjection:
         ]
         return torch.stack(axes, -1)
 
-    def anchor(self, name: str, points: torch.Tensor) -> torch.Tensor:
+    def anchor(self, name: str, points: Integer[torch.Tensor, "*M D_in"]) -> Int64[torch.Tensor, "*M D_out"]:
         """Where the named point of the regions of ``points`` lies, (..., D_out) int64."""
         if name not in self.anchors:
             raise ValueError(f"no anchor {name!r}; this projection has {sorted(self.anchors) or 'none'}")
@@ -303,8 +307,12 @@ class IndexProjection:
     # ---- dense arrays
 
     def gather(
-        self, array: torch.Tensor, points: torch.Tensor, boundary: Boundary | str, fill: float = 0
-    ) -> torch.Tensor:
+        self,
+        array: Shaped[torch.Tensor, "*shape"],
+        points: Integer[torch.Tensor, "M D_in"],
+        boundary: Boundary | str,
+        fill: float = 0,
+    ) -> Shaped[torch.Tensor, " M *counts"]:
         """The regions of ``points`` (M, D_in) read from a dense array of rank D_out: (M, *counts), dtype of the array.
 
         Every out-of-bounds policy of `Boundary` works; ``fill`` is what ``absent`` reads. Raises IndexError where the

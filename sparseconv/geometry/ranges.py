@@ -7,9 +7,12 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Integer
 
 Ints = tuple[int, ...]
 BoundaryKind = Literal["absent", "forbid", "periodic", "negative"]
@@ -161,7 +164,9 @@ class Boundary:
         """-1 is the last element, as in numpy; indices beyond that are an error."""
         return cls("negative")
 
-    def resolve(self, index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def resolve(
+        self, index: Integer[torch.Tensor, "*shape"], size: int
+    ) -> tuple[Integer[torch.Tensor, "*shape"], Bool[torch.Tensor, "*shape"]]:
         """Indices along a dense axis of ``size`` elements -> (indices within it, which of them are real).
 
         Raises IndexError where this boundary does not allow an index.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,19 +17,22 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_values
 
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int64, Integer
+
 #: what to do with a list of clouds
 SEVERAL = "a batch is {joined} with batch=torch.repeat_interleave(torch.tensor([len(p) for p in points]))"
 
 
 @transforms.constant
 def voxelize(
-    points: torch.Tensor,
+    points: Float[torch.Tensor, "M D"],
     voxel_size: float | Sequence[float],
-    batch: torch.Tensor | None = None,
+    batch: Integer[torch.Tensor, " M"] | None = None,
     *,
     batch_size: int | None = None,
     origin: float | Sequence[float] = 0.0,
-) -> tuple[VoxelGrid, torch.Tensor]:
+) -> tuple[VoxelGrid, Int64[torch.Tensor, " M"]]:
     """Put points into voxels: the grid of the occupied ones, in lexicographic order, and the voxel row of each point.
 
         voxel(p) = floor((p - origin) / voxel_size)

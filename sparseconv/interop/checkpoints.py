@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparseconv.interop.files import State, read, some, write
 from sparseconv.interop.layouts import LAYOUTS, Layout, check_order, kernel_of, layout_of, permute
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did, tensor by tensor."""
+    """What a conversion did, tensor by tensor.
+
+    >>> _, report = convert_state({"conv.weight": torch.zeros(8, 3, 3, 3, 4)}, "spconv", "sparseconv")
+    >>> report.entries[0].shape_in, report.entries[0].shape_out
+    ((8, 3, 3, 3, 4), (27, 4, 8))
+    """
 
     source: str
     target: str
@@ -62,17 +70,31 @@ def convert(
     to: str | Layout,
     *,
     ignore_classes: Sequence[str] = (),
-    **options: Any,
+    rank: int = 3,
+    kernel_sizes: Mapping[str, int | Sequence[int]] | None = None,
+    groups: Mapping[str, int] | None = None,
+    skip: Sequence[str] = (),
+    strided_one_tap: Sequence[str] = (),
+    rename: Callable[[str], str] | None = None,
 ) -> Report:
     """Convert one file into another; options are those of `read` and `convert_state`. Nothing is written where it
-    fails."""
+    fails.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     write({"conv.kernel": torch.zeros(27, 4, 8)}, f"{folder}/theirs.pt")
+    ...     print(convert(f"{folder}/theirs.pt", f"{folder}/ours.pt", "minkowski", "sparseconv"))
+    minkowski -> sparseconv: 1 tensors, 1 convolutions permuted, 864 numbers
+    """
+    options: Any = {"rank": rank, "kernel_sizes": kernel_sizes, "groups": groups, "skip": skip}
+    options |= {"strided_one_tap": strided_one_tap, "rename": rename}
     state, report = convert_state(read(path_in, ignore_classes=ignore_classes), from_, to, **options)
     write(state, path_out)
     return report
 
 
 def convert_state(
-    state: Mapping[str, torch.Tensor],
+    state: Mapping[str, Shaped[torch.Tensor, " ..."]],
     from_: str | Layout,
     to: str | Layout,
     *,
@@ -103,6 +125,10 @@ def convert_state(
     Raises:
         ValueError: no convolution of that layout, weights that belong to another library, shapes the layout cannot
             have, patterns that match nothing, or two keys that become one; keys and shapes are named.
+
+    >>> state, report = convert_state({"conv.weight": torch.zeros(8, 3, 3, 3, 4)}, "spconv", "sparseconv")
+    >>> {key: tuple(tensor.shape) for key, tensor in state.items()}, report.convolutions
+    ({'conv.weight': (27, 4, 8)}, 1)
     """
     source, target = layout_of(from_), layout_of(to)
     sizes, grouped = dict(kernel_sizes or {}), dict(groups or {})
@@ -254,11 +280,16 @@ def _check_patterns(state: Mapping[str, torch.Tensor], patterns: Sequence[str]) 
 
 def load(
     module: torch.nn.Module,
-    checkpoint: str | Path | Mapping[str, torch.Tensor],
+    checkpoint: str | Path | Mapping[str, Shaped[torch.Tensor, " ..."]],
     from_: str | Layout,
     *,
     ignore_classes: Sequence[str] = (),
-    **options: Any,
+    rank: int = 3,
+    kernel_sizes: Mapping[str, int | Sequence[int]] | None = None,
+    groups: Mapping[str, int] | None = None,
+    skip: Sequence[str] = (),
+    strided_one_tap: Sequence[str] = (),
+    rename: Callable[[str], str] | None = None,
 ) -> Report:
     """Load another library's checkpoint into a network of this one, whole or not at all.
 
@@ -266,9 +297,16 @@ def load(
 
     Raises:
         ValueError: keys that are missing or unknown, or shapes that differ; all of them are named, nothing is loaded.
+
+    >>> from sparseconv.nn import SubmanifoldConv
+    >>> theirs = {"weight": torch.ones(8, 3, 3, 3, 4), "bias": torch.zeros(8)}
+    >>> print(load(SubmanifoldConv(4, 8, 3), theirs, "spconv"))
+    spconv -> sparseconv: 2 tensors, 1 convolutions permuted, 872 numbers
     """
     if isinstance(checkpoint, (str, Path)):
         checkpoint = read(checkpoint, ignore_classes=ignore_classes)
+    options: Any = {"rank": rank, "kernel_sizes": kernel_sizes, "groups": groups, "skip": skip}
+    options |= {"strided_one_tap": strided_one_tap, "rename": rename}
     converted, report = convert_state(checkpoint, from_, "sparseconv", **options)
     check_fit(module, converted)
     module.load_state_dict(converted, strict=True)

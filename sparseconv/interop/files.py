@@ -7,12 +7,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparseconv.kinds import check_kind
 from sparseconv.reading import check_archive, most_bytes
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 State = dict[str, torch.Tensor]
 #: where training programs put the parameters among other things
@@ -52,6 +55,11 @@ def read(path: str | Path, *, ignore_classes: Sequence[str] = ()) -> State:
     Raises:
         ValueError: a file that is missing, truncated or damaged, holds objects of other classes, unfolds to more than
             200 times its size, or holds no parameters; the message names it.
+
+    >>> with TemporaryDirectory() as folder:
+    ...     torch.save({"epoch": 3, "state_dict": {"conv.weight": torch.ones(2)}}, f"{folder}/net.pth")
+    ...     read(f"{folder}/net.pth")
+    {'conv.weight': tensor([1., 1.])}
     """
     path = Path(path)
     if not path.is_file():
@@ -135,11 +143,16 @@ def some(items: Sequence[str], most: int = 6) -> str:
     return shown + (f" and {len(items) - most} more" if len(items) > most else "") if items else "none"
 
 
-def write(state: Mapping[str, torch.Tensor], path: str | Path) -> None:
+def write(state: Mapping[str, Shaped[torch.Tensor, " ..."]], path: str | Path) -> None:
     """Write tensors by key, as safetensors where the name ends so, else as torch.save does; whole or not at all.
 
     The file is written in a new folder beside ``path`` that nobody else may enter, and moved: no link is followed, and
     a link at ``path`` itself is replaced.
+
+    >>> with TemporaryDirectory() as folder:
+    ...     write({"conv.weight": torch.ones(2)}, Path(folder, "net.pt"))
+    ...     read(Path(folder, "net.pt"))
+    {'conv.weight': tensor([1., 1.])}
     """
     check_kind("state", state, Mapping, "pass a dict of tensors by key, such as module.state_dict()")
     path = Path(path)

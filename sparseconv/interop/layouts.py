@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from sparseconv.geometry.ranges import Ints, per_axis
 from sparseconv.kinds import check_kind
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,9 @@ class Layout:
 
     ``axes`` names the parameter's dimensions: ``k`` for all kernel axes k0, k1, ... in turn, ``v`` for the taps in one
     dimension, ``i`` for C_in/G, ``o`` for C_out.
+
+    >>> LAYOUTS["spconv"].axes, LAYOUTS["minkowski"].parameter
+    ('oki', 'kernel')
     """
 
     name: str
@@ -97,14 +103,14 @@ def layout_of(name: str | Layout) -> Layout:
 
 
 def permute(
-    weight: torch.Tensor,
+    weight: Shaped[torch.Tensor, " ..."],
     from_: str | Layout,
     to: str | Layout,
     *,
     kernel_size: int | Sequence[int] | None = None,
     rank: int = 3,
     groups: int = 1,
-) -> torch.Tensor:
+) -> Shaped[torch.Tensor, " ..."]:
     """A weight in one library's layout -> in another's, contiguous.
 
     Args:

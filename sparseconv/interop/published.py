@@ -6,12 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from sparseconv.interop.checkpoints import Report, State, load, read
 from sparseconv.interop.files import some
 from sparseconv.interop.layouts import Layout
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 #: Pointcept's and OpenPCDet's names of norms and skips -> ours
 BLOCK = ((r"\.bn([12])\.", r".norm\1."), (r"\.proj\.", ".downsample."))
@@ -134,7 +138,7 @@ def select(state: Mapping[str, torch.Tensor], prefix: str, renames: tuple[tuple[
 
 def load_published(
     network: torch.nn.Module,
-    checkpoint: str | Path | Mapping[str, torch.Tensor],
+    checkpoint: str | Path | Mapping[str, Shaped[torch.Tensor, " ..."]],
     name: str | None = None,
     *,
     prefix: str | None = None,
@@ -153,6 +157,13 @@ def load_published(
 
     Raises:
         ValueError: an unknown family, no key under the prefix, or keys and shapes that do not fit, all named.
+
+    >>> from sparseconv.interop import convert_state
+    >>> from sparseconv.nn import MinkUNet
+    >>> net = MinkUNet(3, 5)
+    >>> theirs, _ = convert_state(net.state_dict(), "sparseconv", "minkowski")
+    >>> print(load_published(MinkUNet(3, 5), theirs, "minkowski/minkunet").source)
+    minkowski
     """
     if name is not None and name not in PUBLISHED:
         raise ValueError(f"no family of checkpoints {name!r}; there are {', '.join(PUBLISHED)}")

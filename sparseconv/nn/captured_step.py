@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,10 +14,13 @@ from sparseconv.nn.fused.cross_entropy import FasterLoss
 from sparseconv.nn.results import Scene, apart, apart_in_memory
 from sparseconv.tensor import SparseTensor
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 
 def capture_step(
     network: torch.nn.Module,
-    loss: Callable[[Any, Any], torch.Tensor],
+    loss: Callable[[Any, Any], Float[torch.Tensor, ""]],
     example: SparseTensor,
     targets: Any,
     *,

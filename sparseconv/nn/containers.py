@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from sparseconv.nn.geometry import grid_in
 from sparseconv.nn.module import SparseModule, apply
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 
 class Sequential(SparseModule, torch.nn.Sequential):
@@ -107,7 +110,7 @@ class ToDense(SparseModule):
         super().__init__()
         self.extent = extent
 
-    def forward(self, x: SparseTensor) -> torch.Tensor:
+    def forward(self, x: SparseTensor) -> Shaped[torch.Tensor, "B C *shape"]:
         grid_in(x, self, instead="nothing else: Sequential passes it on")
         return x.to_dense(self.extent)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from sparseconv.nn.geometry import Axes, LayerGeometry, grid_in, grid_of
 from sparseconv.nn.module import Features, SparseModule, features_of, placed
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Integer
 
 
 class ConvolutionModule(SparseModule):
@@ -33,7 +36,7 @@ class ConvolutionModule(SparseModule):
         stride: Axes = 1,
         dilation: Axes = 1,
         padding: Axes | None = None,
-        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         boundary: Boundary | str = "absent",
         groups: int = 1,
         bias: bool = True,
@@ -118,7 +121,7 @@ class SubmanifoldConv(ConvolutionModule):
         stride: Axes = 1,
         dilation: Axes = 1,
         padding: Axes | None = None,
-        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         boundary: Boundary | str = "absent",
         groups: int = 1,
         bias: bool = True,
@@ -178,7 +181,7 @@ class Conv(ConvolutionModule):
         target: str | None = None,
         dilation: Axes = 1,
         padding: Axes | None = None,
-        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         boundary: Boundary | str = "absent",
         groups: int = 1,
         bias: bool = True,
@@ -246,7 +249,7 @@ class InverseConv(ConvolutionModule):
         target: str | None = None,
         dilation: Axes = 1,
         padding: Axes | None = None,
-        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         boundary: Boundary | str = "absent",
         groups: int = 1,
         bias: bool = True,

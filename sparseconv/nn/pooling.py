@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,9 +11,12 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.nn.geometry import Axes, LayerGeometry, grid_in, grid_of
 from sparseconv.nn.module import Features, SparseModule, features_of, placed
-from sparseconv.ops import pooling
+from sparseconv.ops import global_pooling, pooling
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
 
 
 class WindowPool(SparseModule):
@@ -36,7 +39,7 @@ class WindowPool(SparseModule):
         rank: int = 3,
         dilation: Axes = 1,
         padding: Axes | None = None,
-        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         boundary: Boundary | str = "absent",
         backend: str = "auto",
     ) -> None:
@@ -108,7 +111,7 @@ class AvgPool(WindowPool):
         rank: int = 3,
         dilation: Axes = 1,
         padding: Axes | None = None,
-        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         boundary: Boundary | str = "absent",
         backend: str = "auto",
     ) -> None:
@@ -159,7 +162,7 @@ class MaxPool(WindowPool):
         rank: int = 3,
         dilation: Axes = 1,
         padding: Axes | None = None,
-        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         boundary: Boundary | str = "absent",
         backend: str = "auto",
     ) -> None:
@@ -217,7 +220,7 @@ class MaxUnpool(WindowPool):
     def forward(
         self,
         x: Features,
-        winners: torch.Tensor,
+        winners: Integer[torch.Tensor, "N_in C"],
         onto: VoxelGrid | SparseTensor | None = None,
         *,
         plan: ConvolutionPlan | None = None,
@@ -235,9 +238,9 @@ class GlobalSumPool(SparseModule):
     tensor([[9.]])
     """
 
-    def forward(self, x: Features, *, grid: VoxelGrid | None = None) -> torch.Tensor:
+    def forward(self, x: Features, *, grid: VoxelGrid | None = None) -> Float[torch.Tensor, "B C"]:
         """A `SparseTensor`, or features (N, C) with their ``grid`` -> (B, C)."""
-        return pooling.global_sum_pool(features_of(x, self), grid_in(x, self, "grid=") if grid is None else grid)
+        return global_pooling.global_sum_pool(features_of(x, self), grid_in(x, self, "grid=") if grid is None else grid)
 
 
 class GlobalAvgPool(SparseModule):
@@ -248,9 +251,9 @@ class GlobalAvgPool(SparseModule):
     tensor([[3.]])
     """
 
-    def forward(self, x: Features, *, grid: VoxelGrid | None = None) -> torch.Tensor:
+    def forward(self, x: Features, *, grid: VoxelGrid | None = None) -> Float[torch.Tensor, "B C"]:
         """A `SparseTensor`, or features (N, C) with their ``grid`` -> (B, C)."""
-        return pooling.global_avg_pool(features_of(x, self), grid_in(x, self, "grid=") if grid is None else grid)
+        return global_pooling.global_avg_pool(features_of(x, self), grid_in(x, self, "grid=") if grid is None else grid)
 
 
 class GlobalMaxPool(SparseModule):
@@ -261,6 +264,6 @@ class GlobalMaxPool(SparseModule):
     tensor([[5.]])
     """
 
-    def forward(self, x: Features, *, grid: VoxelGrid | None = None) -> torch.Tensor:
+    def forward(self, x: Features, *, grid: VoxelGrid | None = None) -> Float[torch.Tensor, "B C"]:
         """A `SparseTensor`, or features (N, C) with their ``grid`` -> (B, C)."""
-        return pooling.global_max_pool(features_of(x, self), grid_in(x, self, "grid=") if grid is None else grid)
+        return global_pooling.global_max_pool(features_of(x, self), grid_in(x, self, "grid=") if grid is None else grid)

@@ -26,8 +26,20 @@ class SyncBatchNorm(BatchNorm):
     'SyncBatchNorm'
     """
 
-    def __init__(self, num_features: int, *args: Any, process_group: Any = None, **options: Any) -> None:
-        super().__init__(num_features, *args, **options)
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        process_group: Any = None,
+        **newer: Any,  # what later releases of torch take, such as bias
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **newer)
         self.process_group = process_group
 
     def forward(self, x: Features) -> Features:

@@ -11,7 +11,7 @@ voxels; with ``renormalize`` the weights of the others are divided by their sum 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -23,6 +23,9 @@ from sparseconv.kinds import check_choice, check_tensor
 from sparseconv.ops.rows import check_grid, check_rows
 from sparseconv.products import SparseProductInfo, SparseScaleInfo, sparse_scale, sparse_vecsca
 from sparseconv.products.info import known_right
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
 
 Mode = Literal["linear", "nearest"]
 
@@ -55,8 +58,8 @@ class Interpolation:
     def __init__(
         self,
         grid: VoxelGrid,
-        points: torch.Tensor,
-        batch: torch.Tensor | None = None,
+        points: Float[torch.Tensor, "M D"],
+        batch: Integer[torch.Tensor, " M"] | None = None,
         *,
         mode: Mode = "linear",
         renormalize: bool = False,
@@ -94,7 +97,9 @@ class Interpolation:
             known_right(SparseScaleInfo, back, self._points[self._by_row], self._row_bounds, None, *sizes[::-1]),
         )
 
-    def interpolate(self, x: torch.Tensor, points: torch.Tensor | None = None) -> torch.Tensor:
+    def interpolate(
+        self, x: Float[torch.Tensor, "N C"], points: Float[torch.Tensor, "M D"] | None = None
+    ) -> Float[torch.Tensor, "M C"]:
         """The values of features at the points.
 
         Args:
@@ -112,7 +117,9 @@ class Interpolation:
         check_rows("x", x, self.num_voxels, "a voxel of the grid", self.device, "the plan")
         return self._execute(x, points, splat=False)
 
-    def splat(self, values: torch.Tensor, points: torch.Tensor | None = None) -> torch.Tensor:
+    def splat(
+        self, values: Float[torch.Tensor, "M C"], points: Float[torch.Tensor, "M D"] | None = None
+    ) -> Float[torch.Tensor, "N C"]:
         """Values (M, C) of the points, added to their corners with their weights: (N, C), the transpose.
 
         Arguments, results and errors are those of `interpolate`, with the two sides exchanged.
@@ -120,7 +127,7 @@ class Interpolation:
         check_rows("values", values, self.num_points, "a point", self.device, "the plan")
         return self._execute(values, points, splat=True)
 
-    def weights(self, points: torch.Tensor) -> torch.Tensor:
+    def weights(self, points: Float[torch.Tensor, "M D"]) -> Float[torch.Tensor, "M 2**D"]:
         """(M, 2^D) weights of the corners, the last axis fastest, 0 where absent; differentiable in the points.
 
         Computed in fp64; kept in the dtype of the points, in fp32 at least.
@@ -196,14 +203,14 @@ class Interpolation:
 
 
 def interpolate(
-    x: torch.Tensor,
+    x: Float[torch.Tensor, "N C"],
     grid: VoxelGrid,
-    points: torch.Tensor,
+    points: Float[torch.Tensor, "M D"],
     mode: Mode = "linear",
     *,
-    batch: torch.Tensor | None = None,
+    batch: Integer[torch.Tensor, " M"] | None = None,
     renormalize: bool = False,
-) -> torch.Tensor:
+) -> Float[torch.Tensor, "M C"]:
     """The values (M, C) of features x (N, C) at points (M, D): devoxelisation, differentiable in x and in the points.
 
     Arguments are those of `Interpolation`, which is what to make where the same points are asked more than once.
@@ -218,14 +225,14 @@ def interpolate(
 
 
 def splat(
-    values: torch.Tensor,
+    values: Float[torch.Tensor, "M C"],
     grid: VoxelGrid,
-    points: torch.Tensor,
+    points: Float[torch.Tensor, "M D"],
     mode: Mode = "linear",
     *,
-    batch: torch.Tensor | None = None,
+    batch: Integer[torch.Tensor, " M"] | None = None,
     renormalize: bool = False,
-) -> torch.Tensor:
+) -> Float[torch.Tensor, "N C"]:
     """Point values (M, C), spread over the voxels around each point: (N, C), the transpose of `interpolate`.
 
     What falls on absent voxels is lost, unless ``renormalize`` gives it to a point's other corners.

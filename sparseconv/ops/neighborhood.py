@@ -11,7 +11,7 @@ Edges e are those of ``plan.kernel_map`` in its own order, by tap. No atomics: t
 from __future__ import annotations
 
 import math
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
@@ -29,11 +29,16 @@ from sparseconv.products import (
 )
 from sparseconv.products.info import known_right
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
 Products: TypeAlias = tuple[SparseProductInfo, SparseProductInfo, SparseProductInfo]
 Scales: TypeAlias = tuple[SparseScaleInfo, SparseScaleInfo]
 
 
-def neighborhood_logits(q: torch.Tensor, k: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+def neighborhood_logits(
+    q: Float[torch.Tensor, "N_out *H C"], k: Float[torch.Tensor, "N_in *H C"], plan: ConvolutionPlan
+) -> Float[torch.Tensor, " P *H"]:
     """The inner product of each output's query with the key of every input that it sees.
 
     Args:
@@ -58,7 +63,7 @@ def neighborhood_logits(q: torch.Tensor, k: torch.Tensor, plan: ConvolutionPlan)
     return _logits(q, k, local)
 
 
-def neighborhood_softmax(logits: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+def neighborhood_softmax(logits: Float[torch.Tensor, " P *H"], plan: ConvolutionPlan) -> Float[torch.Tensor, " P *H"]:
     """Logits (P,) or (P, H) of a plan's edges -> weights that sum to 1 over the edges of each output.
 
     In fp32 at least, whatever autocast says. An output whose logits are all -inf gets zeros.
@@ -90,14 +95,14 @@ def neighborhood_softmax(logits: torch.Tensor, plan: ConvolutionPlan) -> torch.T
 
 
 def neighborhood_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Float[torch.Tensor, "N_out *H C"],
+    k: Float[torch.Tensor, "N_in *H C"],
+    v: Float[torch.Tensor, "N_in *H C_v"],
     plan: ConvolutionPlan,
     *,
     scale: float | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    bias: Float[torch.Tensor, " K *H"] | None = None,
+) -> Float[torch.Tensor, "N_out *H C_v"]:
     """Softmax attention of each output over the inputs that it sees.
 
         y[out] = sum over edges (t, in, out) of softmax(scale * <q[out], k[in]> + bias[t]) * v[in]
@@ -140,7 +145,11 @@ def neighborhood_attention(
     return _heads_first(y).to(v.dtype)
 
 
-def depthwise_convolution(x: torch.Tensor, weight: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+def depthwise_convolution(
+    x: Float[torch.Tensor, "N_in C"],
+    weight: Float[torch.Tensor, "K C"] | Float[torch.Tensor, "K 1 C"],
+    plan: ConvolutionPlan,
+) -> Float[torch.Tensor, "N_out C"]:
     """A convolution of every channel by itself, what ``plan.with_groups(C).execute(x, weight[:, None])`` computes.
 
         y[out, c] = sum over edges (k, in, out) of x[in, c] * weight[k, c]

@@ -10,6 +10,7 @@ Source: Wu et al., Point Transformer V3: Simpler, Faster, Stronger, 2024.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,9 @@ from sparseconv.geometry.ranges import Ints, per_axis
 from sparseconv.kinds import check_count, check_tensor
 from sparseconv.ops.items import split_sizes
 from sparseconv.ops.rows import check_grid, check_rows
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int64, Integer, Shaped
 
 #: patches of one call of torch's attention, whose kernels count them in 16 bits
 PATCHES_A_CALL = 1 << 15
@@ -32,15 +36,15 @@ class Patches:
 
     Args:
         counts: (B,) integers, rows of each item.
-        size: K, slots of a patch.
+        size: slots of a patch, K.
         num_patches: P, at least as many as the items take; those left over are patches of row 0 that nobody reads.
         num_rows: N, at least as many as the items have.
 
     Attributes:
-        size, num_patches, num_rows: K, P and N.
-        places: (P * K,) int64: the place among the items' rows that each slot shows.
+        size, num_patches, num_rows: slots of a patch, patches, and N.
+        places: (patches * slots,) int64: the place among the items' rows that each slot shows.
         slots: (N,) int64: the slot of each place.
-        seen: (P, K) bool, whether others in the patch see a slot; None where all do.
+        seen: (patches, slots) bool, whether others in the patch see a slot; None where all do.
 
     >>> patches = Patches(torch.tensor([5, 1]), size=2, num_patches=4, num_rows=6)
     >>> patches.places.view(4, 2).tolist()
@@ -51,7 +55,7 @@ class Patches:
 
     @transforms.constant
     def __init__(
-        self, counts: torch.Tensor, size: int, num_patches: int, num_rows: int, *, all_seen: bool = False
+        self, counts: Integer[torch.Tensor, " B"], size: int, num_patches: int, num_rows: int, *, all_seen: bool = False
     ) -> None:
         check_tensor("counts", counts)
         check_count("size", size, 1)
@@ -81,7 +85,7 @@ class Patches:
 
         Args:
             grid: whose items are cut.
-            size: K, slots of a patch; less where no item has as many rows.
+            size: slots of a patch, K; less where no item has as many rows.
             shrink: use smaller patches where an item has fewer rows, as many slots as the smallest item has rows.
 
         >>> grid = VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0], [1, 0, 1]]))
@@ -111,7 +115,7 @@ class Patches:
     @staticmethod
     def windows(
         grid: VoxelGrid, size: int | Sequence[int], shift: int | Sequence[int] = 0
-    ) -> tuple[Patches, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Patches, Int64[torch.Tensor, " N"], Int64[torch.Tensor, " N"]]:
         """A patch for each window floor((c + shift) / size) that holds a voxel; kept with the grid.
 
         Args:
@@ -138,45 +142,49 @@ class Patches:
             kept = grid.derived[key] = _windows(grid.coords, sizes, shifts)
         return kept
 
-    def split(self, x: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
-        """Features (N, C) -> (P, K, C); ``order`` (N,) integers is the row at each place.
+    def split(
+        self, x: Shaped[torch.Tensor, "N C"], order: Integer[torch.Tensor, " N"] | None = None
+    ) -> Shaped[torch.Tensor, "patches slots C"]:
+        """Features (N, C) -> (patches, slots, C); ``order`` (N,) integers is the row at each place.
 
         A row is shown by two slots at most that others see, so gradients are the same bits in every run.
         """
         check_rows("x", x, self.num_rows, "a row", self.device, "the patches")
         return x.index_select(0, self.rows(order)).unflatten(0, (self.num_patches, self.size))
 
-    def rows(self, order: torch.Tensor | None = None) -> torch.Tensor:
-        """(P * K,) int64: the row that each slot shows."""
+    def rows(self, order: Integer[torch.Tensor, " N"] | None = None) -> Int64[torch.Tensor, " patches*slots"]:
+        """(patches * slots,) int64: the row that each slot shows."""
         return self.places if order is None else order.index_select(0, self.places)
 
-    def join(self, y: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
-        """The results of a patch's slots (P, K, C) -> (N, C); ``inverse`` (N,) integers is the place of each row."""
+    def join(
+        self, y: Shaped[torch.Tensor, "patches slots C"], inverse: Integer[torch.Tensor, " N"] | None = None
+    ) -> Shaped[torch.Tensor, "N C"]:
+        """The results of slots (patches, slots, C) -> (N, C); ``inverse`` (N,) integers is the place of each row."""
         slots = self.slots if inverse is None else self.slots.index_select(0, inverse)
         return y.flatten(0, 1).index_select(0, slots)
 
     def attend(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Float[torch.Tensor, "patches H slots C"],
+        k: Float[torch.Tensor, "patches H slots C"],
+        v: Float[torch.Tensor, "patches H slots C"],
         *,
-        bias: torch.Tensor | None = None,
+        bias: Float[torch.Tensor, "patches H slots slots"] | None = None,
         scale: float | None = None,
         dropout: float = 0.0,
-    ) -> torch.Tensor:
+    ) -> Float[torch.Tensor, "patches H slots C"]:
         """Softmax attention within each patch, by torch's `scaled_dot_product_attention`.
 
             y[p, h, i] = sum over the slots j of p that are seen of softmax(scale * <q[i], k[j]> + bias[i, j]) * v[j]
 
         Args:
-            q, k, v: (P, H, K, C), heads first.
-            bias: (P, H, K, K), added to the logits.
+            q, k, v: (patches, H, slots, C), heads first.
+            bias: (patches, H, slots, slots), added to the logits.
             scale: default 1 / sqrt(C).
             dropout: share of the weights that are dropped.
 
         Returns:
-            (P, H, K, C). Torch chooses the kernel, which says which derivatives there are: within
+            (patches, H, slots, C). Torch chooses the kernel, which says which derivatives there are: within
             `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` those of any order.
         """
         mask = None if self.seen is None else self.seen[:, None, None]

@@ -8,7 +8,7 @@ A voxel without a point is 0 and takes no gradient; so is a point without a voxe
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,6 +19,9 @@ from sparseconv.kinds import check_choice, check_count, check_tensor
 from sparseconv.ops.rows import check_rows, kept
 from sparseconv.products import SparseScaleInfo, sparse_scale
 from sparseconv.products.info import known_right
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
 
 Reduce = Literal["mean", "sum", "max"]
 
@@ -40,7 +43,7 @@ class PointGroups:
     """
 
     @transforms.constant
-    def __init__(self, point_rows: torch.Tensor, num_voxels: int) -> None:
+    def __init__(self, point_rows: Integer[torch.Tensor, " M"], num_voxels: int) -> None:
         check_tensor("point_rows", point_rows)
         check_count("num_voxels", num_voxels)
         if point_rows.is_floating_point() or point_rows.is_complex() or point_rows.dtype == torch.bool:
@@ -58,7 +61,7 @@ class PointGroups:
         self.num_points, self.num_voxels, self.device = len(rows), num_voxels, rows.device
         self._rows = rows
         bounds = torch.searchsorted(ordered, torch.arange(num_voxels + 1, device=rows.device))
-        #: (V,) int64: points of each voxel
+        #: (N,) int64: points of each voxel
         self.counts = bounds.diff()
         if len(rows) and ends[0] < 0:
             held = (rows >= 0).nonzero()[:, 0]
@@ -67,7 +70,7 @@ class PointGroups:
             spread = known_right(SparseScaleInfo, None, rows, None, None, len(rows), num_voxels)
         self._infos = known_right(SparseScaleInfo, None, order, bounds, None, num_voxels, len(rows)), spread
 
-    def reduce(self, features: torch.Tensor, how: Reduce = "mean") -> torch.Tensor:
+    def reduce(self, features: Float[torch.Tensor, "M C"], how: Reduce = "mean") -> Float[torch.Tensor, "N C"]:
         """The mean, sum or maximum of each voxel's points.
 
         Args:
@@ -76,7 +79,7 @@ class PointGroups:
                 gradient, and NaN wins.
 
         Returns:
-            (V, C), dtype of the features; summed in fp32 (fp64 for fp64), the same bits in every run. Differentiable
+            (N, C), dtype of the features; summed in fp32 (fp64 for fp64), the same bits in every run. Differentiable
             to any order.
 
         Raises:
@@ -92,14 +95,14 @@ class PointGroups:
             total = sparse_scale(features.to(torch.promote_types(features.dtype, torch.float32)), *self._infos)
             return (total / self.counts.clamp_min(1)[:, None]).to(features.dtype)
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """Each point takes the features of its voxel: (V, C) -> (M, C); the transpose of the sum."""
+    def spread(self, x: Float[torch.Tensor, "N C"]) -> Float[torch.Tensor, "M C"]:
+        """Each point takes the features of its voxel: (N, C) -> (M, C); the transpose of the sum."""
         check_rows("x", x, self.num_voxels, "a voxel", self.device, "the plan")
         with torch.autocast(x.device.type, enabled=False):
             return sparse_scale(x, *self._infos[::-1])
 
     def _winners(self, features: torch.Tensor) -> torch.Tensor:
-        """(V, C) integers: the first point that has the maximum of its voxel, M where there is no point."""
+        """(N, C) integers: the first point that has the maximum of its voxel, M where there is no point."""
         shape = (self.num_voxels + 1, features.shape[1])  # a row more for points without a voxel
         bins = torch.where(self._rows < 0, self.num_voxels, self._rows)
         each = bins[:, None].expand_as(features)
@@ -158,9 +161,12 @@ def _choice(*args: Any) -> torch.Tensor:
 
 
 def voxelize_features(
-    point_features: torch.Tensor, point_rows: torch.Tensor, num_voxels: int, reduce: Reduce = "mean"
-) -> torch.Tensor:
-    """The mean, sum or maximum (V, C) of the features (M, C) of each voxel's points.
+    point_features: Float[torch.Tensor, "M C"],
+    point_rows: Integer[torch.Tensor, " M"],
+    num_voxels: int,
+    reduce: Reduce = "mean",
+) -> Float[torch.Tensor, "N C"]:
+    """The mean, sum or maximum (N, C) of the features (M, C) of each voxel's points.
 
     Arguments, results and errors are those of `PointGroups`, which is what to make where points are reduced again.
 

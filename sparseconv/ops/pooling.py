@@ -1,4 +1,4 @@
-"""Pooling over the edges of a plan, its inverses, and pooling over whole batch items.
+"""Pooling over the edges of a plan, and its inverses.
 
     sum:  y[o] = sum over edges (k, i, o) of x[i]
     avg:  y[o] = sum / (edges of o), so that absent voxels do not count
@@ -11,25 +11,26 @@ by taps, each a partial injection. No atomics anywhere: the same bits in every r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparseconv import transforms
 from sparseconv.autograd import side_by_side
 from sparseconv.autograd_function import Function
-from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.kinds import check_tensor
-from sparseconv.ops.items import split_items
-from sparseconv.ops.rows import check_grid, check_plan, check_rows, kept, recorder, wide
+from sparseconv.ops.rows import check_plan, check_rows, kept, recorder, wide
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.products import SparseScaleInfo, sparse_scale
 from sparseconv.products.info import known_right
 
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
 
-def sum_pool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+
+def sum_pool(x: Float[torch.Tensor, "N_in C"], plan: ConvolutionPlan) -> Float[torch.Tensor, "N_out C"]:
     """The sum of the voxels that each output sees.
 
     Args:
@@ -43,6 +44,7 @@ def sum_pool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
     Raises:
         ValueError: shape or device of x do not fit the plan. TypeError: x is not floating point.
 
+    >>> from sparseconv import VoxelGrid
     >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 5]]))
     >>> sum_pool(torch.tensor([[1.0], [2.0], [4.0]]), ConvolutionPlan(grid, 2, stride=2)).tolist()
     [[3.0], [4.0]]
@@ -53,12 +55,15 @@ def sum_pool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
     return edge_sum(x, plan.kernel_map)
 
 
-def avg_pool(x: torch.Tensor, plan: ConvolutionPlan, *, count_absent: bool = False) -> torch.Tensor:
+def avg_pool(
+    x: Float[torch.Tensor, "N_in C"], plan: ConvolutionPlan, *, count_absent: bool = False
+) -> Float[torch.Tensor, "N_out C"]:
     """The mean of the voxels that each output sees; with ``count_absent`` the sum over the number of taps.
 
     Arguments, results and errors are those of `sum_pool`. ``count_absent=True`` equals torch's dense average pooling of
     zeros where there is no voxel.
 
+    >>> from sparseconv import VoxelGrid
     >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 5]]))
     >>> avg_pool(torch.tensor([[1.0], [2.0], [4.0]]), ConvolutionPlan(grid, 2, stride=2)).tolist()
     [[1.5], [4.0]]
@@ -70,7 +75,9 @@ def avg_pool(x: torch.Tensor, plan: ConvolutionPlan, *, count_absent: bool = Fal
     return (total / (plan.num_taps if count_absent else _degrees(plan.kernel_map))).to(x.dtype)
 
 
-def max_pool(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, torch.Tensor]:
+def max_pool(
+    x: Float[torch.Tensor, "N_in C"], plan: ConvolutionPlan
+) -> tuple[Float[torch.Tensor, "N_out C"], Integer[torch.Tensor, "N_out C"]]:
     """The largest of the voxels that each output sees, and the taps that they came through.
 
     Arguments and errors are those of `sum_pool`. NaN wins, as in torch.
@@ -79,6 +86,7 @@ def max_pool(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, torc
         (y (N_out, C), dtype of x; winners (N_out, C) int16, or int32 past 32,767 taps: the tap of each maximum, -1
         where there is no edge). y is differentiable to any order.
 
+    >>> from sparseconv import VoxelGrid
     >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 5]]))
     >>> y, winners = max_pool(torch.tensor([[1.0], [2.0], [-4.0]]), ConvolutionPlan(grid, 2, stride=2))
     >>> y.tolist(), winners.tolist()
@@ -90,7 +98,7 @@ def max_pool(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, torc
     return _max(x, plan.kernel_map)
 
 
-def unpool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+def unpool(x: Float[torch.Tensor, "N_in C"], plan: ConvolutionPlan) -> Float[torch.Tensor, "N_out C"]:
     """Copy coarse voxels onto the fine ones that they were made from: nearest-neighbour upsampling.
 
     Args:
@@ -101,6 +109,7 @@ def unpool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
         (N_fine, C). A fine voxel that several windows hold (kernel larger than stride) gets their mean, one that none
         holds gets 0. Errors are those of `sum_pool`.
 
+    >>> from sparseconv import VoxelGrid
     >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 5]]))
     >>> unpool(torch.tensor([[1.0], [2.0]]), ConvolutionPlan(grid, 2, stride=2).transpose()).tolist()
     [[1.0], [1.0], [2.0]]
@@ -108,7 +117,9 @@ def unpool(x: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
     return avg_pool(x, plan)
 
 
-def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
+def max_unpool(
+    x: Float[torch.Tensor, "N_in C"], winners: Integer[torch.Tensor, "N_in C"], plan: ConvolutionPlan
+) -> Float[torch.Tensor, "N_out C"]:
     """Put values back where `max_pool` found them, 0 elsewhere: the adjoint of that choice.
 
     Args:
@@ -122,6 +133,7 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
     Raises:
         ValueError: shapes or devices that do not fit. TypeError: x is not floating point, or winners no integers.
 
+    >>> from sparseconv import VoxelGrid
     >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [0, 5]]))
     >>> plan = ConvolutionPlan(grid, 2, stride=2)
     >>> y, winners = max_pool(torch.tensor([[1.0], [2.0], [-4.0]]), plan)
@@ -143,50 +155,6 @@ def max_unpool(x: torch.Tensor, winners: torch.Tensor, plan: ConvolutionPlan) ->
         raise ValueError("max_unpool over shards needs the winners of other ranks: use unpool, or gather the scene")
     x, plan = _local(x, plan)
     return _winner_sum(x, winners, plan.kernel_map, False, False)
-
-
-def global_sum_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
-    """The sum over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item.
-
-    >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [1, 0]]))
-    >>> global_sum_pool(torch.tensor([[1.0], [3.0], [5.0]]), grid).tolist()
-    [[4.0], [5.0]]
-    """
-    check_grid(grid)
-    if (traced := recorder(grid)) is not None:
-        return traced.pooled(x, "sum")
-    return grid.all_sum(_by_item(x, grid, lambda item: item.sum(0)))
-
-
-def global_avg_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
-    """The mean over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item.
-
-    >>> grid = VoxelGrid(torch.tensor([[0, 0], [0, 1], [1, 0]]))
-    >>> global_avg_pool(torch.tensor([[1.0], [3.0], [5.0]]), grid).tolist()
-    [[2.0], [5.0]]
-    """
-    check_grid(grid)
-    if (traced := recorder(grid)) is not None:
-        return traced.pooled(x, "average")
-    if not grid.is_shared:
-        return _by_item(x, grid, lambda item: item.mean(0))
-    counts = grid.all_sum(grid.batch_counts).clamp_min(1)
-    return (global_sum_pool(x.to(wide(x)), grid) / counts[:, None]).to(x.dtype)
-
-
-def global_max_pool(x: torch.Tensor, grid: VoxelGrid) -> torch.Tensor:
-    """The maximum over all voxels of each batch item: (N, C) -> (B, C); 0 for an empty item.
-
-    >>> grid = VoxelGrid(torch.tensor([[0, 0], [2, 1], [2, 5]]))
-    >>> global_max_pool(torch.tensor([[-1.0], [2.0], [4.0]]), grid).tolist()
-    [[-1.0], [0.0], [4.0]]
-    """
-    check_grid(grid)
-    if (traced := recorder(grid)) is not None:
-        return traced.pooled(x, "max")
-    if grid.is_shared:
-        raise ValueError("a maximum over shards is not offered: pool to one grid first, or gather the scene")
-    return _by_item(x, grid, lambda item: item.max(0).values)
 
 
 def edge_sum(x: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
@@ -389,12 +357,3 @@ def _local(x: torch.Tensor, plan: ConvolutionPlan) -> tuple[torch.Tensor, Convol
     check_plan(plan)
     check_rows("x", x, plan.num_in, "a voxel of the plan's source", plan.device, "the plan")
     return plan.localize(x)
-
-
-def _by_item(x: torch.Tensor, grid: VoxelGrid, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """(B, C): each item's rows reduced, 0 for an empty item."""
-    check_grid(grid)
-    check_rows("x", x, len(grid), "a voxel of the grid", grid.device, "the grid")
-    if grid.batch_size == 0:
-        return x
-    return torch.stack([reduce(item) if item.shape[0] else item.sum(0) for item in split_items(x, grid)])

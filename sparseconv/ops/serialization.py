@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import starmap
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +25,9 @@ from sparseconv.geometry.arguments import INTEGERS, bounds
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import check_choice, check_count, check_values
 from sparseconv.ops.rows import check_grid
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Int64, Integer
 
 #: names of the curves
 ORDERS = ("z", "z-trans", "hilbert", "hilbert-trans")
@@ -35,7 +39,7 @@ LAST = (1 << BITS) - 1
 Depth = int | torch.Tensor
 
 
-def serial_codes(coords: torch.Tensor, order: str = "z", *, depth: int) -> torch.Tensor:
+def serial_codes(coords: Integer[torch.Tensor, "N 1+D"], order: str = "z", *, depth: int) -> Int64[torch.Tensor, " N"]:
     """The place of each voxel along a curve.
 
     Args:
@@ -86,13 +90,13 @@ class Serialization:
     """
 
     orders: tuple[str, ...]
-    codes: tuple[torch.Tensor, ...]
-    order: tuple[torch.Tensor, ...]
-    inverse: tuple[torch.Tensor, ...]
+    codes: tuple[Int64[torch.Tensor, " N"], ...]
+    order: tuple[Int64[torch.Tensor, " N"], ...]
+    inverse: tuple[Int64[torch.Tensor, " N"], ...]
     depth: Depth
-    signed: bool | torch.Tensor
+    signed: bool | Bool[torch.Tensor, ""]
 
-    def coarser(self, grid: VoxelGrid, levels: int, rows: torch.Tensor) -> Serialization:
+    def coarser(self, grid: VoxelGrid, levels: int, rows: Integer[torch.Tensor, " N_out"]) -> Serialization:
         """The same curves over the coarse voxels c >> levels.
 
         ``grid`` holds them in any order. ``rows`` (N,) integers names for each of them a row here that lies in it.

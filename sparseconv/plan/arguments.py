@@ -15,7 +15,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
-from sparseconv.kinds import check_count, check_kind
+from sparseconv.kinds import check_count, check_kind, check_tensor
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 from sparseconv.torch_private import exporting
 
@@ -79,6 +79,24 @@ def checked_boundary(boundary: Boundary | str, rank: int) -> Boundary:
 @cache
 def _plain_boundary(kind: Any) -> Boundary:
     return Boundary(kind)
+
+
+def check_places(
+    device: torch.device,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> None:
+    """Raise for operands of `ConvolutionPlan.execute` that are no plain tensors, or not on the plan's device."""
+    given: tuple[Any, ...] = (x, weight, bias, residual)
+    for name, tensor in zip(OPERANDS, given):
+        if tensor is None and name in ("bias", "residual"):
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+            check_tensor(name, tensor)
+        if tensor.device != device:
+            raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
 
 
 def check_operands(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,13 +19,13 @@ from sparseconv.geometry.window import Window
 from sparseconv.kinds import as_device, check_count, check_tensor
 from sparseconv.moving import Movable
 from sparseconv.plan.arguments import (
-    OPERANDS,
     Axes,
     Held,
     Weakly,
     as_epilogue,
     autocast,
     check_operands,
+    check_places,
     checked_window,
     held,
     recorder,
@@ -36,6 +36,9 @@ from sparseconv.plan.held_maps import names_of
 from sparseconv.plan.weights import by_tap, packed
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 from sparseconv.torch_private import any_autocast
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int64, Integer, Shaped
 
 
 class ConvolutionPlan(Movable):
@@ -78,7 +81,7 @@ class ConvolutionPlan(Movable):
         stride: Axes = 1,
         dilation: Axes = 1,
         padding: Axes | None = None,
-        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         target: VoxelGrid | Literal["full"] | None = None,
         boundary: Boundary | Literal["absent", "forbid"] = "absent",
         groups: int = 1,
@@ -118,7 +121,7 @@ class ConvolutionPlan(Movable):
         stride: Axes = 1,
         dilation: Axes = 1,
         padding: Axes | None = None,
-        taps: torch.Tensor | Sequence[Sequence[int]] | None = None,
+        taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
         target: VoxelGrid | None = None,
         boundary: Boundary | Literal["absent", "forbid"] = "absent",
         groups: int = 1,
@@ -243,7 +246,7 @@ class ConvolutionPlan(Movable):
         return self.kernel_map.num_in
 
     @property
-    def coverage(self) -> torch.Tensor:
+    def coverage(self) -> Int64[torch.Tensor, " K+1"]:
         """(K+1,) int64 on the host: how many outputs have 0, 1, ..., K inputs."""
         return self.kernel_map.coverage
 
@@ -260,7 +263,11 @@ class ConvolutionPlan(Movable):
         request = self.request(c_in, c_out, dtype)
         return choose(request, self.backend).workspace_bytes(request)
 
-    def explain(self, x: torch.Tensor, weight: torch.Tensor) -> Explanation:
+    def explain(
+        self,
+        x: Float[torch.Tensor, "N_in C_in"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"],
+    ) -> Explanation:
         """Which backend would execute this and why, what the others said, and what it costs; print it."""
         check_tensor("x", x)
         check_tensor("weight", weight)
@@ -271,13 +278,13 @@ class ConvolutionPlan(Movable):
 
     def execute(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        x: Float[torch.Tensor, "N_in C_in"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"],
+        bias: Float[torch.Tensor, " C_out"] | None = None,
         *,
-        residual: torch.Tensor | None = None,
+        residual: Float[torch.Tensor, "N_out C_out"] | None = None,
         epilogue: Epilogue | PointwiseDynamicFunction | None = None,
-    ) -> torch.Tensor:
+    ) -> Float[torch.Tensor, "N_out C_out"]:
         """Convolve: y[out] = epilogue(sum over edges (k, in, out) of x[in] @ weight[k] + bias + residual[out]).
 
         Args:
@@ -301,21 +308,18 @@ class ConvolutionPlan(Movable):
 
     def operands(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        x: Float[torch.Tensor, "N_in C_in"],
+        weight: Float[torch.Tensor, "K C_in/G C_out"] | Float[torch.Tensor, "C_out C_in/G *kernel"],
+        bias: Float[torch.Tensor, " C_out"] | None = None,
+        residual: Float[torch.Tensor, "N_out C_out"] | None = None,
+    ) -> tuple[
+        Float[torch.Tensor, "N_in C_in"],
+        Float[torch.Tensor, "K C_in/G C_out"],
+        Float[torch.Tensor, " C_out"] | None,
+        Float[torch.Tensor, "N_out C_out"] | None,
+    ]:
         """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
-        device = self.kernel_map.device
-        given: tuple[Any, ...] = (x, weight, bias, residual)
-        for name, tensor in zip(OPERANDS, given):
-            if tensor is None and name in ("bias", "residual"):
-                continue
-            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
-                check_tensor(name, tensor)
-            if tensor.device != device:
-                raise ValueError(f"the plan is on {device} but {name} is on {tensor.device}: move one of them")
+        check_places(self.kernel_map.device, x, weight, bias, residual)
         taps = by_tap(weight, self.kernel_size, self.num_taps)
         if torch.compiler.is_compiling() or any_autocast():  # a question that cannot be traced
             x, taps, bias, residual = autocast(x, taps, bias, residual)
@@ -323,7 +327,7 @@ class ConvolutionPlan(Movable):
         check_operands(self.kernel_map, self.groups, x, weight, taps, bias, residual)
         return x, taps, bias, residual
 
-    def localize(self, x: torch.Tensor) -> tuple[torch.Tensor, ConvolutionPlan]:
+    def localize(self, x: Shaped[torch.Tensor, "N_in ..."]) -> tuple[Shaped[torch.Tensor, "N_in ..."], ConvolutionPlan]:
         """What an operation over edges works on: here x (N_in, C) and this plan; a sharded plan adds its halo."""
         return x, self
 
@@ -335,19 +339,13 @@ class ConvolutionPlan(Movable):
         It takes its own weight (K, C_in, C_out) in its own direction; with the weight's channels exchanged it is the
         exact adjoint of this plan.
         """
-        return self.over(
-            self.kernel_map.reverse(),
-            source=self._target,
-            target=self._source,
-            is_transposed=not self.is_transposed,
-        )
+        sides = {"source": self._target, "target": self._source}
+        return self.over(self.kernel_map.reverse(), **sides, is_transposed=not self.is_transposed)
 
     def with_groups(self, groups: int) -> ConvolutionPlan:
         """The same edges for another number of channel groups; itself if it has that number."""
         check_count("groups", groups, 1)
-        if groups == self.groups:
-            return self
-        return self.over(self.kernel_map, groups=groups)
+        return self if groups == self.groups else self.over(self.kernel_map, groups=groups)
 
     def kept_with(self, grid: VoxelGrid) -> ConvolutionPlan:
         """This plan as ``grid`` may keep it: without keeping that grid alive, which would be a cycle.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +12,9 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Boundary, IndexRange, Ints, per_axis
 from sparseconv.geometry.window import Window
 from sparseconv.plan.convolution import ConvolutionPlan
+
+if TYPE_CHECKING:
+    from jaxtyping import Int32
 
 
 def dense_shape(
@@ -31,7 +35,7 @@ def plan_within(
     padding: int | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     generative: bool = False,
-    ends: torch.Tensor | None = None,
+    ends: Int32[torch.Tensor, " D"] | None = None,
 ) -> ConvolutionPlan:
     """The plan onto every voxel of [0, shape) that a window reaches, built at the first asking and kept with the grid.
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparseconv.pointwise.function import PointwiseDynamicFunction
 from sparseconv.pointwise.scalar import Composed, ScalarFunction
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,17 @@ class Epilogue:
         derivative = (self.activation.derivative or {}).get(0)
         return derivative is not None and "in0" not in derivative.arguments
 
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
+    def apply(self, x: Shaped[torch.Tensor, "*shape"]) -> Shaped[torch.Tensor, "*shape"]:
         """activation(x, *numbers), differentiable: x (any shape) -> the same shape."""
         return self.activation(x, *self.numbers)
 
     def input_grad(
-        self, grad: torch.Tensor, *, x: torch.Tensor | None = None, y: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self,
+        grad: Shaped[torch.Tensor, "*shape"],
+        *,
+        x: Shaped[torch.Tensor, "*shape"] | None = None,
+        y: Shaped[torch.Tensor, "*shape"] | None = None,
+    ) -> Shaped[torch.Tensor, "*shape"]:
         """dL/dx from dL/dy and x, or y where ``saves_output``; differentiable again.
 
         Args:

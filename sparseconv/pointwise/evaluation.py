@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from sparseconv.pointwise.metadata import Metadata
 from sparseconv.pointwise.scalar import ScalarFunction
 from sparseconv.pointwise.schema import Config, Derivative, Schema
 from sparseconv.pointwise.strided import StridedBuffer
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 _PLANS_KEPT = 4096  # geometries remembered by a function
 
@@ -88,7 +91,7 @@ class Evaluation:
             found = self._derived.setdefault((make, key), make(self, *key))
         return found
 
-    def evaluate(self, args: Sequence[Any]) -> list[torch.Tensor]:
+    def evaluate(self, args: Sequence[Any]) -> list[Shaped[torch.Tensor, " ..."]]:
         """The outputs for plain arguments on one device, outside autograd."""
         first = args[self.schema.tensors[0]]
         device = metadata.check_devices(self.schema, args) if first.device.type == "cpu" else first.device
@@ -120,7 +123,7 @@ class Evaluation:
             self._plans.clear()
         self._plans[tuple(key)] = plan
 
-    def twin(self, args: Sequence[Any]) -> list[torch.Tensor]:
+    def twin(self, args: Sequence[Any]) -> list[Shaped[torch.Tensor, " ..."]]:
         """The outputs by ``reference``, with the dtypes, shape and strides that the kernel would give."""
         schema = self.schema
         if self.reference is None:

@@ -36,6 +36,10 @@ class PointwiseDynamicFunction(Evaluation):
         reference: the twin, a torch function of the same arguments, or None.
         derivative: argument -> `Derivative`, or None if gradients go through the twin.
         op: the operator that torch has registered.
+
+    >>> from sparseconv.pointwise import leaky_relu
+    >>> leaky_relu(torch.tensor([-1.0, 2.0]), 0.5), leaky_relu.extra_arguments
+    (tensor([-0.5000,  2.0000]), (1,))
     """
 
     def __init__(self, scalar: ScalarFunction, schema: Schema, **options: Any) -> None:

@@ -7,15 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 ScalarType = type[float] | type[int] | type[bool]
 
 
 class Promotion(Enum):
-    """How the dtype of an output follows from its arguments; the names are those of torch."""
+    """How the dtype of an output follows from its arguments; the names are those of torch.
+
+    `pointwise_dynamic` takes them by name, ``promotion_methods=[(0, "INT_TO_FLOAT")]``.
+
+    >>> from sparseconv.pointwise import relu, sigmoid
+    >>> [rule.kind.name for function in (relu, sigmoid) for rule in function.schema.outputs]
+    ['DEFAULT', 'INT_TO_FLOAT']
+    """
 
     DEFAULT = 0  # add: the common dtype, halves computed in fp32
     NO_OPMATH = 1  # where: the common dtype, computed as it is
@@ -43,6 +53,10 @@ class Config:
         elements: elements in a tile, a power of two.
         columns: of them along the fastest axis, a power of two.
         num_warps: warps in a program.
+
+    >>> Config(num_warps=3)
+    Traceback (most recent call last):
+    ValueError: Config(num_warps=) is None or a power of two, but 3 was given
     """
 
     tile_axes: int = 2
@@ -73,10 +87,10 @@ class Derivative:
         ('grad0', 'in1')
     """
 
-    function: Callable[..., torch.Tensor]
+    function: Callable[..., Shaped[torch.Tensor, " ..."]]
     arguments: tuple[str, ...]
 
-    def __init__(self, function: Callable[..., torch.Tensor], *arguments: str) -> None:
+    def __init__(self, function: Callable[..., Shaped[torch.Tensor, " ..."]], *arguments: str) -> None:
         if not callable(function):
             raise TypeError(f"Derivative takes a function and names of its arguments, but got {function!r}")
         for name in arguments:

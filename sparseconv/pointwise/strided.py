@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 
 class StridedBuffer:
@@ -31,7 +35,7 @@ class StridedBuffer:
 
     def __init__(
         self,
-        base: torch.Tensor,
+        base: Shaped[torch.Tensor, " ..."],
         shape: Sequence[int] | None = None,
         strides: Sequence[int] | None = None,
         offset: int = 0,
@@ -88,19 +92,19 @@ class StridedBuffer:
     def data_ptr(self) -> int:
         return self.start.data_ptr()
 
-    def as_positive(self) -> tuple[torch.Tensor, list[int]]:
+    def as_positive(self) -> tuple[Shaped[torch.Tensor, " ..."], list[int]]:
         """The same memory as a torch view with non-negative strides, and the axes to flip to get this one."""
         low, _ = self.extent()
         flipped = [k for k, s in enumerate(self._strides) if s < 0]
         start = self.base.storage_offset() + self.offset + low if self.numel() else 0
         return self.base.as_strided(self.shape, [abs(s) for s in self._strides], start), flipped
 
-    def to_tensor(self) -> torch.Tensor:
+    def to_tensor(self) -> Shaped[torch.Tensor, "*shape"]:
         """A tensor of the same values; a view where the strides allow it, else a copy."""
         view, flipped = self.as_positive()
         return view.flip(flipped) if flipped else view
 
-    def copy_(self, source: torch.Tensor) -> StridedBuffer:
+    def copy_(self, source: Shaped[torch.Tensor, "*shape"]) -> StridedBuffer:
         """Write ``source`` into the memory that this buffer views."""
         view, flipped = self.as_positive()
         view.copy_(source.flip(flipped) if flipped else source)

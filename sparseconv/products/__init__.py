@@ -6,7 +6,7 @@ from sparseconv.products.build import (
     sparse_scale_info,
     sparse_scale_infos,
 )
-from sparseconv.products.functional import (
+from sparseconv.products.classes import (
     SparseInner,
     SparseMatTVec,
     SparseMul,
@@ -15,6 +15,8 @@ from sparseconv.products.functional import (
     SparseScaVec,
     SparseVecMat,
     SparseVecSca,
+)
+from sparseconv.products.functional import (
     sparse_inner,
     sparse_mat_t_vec,
     sparse_mul,

@@ -1,150 +1,34 @@
-"""The public operations: checks before any launch, then the differentiable operation."""
+"""The public operations, one function a product."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from sparseconv.products import autograd
-from sparseconv.products.arguments import (
-    cast,
-    check_backward,
-    check_info,
-    check_input,
-    check_out,
-    check_scale_sizes,
-    check_shapes,
-    check_sizes,
-    out_shape,
+from sparseconv.products.classes import (
+    SparseInner,
+    SparseMatTVec,
+    SparseMul,
+    SparseOuter,
+    SparseScale,
+    SparseScaVec,
+    SparseVecMat,
+    SparseVecSca,
 )
 from sparseconv.products.info import SparseProductInfo, SparseScaleInfo
-from sparseconv.products.table import PRODUCTS, Product
 
-
-class SparseScale:
-    """The differentiable sparse scale; ``SparseScale.apply`` is what :func:`sparse_scale` calls."""
-
-    @classmethod
-    def apply(
-        cls,
-        input: torch.Tensor,
-        info_fwd: SparseScaleInfo,
-        info_bwd: SparseScaleInfo | None = None,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As :func:`sparse_scale`."""
-        name = "sparse_scale"
-        check_info(name, "info", info_fwd, SparseScaleInfo)
-        check_info(name, "info_backward", info_bwd, SparseScaleInfo, optional=True)
-        check_input(name, "x", input, info_fwd)
-        if input.dim() not in (2, 3):
-            raise ValueError(
-                f"{name} takes x of shape (N, M, C), or (M, C) without a batch, but got shape {tuple(input.shape)}"
-            )
-        check_scale_sizes(input, info_fwd, info_bwd)
-        if info_bwd is None and out is None:
-            check_backward(name, "x", input, "info_backward", "sparse_scale_infos")
-        infos = info_fwd.terms, None if info_bwd is None else info_bwd.terms
-        x = cast(input)
-        if out is not None:
-            check_out(name, out, (*x.shape[:-2], info_fwd.num_rows, x.shape[-1]), x.dtype, (x,))
-        return autograd.scale(x, infos, out)
-
-
-class SparseProduct:
-    """What the seven differentiable products share; each has its row of the table."""
-
-    row: ClassVar[Product]
-
-    @classmethod
-    def apply(
-        cls,
-        input1: torch.Tensor,
-        input2: torch.Tensor,
-        info_fwd: SparseProductInfo,
-        info_bwd1: SparseProductInfo | None = None,
-        info_bwd2: SparseProductInfo | None = None,
-        out_accumulated: bool = False,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As the function of the same name, :func:`sparse_mul` and its six sisters."""
-        row = cls.row
-        name = f"sparse_{row.name}"
-        check_info(name, "info", info_fwd, SparseProductInfo)
-        check_info(name, "info_backward1", info_bwd1, SparseProductInfo, optional=True)
-        check_info(name, "info_backward2", info_bwd2, SparseProductInfo, optional=True)
-        check_input(name, "x", input1, info_fwd)
-        check_input(name, "y", input2, info_fwd)
-        check_shapes(row, input1, input2)
-        check_sizes(row, input1, input2, info_fwd, info_bwd1, info_bwd2)
-        if info_bwd1 is None and out is None:
-            check_backward(name, "x", input1, "info_backward1", "sparse_product_infos")
-        if info_bwd2 is None and out is None:
-            check_backward(name, "y", input2, "info_backward2", "sparse_product_infos")
-        infos = (
-            info_fwd.terms,
-            None if info_bwd1 is None else info_bwd1.terms,
-            None if info_bwd2 is None else info_bwd2.terms,
-        )
-        x, y = cast(input1), cast(input2)
-        if out is not None:
-            shape = out_shape(row, x, y, info_fwd.num_rows, out_accumulated)
-            check_out(name, out, shape, torch.promote_types(x.dtype, y.dtype), (x, y))
-        return autograd.product(row, x, y, infos, out_accumulated, out)
-
-
-class SparseMul(SparseProduct):
-    """The differentiable elementwise product."""
-
-    row = PRODUCTS["mul"]
-
-
-class SparseOuter(SparseProduct):
-    """The differentiable outer product."""
-
-    row = PRODUCTS["outer"]
-
-
-class SparseInner(SparseProduct):
-    """The differentiable inner product."""
-
-    row = PRODUCTS["inner"]
-
-
-class SparseVecMat(SparseProduct):
-    """The differentiable product of a row vector and a matrix."""
-
-    row = PRODUCTS["vecmat"]
-
-
-class SparseVecSca(SparseProduct):
-    """The differentiable product of a vector and a scalar."""
-
-    row = PRODUCTS["vecsca"]
-
-
-class SparseScaVec(SparseProduct):
-    """The differentiable product of a scalar and a vector."""
-
-    row = PRODUCTS["scavec"]
-
-
-class SparseMatTVec(SparseProduct):
-    """The differentiable product of a transposed matrix and a vector."""
-
-    row = PRODUCTS["mat_t_vec"]
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 def sparse_scale(
-    x: torch.Tensor,
+    x: Float[torch.Tensor, "... M_in C"],
     info: SparseScaleInfo,
     info_backward: SparseScaleInfo | None = None,
     *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Float[torch.Tensor, "... out_size C"] | None = None,
+) -> Float[torch.Tensor, "... out_size C"]:
     """Sums scaled rows: a product with a sparse matrix along the rows of x, for every batch item and channel.
 
         z[n, row(M), c] = sum over t in segment M of scale[t] * x[n, index[t], c]
@@ -178,15 +62,15 @@ def sparse_scale(
 
 
 def sparse_mul(
-    x: torch.Tensor,
-    y: torch.Tensor,
+    x: Float[torch.Tensor, "... M1 C"],
+    y: Float[torch.Tensor, "... M2 C"],
     info: SparseProductInfo,
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
     *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Float[torch.Tensor, "... out_size C"] | None = None,
+) -> Float[torch.Tensor, "... out_size C"]:
     """Sums of scaled elementwise products of rows.
 
         z[n, row(M), c] = sum over t in segment M of scale[t] * x[n, index1[t], c] * y[n, index2[t], c]
@@ -220,15 +104,15 @@ def sparse_mul(
 
 
 def sparse_outer(
-    x: torch.Tensor,
-    y: torch.Tensor,
+    x: Float[torch.Tensor, "... M1 A"],
+    y: Float[torch.Tensor, "... M2 B"],
     info: SparseProductInfo,
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
     *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Float[torch.Tensor, "... out_size A B"] | None = None,
+) -> Float[torch.Tensor, "... out_size A B"]:
     """Sums of scaled outer products of rows; the weight gradient of a convolution is one.
 
         z[n, row(M), a, b] = sum over t in segment M of scale[t] * x[n, index1[t], a] * y[n, index2[t], b]
@@ -248,15 +132,15 @@ def sparse_outer(
 
 
 def sparse_inner(
-    x: torch.Tensor,
-    y: torch.Tensor,
+    x: Float[torch.Tensor, "... M1 C"],
+    y: Float[torch.Tensor, "... M2 C"],
     info: SparseProductInfo,
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
     *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Float[torch.Tensor, "... out_size"] | None = None,
+) -> Float[torch.Tensor, "... out_size"]:
     """Sums of scaled inner products of rows; the logits of an attention over neighbours are one.
 
         z[n, row(M)] = sum over t in segment M of scale[t] * sum over c of x[n, index1[t], c] * y[n, index2[t], c]
@@ -275,15 +159,15 @@ def sparse_inner(
 
 
 def sparse_vecmat(
-    x: torch.Tensor,
-    y: torch.Tensor,
+    x: Float[torch.Tensor, "... M1 A"],
+    y: Float[torch.Tensor, "... M2 A B"],
     info: SparseProductInfo,
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
     *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Float[torch.Tensor, "... out_size B"] | None = None,
+) -> Float[torch.Tensor, "... out_size B"]:
     """Sums of scaled products of row vectors and matrices; a sparse convolution is one, over its kernel map.
 
         z[n, row(M), b] = sum over t in segment M of scale[t] * sum over a of x[n, index1[t], a] * y[n, index2[t], a, b]
@@ -303,15 +187,15 @@ def sparse_vecmat(
 
 
 def sparse_vecsca(
-    x: torch.Tensor,
-    y: torch.Tensor,
+    x: Float[torch.Tensor, "... M1 C"],
+    y: Float[torch.Tensor, "... M2"],
     info: SparseProductInfo,
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
     *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Float[torch.Tensor, "... out_size C"] | None = None,
+) -> Float[torch.Tensor, "... out_size C"]:
     """Sums of scaled products of row vectors and scalars: a sparse scale whose factors have a gradient.
 
         z[n, row(M), c] = sum over t in segment M of scale[t] * x[n, index1[t], c] * y[n, index2[t]]
@@ -330,15 +214,15 @@ def sparse_vecsca(
 
 
 def sparse_scavec(
-    x: torch.Tensor,
-    y: torch.Tensor,
+    x: Float[torch.Tensor, "... M1"],
+    y: Float[torch.Tensor, "... M2 C"],
     info: SparseProductInfo,
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
     *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Float[torch.Tensor, "... out_size C"] | None = None,
+) -> Float[torch.Tensor, "... out_size C"]:
     """Sums of scaled products of scalars and row vectors.
 
         z[n, row(M), c] = sum over t in segment M of scale[t] * x[n, index1[t]] * y[n, index2[t], c]
@@ -357,15 +241,15 @@ def sparse_scavec(
 
 
 def sparse_mat_t_vec(
-    x: torch.Tensor,
-    y: torch.Tensor,
+    x: Float[torch.Tensor, "... M1 A B"],
+    y: Float[torch.Tensor, "... M2 A"],
     info: SparseProductInfo,
     info_backward1: SparseProductInfo | None = None,
     info_backward2: SparseProductInfo | None = None,
     out_accumulated: bool = False,
     *,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Float[torch.Tensor, "... out_size B"] | None = None,
+) -> Float[torch.Tensor, "... out_size B"]:
     """Sums of scaled products of transposed matrices and vectors.
 
         z[n, row(M), b] = sum over t in segment M of scale[t] * sum over a of x[n, index1[t], a, b] * y[n, index2[t], a]

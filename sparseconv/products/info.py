@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from sparseconv.kinds import as_device, check_count, check_tensor
 from sparseconv.products.terms import Terms, make_terms
 from sparseconv.products.values import Input, least_rows
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _AnyInfo = TypeVar("_AnyInfo", "SparseScaleInfo", "SparseProductInfo")
@@ -35,10 +38,12 @@ class SparseScaleInfo:
                 [ 2.]])
     """
 
-    scale: torch.Tensor | None  # (T,) floating; None: 1
-    index: torch.Tensor | None  # (T,) int32 or int64, rows of the input; None: t
-    seg_out: torch.Tensor | None  # (S + 1,) int32 or int64, ascending; None: no sum, S = T
-    index_out: torch.Tensor | None  # (S,) rows of the output, no two alike, others stay zero; None: row M
+    scale: Float[torch.Tensor, " T"] | None  # (T,) floating; None: 1
+    index: Integer[torch.Tensor, " T"] | None  # (T,) int32 or int64, rows of the input; None: t
+    seg_out: Integer[torch.Tensor, " S+1"] | None  # (S + 1,) int32 or int64, ascending; None: no sum, S = T
+    index_out: (
+        Integer[torch.Tensor, " S"] | None
+    )  # (S,) rows of the output, no two alike, others stay zero; None: row M
     out_size: int | None  # rows of the output; None: S
     in_size: int | None = None  # rows of the input, where known
     terms: Terms = field(init=False, repr=False)
@@ -106,12 +111,16 @@ class SparseProductInfo:
         tensor([[10.]])
     """
 
-    scale: torch.Tensor | None  # (T,) floating; None: 1
-    index1: torch.Tensor | None  # (T,) int32 or int64, rows of the first input; None: t
-    index2: torch.Tensor | None  # (T,) int32 or int64, rows of the second input; None: t
-    seg_out: torch.Tensor | None  # (S + 1,) int32 or int64, ascending; None: no sum, one segment for each k
-    gather_index: torch.Tensor | None  # (Q,) int32 or int64, the t of position k; None: k
-    index_out: torch.Tensor | None  # (S,) rows of the output, no two alike, others stay zero; None: row M
+    scale: Float[torch.Tensor, " T"] | None  # (T,) floating; None: 1
+    index1: Integer[torch.Tensor, " T"] | None  # (T,) int32 or int64, rows of the first input; None: t
+    index2: Integer[torch.Tensor, " T"] | None  # (T,) int32 or int64, rows of the second input; None: t
+    seg_out: (
+        Integer[torch.Tensor, " S+1"] | None
+    )  # (S + 1,) int32 or int64, ascending; None: no sum, one segment for each k
+    gather_index: Integer[torch.Tensor, " Q"] | None  # (Q,) int32 or int64, the t of position k; None: k
+    index_out: (
+        Integer[torch.Tensor, " S"] | None
+    )  # (S,) rows of the output, no two alike, others stay zero; None: row M
     out_size: int | None  # rows of the output; None: S
     in1_size: int | None = None  # rows of the first input, where known
     in2_size: int | None = None  # rows of the second input, where known

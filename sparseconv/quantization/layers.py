@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,18 +20,21 @@ from sparseconv.quantization.recording import Ref
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
 
+if TYPE_CHECKING:
+    from jaxtyping import Int8, Int32
+
 Values = dict[int, Any]  # sparse tensors, or plain ones (N, C), by number
 
 
 def convolve(
     plan: ConvolutionPlan,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    x: Int8[torch.Tensor, "N_in C_in"],
+    weight: Int8[torch.Tensor, "K C_in/G C_out"],
+    bias: Int32[torch.Tensor, " C_out"] | None = None,
     *,
     rescale: Rescale | None = None,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
+    residual: Int8[torch.Tensor, "N_out C_out"] | None = None,
+) -> Int8[torch.Tensor, "N_out C_out"] | Int32[torch.Tensor, "N_out C_out"]:
     """A convolution in integers over a plan: the same bytes on every device, backend and number of threads.
 
     Args:

@@ -10,6 +10,7 @@ import torch
 from sparseconv.geometry import VoxelGrid
 
 if TYPE_CHECKING:
+    from jaxtyping import Bool
     from matplotlib.axes import Axes
 
 EMPTY, ROW, INK, WINDOW = "#ffffff", "#cfd8e3", "#1f4e79", "#d1495b"
@@ -26,7 +27,11 @@ def axis_label(name: str, unit: str) -> str:
 
 
 def dense_against_sparse(
-    left: Axes, right: Axes, occupied: np.ndarray | torch.Tensor, center: tuple[int, int], kernel_size: int = 3
+    left: Axes,
+    right: Axes,
+    occupied: Bool[np.ndarray, "rows columns"] | Bool[torch.Tensor, "rows columns"],
+    center: tuple[int, int],
+    kernel_size: int = 3,
 ) -> tuple[int, int]:
     """Draw one layer of voxels twice: with the cells that a dense, and those that a submanifold convolution computes.
 
@@ -38,6 +43,11 @@ def dense_against_sparse(
 
     Returns:
         Multiplications by a weight in the layer, (dense, sparse): cells times taps, and pairs of neighbours.
+
+    >>> from sparseconv.viz import new_figure
+    >>> with new_figure(4, 2) as figure:
+    ...     dense_against_sparse(*figure.subplots(1, 2), np.eye(4, dtype=bool), center=(1, 1))
+    (144, 10)
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Rectangle

@@ -37,6 +37,11 @@ def new_figure(width: float, height: float) -> Iterator[Figure]:
 
     Raises:
         ImportError: matplotlib is not installed.
+
+    >>> with new_figure(4, 3) as figure:
+    ...     lines = figure.subplots().plot([0, 1])
+    >>> figure.get_size_inches().tolist()
+    [4.0, 3.0]
     """
     try:
         from matplotlib import rc_context
@@ -63,7 +68,12 @@ def checked_picture_path(path: str | Path) -> Path:
 
 
 def save_figure(figure: Figure, path: str | Path, dpi: int = 110) -> Path:
-    """Write a figure under its final name only when it is complete: a temporary file in its folder, then a rename."""
+    """Write a figure under its final name only when it is complete: a temporary file in its folder, then a rename.
+
+    >>> with tempfile.TemporaryDirectory() as folder, new_figure(1, 1) as figure:
+    ...     save_figure(figure, Path(folder, "empty.png")).name
+    'empty.png'
+    """
     from matplotlib import rc_context
 
     path = checked_picture_path(path)

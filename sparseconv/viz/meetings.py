@@ -37,6 +37,13 @@ def draw_lines(axes: Axes, plan: ConvolutionPlan, *, title: str = "") -> None:
     """Draw a plan of rank 1 whole: inputs below, outputs above, a line an edge, coloured by its tap.
 
     Voxels lie at their place; hollow squares are places of the extent where no voxel is.
+
+    >>> from sparseconv.viz import new_figure
+    >>> with new_figure(4, 2) as figure:
+    ...     axes = figure.subplots()
+    ...     draw_lines(axes, ConvolutionPlan(VoxelGrid(torch.tensor([[0, 0], [0, 1]])), 3))
+    >>> axes.get_legend_handles_labels()[1]
+    ['tap 0', 'tap 1', 'tap 2']
     """
     if plan.source.rank != 1:
         raise ValueError(f"lines are drawn of plans of rank 1; got rank {plan.source.rank}: see draw_window")
@@ -80,6 +87,12 @@ def draw_window(
 
     Returns:
         The output row that was drawn.
+
+    >>> from sparseconv.viz import new_figure
+    >>> plan = ConvolutionPlan(VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1], [0, 0, 2]])), 3)
+    >>> with new_figure(4, 2) as figure:
+    ...     draw_window(*figure.subplots(1, 2), plan)
+    1
     """
     from matplotlib.patches import ConnectionPatch, Rectangle
 
@@ -133,7 +146,15 @@ def draw_window(
 
 
 def draw_cells(axes: Axes, grid: VoxelGrid, *, unit: str | None = None) -> None:
-    """Draw the voxels of a grid of rank 2 as squares, x to the right and y up."""
+    """Draw the voxels of a grid of rank 2 as squares, x to the right and y up.
+
+    >>> from sparseconv.viz import new_figure
+    >>> with new_figure(3, 3) as figure:
+    ...     axes = figure.subplots()
+    ...     draw_cells(axes, VoxelGrid(torch.tensor([[0, 0, 0], [0, 2, 1]]), voxel_size=0.5), unit="m")
+    >>> axes.get_xlabel(), len(axes.collections[0].get_paths())
+    ('x [m]', 2)
+    """
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 

@@ -10,13 +10,14 @@ import torch
 from sparseconv.geometry import VoxelGrid
 
 if TYPE_CHECKING:
+    from jaxtyping import Float32, Shaped
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
 
 def slice_image(
-    grid: VoxelGrid, values: torch.Tensor, axis: int, at: float, *, batch: int = 0
-) -> tuple[np.ndarray, tuple[float, float, float, float]]:
+    grid: VoxelGrid, values: Shaped[torch.Tensor, " N *C"], axis: int, at: float, *, batch: int = 0
+) -> tuple[Float32[np.ndarray, "rows columns *C"], tuple[float, float, float, float]]:
     """The layer of voxels that a plane passes through, as an image.
 
     Args:
@@ -57,7 +58,7 @@ def slice_image(
 def show_slice(
     axes: Axes,
     grid: VoxelGrid,
-    values: torch.Tensor,
+    values: Shaped[torch.Tensor, " N *C"],
     axis: int,
     at: float,
     *,
@@ -65,7 +66,15 @@ def show_slice(
     names: tuple[str, str, str] = ("x", "y", "z"),
     **options: Any,
 ) -> AxesImage:
-    """Draw `slice_image` with its axes in the length unit; ``options`` go to matplotlib's ``imshow``."""
+    """Draw `slice_image` with its axes in the length unit; ``options`` go to matplotlib's ``imshow``.
+
+    >>> from sparseconv.viz import new_figure
+    >>> grid = VoxelGrid(torch.tensor([[0, 0, 0, 0], [0, 1, 1, 0]]), voxel_size=0.5)
+    >>> with new_figure(3, 3) as figure:
+    ...     shown = show_slice(figure.subplots(), grid, torch.tensor([1.0, 2.0]), axis=2, at=0.2, unit="m")
+    >>> shown.axes.get_xlabel(), [float(end) for end in shown.get_extent()]
+    ('x [m]', [0.0, 1.0, 0.0, 1.0])
+    """
     image, box = slice_image(grid, values, axis, at)
     across, up = (a for a in range(3) if a != axis)
     shown = axes.imshow(image, origin="lower", extent=box, interpolation="nearest", **options)

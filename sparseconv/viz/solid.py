@@ -13,13 +13,14 @@ from sparseconv.geometry import VoxelGrid
 from sparseconv.viz.cells import axis_label
 
 if TYPE_CHECKING:
+    from jaxtyping import Float, Float32, Shaped
     from mpl_toolkits.mplot3d.axes3d import Axes3D
 
 
 def scatter3d(
     axes: Axes3D,
     grid: VoxelGrid,
-    values: torch.Tensor,
+    values: Shaped[torch.Tensor, " N"],
     *,
     unit: str = "",
     most: int = 40_000,
@@ -32,6 +33,13 @@ def scatter3d(
     ``axes`` has matplotlib's 3-D projection; ``options`` go to its ``scatter``. ``zoom`` is the size of the box in its
     axes: 1 leaves room for the marks of flat boxes. With ``true_size`` a dot is a square as wide as a voxel is on the
     picture (at the box's centre, for the figure's size at the call). Returns what ``scatter`` returns.
+
+    >>> from sparseconv.viz import new_figure
+    >>> grid = VoxelGrid(torch.tensor([[0, 0, 0, 0], [0, 0, 1, 2]]))
+    >>> with new_figure(3, 3) as figure:
+    ...     dots = scatter3d(figure.add_subplot(projection="3d"), grid, torch.tensor([0.0, 1.0]))
+    >>> dots.get_array().tolist()
+    [0.0, 1.0]
     """
     from matplotlib.markers import MarkerStyle
     from matplotlib.ticker import MaxNLocator
@@ -79,8 +87,8 @@ def _voxel_width(axes: Axes3D, grid: VoxelGrid) -> float:
 
 
 def render_surface(
-    solid: torch.Tensor,
-    colours: torch.Tensor,
+    solid: Float[torch.Tensor, "X Y Z"],
+    colours: Float[torch.Tensor, "3 X Y Z"],
     *,
     azimuth: float = 40.0,
     elevation: float = 25.0,
@@ -88,7 +96,7 @@ def render_surface(
     level: float = 0.5,
     shine: float = 0.15,
     depth_of_colour: float = 1.0,
-) -> np.ndarray:
+) -> Float32[np.ndarray, "pixels pixels 4"]:
     """A shaded picture of the surface ``solid = level``, seen from far away along parallel rays.
 
     Args:
@@ -102,6 +110,10 @@ def render_surface(
 
     Returns:
         (pixels, pixels, 4) float32 in [0, 1], row 0 on top; transparent where no ray meets the surface.
+
+    >>> image = render_surface(torch.ones(4, 4, 4), torch.ones(3, 4, 4, 4), pixels=8)
+    >>> image.shape, image[0, 0].tolist(), float(image[4, 4, 3])
+    ((8, 8, 4), [0.0, 0.0, 0.0, 0.0], 1.0)
     """
     shape = torch.tensor(solid.shape, dtype=torch.float32)
     around = F.avg_pool3d(F.pad(solid[None, None].float(), (3,) * 6), 7, 1)[0]

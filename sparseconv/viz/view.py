@@ -23,6 +23,7 @@ from sparseconv.viz.meetings import busiest_row, draw_cells, draw_lines, draw_wi
 from sparseconv.viz.solid import scatter3d
 
 if TYPE_CHECKING:
+    from jaxtyping import Shaped
     from matplotlib.figure import Figure
 
 MOST_DOTS = 40_000
@@ -35,6 +36,9 @@ class View:
     """What `show` gives: the picture, and where a notebook can show it, the same as a scene to turn.
 
     A notebook displays it by itself. A script opens no window: ``show(grid).save("grid.png")`` writes the picture.
+
+    >>> show(VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1]])))
+    View(picture)
     """
 
     figure: Figure
@@ -67,7 +71,7 @@ class View:
 
 def show(
     what: VoxelGrid | SparseTensor | ConvolutionPlan,
-    values: torch.Tensor | None = None,
+    values: Shaped[torch.Tensor, " N"] | None = None,
     *,
     row: int | None = None,
     batch: int = 0,

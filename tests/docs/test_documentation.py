@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import os
 import re
 import subprocess
@@ -16,6 +18,7 @@ import torch
 import sparseconv
 from sparseconv.geometry.cards import LEAST
 from tests.backends.test_triton_ahead_of_time import SHARED
+from tests.docs.surface import public_functions
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -105,18 +108,6 @@ def test_links_lead_to_files(page):
 
 # ---- the reference
 
-#: public names whose docstring has no example yet, by module: what needs files, a process group, a figure or a
-#: decorator's arguments. Only ever less.
-WITHOUT_EXAMPLE = {
-    "distributed": "Exchange Partition Sharded ShardedConvolutionPlan ShardedGrid load replicated save shard summed",
-    "interop": "Layout Report convert convert_state load load_published read write",
-    "nn": "SecondEncoder VoxelResBackBone8x",
-    "pointwise": """Config PointwiseDynamicFunction Promotion copy elu gelu gelu_tanh hardswish leaky_relu mish relu
-        sigmoid silu softplus tanh""",
-    "products": "SparseInner SparseMatTVec SparseMul SparseOuter SparseScaVec SparseScale SparseVecMat SparseVecSca",
-    "viz": """View dense_against_sparse draw_cells draw_lines draw_window new_figure render_surface save_figure
-        scatter3d show_slice""",
-}
 REFERENCE = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
 LISTED = set(re.findall(r"\w+", " ".join(re.findall(r"members: \[(.*?)\]", REFERENCE))))
 LISTED |= {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", REFERENCE, re.MULTILINE)}
@@ -128,9 +119,43 @@ def test_every_public_name_is_documented(module):
     room = import_module(f"sparseconv.{module}")
     assert [name for name in room.__all__ if name not in LISTED] == []
     things = {name: getattr(room, name) for name in room.__all__ if callable(getattr(room, name))}
-    assert [name for name, thing in things.items() if not thing.__doc__] == []
-    without = {name for name, thing in things.items() if ">>>" not in thing.__doc__}
-    assert without == set(WITHOUT_EXAMPLE.get(module, "").split())
+    assert [name for name, thing in things.items() if ">>>" not in (thing.__doc__ or "")] == []
+
+
+def test_examples_of_functions_that_a_call_makes_run():
+    """Those that `pointwise_dynamic` made: doctest finds functions and classes alone."""
+    operations = import_module("sparseconv.pointwise.operations.activations")
+    for name in sparseconv.pointwise.__all__:
+        thing = getattr(sparseconv.pointwise, name)
+        if isinstance(thing, sparseconv.pointwise.PointwiseDynamicFunction):
+            test = doctest.DocTestParser().get_doctest(thing.__doc__, {**vars(operations), name: thing}, name, None, 0)
+            assert test.examples
+            assert doctest.DocTestRunner().run(test).failed == 0
+
+
+#: public functions that take what they are given on by name, and to whom
+HANDED_ON = {
+    "sparseconv.distributed.network.Sharded.forward": "the module's own forward",
+    "sparseconv.nn.models.ptv3.PointTransformerV3.__init__": "PointTransformerOptions, which has more than 20",
+    "sparseconv.nn.normalization.BatchNorm.__init__": "torch's, what later releases take",
+    "sparseconv.nn.synchronized.SyncBatchNorm.__init__": "torch's, what later releases take",
+    "sparseconv.plan.convolution.ConvolutionPlan.over": "the plan's own parts",
+    "sparseconv.plan.shared.shared_plan": "ConvolutionPlan, or its transposed",
+    "sparseconv.pointwise.function.PointwiseDynamicFunction.__call__": "outputs by number, out0= and so on",
+    "sparseconv.pointwise.function.PointwiseDynamicFunction.__init__": "Evaluation, which is no name for users",
+    "sparseconv.pointwise.function.PointwiseDynamicFunction.kernel_path": "outputs by number, out0= and so on",
+    "sparseconv.viz.slices.show_slice": "matplotlib's imshow",
+    "sparseconv.viz.solid.scatter3d": "matplotlib's scatter",
+}
+
+
+def test_signatures_are_explicit():
+    found = {
+        name
+        for name, function in public_functions().items()
+        if any(part.kind == part.VAR_KEYWORD for part in inspect.signature(function).parameters.values())
+    }
+    assert found == set(HANDED_ON)
 
 
 # ---- the prose

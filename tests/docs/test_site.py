@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+import sparseconv
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,11 +35,23 @@ def test_pages_load_nothing_from_elsewhere(site):
         assert [s for s in sources if s.startswith(("http:", "https:", "//"))] == [], page
 
 
-def test_public_names_are_in_the_reference(site):
-    import sparseconv
-
+@pytest.mark.parametrize("module", ["", *sparseconv.MODULES, "plan"])
+def test_public_names_are_in_the_reference(site, module):
+    """Each has a heading and words of its own: mkdocstrings leaves out what it finds no docstring of."""
     found = "".join(page.read_text() for page in (site / "api").glob("*.html"))
-    assert [name for name in sparseconv.__all__ if f">{name}</span>" not in found] == []
+    headings = set(re.findall(r'<h\d id="([\w.]+)" class="doc', found))
+    names = {heading.rpartition(".")[2] for heading in headings}
+    room = import_module(f"sparseconv.{module}".rstrip("."))
+    assert [name for name in room.__all__ if name not in names] == []
+
+
+@pytest.mark.parametrize("library", ["spconv.pytorch", "minkowski", "torchsparse", "torchsparse.nn", "fvdb"])
+def test_names_of_other_libraries_are_found(site, library):
+    """By the site's search, whose index holds whole words."""
+    pages = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    words = set(re.findall(r"\w+", " ".join(f"{page['title']} {page['text']}" for page in pages)))
+    names = import_module(f"sparseconv.interop.{library}").__all__
+    assert [name for name in names if name not in words] == []
 
 
 def test_examples_in_docstrings_are_code(site):

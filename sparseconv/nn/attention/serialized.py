@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from sparseconv.kinds import check_count, check_kind
@@ -11,6 +13,9 @@ from sparseconv.nn.module import SparseModule, features_of
 from sparseconv.ops.patches import Patches
 from sparseconv.ops.serialization import Serialization, serialize
 from sparseconv.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
 
 
 class RelativePositionBias(torch.nn.Module):
@@ -37,8 +42,8 @@ class RelativePositionBias(torch.nn.Module):
         self.rpe_table = torch.nn.Parameter(torch.empty(rank * (2 * bound + 1), num_heads))
         torch.nn.init.trunc_normal_(self.rpe_table, std=0.02)
 
-    def forward(self, coords: torch.Tensor) -> torch.Tensor:
-        """Voxels (P, K, D) int32 -> (P, H, K, K), for logits of rows i and columns j."""
+    def forward(self, coords: Integer[torch.Tensor, "patches slots D"]) -> Float[torch.Tensor, "patches H slots slots"]:
+        """Voxels (patches, slots, D) int32 -> (patches, H, slots, slots), for logits of rows i and columns j."""
         apart = coords[:, :, None] - coords[:, None]
         starts = torch.arange(self.rank, device=coords.device) * (2 * self.bound + 1)
         entries = apart.clamp(-self.bound, self.bound) + self.bound + starts
@@ -101,7 +106,7 @@ class PatchAttention(SparseModule):
         elif positions is not None:
             raise ValueError("positions are for rotary positions, and the layer has none: rope=nn.RotaryPositions(...)")
         qkv = patches.split(qkv, order)
-        q, k, v = qkv.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()  # (P, H, K, C/H)
+        q, k, v = qkv.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()  # (patches, H, slots, C/H)
         bias = None
         if self.rpe is not None:
             at = x.coords[:, 1:].index_select(0, patches.rows(order))

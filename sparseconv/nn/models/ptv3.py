@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -29,6 +29,9 @@ from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import LayerNorm
 from sparseconv.ops.serialization import ORDERS, Serialization, serialize
 from sparseconv.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Num
 
 #: arguments of Pointcept's class that choose how numbers are rounded, or norms by data set, which are refused below, or
 #: move all positions alike, which attention does not see
@@ -89,7 +92,7 @@ class LinearEmbedding(SparseModule):
         if mask_token:
             self.mask_token = torch.nn.Parameter(torch.zeros(1, embed_channels))
 
-    def forward(self, x: SparseTensor, mask: torch.Tensor | None = None) -> SparseTensor:
+    def forward(self, x: SparseTensor, mask: Bool[torch.Tensor, " N"] | None = None) -> SparseTensor:
         """A `SparseTensor` -> one on its grid; voxels where ``mask`` (N,) bool is true get the token."""
         y = self.stem(x)
         if mask is None:
@@ -307,8 +310,8 @@ class PointTransformerV3(SparseModule):
         x: SparseTensor,
         curves: Serialization | None = None,
         *,
-        mask: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
+        mask: Bool[torch.Tensor, " N"] | None = None,
+        positions: Num[torch.Tensor, "N D"] | None = None,
     ) -> SparseTensor:
         """A `SparseTensor` -> one on the same grid (the coarsest, with ``enc_mode``).
 

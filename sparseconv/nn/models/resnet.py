@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from sparseconv.nn.normalization import BatchNorm
 from sparseconv.nn.pooling import AvgPool, GlobalMaxPool
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 Norm = Callable[[int], torch.nn.Module]
 
@@ -192,7 +195,7 @@ class ResNet(SparseModule):
         self.glob_avg = GlobalMaxPool()
         self.final = Linear(width, out_channels)
 
-    def forward(self, x: SparseTensor) -> torch.Tensor:
+    def forward(self, x: SparseTensor) -> Float[torch.Tensor, "B C_out"]:
         """A `SparseTensor` -> scores (B, out_channels)."""
         x = self.pool(conv_norm_act(x, self.conv1, self.bn1, self.relu))
         for index in range(1, 5):

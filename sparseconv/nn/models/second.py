@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from sparseconv.nn.normalization import BatchNorm
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.plan.within import dense_shape, plan_within
 from sparseconv.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 BevNorm = partial(BatchNorm, eps=1e-3, momentum=0.01)
 
@@ -42,7 +45,11 @@ class ConvWithin(ConvolutionModule):
         stride: Axes = 1,
         padding: Axes = 0,
         dilation: Axes = 1,
-        **options: Any,
+        groups: int = 1,
+        bias: bool = True,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             in_channels,
@@ -52,7 +59,11 @@ class ConvWithin(ConvolutionModule):
             padding=padding,
             dilation=dilation,
             rank=len(in_shape),
-            **options,
+            groups=groups,
+            bias=bias,
+            backend=backend,
+            device=device,
+            dtype=dtype,
         )
         window = self.geometry
         self._size: tuple[Ints, Ints, Ints] = (window.kernel_size or (), window.stride, window.padding or ())
@@ -120,7 +131,7 @@ class _VoxelEncoder(SparseModule):
         x4 = self.conv4(x3)
         return x1, x2, x3, x4, self.conv_out(x4)
 
-    def to_bev(self, x: SparseTensor) -> torch.Tensor:
+    def to_bev(self, x: SparseTensor) -> Float[torch.Tensor, "B C_out Y X"]:
         """The output of `forward` seen from above, dense (B, C * z, y, x)."""
         return x.to_dense(self.out_shape).flatten(1, 2)
 
@@ -135,6 +146,12 @@ class SecondEncoder(_VoxelEncoder):
         in_channels: of the voxels.
         spatial_shape: cells (z, y, x) of the scene, such as (41, 1600, 1408).
         last_padding: along z, of the last convolution.
+
+    >>> from sparseconv import VoxelGrid
+    >>> net = SecondEncoder(4, (41, 16, 16)).eval()
+    >>> y = net(SparseTensor(VoxelGrid(torch.tensor([[0, 20, 8, 8]])), torch.ones(1, 4)))
+    >>> y.channels, net.out_shape, net.to_bev(y).shape
+    (128, (2, 2, 2), torch.Size([1, 256, 2, 2]))
     """
 
     def __init__(self, in_channels: int, spatial_shape: Sequence[int], *, last_padding: int = 0) -> None:
@@ -145,6 +162,12 @@ class VoxelResBackBone8x(_VoxelEncoder):
     """The sparse encoder of CenterPoint: `SecondEncoder` with residual blocks and a wider fourth level.
 
     Source: Yin et al., Center-based 3D Object Detection and Tracking, 2021; OpenPCDet's VoxelResBackBone8x.
+
+    >>> from sparseconv import VoxelGrid
+    >>> net = VoxelResBackBone8x(4, (41, 16, 16)).eval()
+    >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 20, 8, 8]])), torch.ones(1, 4))
+    >>> [level.channels for level in net.levels(x)]
+    [16, 32, 64, 128, 128]
     """
 
     def __init__(self, in_channels: int, spatial_shape: Sequence[int], *, last_padding: int = 0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -16,8 +16,11 @@ from sparseconv.nn.fused.fusion import concatenated, conv_norm_act
 from sparseconv.nn.models.resnet import BasicBlock
 from sparseconv.nn.module import SparseModule
 from sparseconv.nn.normalization import BatchNorm
-from sparseconv.ops.pooling import global_avg_pool
+from sparseconv.ops.global_pooling import global_avg_pool
 from sparseconv.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class SpUNet(SparseModule):
@@ -81,7 +84,7 @@ class SpUNet(SparseModule):
         last = channels[levels - 1] if cls_mode else channels[-1]
         self.final = SubmanifoldConv(last, num_classes, 1, rank=rank) if num_classes else None
 
-    def forward(self, x: SparseTensor) -> SparseTensor | torch.Tensor:
+    def forward(self, x: SparseTensor) -> SparseTensor | Float[torch.Tensor, "B C_out"]:
         """A `SparseTensor` -> one with num_classes on the same grid, or scores (B, num_classes)."""
         x = self.conv_input(x)
         skips = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,9 @@ from sparseconv.pointwise.function import PointwiseDynamicFunction
 from sparseconv.pointwise.operations.arithmetic import multiply, scale
 from sparseconv.pointwise.scalar import Deferred
 from sparseconv.pointwise.schema import Config, Derivative
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 aten = torch.ops.aten
 _FLOAT = "INT_TO_FLOAT"
@@ -94,7 +97,10 @@ relu: PointwiseDynamicFunction = _make(
     "relu",
     torch.relu,
     {0: Derivative(relu_grad, "grad0", "out0")},
-    doc="max(x, 0): x (any shape, real) -> the same shape and dtype. The gradient is taken from the output.",
+    doc="""max(x, 0): x (any shape, real) -> the same shape and dtype. The gradient is taken from the output.
+
+    >>> relu(torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])""",
 )
 
 leaky_relu_grad: PointwiseDynamicFunction = _make(
@@ -111,7 +117,10 @@ leaky_relu: PointwiseDynamicFunction = _make(
     {0: Derivative(leaky_relu_grad, "grad0", "in0", "in1")},
     numbers=1,
     defaults=(0.01,),
-    doc="leaky_relu(x, slope=0.01): x where x > 0, else slope * x.",
+    doc="""leaky_relu(x, slope=0.01): x where x > 0, else slope * x.
+
+    >>> leaky_relu(torch.tensor([-2.0, 2.0]), 0.5)
+    tensor([-1.,  2.])""",
 )
 
 sigmoid_grad_slope: PointwiseDynamicFunction = _make(
@@ -139,7 +148,10 @@ sigmoid: PointwiseDynamicFunction = _make(
     torch.sigmoid,
     {0: Derivative(sigmoid_grad, "grad0", "out0")},
     kind=_FLOAT,
-    doc="1 / (1 + exp(-x)); integers give floats. The gradient is taken from the output.",
+    doc="""1 / (1 + exp(-x)); integers give floats. The gradient is taken from the output.
+
+    >>> sigmoid(torch.arange(2))
+    tensor([0.5000, 0.7311])""",
 )
 
 tanh_grad_slope: PointwiseDynamicFunction = _make(
@@ -167,7 +179,10 @@ tanh: PointwiseDynamicFunction = _make(
     torch.tanh,
     {0: Derivative(tanh_grad, "grad0", "out0")},
     kind=_FLOAT,
-    doc="The hyperbolic tangent; integers give floats. The gradient is taken from the output.",
+    doc="""The hyperbolic tangent; integers give floats. The gradient is taken from the output.
+
+    >>> tanh(torch.arange(2))
+    tensor([0.0000, 0.7616])""",
 )
 
 elu_grad2: PointwiseDynamicFunction = _make(
@@ -198,7 +213,10 @@ elu: PointwiseDynamicFunction = _make(
     {0: Derivative(elu_grad, "grad0", "in0", "in1")},
     numbers=1,
     defaults=(1.0,),
-    doc="elu(x, alpha=1.0): x where x > 0, else alpha * (exp(x) - 1).",
+    doc="""elu(x, alpha=1.0): x where x > 0, else alpha * (exp(x) - 1).
+
+    >>> elu(torch.tensor([-1.0, 2.0]))
+    tensor([-0.6321,  2.0000])""",
 )
 
 silu, silu_grad, silu_grad2 = _family(
@@ -206,7 +224,10 @@ silu, silu_grad, silu_grad2 = _family(
     F.silu,
     lambda grad, x: grad * x.sigmoid() * (1 + x * (1 - x.sigmoid())),
     lambda grad, x: grad * x.sigmoid() * (1 - x.sigmoid()) * (2 + x * (1 - 2 * x.sigmoid())),
-    doc="x * sigmoid(x).",
+    doc="""x * sigmoid(x).
+
+    >>> silu(torch.tensor([0.0, 1.0]))
+    tensor([0.0000, 0.7311])""",
 )
 
 
@@ -224,7 +245,10 @@ gelu, gelu_grad, gelu_grad2 = _family(
     F.gelu,
     _gelu_grad,
     lambda grad, x: grad * _normal(x)[1] * (2 - x * x),
-    doc="x * Phi(x), Phi the standard normal distribution function (the exact form).",
+    doc="""x * Phi(x), Phi the standard normal distribution function (the exact form).
+
+    >>> gelu(torch.tensor([0.0, 1.0]))
+    tensor([0.0000, 0.8413])""",
 )
 
 
@@ -249,7 +273,10 @@ gelu_tanh, gelu_tanh_grad, gelu_tanh_grad2 = _family(
     lambda x: F.gelu(x, approximate="tanh"),
     _gelu_tanh_grad,
     _gelu_tanh_grad2,
-    doc="0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))), the approximate form of gelu.",
+    doc="""0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))), the approximate form of gelu.
+
+    >>> gelu_tanh(torch.tensor([0.0, 1.0]))
+    tensor([0.0000, 0.8412])""",
 )
 
 
@@ -268,7 +295,16 @@ def _mish_grad2(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return grad * (2 * slope + x * slope * (1 - s - 2 * w * s))
 
 
-mish, mish_grad, mish_grad2 = _family("mish", F.mish, _mish_grad, _mish_grad2, doc="x * tanh(log(1 + exp(x))).")
+mish, mish_grad, mish_grad2 = _family(
+    "mish",
+    F.mish,
+    _mish_grad,
+    _mish_grad2,
+    doc="""x * tanh(log(1 + exp(x))).
+
+    >>> mish(torch.tensor([0.0, 1.0]))
+    tensor([0.0000, 0.8651])""",
+)
 
 softplus, softplus_grad, softplus_grad2 = _family(
     "softplus",
@@ -278,7 +314,10 @@ softplus, softplus_grad, softplus_grad2 = _family(
         x * beta > threshold, torch.zeros_like(x), grad * beta * (x * beta).sigmoid() * (1 - (x * beta).sigmoid())
     ),
     parameters=(1.0, 20.0),
-    doc="softplus(x, beta=1.0, threshold=20.0): log(1 + exp(beta x)) / beta, and x where beta x > threshold.",
+    doc="""softplus(x, beta=1.0, threshold=20.0): log(1 + exp(beta x)) / beta, and x where beta x > threshold.
+
+    >>> softplus(torch.tensor([0.0, 30.0]))
+    tensor([ 0.6931, 30.0000])""",
 )
 
 hardswish, hardswish_grad, hardswish_grad2 = _family(
@@ -286,7 +325,10 @@ hardswish, hardswish_grad, hardswish_grad2 = _family(
     F.hardswish,
     lambda grad, x: torch.where(x < -3, torch.zeros_like(x), torch.where(x <= 3, grad * (x / 3 + 0.5), grad)),
     lambda grad, x: torch.where((x < -3) | (x > 3), torch.zeros_like(x), grad / 3),
-    doc="x * min(max(x + 3, 0), 6) / 6.",
+    doc="""x * min(max(x + 3, 0), 6) / 6.
+
+    >>> hardswish(torch.tensor([-3.0, 3.0]))
+    tensor([-0., 3.])""",
 )
 
 
@@ -319,8 +361,12 @@ clamp_max: PointwiseDynamicFunction = _clamps("clamp_max", 1, torch.clamp_max, l
 
 
 def clamp(
-    x: torch.Tensor, low: float | None = None, high: float | None = None, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
+    x: Shaped[torch.Tensor, "*shape"],
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    out: Shaped[torch.Tensor, "*shape"] | None = None,
+) -> Shaped[torch.Tensor, "*shape"]:
     """x held within bounds: out = min(max(x, low), high); None is no bound.
 
     Args:

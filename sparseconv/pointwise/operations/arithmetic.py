@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,9 @@ from sparseconv.pointwise.function import PointwiseDynamicFunction
 from sparseconv.pointwise.scalar import Deferred
 from sparseconv.pointwise.schema import Derivative
 from sparseconv.pointwise.strided import StridedBuffer
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Shaped
 
 
 def _scalar(name: str) -> Deferred:
@@ -30,7 +33,10 @@ copy: PointwiseDynamicFunction = pointwise_dynamic(
     promotion_methods=[(0, "NO_OPMATH")],
     reference=lambda x: x.clone(),
     derivative={0: Derivative(same, "grad0")},
-    doc="x, in memory of its own: x (any shape) -> a tensor of the same shape, dtype and stride order.",
+    doc="""x, in memory of its own: x (any shape) -> a tensor of the same shape, dtype and stride order.
+
+    >>> copy(torch.arange(3))
+    tensor([0, 1, 2])""",
 )
 
 multiply: PointwiseDynamicFunction = pointwise_dynamic(
@@ -154,7 +160,13 @@ select: PointwiseDynamicFunction = pointwise_dynamic(
 )
 
 
-def add(x: torch.Tensor, y: torch.Tensor | float, alpha: float = 1, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def add(
+    x: Shaped[torch.Tensor, "*#shape"],
+    y: Shaped[torch.Tensor, "*#shape"] | float,
+    alpha: float = 1,
+    *,
+    out: Shaped[torch.Tensor, "*shape"] | None = None,
+) -> Shaped[torch.Tensor, "*shape"]:
     """The sum of a tensor and a tensor or number: out = x + alpha * y, broadcast.
 
     Args:
@@ -175,7 +187,13 @@ def add(x: torch.Tensor, y: torch.Tensor | float, alpha: float = 1, *, out: torc
     return add_number(x, y, alpha) if out is None else add_number(x, y, alpha, out=out)
 
 
-def sub(x: torch.Tensor, y: torch.Tensor | float, alpha: float = 1, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def sub(
+    x: Shaped[torch.Tensor, "*#shape"],
+    y: Shaped[torch.Tensor, "*#shape"] | float,
+    alpha: float = 1,
+    *,
+    out: Shaped[torch.Tensor, "*shape"] | None = None,
+) -> Shaped[torch.Tensor, "*shape"]:
     """The difference out = x - alpha * y, broadcast; arguments as in `add`.
 
     Example:
@@ -185,7 +203,12 @@ def sub(x: torch.Tensor, y: torch.Tensor | float, alpha: float = 1, *, out: torc
     return add(x, y, -alpha, out=out)
 
 
-def mul(x: torch.Tensor, y: torch.Tensor | float, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def mul(
+    x: Shaped[torch.Tensor, "*#shape"],
+    y: Shaped[torch.Tensor, "*#shape"] | float,
+    *,
+    out: Shaped[torch.Tensor, "*shape"] | None = None,
+) -> Shaped[torch.Tensor, "*shape"]:
     """The product of a tensor and a tensor or number: out = x * y, broadcast.
 
     Example:
@@ -196,7 +219,12 @@ def mul(x: torch.Tensor, y: torch.Tensor | float, *, out: torch.Tensor | None = 
     return function(x, y) if out is None else function(x, y, out=out)
 
 
-def div(x: torch.Tensor, y: torch.Tensor | float, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def div(
+    x: Shaped[torch.Tensor, "*#shape"],
+    y: Shaped[torch.Tensor, "*#shape"] | float,
+    *,
+    out: Shaped[torch.Tensor, "*shape"] | None = None,
+) -> Shaped[torch.Tensor, "*shape"]:
     """The true quotient of a tensor and a tensor or number: out = x / y, broadcast; integers give floats.
 
     Example:
@@ -208,8 +236,12 @@ def div(x: torch.Tensor, y: torch.Tensor | float, *, out: torch.Tensor | None = 
 
 
 def where(
-    condition: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, out: torch.Tensor | None = None
-) -> torch.Tensor:
+    condition: Bool[torch.Tensor, "*#shape"],
+    x: Shaped[torch.Tensor, "*#shape"],
+    y: Shaped[torch.Tensor, "*#shape"],
+    *,
+    out: Shaped[torch.Tensor, "*shape"] | None = None,
+) -> Shaped[torch.Tensor, "*shape"]:
     """x where the condition holds, else y: out[i] = x[i] if condition[i] else y[i], broadcast.
 
     Args:
@@ -230,7 +262,7 @@ def where(
     return select(condition, x, y) if out is None else select(condition, x, y, out=out)
 
 
-def flip(x: torch.Tensor, dims: int | Sequence[int]) -> torch.Tensor:
+def flip(x: Shaped[torch.Tensor, "*shape"], dims: int | Sequence[int]) -> Shaped[torch.Tensor, "*shape"]:
     """The order along some axes reversed, in one pass: out[..., i, ...] = x[..., n - 1 - i, ...].
 
     Args:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from sparseconv.pointwise.decorator import pointwise_dynamic
@@ -9,6 +11,9 @@ from sparseconv.pointwise.function import PointwiseDynamicFunction
 from sparseconv.pointwise.operations.arithmetic import multiply
 from sparseconv.pointwise.scalar import Deferred
 from sparseconv.pointwise.schema import Derivative
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Integer
 
 _ONE_HOT_LIMIT = 2**26  # elements of the (B, N) selection matrix above which rows are sorted instead
 
@@ -75,8 +80,11 @@ affine: PointwiseDynamicFunction = pointwise_dynamic(
 
 
 def batch_affine(
-    x: torch.Tensor, batch_index: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor | None = None
-) -> torch.Tensor:
+    x: Float[torch.Tensor, "N C"],
+    batch_index: Integer[torch.Tensor, " N"],
+    scale: Float[torch.Tensor, "B C"],
+    shift: Float[torch.Tensor, "B C"] | None = None,
+) -> Float[torch.Tensor, "N C"]:
     """Each row of a jagged batch scaled and shifted by its item: out[n, c] = x[n, c] * scale[b, c] + shift[b, c].
 
     b = batch_index[n]. Scale and shift are read through the index, never expanded to N rows.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -12,6 +12,9 @@ from sparseconv.pointwise.function import PointwiseDynamicFunction
 from sparseconv.pointwise.operations.arithmetic import add_tensors, same
 from sparseconv.pointwise.scalar import Composed
 from sparseconv.pointwise.schema import Derivative
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 Residual = Literal["before", "after"]
 
@@ -95,14 +98,14 @@ def _make_chain(
 
 
 def bias_activation(
-    x: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
+    x: Shaped[torch.Tensor, "*#shape"],
+    bias: Shaped[torch.Tensor, "*#shape"] | None = None,
+    residual: Shaped[torch.Tensor, "*#shape"] | None = None,
     *,
     activation: PointwiseDynamicFunction | Epilogue,
     order: Residual = "before",
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Shaped[torch.Tensor, "*shape"] | None = None,
+) -> Shaped[torch.Tensor, "*shape"]:
     """Bias, residual and activation in one pass: y = activation(x + bias + residual), broadcast.
 
     While torch.compile traces this, new functions cannot be made and the steps run one by one; a function that `chain`

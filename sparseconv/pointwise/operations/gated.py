@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from sparseconv.pointwise.decorator import pointwise_dynamic
@@ -10,6 +12,9 @@ from sparseconv.pointwise.operations.activations import silu_grad, silu_grad2
 from sparseconv.pointwise.operations.arithmetic import multiply
 from sparseconv.pointwise.scalar import Deferred
 from sparseconv.pointwise.schema import Derivative
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 
 def _scalar(name: str) -> Deferred:
@@ -48,7 +53,9 @@ swiglu_pair: PointwiseDynamicFunction = pointwise_dynamic(
 )
 
 
-def swiglu(x: torch.Tensor, value: torch.Tensor | None = None) -> torch.Tensor:
+def swiglu(
+    x: Shaped[torch.Tensor, "*#gate"], value: Shaped[torch.Tensor, "*#gate"] | None = None
+) -> Shaped[torch.Tensor, "*shape"]:
     """The gated unit of transformers: out = silu(gate) * value, silu(g) = g * sigmoid(g).
 
     Args:

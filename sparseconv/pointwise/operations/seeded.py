@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from sparseconv.pointwise.decorator import pointwise_dynamic
 from sparseconv.pointwise.function import PointwiseDynamicFunction
 from sparseconv.pointwise.scalar import Deferred
 from sparseconv.pointwise.schema import Derivative
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 _WORD = 0xFFFFFFFF
 
@@ -50,7 +55,9 @@ seeded_dropout: PointwiseDynamicFunction = pointwise_dynamic(
 )
 
 
-def dropout(x: torch.Tensor, p: float = 0.5, *, seed: int, training: bool = True) -> torch.Tensor:
+def dropout(
+    x: Float[torch.Tensor, "*shape"], p: float = 0.5, *, seed: int, training: bool = True
+) -> Float[torch.Tensor, "*shape"]:
     """Zero some elements and scale the others: out = x / (1 - p) with probability 1 - p, else 0.
 
     Which elements are kept depends on the seed and their row-major position alone: not on strides, device or launch

@@ -17,7 +17,7 @@ from sparseconv.interop.spconv.pytorch.modules import SparseModule
 from sparseconv.interop.spconv.pytorch.ops import conv_size
 from sparseconv.interop.spconv.pytorch.tracing import leaf
 from sparseconv.nn.capturing.region import own_shape, stepped
-from sparseconv.ops import pooling
+from sparseconv.ops import global_pooling, pooling
 from sparseconv.plan.convolution import ConvolutionPlan
 
 
@@ -139,7 +139,7 @@ class SparseGlobalMaxPool(SparseModule):
     def forward(self, input: SparseConvTensor) -> torch.Tensor:
         if not isinstance(input, SparseConvTensor):
             return leaf(self, input)
-        return pooling.global_max_pool(input.features, input.voxels)
+        return global_pooling.global_max_pool(input.features, input.voxels)
 
 
 class SparseGlobalAvgPool(SparseModule):
@@ -148,7 +148,7 @@ class SparseGlobalAvgPool(SparseModule):
     def forward(self, input: SparseConvTensor) -> torch.Tensor:
         if not isinstance(input, SparseConvTensor):
             return leaf(self, input)
-        return pooling.global_avg_pool(input.features, input.voxels)
+        return global_pooling.global_avg_pool(input.features, input.voxels)
 
 
 class _Ranked(_Pool):
