@@ -13,7 +13,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv.viz import draw_lines, draw_window, new_figure, save_figure
-from sparseconv.viz.cells import INK, ROW, WINDOW
+from sparseconv.viz.palette import INK, ROW, WINDOW
 
 LINE = (0, 1, 2, 4, 5, 7)
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sparseconv.viz.palette import EMPTY, INK, ROW, WINDOW
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-EMPTY, ROW, INK, WINDOW = "#ffffff", "#cfd8e3", "#1f4e79", "#d1495b"
 
 
 def dense_against_sparse(
