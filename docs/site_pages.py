@@ -18,8 +18,8 @@ SHOWN = {"examples/README.md": "examples/index.md", "notebooks/README.md": "note
     f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("[0-9]*.ipynb")
 }
 SOURCES = {page: source for source, page in SHOWN.items()}
-#: pages of the laboratory, which the search shows after those for users
-LAST_IN_SEARCH = ("decisions", "appendix", "benchmarks")
+#: how much the search thinks of pages that are not the first to read
+SEARCHED = {"decisions": 0.05, "appendix": 0.1, "benchmarks": 0.3, "notebooks": 0.5}
 UNITS = r"[kMG]|[nmu]?s|[MG]i?B|TB|m?m|%|x"
 
 
@@ -75,8 +75,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """
     here = page.file.src_uri
     page.meta.setdefault("description", description(markdown))
-    if here.startswith(LAST_IN_SEARCH):
-        page.meta.setdefault("search", {"boost": 0.3})
+    for beginning, boost in SEARCHED.items():
+        if here.startswith(beginning):
+            page.meta.setdefault("search", {"boost": boost})
     blocks = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     return "".join(part if part.startswith("```") else kept_together(linked(part, here)) for part in blocks)
 
@@ -122,8 +123,8 @@ def description(markdown: str) -> str:
     >>> description("# Memory\\n\\nWhat is **held**: [maps](a.md) and `x`.\\n\\nMore.")
     'What is held: maps and x.'
     """
-    for block in re.sub(r"^```.*?^```$", "", markdown, flags=re.DOTALL | re.MULTILINE).split("\n\n"):
-        if re.match(r"\s*(?:[#|>!<:]|[-*] |\d+\. |$)", block):
+    for block in re.sub(r"^```.*?^```$|^#[^\n]*$", "\n", markdown, flags=re.DOTALL | re.MULTILINE).split("\n\n"):
+        if re.match(r"\s*(?:[|>!<:]|[-*] |\d+\. |$)", block):
             continue
         words = re.sub(r"\]\([^)]*\)|[\[`*]|\]", "", " ".join(block.split()))
         return words if len(words) <= 160 else words[:159].rpartition(" ")[0].rstrip(",:;") + "…"
@@ -131,11 +132,16 @@ def description(markdown: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Long lines of code go on under their own beginning; a picture leads to itself in full size."""
+    """Long lines of code go on under their own beginning, in tables after a sign. A picture leads to its full size."""
     html = re.sub(r'<span id="__span-[\d-]+">(?:<a [^>]*></a>)?([^\n]*)', _line, html)
-    return re.sub(r'(<p>)(<img alt="[^"]*" src="([^"]+)" ?/?>)(</p>)', r'\1<a href="\3">\2</a>\4', html)
+    html = re.sub(r"<td.*?</td>", lambda cell: re.sub(r"<code>[^<]*", _breakable, cell[0]), html, flags=re.DOTALL)
+    return re.sub(r'(<img alt="[^"]*" src="([^"]+)" ?/?>)(?!</a>)', r'<a href="\2">\1</a>', html)
 
 
 def _line(match: re.Match[str]) -> str:
     words = re.sub(r"<[^>]*>", "", match[1])
     return f'<span class="line" style="--indent:{len(words) - len(words.lstrip(" "))}ch">{match[1]}'
+
+
+def _breakable(match: re.Match[str]) -> str:
+    return re.sub(r"(?<=[(.,=_])(?=[^\s.)])", "<wbr>", match[0])
