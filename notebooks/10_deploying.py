@@ -25,6 +25,7 @@ import torch
 import sparseconv as sc
 from sparseconv import nn
 from sparseconv.viz import View, new_figure
+from sparseconv.viz.palette import INK
 
 folder = Path(tempfile.mkdtemp())
 
@@ -83,7 +84,7 @@ for points in (500, 2_000, 4_000, 8_000, 16_000):
 
 with new_figure(5.5, 2.6) as figure:
     axes = figure.add_subplot()
-    axes.plot(sizes, [1e3 * s for s in seconds], "o-", color="#1f4e79")
+    axes.plot(sizes, [1e3 * s for s in seconds], "o-", color=INK)
     axes.set_xlabel("voxels")
     axes.set_ylabel("milliseconds a scene")
     axes.set_ylim(0)

@@ -20,6 +20,7 @@ import torch
 import sparseconv as sc
 from sparseconv import ops
 from sparseconv.viz import View, new_figure, scatter3d, show
+from sparseconv.viz.palette import DIVERGING, GREY, INK
 
 torch.manual_seed(0)
 u, v = 2 * math.pi * torch.rand(2, 20_000)
@@ -53,11 +54,11 @@ smooth = noisy
 for _ in range(4):
     smooth = plan.execute(smooth, ones) / neighbours
 
-with new_figure(9, 3.4) as figure:
+with new_figure(9, 2.8) as figure:
     several = {"noisy": noisy, "after four means": smooth, "true": wave}
     for n, (title, values) in enumerate(several.items(), 1):
         axes = figure.add_subplot(1, 3, n, projection="3d")
-        look = {"unit": "m", "s": 6, "cmap": "coolwarm", "vmin": -1.5, "vmax": 1.5}
+        look = {"unit": "m", "s": 6, "cmap": DIVERGING, "vmin": -1.5, "vmax": 1.5}
         dots = scatter3d(axes, grid, values[:, 0], **look)
         axes.set_title(title)
     figure.colorbar(dots, ax=figure.axes, label="value", shrink=0.6, pad=0.08, extend="both")
@@ -85,8 +86,8 @@ for _ in range(150):
 
 with new_figure(5.5, 2.6) as figure:
     axes = figure.add_subplot()
-    axes.plot(losses, color="#1f4e79")
-    axes.axhline(error[0], color="#888888", linestyle=":")
+    axes.plot(losses, color=INK)
+    axes.axhline(error[0], color=GREY, linestyle=":")
     axes.annotate("the noise itself", (150, error[0]), va="bottom", ha="right")
     axes.set_xlabel("step")
     axes.set_ylabel("error (root mean square)")

@@ -21,6 +21,7 @@ import torch
 import sparseconv as sc
 from sparseconv.plan import shared_plan
 from sparseconv.viz import View, new_figure
+from sparseconv.viz.palette import INK
 
 generator = torch.Generator().manual_seed(0)
 ball = torch.nn.functional.normalize(torch.randn(600_000, 3, generator=generator), dim=1)
@@ -35,7 +36,7 @@ print(plan)
 # %%
 with new_figure(6, 2.6) as figure:
     axes = figure.add_subplot()
-    axes.bar(range(28), plan.coverage.tolist(), color="#2a7f62")
+    axes.bar(range(28), plan.coverage.tolist(), color=INK)
     axes.set_xlabel("inputs of an output voxel, itself included")
     axes.set_ylabel("voxels")
     pairs, dense = plan.kernel_map.num_pairs, 27 * grid.extent.size
@@ -75,7 +76,8 @@ with new_figure(6, 2.8) as figure:
         axes.plot(widths, [bytes_of(c) / 2**20 for c in widths], "o-", markersize=3, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set_yticks([4, 16, 64, 256, 1024], ["4", "16", "64", "256", "1024"])
+    ticks = [2.0**power for power in range(-6, 11, 4)]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_xticks(widths, [str(c) for c in widths])
     axes.set_xlabel("channels, in and out")
     axes.set_ylabel("MiB (fp32)")
@@ -107,7 +109,7 @@ times["first call"] = milliseconds(lambda: fresh["plan"].execute(x, w))
 times["a later call"] = min(milliseconds(lambda: fresh["plan"].execute(x, w)) for _ in range(5))
 with new_figure(6, 1.8) as figure:
     axes = figure.add_subplot()
-    axes.barh(list(times), list(times.values()), color="#1f4e79")
+    axes.barh(list(times), list(times.values()), color=INK)
     axes.invert_yaxis()
     axes.set_xlabel(f"ms, {len(grid):,} voxels, 32 to 64 channels, fp32, on this machine's CPU")
 View(figure)

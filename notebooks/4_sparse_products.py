@@ -26,6 +26,7 @@ from sparseconv.products import (
     sparse_vecmat,
 )
 from sparseconv.viz import View, draw_cells, new_figure
+from sparseconv.viz.palette import DIVERGING, ROW, WINDOW
 
 generator = torch.manual_seed(0)
 
@@ -60,7 +61,7 @@ with new_figure(8.6, 2.9) as figure:
         draw_cells(axes, where)
         cells = axes.collections[0]
         cells.set_array(values[:, 0].numpy())
-        cells.set_cmap("coolwarm")
+        cells.set_cmap(DIVERGING)
         cells.set_clim(-1, 1)
         axes.set_xlim(-1, 17)
         axes.set_ylim(-1, 17)
@@ -102,9 +103,9 @@ with new_figure(4.2, 3.2) as figure:
     cells = axes.collections[0]
     cells.set_array(attention.numpy())
     cells.set_cmap("Blues")
-    cells.set_edgecolor("#c0c8d0")
+    cells.set_edgecolor(ROW)
     centre = grid.positions()[row]
-    axes.plot(*centre[:, None], "x", color="#d1495b")
+    axes.plot(*centre[:, None], "x", color=WINDOW)
     axes.set_title(f"where voxel {row} (x) looks")
     figure.colorbar(cells, ax=axes, label="share of attention")
 View(figure)

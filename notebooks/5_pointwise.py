@@ -22,6 +22,7 @@ import sparseconv as sc
 from sparseconv import pointwise as pw
 from sparseconv.pointwise import Derivative, Epilogue, pointwise_dynamic
 from sparseconv.viz import View, new_figure
+from sparseconv.viz.palette import GREY, INK, SECOND
 
 # %% [markdown]
 # ## The function, and its derivative
@@ -53,11 +54,9 @@ y = bent(x)
 (slope,) = torch.autograd.grad(y.sum(), x)
 with new_figure(5.5, 2.8) as figure:
     axes = figure.add_subplot()
-    axes.plot(x.detach(), y.detach(), label="bent(x)", color="#1f4e79")
-    axes.plot(x.detach(), slope, label="its derivative", color="#e07b39")
-    axes.plot(
-        x.detach(), pw.silu(x).detach(), ":", label="silu(x), for comparison", color="#aaaaaa"
-    )
+    axes.plot(x.detach(), y.detach(), label="bent(x)", color=INK)
+    axes.plot(x.detach(), slope, label="its derivative", color=SECOND)
+    axes.plot(x.detach(), pw.silu(x).detach(), ":", label="silu(x), for comparison", color=GREY)
     axes.set_xlabel("x")
     axes.set_ylabel("value")
     axes.legend()

@@ -15,12 +15,15 @@
 
 # %%
 import torch
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
 from torch.nn import functional as F
 
 from sparseconv import SparseTensor, nn
 from sparseconv.demo.learn import Scan, brightness_alone, dice, scan, turned_grids
 from sparseconv.demo.volume import CLASSES, load_brain
 from sparseconv.viz import View, new_figure, show, show_slice
+from sparseconv.viz.palette import CATEGORIES, GREY, INK
 
 NOISE = 0.1
 brain = load_brain(4.0)
@@ -32,28 +35,26 @@ print(f"{len(brain):,} voxels; cut at y = {cut:g} mm into {halves}")
 show(SparseTensor(brain.grid, brain.intensity[:, None]), unit="mm", title="T1 brightness")
 
 # %%
+legend = [Patch(color=colour, label=name) for colour, name in zip(CATEGORIES, CLASSES)]
+
+
+def draw_labels(axes, grid, labels):
+    """One layer of voxels, in the colours of the legend."""
+    colours = ListedColormap(CATEGORIES[: len(CLASSES)])
+    show_slice(axes, grid, labels.float(), 2, 12.0, unit="mm", cmap=colours, vmin=0, vmax=2)
+
+
 with new_figure(9, 3.3) as figure:
     left, middle, right = figure.subplots(1, 3)
     show_slice(left, brain.grid, brain.intensity, 2, 12.0, unit="mm", cmap="gray")
     show_slice(
         middle, brain.grid, whole.brightness, 2, 12.0, unit="mm", cmap="gray", vmin=0, vmax=1
     )
-    shown = show_slice(
-        right,
-        brain.grid,
-        brain.labels.float(),
-        2,
-        12.0,
-        unit="mm",
-        cmap="viridis",
-        vmin=0,
-        vmax=2,
-    )
+    draw_labels(right, brain.grid, brain.labels)
     titles = ("brightness", "with 10% noise: the input", "labels: the target")
     for axes, title in zip((left, middle, right), titles):
         axes.set_title(title)
-    bar = figure.colorbar(shown, ax=right, ticks=range(3), shrink=0.8)
-    bar.ax.set_yticklabels(CLASSES)
+    figure.legend(handles=legend, loc="outside right center")
 View(figure)
 
 # %% [markdown]
@@ -95,7 +96,7 @@ for step in range(STEPS):
 
 with new_figure(5.5, 2.6) as figure:
     axes = figure.add_subplot()
-    axes.plot(losses, color="#1f4e79")
+    axes.plot(losses, color=INK)
     axes.set_xlabel("step")
     axes.set_ylabel("cross entropy")
     axes.set_ylim(0)
@@ -116,20 +117,10 @@ results = {
 with new_figure(9, 3.3) as figure:
     left, middle, right = figure.subplots(1, 3)
     for axes, title, values in ((left, "target", labels), (middle, "prediction", predicted)):
-        show_slice(
-            axes,
-            front.brain.grid,
-            values.float(),
-            2,
-            12.0,
-            unit="mm",
-            cmap="viridis",
-            vmin=0,
-            vmax=2,
-        )
+        draw_labels(axes, front.brain.grid, values)
         axes.set_title(title)
     for n, (name, figures) in enumerate(results.items()):
-        colour = ("#8a97a8", "#2a7f62")[n]
+        colour = (GREY, INK)[n]
         bars = right.bar(
             [c + 0.4 * n for c in range(3)], figures, 0.36, label=name, color=colour
         )
@@ -138,6 +129,7 @@ with new_figure(9, 3.3) as figure:
     right.set_ylim(0, 1.25)
     right.set_ylabel("Dice on the front half")
     right.legend(loc="upper left")
+    figure.legend(handles=legend, loc="outside lower left", ncols=len(CLASSES))
 print({name: f"mean Dice {sum(figures) / 3:.2f}" for name, figures in results.items()})
 View(figure)
 

@@ -22,6 +22,7 @@ import torch
 import sparseconv as sc
 import two_ranks
 from sparseconv.viz import View, new_figure, show
+from sparseconv.viz.palette import INK, SECOND
 
 # %% [markdown]
 # ## What each process runs
@@ -69,8 +70,8 @@ show(grid, owner, names=("rank 0", "rank 1"), title="voxels by owner")
 # %%
 with new_figure(5.5, 2.6) as figure:
     axes = figure.add_subplot()
-    axes.plot(shards[0]["losses"], color="#9fc1df", linewidth=5, label="seen by rank 0")
-    axes.plot(shards[1]["losses"], color="#b0413e", label="seen by rank 1")
+    axes.plot(shards[0]["losses"], color=SECOND, linewidth=5, label="seen by rank 0")
+    axes.plot(shards[1]["losses"], color=INK, label="seen by rank 1")
     axes.set_xlabel("step")
     axes.set_ylabel("mean squared error")
     axes.set_ylim(0)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import sparseconv as sc
 from sparseconv import nn
 from sparseconv.viz import View, new_figure, show
+from sparseconv.viz.palette import INK
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -69,7 +70,7 @@ for step in range(40):
 
 with new_figure(5.5, 2.6) as figure:
     axes = figure.add_subplot()
-    axes.plot(losses, color="#1f4e79")
+    axes.plot(losses, color=INK)
     axes.set_xlabel("step")
     axes.set_ylabel("cross entropy")
     axes.set_ylim(0)

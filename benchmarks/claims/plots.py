@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.transforms import Bbox
 
 from benchmarks.claims import stated
 from benchmarks.layers import report, scenes
@@ -42,9 +44,14 @@ def draw(files: Iterable[Path], folder: Path) -> list[Path]:
                 continue
             figure.suptitle(under, x=0.995, ha="right", fontsize=7, color="#666666")
             path = folder / f"{file.stem}_{kind}.png"
-            figure.savefig(path, dpi=130)
+            figure.savefig(path, dpi=130, metadata={"Source": source(file)})
             written.append(path)
     return written
+
+
+def source(file: Path) -> str:
+    """What a picture says of the results it shows: the file, and the beginning of the hash of its text."""
+    return f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
 
 
 def label(row: Row) -> str:
@@ -125,6 +132,7 @@ def roofline(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     """TFLOP/s of a forward over its arithmetic intensity, under the measured ceilings."""
     rows, ceilings = cubes(rows), found.get("ceilings")
     points = [r for r in rows if value(r, "forward")]
+    named: list[tuple[float, float, str]] = []
     if not points or not ceilings:
         return None
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -151,9 +159,7 @@ def roofline(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
             label=name,
             zorder=above,
         )
-        for n, (x, y, words) in enumerate(mine if ours else ()):  # neighbours in x write on either side
-            side = (6, -3, "left") if n % 2 else (-6, -3, "right")
-            axes.annotate(words, (x, y), side[:2], textcoords="offset points", fontsize=6, ha=side[2])
+        named = mine if ours else named
     axes.set(xscale="log", yscale="log", xlim=(low, high))
     axes.set_ylim(top=1.6 * peak)
     axes.set_xlabel("FLOP on real pairs a byte of features, weight and indices, each once")
@@ -162,7 +168,33 @@ def roofline(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     _decades(axes)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     _plain(axes)
+    _name(axes, named, [(_intensity(r), 1e-9 * report.flops(r) / (value(r, "forward") or 1)) for r in points])
     return figure
+
+
+def _name(axes: Axes, named: Sequence[tuple[float, float, str]], points: Sequence[tuple[float, float]]) -> None:
+    """Write each point's words at one of its sides, where they lie over the fewest others and points."""
+    figure: Any = axes.figure
+    figure.draw_without_rendering()
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in axes.transData.transform(points)]
+    sides = [
+        (7, -3, "left"),
+        (-7, -3, "right"),
+        (0, 7, "center"),
+        (0, -12, "center"),
+        (7, 6, "left"),
+        (-7, -11, "right"),
+    ]
+    for x, y, words in named:
+        boxes = []
+        for right, up, anchor in sides:
+            text = axes.annotate(words, (x, y), (right, up), textcoords="offset points", fontsize=6, ha=anchor)
+            boxes.append((sum(text.get_window_extent().overlaps(box) for box in taken), text))
+        _, kept = min(boxes, key=lambda found: found[0])
+        taken.append(kept.get_window_extent())
+        for _, text in boxes:
+            if text is not kept:
+                text.remove()
 
 
 def scaling(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
@@ -184,8 +216,11 @@ def scaling(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     lines = {axis: many for axis, many in lines.items() if len({_position(axis, r) for r in many}) > 2}
     if not lines:
         return None
-    figure = Figure(figsize=(4 * len(lines) + 0.5, 3.8), layout="constrained")
-    panels = figure.subplots(1, len(lines), squeeze=False)[0]
+    columns = min(2, len(lines))
+    figure = Figure(figsize=(4 * columns, 0.8 + 2.7 * math.ceil(len(lines) / 2)), layout="constrained")
+    panels = figure.subplots(math.ceil(len(lines) / 2), columns, squeeze=False).ravel()
+    for axes in panels[len(lines) :]:
+        axes.set_visible(False)
     for axes, (axis, many) in zip(panels, lines.items()):
         for name in dict.fromkeys(r["implementation"] for r in many):
             for quantity, style in (("forward", "-o"), ("step", "--s")):
@@ -206,8 +241,9 @@ def scaling(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
         axes.xaxis.set_major_formatter(FuncFormatter(_short))
         _decades(axes)
         _plain(axes)
-    panels[0].set_ylabel("milliseconds")
-    figure.legend(*_legend(panels), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    for axes in panels[::columns]:
+        axes.set_ylabel("milliseconds")
+    figure.legend(*_legend(panels), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return figure
 
 

@@ -2,6 +2,7 @@
 
 window.png: a window's projection, from outputs to inputs and back. kernel_map.png: the edges of four plans on a line.
 plan.png: one output of a strided plan in the plane, and the inputs that it meets.
+show_grid.png, show_plan.png: what `show` draws of a grid and of a plan, for the page on pictures.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from pathlib import Path
 import torch
 
 import sparseconv as sc
-from sparseconv.viz import draw_lines, draw_window, new_figure, save_figure
-from sparseconv.viz.cells import INK, ROW, WINDOW
+from sparseconv.viz import draw_lines, draw_window, new_figure, save_figure, show
+from sparseconv.viz.palette import INK, ROW, WINDOW
 
 LINE = (0, 1, 2, 4, 5, 7)
 
@@ -78,7 +79,15 @@ def plan(folder: Path) -> None:
     save_figure(figure, folder / "plan.png", dpi=130)
 
 
+def shown(folder: Path) -> None:
+    """A sphere of voxels, and one output of a plan over it."""
+    points = torch.randn(4_000, 3, generator=torch.Generator().manual_seed(0))
+    grid, _ = sc.voxelize(torch.nn.functional.normalize(points, dim=1), voxel_size=0.1)
+    show(grid, unit="m", live=False).save(folder / "show_grid.png", dpi=130)
+    show(sc.ConvolutionPlan(grid, 3), unit="m", live=False).save(folder / "show_plan.png", dpi=130)
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
-    for draw in (window, kernel_map, plan):
+    for draw in (window, kernel_map, plan, shown):
         draw(folder)

@@ -28,21 +28,20 @@ def main() -> None:
     filled = np.lib.stride_tricks.sliding_window_view(np.pad(cells, 1), (3, 3)).sum((2, 3))
     rows, columns = (cells & (filled == 4)).nonzero()
     middle = int(np.argmin((rows - 0.5 * cells.shape[0]) ** 2 + (columns - 0.75 * cells.shape[1]) ** 2))
-    with new_figure(9.6, 5.6) as figure:
+    with new_figure(7.2, 4.9) as figure:
         left, right = figure.subplots(1, 2)
         dense_against_sparse(left, right, cells, (int(rows[middle]), int(columns[middle])))
         box = surface.extent.size
-        left.set_xlabel(f"whole box: {box:,} cells × 27 taps = {27 * box / 1e6:.2f} million products", fontsize=9)
+        left.set_xlabel(f"whole box: {box:,} cells × 27 taps\n= {27 * box / 1e6:.2f} million products", fontsize=10)
         right.set_xlabel(
-            f"plan: {len(surface):,} voxels, {plan.kernel_map.num_pairs / 1e6:.2f} million pairs, "
+            f"plan: {len(surface):,} voxels, {plan.kernel_map.num_pairs / 1e6:.2f} million products,\n"
             f"{27 * box / plan.kernel_map.num_pairs:.0f} times fewer",
-            fontsize=9,
+            fontsize=10,
         )
-        figure.suptitle(
-            "The surface of a brain's white matter, one layer of 3 mm: the cells that a 3×3×3 convolution computes",
-            fontsize=12,
-        )
-    save_figure(figure, Path(__file__).with_name("dense_vs_sparse.png"), dpi=120)
+        for axes in (left, right):
+            axes.title.set_fontsize(12)
+        figure.suptitle("What a 3×3×3 convolution computes: one layer of a brain's surface", fontsize=13)
+    save_figure(figure, Path(__file__).with_name("dense_vs_sparse.png"), dpi=130)
 
 
 if __name__ == "__main__":

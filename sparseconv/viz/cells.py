@@ -8,12 +8,11 @@ import numpy as np
 import torch
 
 from sparseconv.geometry import VoxelGrid
+from sparseconv.viz.palette import EMPTY, INK, ROW, WINDOW
 
 if TYPE_CHECKING:
     from jaxtyping import Bool
     from matplotlib.axes import Axes
-
-EMPTY, ROW, INK, WINDOW = "#ffffff", "#cfd8e3", "#1f4e79", "#d1495b"
 
 
 def unit_of(grid: VoxelGrid, unit: str | None) -> str:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparseconv.viz.palette import CATEGORIES, SEQUENTIAL
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -19,6 +21,8 @@ STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.labelsize": 8,
+    "axes.prop_cycle": f"cycler(color={list(CATEGORIES)})",
+    "image.cmap": SEQUENTIAL,
     "axes.edgecolor": "#888888",
     "axes.linewidth": 0.6,
     "xtick.labelsize": 7,

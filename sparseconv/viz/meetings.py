@@ -8,7 +8,8 @@ import torch
 
 from sparseconv.geometry import VoxelGrid
 from sparseconv.plan import ConvolutionPlan
-from sparseconv.viz.cells import INK, ROW, WINDOW, axis_label, unit_of
+from sparseconv.viz.cells import axis_label, unit_of
+from sparseconv.viz.palette import CATEGORIES, INK, ROW, WINDOW
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,7 +122,10 @@ def draw_window(
         place = _centre(plan.source, source)
         corner = (place[0] - size[0] / 2, place[1] - size[1] / 2)
         left.add_patch(Rectangle(corner, *size, facecolor=colours[tap], edgecolor=WINDOW, lw=1.2, zorder=4))
-        left.annotate(str(tap), place, ha="center", va="center", color="white", fontsize=7, zorder=6)
+        bright = colours[tap] in ("#F0E442", "#56B4E9", "#E69F00")
+        left.annotate(
+            str(tap), place, ha="center", va="center", color="black" if bright else "white", fontsize=7, zorder=6
+        )
         arrow = ConnectionPatch(
             place,
             goal,
@@ -133,7 +137,7 @@ def draw_window(
             connectionstyle=f"arc3,rad={0.3 - 0.6 * tap / max(1, plan.num_taps - 1):.3f}",
             color=colours[tap],
             lw=0.9,
-            shrinkA=5,
+            shrinkA=8,
             shrinkB=3,
             zorder=5,
             mutation_scale=8,
@@ -175,8 +179,9 @@ def tap_colours(taps: int) -> list[Any]:
     """A colour a tap: distinct ones where they are few, else along a map."""
     from matplotlib import colormaps
 
-    if taps <= 10:
-        return [colormaps["tab10"](tap) for tap in range(taps)]
+    few = (*CATEGORIES, "#882255")
+    if taps <= len(few):
+        return list(few[:taps])
     return [colormaps["turbo"](0.05 + 0.9 * tap / (taps - 1)) for tap in range(taps)]
 
 

@@ -17,9 +17,10 @@ from sparseconv.geometry import VoxelGrid
 from sparseconv.kinds import check_count, check_tensor
 from sparseconv.plan import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
-from sparseconv.viz.cells import INK, WINDOW, axis_label, unit_of
+from sparseconv.viz.cells import axis_label, unit_of
 from sparseconv.viz.figures import STYLE, new_figure, save_figure
 from sparseconv.viz.meetings import busiest_row, draw_cells, draw_lines, draw_window, edges_into
+from sparseconv.viz.palette import CATEGORIES, GREY, INK, SEQUENTIAL, WINDOW
 from sparseconv.viz.solid import scatter3d
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_DOTS = 40_000
-#: colours of shards, labels and other whole numbers, in turn
-CATEGORIES = ("#1f4e79", "#e07b39", "#2a7f62", "#b0413e", "#7d5ba6", "#c9a227", "#4ba3c3", "#8a8f98")
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ def _plan_view(plan: ConvolutionPlan, row: int | None, unit: str | None, title: 
         axes: Any = figure.add_subplot(projection="3d", computed_zorder=False)
         if bool(near.any()):
             part = plan.source.subset(near)
-            look: dict[str, Any] = {"s": 22, "alpha": 0.4, "cmap": _one_colour("#8aa2b8"), "zorder": 1}
+            look: dict[str, Any] = {"s": 22, "alpha": 0.4, "cmap": _one_colour(GREY), "zorder": 1}
             scatter3d(axes, part, torch.zeros(len(part)), unit=unit, zoom=0.95, **look)
         arrows = (goal - starts).numpy()
         axes.quiver(*starts.T.numpy(), *arrows.T, color=WINDOW, linewidth=1.2, arrow_length_ratio=0.12, zorder=2)
@@ -184,7 +183,7 @@ def _plan_view(plan: ConvolutionPlan, row: int | None, unit: str | None, title: 
     scene = None
     if live:
         k3d = _k3d()
-        scene = _scene(plan.source.to("cpu"), torch.zeros(len(plan.source)), np.full(len(plan.source), 0x9FB3C8))
+        scene = _scene(plan.source.to("cpu"), torch.zeros(len(plan.source)), np.full(len(plan.source), _number(GREY)))
         heads = (goal - starts).numpy().astype(np.float32)
         scene += k3d.vectors(starts.numpy().astype(np.float32), heads, color=_number(WINDOW), use_head=True)
     return View(figure, scene)
@@ -205,7 +204,7 @@ def _flat_cells(
         cells.set_facecolor([f"#{c:06x}" for c in colours.tolist()])
         return
     cells.set_array(values.numpy())
-    cells.set_cmap("viridis")
+    cells.set_cmap(SEQUENTIAL)
     figure.colorbar(cells, ax=axes, label=label, shrink=0.8)
 
 
@@ -222,7 +221,7 @@ def _cloud(
         options: dict[str, Any] = {"cmap": ListedColormap(CATEGORIES), "vmin": 0, "vmax": len(CATEGORIES) - 1}
         scatter3d(axes, grid, values % len(CATEGORIES), **shared, **options)
         return
-    dots = scatter3d(axes, grid, values, cmap="viridis", **shared)
+    dots = scatter3d(axes, grid, values, cmap=SEQUENTIAL, **shared)
     figure.colorbar(dots, ax=axes, label=label, shrink=0.6, pad=0.15)
 
 

@@ -92,6 +92,14 @@ def test_the_readme_names_the_cards():
     assert known == sorted(SHARED)
 
 
+def test_the_page_on_stability_names_the_least_versions():
+    """Those that pip asks for."""
+    asked, page = (ROOT / "pyproject.toml").read_text(), (ROOT / "docs" / "stability.md").read_text()
+    for package in ("torch", "triton"):
+        (least,) = re.findall(rf'"{package}>=([\d.]+)', asked)
+        assert re.search(rf"^\| {package} \|.*\| {re.escape(least)} and later \|$", page, re.MULTILINE)
+
+
 def test_no_block_of_python_is_left_out():
     """Blocks are found by their fence, so a fence that is indented or spelled otherwise would not be run."""
     for page in PAGES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,27 @@ def test_no_cell_is_long(path):
     ast.parse(text)
     assert max(cell.count("\n") for cell in text.split("# %%")) < 55
     assert [line for line in text.splitlines() if len(line) > 96 and not line.startswith("# ")] == []  # a page's width
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda p: p.stem)
+def test_colours_are_those_of_the_palette(path):
+    text = path.with_suffix(".py").read_text()
+    assert re.findall(r"[\"']#[0-9a-fA-F]{6}", text) == []
+    maps = set(re.findall(r"cmap[(\"=: ]+\"(\w+)\"", text))
+    assert maps <= {"gray", "Blues"}  # of a scan, and of one quantity from zero on
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda p: p.stem)
+def test_outputs_say_nothing_of_the_machine_they_ran_on(path):
+    jupytext = pytest.importorskip("jupytext")
+    said = [str(output) for cell in jupytext.read(path).cells for output in cell.get("outputs", [])]
+    found = [re.search(r"(/(?:home|root|tmp|work|Users)/|Traceback|Warning: )", text) for text in said]
+    assert [match[0] for match in found if match] == []
+
+
+@pytest.mark.parametrize("path", PAIRS, ids=lambda p: p.stem)
+def test_axes_of_curves_are_named(path):
+    for cell in path.with_suffix(".py").read_text().split("# %%"):
+        if re.search(r"axes\.(plot|bar|barh)\(", cell) and "draw_cells" not in cell:
+            assert "set_xlabel(" in cell
+            assert "set_ylabel(" in cell or "barh(" in cell

@@ -1,0 +1,147 @@
+"""For mkdocs: notebooks and recipes become pages, links follow them, and pages read well on a narrow screen."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+#: files of the repository outside of docs/ that are pages of the site
+SHOWN = {"examples/README.md": "examples/index.md", "notebooks/README.md": "notebooks/index.md"} | {
+    f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("[0-9]*.ipynb")
+}
+SOURCES = {page: source for source, page in SHOWN.items()}
+#: how much the search thinks of pages that are not the first to read
+SEARCHED = {"decisions": 0.05, "appendix": 0.1, "benchmarks": 0.3, "notebooks": 0.5}
+UNITS = r"[kMG]|[nmu]?s|[MG]i?B|TB|m?m|%|x"
+
+
+def on_config(config: Any) -> Any:
+    """Other versions are offered where there are some: mike builds those."""
+    if "mike" not in config.plugins:
+        config.extra.pop("version", None)
+    return config
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Adds the pages of `SHOWN` and their pictures."""
+    for source, page in SHOWN.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        pictures: dict[str, bytes] = {}
+        if source.endswith(".ipynb"):
+            text, pictures = from_notebook(json.loads(text), Path(source).stem)
+        for link in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", text):
+            if link not in pictures:
+                pictures[link] = (ROOT / source).parent.joinpath(link).read_bytes()
+        files.append(File.generated(config, page, content=text))
+        for path, data in pictures.items():
+            files.append(File.generated(config, posixpath.join(posixpath.dirname(page), path), content=data))
+    return files
+
+
+def from_notebook(notebook: dict[str, Any], stem: str) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown, and its pictures by name."""
+    parts, pictures, heading = [], {}, stem
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            heading = ([*re.findall(r"^#+ (.*)", source, re.MULTILINE), heading])[0]
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                path = f"{stem}_{len(pictures) + 1}.png"
+                pictures[path] = base64.b64decode(data["image/png"])
+                parts.append(f"![{heading.replace('`', '')}]({path})")
+            elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
+                parts.append(f"```text\n{text}\n```")
+    return "\n\n".join(parts), pictures
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Links that leave docs/ lead to a page of the site, or name a file. Describes the page for search engines.
+
+    Raises:
+        FileNotFoundError: a link names a file that is not in the repository.
+    """
+    here = page.file.src_uri
+    page.meta.setdefault("description", description(markdown))
+    for beginning, boost in SEARCHED.items():
+        if here.startswith(beginning):
+            page.meta.setdefault("search", {"boost": boost})
+    blocks = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
+    return "".join(part if part.startswith("```") else kept_together(linked(part, here)) for part in blocks)
+
+
+def linked(text: str, here: str) -> str:
+    """The text of the page at `here`, with its links to the repository as the site has them."""
+    source = SOURCES.get(here, f"docs/{here}")
+
+    def link(match: re.Match[str]) -> str:
+        if match[0].startswith("`"):
+            return match[0]
+        opened, words, target, anchor = match.groups()
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        page = SHOWN.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if page is not None:
+            return f"{opened}[{words}]({posixpath.relpath(page, posixpath.dirname(here) or '.')}{anchor})"
+        if not (ROOT / path).exists():
+            raise FileNotFoundError(f"{source} links to {target}, which is not in the repository")
+        if repository := os.environ.get("SPARSECONV_REPOSITORY"):
+            return f"{opened}[{words}](https://github.com/{repository}/blob/main/{path}{anchor})"
+        if words.strip("`") in (path, posixpath.basename(path)):
+            return f"{opened}`{path}`"
+        return f"{opened}{words}: `{path}`" if opened else f"{words} (`{path}`)"
+
+    return re.sub(r"`[^`]*`|(\(?)(?<!!)\[([^\]]+)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*|)\)", link, text)
+
+
+def kept_together(text: str) -> str:
+    """Numbers in tables stay on the line of their unit.
+
+    >>> kept_together("| 256 k | `2 k` |")
+    '| 256&nbsp;k | `2 k` |'
+    """
+    joined = re.compile(rf"(`[^`]*`)|(?<=\d) (?=(?:{UNITS})(?![\w/]))|(?<=\bC) (?=\d)")
+    return "\n".join(
+        joined.sub(lambda m: m[1] or "&nbsp;", line) if line.startswith("|") else line for line in text.split("\n")
+    )
+
+
+def description(markdown: str) -> str:
+    """The first paragraph of a page in plain words, at most 160 characters; empty where there is none.
+
+    >>> description("# Memory\\n\\nWhat is **held**: [maps](a.md) and `x`.\\n\\nMore.")
+    'What is held: maps and x.'
+    """
+    for block in re.sub(r"^```.*?^```$|^#[^\n]*$", "\n", markdown, flags=re.DOTALL | re.MULTILINE).split("\n\n"):
+        if re.match(r"\s*(?:[|>!<:]|[-*] |\d+\. |$)", block):
+            continue
+        words = re.sub(r"\]\([^)]*\)|[\[`*]|\]", "", " ".join(block.split()))
+        return words if len(words) <= 160 else words[:159].rpartition(" ")[0].rstrip(",:;") + "…"
+    return ""
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Long lines of code go on under their own beginning, in tables after a sign. A picture leads to its full size."""
+    html = re.sub(r'<span id="__span-[\d-]+">(?:<a [^>]*></a>)?([^\n]*)', _line, html)
+    html = re.sub(r"<td.*?</td>", lambda cell: re.sub(r"<code>[^<]*", _breakable, cell[0]), html, flags=re.DOTALL)
+    return re.sub(r'(<img alt="[^"]*" src="([^"]+)" ?/?>)(?!</a>)', r'<a href="\2">\1</a>', html)
+
+
+def _line(match: re.Match[str]) -> str:
+    words = re.sub(r"<[^>]*>", "", match[1])
+    return f'<span class="line" style="--indent:{len(words) - len(words.lstrip(" "))}ch">{match[1]}'
+
+
+def _breakable(match: re.Match[str]) -> str:
+    return re.sub(r"(?<=[(.,=_])(?=[^\s.)])", "<wbr>", match[0])
