@@ -22,6 +22,7 @@ import torch
 from jaxtyping import AbstractArray, Shaped, jaxtyped
 
 from sparseconv import ConvolutionPlan, IndexProjection, KernelMap, SparseTensor, VoxelGrid, nn
+from sparseconv.distributed import ShardedConvolutionPlan
 from sparseconv.geometry import FixedGrid
 from sparseconv.nn import LinearEmbedding
 from sparseconv.ops import Interpolation, Patches, PointGroups
@@ -68,6 +69,8 @@ def sizes_known(given: Mapping[str, Any]) -> dict[str, int | None]:
     """Sizes that plans, grids and numbers among the arguments say, by their letters."""
     found: dict[str, int | None] = {"G": given.get("groups"), "N": given.get("num_voxels")}
     for name, value in given.items():
+        if isinstance(value, ShardedConvolutionPlan):
+            found["G"] = value.groups
         if isinstance(value, ConvolutionPlan):
             found |= {"G": value.groups, "D": value.source.rank}
         if isinstance(value, ConvolutionPlan | KernelMap):
