@@ -34,7 +34,7 @@ X = sc.SparseTensor.from_list(CELLS, FEATURES, voxel_size=0.5)
         (lambda: sc.SparseTensor(X.grid, FEATURES), "torch.cat(features)"),
         (lambda: nn.SubmanifoldConv(4, 8, 3)([X, X]), "torch.utils.data.default_collate"),
         (lambda: X.cat([X, X]), "x.cat(y, z)"),
-        (lambda: sc.VoxelGrid.cat([X, X]), "That of a SparseTensor is x.grid"),
+        (lambda: sc.VoxelGrid.cat([X, X]), "the grid of a SparseTensor, x.grid"),
         (lambda: sc.SparseTensor.from_list([X.grid], FEATURES[:1]), "coords[0] must be a torch.Tensor"),
         (lambda: sc.SparseTensor.from_list([torch.rand(2, 3)], FEATURES[:1]), "voxelize() turns positions"),
         (lambda: sc.SparseTensor.from_list([X, X], [X, X]), "default_collate"),

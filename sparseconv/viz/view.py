@@ -37,7 +37,7 @@ class View:
     A notebook displays it by itself. A script opens no window: ``show(grid).save("grid.png")`` writes the picture.
 
     >>> show(VoxelGrid(torch.tensor([[0, 0, 0], [0, 0, 1]])))
-    View(picture)
+    View(picture: save('picture.png') writes it)
     """
 
     figure: Figure
