@@ -19,10 +19,11 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
+import torch.distributed as dist
 from jaxtyping import AbstractArray, Shaped, jaxtyped
 
 from sparseconv import ConvolutionPlan, IndexProjection, KernelMap, SparseTensor, VoxelGrid, nn
-from sparseconv.distributed import ShardedConvolutionPlan
+from sparseconv.distributed import Exchange, ShardedConvolutionPlan, shard
 from sparseconv.geometry import FixedGrid
 from sparseconv.nn import LinearEmbedding
 from sparseconv.ops import Interpolation, Patches, PointGroups
@@ -120,7 +121,8 @@ class Sizes:
         tail = next((at + 1 for at, dim in enumerate(dims) if dim.startswith("*") or dim == "..."), 0)
         pairs = list(zip(dims[tail:], value.shape[len(value.shape) - len(dims) + tail :]))
         for dim, size in pairs:
-            self.solve(dim, size)
+            if isinstance(size, int):  # and not that of a jagged axis
+                self.solve(dim, size)
         fitting = isinstance(value, hint)
         self.bound |= {dim: size for dim, size in pairs if fitting and dim.isidentifier()}
         return fitting
@@ -152,7 +154,8 @@ def hints(function: FunctionType) -> dict[str, Any]:
 
 
 def is_symbolic(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape)
+    plain = isinstance(value, torch.Tensor) and not value.is_nested
+    return plain and not all(isinstance(size, int) for size in value.shape)
 
 
 class Watch:
@@ -199,6 +202,8 @@ def described(value: Any) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if hasattr(value, "shape") else repr(value)
 
 
+VERBS = ["forward", "forward_fused", "sums", "input_grad", "input_grad_onto", "weight_grad"]
+VERBS += ["gradients", "integers", "float8"]
 #: public functions with shapes that are called neither by an example nor by `more_calls`
 UNCALLED = {
     # their examples trace a network, or capture a step, which takes minutes while each call is watched
@@ -206,8 +211,7 @@ UNCALLED = {
     "sparseconv.nn.captured_step.capture_step",
     "sparseconv.geometry.fixed_grid.FixedGrid.batch_rows",  # raises
     "sparseconv.geometry.kernel_map.KernelMap.half_pairs",  # of maps on a card
-    *(f"sparseconv.backends.base.Backend.{verb}" for verb in ("forward", "input_grad", "weight_grad")),  # abstract
-    *(f"sparseconv.backends.base.Backend.{verb}" for verb in ("float8", "integers", "input_grad_onto")),
+    *(f"sparseconv.backends.base.Backend.{verb}" for verb in VERBS),  # what backends have for themselves
 }
 
 
@@ -226,7 +230,9 @@ def more_calls() -> None:
     fixed.to_dense(features)
     fixed.end_at(torch.tensor([5, 5], dtype=torch.int32))
     ConvolutionPlan(fixed, 2, stride=2)
-    assert ConvolutionPlan(grid, 3).coverage.sum() == 3
+    plan = ConvolutionPlan(grid, 3)
+    assert plan.coverage.sum() == 3
+    plan.explain(features, torch.rand(9, 5, 2))
     projection = IndexProjection(((2, 0), (0, 2)), (-1, -1), (3, 3), anchors={"middle": (0, 0)})
     points = torch.tensor([[0, 0], [1, 1]])
     projection.anchor("middle", points)
@@ -237,6 +243,18 @@ def more_calls() -> None:
     LinearEmbedding(5, 8, mask_token=True)(x, mask)
     solid = SparseTensor(VoxelGrid(torch.tensor([[0, 0, 0, 0], [0, 3, 1, 2]])), torch.rand(2, 4))
     nn.SpUNet(4, 3, channels=(4, 4, 4, 4), layers=(1, 1, 1, 1), base_channels=4).eval()(solid)
+
+
+def sharded_calls() -> None:
+    """As `more_calls`, in a group of one process."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    grid, features = shard(torch.tensor([[0, 0, 0], [0, 0, 1]])), torch.rand(2, 5, requires_grad=True)
+    grid.gather(features)
+    grid.subset(torch.tensor([True, False]))
+    grid.all_sum(features)
+    ShardedConvolutionPlan.transposed(grid, 2, stride=2).localize(features)
+    Exchange(None, torch.tensor([1]), (1,), (1,), 2)(features).sum().backward()
+    dist.destroy_process_group()
 
 
 def examples_of(module: str) -> int:
@@ -250,8 +268,9 @@ def test_shapes_hold_in_every_call():
     watch = Watch()
     modules = {function.__module__ for _, function in watch.functions.values()}
     modules -= {"sparseconv.export.program", "sparseconv.nn.captured_step"}
+    runs: dict[str, Any] = {name: partial(examples_of, name) for name in modules}
     failed = []
-    for name, run in {"more_calls": more_calls, **{name: partial(examples_of, name) for name in modules}}.items():
+    for name, run in {**runs, "more": more_calls, "sharded": sharded_calls}.items():
         sys.setprofile(watch)
         try:
             failed += [name] if run() else []
