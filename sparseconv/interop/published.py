@@ -93,7 +93,7 @@ PUBLISHED: dict[str, Published] = {
 }  # fmt: skip
 
 
-def published_family(state: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+def published_family(state: Mapping[str, Shaped[torch.Tensor, " ..."]]) -> tuple[str, str]:
     """Which family of `PUBLISHED` a checkpoint is of, by its keys, and the prefix of the network among them.
 
     Raises:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from sparseconv.kinds import check_count, check_tensor
 from sparseconv.ops.rows import check_rows, wide
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped
 
 
 class RotaryPositions(torch.nn.Module):
@@ -37,7 +41,7 @@ class RotaryPositions(torch.nn.Module):
     True
     """
 
-    inv_freq: torch.Tensor
+    inv_freq: Float[torch.Tensor, " C/D/2"]
 
     def __init__(
         self, channels: int, base: float = 100.0, *, rank: int = 3, jitter: float = 1.0, rescale: float = 1.0
@@ -62,7 +66,9 @@ class RotaryPositions(torch.nn.Module):
         pairs = self.channels // (2 * self.rank)
         return 1 / self.base ** (torch.arange(pairs, device=device).float() / pairs)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: Float[torch.Tensor, "N H C"], positions: Shaped[torch.Tensor, "N D"]
+    ) -> Float[torch.Tensor, "N H C"]:
         """Queries or keys (N, H, C) and their positions (N, D), of any dtype -> (N, H, C), dtype of x."""
         check_tensor("positions", positions)
         check_rows("x", x, len(positions), "a position", positions.device, "positions", (3,))

@@ -15,7 +15,7 @@ from sparseconv.ops.serialization import Serialization, serialize
 from sparseconv.tensor import SparseTensor
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Integer
+    from jaxtyping import Float, Integer, Shaped
 
 
 class RelativePositionBias(torch.nn.Module):
@@ -179,7 +179,11 @@ class SerializedAttention(PatchAttention):
         self.shrink_patches, self.rank = shrink_patches, rank
 
     def forward(
-        self, x: SparseTensor, curves: Serialization | None = None, *, positions: torch.Tensor | None = None
+        self,
+        x: SparseTensor,
+        curves: Serialization | None = None,
+        *,
+        positions: Shaped[torch.Tensor, "N D"] | None = None,
     ) -> SparseTensor:
         """A `SparseTensor` -> one on the same grid.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from sparseconv.geometry.ranges import per_axis
@@ -10,6 +12,9 @@ from sparseconv.nn.attention.serialized import PatchAttention, RelativePositionB
 from sparseconv.nn.geometry import Axes, grid_in
 from sparseconv.ops.patches import Patches
 from sparseconv.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 
 class WindowAttention(PatchAttention):
@@ -65,7 +70,7 @@ class WindowAttention(PatchAttention):
         )
         self.window_size, self.shift = size, per_axis(shift, rank, "shift")
 
-    def forward(self, x: SparseTensor, *, positions: torch.Tensor | None = None) -> SparseTensor:
+    def forward(self, x: SparseTensor, *, positions: Shaped[torch.Tensor, "N D"] | None = None) -> SparseTensor:
         """A `SparseTensor` -> one on the same grid; ``positions`` (N, D) that ``rope`` turns by, default the voxels."""
         return self._attended(x, *Patches.windows(grid_in(x, self), self.window_size, self.shift), positions)
 

@@ -31,7 +31,7 @@ from sparseconv.ops.serialization import ORDERS, Serialization, serialize
 from sparseconv.tensor import SparseTensor
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Num
+    from jaxtyping import Bool, Shaped
 
 #: arguments of Pointcept's class that choose how numbers are rounded, or norms by data set, which are refused below, or
 #: move all positions alike, which attention does not see
@@ -311,7 +311,7 @@ class PointTransformerV3(SparseModule):
         curves: Serialization | None = None,
         *,
         mask: Bool[torch.Tensor, " N"] | None = None,
-        positions: Num[torch.Tensor, "N D"] | None = None,
+        positions: Shaped[torch.Tensor, "N D"] | None = None,
     ) -> SparseTensor:
         """A `SparseTensor` -> one on the same grid (the coarsest, with ``enc_mode``).
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from sparseconv.ops.pooling import avg_pool, max_pool, unpool
 from sparseconv.ops.serialization import Serialization, serialize
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 batch_norm = partial(BatchNorm, eps=1e-3, momentum=0.01)
 
@@ -141,7 +145,7 @@ class PointTransformerBlock(SparseModule):
         curves: Serialization | None = None,
         *,
         encoded: SparseTensor | None = None,
-        positions: torch.Tensor | None = None,
+        positions: Shaped[torch.Tensor, "N D"] | None = None,
     ) -> SparseTensor:
         """A `SparseTensor` -> one on the same grid; ``curves`` as `SerializedAttention` takes them.
 

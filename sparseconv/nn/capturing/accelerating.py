@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from sparseconv.nn.capturing.capture import capture_module
+from sparseconv.nn.capturing.capture_module import capture_module
 from sparseconv.nn.capturing.module import Captured
 from sparseconv.nn.capturing.region import is_sparse_layer
 
