@@ -213,6 +213,7 @@ class ConvolutionPlan(Movable):
         #: taps along each axis, (k0, ..., kD-1); None where the taps are an explicit list
         self.kernel_size = window.projection.counts if box else None
         self._names = names_of(kernel_map)
+        self._number = self._names.number
 
     # ---- reading
 
@@ -373,12 +374,13 @@ class ConvolutionPlan(Movable):
         return self.over(kernel_map, source=source, target=target)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k != "_names"}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_names", "_number")}
         return state | {"_source": self.source, "_target": self.target}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._names = names_of(self.kernel_map)
+        self._number = self._names.number
 
     def __repr__(self) -> str:
         edges = self.kernel_map
