@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.clients.scenes import Client, Setting, indoor
+from benchmarks.clients.scenes import Client, Setting, indoor_rows
 from benchmarks.clients.standing_in import Registry, module, unless_installed
 
 
@@ -45,17 +45,12 @@ def _stand_in() -> None:
 
 def _client(setting: Setting, net: torch.nn.Module, items: int) -> Client:
     """A network that takes Pointcept's dictionaries."""
-    scenes: list[Any] = []
-    for parts in indoor(setting, items):
-        ends = torch.tensor([len(p) for p in parts], device=setting.device).cumsum(0)
-        cells = torch.cat(parts)
-        scenes.append((torch.randn(len(cells), 6, device=setting.device), cells, ends))
 
     def segment(net: torch.nn.Module, scene: Any) -> torch.Tensor:
         logits: torch.Tensor = net({"grid_coord": scene[1], "feat": scene[0], "offset": scene[2]})
         return logits
 
-    return Client(net.to(setting.device), scenes, segment)
+    return Client(net.to(setting.device), indoor_rows(setting, items), segment)
 
 
 def spunet(setting: Setting, items: int = 1, version: str = "") -> Client:

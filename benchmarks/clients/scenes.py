@@ -70,6 +70,16 @@ def indoor(setting: Setting, items: int = 1) -> list[list[torch.Tensor]]:
     return [[scans[(turn + item) % len(scans)] for item in range(items)] for turn in range(len(scans))]
 
 
+def indoor_rows(setting: Setting, items: int = 1) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Indoor scenes as Pointcept has them: features (N, 6), cells (N, 3), and where each item ends."""
+    found = []
+    for parts in indoor(setting, items):
+        ends = torch.tensor([len(p) for p in parts], device=setting.device).cumsum(0)
+        cells = torch.cat(parts)
+        found.append((torch.randn(len(cells), 6, device=setting.device), cells, ends))
+    return found
+
+
 def batched(parts: list[torch.Tensor]) -> torch.Tensor:
     """Cells of several items as coords (N, 4), the item first."""
     return torch.cat([torch.cat([torch.full_like(p[:, :1], b), p], 1) for b, p in enumerate(parts)]).contiguous()

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.clients.scenes import Client, Setting, batched, indoor
+from benchmarks.clients.scenes import Client, Setting, batched, indoor, indoor_rows
 from benchmarks.clients.standing_in import Registry, module
 
 #: size of a voxel in metres, which makes the points that m3 turns by
@@ -115,11 +115,6 @@ def authors(folder: Path) -> dict[str, Any]:
 def transformer(setting: Setting, kind: str, items: int = 1, **options: Any) -> Client:
     """A network of Pointcept by its name in `authors`, without a head: features of each voxel."""
     made = authors(setting.clients / "pointcept")[kind](6, **options)
-    scenes: list[Any] = []
-    for parts in indoor(setting, items):
-        ends = torch.tensor([len(p) for p in parts], device=setting.device).cumsum(0)
-        cells = torch.cat(parts)
-        scenes.append((torch.randn(len(cells), 6, device=setting.device), cells, ends))
 
     def segment(net: torch.nn.Module, scene: Any) -> torch.Tensor:
         x, cells, ends = scene
@@ -129,7 +124,7 @@ def transformer(setting: Setting, kind: str, items: int = 1, **options: Any) -> 
             found: torch.Tensor = net(given).feat
         return found
 
-    return Client(made.to(setting.device), scenes, segment)
+    return Client(made.to(setting.device), indoor_rows(setting, items), segment)
 
 
 class _Channels:
