@@ -1,7 +1,8 @@
 """``python -m benchmarks.streaming --voxels 50e6 --budget 20e9``: a U-Net over a shell larger than the card.
 
-Prints the time of the streamed run and of its parts, of its compute alone, and its peak of memory; with ``--whole`` it
-compares the bits with those of the whole scene, where that fits. ``--worlds 1 --worlds 2`` runs one rank, then two over
+Prints the time of the streamed run and of its parts, and its peak of memory. ``--resident 20e6`` runs such a scene as a
+whole, its voxels and features on the device: a voxel's time of the network and its maps alone. ``--whole`` compares the
+bits with those of the whole scene, where that fits. ``--worlds 1 --worlds 2`` runs one rank, then two over
 the same scene (strong) and over a scene twice as large (weak), each on its own card:
 
     python -m benchmarks.streaming --worlds 1 --worlds 2 --voxels 100e6 --budget 4e9 --out benchmarks/results/X.json
@@ -30,7 +31,6 @@ import sparseconv as sc
 from sparseconv import nn
 from sparseconv.streaming import run as streaming_run
 from sparseconv.streaming import streamed
-from sparseconv.streaming.work import Work
 
 #: the parts of a run before its first block, by the functions that they are
 BEGINNING = {
@@ -91,21 +91,34 @@ def parts() -> Iterator[dict[str, float]]:
             setattr(owner, name, original)
 
 
+def alone(net: nn.UNet, x: sc.SparseTensor) -> float:
+    """Seconds of a scene that is on the network's device, its maps included; the best of three later runs."""
+    device = next(net.parameters()).device
+    coords, features, taken = x.grid.coords.to(device), x.features.to(device), []
+    for _ in range(4):
+        begun = time.perf_counter()
+        net(sc.SparseTensor(sc.VoxelGrid(coords, x.grid.batch_size), features))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - begun)
+    return min(taken[1:])
+
+
 def measure(
-    voxels: int, budget: int, kind: torch.dtype, device: torch.device, whole: bool, channels: int, world: int
+    voxels: int,
+    budget: int,
+    kind: torch.dtype,
+    device: torch.device,
+    whole: bool,
+    resident: int,
+    channels: int,
+    world: int,
 ) -> dict[str, Any]:
     """One scene by the ranks that are there: the second of two runs."""
     torch.manual_seed(0)
     net = nn.UNet(4, 20, channels=[channels * 2**level for level in range(4)]).eval().to(device, kind)
     group = dist.group.WORLD if world > 1 else None
-    on_gpu, counted, original = device.type == "cuda", [], Work.run  # type: bool, list[Any], Any
-
-    def timed(self: Work, *args: Any) -> None:
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        ends[0].record()
-        original(self, *args)
-        ends[1].record()
-        counted.append(ends)
+    on_gpu = device.type == "cuda"
 
     def streamed_once(x: sc.SparseTensor) -> tuple[sc.SparseTensor, dict[str, Any]]:
         seen: list[tuple[int, float]] = []
@@ -125,19 +138,18 @@ def measure(
         x = shell(voxels, 4, kind)
         streamed_once(x)  # what is compiled and tuned once, for maps of this size
         if on_gpu:
-            setattr(Work, "run", timed)  # noqa: B010 (a method is put in another's place)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         if world > 1:
             dist.barrier()
-        try:
-            y, found = streamed_once(x)
-        finally:
-            setattr(Work, "run", original)  # noqa: B010
+        y, found = streamed_once(x)
         if on_gpu:
             torch.cuda.synchronize()
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
-            found["compute_s"] = sum(a.elapsed_time(b) for a, b in counted) / 1000
+        if resident:
+            fits = shell(resident, 4, kind)
+            found["alone_s"] = alone(net, fits) * len(x.grid) / len(fits.grid)
+            del fits
         if whole:
             begun = time.perf_counter()
             want = net(x.to(device)).features.cpu()
@@ -156,17 +168,17 @@ def worker(rank: int, world: int, port: int, jobs: list[tuple[str, int]], option
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=300))
-    settings = options["budget"], options["kind"], device, options["whole"], options["channels"], world
+    names = ("budget", "kind", "whole", "resident", "channels")
+    settings = {name: options[name] for name in names} | {"device": device, "world": world}
     for name, voxels in jobs:
-        found = measure(voxels, *settings)
+        found = measure(voxels, **settings)
         every: list[Any] = [found]
         if world > 1:
             every = [None] * world
             dist.all_gather_object(every, found)
         if rank == 0:
             row = max(every, key=lambda one: one["seconds"]) | {"ranks": world}
-            row |= {f"{key}_by_rank": [one[key] for one in every] for key in ("seconds", "compute_s") if key in found}
-            row["blocks_by_rank"] = [one["blocks"] for one in every]
+            row |= {f"{key}_by_rank": [one[key] for one in every] for key in ("seconds", "blocks")}
             table[f"{name}_{world}"] = row
             print(f"{name} on {world}: {json.dumps(row)}", flush=True)
     if world > 1:
@@ -179,13 +191,14 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of features and weights.")] = "float16",
     device: Annotated[str, typer.Option(help="Where the network is.")] = "cuda",
     whole: Annotated[bool, typer.Option(help="Compare with the whole scene on the device.")] = False,
+    resident: Annotated[float, typer.Option(help="Voxels of a scene on the device, for the compute alone.")] = 0,
     channels: Annotated[int, typer.Option(help="Width of the finest level.")] = 32,
     worlds: Annotated[list[int], typer.Option(help="Numbers of ranks.")] = [1],  # noqa: B006 (typer copies it)
     weak: Annotated[bool, typer.Option(help="Also scenes that grow with the ranks.")] = True,
     out: Annotated[Path | None, typer.Option(help="JSON; other rows of an earlier run stay.")] = None,
 ) -> None:
     options = {"budget": int(budget), "kind": getattr(torch, dtype), "device": device, "whole": whole}
-    options["channels"] = channels
+    options |= {"channels": channels, "resident": int(resident)}
     with torch.multiprocessing.get_context("spawn").Manager() as manager:
         shared = manager.dict()
         for world in worlds:
@@ -205,7 +218,11 @@ def main(
         )
         print(f"  {row['seconds']:.2f} s, first block after {row['first_block_s']:.2f} s; before it:")
         print("  " + ", ".join(f"{part} {seconds:.2f}" for part, seconds in row["parts_s"].items()))
-        print(f"  network alone {row.get('compute_s', 0):.2f} s, peak {row.get('peak_bytes', 0) / 1e9:.2f} GB")
+        print(f"  peak {row.get('peak_bytes', 0) / 1e9:.2f} GB")
+        if "alone_s" in row:
+            print(
+                f"  network and maps alone {row['alone_s']:.2f} s: streamed {row['seconds'] / row['alone_s']:.2f} of it"
+            )
         if "same_bits" in row:
             print(f"  whole {row['whole_s']:.2f} s, same bits: {row['same_bits']}")
         if "speedup" in row or "efficiency" in row:

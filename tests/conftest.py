@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from sparseconv.backends.registry import backend
-from tests.cpus import CPUS
+from tests.cpus import CPUS, hold
 from tests.interpreter import hasten
 
 settings.register_profile("sparseconv", deadline=None, max_examples=60, print_blob=True, derandomize=True)
@@ -33,4 +32,4 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if not CPUS[name].runs_here():
         raise pytest.UsageError(f"--cpu {name}: this CPU cannot run its kernels; it has not all of {CPUS[name].needs}")
-    backend("llvm_implicit_gemm").target = CPUS[name].target  # type: ignore[attr-defined]
+    hold(name)

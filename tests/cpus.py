@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import dataclass
 
 from sparseconv.backends.llvm_implicit_gemm.compile import missing
 from sparseconv.backends.llvm_implicit_gemm.target import Target, binding
+from sparseconv.backends.registry import backend
+
+#: the CPU that processes of the tests are held to
+HELD = "SPARSECONV_TESTS_CPU"
 
 
 @dataclass(frozen=True)
@@ -34,3 +39,9 @@ def _x86() -> dict[str, Cpu]:
 
 
 CPUS = _x86()
+
+
+def hold(name: str) -> None:
+    """Generate kernels for this CPU, here and in the ranks that tests start."""
+    os.environ[HELD] = name
+    backend("llvm_implicit_gemm").target = CPUS[name].target  # type: ignore[attr-defined]

@@ -12,12 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.cpus import HELD, hold
+
 TIMEOUT = datetime.timedelta(seconds=60)
 # ranks are forks of one process that has imported what they need, and done nothing else
 START = "forkserver"
 torch.multiprocessing.get_context(START).set_forkserver_preload(
     ["pytest", "sparseconv.distributed", "sparseconv.nn", "sparseconv.pointwise.operations", "torch._dynamo"]
 )
+
+if HELD in os.environ:  # as the process that started this one
+    hold(os.environ[HELD])
 
 
 def _enter(rank: int, world: int, port: int, function: Callable[..., Any], args: tuple, results: Any) -> None:

@@ -16,6 +16,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
 from sparseconv.kinds import check_count, check_kind, check_tensor
+from sparseconv.plan.casting import packed_as
 from sparseconv.pointwise import Epilogue, PointwiseDynamicFunction
 from sparseconv.torch_private import exporting
 
@@ -140,8 +141,7 @@ def autocast(x: torch.Tensor, taps: torch.Tensor, *others: torch.Tensor | None) 
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return x, taps, *others
     dtype = torch.get_autocast_dtype(kind)
-    taps = taps.to(dtype, memory_format=torch.contiguous_format)
-    return x.to(dtype), taps, *(None if t is None else t.to(dtype) for t in others)
+    return x.to(dtype), packed_as(taps, dtype), *(None if t is None else t.to(dtype) for t in others)
 
 
 def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:

@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from sparseconv.plan.casting import packed_as
+
 
 def by_tap(weight: torch.Tensor, kernel: tuple[int, ...] | None, taps: int) -> torch.Tensor:
     """A weight in any accepted layout as a view (K, C_in/G, C_out); gradients flow to the tensor given.
@@ -41,4 +43,4 @@ def packed(view: torch.Tensor) -> torch.Tensor:
     No version of a tensor tells of a write through ``.data``, numpy or another process, so no copy is kept. In the
     graph it is an operation like others; a compiler decides for itself what it copies.
     """
-    return view if torch.compiler.is_compiling() else view.contiguous()
+    return view if torch.compiler.is_compiling() else packed_as(view, view.dtype)

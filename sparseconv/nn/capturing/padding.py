@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sparseconv.nn.capturing.answer import CannotCapture
+from sparseconv.nn.capturing.joining import Joining, Watched
 from sparseconv.nn.fused.training import batch_norm_of_rows
 from sparseconv.torch_private import TorchDispatchMode
 
@@ -21,22 +22,43 @@ HERE = str(Path(__file__).parents[2])
 
 
 class LiveRows(TorchFunctionMode):
-    """Within it, torch's batch norm leaves out the rows that are no voxels.
+    """Within it, torch's batch norm leaves out the rows that are no voxels, and takes with it what ``norms`` says.
 
-    Every grid of fixed size of one scene has a number of rows of its own, so rows tell whose they are.
+    Every grid of fixed size of one scene has a number of rows of its own, so rows tell whose they are. Norms count
+    their batches together, at the end.
     """
 
-    def __init__(self, family: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, family: Mapping[int, torch.Tensor], norms: Watched | Joining | None = None) -> None:
         super().__init__()
-        self._family = family
+        self._family, self._norms = family, norms
+        self._counted: dict[int, torch.Tensor] = {}
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None:
+            self._count()
+            if self._norms is not None:
+                self._norms.end()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is torch.nn.functional.batch_norm:
             found = self._batch_norm(*args, **kwargs)
-            if found is not None:
-                return found
+        else:
+            found = None if self._norms is None else self._norms.call(function, args, kwargs)
+        if found is not None:
+            return found
+        if self._counted and any(id(a) in self._counted for a in (*args, *kwargs.values())):
+            self._count()
+        if function is torch.Tensor.add_ and _is_counter(*args):
+            self._counted[id(args[0])] = args[0]
+            return args[0]
         return function(*args, **kwargs)
+
+    def _count(self) -> None:
+        if self._counted:
+            torch._foreach_add_(list(self._counted.values()), 1)
+            self._counted.clear()
 
     def _batch_norm(
         self,
@@ -52,7 +74,17 @@ class LiveRows(TorchFunctionMode):
         count = self._family.get(input.shape[0]) if input.ndim == 2 and training else None
         if count is None:
             return None
-        return batch_norm_of_rows(input, count, weight, bias, running_mean, running_var, momentum, eps)
+        moved = weight, bias, running_mean, running_var, momentum, eps
+
+        def run(residual: torch.Tensor | None, is_activated: bool) -> torch.Tensor:
+            return batch_norm_of_rows(input, count, *moved, residual, is_activated)
+
+        return run(None, False) if self._norms is None else self._norms.norm(run, input)
+
+
+def _is_counter(counter: Any, step: Any) -> bool:
+    """Whether one is added to a number, as a norm counts its batches."""
+    return type(step) is int and step == 1 and counter.ndim == 0 and counter.dtype == torch.int64
 
 
 class _Watching(TorchDispatchMode):

@@ -15,10 +15,11 @@ from sparseconv.geometry.scene import fault_of
 from sparseconv.gpu.streams import SideStreams, forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import SceneArrays, Sizes
+from sparseconv.nn.capturing.gathering import Gathered
+from sparseconv.nn.capturing.joining import Changed, Joined, Joining, Watched
 from sparseconv.nn.capturing.module_state import ModuleState
 from sparseconv.nn.capturing.padding import Guard, LiveRows, Seen
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
-from sparseconv.torch_private import pieces
 
 
 class Recording:
@@ -55,6 +56,9 @@ class Recording:
         self._stream: torch.cuda.Stream | None = None
         self._told = torch.zeros(0, dtype=torch.int32)
         self.grads: list[torch.Tensor] = []
+        self._gathered: Gathered | None = None
+        #: what batch norms take with them; while the first run is watched, what notes that
+        self._joined: Watched | list[Joined | None] | None = None
 
     # ---- the call on these arrays
 
@@ -102,7 +106,8 @@ class Recording:
         #: a leaf of its own in every run, over the same memory
         self._leaf = self.arrays.features.detach().requires_grad_(self._of_features and torch.is_grad_enabled())
         grid = self.arrays.grid()
-        stack.enter_context(LiveRows(grid.family))
+        norms = Joining(self._joined) if isinstance(self._joined, list) else self._joined
+        stack.enter_context(LiveRows(grid.family, norms))
         return kind.fill(x if in_place else kind.copy(x), grid, self._leaf, self.arrays.shape()), grid
 
     def _report(self, answer: Answer, grid: FixedGrid, family: dict[int, torch.Tensor]) -> None:
@@ -172,8 +177,10 @@ class Recording:
             with torch.set_grad_enabled(self.trains):
                 self._guarded()
                 self.arrays.load(scene, self._given)  # once more: now the strided layers are known
+                self._joined = watched = Watched() if self.trains else None
                 answer = self.run()
                 self._choose(answer)
+                self._joined = None if watched is None else watched.joined(answer.tensors)
                 self._wait()
                 if fault := fault_of(int(self._told_on_host[1])):
                     raise DoesNotFit(fault)
@@ -251,7 +258,8 @@ class Recording:
         self.answer = self.run(lambda: captured(self._forward, side))
         if self.trains:
             self._backward = torch.cuda.CUDAGraph()
-            with captured(self._backward, other, self._forward.pool()):
+            assert self._gathered is not None
+            with captured(self._backward, other, self._forward.pool()), self._gathered.at_once():
                 found = self._find(self.answer)
                 other.settle(found)
                 self._gather(found)
@@ -259,8 +267,11 @@ class Recording:
 
     def _once_on_streams(self, device: torch.device) -> bool:
         """A run as it will be captured. Returns whether gradients may be summed on a stream of their own."""
-        side = SideStreams(device)
-        answer = self.run(lambda: side.run())
+        try:
+            answer = self.run(lambda: SideStreams(device).run())
+        except Changed:
+            self._joined = None
+            answer = self.run(lambda: SideStreams(device).run())
         if self.trains:
             again = SideStreams(device)
             with again.run():
@@ -271,19 +282,12 @@ class Recording:
         return False
 
     def _gather(self, found: Sequence[torch.Tensor | None]) -> None:
-        """Put the gradients of parameters into one array a dtype, so that a call copies them at once."""
+        """Put the gradients of parameters where a call takes them from."""
         self._grad_features = found[0] if self._of_features else None
-        parts = list(found[1:] if self._of_features else found)
-        #: of each dtype: which parameters have a gradient of it
-        self._places: dict[torch.dtype, list[int]] = {}
-        for place, grad in enumerate(parts):
-            if grad is not None:
-                self._places.setdefault(grad.dtype, []).append(place)
-        self._like = {dtype: [self.parameters[i] for i in places] for dtype, places in self._places.items()}
-        self._flat = {
-            dtype: torch.cat([g.reshape(-1) for g in parts if g is not None and g.dtype == dtype])
-            for dtype in self._places
-        }
+        of_parameters = found[1:] if self._of_features else found
+        if self._gathered is None:
+            self._gathered = Gathered(self.parameters, of_parameters)
+        self._gathered.fill(of_parameters)
 
     def _finish(self) -> None:
         answer = self.answer
@@ -362,10 +366,8 @@ class Recording:
                         into[live : self._grads_filled[at]].zero_()
                 self._grads_filled[at] = live
             self._replay_backward()
-            of_parameters: list[torch.Tensor | None] = [None] * len(self.parameters)
-            for dtype, flat in self._flat.items():
-                for place, grad in zip(self._places[dtype], pieces(flat.clone(), self._like[dtype])):
-                    of_parameters[place] = grad
+            assert self._gathered is not None
+            of_parameters = self._gathered.taken()
             of_features = None
             if self._grad_features is not None:
                 of_features = self._grad_features[: self.arrays.filled].clone()

@@ -275,10 +275,13 @@ def batch_norm_of_rows(
     var: torch.Tensor | None,
     momentum: float,
     eps: float,
+    residual: torch.Tensor | None = None,
+    is_activated: bool = False,
 ) -> torch.Tensor:
     """`torch.nn.functional.batch_norm` in training over the first ``count`` (1,) rows of x (N, C).
 
-    Running statistics follow. Other rows come out as 0, get no gradient, and are not read.
+    Running statistics follow. Other rows come out as 0, get no gradient, and are not read. A residual (N, C) of x's
+    dtype is added, and then comes a ReLU, where they are asked for.
     """
     tensors = [t for t in (weight, bias, mean, var) if t is not None]
     if (
@@ -289,16 +292,18 @@ def batch_norm_of_rows(
         and all(_is_near(t, x.get_device()) for t in tensors)
         and not dispatch_modes()
     ):
-        tracked = torch.zeros((), dtype=torch.int64, device=x.device)  # the module counts batches itself
-        running = None if mean is None or var is None else (mean, var, tracked)
-        stage = Stage(Norm(eps, momentum, 1.0, running, count), None)
-        return _apply(_lined_up(x), None, (stage,), None, None, weight, bias)
+        uncounted = torch.empty((), dtype=torch.int64, device=x.device)  # the module counts batches itself
+        running = None if mean is None or var is None else (mean, var, uncounted)
+        stage = Stage(Norm(eps, momentum, 0.0 if is_activated else 1.0, running, count), None)
+        other = None if residual is None else _lined_up(residual)
+        return _apply(_lined_up(x), other, (stage,), None, None, weight, bias)
     y, found, spread, rows = over_live_rows(x, count, weight, bias, eps)
     for kept, seen in ((mean, found), (var, spread * rows / (rows - 1).clamp_min(1))):
         if kept is not None:
             with torch.no_grad():
                 kept.copy_(torch.lerp(kept.to(seen.dtype), seen, momentum))
-    return y
+    y = y if residual is None else y + residual
+    return torch.relu(y) if is_activated else y
 
 
 #: Function.apply without its look for functional transforms, which `serves` has ruled out

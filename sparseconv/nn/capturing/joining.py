@@ -1,0 +1,169 @@
+"""Batch norms of torch that a run joins with what a client asks for after them: a sum with a residual, and a ReLU.
+
+A first run is watched: what each norm's result goes into, by the calls that were made and by the gradient's graph.
+Where that is a ReLU alone, or a sum that goes into a ReLU alone, later runs do all of it in the norm's node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from sparseconv.nn.capturing.answer import CannotCapture
+
+RELU = {torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_, torch.nn.functional.relu}
+SUM = {torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__iadd__}
+#: what may be asked of a result that is not there yet
+NAMES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_nested", "is_quantized", "is_meta")
+FORM = {
+    *(getattr(torch.Tensor, name).__get__ for name in NAMES),
+    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.__len__),
+}
+#: a norm over its live rows, given a residual, and whether a ReLU follows
+Run = Callable[[torch.Tensor | None, bool], torch.Tensor]
+
+
+class Joined(NamedTuple):
+    """What a norm takes with it: a ReLU, and before that perhaps a sum with another tensor."""
+
+    has_residual: bool
+
+
+class Changed(CannotCapture):
+    """A run asked for something else after a norm than the run that was watched."""
+
+    def __init__(self) -> None:
+        super().__init__("what follows its batch norms differs from call to call")
+
+
+@dataclass
+class _Result:
+    """A result that is watched: its end of the gradient's graph, and what it was used for."""
+
+    tensor: torch.Tensor
+    node: Any
+    uses: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+class Watched:
+    """Norms one by one, and what follows each."""
+
+    def __init__(self) -> None:
+        self._norms: list[_Result] = []
+        self._results: dict[int, _Result] = {}
+
+    def norm(self, run: Run, input: torch.Tensor) -> torch.Tensor:
+        """The norm's own result."""
+        self._norms.append(self._noted(run(None, False)))
+        return self._norms[-1].tensor
+
+    def call(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """What the function is given; the result where it was asked for here, else None."""
+        given = [self._results[id(a)] for a in (*args, *kwargs.values()) if id(a) in self._results]
+        if not given or function in FORM:
+            return None
+        made = function(*args, **kwargs)
+        self._results.pop(id(made), None)  # what an operation in place has made is no norm's result any more
+        other = self._noted(made) if function in SUM and _is_sum_of_two(args, kwargs) else made
+        for result in given:
+            result.uses.append((function, other))
+        return made
+
+    def _noted(self, tensor: torch.Tensor) -> _Result:
+        """A new result; by a number in place it is the old tensor with another end."""
+        result = self._results[id(tensor)] = _Result(tensor, tensor.grad_fn)
+        return result
+
+    def joined(self, ends: Sequence[torch.Tensor]) -> list[Joined | None]:
+        """By norm, what later runs may join; ``ends`` are the results of the run."""
+        users: Counter[Any] = Counter()
+        seen, left = set(), [t.grad_fn for t in ends if t.grad_fn is not None]
+        while left:
+            node = left.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            following = [after for after, _ in node.next_functions if after is not None]
+            users.update(following)
+            left += following
+
+        def alone(result: _Result) -> tuple[Any, Any] | None:
+            return result.uses[0] if len(result.uses) == 1 and users[result.node] == 1 else None
+
+        made, taken = list[Joined | None](), set()
+        for norm in self._norms:
+            use, has_residual = alone(norm), False
+            if use is not None and isinstance(use[1], _Result) and id(use[1]) not in taken:
+                taken.add(id(use[1]))  # by the first of two norms that are added
+                use, has_residual = alone(use[1]), True
+            made.append(Joined(has_residual) if use is not None and use[0] in RELU else None)
+        self._norms.clear()
+        self._results.clear()
+        return made
+
+    def end(self) -> None:
+        """Nothing: the run is over."""
+
+
+class Joining:
+    """Norms one by one, each with what follows it.
+
+    A norm with a residual waits for that: until its ReLU is asked for, a tensor that holds nothing stands for it.
+    """
+
+    def __init__(self, joined: Sequence[Joined | None]) -> None:
+        self._joined, self._number = joined, 0
+        #: what stands for a norm, and for its sum: the norm, and its residual once that is known
+        self._waiting: dict[int, tuple[torch.Tensor, Run, list[torch.Tensor]]] = {}
+        self._active: dict[int, torch.Tensor] = {}
+
+    def norm(self, run: Run, input: torch.Tensor) -> torch.Tensor:
+        """The result with what was joined, or what stands for it."""
+        if self._number == len(self._joined):
+            raise Changed()
+        joined = self._joined[self._number]
+        self._number += 1
+        if joined is None:
+            return run(None, False)
+        if joined.has_residual:
+            y = torch.empty_like(input)
+            self._waiting[id(y)] = y, run, []
+        else:
+            y = run(None, True)
+            self._active[id(y)] = y
+        return y
+
+    def call(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """What stands for the function's result; None where it has nothing to do with a norm."""
+        given = [a for a in (*args, *kwargs.values()) if id(a) in self._waiting or id(a) in self._active]
+        if not given or function in FORM:
+            return None
+        y = given[0]
+        if len(given) == 1 and function in RELU and id(y) in self._active:
+            return self._active.pop(id(y))
+        if len(given) == 1 and id(y) in self._waiting:
+            _, run, residual = self._waiting[id(y)]
+            if function in RELU and residual:
+                del self._waiting[id(y)]
+                return run(residual[0], True)
+            if function in SUM and not residual and _is_sum_of_two(args, kwargs):
+                residual.append(args[1] if args[0] is y else args[0])
+                return y
+        raise Changed()
+
+    def end(self) -> None:
+        """Raises `Changed` where something that was joined was not asked for."""
+        if self._waiting or self._active or self._number != len(self._joined):
+            raise Changed()
+
+
+def _is_sum_of_two(args: Any, kwargs: Any) -> bool:
+    """Two tensors of one form, and nothing else."""
+    if len(args) != 2 or kwargs or not all(isinstance(a, torch.Tensor) for a in args):
+        return False
+    one, other = args
+    return one is not other and (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

@@ -1,0 +1,223 @@
+"""Batch norms in captured steps take a residual and a ReLU with them, where nothing else reads what lies between."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import sparseconv.interop.spconv.pytorch as spconv
+from sparseconv import nn
+from sparseconv.nn.capturing import joining, padding
+from tests.nn.test_capture_module import DEVICE, _graphs, coords_of, features_of, replays, same  # noqa: F401
+
+relu, add = torch.nn.functional.relu, torch.Tensor.__add__
+
+
+def plain(net, x):
+    return relu(net.norm(x))
+
+
+def in_place(net, x):
+    return net.active(net.norm(x))
+
+
+def residual(net, x):
+    return relu(net.norm(x) + x)
+
+
+def residual_in_place(net, x):
+    y = net.norm(x)
+    y += net.other(x)
+    return torch.relu_(y)
+
+
+def residual_later(net, x):
+    return torch.relu(torch.add(net.other(x), net.norm(x)))
+
+
+def residual_of_two_norms(net, x):
+    return relu(net.norm(net.other(x)) + net.second(x))
+
+
+def only_a_norm(net, x):
+    return net.norm(x)
+
+
+def another_activation(net, x):
+    return torch.nn.functional.leaky_relu(net.norm(x), 0.1)
+
+
+def both(net, x):
+    y = net.norm(x)
+    return relu(y) + y
+
+
+def twice(net, x):
+    y = net.norm(x)
+    return relu(y) + relu(y)
+
+
+def read_before(net, x):
+    y = net.norm(x)
+    return relu(y) * y.detach().tanh()
+
+
+def sum_is_used_twice(net, x):
+    y = net.norm(x) + x
+    return relu(y) + y
+
+
+def added_to_itself(net, x):
+    y = net.norm(x)
+    return relu(y + y)
+
+
+def a_row_is_added(net, x):
+    return relu(net.norm(x) + net.other.bias)
+
+
+def scaled_sum(net, x):
+    return relu(torch.add(net.norm(x), x, alpha=2))
+
+
+def of_other_dtype(net, x):
+    return relu(net.norm(x) + x.double()).to(x.dtype)
+
+
+def no_sum_after(net, x):
+    return net.norm(x) + x
+
+
+JOINED = {
+    plain: [joining.Joined(False)],
+    in_place: [joining.Joined(False)],
+    residual: [joining.Joined(True)],
+    residual_in_place: [joining.Joined(True)],
+    residual_later: [joining.Joined(True)],
+    residual_of_two_norms: [joining.Joined(True), None],
+}
+APART = [
+    *(only_a_norm, another_activation, both, twice, read_before, sum_is_used_twice, added_to_itself, a_row_is_added),
+    *(scaled_sum, of_other_dtype, no_sum_after),
+]
+CASES = [*JOINED, *APART]
+
+
+class Net(torch.nn.Module):
+    """A convolution, what is tried, and a convolution after it, which reads every row."""
+
+    def __init__(self, case):
+        super().__init__()
+        self.case = case
+        self.first = spconv.SubMConv3d(4, 8, 3, padding=1, bias=False, indice_key="a")
+        self.norm, self.second = torch.nn.BatchNorm1d(8), torch.nn.BatchNorm1d(8)
+        self.other = torch.nn.Linear(8, 8)
+        self.active = torch.nn.ReLU(inplace=True)
+        self.last = spconv.SubMConv3d(8, 5, 3, padding=1, indice_key="a")
+
+    def forward(self, coords, features):
+        x = self.first(spconv.SparseConvTensor(features, coords, [12, 12, 12], 2))
+        x = x.replace_feature(self.case(self, x.features))
+        return self.last(x).features
+
+
+def steps(net, seeds, channels=5):
+    made = []
+    for seed in seeds:
+        coords = coords_of(seed, 40 + 10 * seed)
+        net.zero_grad(set_to_none=True)
+        y = net(coords, features_of(seed, coords))
+        (y * features_of(9, y, channels)).sum().backward()
+        made.append([y.detach(), *(p.grad for p in net.parameters()), *(b.clone() for b in net.buffers())])
+    return made
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """What was joined, and the tensors that norms were given with it."""
+    seen = {"joined": [], "runs": []}
+    watched, run = joining.Watched.joined, padding.batch_norm_of_rows
+    monkeypatch.setattr(
+        joining.Watched, "joined", lambda self, ends: seen["joined"].append(watched(self, ends)) or seen["joined"][-1]
+    )
+
+    def noted(*args):
+        seen["runs"].append((args[-2] is not None, args[-1]))
+        return run(*args)
+
+    monkeypatch.setattr(padding, "batch_norm_of_rows", noted)
+    return seen
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_steps_equal_eager_ones_and_norms_take_what_only_they_feed(case, found):
+    torch.manual_seed(0)
+    net = Net(case).to(DEVICE)
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    got, want = steps(net, range(1, 6)), steps(twin, range(1, 6))
+    assert replays(net) >= 3
+    for a, b in zip(got, want):
+        same(a, b)
+    assert all(int(norm.num_batches_tracked) in (0, 5) for norm in (net.norm, net.second))
+    norms = 2 if case is residual_of_two_norms else 1
+    assert found["joined"][0] == JOINED.get(case, [None] * norms)
+    wanted = [(one.has_residual, True) if one else (False, False) for one in found["joined"][0]]
+    assert found["runs"][-norms:] == (sorted(wanted) if case is residual_of_two_norms else wanted)
+
+
+def joins(joined, *calls):
+    """A run of one norm, then calls on what it gave."""
+    run = joining.Joining(joined)
+    y = run.norm(lambda other, is_activated: torch.ones(3, 2) * (1 + 2 * is_activated), torch.zeros(3, 2))
+    for call in calls:
+        y = call(run, y)
+    run.end()
+    return y
+
+
+def test_what_stands_for_a_norm_is_read_by_nobody():
+    with_relu, with_sum = [joining.Joined(False)], [joining.Joined(True)]
+    ask = lambda function, *more: lambda run, y: run.call(function, (y, *more), {})  # noqa: E731
+    other = torch.ones(3, 2)
+    assert joins(with_relu, ask(relu)).unique().tolist() == [3]
+    assert joins(with_sum, ask(add, other), ask(relu)).unique().tolist() == [3]
+    for joined, *calls in (
+        (with_relu,),
+        (with_relu, ask(torch.exp)),
+        (with_relu, ask(add, other)),
+        (with_sum, ask(relu)),
+        (with_sum, ask(add, other)),
+        (with_sum, ask(add, other), ask(add, other)),
+        (with_sum, ask(add, other[:1]), ask(relu)),
+        ([],),
+        ([None, None],),
+    ):
+        with pytest.raises(joining.Changed, match="differs from call to call"):
+            joins(joined, *calls)
+
+
+class Counter(torch.nn.Module):
+    """Reads a counter within the region, as no norm of torch does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = spconv.SubMConv3d(4, 8, 3, padding=1, bias=False, indice_key="a")
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def forward(self, coords, features):
+        x = self.first(spconv.SparseConvTensor(features, coords, [12, 12, 12], 2))
+        y = self.norm(x.features)
+        return y * self.norm.num_batches_tracked.to(y.dtype)
+
+
+def test_batches_are_counted_before_somebody_reads_the_count():
+    torch.manual_seed(0)
+    net = Counter().to(DEVICE)
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for a, b in zip(steps(net, range(1, 6), 8), steps(twin, range(1, 6), 8)):
+        same(a, b)
+    assert replays(net) >= 2
