@@ -3,8 +3,9 @@
     python -m benchmarks.scaling --worlds 1 2 4 --voxels 20000000 --out benchmarks/results/h200_scaling.json
 
 A training step is forward and both gradients of a submanifold 3x3x3 convolution, as a user calls it: one process a GPU,
-NCCL between them, the slowest rank's median counts. One GPU runs the plain plan. Without GPUs it runs over gloo, to be
-tried out.
+NCCL between them, the slowest rank's median counts. One GPU runs the plain plan. With ``--captured`` a step is one CUDA
+graph on each rank, its exchange of halos included, and has the bits of the eager one. Without GPUs it runs over gloo,
+to be tried out.
 """
 
 from __future__ import annotations
@@ -61,6 +62,23 @@ def timed(step: Callable[[], None], repeats: int, world: int, wait: Callable[[],
     return times
 
 
+def captured(step: Callable[[], Any]) -> tuple[Callable[[], None], bool]:
+    """A step over arrays that stay, as one graph; and whether a replay has the bits of an eager step."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
+        for _ in range(3):
+            want = step()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):  # NCCL's watchdog asks events
+            found = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    for part in found:
+        part.fill_(torch.nan)
+    graph.replay()
+    return graph.replay, all(torch.equal(a, b) for a, b in zip(found, want))
+
+
 def by_rank(value: float, world: int, device: torch.device) -> list[float]:
     """A figure of every rank."""
     if world == 1:
@@ -93,11 +111,18 @@ def measure(args: argparse.Namespace, rank: int, world: int, voxels: int) -> dic
     w = (torch.randn(27, args.channels, args.channels, device=device) * 0.05).to(dtype).requires_grad_()
     g = torch.randn(len(grid), args.channels, device=device, dtype=dtype)
 
-    def step_of(plan: Any) -> Callable[[], None]:
-        def step() -> None:
-            torch.autograd.grad(plan.execute(x, w), (x, w), g)
+    same: list[bool] = []
 
-        return step
+    def step_of(plan: Any) -> Callable[[], Any]:
+        def step() -> Any:
+            y = plan.execute(x, w)
+            return y.detach(), *torch.autograd.grad(y, (x, w), g)
+
+        if not args.captured:
+            return step
+        replay, equal = captured(step)
+        same.append(equal)
+        return replay
 
     step = step_of(plan)
     step()
@@ -118,6 +143,8 @@ def measure(args: argparse.Namespace, rank: int, world: int, voxels: int) -> dic
         "plan_s": planned_s,
         "peak_bytes": peak,
     }
+    if same:
+        result["same_bits"] = min(by_rank(float(same[0]), world, device)) == 1
     if isinstance(plan, ShardedConvolutionPlan):
         alone = step_of(sc.ConvolutionPlan(sc.VoxelGrid(grid.coords), 3))
         result["alone_ms"] = by_rank(statistics.median(timed(alone, args.repeats, world, wait)), world, device)
@@ -163,6 +190,7 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--by", default="kd")
+    parser.add_argument("--captured", action="store_true", help="each step is a CUDA graph")
     parser.add_argument("--out", type=Path, help="JSON; rows of an earlier run that this one does not measure stay")
     args = parser.parse_args()
     with torch.multiprocessing.get_context("spawn").Manager() as manager:

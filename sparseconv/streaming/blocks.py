@@ -163,8 +163,8 @@ class Blocks:
         found = []
         for at in range(first, last, self.piece):
             rows = self.order[at : min(at + self.piece, last)]
-            coords = torch.index_select(self.coords, 0, rows.to(self.coords.device))
-            found.append(rows[within(coords, box).cpu().nonzero().flatten()])
+            coords = self._coords(at, at + len(rows))
+            found.append(rows[within(coords, box).nonzero().flatten().cpu()])
         return torch.cat(found)
 
     def _cut(
@@ -249,9 +249,9 @@ class Blocks:
             owners = torch.index_select(owner, 0, key)
             order = grouped(owners, len(ends))
             if self._is_sorted:
-                rows = torch.index_select(self.order[at:until], 0, order.cpu()).numpy()
+                rows = torch.index_select(self.order[at:until], 0, on_host(order.to(torch.int32))).numpy()
             else:
-                rows = order.to(self.order.dtype).add_(at).cpu().numpy()
+                rows = on_host(order.to(self.order.dtype).add_(at)).numpy()
             taken = 0
             for number, count in enumerate(torch.bincount(owners, minlength=len(ends)).tolist()):
                 if count:
@@ -299,6 +299,16 @@ def _with(block: Block, cut: dict[IndexRange, Block]) -> Block:
         return cut.get(block.box, block)
     halves = tuple(_with(half, cut) for half in block.halves)
     return Block(block.box, block.first, block.last, union(halves[0].tight, halves[1].tight), halves)
+
+
+def on_host(values: torch.Tensor) -> torch.Tensor:
+    """Values of a GPU in pinned memory, which the card writes to in one go; others as they are."""
+    if not values.is_cuda:
+        return values
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    pinned.copy_(values, non_blocking=True)
+    torch.cuda.current_stream(values.device).synchronize()
+    return pinned
 
 
 def grouped(owners: torch.Tensor, count: int) -> torch.Tensor:

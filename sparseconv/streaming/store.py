@@ -113,9 +113,10 @@ class Store:
         return made
 
     def _array(self, name: str, shape: Sequence[int], dtype: torch.dtype, makes: bool) -> torch.Tensor:
-        if self.folder is None or 0 in shape:
-            return torch.empty(tuple(shape), dtype=dtype)
-        path, kind = self.folder / f"{name}.npy", NUMPY.get(dtype) or torch.empty(0, dtype=dtype).numpy().dtype
+        kind = NUMPY.get(dtype) or torch.empty(0, dtype=dtype).numpy().dtype
+        if self.folder is None or 0 in shape:  # numpy asks for large pages, which are there sooner
+            return torch.from_numpy(np.empty(tuple(shape), kind)).view(dtype)
+        path = self.folder / f"{name}.npy"
         if makes and not path.exists():
             np.lib.format.open_memmap(path.with_suffix(".new"), "w+", kind, tuple(shape))
             os.replace(path.with_suffix(".new"), path)
