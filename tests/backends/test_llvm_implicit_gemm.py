@@ -134,6 +134,20 @@ def test_any_number_of_threads_gives_the_same_integers(monkeypatch, threads, tea
     assert_equal(*all_three(random_map(5, 400, 300, 6), 24, 40))
 
 
+@pytest.mark.parametrize(("groups", "dtype"), [(1, torch.float32), (2, torch.float32), (1, torch.bfloat16)])
+def test_wide_weights_have_the_same_integers(monkeypatch, groups, dtype):
+    """Those whose gradient is torch's product of gathered rows; and what that takes is foreseen."""
+    monkeypatch.setattr(engine, "WIDE", 24 * 40 // 2)
+    monkeypatch.setattr(engine, "MANY", 1 << 10)
+    kernel_map, seen = random_map(5, 400, 300, 6), []
+    walk = engine._WITH_TORCH.weight_grad
+    monkeypatch.setattr(engine._WITH_TORCH, "weight_grad", lambda *args: seen.append(args) or walk(*args))
+    assert_equal(*all_three(kernel_map, 24, 40, groups, dtype))
+    assert len(seen) == 1
+    request = Request(kernel_map, torch.device("cpu"), dtype, 24, 40, groups)
+    assert BACKEND.workspace_bytes(request) >= engine._WITH_TORCH.workspace_bytes(request)
+
+
 def test_two_runs_give_the_same_bits(monkeypatch):
     monkeypatch.setattr(engine, "_threads", lambda multiplications: 3)
     kernel_map = random_map(2, 500, 500, 8)

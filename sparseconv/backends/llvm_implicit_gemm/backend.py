@@ -18,6 +18,7 @@ from sparseconv.backends.llvm_implicit_gemm.integers import integer_kernel, toge
 from sparseconv.backends.llvm_implicit_gemm.kernels import kernel, runs
 from sparseconv.backends.llvm_implicit_gemm.operands import APART, Operands
 from sparseconv.backends.llvm_implicit_gemm.target import Target, host
+from sparseconv.backends.numpy_gather_scatter import NumpyGatherScatter
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.memory import empty
 
@@ -26,6 +27,7 @@ NEAR, BLOCK = 36 << 10, 256  # bytes of most of an L1 cache, and of the columns 
 EDGES = 96  # that tiles of the weight's gradient run over one after another at most: their rows stay in an L1 cache
 SHARED = 1 << 20  # multiplications from which a call is worth sharing among threads: some ten microseconds
 PARTS = 8  # of a weight's gradient at least, so that a thread that is late leaves some of its own to others
+WIDE, MANY = 1 << 16, 1 << 29  # numbers of a tap's weight, and multiplications, from which its gradient is torch's
 NARROW = 4  # channels of a group under which there is no product to speak of
 
 
@@ -35,6 +37,9 @@ class LlvmImplicitGemm(Backend):
     Output rows are cut into chunks that a cache holds. A chunk has one owner, who goes through its taps in order, so
     nothing is raced for and every run with as many threads gives the same bits. The weight's gradient is summed in
     parts of whole chunks, then over the parts in order.
+
+    A wide weight's gradient does not fit registers and is read again for every few edges. Torch's product of gathered
+    rows is up to twice as fast there.
 
     Args:
         target: the CPU to compile for; None for this one. Another one's kernels run where this one has what they use.
@@ -85,6 +90,8 @@ class LlvmImplicitGemm(Backend):
     def weight_grad(self, x: torch.Tensor, grad_out: torch.Tensor, kernel_map: KernelMap, groups: int) -> torch.Tensor:
         dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
         taps, c_in, c_out = kernel_map.num_taps, x.shape[1], grad_out.shape[1]
+        if _is_wide(kernel_map, c_in * c_out // groups):
+            return _WITH_TORCH.weight_grad(x, grad_out, kernel_map, groups)
         threads = _threads(kernel_map.num_pairs * c_in * c_out // groups)
         parts = _parts(threads)
         grams = torch.zeros(parts, taps, c_in // groups, c_out, dtype=wide)
@@ -144,7 +151,10 @@ class LlvmImplicitGemm(Backend):
         parts = _parts(_threads(request.flops // 2))
         rows = kernel_map.num_in * request.c_in + kernel_map.num_out * request.c_out
         widened = 0 if wide == request.dtype else rows * size + weight
-        return widened + (parts + 2) * weight
+        own = widened + (parts + 2) * weight
+        if _is_wide(kernel_map, request.c_in * request.c_out // request.groups):
+            return max(own, _WITH_TORCH.workspace_bytes(request))
+        return own
 
     def describe(self, request: Request) -> list[str]:
         register = (self.target or host()).register
@@ -171,6 +181,15 @@ class LlvmImplicitGemm(Backend):
         else:
             address = kernel(kind, shapes, alone, is_double, target)
         together(address, ctypes.addressof(operands), threads, (operands, taken, *held))
+
+
+#: what sums the gradients of wide weights
+_WITH_TORCH = NumpyGatherScatter()
+
+
+def _is_wide(kernel_map: KernelMap, numbers: int) -> bool:
+    """Whether torch sums the gradient of a weight with so many numbers a tap."""
+    return numbers >= WIDE and numbers * kernel_map.num_pairs >= MANY
 
 
 def _whole_tap(kernel_map: KernelMap) -> int:
