@@ -105,8 +105,8 @@ def gradients(
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
-def is_direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether a call may bypass torch's dispatcher: plain eager tensors, no mode, no autocast, no forward mode.
+def is_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether a call may bypass torch's dispatcher: plain eager tensors, no mode, no forward mode.
 
     Two passes through the dispatcher's Python kernels cost as much as launching a small layer.
     """
@@ -115,8 +115,16 @@ def is_direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
         and _PLAIN.issuperset(map(type, others))
         and not dispatch_modes()
         and not transforms.forward_mode()
-        and not (any_autocast() and torch.is_autocast_enabled(x.device.type))
     )
+
+
+def _in_autocast(x: torch.Tensor) -> bool:
+    return any_autocast() and torch.is_autocast_enabled(x.device.type)
+
+
+def is_direct(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether a call may run its kernel as things are: `is_plain`, and no autocast would cast what is within it."""
+    return is_plain(x, *others) and not _in_autocast(x)
 
 
 def is_last(*tensors: torch.Tensor) -> bool:
@@ -128,10 +136,22 @@ def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
     tensors = args[: function.num_tensors]
     if transforms.present():  # which see through autograd functions only
         return function.apply(*tensors, args[len(tensors) :])
-    if not is_direct(*tensors):
+    if not is_plain(*tensors):
         return getattr(torch.ops.sparseconv, function.name)(*args)
+    if not _in_autocast(tensors[0]):
+        return _run(function, *args)
+    kind = tensors[0].device.type
+    torch.set_autocast_enabled(kind, False)  # operands are cast already; torch's own context costs as much as a layer
+    try:
+        return _run(function, *args)
+    finally:
+        torch.set_autocast_enabled(kind, True)
+
+
+def _run(function: type[_Linear], *args: Any) -> torch.Tensor:
+    """The kernel, with its derivative where one is wanted."""
     if torch.is_grad_enabled():
-        for t in tensors:
+        for t in args[: function.num_tensors]:
             if t is not None and t.requires_grad:
                 return function.at_once(*args)
     return function.kernel(*args)

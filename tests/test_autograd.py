@@ -87,6 +87,25 @@ def test_autocast_obeys_the_dtype_asked(dtype):
     assert torch.allclose(net(x), y.float(), atol=0.2)
 
 
+@pytest.mark.parametrize("backend", ["numpy_gather_scatter", "auto"])
+def test_what_is_within_a_call_is_not_cast(backend, monkeypatch):
+    """A convolution of halves sums in fp32 under autocast too, forward and back; the state of autocast is kept."""
+    grid = sc.VoxelGrid(torch.cartesian_prod(*map(torch.arange, (1, 6, 6, 6))))
+    plan = sc.ConvolutionPlan(grid, 3, backend=backend)
+    x, w, g = torch.randn(len(grid), 24), torch.randn(27, 24, 40), torch.randn(len(grid), 40).bfloat16()
+    halves = [t.bfloat16().requires_grad_() for t in (x, w)]
+    want = [y := plan.execute(*halves), *torch.autograd.grad(y, halves, g)]
+    with torch.autocast("cpu", torch.bfloat16):
+        again = [t.detach().requires_grad_() for t in halves]
+        got = [y := plan.execute(*again), *torch.autograd.grad(y, again, g)]
+        assert torch.is_autocast_enabled("cpu")
+        monkeypatch.setattr(type(choose(plan.request(24, 40, torch.bfloat16), backend)), "forward", None)
+        with pytest.raises(TypeError, match="not callable"):
+            plan.execute(x, w)
+        assert torch.is_autocast_enabled("cpu")
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_only_the_gradients_asked_for_are_computed(monkeypatch):
     net, x = network()
     asked: list[str] = []

@@ -26,8 +26,10 @@ CHUNK = 1 << 20  # bytes of the input and output rows of a chunk: half of an L2 
 NEAR, BLOCK = 36 << 10, 256  # bytes of most of an L1 cache, and of the columns of a tile
 EDGES = 96  # that tiles of the weight's gradient run over one after another at most: their rows stay in an L1 cache
 SHARED = 1 << 20  # multiplications from which a call is worth sharing among threads: some ten microseconds
-PARTS = 8  # of a weight's gradient at least, so that a thread that is late leaves some of its own to others
-WIDE, MANY = 1 << 16, 1 << 29  # numbers of a tap's weight, and multiplications, from which its gradient is torch's
+#: parts of a weight's gradient, so that a thread that is late leaves some of its own to others; bytes of all of them,
+#: unless threads need more: a share of an L3 cache
+PARTS, PARTS_BYTES = 8, 16 << 20
+WIDE, MANY = 1 << 16, 1 << 28  # numbers of a tap's weight, and multiplications, from which its gradient is torch's
 NARROW = 4  # channels of a group under which there is no product to speak of
 
 
@@ -93,7 +95,7 @@ class LlvmImplicitGemm(Backend):
         if _is_wide(kernel_map, c_in * c_out // groups):
             return _WITH_TORCH.weight_grad(x, grad_out, kernel_map, groups)
         threads = _threads(kernel_map.num_pairs * c_in * c_out // groups)
-        parts = _parts(threads)
+        parts = _parts(threads, taps * c_in // groups * c_out * wide.itemsize)
         grams = torch.zeros(parts, taps, c_in // groups, c_out, dtype=wide)
         if grams.numel():
             x, grad_out = x.to(wide).contiguous(), grad_out.to(wide).contiguous()
@@ -148,7 +150,7 @@ class LlvmImplicitGemm(Backend):
             numbers = kernel_map.num_in * (request.c_in + request.groups) + kernel_map.num_out * request.c_out
             return size * (numbers + kernel_map.num_taps * (request.c_in // request.groups + 1) * request.c_out)
         weight = kernel_map.num_taps * request.c_in * request.c_out // request.groups * size
-        parts = _parts(_threads(request.flops // 2))
+        parts = _parts(_threads(request.flops // 2), weight)
         rows = kernel_map.num_in * request.c_in + kernel_map.num_out * request.c_out
         widened = 0 if wide == request.dtype else rows * size + weight
         own = widened + (parts + 2) * weight
@@ -202,8 +204,8 @@ def _threads(multiplications: int) -> int:
     return torch.get_num_threads() if multiplications >= SHARED else 1
 
 
-def _parts(threads: int) -> int:
-    return 1 if threads == 1 else max(PARTS, threads)
+def _parts(threads: int, weight_bytes: int) -> int:
+    return 1 if threads == 1 else max(threads, min(PARTS, PARTS_BYTES // max(1, weight_bytes)))
 
 
 def _operands(
