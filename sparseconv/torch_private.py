@@ -142,6 +142,10 @@ busy: Callable[[int], None] = private("cuda._sleep", lambda cycles: None)
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = private(
     "_foreach_copy_", lambda into, others: [a.copy_(b) for a, b in zip(into, others)]
 )
+#: add a number to each of many tensors, by one kernel on a card where torch can
+add_each: Callable[[list[torch.Tensor], int], None] = private(
+    "_foreach_add_", lambda tensors, number: [t.add_(number) for t in tensors]
+)
 #: oneDNN's product with what follows it, or None
 onednn_linear: Any = private("ops.mkldnn._linear_pointwise.default", None)
 

@@ -264,6 +264,30 @@ def test_indices_that_a_client_writes_to_are_no_plans_own(layer):
         assert int(data.pair_fwd.max()) > 0
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_tensor_made_of_anothers_indices_shares_its_grid(mode):
+    """As blocks make one for the branch beside their convolutions; what was written to, or differs, does not."""
+    coords = torch.cartesian_prod(*map(torch.arange, (1, 6, 6, 6))).int()
+    features = torch.randn(len(coords), 4)
+    with mode():
+        net = spconv.SubMConv3d(4, 4, 3, padding=1, bias=False, indice_key="a")
+        first = net(spconv.SparseConvTensor(features, coords.clone(), [9, 9, 9], 1))
+        again = spconv.SparseConvTensor(first.features, first.indices, [9, 9, 9], 1)
+        assert again.voxels is first.voxels
+        assert spconv.SparseConvTensor(features, first.indices.clone(), [9, 9, 9], 1).voxels is not first.voxels
+        assert spconv.SparseConvTensor(features, first.indices, [9, 9, 9], 2).voxels.batch_size == 2
+        written = first.indices
+        before = first.voxels
+        written[:, 1:] += 2
+        other = spconv.SparseConvTensor(features, written, [9, 9, 9], 1)
+        assert other.voxels is not before
+        assert torch.equal(other.voxels.coords, coords + torch.tensor([0, 2, 2, 2], dtype=torch.int32))
+        kept = weakref.ref(before)
+        del first, again, before, written
+        gc.collect()
+        assert kept() is None
+
+
 def test_a_key_whose_indices_were_written_to_is_refused():
     x = tensor()
     y = spconv.SubMConv3d(5, 5, 3, indice_key="a")(x)

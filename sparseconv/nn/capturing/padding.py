@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from sparseconv.nn.capturing.answer import CannotCapture
 from sparseconv.nn.capturing.joining import Joining, Watched
 from sparseconv.nn.fused.training import batch_norm_of_rows
-from sparseconv.torch_private import TorchDispatchMode
+from sparseconv.torch_private import TorchDispatchMode, add_each
 
 #: operations that wait for the device, or whose results have a size that only the device knows
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim")
@@ -57,7 +57,7 @@ class LiveRows(TorchFunctionMode):
 
     def _count(self) -> None:
         if self._counted:
-            torch._foreach_add_(list(self._counted.values()), 1)
+            add_each(list(self._counted.values()), 1)
             self._counted.clear()
 
     def _batch_norm(

@@ -100,8 +100,9 @@ class SparseConvTensor(metaclass=Traced):
         if kept is None and region.begins_with(self):
             kept = self._voxels
         if kept is None or not kept.is_fresh():
-            voxels = VoxelGrid(self.indices, self.batch_size)
-            kept = self._voxels = Place.of(self.indices, voxels)
+            indices = self.indices
+            kept = Place.known(indices, self.batch_size)
+            self._voxels = kept = kept or Place.of(indices, VoxelGrid(indices, self.batch_size))
         return kept
 
     @property
