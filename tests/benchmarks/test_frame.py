@@ -230,6 +230,7 @@ def test_a_hang_costs_one_row(monkeypatch):
     assert "longer than 5 s" in rows[0]["reason"]
 
 
+@pytest.mark.slow
 def test_every_way_to_fail_costs_its_own_rows_and_no_other(monkeypatch):
     """Each in a process: one calls abort, one cannot be imported, one is wrong, one raises; the rest is measured."""
     names = ["aborts", "sparseconv", "broken", "wrong", "raises", "MinkowskiEngine"]
@@ -725,6 +726,7 @@ def test_a_folder_of_scenes_of_ones_own_is_read(tmp_path, monkeypatch):
     assert cases.coordinates("attic").tolist() == [[0, 0, 0, 0], [0, 0, 1, 2], [0, 7, 7, 7]]
 
 
+@pytest.mark.slow
 def test_a_table_of_the_repository_is_measured_written_and_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     from typer.testing import CliRunner
@@ -830,6 +832,7 @@ def test_a_readme_without_marks_is_refused():
         readme.written("# a readme\n", [])
 
 
+@pytest.mark.slow
 def test_claims_are_measured_anew_until_one_does_not_hold(tmp_path, capsys):
     asked = {"implementation": "sparseconv", "case": "shell_16", "channels": 4, "dtype": "fp32", "device": "cpu"}
     claim = {"text": "a step", "measure": asked | {"quantity": "step"}, "unit": "ms", "tolerance": 0.1}
