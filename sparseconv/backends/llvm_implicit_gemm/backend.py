@@ -40,8 +40,8 @@ class LlvmImplicitGemm(Backend):
     nothing is raced for and every run with as many threads gives the same bits. The weight's gradient is summed in
     parts of whole chunks, then over the parts in order.
 
-    A wide weight's gradient does not fit registers and is read again for every few edges. Torch's product of gathered
-    rows is up to twice as fast there.
+    A wide weight's gradient does not fit registers and is read again for every few edges. There torch
+    multiplies gathered rows.
 
     Args:
         target: the CPU to compile for; None for this one. Another one's kernels run where this one has what they use.
