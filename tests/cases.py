@@ -63,7 +63,7 @@ CASES = [
     Case("periodic", options={"boundary": sc.Boundary.periodic((5, 5, 5))}),
     Case("periodic_strided", kernel=3, extent=6, options={"boundary": sc.Boundary.periodic((6, 6, 6)), "stride": 2}),
     Case("cross", kernel=None, options={"taps": [(0, 0, 0), (0, 0, 1), (0, 0, -1), (0, 1, 0), (-2, 0, 0)]}),
-    Case("taps_125", kernel=5, voxels=80),
+    Case("taps_125", kernel=5, voxels=40),
     Case("grouped", c_in=6, c_out=4, groups=2),
     Case("depthwise", c_in=6, c_out=6, groups=6),
     Case("depthwise_multiplier", c_in=3, c_out=6, groups=3),

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -115,12 +116,17 @@ def works(arch: int, everything: bool) -> list[Work]:
     return few + many
 
 
+def first(candidates: Sequence, arch: int, everything: bool) -> Sequence:
+    """All candidates for a card that has its own kernels; for others the one that runs where nothing is tuned."""
+    return candidates if everything or arch == 90 else candidates[:1]
+
+
 def compile_all(arch: int, everything: bool) -> None:
     """Print the facts of every configuration."""
     for work in works(arch, everything):
         of_8_bits = work.dtype in EIGHT_BITS
         for transposed in (False,) if of_8_bits else (False, True):
-            for config in conv_candidates(replace(work, transposed=transposed)):
+            for config in first(conv_candidates(replace(work, transposed=transposed)), arch, everything):
                 turn = replace(work, group_out=work.group_out // max(1, config.turns))
                 chain = ((True, False), (True, True), (False, True)) if config.turns else ((False, False),)
                 for leads, follows in chain:
@@ -144,7 +150,7 @@ def compile_all(arch: int, everything: bool) -> None:
                     out = "fp32" if constants["TO_SLOTS"] or leads else None
                     residual = "fp32" if follows else None
                     report("conv_kernel", work, config, constants, arch, out, residual, transposed=transposed)
-        for weight in () if of_8_bits else weight_grad_candidates(work):
+        for weight in () if of_8_bits else first(weight_grad_candidates(work), arch, everything):
             constants = dict(
                 channels(work),
                 BLOCK_I=weight.block_i,

@@ -167,7 +167,7 @@ def test_a_report_comes_where_something_is_broken(monkeypatch):
 def test_an_interruption_keeps_what_was_reached(tmp_path):
     picture = tmp_path / "early.png"
     process = outside(
-        *("demo", "--steps", 100_000, "--voxel-size", 6, "--device", "cpu", "--output", picture),
+        *("demo", "--steps", 100_000, "--voxel-size", 12, "--device", "cpu", "--output", picture),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job would ignore it
     )
     lines = []

@@ -24,12 +24,14 @@ jobs = [(launcher, constants, False) for launcher, constants in (
     (triton_cross_entropy._LOSSES, (64, 32)), (triton_cross_entropy._GRADIENT, (8, 256)),
     (triton_cross_entropy._MEAN, (1024,)),
 )]
-for dtype, weight, running in ((half, half, half), (wide, single, single), (single, None, None)):
+for dtype, weight, running in ((wide, single, single), (half, half, half), (single, None, None))[:FORMS]:
     run = kernels(1000, 32, cpu, dtype, weight, running)
     jobs += [(one, run.constants, True) for one in (run.statistics, run.normalize, run.reduce, run.input_grad)]
 jobs += [
     (_folds(to, *types)[0], (out_first, 8, 64, 32), not out_first)
-    for to, types in ((single, (single,) * 6), (half, (half, None, wide, wide, single, single)), (half, (single,) * 6))
+    for to, types in (
+        (half, (half, None, wide, wide, single, single)), (half, (single,) * 6), (single, (single,) * 6),
+    )[:FORMS]
     for out_first in (False, True)
 ]
 for launcher, constants, by_16 in jobs:
@@ -50,11 +52,15 @@ print(done)
 """
 
 
-@pytest.mark.parametrize("archs", [(90,), pytest.param((80, 86, 89, 100, 120), marks=pytest.mark.slow)], ids=str)
-def test_kernels_compile_whole_and_read_16_bytes_at_once(archs):
+@pytest.mark.parametrize(
+    ("archs", "forms"),
+    [((90,), 1), pytest.param((80, 86, 89, 90, 100, 120), 3, marks=pytest.mark.slow)],
+    ids=["hopper", "all"],
+)
+def test_kernels_compile_whole_and_read_16_bytes_at_once(archs, forms):
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = f"ARCHS = {archs}\n{SCRIPT}"
+    program = f"ARCHS, FORMS = {archs}, {forms}\n{SCRIPT}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == str(21 * len(archs))
+    assert done.stdout.strip() == str((3 + 6 * forms) * len(archs))

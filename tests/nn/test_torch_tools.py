@@ -86,7 +86,13 @@ def test_compiled_once_for_every_scene():
             assert error(a, b.double()) < 2e-5
 
 
-@pytest.mark.parametrize("make", [lambda: Back(), lambda: nn.UNet(4, 3, channels=(4, 6))], ids=["back", "unet"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: Back(), id="back"),
+        pytest.param(lambda: nn.UNet(4, 3, channels=(4, 6)), id="unet", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_with_breaks_for_new_scenes(make):
     """Plans that nobody prepared are made between graphs, and no graph keeps the number of a map that is gone."""
     net = make().eval()
