@@ -345,7 +345,7 @@ def convolution(
                 "sparseconv.export.export(net, (coords, features))"
             )
         if isinstance(edges, torch.Tensor):
-            return torch.ops.sparseconv.held_convolution(x, weight, bias, edges, rows, groups, False, backend)
+            return torch.ops.sparseconv.held_convolution(x, weight, bias, edges, groups, False, backend)
         return torch.ops.sparseconv.convolution(x, weight, bias, edges, rows, groups, False, backend)
     return _call(_Convolution, x, weight, bias, edges, rows, groups, False, backend)
 

@@ -1,8 +1,9 @@
 """The operators of `sparseconv.autograd` as graphs of torch.compile have them: with a tensor that holds the kernel map.
 
 Such a graph keeps tensors for its backward pass, and nothing else. A map that it knew by number alone was gone where
-the scene was, as in networks that make their scene and return features. The tensor (1,) int64 has the map's number, and
-the map as an attribute, which lives as long as the graph keeps the tensor.
+the scene was, as in networks that make their scene and return features. The tensor (N_in, N_out) int64 has the map's
+number everywhere, in one number of memory, and the map as an attribute, which lives as long as the graph keeps the
+tensor. Its shape tells the rows of a result: inductor loses numbers that a graph is called with, never those of shapes.
 """
 
 from __future__ import annotations
@@ -41,50 +42,60 @@ def names_of(kernel_map: KernelMap) -> Names:
 @transforms.constant
 def _holder_of(kernel_map: KernelMap) -> torch.Tensor:
     with torch.inference_mode(False):
-        holder = torch.tensor([number_of(kernel_map)])
+        number, holder = torch.tensor([number_of(kernel_map)]), torch.empty(0, dtype=torch.int64)
+        # no view, of which a compiled graph would keep a copy without the attribute
+        holder.set_(number.untyped_storage(), 0, (kernel_map.num_in, kernel_map.num_out), (0, 0))
     holder.__dict__["kernel_map"] = kernel_map
     return holder
 
 
-def _convolution(x: Any, weight: Any, bias: Any, edges: torch.Tensor, *others: Any) -> torch.Tensor:
-    return checked_convolution(x, weight, bias, int(edges), *others)
+def _number(edges: torch.Tensor) -> int:
+    return int(edges.as_strided((1,), (1,)))  # there where the map has no row, too
+
+
+def _rows(edges: Any, adjoint: bool) -> Any:
+    return edges.shape[0 if adjoint else 1]
+
+
+def _convolution(
+    x: Any, weight: Any, bias: Any, edges: torch.Tensor, groups: int, adjoint: bool, backend: str
+) -> torch.Tensor:
+    return checked_convolution(x, weight, bias, _number(edges), _rows(edges, adjoint), groups, adjoint, backend)
 
 
 def _weight_gradient(x: Any, grad: Any, edges: torch.Tensor, *others: Any) -> torch.Tensor:
-    return checked_weight_gradient(x, grad, int(edges), *others)
+    return checked_weight_gradient(x, grad, _number(edges), *others)
 
 
 def _keep(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
     ctx.save_for_backward(*(t for t in inputs if isinstance(t, torch.Tensor)))
     ctx.call = [value for value in inputs if not isinstance(value, torch.Tensor)]
-    ctx.has_bias = isinstance(inputs[2], torch.Tensor) and len(inputs) == 8
 
 
 def _of_convolution(ctx: Any, grad: torch.Tensor) -> tuple:
-    (x, weight, *_, edges), (*_, _rows, groups, adjoint, backend) = ctx.saved_tensors, ctx.call
+    (x, weight, *_, edges), (*_, groups, adjoint, backend) = ctx.saved_tensors, ctx.call
     of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
     grad_x = grad_weight = None
     if of_weight:
         pair = (grad, x) if adjoint else (x, grad)
         grad_weight = torch.ops.sparseconv.held_weight_gradient(*pair, edges, weight.shape[0], groups, backend)
     if of_x:
-        call = (edges, x.shape[0], groups, not adjoint, backend)
-        grad_x = torch.ops.sparseconv.held_convolution(grad, weight, None, *call)
-    return grad_x, grad_weight, grad.sum(0) if of_bias else None, None, None, None, None, None
+        grad_x = torch.ops.sparseconv.held_convolution(grad, weight, None, edges, groups, not adjoint, backend)
+    return grad_x, grad_weight, grad.sum(0) if of_bias else None, None, None, None, None
 
 
 def _of_weight_gradient(ctx: Any, cotangent: torch.Tensor) -> tuple:
     (x, grad, edges), (_taps, groups, backend) = ctx.saved_tensors, ctx.call
     of_x, of_grad, *_ = ctx.needs_input_grad
     convolution = torch.ops.sparseconv.held_convolution
-    grad_x = convolution(grad, cotangent, None, edges, x.shape[0], groups, True, backend) if of_x else None
-    grad_grad = convolution(x, cotangent, None, edges, grad.shape[0], groups, False, backend) if of_grad else None
+    grad_x = convolution(grad, cotangent, None, edges, groups, True, backend) if of_x else None
+    grad_grad = convolution(x, cotangent, None, edges, groups, False, backend) if of_grad else None
     return grad_x, grad_grad, None, None, None, None
 
 
 library.define(
-    "held_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor edges, SymInt rows, int groups, bool adjoint,"
-    " str backend) -> Tensor"
+    "held_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor edges, int groups, bool adjoint, str backend)"
+    " -> Tensor"
 )
 library.define("held_weight_gradient(Tensor x, Tensor grad, Tensor edges, int taps, int groups, str backend) -> Tensor")
 for _name, _run, _derivative in (
@@ -99,9 +110,9 @@ for _name, _run, _derivative in (
 
 @torch.library.register_fake("sparseconv::held_convolution", lib=library)
 def _fake_convolution(
-    x: Any, weight: Any, bias: Any, edges: Any, rows: Any, groups: int, adjoint: bool, backend: str
+    x: Any, weight: Any, bias: Any, edges: Any, groups: int, adjoint: bool, backend: str
 ) -> torch.Tensor:
-    made: torch.Tensor = x.new_empty((rows, weight.shape[1] * groups if adjoint else weight.shape[2]))
+    made: torch.Tensor = x.new_empty((_rows(edges, adjoint), weight.shape[1] * groups if adjoint else weight.shape[2]))
     return made
 
 

@@ -19,6 +19,9 @@ from tests.cases import error
 from tests.nn.test_convolution import sparse
 from tests.ranks import on_ranks
 
+#: inductor compiles C++ for a CPU, for a minute and more
+DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+
 
 def small(c_in: int = 4) -> nn.Sequential:
     return nn.Sequential(
@@ -84,6 +87,23 @@ def test_compiled_once_for_every_scene():
             got = step(compiled, x)
         for a, b in zip(got, want):
             assert error(a, b.double()) < 2e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", [Pools, lambda: nn.UNet(4, 3, channels=(4, 6))], ids=["pools", "unet"])
+def test_compiled_by_inductor_for_every_scene(make, device):
+    """Its own code has to find every number of rows: in the first scene they are constants, in others symbols."""
+    if make is Pools and torch.__version__ < "2.13":
+        pytest.skip("its inductor loses the rows of a pool: docs/troubleshooting.md")
+    torch.manual_seed(0)
+    net = make().to(device).eval()
+    compiled = torch.compile(net, fullgraph=True)
+    for scene in range(4):
+        grid, _ = sc.voxelize(torch.rand(400 + 20 * scene, 3, device=device), voxel_size=0.1)
+        x = sc.SparseTensor(grid, torch.randn(len(grid), 4, device=device))
+        want = step(net, x)
+        for a, b in zip(step(compiled, x), want):
+            assert error(a, b.double()) < 2e-3
 
 
 @pytest.mark.parametrize(
