@@ -113,8 +113,10 @@ def _chunk(ins: np.ndarray, outs: np.ndarray, runs: list[tuple[int, int]], start
 def sorted_edges(kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]:
     """Input and output rows of every edge by tap and then by output row: the map's own, where they lie so."""
     in_rows, out_rows, counts = kernel_map.in_rows, kernel_map.out_rows, kernel_map.tap_counts
-    descents = np.flatnonzero(np.diff(out_rows.numpy()) < 0) + 1
-    if np.isin(descents, np.cumsum(counts)).all():
+    descends = np.diff(out_rows.numpy(), prepend=-1) < 0
+    begins = np.cumsum(counts)
+    descends[begins[begins < len(descends)]] = False
+    if not descends.any():
         return in_rows, out_rows
     taps = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
     order = torch.sort(out_rows, stable=True).indices

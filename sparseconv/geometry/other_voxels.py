@@ -13,6 +13,9 @@ from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.ranges import IndexRange, Ints, per_axis
 from sparseconv.geometry.window import Window
 
+#: voxels times taps up to which all taps are tried at once: calls of torch, not numbers, take the time
+FEW = 1 << 16
+
 
 def unique_coords(coords: torch.Tensor) -> torch.Tensor:
     """The distinct rows of coords (M, 1+D) of any integer dtype, int32 in lexicographic order."""
@@ -38,12 +41,16 @@ def reached(
         otherwise    (c - offset) / stride, where that is whole
 
     They are folded into ``torus``, and those outside of ``within`` are left out. Taps with the same offsets along the
-    first axes go together there: along an axis, three offsets and a stride of 2 keep a half of the voxels each.
+    first axes go together there: along an axis, three offsets and a stride of 2 keep a half of the voxels each. In a
+    small scene all taps are tried at once.
 
     >>> window = Window.of(1, (3,), (2,), (1,), None)  # offsets -1, 0, 1
     >>> reached(torch.tensor([[0, 4], [0, 7]]), window, to_fine=False).tolist()
     [[0, 4], [0, 2], [0, 3]]
     """
+
+    if len(coords) * len(window.offsets) <= FEW:
+        return _at_once(coords, window, to_fine, torus, within)
 
     def along(axis: int, columns: list[torch.Tensor], taps: list[Ints]) -> Iterator[list[torch.Tensor]]:
         """The columns of what is reached through these taps; those before ``axis`` are there already."""
@@ -65,6 +72,28 @@ def reached(
 
     columns = list(coords.T.to(torch.int64, memory_format=torch.contiguous_format))
     return torch.cat([torch.stack(found) for found in along(0, columns, sorted(window.offsets))], 1).T
+
+
+def _at_once(
+    coords: torch.Tensor, window: Window, to_fine: bool, torus: IndexRange | None, within: IndexRange | None
+) -> torch.Tensor:
+    """What `reached` gives, from every voxel with every tap: few calls, and more numbers."""
+    offsets, stride = torch.tensor(window.offsets, device=coords.device), row(window.stride, coords)
+    rows = coords.long()[:, None].expand(-1, len(offsets), -1)
+    if to_fine:
+        places, valid = rows[..., 1:] * stride + offsets, None
+    else:
+        moved = rows[..., 1:] - offsets
+        places = torch.div(moved, stride, rounding_mode="floor")
+        valid = places * stride == moved
+    if torus is not None:
+        start = row(torus.start, coords)
+        places = (places - start) % row(torus.shape, coords) + start
+    if within is not None:
+        inside = (places >= row(within.start, coords)) & (places < row(within.end, coords))
+        valid = inside if valid is None else inside & valid
+    found = torch.cat([rows[..., :1], places], 2)
+    return found.flatten(0, 1) if valid is None else found[valid.all(2)]
 
 
 def _moved(column: torch.Tensor, offset: int, stride: int, to_fine: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

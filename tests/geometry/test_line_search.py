@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseconv import VoxelGrid
+from sparseconv.geometry.cpu import line_search
 from sparseconv.geometry.cpu.line_search import edges_by_lines
 
 CUBE = tuple(itertools.product((-1, 0, 1), repeat=3))
@@ -51,14 +52,17 @@ def searched(fine: VoxelGrid, coarse: VoxelGrid, stride, offsets) -> list[tuple[
     return sorted(found)
 
 
+@pytest.mark.parametrize("few", [0, line_search.FEW], ids=["by lines", "at once"])
 @pytest.mark.parametrize("name", WINDOWS)
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 999), count=st.integers(0, 60), size=st.integers(1, 4))
-def test_every_window(name, seed, count, size):
+def test_every_window(name, few, seed, count, size):
     stride, offsets = WINDOWS[name]
     fine, coarse = grid_of(seed, count, size), grid_of(seed + 1, 30, 3)
-    assert listed(edges_by_lines(fine, coarse, stride, offsets)) == searched(fine, coarse, stride, offsets)
-    assert listed(edges_by_lines(fine, fine, stride, offsets)) == searched(fine, fine, stride, offsets)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(line_search, "FEW", few)
+        assert listed(edges_by_lines(fine, coarse, stride, offsets)) == searched(fine, coarse, stride, offsets)
+        assert listed(edges_by_lines(fine, fine, stride, offsets)) == searched(fine, fine, stride, offsets)
 
 
 def test_a_reach_past_63_bits_is_left_to_the_general_search():

@@ -250,6 +250,7 @@ def _chunks(
         ins, outs = kernel_map.prepared[LlvmImplicitGemm]
         cuts = np.append(np.arange(0, kernel_map.num_out, rows), kernel_map.num_out)
         runs = pairwise(np.append(0, np.cumsum(kernel_map.tap_counts)).tolist())
-        bounds = [a + np.searchsorted(outs.numpy()[a:b], cuts) for a, b in runs]
+        ended = outs.numpy()
+        bounds = [a + ended[a:b].searchsorted(cuts) for a, b in runs]
         kernel_map.prepared.setdefault(key, (ins, outs, cuts, np.ascontiguousarray(np.stack(bounds, 1))))
     return kernel_map.prepared[key]
