@@ -46,7 +46,7 @@ def reached(
 
     >>> window = Window.of(1, (3,), (2,), (1,), None)  # offsets -1, 0, 1
     >>> reached(torch.tensor([[0, 4], [0, 7]]), window, to_fine=False).tolist()
-    [[0, 4], [0, 2], [0, 3]]
+    [[0, 2], [0, 4], [0, 3]]
     """
 
     if len(coords) * len(window.offsets) <= FEW:

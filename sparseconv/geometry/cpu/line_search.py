@@ -125,9 +125,9 @@ def _search_at_once(
     ended = torch.cat([keys, keys.new_full((1,), torch.iinfo(torch.int64).max)])
     places = torch.searchsorted(keys, wanted)
     hit = ended[places] == wanted
-    lines, outs = hit.nonzero().unbind(1)
+    lines, outs = map(torch.from_numpy, np.nonzero(hit.numpy()))
     ins = rows[places[lines, outs]]
     outs = rows[outs] if one_grid else outs.int()
-    counts = hit.sum(1).tolist()
+    counts = np.count_nonzero(hit.numpy(), axis=1).tolist()
     for (_, tap), *edges in zip(taps, ins.split(counts), outs.split(counts)):
         found[tap] = (edges[0], edges[1])
