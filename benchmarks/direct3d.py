@@ -103,7 +103,8 @@ def compare(vae: Any, edge: int, counts: tuple[int, ...], options: dict[str, Any
         parts.append(torch.stack([torch.full((rows,), item), cells // edge**2, cells // edge % edge, cells % edge], 1))
     places = torch.cat(parts).int()
     ours, theirs = step(net, places, None), step(net, places, dense)
-    assert torch.equal(ours.pop("places"), (at := theirs.pop("places")))
+    at = theirs.pop("places")
+    assert torch.equal(ours.pop("places"), at)
     return {
         "parameters": sum(p.numel() for p in net.parameters()),
         "voxels": [len(places), len(at)],

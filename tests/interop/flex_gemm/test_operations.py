@@ -221,10 +221,14 @@ def test_a_window_larger_than_the_shape_reaches_no_voxel():
     feats, (weight, bias) = torch.randn(2, 3, dtype=torch.float64, requires_grad=True), layer((2, 2, 2))
     weight = weight[..., :3]
     y, out_coords, cache = sparse_conv3d(feats, coords, (2, 3, 1, 1, 1), weight, bias, stride=2)
-    assert y.shape == (0, 4) and out_coords.shape == (0, 4) and out_coords.dtype == torch.int32
-    assert cache.neighbor_map.shape == (0, 8) and cache.neighbor_map_bwd.shape == (2, 8)
+    assert y.shape == (0, 4)
+    assert out_coords.shape == (0, 4)
+    assert out_coords.dtype == torch.int32
+    assert cache.neighbor_map.shape == (0, 8)
+    assert cache.neighbor_map_bwd.shape == (2, 8)
     y.sum().backward()
-    assert feats.grad is not None and not feats.grad.any()
+    assert feats.grad is not None
+    assert not feats.grad.any()
 
 
 # ---- codes
