@@ -18,7 +18,7 @@ REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         (r"compiled with(out)? CUDA", CARD),
         (r"a leaf Variable that requires grad", THEIRS),  # a parameter is written to outside of no_grad
         (r"test_kernelmap", THEIRS),  # 16 pairs are expected where its own kernel has 26
-        (r"network_speed.py", THEIRS),  # its helper has no such name
+        (r"network_speed.py|conv_on_coords.py", THEIRS),  # names that its helper and 0.5 have no more
         (r"backward through the graph a second time", DIFFERENT),
         (r"summary", DIFFERENT),
     ),
@@ -30,14 +30,15 @@ REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "spconv": (),
     "spconv_triton": (
-        (r"No such file|test_checksums", DATA),
-        (r"^Skipped: (port-only|warm-cache|reference)|: Skipped", ONLY),
+        (r"No such file|test_checksums|KeyError: 'g(avg|max)pool'", DATA),
+        (r"Skipped", ONLY),
         (r"test_ops_exports|test_functional_exports", DIFFERENT),  # pools over tables of pairs
-        (r"test_extended_api_surface|test_test_utils|test_cppcore|test_fx_proxyable", NAMES),
         (r"test_ctor_signatures.*'factory'", DIFFERENT),  # device= and dtype=, too
-        (r"test_groups_not|test_subm_even|test_point_vanish|test_select_by_index|autocast", DIFFERENT),
+        (r"test_groups_not|test_subm_even|test_point_vanish|test_select_by_index|autocast|test_add_input", DIFFERENT),
+        (r"once_differentiable|maxp3d_fp16|maxp3d_ties|test_indice_dict_population", DIFFERENT),
+        (r"test_extended_api_surface|test_test_utils|test_cppcore|test_fx_proxyable", NAMES),
+        (r"test_dtype_cast_roundtrip", CARD),
         (r"_asserts|_raises", KIND),
-        (r"'cpu' == 'cuda'", CARD),
     ),
     "fvdb": (
         (r"_coverage_report|_build_backend|_backend'|last_conv_grid_resource_stats|attribute 'data'", INNER),

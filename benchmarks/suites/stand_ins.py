@@ -69,7 +69,8 @@ def of_spconv_triton(folder: Path) -> None:
     load = torch.load
 
     def found(file: Any, **options: Any) -> Any:
-        return load(made / Path(file).name if Path(file).name in missing else file, **options)
+        name = file.name if isinstance(file, Path) else ""
+        return load(made / name if name in missing else file, **options)
 
     torch.load = found
     spconv.install()
