@@ -70,7 +70,7 @@ def rename_devices(suite: Path) -> None:
         dtype = torch.float16 if dtype is None and device_type == "cuda" else dtype
         begin(self, _renamed(device_type), dtype, *args, **kwargs)
 
-    move = torch.nn.Module.to
+    move: Any = torch.nn.Module.to
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         return move(self, *("cpu" if isinstance(value, int) else _renamed(value) for value in args), **kwargs)

@@ -27,7 +27,7 @@ def _room(_: str) -> Any:
 
 
 def _gradcheck(*given: Any, check_sparse_nnz: bool = False, **options: Any) -> bool:
-    """torch's, without an argument that it had until 2.1."""
+    """torch's, without an argument that it once had."""
     return torch.autograd.gradcheck(*given, **options)
 
 
