@@ -73,7 +73,9 @@ def rename_devices(suite: Path) -> None:
     move: Any = torch.nn.Module.to
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        return move(self, *("cpu" if isinstance(value, int) else _renamed(value) for value in args), **kwargs)
+        places = ["cpu" if isinstance(value, int) else _renamed(value) for value in args]
+        moved: torch.nn.Module = move(self, *places, **kwargs)
+        return moved
 
     cuda: Any = torch.cuda
     cuda.is_available = available

@@ -72,7 +72,7 @@ def of_spconv_triton(folder: Path) -> None:
         name = file.name if isinstance(file, Path) else ""
         return load(made / name if name in missing else file, **options)
 
-    torch.load = found
+    vars(torch).update(load=found)
     spconv.install()
     spconv.constants.POOL_AS_SPCONV = True
 
