@@ -1,4 +1,4 @@
-"""Pointcept's point transformers at the sizes of their classes, PT-v3m1, m2 (Sonata), m3 (Utonia), LitePT; TRELLIS.
+"""Pointcept's point transformers at the sizes of their classes, PT-v3m1, m2 (Sonata), m3 (Utonia), LitePT.
 
 Stand-ins, where a package is missing: torch_scatter's ``segment_csr`` by `torch.segment_reduce`, timm's DropPath,
 flash-attn by torch's attention on each patch. With fp64 the casts to fewer bits before attention are left out.
@@ -7,7 +7,6 @@ flash-attn by torch's attention on each patch. With fp64 the casts to fewer bits
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.clients.scenes import Client, Setting, batched, indoor, indoor_rows
+from benchmarks.clients.scenes import Client, Setting, indoor_rows
 from benchmarks.clients.standing_in import Registry, module
 
 #: size of a voxel in metres, which makes the points that m3 turns by
@@ -125,38 +124,3 @@ def transformer(setting: Setting, kind: str, items: int = 1, **options: Any) -> 
         return found
 
     return Client(made.to(setting.device), indoor_rows(setting, items), segment)
-
-
-class _Channels:
-    """In place of TRELLIS' extraction of a mesh: the features that it reads."""
-
-    feats_channels = 101
-
-    def __init__(self, **_: Any) -> None: ...
-
-    def __call__(self, x: Any, training: bool) -> torch.Tensor:
-        found: torch.Tensor = x.feats
-        return found
-
-
-def trellis(setting: Setting, items: int = 1) -> Client:
-    """TRELLIS' decoder of latents to a mesh at a third of its width, until the mesh: shifted windows, subdivision."""
-    module("flash_attn", flash_attn_varlen_qkvpacked_func=varlen)
-    folder = setting.clients / "trellis"
-    module("trellis").__path__ = [str(folder / "trellis")]
-    module("trellis.representations", MeshExtractResult=None, Gaussian=None, Strivec=None)
-    module("trellis.representations.mesh", SparseFeatures2Mesh=_Channels)
-    parts = importlib.import_module("trellis.modules.sparse")
-    decoder = importlib.import_module("trellis.models.structured_latent_vae.decoder_mesh").SLatMeshDecoder
-    made = decoder(64, 256, 8, 4, num_heads=4, representation_config={"use_color": True})
-    scenes: list[Any] = []
-    for cells in indoor(setting, items):
-        coords = batched([torch.unique(own // 4, dim=0)[:150] for own in cells])
-        scenes.append((torch.randn(len(coords), 8, device=setting.device), coords))
-
-    def decode(net: torch.nn.Module, scene: Any) -> torch.Tensor:
-        vars(net)["dtype"] = scene[0].dtype
-        with kept_in_fp64():
-            return torch.cat(net(parts.SparseTensor(*scene)))
-
-    return Client(made.to(setting.device), scenes, decode)

@@ -483,7 +483,7 @@ from spconv.pytorch.modules import SparseModule, is_spconv_module
 from spconv.pytorch.utils import PointToVoxel
 from spconv.utils import VoxelGeneratorV2, Point2VoxelCPU3d
 from spconv.core import ConvAlgo
-from spconv.constants import SAVED_WEIGHT_LAYOUT
+from spconv.constants import SAVED_WEIGHT_LAYOUT, SPCONV_ALLOW_TF32, SPCONV_DO_SORT, SPCONV_USE_DIRECT_TABLE
 from spconv.pytorch.conv import SparseConvolution
 from spconv.pytorch.pool import SparseMaxPool
 assert sp.SubMConv3d.__module__.startswith("sparseconv."), sp.SubMConv3d.__module__

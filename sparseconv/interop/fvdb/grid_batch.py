@@ -107,6 +107,25 @@ class GridBatch:
             raise ValueError(f"there are {self.total_voxels} voxels; got {tuple(data.shape)}")
         return JaggedTensor.from_data_and_offsets(data, self.joffsets)
 
+    def voxel_to_world(self, ijk: JaggedTensor) -> JaggedTensor:
+        """Places (M, 3) of each item in voxels, as lengths: ``ijk * voxel_size + origin``, differentiable."""
+        sizes, origins = self._placed("ijk", ijk)
+        return ijk.jagged_like(ijk.jdata * sizes + origins)
+
+    def world_to_voxel(self, points: JaggedTensor) -> JaggedTensor:
+        """Places (M, 3) of each item as lengths, in voxels: ``(points - origin) / voxel_size``, differentiable."""
+        sizes, origins = self._placed("points", points)
+        return points.jagged_like((points.jdata - origins) / sizes)
+
+    def _placed(self, name: str, places: JaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The size and the origin of each row's item, in the dtype of its places."""
+        check_kind(name, places, JaggedTensor, "JaggedTensor([places, ...]) makes one of tensors (M, 3)")
+        data, dtype = places.jdata, torch.promote_types(places.dtype, torch.get_default_dtype())
+        if len(places) != self.grid_count or data.ndim != 2 or data.shape[1] != 3:
+            raise ValueError(f"{name} must be (M, 3) for {self.grid_count} items; got {tuple(data.shape)}")
+        sizes, origins = (values.to(data.device, dtype)[places.jidx.long()] for values in (self._sizes, self._origins))
+        return sizes, origins
+
     def is_same(self, other: GridBatch) -> bool:
         """Whether both are the same grid, and not only equal ones."""
         return isinstance(other, GridBatch) and self.voxel_grid is other.voxel_grid

@@ -39,10 +39,10 @@ def spmm(
 
 
 def _rows(name: str, rows: torch.Tensor) -> torch.Tensor:
-    """Row numbers (T,) int64."""
-    check_values(name, rows, "(T,) integers")
-    if rows.dtype not in INTEGERS:
-        raise TypeError(f"{name} must be integers; got {rows.dtype}")
+    """Row numbers (T,) int64, of whole numbers in any dtype."""
+    check_values(name, rows, "(T,) whole numbers")
+    if rows.dtype not in INTEGERS and not rows.is_floating_point():
+        raise TypeError(f"{name} must be whole numbers; got {rows.dtype}")
     return rows.long()
 
 

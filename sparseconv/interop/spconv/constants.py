@@ -10,6 +10,8 @@ FILTER_HWIO = False
 #: layout of the weights in files that are loaded: "", "KRSC", "RSKC" or "RSCK"; from the environment, as in spconv
 SAVED_WEIGHT_LAYOUT = os.getenv("SPCONV_SAVED_WEIGHT_LAYOUT", "")
 SPCONV_FX_TRACE_MODE = False
+#: they choose spconv's kernels: code may read and set them, without effect
+SPCONV_ALLOW_TF32, SPCONV_DO_SORT, SPCONV_USE_DIRECT_TABLE = False, True, True
 #: pooling with spconv's numbers, for networks that were trained with them: maxima start from 0, and the gradient of a
 #: mean is multiplied by the number of its voxels instead of divided. Set it, or the environment's variable to 1
 POOL_AS_SPCONV = os.getenv("SPARSECONV_POOL_AS_SPCONV", "0") == "1"

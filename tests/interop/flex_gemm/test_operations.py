@@ -201,6 +201,36 @@ def test_the_steps_of_a_call():
     assert torch.equal(got[2], torch.full((4,), float(len(y)), dtype=torch.float64))
 
 
+def test_the_steps_of_a_call_by_the_names_of_their_arguments():
+    feats, coords = scene()
+    weight, bias = layer((3, 3, 3))
+    ones = (1, 1, 1)
+    cache = spconv.SubMConv3dFunction._compute_neighbor_cache(coords, SHAPE, (3, 3, 3), ones)
+    named = {"feats": feats, "neighbor_cache": cache, "weight": weight, "bias": bias}
+    y = spconv.SubMConv3dFunction._sparse_submanifold_conv_forward(**named)
+    assert torch.equal(y, sparse_submanifold_conv3d(feats, coords, SHAPE, weight, bias)[0])
+    out_coords = spconv.SparseConv3dFunction._get_output_coords(coords, SHAPE, (3, 3, 3), ones, ones, ones)
+    given = coords, out_coords, SHAPE, (3, 3, 3), ones, ones, ones
+    named["neighbor_cache"] = spconv.SparseConv3dFunction._compute_neighbor_cache(*given)
+    y = spconv.SparseConv3dFunction._sparse_conv_forward(**named)
+    assert torch.equal(y, sparse_conv3d(feats, coords, SHAPE, weight, bias, padding=1)[0])
+
+
+def test_a_window_larger_than_the_shape_reaches_no_voxel():
+    coords = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0]], dtype=torch.int32)
+    feats, (weight, bias) = torch.randn(2, 3, dtype=torch.float64, requires_grad=True), layer((2, 2, 2))
+    weight = weight[..., :3]
+    y, out_coords, cache = sparse_conv3d(feats, coords, (2, 3, 1, 1, 1), weight, bias, stride=2)
+    assert y.shape == (0, 4)
+    assert out_coords.shape == (0, 4)
+    assert out_coords.dtype == torch.int32
+    assert cache.neighbor_map.shape == (0, 8)
+    assert cache.neighbor_map_bwd.shape == (2, 8)
+    y.sum().backward()
+    assert feats.grad is not None
+    assert not feats.grad.any()
+
+
 # ---- codes
 
 

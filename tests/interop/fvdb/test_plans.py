@@ -232,6 +232,26 @@ def _wrong():
     ]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_places_in_voxels_and_as_lengths(device):
+    sizes, origins = torch.tensor([[0.5, 1, 2], [1, 1, 1], [0.25, 3, 1]]), torch.tensor([[3.0, -2, 7]]).expand(3, 3)
+    voxels = grid(device, voxel_sizes=sizes, origins=origins)
+    cells = JaggedTensor([torch.tensor([[1.0, -2, 3], [0, 0, 0]]), torch.zeros(0, 3), torch.tensor([[2.0, 1, -1]])])
+    cells = cells.to(device)
+    cells.jdata.requires_grad_()
+    places = voxels.voxel_to_world(cells)
+    assert places.jdata.tolist() == [[3.5, -4, 13], [3, -2, 7], [3.5, 1, 6]]
+    assert torch.equal(voxels.world_to_voxel(places).jdata, cells.jdata)
+    places.jdata.sum().backward()
+    assert torch.equal(cells.jdata.grad.cpu(), sizes[[0, 0, 2]])
+    assert voxels.voxel_to_world(voxels.ijk).dtype == torch.float32
+    coarse = voxels.conv_grid(2, 2)
+    twice = JaggedTensor([part * 2 for part in cells.unbind()])
+    assert torch.equal(coarse.voxel_to_world(cells).jdata, voxels.voxel_to_world(twice).jdata)
+    with pytest.raises(ValueError, match="3 items"):
+        voxels.voxel_to_world(JaggedTensor([torch.zeros(2, 3)]))
+
+
 def test_what_is_wrong_is_said():
     for call, kind, words in _wrong():
         with pytest.raises(kind, match=words):

@@ -209,7 +209,9 @@ def _strided(
     items, _, *edges = sizes(shape)
     grid = voxels("coords", coords, items, edges)
     out_shape = dense_shape(edges, **window)
-    if out_coords is None:
+    if out_coords is None and min(out_shape) < 1:  # a window larger than the shape
+        plan = ConvolutionPlan(grid, target=VoxelGrid(grid.coords[:0], items), **window)
+    elif out_coords is None:
         plan = plan_within(grid, out_shape, **window)
         target = _ordered(plan.target, bits(*edges, *out_shape))
         if target is not plan.target:
@@ -244,12 +246,12 @@ def _check_cache(cache: Any, kind: type[Kept], kernel_size: Ints, **window: Ints
 
 
 def _execute(
-    feats: torch.Tensor, cache: _NeighborCache, weight: torch.Tensor, bias: torch.Tensor | None
+    feats: torch.Tensor, neighbor_cache: _NeighborCache, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    check_features(feats, len(cache.plan.source))
+    check_features(feats, len(neighbor_cache.plan.source))
     if feats.shape[1] != weight.shape[4]:
         raise ValueError(f"feats have {feats.shape[1]} channels, the weight {tuple(weight.shape)} takes the last")
-    return cache.plan.execute(feats, weight.flatten(1, 3).permute(1, 2, 0), bias)
+    return neighbor_cache.plan.execute(feats, weight.flatten(1, 3).permute(1, 2, 0), bias)
 
 
 # ---- the steps of a call, for code that takes them one by one
