@@ -43,7 +43,10 @@ def _rows(name: str, rows: torch.Tensor) -> torch.Tensor:
     check_values(name, rows, "(T,) whole numbers")
     if rows.dtype not in INTEGERS and not rows.is_floating_point():
         raise TypeError(f"{name} must be whole numbers; got {rows.dtype}")
-    return rows.long()
+    whole = rows.long()
+    if rows.is_floating_point() and not torch.equal(whole.to(rows.dtype), rows):
+        raise ValueError(f"{name} must be whole numbers; some are not")
+    return whole
 
 
 class MinkowskiSPMMFunction:

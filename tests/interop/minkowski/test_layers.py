@@ -203,6 +203,8 @@ def test_sparse_products():
     dense[rows.long(), cols.long()] = vals
     assert torch.allclose(ME.spmm(rows, cols, vals, (2, 4), mat), dense @ mat)
     assert torch.equal(ME.spmm(rows.float(), cols.double(), vals, (2, 4), mat), ME.spmm(rows, cols, vals, (2, 4), mat))
+    with pytest.raises(ValueError, match="some are not"):
+        ME.spmm(rows + 0.5, cols, vals, (2, 4), mat)
     assert torch.allclose(ME.MinkowskiSPMMFunction.apply(rows, cols, vals, [2, 4], mat), dense @ mat)
     mean = ME.MinkowskiSPMMAverageFunction.apply(rows, cols, (2, 4), mat)
     assert torch.allclose(mean, (dense != 0).double() @ mat / 2)
