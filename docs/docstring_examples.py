@@ -15,7 +15,7 @@ BLOCK = re.compile(r"(?:^Examples?::?\n\n?)?(^(?P<indent> *)>>> .*(?:\n(?! *$).+
 
 
 def fenced(text: str) -> str:
-    """Every run of lines that begins with ``>>>``, up to an empty line, between fences; once, and without doctest's words.
+    """Every run of lines that begins with ``>>>``, up to an empty line, between fences, without doctest's words.
 
     >>> fenced("Adds.\\n\\n>>> 1 + 1  # doctest: +SKIP\\n2")
     'Adds.\\n\\n```pycon\\n>>> 1 + 1\\n2\\n```'

@@ -160,10 +160,10 @@ def _line(match: re.Match[str]) -> str:
 
 def _printed(match: re.Match[str]) -> str:
     """What was printed goes on under its own beginning too, unless it has columns."""
-    if re.search(r"\S {2,}(?!#)\S", re.sub(r"<[^>]*>", "", match[0])):
+    words = re.sub(r"<[^>]*>", "", match[0]).strip()
+    if "\n" in words and re.search(r"\S {2,}(?!#)\S", words):
         return match[0].replace("language-text", "language-text columns", 1)
-    lines = re.sub(r"(<pre><span></span><code>)(?!<span id=)(.*?)\n?(</code>)", _numbered, match[0], flags=re.DOTALL)
-    return lines
+    return re.sub(r"(<pre><span></span><code>)(?!<span id=)(.*?)\n?(</code>)", _numbered, match[0], flags=re.DOTALL)
 
 
 def _numbered(match: re.Match[str]) -> str:

@@ -134,7 +134,7 @@ class Run:
             torch.cuda.set_rng_state(state["chance"]["cuda"], self.device)
 
     def summary(self, score: str, chance: float, label: str = "", **more: float) -> dict:
-        """Write ``output/name.png`` and ``output/name.json``; ``chance`` is the score of guessing, ``label`` names both."""
+        """Write ``output/name.png`` and ``output/name.json``; ``chance`` is that of guessing, ``label`` their axis."""
         found = {
             "recipe": self.name,
             "epochs": len(self.history),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RotaryPositions(torch.nn.Module):
-    """Turns the channels of queries and keys in pairs, so that their products see differences of positions alone.
+    """Rotates the channels of queries and keys in pairs, so that their products see differences of positions alone.
 
         angle[n, d, j] = positions[n, d] * base^(-j / F)
         (a, b) -> (a cos - b sin, b cos + a sin)

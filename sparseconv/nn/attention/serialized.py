@@ -188,8 +188,8 @@ class SerializedAttention(PatchAttention):
     ) -> SparseTensor:
         """A `SparseTensor` -> one on the same grid.
 
-        ``curves`` of that grid, default those of `ops.serialize`; ``positions`` (N, D) that ``rope`` rotates by, default
-        the voxels.
+        ``curves`` of that grid, default those of `ops.serialize`; ``positions`` (N, D) that ``rope`` rotates by,
+        default the voxels.
         """
         grid = grid_in(x, self)
         if curves is None:

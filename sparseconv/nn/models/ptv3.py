@@ -131,14 +131,10 @@ class PointTransformerOptions:
     Attributes:
         order: curves, of `ops.serial_codes`; block i of a stage takes curve i.
         stride: of each pooling, powers of two.
-        enc_depths: blocks of each stage.
-        enc_channels: channels of each stage.
-        enc_num_head: heads of each stage.
-        enc_patch_size: voxels of a patch, by stage.
-        dec_depths: blocks of each stage on the way back, finest first; the next three likewise.
-        dec_channels: channels of each stage.
-        dec_num_head: heads of each stage.
-        dec_patch_size: voxels of a patch, by stage.
+        enc_depths, dec_depths: blocks of each stage; ``dec`` is the way back, finest first.
+        enc_channels, dec_channels: channels of each stage.
+        enc_num_head, dec_num_head: heads of each stage.
+        enc_patch_size, dec_patch_size: voxels of a patch, by stage.
         mlp_ratio: hidden width of a block over its own.
         qkv_bias, qk_scale, attn_drop, proj_drop: those of `SerializedAttention`.
         drop_path: share of rows that the last block leaves out in training; others less, in equal steps.
@@ -152,11 +148,8 @@ class PointTransformerOptions:
             each stage, any strides, and an encoding behind an upsampling that sees all. ``"m3"``, that of Utonia, is m2
             with `RotaryPositions` in its attention.
         layer_scale: of m2 and m3: scales of blocks begin with this number.
-        mask_token: of m2 and m3: the stem learns a token for masked voxels.
-        freeze_encoder: of m2 and m3: stem and encoder get no gradient.
-        rope_base: of m3 alone: base of `RotaryPositions`.
-        jitter_coords: of m3 alone: jitter of `RotaryPositions`.
-        rescale_coords: of m3 alone: rescale of `RotaryPositions`.
+        mask_token, freeze_encoder: of m2 and m3: learn a token for masked voxels; stem and encoder get no gradient.
+        rope_base, jitter_coords, rescale_coords: of m3 alone: base, jitter and rescale of `RotaryPositions`.
         dec_rope_enable: of m3 alone: rotary positions on the way back too.
         rank: number of spatial axes.
 
