@@ -15,17 +15,19 @@ BLOCK = re.compile(r"(?:^Examples?::?\n\n?)?(^(?P<indent> *)>>> .*(?:\n(?! *$).+
 
 
 def fenced(text: str) -> str:
-    """Every run of lines that begins with ``>>>``, up to an empty line, between fences.
+    """Every run of lines that begins with ``>>>``, up to an empty line, between fences, without doctest's words.
 
-    >>> fenced("Adds.\\n\\n>>> 1 + 1\\n2")
+    >>> fenced("Adds.\\n\\n>>> 1 + 1  # doctest: +SKIP\\n2")
     'Adds.\\n\\n```pycon\\n>>> 1 + 1\\n2\\n```'
+    >>> fenced(fenced(">>> 1")) == fenced(">>> 1")
+    True
     """
 
     def block(match: re.Match[str]) -> str:
-        lines = (line.removeprefix(match["indent"]) for line in match[1].splitlines())
+        lines = (re.sub(r" *# doctest: .*", "", line.removeprefix(match["indent"])) for line in match[1].splitlines())
         return "\n".join(["```pycon", *lines, "```"])
 
-    return BLOCK.sub(block, text)
+    return text if "```pycon" in text else BLOCK.sub(block, text)
 
 
 SHARED = re.compile(r"^(?P<indent> +)(?P<names>\w+(?:, \w+)+): (?P<text>.*(?:\n(?P=indent) +\S.*)*)", re.MULTILINE)
@@ -41,9 +43,11 @@ def apart(text: str) -> str:
     def rows(match: re.Match[str]) -> str:
         return "\n".join(f"{match['indent']}{name}: {match['text']}" for name in match["names"].split(", "))
 
-    head, mark, rest = text.partition("Args:\n")
-    arguments, gap, others = rest.partition("\n\n")
-    return head + mark + SHARED.sub(rows, arguments) + gap + others
+    for section in ("Args:\n", "Attributes:\n"):
+        head, mark, rest = text.partition(section)
+        arguments, gap, others = rest.partition("\n\n")
+        text = head + mark + SHARED.sub(rows, arguments) + gap + others
+    return text
 
 
 def trim(given: Any) -> None:

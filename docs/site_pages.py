@@ -63,6 +63,8 @@ def from_notebook(notebook: dict[str, Any], stem: str) -> tuple[str, dict[str, b
                 pictures[path] = base64.b64decode(data["image/png"])
                 parts.append(f"![{heading.replace('`', '')}]({path})")
             elif text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
+                if parts[-1].startswith("```text\n"):  # a cell's lines came in several pieces
+                    text = parts.pop().removeprefix("```text\n").removesuffix("```") + text
                 parts.append(f"```text\n{text}\n```")
     return "\n\n".join(parts), pictures
 
@@ -106,15 +108,23 @@ def linked(text: str, here: str) -> str:
 
 
 def kept_together(text: str) -> str:
-    """Numbers in tables stay on the line of their unit.
+    """Numbers stay on the line of their unit, and in tables on the line of the stroke behind them.
 
-    >>> kept_together("| 256 k | `2 k` |")
-    '| 256&nbsp;k | `2 k` |'
+    >>> kept_together("| 256 k | `2 k` | 1.3 / 2 |")
+    '| 256&nbsp;k | `2 k` | 1.3&nbsp;/ 2 |'
+    >>> kept_together("79 k voxels")
+    '79&nbsp;k voxels'
     """
-    joined = re.compile(rf"(`[^`]*`)|(?<=\d) (?=(?:{UNITS})(?![\w/]))|(?<=\bC) (?=\d)")
+    units = rf"(`[^`]*`|\]\([^)]*\))|(?<=\d) (?=(?:{UNITS})(?![\w/]))|(?<=\bC) (?=\d)"
+    inside = re.compile(rf"{units}|(?<=\d) (?=/ \d)")
     return "\n".join(
-        joined.sub(lambda m: m[1] or "&nbsp;", line) if line.startswith("|") else line for line in text.split("\n")
+        line if line.startswith("#") else re.sub(inside if line.startswith("|") else units, _joined, line)
+        for line in text.split("\n")
     )
+
+
+def _joined(match: re.Match[str]) -> str:
+    return match[1] or "&nbsp;"
 
 
 def description(markdown: str) -> str:
@@ -133,15 +143,42 @@ def description(markdown: str) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Long lines of code go on under their own beginning, in tables after a sign. A picture leads to its full size."""
-    html = re.sub(r'<span id="__span-[\d-]+">(?:<a [^>]*></a>)?([^\n]*)', _line, html)
+    html = re.sub(r'<div class="language-text highlight">.*?</div>', _printed, html, flags=re.DOTALL)
+    html = re.sub(r'<span id="[^"]*__span-[\d-]+">(?:<a [^>]*></a>)?([^\n]*)', _line, html)
     html = re.sub(r"<td.*?</td>", lambda cell: re.sub(r"<code>[^<]*", _breakable, cell[0]), html, flags=re.DOTALL)
+    html = re.sub(r"(?<!</span>)(?<=<code>)[^<\s]{35,}(?=</code>)", _breakable, html)
+    html = re.sub(r">[^<]*(?:\d|--?[a-z]|-&gt;)[^<]*", _whole, html)
     return re.sub(r'(<img alt="[^"]*" src="([^"]+)" ?/?>)(?!</a>)', r'<a href="\2">\1</a>', html)
 
 
 def _line(match: re.Match[str]) -> str:
+    """A line of code, which may go on after a bracket."""
     words = re.sub(r"<[^>]*>", "", match[1])
-    return f'<span class="line" style="--indent:{len(words) - len(words.lstrip(" "))}ch">{match[1]}'
+    code = re.sub(r'(?<=\()(</span>)(?!<span class="p">\))', r"\1<wbr>", match[1])
+    return f'<span class="line" style="--indent:{len(words) - len(words.lstrip(" "))}ch">{code}'
+
+
+def _printed(match: re.Match[str]) -> str:
+    """What was printed goes on under its own beginning too, unless it has columns."""
+    words = re.sub(r"<[^>]*>", "", match[0]).strip()
+    if "\n" in words and re.search(r"\S {2,}(?!#)\S", words):
+        return match[0].replace("language-text", "language-text columns", 1)
+    return re.sub(r"(<pre><span></span><code>)(?!<span id=)(.*?)\n?(</code>)", _numbered, match[0], flags=re.DOTALL)
+
+
+def _numbered(match: re.Match[str]) -> str:
+    lines = (f'<span id="__span-0-0">{line}\n</span>' for line in match[2].split("\n"))
+    return match[1] + "".join(lines) + match[3]
 
 
 def _breakable(match: re.Match[str]) -> str:
-    return re.sub(r"(?<=[(.,=_])(?=[^\s.)])", "<wbr>", match[0])
+    """After a sign, and within long names before a capital."""
+    text = re.sub(r"(?<=[(.,=_/])(?=[^\s.)])", "<wbr>", match[0])
+    return re.sub(r"\w{20,}", lambda name: re.sub(r"(?<=[a-z])(?=[A-Z])", "<wbr>", name[0]), text)
+
+
+def _whole(match: re.Match[str]) -> str:
+    """Options, small numbers and arrows are not broken at their hyphen."""
+    return re.sub(
+        r"(?<![\w-])--?[a-z][\w-]*|\d[\d.]*e-\d+|-&gt;", lambda part: f'<span class="whole">{part[0]}</span>', match[0]
+    )

@@ -306,13 +306,13 @@ def train(steps: int = 300, device: str = "cpu", seed: int = 0, report: int = 50
         return float(energy.detach().sqrt()), float(forces.detach().sqrt())
 
     before = score()
-    optimiser = torch.optim.Adam(model.parameters(), lr=5e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for step in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         energy, forces = errors("train", True)
         (energy + forces).backward()
-        optimiser.step()
+        optimizer.step()
         schedule.step()
         if report and (step + 1) % report == 0:
             now = score()

@@ -155,7 +155,7 @@ def main(
     """Learn the forces of a molecule; run it again to continue."""
     with data_folder(data, stand_in, stand_in_set.write) as folder:
         run = train(folder, output, epochs or (12 if stand_in else 2000), molecule, seed=seed)
-    print(run.summary("force_error", run.history[-1]["force"]))
+    print(run.summary("force_error", run.history[-1]["force"], "force error (kcal/mol/Å)"))
 
 
 if __name__ == "__main__":

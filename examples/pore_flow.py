@@ -136,7 +136,7 @@ def main(
     """Predict flow through pores; run it again to continue."""
     with data_folder(data, stand_in, stand_in_set.write) as folder:
         run = train(folder, output, epochs, batch, width, workers, seed)
-    print(run.summary("explained", 0.0))
+    print(run.summary("explained", 0.0, "explained variance"))
 
 
 if __name__ == "__main__":

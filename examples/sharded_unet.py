@@ -89,7 +89,7 @@ def main() -> None:
         print(plan)
     torch.manual_seed(0)
     net = Sharded(nn.UNet(1, 1, (8, 16)).to(device))
-    optimiser = torch.optim.Adam(net.parameters(), 1e-2)
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
     ones = sc.SparseTensor(grid, torch.ones(len(grid), 1, device=device))
     losses = []
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
@@ -97,9 +97,9 @@ def main() -> None:
         task = progress.add_task("", total=args.steps, loss="")
         for _ in range(args.steps):
             loss = (net(ones).features - height).square().sum() / grid.num_global_voxels
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            optimiser.step()
+            optimizer.step()
             losses.append(float(grid.all_sum(loss.detach())))
             progress.update(task, advance=1, loss=f"loss {losses[-1]:.4f}")
     draw(grid, losses, args.output)

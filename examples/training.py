@@ -133,8 +133,8 @@ class Run:
         if "cuda" in state["chance"] and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["chance"]["cuda"], self.device)
 
-    def summary(self, score: str, chance: float, **more: float) -> dict:
-        """Write ``output/name.png`` and ``output/name.json``; ``chance`` is the score of guessing."""
+    def summary(self, score: str, chance: float, label: str = "", **more: float) -> dict:
+        """Write ``output/name.png`` and ``output/name.json``; ``chance`` is that of guessing, ``label`` their axis."""
         found = {
             "recipe": self.name,
             "epochs": len(self.history),
@@ -147,10 +147,10 @@ class Run:
             **more,
         }
         (self.output / f"{self.name}.json").write_text(json.dumps(found, indent=2) + "\n")
-        self._draw(score, chance)
+        self._draw(score, chance, label or score.replace("_", " ").replace("iou", "IoU"))
         return found
 
-    def _draw(self, score: str, chance: float) -> None:
+    def _draw(self, score: str, chance: float, label: str) -> None:
         import matplotlib
 
         matplotlib.use("agg")
@@ -161,7 +161,8 @@ class Run:
         left.set(xlabel="step", ylabel="training loss", title=self.name.replace("_", " "))
         right.plot(range(1, len(self.history) + 1), [epoch[score] for epoch in self.history], "o-", label="held out")
         right.axhline(chance, color="gray", ls=":", label="guessing")
-        right.set(xlabel="epoch", ylabel=score.replace("_", " ").replace("iou", "IoU"))
+        right.set(xlabel="epoch", ylabel=label)
+        right.margins(y=0.1)  # guessing is seen at an edge, too
         right.xaxis.get_major_locator().set_params(integer=True)
         right.legend()
         figure.savefig(self.output / f"{self.name}.png", dpi=90)

@@ -68,7 +68,7 @@ print(tuple(answer.shape), "the same bits:", torch.equal(answer, expected))
 
 # %% [markdown]
 # ## Scenes of any size
-# One program serves them all, from no voxel to as many as memory holds. The time is that of a first meeting, kernel
+# One program serves them all, from no voxel to as many as memory holds. The time is the least of five calls, kernel
 # maps included.
 
 # %%
@@ -77,17 +77,20 @@ sizes, seconds = [], []
 for points in (500, 2_000, 4_000, 8_000, 16_000):
     grid, x = scene(points, points)
     run(grid.coords, x)  # kernels for these channels are compiled once
-    begin = time.perf_counter()
-    run(grid.coords, x)
+    taken = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        run(grid.coords, x)  # its maps are found anew
+        taken.append(time.perf_counter() - begin)
     sizes.append(len(grid))
-    seconds.append(time.perf_counter() - begin)
+    seconds.append(min(taken))
 
 with new_figure(5.5, 2.6) as figure:
     axes = figure.add_subplot()
     axes.plot(sizes, [1e3 * s for s in seconds], "o-", color=INK)
     axes.set_xlabel("voxels")
     axes.set_ylabel("milliseconds a scene")
-    axes.set_ylim(0)
+    axes.set_ylim(0, 1.1e3 * max(seconds))
 View(figure)
 
 # %% [markdown]

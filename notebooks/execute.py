@@ -46,7 +46,7 @@ def execute(text: Path) -> tuple[Any, float]:
     begin = time.perf_counter()
     client = NotebookClient(
         notebook, timeout=LIMIT, kernel_name="python3", store_widget_state=False, record_timing=False,
-        resources={"metadata": {"path": str(HERE)}}, extra_arguments=["--IPKernelApp.log_level=40"],
+        coalesce_streams=True, resources={"metadata": {"path": str(HERE)}}, extra_arguments=["--IPKernelApp.log_level=40"],
     )  # fmt: skip
     client.execute()
     seconds = time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""What each of the two processes of the last notebook runs."""
+"""What each of the two processes of notebook 8 runs."""
 
 from __future__ import annotations
 

@@ -6,6 +6,13 @@ import sys
 
 WITHOUT = """sparseconv: this command needs {package}: pip install 'sparseconv[cli]'
 Without it there are: sparseconv info, sparseconv --version"""
+HELP = """Usage: sparseconv COMMAND
+
+  info        what is installed, and which backends can run here
+  --version   the version
+
+With {package}, pip install 'sparseconv[cli]': demo, bench, convert, compile, export
+"""
 
 
 def main() -> None:
@@ -26,6 +33,9 @@ def main() -> None:
             package = (error.name or "").partition(".")[0]
             if package not in ("typer", "rich", "click"):
                 raise
+            if asked in ([], ["--help"]):
+                sys.stdout.write(HELP.format(package=package))
+                return
             sys.exit(WITHOUT.format(package=package))
         app()
 

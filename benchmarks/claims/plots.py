@@ -103,8 +103,10 @@ def relative(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
     figure = Figure(figsize=(2 + 3 * len(known), height), layout="constrained")
     panels = figure.subplots(1, len(known), sharey=True, squeeze=False)[0]
     thick = 0.8 / len(others)
+    measured = {(r["case"], r["channels"], r["implementation"]) for r in rows}
+    beside = {key: [name for name in others if (*key, name) in measured] for key in keys}
     for axes, quantity in zip(panels, known):
-        for i, name in enumerate(others):
+        for name in others:
             theirs = {(r["case"], r["channels"]): r for r in rows if r["implementation"] == name}
             seen: set[str] = set()
             for y, key in enumerate(keys):
@@ -115,7 +117,7 @@ def relative(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
                 a, b = value(ours[key], quantity), value(theirs.get(key, {}), quantity)
                 if not a or not b:
                     continue
-                at = y + (i - (len(others) - 1) / 2) * thick
+                at = y + (beside[key].index(name) - (len(beside[key]) - 1) / 2) * thick
                 axes.barh(at, b / a, thick * 0.9, color=_colour(name), label=name)
                 axes.text(b / a, at, f" {b / a:.2g}", va="center", fontsize=7)
         axes.axvline(1.0, color="black", linewidth=0.8)
@@ -162,7 +164,7 @@ def roofline(rows: Sequence[Row], found: dict[str, Any]) -> Figure | None:
         named = mine if ours else named
     axes.set(xscale="log", yscale="log", xlim=(low, high))
     axes.set_ylim(top=1.6 * peak)
-    axes.set_xlabel("FLOP on real pairs a byte of features, weight and indices, each once")
+    axes.set_xlabel("FLOP a byte: real pairs over features, weight and indices, each moved once")
     axes.set_ylabel("forward (TFLOP/s on real pairs)")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     _decades(axes)

@@ -25,8 +25,8 @@ def window(folder: Path) -> None:
     output, point = 2, 5
     region = projection.region((output,))
     seers = projection.preimage(sc.IndexRange((point,), (point + 1,)))
-    with new_figure(7.4, 2.5) as figure:
-        left, right = figure.subplots(1, 2)
+    with new_figure(4.2, 4.6) as figure:
+        left, right = figure.subplots(2, 1)
         seen_by, seeing = ({x for (x,) in found} for found in (region, seers))
         for axes, title, low, high in (
             (left, f"region of output {output}: inputs {region}", {output}, seen_by),
@@ -62,8 +62,8 @@ def kernel_map(folder: Path) -> None:
             grid, 3, boundary=sc.Boundary.periodic((8,))
         ),
     }
-    with new_figure(9.6, 4.0) as figure:
-        for axes, (title, plan) in zip(figure.subplots(2, 2).flat, plans.items()):
+    with new_figure(5.0, 7.6) as figure:  # one below the other, to be read on a telephone
+        for axes, (title, plan) in zip(figure.subplots(4, 1), plans.items()):
             draw_lines(axes, plan, title=title)
     save_figure(figure, folder / "kernel_map.png", dpi=130)
 

@@ -37,7 +37,7 @@ SLOPE_BITS = 16
 
 @dataclass(frozen=True, eq=False)
 class Rescale:
-    """How int32 sums become int8, see the formulas of this file.
+    """How int32 sums become int8: a multiplication and a shift.
 
     Attributes:
         multiplier: (C_out,) int32, not negative.
@@ -64,7 +64,7 @@ class Rescale:
         return self.slope != 1 << SLOPE_BITS and self.low < 0
 
     def check(self, channels: int, device: torch.device) -> None:
-        """Raise for what would not be the arithmetic of this file: before anything is launched."""
+        """Raise before a launch where the arithmetic would be another."""
         m = self.multiplier
         if m.dtype != torch.int32:
             raise TypeError(f"a multiplier is int32, one a channel; got {m.dtype}")

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Exchange:
     """Which rows each rank sends to which rank; received rows are grouped by sender, in rank order.
 
-    received = all_to_all(x[send_rows])            adjoint: x' [send_rows] += all_to_all back, rank after rank
+        received = all_to_all(x[send_rows])
+        x_grad[send_rows] += all_to_all(received_grad), rank after rank
 
     A process by itself sends to itself:
 

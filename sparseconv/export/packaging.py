@@ -13,8 +13,8 @@ import torch
 from sparseconv.kinds import check_kind
 from sparseconv.torch_private import compile_package, load_package, pytree
 
-#: the sources of the operators that a package calls, and their CMakeLists.txt
 CPP = Path(__file__).parent / "cpp"
+"""The folder with the C++ sources of the operators that a package calls, and their CMakeLists.txt."""
 #: activations that those sources have
 ACTIVATIONS = ("", "elu", "gelu", "gelu_tanh", "hardswish", "leaky_relu", "mish", "relu", "sigmoid", "silu", "tanh")
 #: how far results may be off, by the size of the largest: products are summed in another order

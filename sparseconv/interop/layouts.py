@@ -77,6 +77,8 @@ LAYOUTS: dict[str, Layout] = {
         Layout("torch", "oik", grouped=None),
     )
 }
+"""How each library stores weights, by name: ``sparseconv``, ``spconv``, ``minkowski`` and others."""
+
 ALIASES = {
     "trellis": "flexgemm",
     "spconv-krsc": "spconv",

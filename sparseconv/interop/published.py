@@ -91,6 +91,7 @@ PUBLISHED: dict[str, Published] = {
         keys=rf"(conv_input|conv[234]|extra_conv)\.[01]|conv[1-4]\.\d\.({RESIDUAL})",
     ),
 }  # fmt: skip
+"""Families of published networks by name, such as ``pointcept/spunet``, for `load_published`."""
 
 
 def published_family(state: Mapping[str, Shaped[torch.Tensor, " ..."]]) -> tuple[str, str]:

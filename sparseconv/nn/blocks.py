@@ -75,7 +75,8 @@ class ResidualBlock(_SkipBlock):
     where the widths differ.
 
     Args:
-        in_channels, out_channels: widths before and after.
+        in_channels: channels of the input.
+        out_channels: channels of the output.
         kernel_size, dilation, groups: of both convolutions.
         norm: makes a norm for a number of channels, such as ``BatchNorm`` or ``lambda c: GroupNorm(8, c)``.
         activation: makes an activation, such as ``ReLU``.

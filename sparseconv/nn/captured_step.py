@@ -32,7 +32,7 @@ def capture_step(
     """A training step, maps and gradients included, as one CUDA graph: ``step(scene, targets)`` gives the loss.
 
     The gradients of the network's parameters are then in ``p.grad``, written anew by every call into the same memory
-    (clone what must outlive the next one); running statistics have moved. An optimiser's step stays outside, and its
+    (clone what must outlive the next one); running statistics have moved. An optimizer's step stays outside, and its
     changes are seen by the next call. Modes, autocast, ``requires_grad`` and hooks are those of the moment of capture;
     hooks on gradients that accumulate, as of data parallelism, are not called. Random numbers are new in every call. To
     scale the loss, let ``loss`` return ``scaler.scale(...)``: the value is then the scaled one.
@@ -56,10 +56,10 @@ def capture_step(
     >>> scene, labels = SparseTensor(grid, torch.randn(len(grid), 4)), torch.randint(0, 3, (len(grid),))
     >>> loss = lambda y, targets: torch.nn.functional.cross_entropy(y.features.float(), targets)
     >>> step = nn.capture_step(network, loss, scene, labels)
-    >>> optimiser = torch.optim.SGD(network.parameters(), 0.1)
+    >>> optimizer = torch.optim.SGD(network.parameters(), 0.1)
     >>> for _ in range(3):
     ...     value = step(scene, labels)
-    ...     optimiser.step()
+    ...     optimizer.step()
     >>> bool(value < 2)
     True
     """

@@ -100,7 +100,8 @@ class SubmanifoldConv(ConvolutionModule):
         y[o] = bias + sum over taps k with a voxel at o + dilation * k - padding of x[that voxel] @ weight[k]
 
     Args:
-        in_channels, out_channels: C_in and C_out.
+        in_channels: C_in.
+        out_channels: C_out.
         kernel_size: taps along each axis, one integer or one an axis; None where ``taps`` (K, D) are given.
         stride: 1, since outputs lie on the input's voxels.
         dilation, padding, taps, boundary, groups, backend: those of `ConvolutionPlan`.

@@ -69,7 +69,7 @@ def apart(found: Any, wanted: Any) -> float:
 
 
 def apart_in_memory(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Gradients that an optimiser may change one by one: contiguous, and none where another one is."""
+    """Gradients that an optimizer may change one by one: contiguous, and none where another one is."""
     seen: set[int] = set()
     made: list[torch.Tensor | None] = []
     for grad in grads:

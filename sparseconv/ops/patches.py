@@ -41,7 +41,9 @@ class Patches:
         num_rows: N, at least as many as the items have.
 
     Attributes:
-        size, num_patches, num_rows: slots of a patch, patches, and N.
+        size: slots of a patch.
+        num_patches: patches.
+        num_rows: N.
         places: (patches * slots,) int64: the place among the items' rows that each slot shows.
         slots: (N,) int64: the slot of each place.
         seen: (patches, slots) bool, whether others in the patch see a slot; None where all do.

@@ -53,7 +53,7 @@ def sparse_scale_infos(
 def sparse_scale_info(
     index: Column, index_out: Column, scale: Column | None, out_size: int, in_size: int
 ) -> SparseScaleInfo:
-    """The forward info of :func:`sparse_scale_infos` alone, for calls that need no gradient.
+    """The forward info of `sparse_scale_infos` alone, for calls that need no gradient.
 
     >>> sparse_scale_info([2, 0], [0, 1], None, 2, 3).out_size
     2
@@ -118,7 +118,7 @@ def sparse_product_info(
     in1_size: int,
     in2_size: int,
 ) -> SparseProductInfo:
-    """The forward info of :func:`sparse_product_infos` alone, for calls that need no gradient.
+    """The forward info of `sparse_product_infos` alone, for calls that need no gradient.
 
     >>> sparse_product_info([0], [0], [1], None, 2, 1, 1).out_size
     2

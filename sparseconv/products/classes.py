@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SparseScale:
-    """The differentiable sparse scale; ``SparseScale.apply`` is what :func:`sparse_scale` calls.
+    """The differentiable sparse scale; ``SparseScale.apply`` is what `sparse_scale` calls.
 
     >>> from sparseconv.products import sparse_scale_infos
     >>> infos = sparse_scale_infos([0, 1], [0, 0], [1.0, 10.0], out_size=1, in_size=2)
@@ -43,7 +43,7 @@ class SparseScale:
         *,
         out: Float[torch.Tensor, "... out_size C"] | None = None,
     ) -> Float[torch.Tensor, "... out_size C"]:
-        """As :func:`sparse_scale`."""
+        """As `sparse_scale`."""
         name = "sparse_scale"
         check_info(name, "info", info_fwd, SparseScaleInfo)
         check_info(name, "info_backward", info_bwd, SparseScaleInfo, optional=True)
@@ -79,7 +79,7 @@ class SparseProduct:
         *,
         out: Float[torch.Tensor, " ..."] | None = None,
     ) -> Float[torch.Tensor, " ..."]:
-        """As the function of the same name, :func:`sparse_mul` and its six sisters."""
+        """As the function of the same name, `sparse_mul` and its six sisters."""
         row = cls.row
         name = f"sparse_{row.name}"
         check_info(name, "info", info_fwd, SparseProductInfo)

@@ -35,7 +35,7 @@ def sparse_scale(
 
     Args:
         x: (N, M_in, C), or (M_in, C) without a batch; any strides; fp16, bf16, fp32 or fp64.
-        info: what is summed where, on the device of x; :func:`sparse_scale_infos` makes it from index lists.
+        info: what is summed where, on the device of x; `sparse_scale_infos` makes it from index lists.
         info_backward: the transpose, needed where x requires a gradient.
         out: where to write the result, of its shape, dtype and device, with any strides that overlap nowhere. It is
             overwritten whole, rows that ``index_out`` does not list by zeros, and returned. Not differentiable.
@@ -43,7 +43,7 @@ def sparse_scale(
     Returns:
         (N, out_size, C), or (out_size, C), in the dtype of x, summed in fp32 (fp64 for fp64); the same bits each run.
         Differentiable to any order. ``scale`` gets no gradient: where it should (weights of an interpolation at
-        positions that are learnt), give it as the second input of :func:`sparse_vecsca`.
+        positions that are learnt), give it as the second input of `sparse_vecsca`.
 
     Raises:
         ValueError, TypeError: shapes, sizes, devices or dtypes that do not fit, or a missing info_backward; out with a
@@ -78,11 +78,11 @@ def sparse_mul(
     Args:
         x: (N, M1, C), or (M1, C) shared by the batch; any strides; fp16, bf16, fp32 or fp64.
         y: (N, M2, C), or (M2, C) shared by the batch.
-        info: which rows meet, on the device of x and y; :func:`sparse_product_infos` makes all three from index lists.
+        info: which rows meet, on the device of x and y; `sparse_product_infos` makes all three from index lists.
         info_backward1: needed where x requires a gradient.
         info_backward2: needed where y requires a gradient.
         out_accumulated: sum over the batch; the result then has none.
-        out: where to write the result, as :func:`sparse_scale` has it; with ``out_accumulated`` it has no batch.
+        out: where to write the result, as `sparse_scale` has it; with ``out_accumulated`` it has no batch.
 
     Returns:
         (N, out_size, C), without N where both inputs are shared or the batch is summed, in the promoted dtype, summed
@@ -118,7 +118,7 @@ def sparse_outer(
         z[n, row(M), a, b] = sum over t in segment M of scale[t] * x[n, index1[t], a] * y[n, index2[t], b]
 
     x is (N, M1, A) or (M1, A), y (N, M2, B) or (M2, B), the result (N, out_size, A, B); all else as
-    :func:`sparse_mul`.
+    `sparse_mul`.
 
     Example::
 
@@ -145,7 +145,7 @@ def sparse_inner(
 
         z[n, row(M)] = sum over t in segment M of scale[t] * sum over c of x[n, index1[t], c] * y[n, index2[t], c]
 
-    x is (N, M1, C) or (M1, C), y (N, M2, C) or (M2, C), the result (N, out_size); all else as :func:`sparse_mul`.
+    x is (N, M1, C) or (M1, C), y (N, M2, C) or (M2, C), the result (N, out_size); all else as `sparse_mul`.
 
     Example::
 
@@ -173,7 +173,7 @@ def sparse_vecmat(
         z[n, row(M), b] = sum over t in segment M of scale[t] * sum over a of x[n, index1[t], a] * y[n, index2[t], a, b]
 
     x is (N, M1, A) or (M1, A), y (N, M2, A, B) or (M2, A, B), the result (N, out_size, B); all else as
-    :func:`sparse_mul`.
+    `sparse_mul`.
 
     Example::
 
@@ -200,7 +200,7 @@ def sparse_vecsca(
 
         z[n, row(M), c] = sum over t in segment M of scale[t] * x[n, index1[t], c] * y[n, index2[t]]
 
-    x is (N, M1, C) or (M1, C), y (N, M2) or (M2,), the result (N, out_size, C); all else as :func:`sparse_mul`.
+    x is (N, M1, C) or (M1, C), y (N, M2) or (M2,), the result (N, out_size, C); all else as `sparse_mul`.
 
     Example::
 
@@ -227,7 +227,7 @@ def sparse_scavec(
 
         z[n, row(M), c] = sum over t in segment M of scale[t] * x[n, index1[t]] * y[n, index2[t], c]
 
-    x is (N, M1) or (M1,), y (N, M2, C) or (M2, C), the result (N, out_size, C); all else as :func:`sparse_mul`.
+    x is (N, M1) or (M1,), y (N, M2, C) or (M2, C), the result (N, out_size, C); all else as `sparse_mul`.
 
     Example::
 
@@ -255,7 +255,7 @@ def sparse_mat_t_vec(
         z[n, row(M), b] = sum over t in segment M of scale[t] * sum over a of x[n, index1[t], a, b] * y[n, index2[t], a]
 
     x is (N, M1, A, B) or (M1, A, B), y (N, M2, A) or (M2, A), the result (N, out_size, B); all else as
-    :func:`sparse_mul`.
+    `sparse_mul`.
 
     Example::
 

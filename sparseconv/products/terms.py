@@ -99,7 +99,7 @@ def pack(terms: Terms | None) -> Packed:
 
 
 def unpack(tensors: list[torch.Tensor], layout: str, out_size: int) -> Terms:
-    """The inverse of :func:`pack`."""
+    """The inverse of `pack`."""
     letters, _, table = layout.partition("|")
     found = dict(zip(letters, tensors))
     scale, index1, index2, seg_out, gather_index, index_out, items, joins = (found.get(letter) for letter in _LETTERS)

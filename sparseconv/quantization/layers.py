@@ -46,7 +46,7 @@ def convolve(
         residual: (N_out, C_out) int8, added before rounding; needs a ``rescale``.
 
     Returns:
-        (N_out, C_out): int8 after a ``rescale``, else int32 sums. There is no gradient.
+        (N_out, C_out), int8 after a ``rescale``, else int32 sums. There is no gradient.
 
     Raises:
         TypeError: other dtypes. ValueError: shapes, devices or numbers that do not fit, and a layer whose sums could

@@ -35,7 +35,8 @@ def dense_against_sparse(
     """Draw one layer of voxels twice: with the cells that a dense, and those that a submanifold convolution computes.
 
     Args:
-        left, right: the axes for dense and for sparse.
+        left: the axes for the dense convolution.
+        right: the axes for the sparse one.
         occupied: (rows, columns) bool, the layer.
         center: (row, column) of an occupied cell whose window is shown.
         kernel_size: the width of the window.

@@ -81,7 +81,8 @@ def draw_window(
     A dashed square is a tap that meets no voxel.
 
     Args:
-        left, right: axes of one figure, for the source and the target.
+        left: axes for the source.
+        right: axes for the target, of the same figure.
         plan: of rank 2.
         row: the output; default: one with the most inputs.
         unit: of the grids' voxel size, for the labels; default: voxels where they have none.

@@ -68,6 +68,26 @@ def test_examples_in_docstrings_are_code(site):
         assert "<blockquote>" not in page.read_text(), page
 
 
+def test_the_reference_shows_no_markup_and_one_result_a_function(site):
+    for page in (site / "api").glob("*.html"):
+        text = page.read_text()
+        article = text[text.index("<article") :]
+        assert "```" not in article, page
+        assert ":func:" not in article, page
+        assert "# doctest:" not in article, page
+        for results in re.findall(r"Returns:</span></p>\s*<ul>(.*?)</ul>", article, re.DOTALL):
+            assert results.count("<li") == 1, (page, results[:300])
+
+
+def test_what_is_printed_scrolls_only_where_it_has_columns(site):
+    text = (site / "how-it-works.html").read_text()
+    blocks = re.findall(r'<div class="language-text([^"]*)highlight">(.*?)</div>', text, re.DOTALL)
+    columns = [body for kind, body in blocks if "columns" in kind]
+    assert 0 < len(columns) < len(blocks)
+    assert all("tensor(" in body for body in columns)
+    assert all('class="line"' in body for _, body in blocks)
+
+
 def pages(site):
     """The text of each page, without that of the bar and the menu."""
     for path in sorted(site.rglob("*.html")):

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned by angles that grow with the position."""
+"""Rotary positions: queries and keys are rotated by angles that grow with the position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RotaryPositions(torch.nn.Module):
-    """Turns the channels of queries and keys in pairs, so that their products see differences of positions alone.
+    """Rotates the channels of queries and keys in pairs, so that their products see differences of positions alone.
 
         angle[n, d, j] = positions[n, d] * base^(-j / F)
         (a, b) -> (a cos - b sin, b cos + a sin)

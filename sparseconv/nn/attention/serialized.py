@@ -61,7 +61,7 @@ class PatchAttention(SparseModule):
         num_heads: H.
         qkv_bias, qk_scale, attn_drop, proj_drop: those of `SerializedAttention`.
         rpe: a bias for relative positions.
-        rope: turns queries and keys by their positions.
+        rope: rotates queries and keys by their positions.
     """
 
     def __init__(
@@ -132,10 +132,11 @@ class SerializedAttention(PatchAttention):
         patch_size: voxels of a patch, K.
         qkv_bias: whether queries, keys and values have a bias.
         qk_scale: of the logits; default 1 / sqrt(channels / num_heads).
-        attn_drop, proj_drop: shares that are dropped of the weights and of the result.
+        attn_drop: share of the weights that is dropped.
+        proj_drop: share of the result that is dropped.
         order_index: which of the curves.
         enable_rpe: learn a bias for relative positions.
-        rope: turns queries and keys by their positions, `RotaryPositions` of channels / num_heads channels.
+        rope: rotates queries and keys by their positions, `RotaryPositions` of channels / num_heads channels.
         shrink_patches: where an item has fewer voxels than a patch, make all patches as small as it. PTv3 does so
             without flash-attn. Else such an item is a shorter patch by itself.
         rank: number of spatial axes, for relative positions.
@@ -187,8 +188,8 @@ class SerializedAttention(PatchAttention):
     ) -> SparseTensor:
         """A `SparseTensor` -> one on the same grid.
 
-        ``curves`` of that grid, default those of `ops.serialize`; ``positions`` (N, D) that ``rope`` turns by, default
-        the voxels.
+        ``curves`` of that grid, default those of `ops.serialize`; ``positions`` (N, D) that ``rope`` rotates by,
+        default the voxels.
         """
         grid = grid_in(x, self)
         if curves is None:

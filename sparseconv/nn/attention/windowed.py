@@ -71,7 +71,7 @@ class WindowAttention(PatchAttention):
         self.window_size, self.shift = size, per_axis(shift, rank, "shift")
 
     def forward(self, x: SparseTensor, *, positions: Shaped[torch.Tensor, "N D"] | None = None) -> SparseTensor:
-        """A `SparseTensor` -> one on the same grid; ``positions`` (N, D) that ``rope`` turns by, default the voxels."""
+        """A `SparseTensor` -> one on the same grid; ``rope`` rotates by ``positions`` (N, D), default the voxels."""
         return self._attended(x, *Patches.windows(grid_in(x, self), self.window_size, self.shift), positions)
 
     def extra_repr(self) -> str:

@@ -62,7 +62,8 @@ class ConvNeXtUNet(SparseModule):
     Sources: Liu et al., 2022; Roy et al., MedNeXt, 2023, for the shape of a U-Net.
 
     Args:
-        in_channels, out_channels: channels of the input, classes of the output.
+        in_channels: channels of the input.
+        out_channels: channels of the output, one a class.
         channels: width of each level, finest first.
         blocks: blocks of each level on the way down.
         decoder_blocks: blocks of each level on the way up.

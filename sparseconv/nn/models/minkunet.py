@@ -42,7 +42,8 @@ class MinkUNet(SparseModule):
     with 3 channels and 20 classes has 37.9 million parameters.
 
     Args:
-        in_channels, out_channels: channels of the input, classes of the output.
+        in_channels: channels of the input.
+        out_channels: channels of the output, one a class.
         variant: depth and letter, such as ``"34C"``, ``"18A"``, ``"14"`` or ``"50"``.
         planes: widths of the eight stages instead of the variant's.
         init_channels: width of the stem.

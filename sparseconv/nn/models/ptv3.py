@@ -53,7 +53,8 @@ class PointEmbedding(SparseModule):
     Source: Wu et al., Point Transformer V3: Simpler, Faster, Stronger, 2024; module names are Pointcept's.
 
     Args:
-        in_channels, embed_channels: widths before and after.
+        in_channels: channels of the input.
+        embed_channels: channels of the output.
 
     >>> sum(p.numel() for p in PointEmbedding(6, 32).parameters())
     24064
@@ -77,7 +78,8 @@ class LinearEmbedding(SparseModule):
     """The stem of m2: a linear layer, norm, GELU.
 
     Args:
-        in_channels, embed_channels: widths before and after.
+        in_channels: channels of the input.
+        embed_channels: channels of the output.
         mask_token: learn what takes the place of voxels that are masked.
 
     >>> sum(p.numel() for p in LinearEmbedding(6, 32, mask_token=True).parameters())
@@ -129,8 +131,10 @@ class PointTransformerOptions:
     Attributes:
         order: curves, of `ops.serial_codes`; block i of a stage takes curve i.
         stride: of each pooling, powers of two.
-        enc_depths, enc_channels, enc_num_head, enc_patch_size: blocks, width, heads and voxels of a patch, by stage.
-        dec_depths, dec_channels, dec_num_head, dec_patch_size: the same on the way back, finest first.
+        enc_depths, dec_depths: blocks of each stage; ``dec`` is the way back, finest first.
+        enc_channels, dec_channels: channels of each stage.
+        enc_num_head, dec_num_head: heads of each stage.
+        enc_patch_size, dec_patch_size: voxels of a patch, by stage.
         mlp_ratio: hidden width of a block over its own.
         qkv_bias, qk_scale, attn_drop, proj_drop: those of `SerializedAttention`.
         drop_path: share of rows that the last block leaves out in training; others less, in equal steps.
@@ -143,8 +147,8 @@ class PointTransformerOptions:
         variant: ``"m1"``, or ``"m2"``, that of Sonata and Concerto: a linear stem, layer norms, curves measured anew at
             each stage, any strides, and an encoding behind an upsampling that sees all. ``"m3"``, that of Utonia, is m2
             with `RotaryPositions` in its attention.
-        layer_scale, mask_token, freeze_encoder: of m2 and m3: scales of blocks begin with this number; the stem learns
-            a token for masked voxels; stem and encoder get no gradient.
+        layer_scale: of m2 and m3: scales of blocks begin with this number.
+        mask_token, freeze_encoder: of m2 and m3: learn a token for masked voxels; stem and encoder get no gradient.
         rope_base, jitter_coords, rescale_coords: of m3 alone: base, jitter and rescale of `RotaryPositions`.
         dec_rope_enable: of m3 alone: rotary positions on the way back too.
         rank: number of spatial axes.

@@ -164,7 +164,8 @@ class SerializedPooling(SparseModule):
     """A linear layer, the maximum of each coarse voxel, norm and GELU; curves come along, shuffled.
 
     Args:
-        in_channels, out_channels: widths before and after.
+        in_channels: channels of the input.
+        out_channels: channels of the output.
         stride: of the coarse voxels floor(c / stride), a power of two.
         renewed: curves that are measured on the coarse grid, as m2 does; then any stride. Default: those that come.
         norm: makes the norm of a width.
@@ -228,7 +229,9 @@ class SerializedUnpooling(SparseModule):
     """Coarse features copied back onto the fine voxels, and added to those; both through linear layer, norm and GELU.
 
     Args:
-        in_channels, skip_channels, out_channels: widths of the coarse tensor, the fine one, and the result.
+        in_channels: channels of the coarse tensor.
+        skip_channels: channels of the fine tensor.
+        out_channels: channels of the result.
         norm: makes the norm of a width.
 
     >>> import sparseconv as sc

@@ -157,7 +157,8 @@ class ResNet(SparseModule):
     convolution and average pooling, four stages at stride 2, a 3^D convolution at stride 3, global maximum, linear.
 
     Args:
-        in_channels, out_channels: channels of the input, classes of the output.
+        in_channels: channels of the input.
+        out_channels: channels of the output, one a class.
         depth: 14, 18, 34, 50 or 101.
         planes: widths of the stages.
         rank: number of spatial axes.

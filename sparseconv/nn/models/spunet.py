@@ -30,7 +30,8 @@ class SpUNet(SparseModule):
     Networks, 2018. With 6 channels and 20 classes it has 39.2 million parameters.
 
     Args:
-        in_channels, num_classes: channels of the input, classes of the output; 0 classes give the last features.
+        in_channels: channels of the input.
+        num_classes: channels of the output, one a class; 0 gives the last features.
         base_channels: width of the stem.
         channels: widths of the stages, down then up.
         layers: blocks a stage, down then up.

@@ -29,7 +29,8 @@ class UNet(SparseModule):
     has 7.18 million parameters.
 
     Args:
-        in_channels, out_channels: channels of the input and of the output (classes).
+        in_channels: channels of the input.
+        out_channels: channels of the output, one a class.
         channels: width of each level, finest first.
         blocks: blocks a level on the way down, one integer or one a level.
         decoder_blocks: blocks a level on the way up, one integer or one for each level but the deepest.
