@@ -1,4 +1,4 @@
-"""Networks of `nn` under `torch.compile`, beside eager ones, on scenes whose plans are there: python -m benchmarks.compiled
+"""Networks of `nn` under `torch.compile`, beside eager ones, on scenes whose plans are there.
 
     python -m benchmarks.compiled --data DIR --json FILE
 
@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,7 @@ def measure(name: str, setting: Setting, repeats: int, backend: str) -> dict[str
         for scene in scenes:
             call(compiled, scene)
         row[f"{mode}_compiling_s"] = round(time.perf_counter() - began, 1)
-        turns = [
-            [timed(lambda scene, call=call, run=run: call(run, scene), scenes, repeats)["ms"] for run in (net, compiled)]
-            for _ in range(TURNS)
-        ]
+        turns = [[timed(partial(call, run), scenes, repeats)["ms"] for run in (net, compiled)] for _ in range(TURNS)]
         middle = [sorted(times)[TURNS // 2] for times in zip(*turns)]
         row[mode] = {"eager_ms": middle[0], "compiled_ms": middle[1], "turns": turns}
     return row
