@@ -14,12 +14,16 @@ from benchmarks.suites.on_a_cpu import rename_devices
 from benchmarks.suites.scripts import Script
 from benchmarks.suites.stand_ins import SUITES
 
-ROOT, SUITE = Path(os.environ["SUITE_FOLDER"]), os.environ["SUITE_NAME"]
+#: the suite that runs, by its name in `SUITES`
+SUITE = os.environ.get("SUITE_NAME", "")
 found: dict[str, dict[str, str]] = {}
 
-torch.set_num_threads(1)
-rename_devices(ROOT)
-SUITES[SUITE].needs(ROOT)
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = Path(os.environ["SUITE_FOLDER"])
+    torch.set_num_threads(1)
+    rename_devices(folder)
+    SUITES[SUITE].needs(folder)
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> Script | None:

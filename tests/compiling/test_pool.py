@@ -73,6 +73,7 @@ def test_a_second_process_starts_no_other(filled) -> None:
     assert said == {"hits": [True] * 3, "compiled": 0, "failed": [], "started": 0, "known": 3}
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_after_the_cache_moved_lies_in_its_new_place(filled, tmp_path: Path) -> None:
     moved = f"knobs.cache.dir = {str(tmp_path)!r}; other = launcher.compilers_for(0)"
     said = run(

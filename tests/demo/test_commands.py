@@ -57,7 +57,7 @@ def test_info_names_versions_and_every_backend():
 
 def test_a_short_brain_is_the_same_for_the_same_seed(tmp_path):
     for name in ("one.png", "two.png"):
-        options = ("--steps", 2, "--voxel-size", 8, "--seed", 5, "--device", "cpu")
+        options = ("--steps", 2, "--voxel-size", 12, "--seed", 5, "--device", "cpu")
         result, said = run("demo", *options, "--output", tmp_path / name)
         assert result.exit_code == 0, said
         for word in (
@@ -122,13 +122,21 @@ def test_refusals_are_one_sentence(tmp_path, monkeypatch, arguments, sentence):
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_without_the_extra_one_sentence_names_it(package):
-    code = f"import sys; sys.modules[{package!r}] = None; from sparseconv.__main__ import main; main()"
-    process = outside(code=code)
+    code = f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = ['demo']; "
+    process = outside(code=code + "from sparseconv.__main__ import main; main()")
     said, complaint = process.communicate(timeout=120)
     assert process.returncode == 1
     assert said == ""
     assert f"needs {package}: pip install 'sparseconv[cli]'" in complaint.splitlines()[0]
     assert "sparseconv info" in complaint.splitlines()[1]
+
+
+def test_without_the_extra_there_is_help():
+    code = "import sys; sys.modules['typer'] = None; sys.argv[1:] = ['--help']; "
+    process = outside(code=code + "from sparseconv.__main__ import main; main()")
+    said, complaint = process.communicate(timeout=120)
+    assert (process.returncode, complaint) == (0, "")
+    assert "pip install 'sparseconv[cli]': demo, bench, convert, compile, export" in said
 
 
 @pytest.mark.parametrize("asked", ["info", "--version"])

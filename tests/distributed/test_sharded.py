@@ -87,12 +87,15 @@ def every_case(pairs: list[tuple[str, str]], cases: list[Case] | None = None) ->
 HOWS = ["one rank", "each its own", "twice"]
 
 
-@pytest.mark.parametrize(("world", "order", "how"), [(1, "morton", 0), (2, "slab", 1), (3, "kd", 2)])
+@pytest.mark.parametrize(
+    ("world", "order", "how"), [pytest.param(1, "morton", 0, marks=pytest.mark.slow), (2, "slab", 1), (3, "kd", 2)]
+)
 def test_sharded_equals_unsharded_to_the_bit(world, order, how):
     """Integer features: every kind of plan, each order of space, scenes born on one rank, on all, and held twice."""
     assert not [line for lines in on_ranks(world, every_case, [(order, HOWS[how])]) for line in lines]
 
 
+@pytest.mark.slow
 def test_more_ranks_than_neighbours():
     """Five ranks, shards that do not touch and empty ones: a scene of each kind of plan, boundary and exchange, of
     which the slow test runs all."""

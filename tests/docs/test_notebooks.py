@@ -11,9 +11,14 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 PAIRS = sorted(FOLDER.glob("[0-9]*.ipynb"))
+#: those that take a quarter of a minute: a U-Net's training, two processes, programs in processes of their own
+LONG = {"6_brain_unet", "8_two_processes", "10_deploying"}
 
 
-@pytest.mark.parametrize("path", PAIRS, ids=[path.stem for path in PAIRS])
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in LONG else ()) for path in PAIRS],
+)
 def test_a_notebook_runs(path, monkeypatch):
     pytest.importorskip("ipykernel")
     pytest.importorskip("k3d")

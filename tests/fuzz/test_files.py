@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="children are fo
 
 
 def test_the_judge_sees_what_it_looks_for(monkeypatch):
-    monkeypatch.setattr(files, "SECONDS", 10.0)
+    monkeypatch.setattr(files, "SECONDS", 5.0)
 
     def ends(number):
         if number == 1:

@@ -51,5 +51,5 @@ def end(seed: int, number: int) -> str:
 
 
 def test_crashes_and_hangs_are_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "LIMIT", 5.0)
+    monkeypatch.setattr(workers, "LIMIT", 3.0)
     assert workers.answers(end, 6, 0) == ["0", "1", "crash", "3", "hang", "5"]

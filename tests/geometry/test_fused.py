@@ -84,7 +84,9 @@ def given(coords: torch.Tensor) -> WindowSearch:
 
 
 @pytest.mark.parametrize(
-    ("count", "block_m", "jobs"), [(1, 128, 27), (127, 64, 40), (256, 128, 28), (257, 16, 200), (1000, 128, 60)]
+    ("count", "block_m", "jobs"),
+    [(1, 128, 27), (127, 64, 40), (256, 128, 28), (257, 16, 200)]
+    + [pytest.param(1000, 128, 60, marks=pytest.mark.slow)],
 )
 def test_one_launch_leaves_what_several_do(count: int, block_m: int, jobs: int) -> None:
     coords = rows(count, jobs)

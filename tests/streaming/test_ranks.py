@@ -77,7 +77,7 @@ def inference(names: list[str], cuts: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("cuts", [0, 2])
+@pytest.mark.parametrize("cuts", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_results_have_the_bytes_of_one_rank(cuts):
     """Rows on the scene's voxels and others, and totals of all rows: their parts are joined in the order of blocks."""
     assert not [line for lines in on_ranks(WORLD, inference, list(KINDS), cuts) for line in lines]
