@@ -204,6 +204,36 @@ def test_training_steps_on_scenes_of_many_sizes_equal_eager_ones(kind):
     assert replays(net) == 4, nn.explain(net)
 
 
+class Weighted(torch.nn.Module):
+    """A layer whose results are multiplied by the mean of some rows that come beside the scene."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = spconv.SubMConv3d(4, 8, 3, padding=1, bias=False)
+
+    def forward(self, x, rows):
+        out = self.conv(x)
+        return out.replace_feature(out.features * rows.mean(0))
+
+
+def test_rows_beside_a_scene_may_be_any_number():
+    """Once for each number: three rows were copied to where there had been five, or one of them to all five."""
+    torch.manual_seed(0)
+    net = Weighted().to(DEVICE)
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed, number in enumerate([5, 5, 5, 3, 1, 5, 1, 1, 3, 7, 8, 9, 10, 11, 5]):
+        coords = coords_of(seed, 200)
+        rows = features_of(seed, coords, 8)[:number]
+        found = []
+        for both in (net, twin):
+            both.zero_grad(set_to_none=True)
+            y = both(spconv.SparseConvTensor(features_of(seed, coords), coords, [12] * 3, 2), rows).features
+            y.square().mean().backward()
+            found.append([y.detach(), *(p.grad for p in both.parameters())])
+        same(*found)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_inference_equals_eager_and_sees_every_change_of_a_weight(kind):
     net, call = make(kind).eval(), CALLS[kind]

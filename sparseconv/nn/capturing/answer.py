@@ -51,6 +51,13 @@ class Given:
         for key, item in _items(value):
             self._note(item, (*path, key))
 
+    def forms(self, rows: int | None) -> tuple[Any, ...]:
+        """What calls are told apart by: of a tensor its form, of others what is `spelled`; sparse tensors are left out.
+
+        A tensor with ``rows`` rows, one a voxel, may have another number of them in each call; any tensor, for None.
+        """
+        return tuple((path, _form(leaf, rows)) for path, leaf in self.leaves if kind_of(leaf) is None)
+
     def forget(self) -> None:
         """Let go of everything."""
         self.whole, self.leaves = ((), {}), []
@@ -305,6 +312,13 @@ class _Filling(NamedTuple):
 
 _NOTHING = torch.empty(0, 0)
 _NOWHERE = VoxelGrid(torch.empty(0, 2, dtype=torch.int32))
+
+
+def _form(leaf: Any, rows: int | None) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return spelled(leaf)
+    by_row = rows is None or leaf.shape[:1] == (rows,)
+    return by_row, leaf.shape[1:] if by_row else leaf.shape, leaf.dtype, leaf.device
 
 
 def spelled(value: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from sparseconv import transforms
 from sparseconv.nn import graphs
 from sparseconv.nn.capturing import verify
-from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given, spelled
+from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import Sizes
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.recording import DoesNotFit, Recording
@@ -118,14 +118,14 @@ class Captured:
             return self._eagerly("several sparse tensors in one call", args, kwargs)
         if direct:
             path, x = direct[0]
-            kind, scene = self._kind(x, given)
+            kind, scene = self._kind(x, given, path)
             if self._is_ready(kind, scene):
                 return self._replay(kind, scene, path, given)
             return self._noted(kind, scene, self.plain(*args, **kwargs), given)
         found: list[tuple[_Kind, Scene]] = []
 
         def begin(x: Any) -> bool:
-            found.append(self._kind(x, given))
+            found.append(self._kind(x, given, None))
             if self._is_ready(*found[0]):
                 raise _Begins
             return False
@@ -160,16 +160,13 @@ class Captured:
         self.eager[why] += 1
         return self.plain(*args, **kwargs)
 
-    def _key(self, scene: Scene, given: Given) -> Any:
-        """What calls must have in common to be replays of one recording."""
+    def _key(self, scene: Scene, given: Given, path: Any) -> Any:
+        """What calls must have in common to be replays of one recording; ``path`` is None where a call makes its scene,
+        of tensors with any number of rows."""
         kind = scene.features.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         grad = torch.is_grad_enabled()
-        arguments = tuple(
-            (path, (leaf.shape[1:], leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else spelled(leaf))
-            for path, leaf in given.leaves
-            if kind_of(leaf) is None
-        )
+        arguments = given.forms(None if path is None else len(scene.coords))
         return (
             (self.module.training, *map(_trains, self._modules)),
             *(grad, autocast, scene.batch_size, scene.coords.shape[1], scene.voxel_size, scene.origin),
@@ -177,11 +174,11 @@ class Captured:
             *(grad and scene.features.requires_grad, torch.backends.cuda.matmul.allow_tf32, arguments),
         )
 
-    def _kind(self, x: Any, given: Given) -> tuple[_Kind, Scene]:
+    def _kind(self, x: Any, given: Given, path: Any) -> tuple[_Kind, Scene]:
         reader = kind_of(x)
         assert reader is not None
         scene = reader.read(x)
-        key = self._key(scene, given)
+        key = self._key(scene, given, path)
         kind = self._kinds.get(key) or _Kind()
         if key not in self._kinds and len(self._kinds) < MOST_KINDS:
             self._kinds[key] = kind
