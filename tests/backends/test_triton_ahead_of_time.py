@@ -13,8 +13,8 @@ import pytest
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 #: bytes of shared memory that one block may take
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-#: the card with kernels of its own, and one with mma and little shared memory; all others are slow
-QUICK = {90, 120}
+#: the cards that have kernels of their own; all others are slow
+QUICK = {90}
 #: bytes a thread may keep in local memory: a few words set aside before the loop, no accumulator
 STACK = 16
 

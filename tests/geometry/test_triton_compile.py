@@ -72,11 +72,11 @@ jobs = [
     (tile_kernels.TILES, (*around, 128, 32, False, True, True, 32)),
     (tile_kernels.TILES_64, (*by_key, 64, 256, True, False, False, 0)),
     (tile_kernels.RANKS, (32, 64, 1024)), (tile_kernels.RANKS, (32, 64, 4096)),
-    (fused.FUSED, (128,)),
 ]
-if MORE:  # a second form of what takes longest
+if MORE:  # what takes longest: all stages as one kernel, and second forms
     jobs += [
-        (fused.FUSED, (64,)), (tile_kernels.CUBE_TILES, (64, 32, -1)), (pair_lists_3x3x3.CUBE_PAIRS, (128, True)),
+        (fused.FUSED, (128,)), (fused.FUSED, (64,)), (tile_kernels.CUBE_TILES, (64, 32, -1)),
+        (pair_lists_3x3x3.CUBE_PAIRS, (128, True)),
     ]
 jobs += [
     (job_kernels._JOBS, (32, 128, False)), (job_kernels._JOBS, (32, 16, True)),
