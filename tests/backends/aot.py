@@ -117,8 +117,10 @@ def works(arch: int, everything: bool) -> list[Work]:
 
 
 def first(candidates: Sequence, arch: int, everything: bool) -> Sequence:
-    """All candidates for a card that has its own kernels; for others the one that runs where nothing is tuned."""
-    return candidates if everything or arch == 90 else candidates[:1]
+    """Those that run where nothing is tuned: the first, and on a card that has its own kernels these."""
+    if everything:
+        return candidates
+    return [config for place, config in enumerate(candidates) if place == 0 or (arch == 90 and config.gluon)]
 
 
 def compile_all(arch: int, everything: bool) -> None:

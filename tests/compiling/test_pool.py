@@ -272,6 +272,7 @@ print(json.dumps({{"early": early is not None, "taken": taken is early, "left": 
     assert json.loads(done.stdout.splitlines()[-1]) == {"early": starts, "taken": True, "left": False}, done.stderr
 
 
+@pytest.mark.slow
 def test_a_server_that_was_started_early_compiles(tmp_path: Path) -> None:
     script = """
 from sparseconv.gpu.compiling import starting

@@ -55,6 +55,7 @@ def test_info_names_versions_and_every_backend():
     assert "chosen" in said
 
 
+@pytest.mark.slow
 def test_a_short_brain_is_the_same_for_the_same_seed(tmp_path):
     for name in ("one.png", "two.png"):
         options = ("--steps", 2, "--voxel-size", 12, "--seed", 5, "--device", "cpu")
@@ -171,6 +172,7 @@ def test_a_report_comes_where_something_is_broken(monkeypatch):
     assert all("a plan cannot be made" in said for said in info.backends(torch.device("cpu")).values())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is another signal there")
 def test_an_interruption_keeps_what_was_reached(tmp_path):
     picture = tmp_path / "early.png"

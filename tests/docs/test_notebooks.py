@@ -11,8 +11,8 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 PAIRS = sorted(FOLDER.glob("[0-9]*.ipynb"))
-#: those that take a quarter of a minute: a U-Net's training, two processes, programs in processes of their own
-LONG = {"6_brain_unet", "8_two_processes", "10_deploying"}
+#: those that take longest
+LONG = {"2_projections_and_maps", "5_pointwise", "6_brain_unet", "8_two_processes", "10_deploying"}
 
 
 @pytest.mark.parametrize(

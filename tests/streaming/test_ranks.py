@@ -121,6 +121,7 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_one_rank_and_equal_on_all():
     names = ["unet", "squeeze", "batch norm"]
     assert not [line for lines in on_ranks(WORLD, training, names, torch.float64, False) for line in lines]

@@ -108,7 +108,8 @@ def by_rows(a: numpy.ndarray, b: numpy.ndarray, dtype: numpy.dtype) -> numpy.nda
 
 
 @pytest.mark.skipif(not interpreted(), reason="on a card its own tests compare bits")
-@pytest.mark.parametrize("knows", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("knows", [True, False])
 def test_rows_of_small_blocks_are_summed_as_in_a_large_map(knows, monkeypatch):
     """A card of four multiprocessors: the whole keeps it busy, blocks do not, and of few tiles taps are split."""
     name = "triton_implicit_gemm"
