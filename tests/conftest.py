@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.cpus import CPUS, hold
+from tests.cpus import CPUS, hold, is_held
 from tests.interpreter import hasten
 
 settings.register_profile("sparseconv", deadline=None, max_examples=60, print_blob=True, derandomize=True)
@@ -33,3 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not CPUS[name].runs_here():
         raise pytest.UsageError(f"--cpu {name}: this CPU cannot run its kernels; it has not all of {CPUS[name].needs}")
     hold(name)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    name = item.config.getoption("--cpu")
+    if name is not None and not is_held(name):
+        pytest.fail(f"a test before this one let go of --cpu {name}: it replaced the compiled backend")

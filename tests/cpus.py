@@ -45,3 +45,8 @@ def hold(name: str) -> None:
     """Generate kernels for this CPU, here and in the ranks that tests start."""
     os.environ[HELD] = name
     backend("llvm_implicit_gemm").target = CPUS[name].target  # type: ignore[attr-defined]
+
+
+def is_held(name: str) -> bool:
+    """Whether kernels are still generated for this CPU."""
+    return backend("llvm_implicit_gemm").target is CPUS[name].target  # type: ignore[attr-defined]

@@ -20,17 +20,15 @@ SMALL = [Case(**{**case.__dict__, "voxels": min(case.voxels, 40)}) for case in C
 NAME = "edge_by_edge"
 
 
+code = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0]
+exec(compile(code, str(DOCUMENT), "exec"), made := {})
+made = made["EdgeByEdge"]
+
+
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     """The document's class, put into the registry as the document says."""
-    code = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0]
-    made: dict = {}
-    exec(compile(code, str(DOCUMENT), "exec"), made)
     monkeypatch.setitem(registry.BACKENDS, NAME, f"{__name__}:made")
-    monkeypatch.setitem(globals(), "made", made["EdgeByEdge"])
-    registry.backend.cache_clear()
-    yield
-    registry.backend.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", every.DTYPES, ids=str)
