@@ -54,7 +54,8 @@ class Scaled(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv, self.out = spconv.SubMConv3d(4, 8, 3, padding=1), spconv.SubMConv3d(8, 8, 3, padding=1)
+        self.conv = spconv.SparseSequential(spconv.SubMConv3d(4, 8, 3, padding=1), torch.nn.ReLU())
+        self.out = spconv.SubMConv3d(8, 8, 3, padding=1)
 
     def forward(self, x, by):
         y = self.out(self.conv(x))
@@ -104,3 +105,38 @@ def test_arguments_that_are_others_in_every_call_leave_the_parts_captured():
     assert len(forward_of(net)._kinds) == capturing.MOST_KINDS
     assert "others in every call" in nn.explain(net)
     assert replays(net.conv) >= 2, nn.explain(net)
+    assert "forward" not in vars(net.out), "a layer alone stays as it is"
+
+
+class Seen(float):
+    """A factor that counts how often calls are told apart by it."""
+
+    looks = 0
+
+    def __hash__(self):
+        type(self).looks += 1
+        return super().__hash__()
+
+
+class WaitsInTraining(Scaled):
+    def forward(self, x, by):
+        y = super().forward(x, by)
+        return y if not self.training or y.features.sum().item() > -1e9 else x
+
+
+def test_a_mode_that_is_refused_again_and_again_is_left_and_the_other_is_captured():
+    torch.manual_seed(0)
+    net = nn.capture(WaitsInTraining().to(DEVICE))
+    twin = copy.deepcopy(nn.release(copy.deepcopy(net)))
+    by = Seen(2.0)
+    calls = capturing.EXAMPLES + 1 + capturing.MOST_REFUSED
+    for seed in range(calls + 5):
+        Seen.looks = 0
+        same([scaled(net, seed, by).detach()], [scaled(twin, seed, by).detach()])
+        assert (Seen.looks > 0) == (seed < calls)
+    assert f"{capturing.MOST_REFUSED + 6} eager calls: _local_scalar_dense waits" in nn.explain(net), nn.explain(net)
+    net.eval(), twin.eval()
+    with torch.no_grad():
+        for seed in range(4):
+            same([scaled(net, seed, by)], [scaled(twin, seed, by)])
+    assert replays(net) == 2, nn.explain(net)

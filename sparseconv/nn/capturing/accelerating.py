@@ -19,8 +19,8 @@ def accelerate(model: Module) -> Module:
     """Capture each sparse part of a detector or segmenter, as `nn.capture` captures a module. Returns the same model.
 
     A sparse part is the smallest module that holds all sparse layers, this library's or those of other libraries'
-    names. Where it does what no graph can hold, its own sparse parts are captured instead. `nn.explain` says what is
-    captured; `nn.release` undoes it.
+    names. Where it does what no graph can hold, its own sparse parts are captured instead; a layer alone, whose
+    map a graph would find anew, stays as it is. `nn.explain` says what is captured; `nn.release` undoes it.
 
     >>> import sparseconv as sc
     >>> from sparseconv import nn
@@ -75,7 +75,8 @@ def _capture(module: torch.nn.Module, model: torch.nn.Module) -> None:
 def _capture_parts(module: torch.nn.Module, model: torch.nn.Module) -> None:
     for child in module.children():
         for part in sparse_parts(child) if _holds_layers(child) else ():
-            _capture(part, model)
+            if next(part.children(), None) is not None:
+                _capture(part, model)
 
 
 def _is_undone_elsewhere(module: torch.nn.Module, model: torch.nn.Module) -> bool:

@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 #: eager calls of a kind before the first capture; recordings that a module keeps; captures of one kind in all; kinds
 EXAMPLES, MOST_KEPT, MOST_CAPTURES, MOST_KINDS = 2, 4, 8, 16
+#: refused calls in a mode, without a replay between them, after which calls in it are the plain calls
+MOST_REFUSED = 8
 #: places over those of the largest scene so far, at first and after each that did not fit; rows are then rounded up
 ROOM, MORE_ROOM = 1.125, 1.25
 
@@ -66,6 +68,9 @@ class Captured:
         self._plain: Callable[..., Any] | None = own
         self._kinds: dict[Any, _Kind] = {}
         self.eager: Counter[str] = Counter()
+        #: by mode (training, with gradients): calls refused since the last replay; why calls are the plain calls now
+        self._refusals: Counter[tuple[bool, bool]] = Counter()
+        self._left: dict[tuple[bool, bool], str] = {}
         #: what `accelerate` does where nothing of the call can be captured
         self.instead = instead
         self._collected = 0
@@ -108,6 +113,8 @@ class Captured:
     # ---- a call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._left and (why := self._left.get(self._mode())) is not None:
+            return self._eagerly(why, args, kwargs)
         if not self._collected:
             self._collect()
         if self._must_be_plain():
@@ -115,7 +122,8 @@ class Captured:
         given = Given(args, kwargs)
         direct = [(path, leaf) for path, leaf in given.leaves if kind_of(leaf) is not None]
         if len(direct) > 1:
-            return self._eagerly("several sparse tensors in one call", args, kwargs)
+            self._count_refusal("several sparse tensors in one call")
+            return self.plain(*args, **kwargs)
         if direct:
             path, x = direct[0]
             kind, scene = self._kind(x, given, path)
@@ -137,7 +145,7 @@ class Captured:
             return self._replay(*found[0], None, given)
         if found:
             return self._noted(*found[0], out, given)
-        self.eager["no sparse tensor was made"] += 1
+        self._count_refusal("no sparse tensor was made")
         return out
 
     def _must_be_plain(self) -> bool:
@@ -148,6 +156,9 @@ class Captured:
             or not any(graphs.has_graphs(t.device) for t in self._first_tensors())
             or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
         )
+
+    def _mode(self) -> tuple[bool, bool]:
+        return self.module.training, torch.is_grad_enabled()
 
     def _first_tensors(self) -> Iterator[torch.Tensor]:
         for held in self._held:
@@ -183,13 +194,13 @@ class Captured:
         if key not in self._kinds and len(self._kinds) < MOST_KINDS:
             self._kinds[key] = kind
         elif key not in self._kinds:
-            kind.refused = "its arguments without rows are others in every call, and a graph holds them as they were"
+            self._refuse(kind, "its arguments are others in every call, and a graph holds them as they were")
         return kind, scene
 
     def _is_ready(self, kind: _Kind, scene: Scene) -> bool:
         """Whether a call can be a replay, now or once it was captured; else why not is counted."""
         if kind.refused is not None:
-            self.eager[kind.refused] += 1
+            self._count_refusal(kind.refused)
             return False
         if len(scene.coords) == 0:
             self.eager["a scene without voxels"] += 1
@@ -212,15 +223,13 @@ class Captured:
         Their tensors become aliases, since the call itself may go on from a result that the caller ignores.
         """
         kind.calls += 1
-        if kind.refused is not None:
-            self._turn_to_parts()
         if kind.refused is not None or not len(scene.coords):
             return out
-        kind.scenes = [*kind.scenes[-1:], _bare(scene)]
+        kind.scenes = [*kind.scenes[-1:], scene.without_features()]
         try:
             answer = Answer(out, given, None, set())
         except CannotCapture as error:
-            kind.refused = str(error)
+            self._refuse(kind, str(error))
             return out
         aliases = [t.view_as(t) if t.requires_grad else t for t in answer.tensors]
         for number, alias in enumerate(aliases):
@@ -228,10 +237,19 @@ class Captured:
                 alias.register_hook(lambda grad, number=number: kind.wanted.add(number))
         return answer.aliased(given, aliases)
 
-    def _turn_to_parts(self) -> None:
+    def _refuse(self, kind: _Kind, why: str) -> str:
+        """Keep calls of a kind eager, and capture the module's parts instead."""
+        kind.refused = why
         if self.instead is not None:
             self.instead(self)
             self.instead = None
+        return why
+
+    def _count_refusal(self, why: str) -> None:
+        self.eager[why] += 1
+        self._refusals[self._mode()] += 1
+        if self._refusals[self._mode()] == MOST_REFUSED:
+            self._left[self._mode()] = why
 
     # ---- recordings
 
@@ -255,6 +273,7 @@ class Captured:
             args, kwargs = given.whole
             return self._eagerly(why or "nothing is captured", args, kwargs)
         kind.replays += 1
+        self._refusals.clear()
         if recording.trains:
             inputs = given.copied()  # containers that the results are not put into: no circle holds them
             tensors, kind.pending = replayed(recording, self, inputs, scene)
@@ -271,16 +290,13 @@ class Captured:
         if kind.recording is not None:
             return kind.recording.sizes.lack(scene)
         if kind.captures >= MOST_CAPTURES:
-            kind.refused = f"its scenes outgrew {MOST_CAPTURES} captures, one after another"
-            return kind.refused
+            return self._refuse(kind, f"its scenes outgrew {MOST_CAPTURES} captures, one after another")
         kind.captures += 1
         try:
             with inside():
                 kind.recording = self._record(kind, scene, path, given)
         except CannotCapture as error:
-            kind.refused = str(error)
-            self._turn_to_parts()
-            return kind.refused
+            return self._refuse(kind, str(error))
         self._forget_old(kind)
         return None
 
@@ -324,7 +340,7 @@ class Captured:
     def _outgrown(self, kind: _Kind, scene: Scene) -> None:
         """Make room: the next call captures again, with this scene among the examples."""
         kind.recording = None
-        kind.scenes = [*kind.scenes[-2:], _bare(scene)]
+        kind.scenes = [*kind.scenes[-2:], scene.without_features()]
 
     def _forget_old(self, kind: _Kind) -> None:
         """Keep a few recordings, the ones used last."""
@@ -377,11 +393,6 @@ RECORDING: type[Recording] = Recording
 _address = torch.Tensor.data_ptr
 _wants_gradient = attrgetter("requires_grad")
 _trains = attrgetter("training")
-
-
-def _bare(scene: Scene) -> Scene:
-    """A scene whose features nobody needs."""
-    return scene._replace(features=scene.features.detach()[:0])
 
 
 def _hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:

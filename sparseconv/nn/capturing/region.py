@@ -29,6 +29,10 @@ class Scene(NamedTuple):
     voxel_size: tuple[float, ...] | None
     origin: tuple[float, ...] | None
 
+    def without_features(self) -> Scene:
+        """The same with no rows of features."""
+        return self._replace(features=self.features.detach()[:0])
+
 
 @dataclass(frozen=True)
 class Kind:
