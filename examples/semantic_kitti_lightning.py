@@ -5,12 +5,13 @@
     python examples/semantic_kitti_lightning.py --stand-in
 
 A second call continues from ``output/last.ckpt``: Lightning keeps the network, the optimizer, the schedule and the
-epoch. It does not come to the same bits as an uninterrupted run; `semantic_kitti.py` does. A hook seeds each epoch by
-its number. A `Batch` moves itself to the device, since it has ``to``.
+epoch. It comes to the same bits as an uninterrupted run: order and augmentation are seeded by the epoch's number. A
+`Batch` moves itself to the device, since it has ``to``.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -59,7 +60,32 @@ class Segmenter(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_epoch_start(self) -> None:
-        torch.manual_seed(1000 * self.hparams.seed + self.current_epoch)  # the loader's order, and the augmentation
+        torch.manual_seed(1000 * self.hparams.seed + self.current_epoch)  # the augmentation, where no worker does it
+
+
+class Scans(lightning.LightningDataModule):
+    """Loaders of the set's two splits; Lightning asks for the first anew in each epoch."""
+
+    def __init__(self, folder: Path, batch: int, voxel_size: float, workers: int, seed: int) -> None:
+        super().__init__()
+        self.sets = {split: SemanticKITTI(folder, split, voxel_size, augment=split == "train") for split in SPLITS}
+        self.options = {"batch_size": batch, "collate_fn": collate, "num_workers": workers}
+        self.seed = seed
+
+    def train_dataloader(self) -> DataLoader:
+        seed, rows = 1000 * self.seed + self.trainer.current_epoch, self.sets["train"]
+        # no state that moves, since a run that goes on begins with a loader twice
+        chance = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(rows), generator=chance).tolist()
+        seeded = partial(_seed_worker, seed)
+        return DataLoader(rows, sampler=order, generator=chance, worker_init_fn=seeded, **self.options)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.sets["valid"], **self.options)
+
+
+def _seed_worker(seed: int, worker: int) -> None:
+    torch.manual_seed(1000 * seed + worker)
 
 
 def train(
@@ -75,28 +101,19 @@ def train(
 ) -> lightning.Trainer:
     """Fit, from the last checkpoint where there is one; the trainer, with its metrics."""
     torch.manual_seed(seed)
-    loaders = {
-        split: DataLoader(
-            SemanticKITTI(folder, split, voxel_size, augment=split == "train"),
-            batch,
-            shuffle=split == "train",
-            collate_fn=collate,
-            num_workers=workers,
-        )
-        for split in SPLITS
-    }
     trainer = lightning.Trainer(
         max_epochs=epochs,
         precision="16-mixed" if torch.cuda.is_available() else "32-true",
         callbacks=[ModelCheckpoint(output, save_last=True, save_top_k=1, monitor="mean_iou", mode="max")],
         num_sanity_val_steps=0,
+        reload_dataloaders_every_n_epochs=1,
         logger=False,
         enable_progress_bar=False,
         gradient_clip_val=10.0,
     )
     last = output / "last.ckpt"
-    model = Segmenter(variant, width, seed)
-    trainer.fit(model, loaders["train"], loaders["valid"], ckpt_path=last if last.exists() else None)
+    scans = Scans(folder, batch, voxel_size, workers, seed)
+    trainer.fit(Segmenter(variant, width, seed), scans, ckpt_path=last if last.exists() else None)
     return trainer
 
 
