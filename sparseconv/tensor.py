@@ -196,7 +196,7 @@ class SparseTensor(Movable):
 
     @property
     def coords(self) -> Int32[torch.Tensor, "N 1+D"]:
-        """(N, 1+D) int32, the batch item first: those of the grid."""
+        """(N, 1+D) int32, the batch item first: the grid's own, which maps are made of; clone to change them."""
         return self.grid.coords
 
     @property

@@ -103,10 +103,11 @@ def test_public_modules_are_loaded_when_they_are_used():
         "before = [m for m in unused if f'sparseconv.{m}' in sys.modules];"
         "there = [getattr(sc, m).__name__ for m in sc.MODULES];"
         "print(before, there == [f'sparseconv.{m}' for m in sc.MODULES], 'triton' in sys.modules);"
-        "print([n for n in dir(sc) if n.startswith('_')], 'nn' in dir(sc), 'autograd' in dir(sc))"
+        "print([n for n in dir(sc) if n.startswith('_')], 'nn' in dir(sc), 'autograd' in dir(sc));"
+        "print(dir(sc.pointwise) == sorted(sc.pointwise.__all__))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["[] True False", "['__version__'] True False"]
+    assert done.stdout.splitlines() == ["[] True False", "['__version__'] True False", "True"]
     seen = [line.split()[-1] for line in (ROOT / "__init__.py").read_text().splitlines() if " as " in line]
     assert [name for name in seen if name in sparseconv.MODULES] == list(sparseconv.MODULES)
     with pytest.raises(AttributeError, match="module 'sparseconv' has no attribute 'convolve'"):

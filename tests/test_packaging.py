@@ -91,7 +91,7 @@ def test_a_bare_installation_has_its_command(tmp_path):
     hidden = tmp_path / "hidden"
     for package in ("typer", "rich"):
         (hidden / package).mkdir(parents=True)
-        text = f"raise ModuleNotFoundError('No module named {package!r}', name={package!r})"
+        text = f"raise ModuleNotFoundError('No module named {package}', name='{package}')"
         (hidden / package / "__init__.py").write_text(text)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (hidden, tmp_path)))}
     for asked, code, word in (("info", 0, "backends for a plan on cpu"), ("--version", 0, "0.1.0"), ("demo", 1, "")):

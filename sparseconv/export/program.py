@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +78,11 @@ def export(
         exported = torch.export.export(program, (coords, features), dynamic_shapes=({0: rows}, {0: rows}), strict=False)
         _compare(exported.module()(coords, features), program(coords, features))
     if path is not None:
-        torch.export.save(exported, Path(path))
+        path = Path(path)
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:  # whole or not at all, by no link
+            part = Path(folder) / path.name
+            torch.export.save(exported, part)
+            part.replace(path)
     return exported
 
 

@@ -91,4 +91,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OPERATIONS})
+    return sorted(__all__)

@@ -234,6 +234,18 @@ def test_refusals(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_writing_a_program_follows_no_link(tmp_path):
+    net, wrap = network("unet")
+    victim, out = tmp_path / "victim", tmp_path / "net.pt2"
+    victim.write_text("mine")
+    out.symlink_to(victim)
+    sc.export.export(net, scene(1), out, make=wrap)
+    assert victim.read_text() == "mine"
+    assert not out.is_symlink()
+    assert torch.export.load(out).module()(*scene(2)) is not None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["net.pt2", "victim"]
+
+
 def test_autocast_within_the_network():
     class Net(torch.nn.Module):
         def __init__(self):

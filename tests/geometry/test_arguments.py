@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import sparseconv as sc
+import sparseconv.interop.minkowski as ME
+import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import Boundary, ConvolutionPlan, IndexRange, VoxelGrid, nn
 from sparseconv.geometry.edges import find_edges
 from sparseconv.geometry.fixed_grid import FixedGrid
@@ -136,6 +138,8 @@ def test_a_missing_batch_column_is_named():
         lambda: VoxelGrid(voxels - 1),
         lambda: VoxelGrid(voxels, voxel_size=(0.1, 0.1, 0.2)),
         lambda: ConvolutionPlan(grid, (3, 3, 3)),
+        lambda: spconv.SparseConvTensor(x.features, voxels.int(), [8, 8, 8], 1),
+        lambda: ME.MinkowskiConvolution(4, 8, 3, dimension=3)(ME.SparseTensor(x.features, voxels.int())),
     ):
         with pytest.raises(ValueError, match=r"batch column: torch.nn.functional.pad\(coords, \(1, 0\)\)"):
             call()

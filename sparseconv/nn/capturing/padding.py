@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from sparseconv.nn.capturing.answer import CannotCapture
 from sparseconv.nn.capturing.joining import Joining, Watched
 from sparseconv.nn.fused.training import batch_norm_of_rows
-from sparseconv.torch_private import TorchDispatchMode, add_each
+from sparseconv.torch_private import TorchDispatchMode, add_each, pytree
 
 #: operations that wait for the device, or whose results have a size that only the device knows
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim")
@@ -110,7 +110,7 @@ class Guard(_Watching):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.overloadpacket.__name__
-        tensors = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         there = [t for t in tensors if t.device == self._device]
         place = _place() if there else None
         if place is not None:
@@ -136,7 +136,7 @@ class Seen(_Watching):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = function(*args, **(kwargs or {}))
-        self.made += [t for t in torch.utils._pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
+        self.made += [t for t in pytree.tree_leaves(found) if isinstance(t, torch.Tensor)]
         return found
 
 

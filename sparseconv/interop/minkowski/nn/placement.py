@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sparseconv.geometry.arguments import no_batch
 from sparseconv.interop.minkowski.kernel_generator import KernelGenerator
 from sparseconv.interop.minkowski.keys import CoordinateMapKey
 from sparseconv.interop.minkowski.sparse_tensor import SparseTensor
@@ -20,7 +21,8 @@ def check_input(input: Any, dimension: int | None) -> None:
     if not isinstance(input, SparseTensor):
         raise TypeError(f"the layer takes a SparseTensor of MinkowskiEngine's, not {described(input)}")
     if dimension not in (None, input.D):
-        raise ValueError(f"the layer has dimension={dimension}; the input has {input.D} axes")
+        advice = f". {no_batch(input.D)}" if dimension == input.D + 1 else ""
+        raise ValueError(f"the layer has dimension={dimension}; the input has {input.D} axes{advice}")
 
 
 def place_key(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparseconv.geometry.arguments import INTEGERS, checked_coords, own
+from sparseconv.geometry.arguments import INTEGERS, checked_coords, no_batch, own
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.arguments import axes, whole
 from sparseconv.interop.spconv.core import ConvAlgo
@@ -72,9 +72,10 @@ class SparseConvTensor(metaclass=Traced):
         self.indices = indices
         self.spatial_shape = whole(spatial_shape, "spatial_shape", 1)
         if len(self.spatial_shape) != indices.shape[1] - 1:
+            advice = f". {no_batch(indices.shape[1] - 1)}" if len(self.spatial_shape) == indices.shape[1] else ""
             raise ValueError(
                 f"spatial_shape {self.spatial_shape} must have one entry for each of the {indices.shape[1] - 1} axes "
-                f"of indices {tuple(indices.shape)}"
+                f"of indices {tuple(indices.shape)}{advice}"
             )
         (self.batch_size,) = whole([batch_size], "batch_size", 1)
         self.grid: torch.Tensor | None = torch.Tensor() if grid is None else grid
