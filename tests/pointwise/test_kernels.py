@@ -10,6 +10,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 import torch
+import triton
 from hypothesis import HealthCheck, given, settings
 
 import sparseconv.pointwise as pw
