@@ -142,7 +142,11 @@ def description(markdown: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Long lines of code go on under their own beginning, in tables after a sign. A picture leads to its full size."""
+    """Long lines of code go on under their own beginning, in tables after a sign. A picture leads to its full size.
+
+    A class whose one base is private shows none.
+    """
+    html = re.sub(r'<p class="doc doc-class-bases">\s*Bases: <code><span[^>]*>_\w+</span></code></p>', "", html)
     html = re.sub(r'<div class="language-text highlight">.*?</div>', _printed, html, flags=re.DOTALL)
     html = re.sub(r'<span id="[^"]*__span-[\d-]+">(?:<a [^>]*></a>)?([^\n]*)', _line, html)
     html = re.sub(r"<td.*?</td>", lambda cell: re.sub(r"<code>[^<]*", _breakable, cell[0]), html, flags=re.DOTALL)
