@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from sparseconv.streaming.planning import (
 )
 from sparseconv.streaming.ranks import Ranks
 from sparseconv.streaming.scene import Scene, lexicographic
-from sparseconv.streaming.store import Store, digest
+from sparseconv.streaming.store import Store, digest, touch
 from sparseconv.streaming.totals import BatchStatistics, Total
 from sparseconv.streaming.work import Inputs, Own, Result, TooLarge, Values, Work, clipped, own_box, wanted
 
@@ -77,6 +78,7 @@ class Run:
         ranks: Ranks,
     ) -> None:
         program, scene, device, sample = job.program, job.scene, job.device, job.sample
+        self.program = program
         self.out, self.learns, self.ranks = job.out, job.learns, ranks
         self.scene, self.budget, self.device, self.store = scene, budget, device, store
         self.pipeline: Direct | Overlapped = Direct(False)
@@ -94,9 +96,16 @@ class Run:
         self.peak = Peak(device)
         #: on a CPU, bytes of the last block's results, which a thread writes beside the next block
         self.leaving = 0
+        #: what makes the pages of results in host memory, while blocks are planned
+        self.touching: Thread | None = None
+        if device.type == "cuda" and store.folder is None and self.out is None:
+            self.arrays = {n: self._array(n) for n in program.results if program.steps[n].place == GRID}
+            self.touching = Thread(target=touch, args=(list(self.arrays.values()),))
+            self.touching.start()
         size, piece = scene.like.batch_size, piece_of(budget)
         count = len(scene)
-        part = max(1, min(MEASURED, budget // counting_bytes(program, program.needed)))
+        most = MORE if device.type == "cuda" else MEASURED
+        part = max(1, min(most, budget // counting_bytes(program, program.needed)))
         if part < LEAST and count:
             size_of_one, voxels = smallest(program, scene, self._grid, self.learns)
             if size_of_one > budget:
@@ -141,6 +150,8 @@ class Run:
         if any(len(plan) > 1 for plan in self.plans):
             self._count(self.ranks)
         self.before = self.peak.now()
+        if self.touching is not None:
+            self.touching.join()
         for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
             self._phase(number, phase, plan)
 
@@ -180,7 +191,7 @@ class Run:
     def _phase(self, number: int, phase: Phase, plan: list[Block]) -> None:
         steps = self.program.steps
         known = [output for output in phase.outputs if steps[output].place == GRID]
-        self.arrays.update((output, self._array(output)) for output in known)
+        self.arrays |= {output: self._array(output) for output in known if output not in self.arrays}
         work = Work(self.program, phase, self.shared, self.load, self.sizes, self.peak.mark)
         mine = [(at, plan[at]) for at in self.shares[number]]
         writes_files = self.out is not None or self.store.folder is not None

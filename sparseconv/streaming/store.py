@@ -20,6 +20,9 @@ from sparseconv.streaming.ranks import ALONE, Ranks
 #: how numbers are written that numpy has no name for
 NUMPY = {torch.bfloat16: np.dtype(np.int16)}
 
+#: bytes of a page of memory, at least
+PAGE = 4096
+
 
 class Store:
     """Arrays in memory, or memory-mapped files in ``folder``; pieces that blocks leave, and which blocks are done.
@@ -154,6 +157,12 @@ class Store:
             return self._pieces.get(name)
         path = self.folder / f"{name}.pt"
         return torch.load(path, weights_only=True) if path.exists() else None
+
+
+def touch(arrays: list[torch.Tensor]) -> None:
+    """Write to every page of arrays, so that the system makes it now, by all cores: what they hold is lost."""
+    for array in arrays:
+        array.view(-1).view(torch.uint8)[::PAGE].zero_()
 
 
 def _written(path: Path, data: bytes) -> None:

@@ -86,7 +86,8 @@ class Overlapped(_Leaving):
         super().__init__()
         self.device = device
         self._compute = torch.cuda.current_stream(device)
-        self._into, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        # small work between the large kernels of the compute
+        self._into, self._out = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
         self._readers = ThreadPoolExecutor(1, "stream-in")
 
     def __enter__(self) -> Overlapped:
@@ -162,7 +163,10 @@ class Overlapped(_Leaving):
         if coming is not None:
             rows, pinned, event = coming
             event.synchronize()
-            into[rows] = pinned.to(into.device)
+            values = pinned.to(into.device)
+            if is_wide(into):
+                into, values = (t.view(len(t), -1).view(torch.int64) for t in (into, values))
+            into[rows] = values
 
     def _copied(self, values: torch.Tensor) -> torch.Tensor:
         if not values.is_cuda:
@@ -171,6 +175,12 @@ class Overlapped(_Leaving):
         pinned.copy_(values, non_blocking=True)
         values.record_stream(self._out)
         return pinned
+
+
+def is_wide(values: torch.Tensor) -> bool:
+    """Whether rows can be moved as numbers of eight bytes, which takes less time than by smaller ones."""
+    row, before = values[:1].nbytes, values.storage_offset() * values.itemsize
+    return values.is_contiguous() and row > 0 and not any(n % 8 for n in (row, before, values.data_ptr()))
 
 
 def _pieces(rows: torch.Tensor, values: torch.Tensor) -> Iterator[slice]:
