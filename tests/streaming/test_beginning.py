@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from sparseconv.streaming import blocks as trees
 from sparseconv.streaming import cells, run
 from sparseconv.streaming.blocks import Blocks, within
 from sparseconv.streaming.device.peak import Peak
-from sparseconv.streaming.store import Store
+from sparseconv.streaming.device.pipeline import is_wide
+from sparseconv.streaming.store import Store, touch
 
 
 def shell(side: int) -> torch.Tensor:
@@ -106,6 +108,41 @@ def test_rows_in_boxes(piece, spare, limits):
         want = within(coords, box).nonzero().flatten()
         assert torch.equal(rows.sort().values, want)
         assert len(want) <= blocks.most_in(box) <= len(coords)
+
+
+@pytest.mark.parametrize(
+    ("shape", "want"),
+    [
+        ((1, 15_000, 15_000, 140), [0, 6, 6, 6]),
+        ((8, 64, 64, 64), [0, 1, 1, 1]),
+        ((1, 10**6, 1, 1), [0, 2, 0, 0]),
+        ((10**6, 2, 2, 1), [4, 0, 0, 0]),
+    ],
+)
+def test_cells_are_as_near_cubes_as_may_be(shape, want):
+    box = sc.IndexRange.of_shape(shape)
+    shifts = cells.shifts_for(box, 2**18)
+    assert shifts == want
+    assert math.prod(-(-n >> s) if s else n for n, s in zip(shape, shifts)) <= 2**18
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.complex64, torch.bool])
+def test_rows_of_eight_bytes_are_told(dtype):
+    rows = torch.zeros(6, 16).to(dtype)
+    assert is_wide(rows)
+    assert is_wide(rows[2:])
+    assert torch.equal(rows.view(6, -1).view(torch.int64).view(dtype).view(rows.shape), rows)
+    assert not is_wide(rows[:0])
+    assert not is_wide(rows.t())
+    if dtype.itemsize < 8:
+        assert not is_wide(rows[:, :3].contiguous())
+        assert not is_wide(rows.flatten()[1:81].view(5, 16))
+
+
+def test_pages_of_arrays_are_made():
+    arrays = [torch.ones(shape, dtype=torch.uint8) for shape in ((0, 4), (3, 4), (5000, 4))]
+    touch(arrays)
+    assert [int(array.sum()) for array in arrays] == [0, 11, 20_000 - 5]
 
 
 @pytest.mark.parametrize("count", [1, 3, 700, 70_000])

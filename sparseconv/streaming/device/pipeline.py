@@ -86,8 +86,7 @@ class Overlapped(_Leaving):
         super().__init__()
         self.device = device
         self._compute = torch.cuda.current_stream(device)
-        # small work between the large kernels of the compute
-        self._into, self._out = torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device, priority=-1)
+        self._into, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._readers = ThreadPoolExecutor(1, "stream-in")
 
     def __enter__(self) -> Overlapped:
@@ -103,7 +102,8 @@ class Overlapped(_Leaving):
         """Each item with what is prepared for it, on the stream of the way in; the current stream waits for that."""
 
         def prepared(item: Item) -> tuple[Ready, torch.cuda.Event]:
-            with torch.cuda.device(self.device), torch.cuda.stream(self._into):
+            # whether gradients are made, each thread says for itself
+            with torch.no_grad(), torch.cuda.device(self.device), torch.cuda.stream(self._into):
                 made = prepare(item)
                 return made, self._into.record_event()
 
