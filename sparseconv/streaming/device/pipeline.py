@@ -102,8 +102,7 @@ class Overlapped(_Leaving):
         """Each item with what is prepared for it, on the stream of the way in; the current stream waits for that."""
 
         def prepared(item: Item) -> tuple[Ready, torch.cuda.Event]:
-            # whether gradients are made, each thread says for itself
-            with torch.no_grad(), torch.cuda.device(self.device), torch.cuda.stream(self._into):
+            with torch.cuda.device(self.device), torch.cuda.stream(self._into):
                 made = prepare(item)
                 return made, self._into.record_event()
 
@@ -116,6 +115,7 @@ class Overlapped(_Leaving):
             torch.cuda.current_stream(self.device).wait_event(event)
             yield item, made
 
+    @torch.no_grad()  # each thread says so for itself, and features may want a gradient
     def gathered(self, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a tensor in host memory, gathered in pinned memory, on their way to the device."""
         if source.is_cuda:
