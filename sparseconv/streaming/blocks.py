@@ -23,7 +23,7 @@ from sparseconv.streaming.store import Store
 CELLS = 2**18
 #: rows of one owner one after another, on average, from which on they are ordered together
 RUN = 8
-#: threads that put rows in their places, and pieces that wait for them
+#: threads that put rows in their places where a card sorts, and pieces that wait for them
 PLACERS = 8
 #: bytes of a row while its block is looked for
 ROW_BYTES = 96
@@ -255,7 +255,10 @@ class Blocks:
                 else:
                     rows = on_host(order.to(self.order.dtype).add_(at))
                 counts = torch.bincount(owners, minlength=len(ends)).tolist()
-                placing.append(pool.submit(_place, rows.numpy(), counts, into.numpy(), ends))
+                if self.device.type == "cpu":  # where a thread's stack would count in the budget
+                    _place(rows.numpy(), counts, into.numpy(), ends)
+                else:
+                    placing.append(pool.submit(_place, rows.numpy(), counts, into.numpy(), ends))
                 ends = [to + count for to, count in zip(ends, counts)]
                 if len(placing) >= PLACERS:
                     placing.pop(0).result()
