@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import torch
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.boxes import FAR, union
 from sparseconv.streaming.cells import Histogram, Tree, cells_of, halve, inside, shifts_for, side, trimmed, voxels_of
+from sparseconv.streaming.device.pipeline import Direct, pipeline_of
 from sparseconv.streaming.ranks import ALONE, Ranks
 from sparseconv.streaming.store import Store
 
@@ -21,6 +23,8 @@ from sparseconv.streaming.store import Store
 CELLS = 2**18
 #: rows of one owner one after another, on average, from which on they are ordered together
 RUN = 8
+#: threads that put rows in their places where a card sorts, and pieces that wait for them
+PLACERS = 8
 #: bytes of a row while its block is looked for
 ROW_BYTES = 96
 
@@ -142,29 +146,26 @@ class Blocks:
         return there
 
     def rows_in(self, box: IndexRange) -> Found:
-        """The voxels in a box, block after block."""
+        """The voxels in a box: those of whole leaves, one after another, and then those of leaves that it cuts."""
         there = self._meets(box).nonzero()[0]
         starts, ends = self._starts[there], self._ends[there]
         inner = np.logical_and.reduce(np.hstack((starts >= np.array(box.start), ends <= np.array(box.end))), axis=1)
-        runs = _runs(self._rows[there], inner)
-        cut = [None if whole else self._part(first, last, box) for first, last, whole in runs]
-        counts = [last - first if part is None else len(part) for (first, last, _), part in zip(runs, cut)]
-        rows = torch.empty(sum(counts), dtype=torch.int64)
+        whole = _runs(self._rows[there[inner]])
+        part = self._part(_runs(self._rows[there[~inner]]), box)
+        counts = [last - first for first, last in whole]
+        rows = torch.from_numpy(np.empty(sum(counts) + len(part), np.int64))  # numpy asks for large pages
         ranges, done = [], 0
-        for (first, last, whole), part, count in zip(runs, cut, counts):
-            rows[done : done + count] = self.order[first:last] if part is None else part
-            if whole:
-                ranges.append((first, last, done))
+        for (first, last), count in zip(whole, counts):
+            rows[done : done + count] = self.order[first:last]
+            ranges.append((first, last, done))
             done += count
+        rows[done:] = part
         return Found(rows, ranges)
 
-    def _part(self, first: int, last: int, box: IndexRange) -> torch.Tensor:
-        """Which of the rows first to last of the order lie in a box."""
-        found = []
-        for at in range(first, last, self.piece):
-            rows = self.order[at : min(at + self.piece, last)]
-            coords = self._coords(at, at + len(rows))
-            found.append(rows[within(coords, box).nonzero().flatten().cpu()])
+    def _part(self, runs: list[tuple[int, int]], box: IndexRange) -> torch.Tensor:
+        """Which of the rows of these ranges of the order lie in a box."""
+        rows = torch.cat([self.order[:0], *(self.order[first:last] for first, last in runs)])
+        found = [part[within(self._at(part), box).nonzero().flatten().cpu()] for part in rows.split(self.piece)]
         return torch.cat(found)
 
     def _cut(
@@ -189,8 +190,8 @@ class Blocks:
         keys: list[torch.Tensor] = []
         begin, end = (first + (last - first) * part // ranks.size for part in (ranks.rank, ranks.rank + 1))
         with ranks.together():
-            for at in range(begin, end, self.piece):
-                key = cells_of(self._coords(at, min(at + self.piece, end)), start, shape, shifts)
+            for coords in self._read(begin, end):
+                key = cells_of(coords, start, shape, shifts)
                 counts += torch.bincount(key, minlength=len(counts))
                 if 4 * (end - begin) <= self.spare_bytes:
                     keys.append(key)
@@ -242,37 +243,55 @@ class Blocks:
         assert into is not None
         begin, end = span
         owner = owner.to(self.device, torch.int16 if len(ends) < 2**15 else torch.int32)
-        target = into.numpy()
-        for at in range(begin, end, self.piece):
-            until = min(at + self.piece, end)
-            key = keys.pop(0) if keys else cells_of(self._coords(at, until), *cells)
-            owners = torch.index_select(owner, 0, key)
-            order = grouped(owners, len(ends))
-            if self._is_sorted:
-                rows = torch.index_select(self.order[at:until], 0, on_host(order.to(torch.int32))).numpy()
-            else:
-                rows = on_host(order.to(self.order.dtype).add_(at)).numpy()
-            taken = 0
-            for number, count in enumerate(torch.bincount(owners, minlength=len(ends)).tolist()):
-                if count:
-                    to, ends[number] = ends[number], ends[number] + count
-                    target[to : to + count] = rows[taken : taken + count]
-                    taken += count
+        placing: list[Future[None]] = []
+        with ThreadPoolExecutor(PLACERS) as pool:
+            for at in range(begin, end, self.piece):
+                until = min(at + self.piece, end)
+                key = keys.pop(0) if keys else cells_of(self._coords(at, until), *cells)
+                owners = torch.index_select(owner, 0, key)
+                order = grouped(owners, len(ends))
+                if self._is_sorted:
+                    rows = torch.index_select(self.order[at:until], 0, on_host(order.to(torch.int32)))
+                else:
+                    rows = on_host(order.to(self.order.dtype).add_(at))
+                counts = torch.bincount(owners, minlength=len(ends)).tolist()
+                if self.device.type == "cpu":  # where a thread's stack would count in the budget
+                    _place(rows.numpy(), counts, into.numpy(), ends)
+                else:
+                    placing.append(pool.submit(_place, rows.numpy(), counts, into.numpy(), ends))
+                ends = [to + count for to, count in zip(ends, counts)]
+                if len(placing) >= PLACERS:
+                    placing.pop(0).result()
+            for one in placing:
+                one.result()
         if self._is_sorted:
             self.order[begin:end] = into[begin:end]
         self._is_sorted = True
 
+    def _read(self, first: int, last: int) -> Iterator[torch.Tensor]:
+        """Coords of rows of the order piece by piece; on a GPU, the next comes while one is used."""
+        spans = [(at, min(at + self.piece, last)) for at in range(first, last, self.piece)]
+        with pipeline_of(self.device, False) if len(spans) > 1 else Direct(False) as pipeline:
+            for _, coords in pipeline.ahead(spans, lambda span: self._coords(*span)):
+                if coords.is_cuda:
+                    coords.record_stream(torch.cuda.current_stream(self.device))
+                yield coords
+
     def _coords(self, first: int, last: int) -> torch.Tensor:
         """Coords of some rows of the order, on the device that sorts them."""
-        if not self._is_sorted and self.device.type == "cpu":
-            return self.coords[first:last].to(self.device)
-        if self.coords.device.type != "cpu" or self.device.type == "cpu":
-            return torch.index_select(self.coords, 0, self.order[first:last].to(self.coords.device)).to(self.device)
-        staged = torch.empty((last - first, self.coords.shape[1]), dtype=self.coords.dtype, pin_memory=True)
         if self._is_sorted:
-            torch.index_select(self.coords, 0, self.order[first:last], out=staged)
-        else:
-            staged.copy_(self.coords[first:last])
+            return self._at(self.order[first:last])
+        coords = self.coords[first:last]
+        if coords.device.type == "cpu" and self.device.type != "cpu":
+            coords = torch.empty(coords.shape, dtype=coords.dtype, pin_memory=True).copy_(coords)
+        return coords.to(self.device, non_blocking=True)
+
+    def _at(self, rows: torch.Tensor) -> torch.Tensor:
+        """Coords of rows of the scene, on the device that sorts them."""
+        if self.coords.device.type != "cpu" or self.device.type == "cpu":
+            return torch.index_select(self.coords, 0, rows.to(self.coords.device)).to(self.device)
+        staged = torch.empty((len(rows), self.coords.shape[1]), dtype=self.coords.dtype, pin_memory=True)
+        torch.index_select(self.coords, 0, rows, out=staged)
         return staged.to(self.device, non_blocking=True)
 
 
@@ -311,6 +330,15 @@ def on_host(values: torch.Tensor) -> torch.Tensor:
     return pinned
 
 
+def _place(rows: np.ndarray, counts: list[int], into: np.ndarray, starts: list[int]) -> None:
+    """Put groups of so many rows, one after another, where each of them starts."""
+    taken = 0
+    for to, count in zip(starts, counts):
+        if count:
+            into[to : to + count] = rows[taken : taken + count]
+            taken += count
+
+
 def grouped(owners: torch.Tensor, count: int) -> torch.Tensor:
     """The order that groups rows by their owners, numbers below ``count``, each group in its old order.
 
@@ -335,13 +363,13 @@ def grouped(owners: torch.Tensor, count: int) -> torch.Tensor:
     return torch.from_numpy((packed & kind((1 << bits) - 1)).astype(np.int32))
 
 
-def _runs(rows: np.ndarray, inner: np.ndarray) -> list[tuple[int, int, bool]]:
-    """Ranges of rows that lie side by side, joined where they are alike."""
-    made: list[tuple[int, int, bool]] = []
-    for (first, last), whole in zip(rows.tolist(), inner.tolist()):
-        if made and made[-1][1:] == (first, whole):
+def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
+    """Ranges of rows, joined where they lie side by side."""
+    made: list[tuple[int, int]] = []
+    for first, last in rows.tolist():
+        if made and made[-1][1] == first:
             first = made.pop()[0]
-        made.append((first, last, whole))
+        made.append((first, last))
     return made
 
 

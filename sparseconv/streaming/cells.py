@@ -89,13 +89,18 @@ def voxels_of(cells: IndexRange | None, start: list[int], shifts: list[int]) -> 
 
 
 def shifts_for(tight: IndexRange, most: int) -> list[int]:
-    """How many bits of each coordinate a cell leaves out, so that there are at most so many cells."""
+    """How many bits of each coordinate a cell leaves out, so that there are at most so many cells.
+
+    Cells are as near cubes as may be; items of a batch share one only where there are more of them than cells a side.
+    """
     shifts = [0] * tight.rank
     while True:
         shape = [((e - 1) >> s) - (a >> s) + 1 for a, e, s in zip(tight.start, tight.end, shifts)]
         if math.prod(shape) <= most:
             return shifts
         longest = max(range(tight.rank), key=lambda axis: shape[axis])
+        if longest:
+            longest = min((a for a, n in enumerate(shape) if a and n > 1), key=lambda a: (shifts[a], -shape[a]))
         shifts[longest] += 1
 
 

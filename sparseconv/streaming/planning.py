@@ -156,7 +156,7 @@ class _Sizes:
         return self._known[block.box]
 
     def fits(self, most: float, block: Block) -> bool:
-        return self.of(block) <= most
+        return block.size <= most and self.of(block) <= most
 
 
 def _planned(

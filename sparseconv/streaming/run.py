@@ -96,7 +96,8 @@ class Run:
         self.leaving = 0
         size, piece = scene.like.batch_size, piece_of(budget)
         count = len(scene)
-        part = max(1, min(MEASURED, budget // counting_bytes(program, program.needed)))
+        most = MORE if device.type == "cuda" else MEASURED
+        part = max(1, min(most, budget // counting_bytes(program, program.needed)))
         if part < LEAST and count:
             size_of_one, voxels = smallest(program, scene, self._grid, self.learns)
             if size_of_one > budget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,22 @@ def test_rows_in_boxes(piece, spare, limits):
         want = within(coords, box).nonzero().flatten()
         assert torch.equal(rows.sort().values, want)
         assert len(want) <= blocks.most_in(box) <= len(coords)
+
+
+@pytest.mark.parametrize(
+    ("shape", "want"),
+    [
+        ((1, 15_000, 15_000, 140), [0, 6, 6, 6]),
+        ((8, 64, 64, 64), [0, 1, 1, 1]),
+        ((1, 10**6, 1, 1), [0, 2, 0, 0]),
+        ((10**6, 2, 2, 1), [4, 0, 0, 0]),
+    ],
+)
+def test_cells_are_as_near_cubes_as_may_be(shape, want):
+    box = sc.IndexRange.of_shape(shape)
+    shifts = cells.shifts_for(box, 2**18)
+    assert shifts == want
+    assert math.prod(-(-n >> s) if s else n for n, s in zip(shape, shifts)) <= 2**18
 
 
 @pytest.mark.parametrize("count", [1, 3, 700, 70_000])

@@ -115,6 +115,7 @@ class Overlapped(_Leaving):
             torch.cuda.current_stream(self.device).wait_event(event)
             yield item, made
 
+    @torch.no_grad()  # each thread says so for itself, and features may want a gradient
     def gathered(self, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a tensor in host memory, gathered in pinned memory, on their way to the device."""
         if source.is_cuda:
