@@ -104,9 +104,10 @@ def works(arch: int, everything: bool) -> list[Work]:
     if not everything:
         return few
     many = []
-    for dtype in NAMES:
+    for dtype in (dtype for dtype in NAMES if dtype in eighths or dtype not in EIGHT_BITS):
         for c_in, c_out in ((16, 16), (32, 32), (64, 64), (128, 128), (256, 256), (512, 512), (40, 72), (96, 192)):
-            many.append(replace(base, dtype=dtype, group_in=c_in, group_out=c_out))
+            aligned = c_in * dtype.itemsize % 16 == c_out * dtype.itemsize % 16 == 0
+            many.append(replace(base, dtype=dtype, group_in=c_in, group_out=c_out, aligned=aligned))
         many.append(replace(base, dtype=dtype, group_in=4, group_out=32, aligned=False))
         many.append(replace(base, dtype=dtype, group_in=1, group_out=1, groups=64))
         many.append(replace(base, dtype=dtype, group_in=32, group_out=32, groups=4))

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -15,8 +16,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 #: the cards that have kernels of their own; all others are slow
 QUICK = {90}
-#: bytes a thread may keep in local memory: a few words set aside before the loop, no accumulator
-STACK = 16
+#: bytes a thread may keep in local memory: a few words set aside before the loop, no accumulator; before Triton 3.9,
+#: fp32 with a bias keeps up to 28 words
+STACK, STACK_BEFORE = 16, 112
 
 
 def compiled(arch: int, *more: str) -> list[dict]:
@@ -29,11 +31,12 @@ def compiled(arch: int, *more: str) -> list[dict]:
 
 def check(arch: int, kernels: list[dict]) -> None:
     assert kernels
+    before = tuple(map(int, version("triton").split(".")[:2])) < (3, 9)
     for kernel in kernels:
-        assert kernel["spill"] <= STACK, kernel
-        assert kernel["shared"] <= SHARED[arch], kernel
         half = kernel["dtype"] != "torch.float32"
-        if half and min(kernel["channels"][:2]) >= 16:
+        assert kernel["spill"] <= (STACK if half or not before else STACK_BEFORE), kernel
+        assert kernel["shared"] <= SHARED[arch], kernel
+        if half and kernel["aligned"] and min(kernel["channels"][:2]) >= 16:
             assert kernel["copies"] > 0, kernel  # the rows come asynchronously, 16 bytes at a time
         if half and arch == 90 and (kernel["gluon"] or kernel["kernel"] == "conv_kernel"):
             # wgmma takes 64 rows of a product at least; of 32, mma multiplies no zeros

@@ -131,6 +131,16 @@ def test_small_tori_in_triton(extent: int, kernel: int) -> None:
     compare(plan, (extent,), (kernel,), dtype=torch.float32)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["absent", "forbid", "periodic"])
+def test_every_kernel_on_every_line_in_triton(kind: str) -> None:
+    """Its kernels have no fp64, and so no gradcheck: the oracle's three results in fp32 stand for it."""
+    for extent, kernel in itertools.product(SIZES, SIZES):
+        edge = boundary(kind, (extent,))
+        plan = sc.ConvolutionPlan(scene((extent,)), kernel, boundary=edge, backend="triton_implicit_gemm")
+        compare(plan, (extent,), (kernel,), dtype=torch.float32)
+
+
 @pytest.mark.parametrize("kind", ["absent", "periodic"])
 def test_a_mirror_is_a_permutation_that_reverses_every_edge(kind: str) -> None:
     seen = 0
