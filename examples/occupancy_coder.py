@@ -204,7 +204,7 @@ def train(
 def main(
     data: Annotated[Path | None, typer.Option(help="The folder 'dataset' of SemanticKITTI.")] = None,
     stand_in: bool = typer.Option(False, "--stand-in", help="Train on a small generated set of the same layout."),
-    epochs: int = typer.Option(None, help="50, and 8 for the stand-in."),
+    epochs: int = typer.Option(None, help="50, and 20 for the stand-in."),
     batch: int = typer.Option(None, help="Scans a batch: 2, and 1 for the stand-in."),
     width: int = typer.Option(None, help="Channels: 64, and 32 for the stand-in."),
     voxel_size: float = typer.Option(None, help="[m]: 0.02, and 0.25 for the stand-in."),
@@ -214,7 +214,7 @@ def main(
 ) -> None:
     """Compress LiDAR scans without loss; run it again to continue."""
     with data_folder(data, stand_in, stand_in_set.write) as folder:
-        size = (8, 1, 32, 0.25) if stand_in else (50, 2, 64, 0.02)
+        size = (20, 1, 32, 0.25) if stand_in else (50, 2, 64, 0.02)
         size = [given or default for given, default in zip((epochs, batch, width, voxel_size), size)]
         run, table = train(folder, output, *size, workers, seed)
     print(run.summary("bits_a_voxel", table))
