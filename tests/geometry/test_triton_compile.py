@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
+from typing import Any
 
 import pytest
+
+pytest.importorskip("triton")
 
 SCRIPT = """
 import re
@@ -31,7 +35,7 @@ from sparseconv.gpu.radix_sort import sort
 from tests.backends.aot import spill_bytes
 
 #: bytes that a thread may set aside; the fused kernel's 128 registers are given out less well before Triton 3.9
-SPILL, SPILL_BEFORE = 16, 96
+SPILL, SPILL_BEFORE = 16, 40
 #: what reads or writes memory that another launch may have written or may read
 MEMORY = r"\\b(?:ld|st|atom|red|cp)\\.(?!param|shared)[\\w.:]+"
 NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
@@ -130,6 +134,15 @@ def compile_for(arch: int, share: int = 0, shares: int = 1, more: bool = True) -
     assert int(run.stdout) >= 37 // shares
 
 
+def known_to_spill(arch: int) -> Any:
+    """A card, marked where a kernel is known to keep more of a thread in local memory than the bound."""
+    is_new = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
+    words = (
+        {86: "jobs_kernel, 24 bytes", 89: "jobs_kernel, 24 bytes"} if is_new else {120: "the fused kernel, 96 bytes"}
+    )
+    return pytest.param(arch, marks=pytest.mark.xfail(reason=words[arch], strict=True) if arch in words else ())
+
+
 @pytest.mark.parametrize("share", range(SHARES))
 def test_kernels_compile_for_hopper(share: int) -> None:
     compile_for(90, share, SHARES, more=False)
@@ -137,6 +150,6 @@ def test_kernels_compile_for_hopper(share: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("arch", [known_to_spill(arch) for arch in (80, 86, 89, 90, 100, 120)])
 def test_all_forms_compile_for_all_cards(arch: int) -> None:
     compile_for(arch)
