@@ -3,9 +3,11 @@
 Prints the time of the streamed run and of its parts, and its peak of memory. ``--resident 20e6`` runs such a scene as a
 whole, its voxels and features on the device: a voxel's time of the network and its maps alone. ``--whole`` compares the
 bits with those of the whole scene, where that fits. ``--worlds 1 --worlds 2`` runs one rank, then two over
-the same scene (strong) and over a scene twice as large (weak), each on its own card:
+the same scene (strong) and over a scene twice as large (weak), each on its own card. ``--mapped DIR`` keeps the scene in
+mapped files there, and compares a strip of its result with the network's result for the voxels near that strip:
 
     python -m benchmarks.streaming --worlds 1 --worlds 2 --voxels 100e6 --budget 4e9 --out benchmarks/results/X.json
+    python -m benchmarks.streaming --mapped /tmp/scene --voxels 1e9 --budget 19e9 --out benchmarks/results/X.json
 
 The second of two runs counts, so that nothing is compiled in it. Without a card it runs over gloo, to be tried out.
 """
@@ -23,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import typer
@@ -44,20 +47,62 @@ BEGINNING = {
 }
 
 
-def shell(voxels: int, channels: int, dtype: torch.dtype) -> sc.SparseTensor:
-    """A wavy surface in host memory, its rows in lexicographic order."""
-    side = int(voxels**0.5)
-    a, b = torch.arange(side, dtype=torch.int32)[:, None], torch.arange(side, dtype=torch.int32)[None]
+#: voxels that a mapped scene's strip has, and lines of voxels at its side that are not compared
+STRIP, REACH = 20_000_000, 256
+
+
+def surface(side: int, first: int, last: int) -> torch.Tensor:
+    """Coordinates of some lines of a wavy surface of so many voxels a side, in lexicographic order."""
+    a, b = torch.arange(first, last, dtype=torch.int32)[:, None], torch.arange(side, dtype=torch.int32)[None]
     height = (40 * torch.sin(a / 60) + 30 * torch.cos(b / 80)).int()
-    coords = torch.stack([torch.zeros_like(height), a.expand_as(height), b.expand_as(height), height], -1).view(-1, 4)
+    return torch.stack([torch.zeros_like(height), a.expand_as(height), b.expand_as(height), height], -1).view(-1, 4)
+
+
+def noise(voxels: int, channels: int, dtype: torch.dtype) -> torch.Tensor:
+    """Repeated, since noise for all of them takes long; the same on every rank."""
+    some = torch.randn(min(voxels, 2**20), channels, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return some.repeat(-(-voxels // len(some)), 1)[:voxels]
+
+
+def shell(voxels: int, channels: int, dtype: torch.dtype) -> sc.SparseTensor:
+    """A wavy surface in host memory."""
+    side = int(voxels**0.5)
+    coords = surface(side, 0, side)
     low, high = torch.aminmax(coords[:, 3])
     box = sc.IndexRange((0, 0, int(low)), (side, side, int(high) + 1))
     like = sc.VoxelGrid(coords[:1], 1)  # the rows are distinct by construction, and a check would sort all of them
-    grid = like._known(coords, box)
-    # repeated: noise for all of them takes long; the same on every rank
-    features = torch.randn(min(len(coords), 2**20), channels, generator=torch.Generator().manual_seed(0)).to(dtype)
-    times = -(-len(coords) // len(features))
-    return sc.SparseTensor(grid, features.repeat(times, 1)[: len(coords)])
+    return sc.SparseTensor(like._known(coords, box), noise(len(coords), channels, dtype))
+
+
+def files(folder: Path, voxels: int, channels: int, dtype: torch.dtype) -> tuple[np.memmap, np.memmap]:
+    """The same surface as two files that are mapped to be read: coordinates of the fewest bytes, and features."""
+    folder.mkdir(parents=True, exist_ok=True)
+    side = int(voxels**0.5)
+    kinds = {"coords": np.int16 if side < 2**15 else np.int32, "features": torch.empty(0, dtype=dtype).numpy().dtype}
+    widths = {"coords": 4, "features": channels}
+    made = {n: np.lib.format.open_memmap(folder / f"{n}.npy", "w+", kinds[n], (side * side, widths[n])) for n in kinds}
+    lines = max(1, 2**22 // side)
+    some = noise(lines * side, channels, dtype).numpy()
+    for first in range(0, side, lines):
+        last = min(side, first + lines)
+        made["coords"][first * side : last * side] = surface(side, first, last).numpy()
+        made["features"][first * side : last * side] = some[: (last - first) * side]
+    del made
+    coords, features = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in kinds)
+    return coords, features
+
+
+def strip_is_equal(net: nn.UNet, scene: tuple[np.memmap, np.memmap], got: torch.Tensor) -> bool:
+    """Whether the first lines of a streamed result are the bits of the network's result for these lines alone."""
+    side, device = int(len(got) ** 0.5), next(net.parameters()).device
+    lines = min(side, STRIP // side)
+    inner = side if lines == side else lines - REACH
+    if inner <= 0:
+        raise ValueError(f"a strip of {lines} lines has nothing that {REACH} lines at its side do not reach")
+    coords, features = (torch.from_numpy(np.array(part[: lines * side])).to(device) for part in scene)
+    with torch.no_grad():
+        want = net(sc.SparseTensor(sc.VoxelGrid(coords.int(), 1), features)).features[: inner * side]
+    return torch.equal(want.cpu(), got[: inner * side])
 
 
 @contextmanager
@@ -113,6 +158,7 @@ def measure(
     resident: int,
     channels: int,
     world: int,
+    mapped: Path | None,
 ) -> dict[str, Any]:
     """One scene by the ranks that are there: the second of two runs."""
     torch.manual_seed(0)
@@ -120,7 +166,7 @@ def measure(
     group = dist.group.WORLD if world > 1 else None
     on_gpu = device.type == "cuda"
 
-    def streamed_once(x: sc.SparseTensor) -> tuple[sc.SparseTensor, dict[str, Any]]:
+    def streamed_once(x: Any) -> tuple[Any, dict[str, Any]]:
         seen: list[tuple[int, float]] = []
         begun = time.perf_counter()
         with parts() as spent:
@@ -135,7 +181,8 @@ def measure(
         return y, {"seconds": seconds, "first_block_s": seen[0][1], "blocks": seen[-1][0], "parts_s": spent}
 
     with torch.no_grad():
-        x = shell(voxels, 4, kind)
+        x: Any = shell(voxels, 4, kind) if mapped is None else files(mapped, voxels, 4, kind)
+        count = len(x.grid) if mapped is None else len(x[0])
         streamed_once(x)  # what is compiled and tuned once, for maps of this size
         if on_gpu:
             torch.cuda.synchronize()
@@ -148,13 +195,15 @@ def measure(
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
         if resident:
             fits = shell(resident, 4, kind)
-            found["alone_s"] = alone(net, fits) * len(x.grid) / len(fits.grid)
+            found["alone_s"] = alone(net, fits) * count / len(fits.grid)
             del fits
+        if mapped is not None:
+            found |= {"same_bits_of_a_strip": strip_is_equal(net, x, y), "files": str(x[0].dtype)}
         if whole:
             begun = time.perf_counter()
             want = net(x.to(device)).features.cpu()
             found |= {"whole_s": time.perf_counter() - begun, "same_bits": torch.equal(y.features, want)}
-    return found | {"voxels": len(x.grid), "budget": budget, "channels": channels, "dtype": str(kind)}
+    return found | {"voxels": count, "budget": budget, "channels": channels, "dtype": str(kind)}
 
 
 def worker(rank: int, world: int, port: int, jobs: list[tuple[str, int]], options: dict[str, Any], table: Any) -> None:
@@ -168,7 +217,7 @@ def worker(rank: int, world: int, port: int, jobs: list[tuple[str, int]], option
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=300))
-    names = ("budget", "kind", "whole", "resident", "channels")
+    names = ("budget", "kind", "whole", "resident", "channels", "mapped")
     settings = {name: options[name] for name in names} | {"device": device, "world": world}
     for name, voxels in jobs:
         found = measure(voxels, **settings)
@@ -195,14 +244,18 @@ def main(
     channels: Annotated[int, typer.Option(help="Width of the finest level.")] = 32,
     worlds: Annotated[list[int], typer.Option(help="Numbers of ranks.")] = [1],  # noqa: B006 (typer copies it)
     weak: Annotated[bool, typer.Option(help="Also scenes that grow with the ranks.")] = True,
+    mapped: Annotated[Path | None, typer.Option(help="A folder for the scene's files; of one rank.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON; other rows of an earlier run stay.")] = None,
 ) -> None:
     options = {"budget": int(budget), "kind": getattr(torch, dtype), "device": device, "whole": whole}
-    options |= {"channels": channels, "resident": int(resident)}
+    options |= {"channels": channels, "resident": int(resident), "mapped": mapped}
+    if mapped is not None and (whole or list(worlds) != [1]):
+        raise typer.BadParameter("--mapped is for one rank, and without --whole")
+    kind_of_run = "strong" if mapped is None else "mapped"
     with torch.multiprocessing.get_context("spawn").Manager() as manager:
         shared = manager.dict()
         for world in worlds:
-            jobs = [("strong", int(voxels))] + ([("weak", int(voxels) * world)] if weak and world > 1 else [])
+            jobs = [(kind_of_run, int(voxels))] + ([("weak", int(voxels) * world)] if weak and world > 1 else [])
             with socket.socket() as s:
                 s.bind(("127.0.0.1", 0))
                 port = s.getsockname()[1]
@@ -225,6 +278,8 @@ def main(
             )
         if "same_bits" in row:
             print(f"  whole {row['whole_s']:.2f} s, same bits: {row['same_bits']}")
+        if "same_bits_of_a_strip" in row:
+            print(f"  from mapped files ({row['files']}); same bits of a strip: {row['same_bits_of_a_strip']}")
         if "speedup" in row or "efficiency" in row:
             print(f"  against one rank: {row.get('speedup', row.get('efficiency')):.3f}")
     if out is not None:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.streaming.boxes import FAR, union
+from sparseconv.streaming.boxes import FAR, union, within
 from sparseconv.streaming.cells import Histogram, Tree, cells_of, halve, inside, shifts_for, side, trimmed, voxels_of
-from sparseconv.streaming.device.pipeline import Direct, pipeline_of
+from sparseconv.streaming.device.pipeline import Direct, pipeline_of, to_device
 from sparseconv.streaming.ranks import ALONE, Ranks
 from sparseconv.streaming.store import Store
 
@@ -289,7 +289,8 @@ class Blocks:
     def _at(self, rows: torch.Tensor) -> torch.Tensor:
         """Coords of rows of the scene, on the device that sorts them."""
         if self.coords.device.type != "cpu" or self.device.type == "cpu":
-            return torch.index_select(self.coords, 0, rows.to(self.coords.device)).to(self.device)
+            rows = to_device(rows, len(self.coords), self.coords.device) if self.coords.is_cuda else rows
+            return torch.index_select(self.coords, 0, rows).to(self.device)
         staged = torch.empty((len(rows), self.coords.shape[1]), dtype=self.coords.dtype, pin_memory=True)
         torch.index_select(self.coords, 0, rows, out=staged)
         return staged.to(self.device, non_blocking=True)
@@ -371,14 +372,6 @@ def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
             first = made.pop()[0]
         made.append((first, last))
     return made
-
-
-def within(coords: torch.Tensor, box: IndexRange) -> torch.Tensor:
-    """(M,) bool: which coords (M, 1+D) lie in a box."""
-    inside = torch.ones(len(coords), dtype=torch.bool, device=coords.device)
-    for axis, (start, end) in enumerate(zip(box.start, box.end)):
-        inside &= (coords[:, axis] >= max(start, -(2**31))) & (coords[:, axis] <= min(end - 1, 2**31 - 1))
-    return inside
 
 
 def halves(box: IndexRange, coords: torch.Tensor) -> tuple[IndexRange, IndexRange] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import torch
+
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.window import Window
 
@@ -55,3 +57,19 @@ def scaled(box: IndexRange, scale: Scale) -> IndexRange | None:
 def meets(a: IndexRange, b: IndexRange) -> bool:
     """Whether two boxes share a voxel."""
     return all(s < f and t < e for s, e, t, f in zip(a.start, a.end, b.start, b.end))
+
+
+def within(coords: torch.Tensor, box: IndexRange) -> torch.Tensor:
+    """(M,) bool: which coords (M, 1+D) lie in a box."""
+    limits = torch.iinfo(coords.dtype)  # torch would wrap a number beyond them round to this dtype
+    low = [max(start, limits.min) for start in box.start]
+    high = [min(end - 1, limits.max) for end in box.end]
+    if any(a > b for a, b in zip(low, high)):
+        return torch.zeros(len(coords), dtype=torch.bool, device=coords.device)
+    if coords.is_cuda:  # few launches: they wait for the thread that computes
+        low_, high_ = coords.new_tensor([low, high])
+        return ((coords >= low_) & (coords <= high_)).all(1)
+    inside = torch.ones(len(coords), dtype=torch.bool)
+    for axis, (a, b) in enumerate(zip(low, high)):
+        inside &= (coords[:, axis] >= a) & (coords[:, axis] <= b)
+    return inside

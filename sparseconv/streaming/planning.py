@@ -13,8 +13,8 @@ from sparseconv.backends.registry import choose
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, within
-from sparseconv.streaming.boxes import scaled, union
+from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks
+from sparseconv.streaming.boxes import scaled, union, within
 from sparseconv.streaming.phases import GRID, Phase, Program
 from sparseconv.streaming.scene import Scene
 from sparseconv.streaming.steps import GridStep, OverEdges, PlanStep, TargetGrid, Wants

@@ -42,6 +42,8 @@ FINE = 8
 THREAD = 2**27
 #: smallest blocks that a scene is cut into before its memory is measured, at most, and voxels that they hold at least
 FIRST, LEAST = 512, 1024
+#: of a budget on a GPU, the part that the scene's coordinates may take there
+HELD = 3
 #: voxels that memory is measured on: a part of them before the scene's blocks are known, and more on a GPU
 MEASURED, MORE = 2**16, 2**22
 
@@ -103,6 +105,9 @@ class Run:
             if size_of_one > budget:
                 raise too_small(budget, size_of_one, voxels)
         first = max(1, min(part, max(LEAST, -(-count // FIRST))))
+        if part >= MEASURED:  # a budget that is not small
+            self.scene = scene = scene.with_coords_on(device, budget // HELD, piece)
+            self.budget = budget = budget - (scene.coords.nbytes if scene is not job.scene else 0)
         self.blocks = Blocks(scene.coords, scene.extent, first, store, piece, device, budget // 4)
         if count > 1:
             sample = self._measured(program, part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,6 +75,19 @@ class Scene:
 
     def __len__(self) -> int:
         return len(self.coords)
+
+    def with_coords_on(self, device: torch.device, most_bytes: int, piece: int) -> Scene:
+        """The scene with its coordinates on a GPU, if they take at most so many bytes there; else as it is.
+
+        Each block looks for its surroundings, which takes longer in host memory than a block's compute.
+        """
+        kind = torch.int16 if min(self.extent.start) >= -(2**15) and max(self.extent.end) <= 2**15 else torch.int32
+        if device.type != "cuda" or self.coords.is_cuda or self.coords.numel() * kind.itemsize > most_bytes:
+            return self
+        made = torch.empty(self.coords.shape, dtype=kind, device=device)
+        for source, into in zip(self.coords.split(piece), made.split(piece)):
+            into.copy_(torch.empty(source.shape, dtype=kind, pin_memory=True).copy_(source), non_blocking=True)
+        return replace(self, coords=made)
 
 
 def as_rows(name: str, value: Any) -> torch.Tensor:

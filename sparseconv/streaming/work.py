@@ -12,8 +12,7 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.streaming.blocks import within
-from sparseconv.streaming.boxes import FAR, scaled
+from sparseconv.streaming.boxes import FAR, scaled, within
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
 from sparseconv.streaming.steps import GridStep, OverEdges, PlanStep, SubsetGrid, Wants
 

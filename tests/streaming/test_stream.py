@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.streaming.boxes import within
 from tests.streaming.scenes import NETWORKS, forced, same, scene
 from tests.trees import that_look_into_sparse_tensors
 
@@ -30,6 +31,36 @@ def test_a_result_lies_on_a_grid_of_its_own_where_trees_look_into_sparse_tensors
     forced(monkeypatch, 0, 300)
     with that_look_into_sparse_tensors(), torch.no_grad():
         same(sc.stream(net, x, 10**9), net(x))
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int16, torch.int64])
+def test_coordinates_of_any_integers_give_the_same_bits(kind, monkeypatch):
+    torch.manual_seed(0)
+    net, x = NETWORKS["conv"]().eval(), scene()
+    coords = x.coords.clone()
+    coords[:, 1:] += 100 - coords[:, 1:].amin(0)  # within uint8, and about the middle of int8
+    coords[:, 1:] -= 0 if kind == torch.uint8 else 130
+    assert int(coords.min()) >= torch.iinfo(kind).min
+    assert int(coords.max()) <= torch.iinfo(kind).max
+    forced(monkeypatch, 0, 100)
+    with torch.no_grad():
+        want = sc.stream(net, (coords, x.features), 10**9)
+        got = sc.stream(net, (coords.to(kind), x.features), 10**9)
+        same(got, want)
+        same(got, net(sc.SparseTensor(sc.VoxelGrid(coords, 2), x.features)).features)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_a_box_wider_than_the_integers_of_coords(kind):
+    coords = torch.tensor([[0, 5], [1, 7], [1, 120]]).to(kind)
+    for box, want in [
+        (((0, -(2**40)), (2, 2**40)), [True, True, True]),
+        (((-3, 6), (2, 40_000)), [False, True, True]),
+        (((0, 2**40), (2, 2**41)), [False, False, False]),
+        (((0, -(2**41)), (2, -(2**40))), [False, False, False]),
+        (((1, -300), (2, 8)), [False, True, False]),
+    ]:
+        assert within(coords, sc.IndexRange(*box)).tolist() == want
 
 
 @given(
@@ -104,7 +135,7 @@ def test_progress_counts_blocks(monkeypatch):
 
 def test_no_value_beyond_its_box_is_used(monkeypatch):
     """Rows that are not right are poisoned as soon as they are made: no result may be NaN."""
-    from sparseconv.streaming.blocks import within
+    from sparseconv.streaming.boxes import within
     from sparseconv.streaming.steps import InputRows, Step
     from sparseconv.streaming.work import Values, Work
 

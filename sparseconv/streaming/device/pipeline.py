@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -14,7 +15,9 @@ Ready = TypeVar("Ready")
 #: what the parts of a block leave, by the numbers of steps
 Parts = list[dict[int, Any]]
 #: bytes of pinned memory that are filled together: locking pages takes long, and torch keeps them for the next
-PIECE = 2**26
+PIECE = 2**27
+#: threads that put rows in their places in host memory
+PLACERS = 8
 
 
 class _Leaving:
@@ -88,6 +91,7 @@ class Overlapped(_Leaving):
         self._compute = torch.cuda.current_stream(device)
         self._into, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._readers = ThreadPoolExecutor(1, "stream-in")
+        self._placers = ThreadPoolExecutor(PLACERS, "stream-rows")
 
     def __enter__(self) -> Overlapped:
         return self
@@ -97,6 +101,7 @@ class Overlapped(_Leaving):
             super().__exit__(kind, error, trace)
         finally:
             self._readers.shutdown(cancel_futures=True)
+            self._placers.shutdown(cancel_futures=True)
 
     def ahead(self, items: Iterable[Item], prepare: Callable[[Item], Ready]) -> Iterator[tuple[Item, Ready]]:
         """Each item with what is prepared for it, on the stream of the way in; the current stream waits for that."""
@@ -119,7 +124,7 @@ class Overlapped(_Leaving):
     def gathered(self, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a tensor in host memory, gathered in pinned memory, on their way to the device."""
         if source.is_cuda:
-            return source[rows.to(source.device)].to(self.device)
+            return self._used(torch.index_select(source, 0, to_device(rows, len(source), source.device)).to(self.device))
         made = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype, device=self.device)
         for part in _pieces(rows, made):
             pinned = torch.empty(made[part].shape, dtype=source.dtype, pin_memory=True)
@@ -163,7 +168,11 @@ class Overlapped(_Leaving):
         if coming is not None:
             rows, pinned, event = coming
             event.synchronize()
-            into[rows] = pinned.to(into.device)
+            if into.is_cuda or not into.is_contiguous():
+                into[rows] = pinned.to(into.device)
+                return
+            step = max(1, -(-len(rows) // PLACERS))
+            list(self._placers.map(partial(place, into), rows.split(step), pinned.split(step)))
 
     def _copied(self, values: torch.Tensor) -> torch.Tensor:
         if not values.is_cuda:
@@ -172,6 +181,20 @@ class Overlapped(_Leaving):
         pinned.copy_(values, non_blocking=True)
         values.record_stream(self._out)
         return pinned
+
+
+def to_device(rows: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
+    """Numbers of rows of so many, by pinned memory, in no more bits than they need."""
+    kind = torch.int32 if count < 2**31 else torch.int64
+    return torch.empty(rows.shape, dtype=kind, pin_memory=True).copy_(rows).to(device, non_blocking=True)
+
+
+def place(into: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Put contiguous rows in their places in host memory: each as one copy of its bytes, which torch does by number."""
+    if values.numel():
+        kind = f"V{values[0].nbytes}"
+        to, of = (tensor.view(len(tensor), -1).view(torch.uint8).numpy().view(kind).ravel() for tensor in (into, values))
+        to[rows.numpy()] = of
 
 
 def _pieces(rows: torch.Tensor, values: torch.Tensor) -> Iterator[slice]:
