@@ -3,8 +3,8 @@
 Prints the time of the streamed run and of its parts, and its peak of memory. ``--resident 20e6`` runs such a scene as a
 whole, its voxels and features on the device: a voxel's time of the network and its maps alone. ``--whole`` compares the
 bits with those of the whole scene, where that fits. ``--worlds 1 --worlds 2`` runs one rank, then two over
-the same scene (strong) and over a scene twice as large (weak), each on its own card. ``--mapped DIR`` keeps the scene in
-mapped files there, and compares a strip of its result with the network's result for the voxels near that strip:
+the same scene (strong) and over a scene twice as large (weak), each on its own card. ``--mapped DIR`` keeps the scene
+in mapped files there, and compares a strip of its result with the network's result for the voxels near that strip:
 
     python -m benchmarks.streaming --worlds 1 --worlds 2 --voxels 100e6 --budget 4e9 --out benchmarks/results/X.json
     python -m benchmarks.streaming --mapped /tmp/scene --voxels 1e9 --budget 19e9 --out benchmarks/results/X.json
@@ -78,7 +78,10 @@ def files(folder: Path, voxels: int, channels: int, dtype: torch.dtype) -> tuple
     """The same surface as two files that are mapped to be read: coordinates of the fewest bytes, and features."""
     folder.mkdir(parents=True, exist_ok=True)
     side = int(voxels**0.5)
-    kinds = {"coords": np.int16 if side < 2**15 else np.int32, "features": torch.empty(0, dtype=dtype).numpy().dtype}
+    kinds: dict[str, Any] = {
+        "coords": np.int16 if side < 2**15 else np.int32,
+        "features": torch.empty(0, dtype=dtype).numpy().dtype,
+    }
     widths = {"coords": 4, "features": channels}
     made = {n: np.lib.format.open_memmap(folder / f"{n}.npy", "w+", kinds[n], (side * side, widths[n])) for n in kinds}
     lines = max(1, 2**22 // side)

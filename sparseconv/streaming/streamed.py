@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.kinds import as_device, check_count, check_kind
+from sparseconv.kinds import as_device, check_count, check_kind, described
 from sparseconv.streaming.backward import Streamed, parameters_of
 from sparseconv.streaming.phases import GRID, Program
 from sparseconv.streaming.planning import PIECE
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+#: is told of each block: blocks done, blocks in all
+Told = Callable[[int, int], None]
+
 
 def stream(
     net: torch.nn.Module,
@@ -37,7 +41,7 @@ def stream(
     *,
     batch_size: int | None = None,
     device: torch.device | str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] | bool | None = None,
     resume: str | PathLike[str] | None = None,
     out: Any = None,
     group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -55,7 +59,7 @@ def stream(
         budget_bytes: memory on the device that blocks may take, in addition to the network's own.
         batch_size: of a pair; default: the largest item present + 1.
         device: where the network is; default: that of its parameters.
-        progress: called as progress(done, total) after each block.
+        progress: called as progress(done, total) after each block; True draws a bar, by the package rich (rank 0 does).
         resume: a folder that keeps finished blocks; a run that was interrupted goes on from them. Results on the
             voxels of x are files in it.
         out: a tensor or an array, such as a mapped file, that takes the rows of the network's one result, which lies on
@@ -69,6 +73,7 @@ def stream(
         sparse tensor becomes its features, or (features, coords) where it lives on other voxels.
 
     Raises:
+        ImportError: ``progress=True`` without rich.
         ValueError: a network that does something which a block cannot know, named with its place, before anything is
             run; ranks that disagree in network, scene or budget; or a budget that is too small for one block, with
             the least that is enough.
@@ -85,8 +90,34 @@ def stream(
     """
     ranks = Ranks.of(group)
     job = ranks.agreed(partial(_understood, net, x, budget_bytes, batch_size, device, resume, out, ranks))
-    store = Store(resume, ranks)
+    with shown(progress, ranks.rank == 0) as told:
+        return _streamed(job, budget_bytes, Store(resume, ranks), told, ranks)
 
+
+@contextmanager
+def shown(progress: Told | bool | None, draws: bool) -> Iterator[Told | None]:
+    """What is told of each block: a function as it is, or a bar that is drawn meanwhile."""
+    if not isinstance(progress, bool):
+        if progress is not None and not callable(progress):
+            raise TypeError(f"progress must be True or a function of (done, total); got {described(progress)}")
+        yield progress
+    elif not progress or not draws:
+        yield None
+    else:
+        try:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+        except ImportError as error:
+            raise ImportError(
+                "progress=True draws a bar by the package rich: pip install 'sparseconv[cli]', or pass a function of "
+                "(done, total)"
+            ) from error
+        columns = BarColumn(), MofNCompleteColumn(), "blocks", TimeElapsedColumn(), "left", TimeRemainingColumn()
+        with Progress(*columns) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _streamed(job: Job, budget_bytes: int, store: Store, progress: Told | None, ranks: Ranks) -> Any:
     @torch.no_grad()
     def planned() -> tuple[Run, dict[str, Any]]:
         made = Run(job, budget_bytes, store, progress, ranks)

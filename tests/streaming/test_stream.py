@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -166,3 +168,28 @@ def test_no_value_beyond_its_box_is_used(monkeypatch):
         net, x = NETWORKS[name]().eval(), scene()
         with torch.no_grad():
             same(sc.stream(net, x, 10**9), net(x))
+
+
+def test_a_bar_is_drawn_of_the_blocks(monkeypatch, capsys):
+    net, x = NETWORKS["conv"]().eval(), scene()
+    forced(monkeypatch, 0, 100)
+    counts = []
+    with torch.no_grad():
+        want = sc.stream(net, x, 10**9, progress=lambda *at: counts.append(at))
+        assert capsys.readouterr().out == ""
+        same(sc.stream(net, x, 10**9, progress=False), want)
+        assert capsys.readouterr().out == ""
+        same(sc.stream(net, x, 10**9, progress=True), want)
+    done, total = counts[-1]
+    assert done == total > 2
+    assert f"{total}/{total} blocks" in capsys.readouterr().out
+
+
+def test_progress_that_cannot_be_told(monkeypatch):
+    net, x = NETWORKS["conv"]().eval(), scene()
+    with torch.no_grad():
+        with pytest.raises(TypeError, match="progress must be True or a function of"):
+            sc.stream(net, x, 10**9, progress="bar")
+        monkeypatch.setitem(sys.modules, "rich.progress", None)
+        with pytest.raises(ImportError, match=r"pip install 'sparseconv\[cli\]'"):
+            sc.stream(net, x, 10**9, progress=True)

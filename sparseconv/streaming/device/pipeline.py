@@ -124,7 +124,8 @@ class Overlapped(_Leaving):
     def gathered(self, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a tensor in host memory, gathered in pinned memory, on their way to the device."""
         if source.is_cuda:
-            return self._used(torch.index_select(source, 0, to_device(rows, len(source), source.device)).to(self.device))
+            numbers = to_device(rows, len(source), source.device)
+            return self._used(torch.index_select(source, 0, numbers).to(self.device))
         made = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype, device=self.device)
         for part in _pieces(rows, made):
             pinned = torch.empty(made[part].shape, dtype=source.dtype, pin_memory=True)
@@ -193,7 +194,7 @@ def place(into: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
     """Put contiguous rows in their places in host memory: each as one copy of its bytes, which torch does by number."""
     if values.numel():
         kind = f"V{values[0].nbytes}"
-        to, of = (tensor.view(len(tensor), -1).view(torch.uint8).numpy().view(kind).ravel() for tensor in (into, values))
+        to, of = (t.view(len(t), -1).view(torch.uint8).numpy().view(kind).ravel() for t in (into, values))
         to[rows.numpy()] = of
 
 
