@@ -13,8 +13,10 @@ import sparseconv as sc
 from sparseconv import nn
 from sparseconv.streaming import blocks as trees
 from sparseconv.streaming import cells, run
-from sparseconv.streaming.blocks import Blocks, within
+from sparseconv.streaming.blocks import Blocks
+from sparseconv.streaming.boxes import within
 from sparseconv.streaming.device.peak import Peak
+from sparseconv.streaming.device.pipeline import place
 from sparseconv.streaming.store import Store
 
 
@@ -156,3 +158,16 @@ def test_a_peak_is_read_without_a_reset(monkeypatch):
     highest[0] = 900
     assert peak.most() == 900
     assert Peak(torch.device("cpu")).most() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (0,), (1,)])
+def test_rows_are_put_in_their_places_as_bytes(dtype, shape):
+    into = torch.randint(-100, 100, (50, *shape)).to(dtype)
+    rows, want = torch.randperm(50)[:20], into.clone()
+    values = torch.randint(-100, 100, (20, *shape)).to(dtype)
+    want[rows] = values
+    place(into, rows, values)
+    assert torch.equal(into, want)
+    place(into, rows[:0], values[:0])
+    assert torch.equal(into, want)

@@ -11,7 +11,9 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.streaming import run
 from sparseconv.streaming.blocks import Blocks
+from sparseconv.streaming.scene import Scene
 from sparseconv.streaming.store import Store
 from tests.streaming.scenes import NETWORKS, forced, same, scene
 
@@ -73,6 +75,31 @@ def test_a_shell_within_its_budget(dtype):
     assert seen[-1] > 1
     assert peak <= budget, (peak, budget)
     assert torch.equal(got.features, want)
+
+
+@pytest.mark.parametrize("kind", [torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("moved", [0, 40_000])
+def test_coordinates_lie_on_the_card_or_not(kind, moved, monkeypatch):
+    """Of 16 bits or 32 there, or read from the host: the same blocks and bits, within the budget."""
+    if moved and kind == torch.int16:
+        pytest.skip("40,000 has more than 16 bits")
+    torch.manual_seed(0)
+    net, x, held = Levels((8, 16)).eval().cuda(), shell(2_000_000, 8), []
+    coords, budget = x.coords + torch.tensor([0, moved, -moved, 0]), 2_000_000_000
+    on_card = Scene.with_coords_on
+    monkeypatch.setattr(Scene, "with_coords_on", lambda *args: held.append(on_card(*args)) or held[-1])
+    results, seen = [], []
+    with torch.no_grad():
+        for part in (run.HELD, 10**9):
+            monkeypatch.setattr(run, "HELD", part)
+            seen.clear()
+            results.append(sc.stream(net, (coords.to(kind), x.features), budget, progress=lambda *at: seen.append(at)))
+            assert len(seen) > 1
+    there, read = (one.coords for one in held)
+    assert there.is_cuda
+    assert there.dtype == (torch.int32 if moved else torch.int16)
+    assert not read.is_cuda
+    assert torch.equal(*results)
 
 
 def test_a_users_peak_of_memory_is_left_alone(monkeypatch):
