@@ -14,9 +14,6 @@ from sparseconv.quantization.recording import Operation, Recording, Ref
 from sparseconv.quantization.scales import integer_weight, rescale_to, rounding_of, shift_for
 from sparseconv.torch_private import pytree
 
-#: ranges that differ by no more share a scale where they are put side by side: then nothing is rescaled
-ALIKE = 2.0
-
 
 @dataclass
 class Joined:
@@ -89,6 +86,8 @@ class Builder:
     """Makes the steps. Values have numbers in the recording; a step's are their slots, one for each form of a value."""
 
     largest: float = LARGEST  # what a value's range is brought to
+    #: ranges that differ by no more share a scale where they are put side by side: then nothing is rescaled
+    alike = 2.0
 
     def __init__(self, recording: Recording, ranges: dict[int, float]) -> None:
         self.recording, self.ranges = recording, ranges
@@ -124,7 +123,7 @@ class Builder:
             elif op.kind == "cat":
                 sources = [find(value) for value in op.inputs]
                 largest = max(range_of[s] for s in sources)
-                sources = [s for s in sources if range_of[s] * ALIKE >= largest]
+                sources = [s for s in sources if range_of[s] * self.alike >= largest]
             else:
                 continue
             for value in sources:

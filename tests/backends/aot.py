@@ -148,7 +148,7 @@ def compile_all(arch: int, everything: bool) -> None:
                         LEADS=leads,
                         FOLLOWS=follows,
                         **({"BULK": config.bulk} if config.kernels == "gluon_kernels" else {}),
-                        **({"RESCALE": of_8_bits} if config.kernels == "kernels" else {}),
+                        **({} if config.apart else {"RESCALE": of_8_bits}),
                     )
                     out = "fp32" if constants["TO_SLOTS"] or leads else None
                     residual = "fp32" if follows else None

@@ -13,6 +13,7 @@ import sparseconv as sc
 from sparseconv import nn
 from sparseconv.backends.float8 import FLOAT8, Float8Rescale
 from sparseconv.backends.registry import backend
+from sparseconv.quantization.float8 import narrowed
 from sparseconv.quantization.layers import Combine, Quantize
 
 
@@ -246,6 +247,27 @@ def test_a_network_in_float8(name):
     copies[0].load_state_dict(small.state_dict())
     for one in copies:
         assert torch.equal(features(one(x)), found)
+
+
+def test_float8_is_put_side_by_side_as_bytes():
+    """Values that are put side by side share a scale, and the result is what rescaling them on fp32 gives."""
+    torch.manual_seed(0)
+    small = sc.quantize(lived_in(nn.UNet(4, 5, channels=(16, 16, 16))), [scene()], dtype="fp8")
+    steps = [step for step in small.modules() if getattr(step, "operation", "") == "cat"]
+    assert len(steps) == 2
+    for step in steps:
+        assert len({*step.scales}) == 1
+        bits = torch.arange(256, dtype=torch.uint8)
+        every = bits[~bits.view(FLOAT8).isnan()].view(FLOAT8)[:, None]
+        grid = sc.VoxelGrid(torch.nn.functional.pad(torch.arange(len(every))[:, None], (1, 2)), 1)
+        values = {
+            slot: sc.SparseTensor(grid, every if at else every.view(torch.uint8).flip(0).view(FLOAT8))
+            for at, slot in enumerate(step.inputs)
+        }
+        found = step.run(values).features
+        assert found.dtype == FLOAT8
+        wide = torch.cat([values[slot].features.float() * step.scales[0] for slot in step.inputs], 1)
+        assert torch.equal(found.float(), narrowed(wide / step.scales[0]).float())
 
 
 def test_dtypes_that_there_are():

@@ -8,6 +8,8 @@ from functools import lru_cache
 
 import torch
 
+from sparseconv.backends.float8 import FLOAT8
+
 HALF = (torch.float16, torch.bfloat16)
 FLOATING = (*HALF, torch.float32)
 #: channels of a pack of groups: enough for a matrix instruction and for one 128-byte read of half numbers
@@ -114,14 +116,15 @@ class Work:
     @property
     def gluon(self) -> bool:
         """Whether the Gluon kernels serve this work."""
+        unit = max(8, 16 // self.dtype.itemsize)
         return (
             self.capability[0] == 9
-            and self.dtype in FLOATING
-            and self.precision == "tf32"  # halves as well
+            and self.dtype in (*FLOATING, FLOAT8)
+            and self.precision == "tf32"  # all but single numbers as such
             and self.pack == 1
             and self.aligned
-            and self.group_in % 8 == 0
-            and self.group_out % 8 == 0
+            and self.group_in % unit == 0
+            and self.group_out % unit == 0
             and min(self.group_in, self.group_out) >= 16
         )
 
@@ -179,6 +182,13 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
     if work.dtype not in FLOATING:
         # matrix units of 8 bits take 32 contracted channels, and Hopper's read both operands along them
         block_n, block_k = min(max(16, power_of_two(c_out)), 128), min(max(32, power_of_two(c_in)), 128)
+        if work.gluon:
+            stages = 2 if block_n <= 64 else 3
+            tile = ConvConfig(128, block_n, block_k, 4, stages, gluon=True, weight_copy=True, chunked=work.far)
+            found = [tile, replace(tile, stages=5 - stages), replace(tile, block_m=64)]
+            whole = work.groups == 1 and c_in % block_k == 0
+            wide = replace(tile, block_n=256, warps=8, stages=4, bulk=whole)
+            return [wide, *found] if c_out % 256 == 0 else found
         tile = ConvConfig(128, block_n, block_k, 8 if block_n == 128 else 4, 3, weight_copy=True, chunked=work.far)
         return [tile, replace(tile, block_m=64, warps=4), replace(tile, stages=4)]
     if work.dtype not in HALF and not work.gluon:

@@ -157,7 +157,7 @@ class ConvRecipe:
         kernel, sizes = kernel_named("conv_kernel", config.kernels), (config.warps, config.stages)
         if config.kernels == "gluon_kernels":
             constants["BULK"] = config.bulk
-        elif config.kernels == "kernels":
+        if not config.apart:
             constants["RESCALE"] = self._rescale
         if not config.bulk:
             return compiled(kernel, types, constants, *sizes), strides

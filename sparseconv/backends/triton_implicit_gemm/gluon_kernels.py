@@ -1,10 +1,10 @@
 """The implicit GEMM for Hopper in Gluon: row numbers fetched a step ahead, rows by cp.async, products by wgmma.
 
 The pipeline is written out, which plain Triton cannot say: while the products of one step run, the rows of a later step
-are being copied to shared memory, and the row numbers of the step after that are being read. Halves and, in tf32,
-single numbers; channels in multiples of 8, so that every copy is 16 bytes, which is UNIT numbers. Arguments are those
-of the plain kernels; the weight is packed, so its strides are constants here. Of single numbers wgmma takes weight
-tiles along the contracted channels only: TRANSPOSED.
+are being copied to shared memory, and the row numbers of the step after that are being read. Halves, single numbers in
+tf32, and float8; channels in multiples of 8 (float8: of 16), so that every copy is 16 bytes, which is UNIT numbers.
+Arguments are those of the plain kernels; the weight is packed, so its strides are constants here. Of single numbers
+and of float8 wgmma takes weight tiles along the contracted channels only: TRANSPOSED.
 """
 
 from __future__ import annotations
@@ -141,19 +141,32 @@ def places_of(
 
 
 @gluon.jit
+def rescaled(acc, residual, numbers_ptr, columns, mask, ALL_OUT: gl.constexpr, HAS_RESIDUAL: gl.constexpr):
+    """`kernels.rescaled` of fp32 sums."""
+    acc *= gl.load(numbers_ptr + ALL_OUT + columns, mask=mask, other=0.0)[None, :]
+    if HAS_RESIDUAL:
+        acc += residual * gl.load(numbers_ptr + 2 * ALL_OUT)
+    acc = gl.where(acc < 0, acc * gl.load(numbers_ptr + 2 * ALL_OUT + 1), acc)
+    return gl.minimum(gl.maximum(acc, -448.0), 448.0)
+
+
+@gluon.jit
 def write_tile(
     acc, out_ptr, bias_ptr, residual_ptr, out_rows_ptr, first, count, n0, group, GROUPS: gl.constexpr,
     GROUP_OUT: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr,
     ACTIVATION: gl.constexpr, ROW: gl.constexpr, TO_SLOTS: gl.constexpr, LEADS: gl.constexpr, FOLLOWS: gl.constexpr,
-    WIDE: gl.constexpr,
+    WIDE: gl.constexpr, RESCALE: gl.constexpr,
 ):  # fmt: skip
-    """out[rows] = act(acc + bias + residual), in pieces of 16 bytes; sums, if it LEADS or FOLLOWS, as acc lies."""
+    """out[rows] = act(acc + bias + residual), in pieces of 16 bytes; sums, if it LEADS or FOLLOWS, as acc lies.
+
+    With RESCALE float8 of them, see `rescaled`.
+    """
     MMA: gl.constexpr = acc.type.layout
     BLOCK_M: gl.constexpr = acc.shape[0]
     BLOCK_N: gl.constexpr = acc.shape[1]
     SUMS_ROW: gl.constexpr = GROUPS * GROUP_OUT
+    acc_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
     if HAS_BIAS:
-        acc_n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, MMA))
         bias = gl.load(bias_ptr + group * GROUP_OUT + acc_n, mask=acc_n < GROUP_OUT, other=0.0)
         acc += bias.to(gl.float32)[None, :]
     if FOLLOWS:
@@ -168,7 +181,13 @@ def write_tile(
         places, mask = places_of(
             out_rows_ptr, first, count, n0, group, BLOCK_M, BLOCK_N, GROUP_OUT, ROW, LAYOUT, TO_SLOTS, WIDE
         )  # fmt: skip
-        acc += gl.convert_layout(gl.load(residual_ptr + places, mask=mask, other=0.0), MMA).to(gl.float32)
+        residual = gl.convert_layout(gl.load(residual_ptr + places, mask=mask, other=0.0), MMA).to(gl.float32)
+        if RESCALE:
+            acc = rescaled(acc, residual, bias_ptr, group * GROUP_OUT + acc_n, acc_n < GROUP_OUT, SUMS_ROW, True)
+        else:
+            acc += residual
+    elif RESCALE:
+        acc = rescaled(acc, acc, bias_ptr, group * GROUP_OUT + acc_n, acc_n < GROUP_OUT, SUMS_ROW, False)
     if ACTIVATION is not None:
         acc = ACTIVATION(acc)
     if LEADS:
@@ -192,7 +211,7 @@ def conv_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     TRANSPOSED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RESIDUAL: gl.constexpr, ACTIVATION: gl.constexpr,
     ROW: gl.constexpr, TO_SLOTS: gl.constexpr, LEADS: gl.constexpr, FOLLOWS: gl.constexpr, WIDE: gl.constexpr,
-    HIDDEN: gl.constexpr, PRECISION: gl.constexpr, BULK: gl.constexpr,
+    HIDDEN: gl.constexpr, PRECISION: gl.constexpr, BULK: gl.constexpr, RESCALE: gl.constexpr,
 ):  # fmt: skip
     """y[out_rows[slot]] = act(sum over live taps of x[neighbors[tap, slot]] @ w[tap] + bias + residual), one tile.
 
@@ -279,5 +298,5 @@ def conv_kernel(
         gdc_wait()
     write_tile(
         acc, out_ptr, bias_ptr, residual_ptr, out_rows_ptr, tile * BLOCK_M, count, n0, group, GROUPS, GROUP_OUT,
-        N_LAYOUT, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, ROW, TO_SLOTS, LEADS, FOLLOWS, WIDE,
+        N_LAYOUT, HAS_BIAS, HAS_RESIDUAL, ACTIVATION, ROW, TO_SLOTS, LEADS, FOLLOWS, WIDE, RESCALE,
     )  # fmt: skip

@@ -176,7 +176,7 @@ def multiply_half(
             give_back(empty, STAGES - 1, held)
             write_tile(
                 acc, out_ptr, bias_ptr, residual_ptr, out_rows_ptr, first, count, n0, 0, 1, GROUP_OUT, LAYOUT,
-                HAS_BIAS, False, ACTIVATION, ROW, False, False, False, True,
+                HAS_BIAS, False, ACTIVATION, ROW, False, False, False, True, False,
             )  # fmt: skip
 
 
