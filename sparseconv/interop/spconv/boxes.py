@@ -71,7 +71,7 @@ def non_max_suppression_cpu(boxes: np.ndarray, order: np.ndarray, thresh: float,
 def rotate_non_max_suppression_cpu(
     boxes: np.ndarray, order: np.ndarray, standup_iou: np.ndarray, thresh: float
 ) -> list[int]:
-    """`non_max_suppression_cpu` of rotated boxes (N, 4, 2); a pair whose ``standup_iou`` (N, N) is 0 does not overlap."""
+    """`non_max_suppression_cpu` of rotated boxes (N, 4, 2); pairs whose ``standup_iou`` (N, N) is 0 do not overlap."""
     corners = _corners("boxes", boxes)
     if np.shape(standup_iou) != (len(corners),) * 2:
         raise ValueError(f"standup_iou must be {(len(corners),) * 2}; got {np.shape(standup_iou)}")

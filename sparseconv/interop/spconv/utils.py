@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,20 @@ from sparseconv.interop.spconv.boxes import (
 )
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel
 from sparseconv.kinds import described
+
+__all__ = [
+    "Point2VoxelCPU1d",
+    "Point2VoxelCPU2d",
+    "Point2VoxelCPU3d",
+    "Point2VoxelCPU4d",
+    "VoxelGenerator",
+    "VoxelGeneratorV2",
+    "non_max_suppression_cpu",
+    "rbbox_intersection",
+    "rbbox_iou",
+    "rbbox_iou_loss",
+    "rotate_non_max_suppression_cpu",
+]
 
 
 class VoxelGeneratorV2:
