@@ -3,10 +3,10 @@
     python -m benchmarks.drop_ins --checkouts DIR --json FILE [--only NAME ...]
 
 ``--checkouts`` is a folder with the authors' repositories, which are no part of this project, a folder for each: `sts`
-(SpatioTemporalSegmentation), `mask3d`, `pointcept` and `spvnas`. Both runs are of their files with the same weights, in
-fp64, on the CPU. In the second each convolution looks its neighbours up in a dictionary of coordinates, tap by tap.
-Output coordinates are compared with floors of the inputs'. torch_scatter, and a name that Python 3.10 took away, are
-stood in for.
+(SpatioTemporalSegmentation), `mask3d`, `pointcept`, `spvnas` and `swin3d`. Both runs are of their files with the same
+weights, in fp64, on the CPU. In the second each convolution looks its neighbours up in a dictionary of coordinates, tap
+by tap. Output coordinates are compared with floors of the inputs'. torch_scatter, timm, what Swin3D compiles of its
+own, and a name that Python 3.10 took away are stood in for.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.clients import swin3d
 from benchmarks.clients.__main__ import machine
 from benchmarks.clients.equality import differences, fill
 from benchmarks.clients.standing_in import Registry, module, unless_installed
+from benchmarks.clients.transformers import kept_in_fp64
 from sparseconv.interop import minkowski as ME
 from sparseconv.interop import torchsparse
 from sparseconv.interop.minkowski.nn.convolution import MinkowskiConvolutionBase
@@ -59,6 +61,7 @@ NETWORKS = {
     "Pointcept's MinkUNet34C": Network("pointcept", "pointcept.models.sparse_unet.mink_unet", "MinkUNet34C"),
     "spvnas' MinkUNet": Network("spvnas", "core.models.semantic_kitti.minkunet", "MinkUNet", width=0.5),
     "SPVCNN": Network("spvnas", "core.models.semantic_kitti.spvcnn", "SPVCNN", width=0.5),
+    "Swin3D": Network("swin3d", "Swin3D.models.Swin3D", "Swin3DUNet"),
 }
 
 
@@ -92,6 +95,8 @@ def authors(network: Network, checkouts: Path) -> Iterator[type]:
     for end in range(1, len(parts)):
         name = ".".join(parts[:end])
         module(name).__path__ = [str(folder / Path(*parts[:end]))]
+    if network.folder == "swin3d":
+        swin3d.parts(folder)
     if network.folder == "pointcept":
         module("pointcept.models.builder", MODELS=Registry())
     sys.path.insert(0, str(folder))
@@ -100,7 +105,7 @@ def authors(network: Network, checkouts: Path) -> Iterator[type]:
     finally:
         sys.path.remove(str(folder))
         for name in set(sys.modules) - before:
-            if name.split(".")[0] in ("models", "core", "pointcept"):
+            if name.split(".")[0] in ("models", "core", "pointcept", "Swin3D"):
                 del sys.modules[name]
 
 
@@ -199,6 +204,13 @@ def call(network: Network, net: torch.nn.Module, feats: torch.Tensor, coords: to
     elif network.folder == "pointcept":
         offset = torch.bincount(coords[:, 0]).cumsum(0)
         answer = net({"grid_coord": coords[:, 1:], "feat": feats, "offset": offset})
+    elif network.folder == "swin3d":
+        x = ME.SparseTensor(feats, coords)
+        inside = torch.rand(len(coords), 3, generator=torch.Generator().manual_seed(2), dtype=feats.dtype)
+        places = torch.cat([coords[:, :1], coords[:, 1:] + inside, feats[:, :3].detach().tanh()], 1)
+        keys = {"coordinate_map_key": x.coordinate_map_key, "coordinate_manager": x.coordinate_manager}
+        with swin3d.on_the_cpu(), kept_in_fp64():
+            answer = net(x, ME.SparseTensor(places, **keys))
     else:
         answer = net(ME.SparseTensor(feats, coords))
     answers = answer if isinstance(answer, (list, tuple)) else [answer]
@@ -228,6 +240,8 @@ def compare(network: Network, checkouts: Path) -> dict[str, Any]:
     with authors(network, checkouts) as kind:
         if network.folder == "spvnas":
             net = kind(num_classes=19, pres=1.0, vres=1.0, cr=network.width)
+        elif network.folder == "swin3d":
+            net = kind(**swin3d.PUBLISHED, in_channels=4)
         elif network.folder == "pointcept":
             net = kind(4, 20)
         else:
