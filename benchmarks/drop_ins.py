@@ -208,7 +208,7 @@ def call(network: Network, net: torch.nn.Module, feats: torch.Tensor, coords: to
         x = ME.SparseTensor(feats, coords)
         inside = torch.rand(len(coords), 3, generator=torch.Generator().manual_seed(2), dtype=feats.dtype)
         places = torch.cat([coords[:, :1], coords[:, 1:] + inside, feats[:, :3].detach().tanh()], 1)
-        keys = {"coordinate_map_key": x.coordinate_map_key, "coordinate_manager": x.coordinate_manager}
+        keys: Any = {"coordinate_map_key": x.coordinate_map_key, "coordinate_manager": x.coordinate_manager}
         with swin3d.on_the_cpu(), kept_in_fp64():
             answer = net(x, ME.SparseTensor(places, **keys))
     else:
