@@ -239,7 +239,7 @@ def compare(network: Network, checkouts: Path) -> dict[str, Any]:
     """Differences, each in the norm of its tensor, and seconds of a step by plans."""
     with authors(network, checkouts) as kind:
         if network.folder == "spvnas":
-            net = kind(num_classes=19, pres=1.0, vres=1.0, cr=network.width)
+            net = kind(num_classes=19, pres=1.0, vres=1.0, cr=network.width)  # codespell:ignore pres
         elif network.folder == "swin3d":
             net = kind(**swin3d.PUBLISHED, in_channels=4)
         elif network.folder == "pointcept":
