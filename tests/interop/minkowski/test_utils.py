@@ -159,6 +159,11 @@ def test_submodules_without_an_installation():
 
     assert MF.relu.__name__ == "relu"
     assert me.cat is ME.cat
+    from sparseconv.interop.minkowski import MinkowskiConvolution, MinkowskiPooling  # a layer, and a module
+
+    assert issubclass(MinkowskiConvolution, ME.MinkowskiConvolutionBase)
+    assert issubclass(ME.MinkowskiMaxPooling, MinkowskiPooling.MinkowskiPoolingBase)
+    assert issubclass(ME.MinkowskiReLU, ME.MinkowskiNonlinearityBase)
     assert [name for name in ME.__all__ if not hasattr(ME, name)] == []
 
 
