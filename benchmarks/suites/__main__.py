@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 
 import benchmarks.suites
 from benchmarks.clients.__main__ import machine
+from benchmarks.layers.machine import revision
 from benchmarks.suites.reasons import reason
 from benchmarks.suites.stand_ins import SUITES
 
@@ -60,6 +63,8 @@ def main() -> int:
     args = parser.parse_args()
     facts = {**machine("cpu"), "threads": 1, "torch": torch.__version__}
     facts["command"] = "python -m benchmarks.suites --checkouts DIR"
+    facts["spconv"] = version("spconv") if find_spec("spconv") else "none"
+    facts["checkouts"] = {name: (revision(args.checkouts / name) or "none").partition("-")[0] for name in SUITES}
     unexplained = False
     for name in args.suite:
         row = counted(name, run(name, (args.checkouts / name).resolve(), args.limit))

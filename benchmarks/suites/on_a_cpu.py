@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def rename_devices(suite: Path) -> None:
 
     cuda: Any = torch.cuda
     cuda.is_available = available
-    cuda.Event = _Event
+    cuda.Event, cuda.device = _Event, nullcontext
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "set_device"):
         setattr(cuda, name, lambda *_: None)
     for name in ("max_memory_allocated", "memory_allocated", "max_memory_reserved", "memory_reserved"):

@@ -20,7 +20,6 @@ REASONS: dict[str, tuple[tuple[str, str], ...]] = {
         (r"test_kernelmap", THEIRS),  # 16 pairs are expected where its own kernel has 26
         (r"network_speed.py|conv_on_coords.py", THEIRS),  # names that its helper and 0.5 have no more
         (r"backward through the graph a second time", DIFFERENT),
-        (r"summary", DIFFERENT),
     ),
     "torchsparse": (),
     "flex_gemm": (
@@ -32,7 +31,6 @@ REASONS: dict[str, tuple[tuple[str, str], ...]] = {
     "spconv_triton": (
         (r"No such file|test_checksums|KeyError: 'g(avg|max)pool'", DATA),
         (r"Skipped", ONLY),
-        (r"test_ops_exports|test_functional_exports", DIFFERENT),  # pools over tables of pairs
         (r"test_ctor_signatures.*'factory'", DIFFERENT),  # device= and dtype=, too
         (r"test_groups_not|test_subm_even|test_point_vanish|test_select_by_index|autocast|test_add_input", DIFFERENT),
         (r"once_differentiable|maxp3d_fp16|maxp3d_ties|test_indice_dict_population", DIFFERENT),

@@ -95,7 +95,7 @@ def max_pool(
     if (traced := recorder(plan)) is not None:
         return traced.max_pooled(x)
     x, plan = _local(x, plan)
-    return _max(x, plan.kernel_map)
+    return edge_max(x, plan.kernel_map)
 
 
 def unpool(x: Float[torch.Tensor, "N_in C"], plan: ConvolutionPlan) -> Float[torch.Tensor, "N_out C"]:
@@ -252,7 +252,7 @@ class _SeenMax(_Max):
 
     @staticmethod
     def vmap(info: Any, dims: tuple, x: torch.Tensor, kernel_map: KernelMap) -> tuple[tuple, tuple[int, int]]:
-        found = _max(side_by_side(x, dims[0], info.batch_size), kernel_map)
+        found = edge_max(side_by_side(x, dims[0], info.batch_size), kernel_map)
         return tuple(t.unflatten(-1, (info.batch_size, -1)) for t in found), (1, 1)
 
 
@@ -262,7 +262,8 @@ def _winner_sum(*args: Any) -> torch.Tensor:
     return (_SeenWinnerSum if transforms.active() else _WinnerSum).apply(*args)
 
 
-def _max(x: Any, kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]:
+def edge_max(x: Any, kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]:
+    """The maximum over edges for each output row (N_out, C), and the taps of the winners; see `max_pool`."""
     if torch.compiler.is_compiling():
         winners = _Max.forward(x.detach(), kernel_map)[1]
         return _winner_sum(x, winners, kernel_map, False, True), winners

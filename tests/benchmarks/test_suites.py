@@ -45,7 +45,7 @@ def test_a_suite_is_counted(tmp_path, monkeypatch, capsys):
 
 def test_reasons_are_found_in_names_and_errors():
     assert reasons.REASONS.keys() == SUITES.keys()
-    assert reasons.reason("minkowski", "python/summary.py", "no name") == reasons.DIFFERENT
+    assert reasons.reason("minkowski", "python/network_speed.py", "no name") == reasons.THEIRS
     assert reasons.reason("fvdb", "test_x", "AttributeError: ... has no attribute '_backend'") == reasons.INNER
     assert reasons.reason("minkowski", "python/pool.py", "AssertionError") == ""
     found = {"a": {"outcome": "passed"}, "b": {"outcome": "not collected", "said": "No such file"}}

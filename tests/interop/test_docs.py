@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -13,7 +14,9 @@ from sparseconv.nn.models.resnet import ResNet
 from sparseconv.nn.models.second import SecondEncoder, VoxelResBackBone8x
 from sparseconv.nn.models.spunet import SpUNet
 
-PAGE = (Path(__file__).parents[2] / "docs" / "interop.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "interop.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_the_page_names_every_layout():
@@ -34,3 +37,24 @@ def test_the_pages_figures():
             digits = len(figure.split()[0].split(".")[1])
             assert f"{count:.{digits}f} M" == figure
             assert figure in PAGE
+
+
+def test_the_pages_tables_are_the_records():
+    for row in json.loads((RESULTS / "cpu_suites.json").read_text())["rows"]:
+        assert f"| {row['collected']} | {row['passed']} |" in PAGE, row["suite"]
+        assert "UNEXPLAINED" not in row["why"]
+    for row in json.loads((RESULTS / "cpu_drop_ins.json").read_text())["rows"]:
+        output = max(row["output"], row["evaluated"])
+        assert f"| {row['parameters'] / 1e6:.1f} M | {output:.1e} | {row['gradient']:.1e} |" in PAGE, row["name"]
+        assert row["gradient"] < 1e-12
+
+
+def test_the_voxel_generators_are_no_slower():
+    rows = json.loads((RESULTS / "cpu_voxel_generators.json").read_text())["rows"]
+    pairs = (("ours", "spconv"), ("generate", "spconv generate"), ("means", "spconv means"))
+    ratios = [row[mine]["median"] / row[other]["median"] for row in rows for mine, other in pairs]
+    without = [row["torch"]["median"] / row["spconv"]["median"] for row in rows]
+    said = f"take {min(ratios):.1f} to {max(ratios):.1f} of the time that spconv's take"
+    assert said in PAGE
+    assert f"Without it they take {min(without):.1f} to {max(without):.1f} of that time" in PAGE
+    assert max(ratios) < 1

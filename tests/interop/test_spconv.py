@@ -196,6 +196,28 @@ def test_dtypes(dtype):
     assert float((out.features.detach().double() - want.detach()).abs().max()) < {torch.float64: 1e-12}.get(dtype, 0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_halves_meet_fp32_weights(dtype, kernel):
+    x, net = tensor(), spconv.SparseSequential(spconv.SubMConv3d(5, 7, kernel), torch.nn.BatchNorm1d(7))
+    halves = x.replace_feature(x.features.detach().to(dtype).requires_grad_())
+    layer = net[0]
+    y = layer(halves)
+    assert y.features.dtype == dtype
+    assert torch.equal(y.features, copy.deepcopy(layer).to(dtype)(halves).features)
+    y.features.float().sum().backward()
+    assert halves.features.grad.dtype == dtype
+    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
+    torch.nn.init.normal_(net[1].running_mean)
+    with torch.no_grad():
+        folded, wanted = net.eval()(halves).features, net(x.replace_feature(halves.features.float())).features
+    assert float((folded.float() - wanted).abs().max()) < 0.05
+    with pytest.raises(TypeError, match="cast one, or use torch"):
+        layer(x.replace_feature(x.features.double()))
+    with pytest.raises(TypeError, match="cast one, or use torch"):
+        layer.to(dtype)(x.replace_feature(x.features.float()))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_obeys_the_asked_dtype(dtype):
     net = unet()

@@ -7,11 +7,15 @@ For code that cannot be edited, `install` makes ``import MinkowskiEngine`` resol
 
 from __future__ import annotations
 
+import json
 import sys
 from functools import cache
 from types import ModuleType
 from typing import Any
 
+import torch
+
+from sparseconv.info import facts
 from sparseconv.interop.installing import Names
 from sparseconv.interop.minkowski import backend, modules, utils
 from sparseconv.interop.minkowski.backend import (
@@ -56,6 +60,7 @@ from sparseconv.interop.minkowski.nn.broadcast import (
 from sparseconv.interop.minkowski.nn.convolution import (
     MinkowskiChannelwiseConvolution,
     MinkowskiConvolution,
+    MinkowskiConvolutionBase,
     MinkowskiConvolutionFunction,
     MinkowskiConvolutionTranspose,
     MinkowskiConvolutionTransposeFunction,
@@ -76,6 +81,7 @@ from sparseconv.interop.minkowski.nn.nonlinearity import (
     MinkowskiLeakyReLU,
     MinkowskiLogSigmoid,
     MinkowskiLogSoftmax,
+    MinkowskiNonlinearityBase,
     MinkowskiPReLU,
     MinkowskiReLU,
     MinkowskiReLU6,
@@ -129,6 +135,7 @@ from sparseconv.interop.minkowski.nn.pooling import (
     MinkowskiLocalPoolingFunction,
     MinkowskiLocalPoolingTransposeFunction,
     MinkowskiMaxPooling,
+    MinkowskiPoolingBase,
     MinkowskiPoolingTranspose,
     MinkowskiSumPooling,
 )
@@ -208,6 +215,12 @@ def set_gpu_allocator(backend: GPUMemoryAllocatorType) -> None:
 set_memory_manager_backend = set_gpu_allocator
 
 
+def print_diagnostics() -> None:
+    """Print what a bug report needs: machine, versions, and the card where there is one."""
+    found = facts("cuda" if torch.cuda.is_available() else "cpu")
+    sys.stdout.write(json.dumps(found, indent=1, default=str) + "\n")
+
+
 @cache
 def _names() -> Names:
     own = {f"MinkowskiEngine.{name}": module for name, module in _SUBMODULES.items()}
@@ -220,6 +233,7 @@ def _names() -> Names:
         "utils.gradcheck": gradcheck,
         "utils.init": init,
         "utils.quantization": quantization,
+        "utils.summary": sys.modules[utils.summary.__module__],
     }
     deep = {f"MinkowskiEngine.{name}": module for name, module in deep.items()}
     apart = {"MinkowskiEngineBackend": backend, "MinkowskiEngineBackend._C": backend}
@@ -270,6 +284,7 @@ __all__ = [
     "MinkowskiCELU",
     "MinkowskiChannelwiseConvolution",
     "MinkowskiConvolution",
+    "MinkowskiConvolutionBase",
     "MinkowskiConvolutionFunction",
     "MinkowskiConvolutionTranspose",
     "MinkowskiConvolutionTransposeFunction",
@@ -301,8 +316,10 @@ __all__ = [
     "MinkowskiMaxPooling",
     "MinkowskiModuleBase",
     "MinkowskiNetwork",
+    "MinkowskiNonlinearityBase",
     "MinkowskiOps",
     "MinkowskiPReLU",
+    "MinkowskiPoolingBase",
     "MinkowskiPoolingTranspose",
     "MinkowskiPruning",
     "MinkowskiPruningFunction",
@@ -356,6 +373,7 @@ __all__ = [
     "is_cuda_available",
     "mean",
     "modules",
+    "print_diagnostics",
     "set_global_coordinate_manager",
     "set_gpu_allocator",
     "set_memory_manager_backend",

@@ -185,12 +185,15 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         rows = input._rows().shape[0]
         if input.features.shape[0] != rows:
             raise ValueError(f"features must be ({rows}, C), one row an index; got {tuple(input.features.shape)}")
-        if input.features.dtype != self.weight.dtype and not any_autocast():
+        weight = self.weight.view(self.in_channels, self.out_channels)
+        if self._halves(input.features):
+            weight = weight.to(input.features.dtype)
+        elif input.features.dtype != self.weight.dtype and not any_autocast():
             raise TypeError(
                 f"features are {input.features.dtype} but the weight is {self.weight.dtype}: cast one, or use "
                 "torch.autocast"
             )
-        product = input.features @ self.weight.view(self.in_channels, self.out_channels)
+        product = input.features @ weight
         out = input.replace_feature(product if self.bias is None else product + self.bias.to(product.dtype))
         out.spatial_shape = self._out_shape(input)
         return out
@@ -256,7 +259,14 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         if after is not None:
             taps, bias = after.folded(x, taps, bias)
             epilogue = after.epilogue
+        if self._halves(x):
+            taps, bias = taps.to(x.dtype), None if bias is None else bias.to(x.dtype)
         return input.replace_feature(plan.with_groups(self.groups).execute(x, taps, bias, epilogue=epilogue))
+
+    def _halves(self, features: torch.Tensor) -> bool:
+        """Whether these are halves and the weight is not: the result is then in halves, as spconv's."""
+        halves = features.dtype in (torch.float16, torch.bfloat16)
+        return halves and self.weight.dtype == torch.float32 and not any_autocast()
 
     def _window(self) -> LayerWindow:
         return LayerWindow(tuple(self.kernel_size), tuple(self.stride), tuple(self.padding), tuple(self.dilation))

@@ -182,13 +182,13 @@ def implicit_gemm(
     return convolved(features, filters, edges, bias, act_type, act_alpha)
 
 
-def _function(name: str, call: Callable[..., torch.Tensor]) -> type:
+def by_name(name: str, call: Callable[..., torch.Tensor]) -> type:
     return type(name, (), {"apply": staticmethod(call), "__doc__": f"`{call.__name__}`, by its autograd function."})
 
 
 #: spconv's autograd functions, of which clients call ``apply``; the submanifold one has the same pairs
-SparseConvFunction = _function("SparseConvFunction", indice_conv)
-SubMConvFunction = _function("SubMConvFunction", indice_conv)
-SparseInverseConvFunction = _function("SparseInverseConvFunction", indice_inverse_conv)
-SparseImplicitGemmFunction = _function("SparseImplicitGemmFunction", implicit_gemm)
+SparseConvFunction = by_name("SparseConvFunction", indice_conv)
+SubMConvFunction = by_name("SubMConvFunction", indice_conv)
+SparseInverseConvFunction = by_name("SparseInverseConvFunction", indice_inverse_conv)
+SparseImplicitGemmFunction = by_name("SparseImplicitGemmFunction", implicit_gemm)
 indice_subm_conv = indice_conv

@@ -1,4 +1,4 @@
-"""Voxel generators with the names of spconv 1.x and 2.x."""
+"""Voxel generators with the names of spconv 1.x and 2.x, and its operations on boxes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,29 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparseconv.interop.spconv.boxes import (
+    non_max_suppression_cpu,
+    rbbox_intersection,
+    rbbox_iou,
+    rbbox_iou_loss,
+    rotate_non_max_suppression_cpu,
+)
 from sparseconv.interop.spconv.pytorch.utils import PointToVoxel
 from sparseconv.kinds import described
+
+__all__ = [
+    "Point2VoxelCPU1d",
+    "Point2VoxelCPU2d",
+    "Point2VoxelCPU3d",
+    "Point2VoxelCPU4d",
+    "VoxelGenerator",
+    "VoxelGeneratorV2",
+    "non_max_suppression_cpu",
+    "rbbox_intersection",
+    "rbbox_iou",
+    "rbbox_iou_loss",
+    "rotate_non_max_suppression_cpu",
+]
 
 
 class VoxelGeneratorV2:

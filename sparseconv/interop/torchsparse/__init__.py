@@ -16,7 +16,7 @@ from sparseconv.interop.installing import Names
 from sparseconv.interop.torchsparse import backbones, backend, backends, conventions, nn, operators, tensor, utils
 from sparseconv.interop.torchsparse.backbones import blocks, networks
 from sparseconv.interop.torchsparse.conventions import set_version
-from sparseconv.interop.torchsparse.nn import conv_config, functional, modules
+from sparseconv.interop.torchsparse.nn import bev, conv_config, functional, modules
 from sparseconv.interop.torchsparse.nn import utils as nn_utils
 from sparseconv.interop.torchsparse.operators import cat, generative_add
 from sparseconv.interop.torchsparse.tensor import PointTensor, SparseTensor
@@ -46,7 +46,12 @@ def _names() -> Names:
         },
         "nn.functional.downsample": functional,
         "nn.functional.conv.conv_config": conv_config,
+        **{
+            f"nn.functional.conv.{name}": functional
+            for name in ("conv", "conv_mode", "hash", "hash.hash", "hash.query", "kmap", "kmap.downsample")
+        },
         "nn.modules": modules,
+        "nn.modules.bev": bev,
         **{f"nn.modules.{name}": modules for name in ("activation", "conv", "crop", "norm", "pooling")},
         "nn.utils": nn_utils,
         "nn.utils.apply": nn_utils,

@@ -159,4 +159,40 @@ def test_submodules_without_an_installation():
 
     assert MF.relu.__name__ == "relu"
     assert me.cat is ME.cat
+    from sparseconv.interop.minkowski import MinkowskiConvolution, MinkowskiPooling  # a layer, and a module
+
+    assert issubclass(MinkowskiConvolution, ME.MinkowskiConvolutionBase)
+    assert issubclass(ME.MinkowskiMaxPooling, MinkowskiPooling.MinkowskiPoolingBase)
+    assert issubclass(ME.MinkowskiReLU, ME.MinkowskiNonlinearityBase)
     assert [name for name in ME.__all__ if not hasattr(ME, name)] == []
+
+
+def test_summary_of_a_network(capsys):
+    net = torch.nn.Sequential(
+        ME.MinkowskiConvolution(3, 4, kernel_size=3, stride=2, dimension=2),
+        ME.MinkowskiStackSum(torch.nn.Identity(), ME.MinkowskiBatchNorm(4)),
+        ME.MinkowskiToFeature(),
+        torch.nn.Linear(4, 5, bias=False),
+    )
+    net[3].weight.requires_grad_(False)
+    coords = U.batched_coordinates([torch.tensor([[0, 0], [1, 1], [2, 2]])])
+    x = ME.SparseTensor(torch.ones(3, 3), coords)
+    assert U.summary(net, x) == (27 * 4 + 8 + 20, 27 * 4 + 8)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:-2]] == [
+        "MinkowskiConvolution-1",
+        "Identity-2",
+        "BatchNorm1d-3",
+        "MinkowskiBatchNorm-4",
+        "MinkowskiToFeature-5",
+        "Linear-6",
+    ]
+    assert lines[2].split()[-3:] == ["(2,", "4)", "108"]
+    assert not any(module._forward_hooks for module in net.modules())
+    with pytest.raises(TypeError, match="model must be"):
+        U.summary("net", x)
+
+
+def test_diagnostics_name_the_versions(capsys):
+    ME.print_diagnostics()
+    assert torch.__version__ in capsys.readouterr().out

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import sparseconv.interop.spconv.pytorch as spconv
+from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import Activation
 from sparseconv.interop.spconv.hash import HashTable
-from sparseconv.interop.spconv.pytorch import functional, ops
+from sparseconv.interop.spconv.pytorch import conv, functional, ops, pool
 from sparseconv.interop.spconv.pytorch.conv import SparseConvolution, SparseConvolutionBase
 from sparseconv.interop.spconv.spatial import RemoveDuplicate
 from tests import oracle
@@ -202,3 +203,70 @@ assert spconv.functional.indice_conv is indice_conv
 ours.uninstall()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("as_spconv", [False, True])
+def test_pools_over_tables_are_the_layers(device, as_spconv, monkeypatch):
+    monkeypatch.setattr(constants, "POOL_AS_SPCONV", as_spconv)
+    features, indices, shape, batch = given(device)
+    size = ([3] * 3, [2] * 3, [1] * 3, [1] * 3, [0] * 3)
+    outs, pairs, counts = ops.get_indice_pairs(indices, batch, shape, spconv.ConvAlgo.Native, *size)
+    algo = spconv.ConvAlgo.MaskImplicitGemm
+    _, _, forward, back, *_ = ops.get_indice_pairs_implicit_gemm(indices, batch, shape, algo, *size)
+    x = spconv.SparseConvTensor(features, indices, shape, batch)
+    largest, mean = (pool(3, 2, 1)(x).features for pool in (spconv.SparseMaxPool3d, spconv.SparseAvgPool3d))
+    grad = torch.randn(largest.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(device)
+    of_max, of_mean = (torch.autograd.grad(y, features, grad)[0] for y in (largest, mean))
+    for y, wanted, back_wanted in (
+        (functional.indice_maxpool(features, pairs, counts, len(outs)), largest, of_max),
+        (functional.SparseMaxPoolFunction.apply(features, pairs, counts, len(outs)), largest, of_max),
+        (functional.indice_maxpool_implicit_gemm(features, forward, back, len(outs)), largest, of_max),
+        (functional.indice_avgpool_implicit_gemm(features, forward, back, len(outs), True), mean, of_mean),
+        (ops.indice_maxpool(features, pairs, counts, len(outs)), largest, of_max),
+        (ops.indice_maxpool_implicit_gemm(features, forward, len(outs)), largest, of_max),
+    ):
+        assert torch.equal(y, wanted)
+        torch.testing.assert_close(torch.autograd.grad(y, features, grad)[0], back_wanted)
+    torch.testing.assert_close(ops.indice_maxpool_backward(features, largest, grad, pairs, counts), of_max)
+    torch.testing.assert_close(ops.indice_maxpool_implicit_gemm_backward(features, largest, grad, back), of_max)
+    same, seen = ops.indice_avgpool_implicit_gemm(features, forward, len(outs), True)
+    assert torch.equal(same, mean)
+    assert seen.tolist() == (forward >= 0).sum(0).tolist()
+    assert len(ops.indice_avgpool_implicit_gemm(features, forward, len(outs), False)[1]) == 0
+    torch.testing.assert_close(ops.indice_avgpool_implicit_gemm_backward(grad, back, seen), of_mean)
+
+
+def test_gradients_by_one_table():
+    features, indices, shape, batch = given()
+    algo = spconv.ConvAlgo.MaskImplicitGemm
+    outs, _, forward, back, *_ = ops.get_indice_pairs_implicit_gemm(
+        indices, batch, shape, algo, [3] * 3, [2] * 3, [1] * 3, [1] * 3, [0] * 3
+    )
+    filters = torch.randn(5, 3, 3, 3, features.shape[1], dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(len(outs), 5, dtype=torch.float64)
+    y = functional.implicit_gemm(features, filters, forward, back, [], [], [], [], len(outs))
+    wanted = torch.autograd.grad(y, (features, filters), grad)
+    got = ops.implicit_gemm_backward(features, filters, grad, forward, back, [], [], [], [], None, [], 0, False)
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_rows_of_batch_items_and_clamped_integers():
+    coords = torch.tensor([[1, 0, 0], [0, 3, 3], [1, 2, 2]], dtype=torch.int32)
+    rows, counts = ops.global_pool_rearrange(coords, 3)
+    assert counts.tolist() == [1, 2, 0]
+    assert [row[:count].tolist() for row, count in zip(rows, counts)] == [[1], [0, 2], []]
+    numbers = torch.tensor([1, 5, 9], dtype=torch.int32)
+    ops.maximum_value_int_(numbers, 6)
+    assert numbers.tolist() == [6, 6, 9]
+    table = torch.zeros(1, 3, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"out_bp must be \(3, 2\)"):
+        ops.indice_maxpool_implicit_gemm_backward(torch.zeros(3, 2), None, torch.zeros(3, 1), table)
+
+
+def test_sets_of_layers():
+    layers = {spconv.SubMConv3d, spconv.SparseConv1d, spconv.SparseConvTranspose2d, spconv.SparseInverseConv4d}
+    assert layers < conv.DEFAULT_SPARSE_CONV_TYPES
+    assert len(conv.DEFAULT_SPARSE_CONV_TYPES) == 16
+    assert {spconv.SparseMaxPool3d, spconv.SparseAvgPool1d, pool.SparseMaxPool} < pool.ALL_POOL_LAYERS

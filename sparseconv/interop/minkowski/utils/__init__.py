@@ -1,4 +1,4 @@
-"""Collation, quantisation and initialisation, by their names in ``MinkowskiEngine.utils``."""
+"""Collation, quantisation, initialisation and summaries, by their names in ``MinkowskiEngine.utils``."""
 
 from sparseconv.interop.minkowski.utils.collation import (
     SparseCollation,
@@ -13,6 +13,7 @@ from sparseconv.interop.minkowski.utils.quantization import (
     sparse_quantize,
     unique_coordinate_map,
 )
+from sparseconv.interop.minkowski.utils.summary import summary
 
 __all__ = [
     "SparseCollation",
@@ -23,5 +24,6 @@ __all__ = [
     "ravel_hash_vec",
     "sparse_collate",
     "sparse_quantize",
+    "summary",
     "unique_coordinate_map",
 ]

@@ -232,3 +232,12 @@ class SparseInverseConv4d(_Inverse):
     """The way back on four axes: onto the voxels that the layer of ``indice_key`` started from."""
 
     rank = 4
+
+
+#: every class of layer
+DEFAULT_SPARSE_CONV_TYPES = {
+    kind
+    for base in (_Convolution, _Submanifold, _Inverse)
+    for kind in base.__subclasses__()
+    if kind is not _Submanifold
+}

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from sparseconv.interop.spconv.pooled_pairs import (
+    SparseAvgPoolImplicitGemmFunction,
+    SparseMaxPoolFunction,
+    SparseMaxPoolImplicitGemmFunction,
+    indice_avgpool_implicit_gemm,
+    indice_maxpool,
+    indice_maxpool_implicit_gemm,
+)
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.geometry import Place
 from sparseconv.interop.spconv.pytorch.tracing import recorded
@@ -17,13 +25,19 @@ from sparseconv.interop.spconv.rulebooks import (
 )
 
 __all__ = [
+    "SparseAvgPoolImplicitGemmFunction",
     "SparseConvFunction",
     "SparseImplicitGemmFunction",
     "SparseInverseConvFunction",
+    "SparseMaxPoolFunction",
+    "SparseMaxPoolImplicitGemmFunction",
     "SubMConvFunction",
     "implicit_gemm",
+    "indice_avgpool_implicit_gemm",
     "indice_conv",
     "indice_inverse_conv",
+    "indice_maxpool",
+    "indice_maxpool_implicit_gemm",
     "indice_subm_conv",
     "sparse_add",
     "sparse_add_hash_based",

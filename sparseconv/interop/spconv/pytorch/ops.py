@@ -10,13 +10,18 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import axes, whole
-from sparseconv.interop.spconv import rulebooks
+from sparseconv.interop.spconv import constants, pooled_pairs, rulebooks
 from sparseconv.interop.spconv.core import ConvAlgo
 from sparseconv.interop.spconv.pytorch.geometry import LayerWindow, check_inside, find_plan, pair_table
+from sparseconv.kinds import check_values
+from sparseconv.ops.pooling import edge_sum
 from sparseconv.plan.convolution import ConvolutionPlan
 
-Ints = Sequence[int]
+#: the same sums and maxima, also by these names
+indice_maxpool = pooled_pairs.indice_maxpool
+global_pool_rearrange = pooled_pairs.rows_by_item
 
+Ints = Sequence[int]
 
 #: the least that a size may be, where there is one
 LEAST = {"input_size": 0, "kernel_size": -1, "stride": 1, "padding": None, "dilation": 1}
@@ -202,3 +207,75 @@ def implicit_gemm(
     """The result of `functional.implicit_gemm`, no mask, and -1 for the mask's width."""
     given = (features, filters, pair_fwd, None, None, None, None, None, num_activate_out)
     return rulebooks.implicit_gemm(*given, bias=bias, act_alpha=act_alpha, act_type=act_type), None, -1
+
+
+def implicit_gemm_backward(
+    features: torch.Tensor,
+    filters: torch.Tensor,
+    out_bp: torch.Tensor,
+    pair_fwd: torch.Tensor,
+    pair_bwd: torch.Tensor | None = None,
+    *options: Any,
+    **more: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of features and filters of `implicit_gemm`; tables but ``pair_fwd``, and flags, have no effect."""
+    rulebooks.check_features(features)
+    rulebooks.check_features(out_bp)
+    return rulebooks.gradients(features, filters, out_bp, rulebooks.of_table(pair_fwd, len(features), len(out_bp)))
+
+
+def indice_maxpool_backward(
+    features: torch.Tensor,
+    out_features: torch.Tensor,
+    out_bp: torch.Tensor,
+    indice_pairs: torch.Tensor,
+    indice_pair_num: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of the features of `indice_maxpool`; ``out_features`` has no effect."""
+    rulebooks.check_features(features)
+    edges = rulebooks.of_pairs(indice_pairs, indice_pair_num, len(features), len(out_bp))
+    return pooled_pairs.maxpool_gradient(features, out_bp, edges)
+
+
+def indice_maxpool_implicit_gemm(
+    features: torch.Tensor, indice_pairs: torch.Tensor, num_activate_out: int
+) -> torch.Tensor:
+    """`functional.indice_maxpool_implicit_gemm` by the table (K, N_out) of input rows alone."""
+    return pooled_pairs.indice_maxpool_implicit_gemm(features, indice_pairs, None, num_activate_out)
+
+
+def indice_maxpool_implicit_gemm_backward(
+    features: torch.Tensor, out_features: torch.Tensor, out_bp: torch.Tensor, indice_pairs: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the features, by the table (K, N_in) of output rows; ``out_features`` has no effect."""
+    rulebooks.check_features(features)
+    edges = rulebooks.of_table(indice_pairs, len(out_bp), len(features)).reverse()
+    return pooled_pairs.maxpool_gradient(features, out_bp, edges)
+
+
+def indice_avgpool_implicit_gemm(
+    features: torch.Tensor, indice_pairs: torch.Tensor, num_activate_out: int, calc_count: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`functional.indice_avgpool_implicit_gemm`, and how many rows each output sees (N_out,), none if not asked for."""
+    mean = pooled_pairs.indice_avgpool_implicit_gemm(features, indice_pairs, None, num_activate_out)
+    counts = (indice_pairs >= 0).sum(0, dtype=torch.int32)
+    return mean, counts if calc_count else counts.new_empty(0)
+
+
+def indice_avgpool_implicit_gemm_backward(
+    out_bp: torch.Tensor, indice_pairs: torch.Tensor, count_out: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the features (N_in, C), by the table (K, N_in) of output rows and the counts (N_out,)."""
+    rulebooks.check_features(out_bp)
+    check_values("count_out", count_out, f"({len(out_bp)},) integers")
+    if count_out.shape != out_bp.shape[:1]:
+        raise ValueError(f"count_out must be ({len(out_bp)},); got {tuple(count_out.shape)}")
+    edges = rulebooks.of_table(indice_pairs, len(out_bp), indice_pairs.shape[-1])
+    counts = count_out.clamp(min=1)[:, None].to(out_bp.dtype)
+    return edge_sum(out_bp * counts if constants.POOL_AS_SPCONV else out_bp / counts, edges)
+
+
+def maximum_value_int_(ten: torch.Tensor, value: int) -> None:
+    """Raise the numbers of a tensor below ``value`` to it, in place."""
+    check_values("ten", ten, "integers")
+    ten.clamp_(min=value)

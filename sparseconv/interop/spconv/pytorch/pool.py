@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from sparseconv.geometry.window import check_taps
@@ -11,6 +9,7 @@ from sparseconv.interop.arguments import axes, check_algorithm
 from sparseconv.interop.spconv import constants
 from sparseconv.interop.spconv.core import ConvAlgo, default_algo
 from sparseconv.interop.spconv.layer import RECORD, Size
+from sparseconv.interop.spconv.pooled_pairs import SpconvMean
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.interop.spconv.pytorch.geometry import IndiceData, LayerWindow, Place, find_plan
 from sparseconv.interop.spconv.pytorch.modules import SparseModule
@@ -116,21 +115,7 @@ class SparseAvgPool(_Pool):
             return pooling.avg_pool(features, plan)
         ones = torch.ones_like(features[:, :1], dtype=torch.float32, requires_grad=False)
         counts = pooling.sum_pool(ones, plan).to(features.dtype)
-        return _Mean.apply(pooling.sum_pool(features, plan), counts)
-
-
-class _Mean(torch.autograd.Function):
-    """total / count, with the gradient that spconv's kernel has: grad * count, where the mean's is grad / count."""
-
-    @staticmethod
-    def forward(ctx: Any, total: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(counts)
-        return total / counts.clamp(min=1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:  # type: ignore[override]
-        (counts,) = ctx.saved_tensors
-        return grad * counts, None
+        return SpconvMean.apply(pooling.sum_pool(features, plan), counts)
 
 
 class SparseGlobalMaxPool(SparseModule):
@@ -218,3 +203,6 @@ class SparseAvgPool4d(_Ranked, SparseAvgPool):
     """Average pooling on four axes; the stride defaults to the kernel size."""
 
     rank = 4
+
+
+ALL_POOL_LAYERS = {SparseMaxPool, SparseAvgPool, *SparseMaxPool.__subclasses__(), *SparseAvgPool.__subclasses__()}

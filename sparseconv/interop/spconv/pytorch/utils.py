@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from sparseconv.geometry.arguments import INTEGERS, numbers
+from sparseconv.geometry.cpu.sorted_table import KEY_LIMIT
 from sparseconv.interop.arguments import whole
+from sparseconv.interop.spconv import point_loop
 from sparseconv.kinds import as_device, check_values, described, shortened
 
 
@@ -79,50 +82,74 @@ class PointToVoxel:
             raise TypeError(f"points must be floating point; got {pc.dtype}")
         if pc.device.type != self.device.type:
             raise ValueError(f"points are on {pc.device}, this was made for {self.device}")
+        if math.prod(self.grid_size) >= KEY_LIMIT:
+            raise ValueError(
+                f"the box has {' x '.join(map(str, self.grid_size))} voxels (z first), and 64-bit keys number "
+                "fewer than 2^63: use larger voxels or a smaller box"
+            )
+        if point_loop.serves(pc):
+            low = self.coors_range[: self.ndim]
+            most = self.max_num_voxels, self.max_num_points_per_voxel
+            return point_loop.put(pc, self.vsize, low, self.grid_size, *most, empty_mean)
         with torch.no_grad():
             return self._generate(pc, empty_mean)
 
     def _generate(
         self, pc: torch.Tensor, empty_mean: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """By torch's operations, on every device: keys are sorted, and equal ones by the rows of their points."""
         wide = pc.new_tensor(self.vsize), pc.new_tensor(self.coors_range[: self.ndim])
         cells = torch.floor((pc[:, : self.ndim].flip(1) - wide[1]) / wide[0])
-        size = torch.tensor(self.grid_size, device=pc.device)
-        inside = ((cells >= 0) & (cells < size)).all(1)
-        rows = inside.nonzero()[:, 0]
-        cells = cells[rows].long()
-        keys = torch.zeros(len(rows), dtype=torch.int64, device=pc.device)
-        for axis, n in enumerate(self.grid_size):
-            keys = keys * n + cells[:, axis]
-        unique, found = torch.unique(keys, return_inverse=True)
-        first = torch.full((len(unique),), len(rows), dtype=torch.int64, device=pc.device)
-        first.scatter_reduce_(0, found, torch.arange(len(rows), device=pc.device), "amin")
-        order = torch.argsort(first)  # voxels by their first point
-        number = torch.empty_like(order)
-        number[order] = torch.arange(len(order), device=pc.device)
-        voxel = number[found]
-        kept = voxel < self.max_num_voxels
-        rows, voxel, cells = rows[kept], voxel[kept], cells[kept]
-        count = min(len(unique), self.max_num_voxels)
-        points = torch.bincount(voxel, minlength=count)[:count]
-        by_voxel = torch.argsort(voxel, stable=True)
-        place = torch.arange(len(voxel), device=pc.device) - (points.cumsum(0) - points)[voxel[by_voxel]]
-        most = self.max_num_points_per_voxel
+        inside = torch.ones(len(pc), dtype=torch.bool, device=pc.device)
+        for n, column in zip(self.grid_size, cells.unbind(1)):
+            inside &= (column >= 0) & (column < n)
+        at = inside.nonzero()[:, 0]
+        cells = cells.index_select(0, at).int()
+        keys = torch.zeros(len(at), dtype=torch.int64, device=pc.device)
+        for n, column in zip(self.grid_size, cells.unbind(1)):
+            keys = torch.add(column, keys, alpha=n)
+        keys, order = _sorted(keys, math.prod(self.grid_size))
+        rows = at.index_select(0, order)  # of points, those of a voxel together
+        new = torch.ones_like(keys, dtype=torch.bool)
+        torch.ne(keys[1:], keys[:-1], out=new[1:])
+        begin = new.nonzero()[:, 0]
+        first = rows.index_select(0, begin)
+        firsts = torch.zeros(len(pc), dtype=torch.int64, device=pc.device).index_fill_(0, first, 1)
+        number = firsts.cumsum(0).index_select(0, first) - 1  # voxels are in the order of their first points
+        group = new.cumsum(0) - 1
+        voxel = number.index_select(0, group)
+        place = torch.arange(len(keys), device=pc.device) - begin.index_select(0, group)
+        held = torch.diff(begin, append=begin.new_full((1,), len(keys)))
+        count, most = min(len(begin), self.max_num_voxels), self.max_num_points_per_voxel
         fits = place < most
-        at, slot, source = voxel[by_voxel][fits], place[fits], rows[by_voxel][fits]
-        shape = (count, most, self.num_point_features)
-        voxels = pc.new_zeros(shape, dtype=torch.float32)
-        voxels[at, slot] = pc[source].float()
-        num = points.clamp(max=most)
+        cells = cells.index_select(0, order.index_select(0, begin))
+        if count < len(begin):
+            kept = (number < count).nonzero()[:, 0]
+            number, held, cells = (t.index_select(0, kept) for t in (number, held, cells))
+            fits &= voxel < count
+            voxel = torch.where(voxel < count, voxel, -1)
+        ids = torch.full((len(pc),), -1, dtype=torch.int64, device=pc.device).index_copy_(0, rows, voxel)
+        indices = torch.empty_like(cells).index_copy_(0, number, cells)
+        num = torch.empty_like(held).index_copy_(0, number, held.clamp(max=most))
+        taken = fits.nonzero()[:, 0]
+        places = torch.add(place, voxel, alpha=most).index_select(0, taken)
+        voxels = torch.zeros(count, most, self.num_point_features, device=pc.device)
+        voxels.view(-1, self.num_point_features)[places] = pc.index_select(0, rows.index_select(0, taken)).float()
         if empty_mean:
             mean = voxels.sum(1, keepdim=True) / num.clamp(min=1)[:, None, None]
             blank = torch.arange(most, device=pc.device)[None, :, None] >= num[:, None, None]
             voxels = torch.where(blank, mean, voxels)
-        indices = torch.zeros(count, self.ndim, dtype=torch.int32, device=pc.device)
-        indices[voxel] = cells.int()
-        ids = torch.full((len(pc),), -1, dtype=torch.int64, device=pc.device)
-        ids[rows] = voxel
         return voxels, indices, num.int(), ids
+
+
+def _sorted(keys: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys below ``end``, ascending, and their rows, ascending among equal keys."""
+    bits = max(1, len(keys)).bit_length()
+    if end >= KEY_LIMIT >> bits:
+        keys, rows = torch.sort(keys, stable=True)
+        return keys, rows
+    both = (keys << bits).add_(torch.arange(len(keys), device=keys.device)).sort().values
+    return both >> bits, both & ((1 << bits) - 1)
 
 
 def gather_features_by_pc_voxel_id(

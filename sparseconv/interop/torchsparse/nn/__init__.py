@@ -1,6 +1,12 @@
 """Layers with torchsparse's names."""
 
 from sparseconv.interop.torchsparse.nn import functional, utils
+from sparseconv.interop.torchsparse.nn.bev import (
+    ToBEVConvolution,
+    ToBEVHeightCompression,
+    ToBEVReduction,
+    ToDenseBEVConvolution,
+)
 from sparseconv.interop.torchsparse.nn.modules import (
     BatchNorm,
     Conv3d,
@@ -25,6 +31,10 @@ __all__ = [
     "ReLU",
     "SiLU",
     "SparseCrop",
+    "ToBEVConvolution",
+    "ToBEVHeightCompression",
+    "ToBEVReduction",
+    "ToDenseBEVConvolution",
     "functional",
     "utils",
 ]
