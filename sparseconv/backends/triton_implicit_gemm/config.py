@@ -187,8 +187,8 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
             tile = ConvConfig(128, block_n, block_k, 4, stages, gluon=True, weight_copy=True, chunked=work.far)
             found = [tile, replace(tile, stages=5 - stages), replace(tile, block_m=64)]
             whole = work.groups == 1 and c_in % block_k == 0
-            wide = replace(tile, block_n=256, warps=8, stages=4, bulk=whole)
-            return [wide, *found] if c_out % 256 == 0 else found
+            widest = replace(tile, block_n=256, warps=8, stages=4, bulk=whole)
+            return [widest, *found] if c_out % 256 == 0 else found
         tile = ConvConfig(128, block_n, block_k, 8 if block_n == 128 else 4, 3, weight_copy=True, chunked=work.far)
         return [tile, replace(tile, block_m=64, warps=4), replace(tile, stages=4)]
     if work.dtype not in HALF and not work.gluon:
