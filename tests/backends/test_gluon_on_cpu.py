@@ -47,7 +47,7 @@ def test_conv_kernel(transposed, rows, density, groups, blocks, stages, bulk, un
     launch(
         schedule, schedule.fixed, schedule.num_tiles, (x, weight, got, bias, residual), groups, (c, c), blocks,
         STAGES=stages, UNIT=unit, TRANSPOSED=transposed, HAS_BIAS=True, HAS_RESIDUAL=True,
-        ACTIVATION=lambda v: v * 2, BULK=bulk,
+        ACTIVATION=lambda v: v * 2, BULK=bulk, RESCALE=False,
     )  # fmt: skip
     np.testing.assert_array_equal(got.astype(np.float32), 2 * want)
 
@@ -77,7 +77,7 @@ def test_a_chain_of_conv_kernels(transposed, turns, rows, density):
             launch(
                 schedule, fixed, schedule.num_tiles // 3, operands, 1, (c, width), (64, 32, 32),
                 STAGES=3, UNIT=8, TRANSPOSED=transposed, HAS_BIAS=not follows, HAS_RESIDUAL=True,
-                ACTIVATION=None if leads else lambda v: v * 2, BULK=True, ROW=c, LEADS=leads, FOLLOWS=follows,
+                ACTIVATION=None if leads else lambda v: v * 2, BULK=True, RESCALE=False, ROW=c, LEADS=leads, FOLLOWS=follows,
             )  # fmt: skip
     np.testing.assert_array_equal(got.astype(np.float32), 2 * want)
 
@@ -117,7 +117,7 @@ def test_sums_of_groups_side_by_side():
     operands = x, w, sums, bias, residual
     launch(
         schedule, schedule.fixed, schedule.num_tiles, operands, 1, (c, c), (64, 32, 32), STAGES=3, UNIT=8,
-        TRANSPOSED=False, HAS_BIAS=False, HAS_RESIDUAL=False, ACTIVATION=None, BULK=False, TO_SLOTS=True,
+        TRANSPOSED=False, HAS_BIAS=False, HAS_RESIDUAL=False, ACTIVATION=None, BULK=False, RESCALE=False, TO_SLOTS=True,
     )  # fmt: skip
     idle = schedule.tile_counts.numpy() == 0
     assert idle.any()
