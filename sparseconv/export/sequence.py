@@ -69,9 +69,7 @@ class Memory:
 
     def constants(self, device: torch.device) -> list[torch.Tensor]:
         """What the arrays that are no workspaces hold now, (bytes,) uint8 each, on the host."""
-        return [
-            torch.as_tensor(_Raw(start, size), device=device).cpu() for start, (_, size) in self._constants.items()
-        ]
+        return [torch.as_tensor(_Raw(start, size), device=device).cpu() for start, (_, size) in self._constants.items()]
 
 
 class _Raw:

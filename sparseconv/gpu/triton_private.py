@@ -83,5 +83,5 @@ def described(descriptor: Any, layout: dict[str, Any] | None) -> tuple[Any, ...]
     if getattr(descriptor, "round_f32_to_tf32", False):
         return None
     kind, size = TMA_DTYPE_DEVICE_TO_HOST[layout["elem_type"]], layout["elem_size"]
-    box, shape, strides = (list(map(int, part)) for part in (layout["block_size"], descriptor.shape, descriptor.strides))
-    return descriptor.base.data_ptr(), kind, layout["swizzle"], size, box, shape, strides
+    sides = (list(map(int, part)) for part in (layout["block_size"], descriptor.shape, descriptor.strides))
+    return descriptor.base.data_ptr(), kind, layout["swizzle"], size, *sides
