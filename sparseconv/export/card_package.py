@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.export.program import _checked
+from sparseconv.export.program import checked
 from sparseconv.export.recorder import Recorder
 from sparseconv.export.sequence import Memory, Writer
 from sparseconv.geometry.fixed_grid import ROWS, FixedGrid
@@ -73,7 +73,7 @@ def package_for_card(
     path = Path(path)
     if path.suffix != ".pt":
         raise ValueError(f"the name of a package for a card ends in .pt; got {path.name!r}")
-    coords, features = _checked(net, inputs)
+    coords, features = checked(net, inputs)
     if coords.device.type != "cuda" or coords.device != features.device or torch.version.hip is not None:
         raise ValueError(
             f"a package for a card is made on an NVIDIA card; got coords on {coords.device} and features on "
@@ -134,23 +134,24 @@ class _Run:
         """What did not fit and the voxels of the grids of results, (R,) int32, then the results."""
         x = self._scene()
         grid: Any = x.grid
-        status, results = [grid.fault], []
+        status, results, numbers = [grid.fault], [], {id(grid.count): VOXELS}
         self._rows = []
 
         def add(tensor: torch.Tensor, count: torch.Tensor | None) -> None:
-            if tensor.is_cuda:
-                self._rows.append(FIXED if count is None else VOXELS if count is grid.count else len(status))
-                status.extend([count] if self._rows[-1] > 0 and count is not None else [])
-                results.append(tensor)
-            else:
-                raise ValueError("a package returns what is on the card: the network returns a tensor of the host")
+            if tensor.device != self._example.device:
+                raise ValueError(f"the network returns a tensor on {tensor.device}: return what is on the card")
+            if count is not None and id(count) not in numbers:
+                numbers[id(count)] = len(status)
+                status.append(count)
+            self._rows.append(FIXED if count is None else numbers[id(count)])
+            results.append(tensor)
 
         for leaf in _leaves(self._called(x)):
             if isinstance(leaf, SparseTensor):
                 add(leaf.features, leaf.grid.count)
                 if leaf.grid is not grid:
                     add(leaf.grid.coords, leaf.grid.count)
-            elif isinstance(leaf, torch.Tensor):
+            elif isinstance(leaf, torch.Tensor):  # no two grids of a scene have as many rows
                 add(leaf, grid.family.get(len(leaf)) if leaf.ndim else None)
         return torch.cat(status), results
 

@@ -115,6 +115,9 @@ class Recorder:
     def _launched(self, kernel: Any, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
         if threading.get_ident() != self._thread or 0 in grid:
             return
+        if isinstance(kernel, str):
+            self.refused.append(f"it launches {kernel}, and a package holds those of Triton: choose another backend")
+            return
         kinds = parameters(kernel)
         if len(kinds) != len(values):
             self.refused.append(f"the kernel {kernel.name} has {len(kinds)} parameters, but {len(values)} were given")

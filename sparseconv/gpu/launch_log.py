@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: called with Triton's compiled kernel, the grid and the values of the kernel's parameters, constants left out, before
-#: each launch of any thread; launchers look here at each launch, so that it is empty where nobody listens
+#: told of each launch of any thread: Triton's compiled kernel, or the name of what is none, the grid, and the values of
+#: the kernel's parameters without constants. Launchers look here first, so it is empty where nobody listens
 listeners: list[Callable[[Any, tuple[int, int, int], Sequence[Any]], None]] = []
 
 

@@ -117,6 +117,8 @@ def test_launches_are_told_until_the_end(record):
     assert not listeners
     with pytest.raises(ValueError, match="the kernel fill has 2 parameters, but 1 were given"):
         record(lambda _: tell(kernel(), (1, 1, 1), (64,)))
+    with pytest.raises(ValueError, match="it launches a kernel of CuPy, and a package holds those of Triton"):
+        record(lambda _: tell("a kernel of CuPy", (1, 1, 1), ()))
     assert not listeners
 
 
