@@ -17,6 +17,8 @@ from sparseconv.geometry.fixed_grid import ROWS, FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.scene import FAULTS, fault_of, put_scene
+from sparseconv.gpu import graphs
+from sparseconv.ops.comparing import apart
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
 
@@ -157,8 +159,6 @@ class _Run:
 
     def package(self) -> dict[str, Any]:
         """What the file holds."""
-        from sparseconv.nn import graphs  # loaded where it is used
-
         self._load(self._like.coords, self._example)
         status, results = self._body()
         self._check(status, results)
@@ -192,8 +192,6 @@ class _Run:
 
     def _check(self, status: torch.Tensor, results: list[torch.Tensor]) -> None:
         """Raise where the example does not fit, or the rows that are no voxels change a result."""
-        from sparseconv.nn.results import apart
-
         fault, *counts = status.tolist()
         if fault:
             raise RuntimeError(

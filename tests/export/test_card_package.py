@@ -16,7 +16,7 @@ from tests.export.networks import EXTENT, network, scene
 from tests.export.running import needs_a_compiler, run
 
 #: calls whose median is compared
-CALLS = 40
+CALLS = 300
 
 
 def test_the_sources_read_what_python_writes():

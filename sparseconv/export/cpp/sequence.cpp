@@ -1,5 +1,6 @@
 #include "sequence.h"
 
+#include <ATen/ScalarOps.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -127,6 +128,11 @@ c10::IValue Sequence::argument(const c10::IValue& one, c10::TypePtr type) const 
   switch (told[0].toInt()) {
     case PLAIN:
       if (told[1].isInt() && type->kind() == c10::TypeKind::FloatType) return static_cast<double>(told[1].toInt());
+      if (told[1].isScalar() && type->kind() == c10::TypeKind::TensorType) {  // a number in the place of a tensor
+        at::Tensor number = c10::scalar_to_tensor(told[1].toScalar());
+        number.unsafeGetTensorImpl()->set_wrapped_number(true);
+        return number;
+      }
       return told[1];
     case TENSOR: return tensor(told.slice(1));
     case HOST: return told[1];
