@@ -18,7 +18,6 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.scene import FAULTS, fault_of, put_scene
 from sparseconv.gpu import graphs
-from sparseconv.ops.comparing import apart
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
 
@@ -192,6 +191,8 @@ class _Run:
 
     def _check(self, status: torch.Tensor, results: list[torch.Tensor]) -> None:
         """Raise where the example does not fit, or the rows that are no voxels change a result."""
+        from sparseconv.ops.comparing import apart  # loaded where it is used
+
         fault, *counts = status.tolist()
         if fault:
             raise RuntimeError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class CallStep(NamedTuple):
     """An operation of torch that writes into given memory, with its arguments in the order of its schema."""
 
     stream: int
-    operator: torch._ops.OpOverload
+    operator: Any
     values: tuple[Any, ...]
 
 
@@ -69,6 +69,7 @@ class Recorder:
 
     Raises:
         ValueError: at the end of the context, for what no sequence can hold.
+        RuntimeError: this torch cannot tell what runs.
     """
 
     #: the kind of device whose operations are written down
@@ -88,6 +89,10 @@ class Recorder:
         self._within = ExitStack()
 
     def __enter__(self) -> Recorder:
+        if issubclass(TorchDispatchMode, nullcontext):
+            raise RuntimeError(
+                f"torch {torch.__version__} has no dispatch modes, which see operations: use another one"
+            )
         self.__init__()  # type: ignore[misc]
         self._thread = threading.get_ident()
         self._stream()
