@@ -19,6 +19,8 @@ from sparseconv.torch_private import TorchDispatchMode, pytree
 
 #: operations that make memory without a value
 EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+#: arguments that say what memory is made
+MEMORY = ("dtype", "layout", "device", "pin_memory", "memory_format")
 #: operations that are another one on memory that is there: that one, and which of their arguments it takes
 INSTEAD: dict[str, tuple[str, tuple[int, ...]]] = {
     "zeros": ("zero_.default", ()),
@@ -30,6 +32,7 @@ INSTEAD: dict[str, tuple[str, tuple[int, ...]]] = {
     "full": ("fill_.Scalar", (1,)),
     "full_like": ("fill_.Scalar", (1,)),
     "new_full": ("fill_.Scalar", (2,)),
+    "scalar_tensor": ("fill_.Scalar", (0,)),
     "clone": ("copy_.default", (0,)),
     "_to_copy": ("copy_.default", (0,)),
 }
@@ -76,6 +79,9 @@ class Recorder:
     DEVICE = "cuda"
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self.steps: list[Step] = []
         #: priority of each stream; the first is that on which the run begins
         self.priorities: list[int] = []
@@ -84,17 +90,17 @@ class Recorder:
         self.refused: list[str] = []
         self._streams: dict[int, int] = {}
         self._numbers: dict[int, tuple[torch.cuda.Event, int]] = {}
-        #: tensors of the host that operations read: what has their numbers later must not be taken for them
+        #: what operations were given, so that no memory of the host is another's later
         self._kept: list[Any] = []
         self._within = ExitStack()
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> Recorder:
         if issubclass(TorchDispatchMode, nullcontext):
             raise RuntimeError(
                 f"torch {torch.__version__} has no dispatch modes, which see operations: use another one"
             )
-        self.__init__()  # type: ignore[misc]
-        self._thread = threading.get_ident()
+        self._begin()
         self._stream()
         listeners.append(self._launched)
         self._within.callback(listeners.remove, self._launched)
@@ -190,12 +196,13 @@ def _writing(operator: Any) -> Any:
     """The operation that writes what this one returns into tensors that it is given; None where torch has none."""
     plain = [(a.name, str(a.type)) for a in operator._schema.arguments]
     packet = operator.overloadpacket
-    for name in packet.overloads():
-        other = getattr(packet, name)
-        arguments = other._schema.arguments
-        given = [(a.name, str(a.type)) for a in arguments if not a.is_out]
-        if len(given) < len(arguments) and given == plain:
-            return other
+    others = [getattr(packet, name) for name in packet.overloads()]
+    for wanted in (plain, [(name, kind) for name, kind in plain if name not in MEMORY]):
+        for other in others:
+            arguments = other._schema.arguments
+            given = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+            if len(given) < len(arguments) and given == wanted:
+                return other
     return None
 
 
