@@ -87,6 +87,7 @@ struct CardNetwork::State {
     limit << coords.size(0) << " voxels, " << told.at("batch_size").toInt() << " batch items, extent "
           << told.at("extent").toStringRef();
     limits = limit.str();
+    told.clear();  // the host's copy of the weights
     capture();
   }
 
