@@ -72,7 +72,7 @@ def on_cpu(net: torch.nn.Module, scene: tuple[torch.Tensor, torch.Tensor], path:
 
 @torch.no_grad()
 def on_card(net: torch.nn.Module, scene: tuple[torch.Tensor, torch.Tensor], path: Path) -> list[torch.Tensor]:
-    """Write a package for this card; what `nn.capture` gives for a scene, in as many rows as the package has."""
+    """Write a package for this card; what `nn.capture` gives for a scene."""
     coords, features = (t.cuda() for t in scene)
     sc.export.package_for_card(net.cuda(), (coords, features), path)
     x = sc.SparseTensor(sc.VoxelGrid(coords), features)
