@@ -16,7 +16,7 @@ from sparseconv.bench.measure import Layer
 from sparseconv.geometry import fixed_grid
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.scene import put_scene
-from sparseconv.nn import graphs
+from sparseconv.gpu import graphs
 
 #: rows of a captured map over the scene's, in the figure and in the one beside it: as few as fit, and nn.capture's own
 ROOM, USUAL_ROOM = 1.0, 1.25

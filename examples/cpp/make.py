@@ -2,15 +2,20 @@
 
     python examples/cpp/make.py unet build/cpp
     python examples/cpp/make.py encoder build/cpp
+    python examples/cpp/make.py encoder build/cpp --card
 
 It writes NETWORK.pt2, NETWORK_points.bin and NETWORK_expected.pt into the folder, and prints the command that compares
-in C++. The weights are random: it is the numbers that are compared.
+in C++. The weights are random: it is the numbers that are compared. With --card the package is NETWORK.pt, for the card
+of this machine, and the results are those of `nn.capture`, whose time is printed too.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
+import time
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -38,6 +43,8 @@ def encoder(size: float) -> tuple[torch.nn.Module, list[str]]:
     return nn.VoxelResBackBone8x(4, (z + 1, y, x)), box
 
 
+#: calls whose median is printed: a card that was idle takes some tenths of a second to its usual pace
+CALLS = 500
 #: each with the edge of its voxels [m]
 NETWORKS = {"unet": (unet, 0.2), "encoder": (encoder, 0.1)}
 
@@ -54,7 +61,44 @@ def voxels(points: torch.Tensor, size: float, in_box: bool) -> tuple[torch.Tenso
     return grid.coords, sc.ops.voxelize_features(points, rows, len(grid))
 
 
-def main(network: str, folder: Path, beams: int = 24, around: int = 240, seed: int = 0) -> None:
+def on_cpu(net: torch.nn.Module, scene: tuple[torch.Tensor, torch.Tensor], path: Path) -> list[torch.Tensor]:
+    """Write a package for this CPU; the results for a scene."""
+    program = sc.export.export(net, scene)
+    sc.export.package(program, path)
+    with torch.no_grad():
+        results: list[torch.Tensor] = torch.utils._pytree.tree_leaves(program.module()(*scene))
+    return results
+
+
+@torch.no_grad()
+def on_card(net: torch.nn.Module, scene: tuple[torch.Tensor, torch.Tensor], path: Path) -> list[torch.Tensor]:
+    """Write a package for this card; what `nn.capture` gives for a scene."""
+    coords, features = (t.cuda() for t in scene)
+    sc.export.package_for_card(net.cuda(), (coords, features), path)
+    x = sc.SparseTensor(sc.VoxelGrid(coords), features)
+    if isinstance(net, nn.VoxelResBackBone8x):  # whose results lie on voxels that only the card counts
+        fast, given = nn.capture(net), x
+    else:
+        fast, given = nn.capture(net, x), (coords, features)
+    took = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        y = fast(given)
+        torch.cuda.synchronize()
+        took.append(1e3 * (time.perf_counter() - start))
+    print(f"nn.capture: {statistics.median(took):.3f} ms, the median of {CALLS}")
+    results = [y.features, y.grid.coords] if isinstance(y, sc.SparseTensor) else [y]
+    return [result.cpu() for result in results]
+
+
+def main(
+    network: str,
+    folder: Path,
+    beams: int = 24,
+    around: int = 240,
+    seed: int = 0,
+    card: Annotated[bool, typer.Option("--card", help="a package for the card of this machine")] = False,
+) -> None:
     """Write a package of one of the networks, and what to compare."""
     if network not in NETWORKS:
         raise typer.BadParameter(f"the networks are {', '.join(NETWORKS)}; got {network}")
@@ -64,14 +108,13 @@ def main(network: str, folder: Path, beams: int = 24, around: int = 240, seed: i
     net, box = make(size)
     scene = voxels(points, size, bool(box))
     folder.mkdir(parents=True, exist_ok=True)
-    program = sc.export.export(net.eval(), scene)
-    sc.export.package(program, folder / f"{network}.pt2")
+    package = folder / f"{network}{'.pt' if card else '.pt2'}"
     points.numpy().tofile(folder / f"{network}_points.bin")
-    with torch.no_grad():
-        results = torch.utils._pytree.tree_leaves(program.module()(*scene))
+    results = (on_card if card else on_cpu)(net.eval(), scene, package)
     torch.save(results, folder / f"{network}_expected.pt")
-    files = [str(folder / f"{network}{ending}") for ending in (".pt2", "_points.bin", "_expected.pt")]
-    print("run_package", *files, "--size", size, *box)
+    files = [str(package), *(str(folder / f"{network}{ending}") for ending in ("_points.bin", "_expected.pt"))]
+    more = ["--exact", "--repeat", str(CALLS)] if card else []
+    print("run_package", *files, "--size", size, *box, *more)
 
 
 if __name__ == "__main__":

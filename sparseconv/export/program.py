@@ -67,7 +67,7 @@ def export(
     >>> program.module()(coords, torch.randn(3, 4)).shape
     torch.Size([3, 5])
     """
-    coords, features = _checked(net, inputs)
+    coords, features = checked(net, inputs)
     items = batch_size if batch_size is not None else VoxelGrid(coords).batch_size
     if make is None:
         program = _Program(net, lambda c, f: SparseTensor(VoxelGrid(c, items), f))
@@ -104,7 +104,7 @@ def _grid_of(x: Any) -> VoxelGrid | None:
     return x.grid if isinstance(x, SparseTensor) else getattr(x, "voxels", None)
 
 
-def _checked(net: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def checked(net: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     check_kind("net", net, torch.nn.Module, "pass the network")
     if not isinstance(inputs, (tuple, list)) or len(inputs) != 2:
         raise ValueError("inputs are an example of what the program is given: (coords, features)")

@@ -16,6 +16,7 @@ from triton.runtime import driver
 
 from sparseconv.gpu.compiling.job import Job, compile_kernel, job_of, put_mark
 from sparseconv.gpu.compiling.pool import Pool, current_target, pool_of, wait_for_pools
+from sparseconv.gpu.launch_log import listeners, tell
 from sparseconv.gpu.triton_private import (
     SHARED_ARGUMENTS,
     build_shared_launcher,
@@ -208,7 +209,7 @@ class Launcher:
         return mine.result()
 
     def _prepare(self, constants: tuple, device_index: int) -> Callable[[int, int, tuple], None]:
-        kernel = self.compile(constants)
+        kernel = compiled = self.compile(constants)
         rest: tuple = constants
         numbers = all(t is int or isinstance(t, (int, torch.dtype)) for t in self.types)  # 64 bits or fewer
         fits = numbers and len(self.types) + 2 <= SHARED_ARGUMENTS
@@ -216,7 +217,7 @@ class Launcher:
             kernel, rest = with_shared_launcher(kernel), (0,) * (SHARED_ARGUMENTS - len(self.types))
         run = kernel.run  # loads the binary
         if entry_of(run) is None and rest is not constants:  # it asks for scratch memory
-            kernel, rest = self.compile(constants), constants
+            kernel, rest = compiled, constants
             run = kernel.run
         plain, stream_of = call_of(kernel, run), driver.active.get_current_stream
         overlapped = call_of(kernel, early(run)) if FOLLOWS in kernel.asm.get("ptx", "") else None
@@ -225,6 +226,8 @@ class Launcher:
             if current_device() != device_index:
                 with torch.cuda.device(device_index):
                     return launch(x, y, args)
+            if listeners:
+                tell(compiled, (x, y, 1), args)
             start, told = plain if overlapped is None or is_capturing() else overlapped
             start(*((x, y, 1, stream_of(device_index)) + told + args + rest))
 

@@ -69,3 +69,19 @@ def early(run: Any) -> Any:
     run = copy.copy(run)
     run.launch_pdl = True
     return run
+
+
+def described(descriptor: Any, layout: dict[str, Any] | None) -> tuple[Any, ...] | None:
+    """What a tensor descriptor is encoded from: address, the driver's numbers for the dtype and the swizzle, bytes of a
+    number, the box, shape and strides of the matrix; None for one of another form."""
+    try:
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+    except ImportError:
+        return None
+    if layout is None or layout["fp4_padded"] or layout.get("is_im2col") or descriptor.padding != "zero":
+        return None
+    if getattr(descriptor, "round_f32_to_tf32", False):
+        return None
+    kind, size = TMA_DTYPE_DEVICE_TO_HOST[layout["elem_type"]], layout["elem_size"]
+    sides = (list(map(int, part)) for part in (layout["block_size"], descriptor.shape, descriptor.strides))
+    return descriptor.base.data_ptr(), kind, layout["swizzle"], size, *sides

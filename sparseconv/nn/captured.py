@@ -16,8 +16,9 @@ from sparseconv.geometry.fixed_grid import ROWS, FixedGrid, forget_tables
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.scene import fault_of, put_scene
-from sparseconv.nn import graphs
-from sparseconv.nn.results import Scene, apart, rows_of
+from sparseconv.gpu import graphs
+from sparseconv.nn.results import Scene, rows_of
+from sparseconv.ops.comparing import apart
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
 

@@ -11,7 +11,8 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.gpu.streams import current
 from sparseconv.nn.captured import Captured
 from sparseconv.nn.fused.cross_entropy import FasterLoss
-from sparseconv.nn.results import Scene, apart, apart_in_memory
+from sparseconv.nn.results import Scene, apart_in_memory
+from sparseconv.ops.comparing import apart
 from sparseconv.tensor import SparseTensor
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from sparseconv.bench import measure as package
 from sparseconv.bench.measure import Job
 from sparseconv.bench.report import reasons, wide_console, write
 from sparseconv.bench.timing import Clock, Samples, Spread
-from sparseconv.nn import graphs
+from sparseconv.gpu import graphs
 from tests import oracle
 
 TINY = {"device": "cpu", "dtype": "fp32", "seconds": 0.01}

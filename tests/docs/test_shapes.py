@@ -206,6 +206,7 @@ VERBS = ["forward", "forward_fused", "sums", "input_grad", "input_grad_onto", "w
 VERBS += ["gradients", "integers", "float8"]
 #: public functions with shapes that are called neither by an example nor by `more_calls`
 UNCALLED = {
+    "sparseconv.export.card_package.package_for_card",  # on a card
     # their examples trace a network, or capture a step, which takes minutes while each call is watched
     "sparseconv.export.program.export",
     "sparseconv.nn.captured_step.capture_step",

@@ -7,7 +7,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.nn import graphs
+from sparseconv.gpu import graphs
 from tests.nn.test_capture import stand_in
 
 SIZE = 0.5

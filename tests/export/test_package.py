@@ -1,8 +1,6 @@
 """Packages run without Python: a C++ program's results are the network's, and its operators refuse what Python's do."""
 
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,20 +14,12 @@ from sparseconv.plan.shared import shared_plan
 from sparseconv.torch_private import pytree
 from tests.export import operator_cases
 from tests.export.networks import network, scene
+from tests.export.running import ROOT, needs_a_compiler, run
 
-ROOT = Path(__file__).parents[2]
-TOOLS = [tool for tool in ("cmake", "c++") if shutil.which(tool) is None]
-needs_a_compiler = pytest.mark.skipif(bool(TOOLS), reason=f"not installed: {TOOLS}")
 #: random scenes for all operators
 CASES = 200
 #: sums of products in another order, by the largest value
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-
-
-def run(*command, expect=0):
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=800)
-    assert done.returncode == expect, (done.stdout + done.stderr)[-3000:]
-    return done.stdout + done.stderr
 
 
 def test_the_sources_have_pythons_operators():
@@ -110,16 +100,6 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
 
 
 # ---- in C++
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The folder with `run_package` and the library of operators."""
-    folder = tmp_path_factory.mktemp("cpp")
-    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-    run("cmake", "-S", ROOT / "examples" / "cpp", "-B", folder, prefix, f"-DSPARSECONV_CPP={export.CPP}")
-    run("cmake", "--build", folder, "-j", 2)
-    return folder
 
 
 class InHalves(torch.nn.Module):

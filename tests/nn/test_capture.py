@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.nn import graphs
+from sparseconv.gpu import graphs
 from sparseconv.nn.fused import normalize, remaking
 from sparseconv.nn.fused.fusion import conv_norm_act
 from sparseconv.nn.models.minkunet import MinkUNet

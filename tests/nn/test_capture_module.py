@@ -16,7 +16,7 @@ import torch
 import sparseconv as sc
 import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
-from sparseconv.nn import graphs
+from sparseconv.gpu import graphs
 from sparseconv.nn.capturing import module as capturing
 from sparseconv.nn.capturing.recording import Recording
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparseconv.nn.graphs import PIECE, TRIES, _Cut
+from sparseconv.gpu.graphs import PIECE, TRIES, _Cut
 
 MIB = 1 << 20
 

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sparseconv.gpu.launch_log import listeners, tell
+
 #: widest first: the CUDA type that moves so many bytes
 CHUNKS = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "unsigned char"}
 CUDA_NAMES = {
@@ -106,6 +108,8 @@ def scatter_kernel(product: torch.dtype, total: torch.dtype, width: int) -> Any:
 
 def _launch(kernel: Any, device: torch.device, count: int, across: int, arguments: tuple[int, ...], last: int) -> None:
     """Launch over ``count`` rows of ``across`` pieces on torch's current stream; ``last`` is the 32-bit argument."""
+    if listeners:
+        tell("a kernel of CuPy", (1, 1, 1), ())
     import cupy
     import numpy as np
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sparseconv import transforms
-from sparseconv.nn import graphs
+from sparseconv.gpu import graphs
 from sparseconv.nn.capturing import verify
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import Sizes

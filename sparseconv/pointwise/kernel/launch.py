@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sparseconv.gpu.launch_log import listeners, tell
 from sparseconv.pointwise import metadata
 from sparseconv.pointwise.kernel import cache as files
 from sparseconv.pointwise.kernel import codegen, layout
@@ -251,6 +252,9 @@ def _direct(compiled: Any, programs: int) -> Callable[..., Any]:
         return lambda stream, *operands: runner(*operands, stream=stream)
 
     def start(stream: int, *operands: Any) -> None:
+        if listeners:
+            told = zip(compiled.src.signature.values(), operands)
+            tell(compiled, (programs, 1, 1), [value for kind, value in told if kind != "constexpr"])
         enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             runner(*operands, stream=stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from sparseconv.gpu.streams import SideStreams, forget_workspaces
 #: captures by which the memory of each stream is made smaller; bytes that pieces of it are multiples of, and from which
 #: torch takes no more than was asked for
 TRIES, PIECE, WHOLE = 5, 2 << 20, 10 << 20
+#: a recorder that records nothing
+NOBODY: AbstractContextManager[Any] = nullcontext()
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -28,6 +31,14 @@ def graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
 
     On streams of its own. The peak that torch keeps of its memory starts anew.
     """
+    graph, results = whole_graph(run, device)
+    return graph.replay, results
+
+
+def whole_graph(
+    run: Callable[[], Any], device: torch.device, recorder: AbstractContextManager[Any] = NOBODY
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """`graph_of` with the graph itself. ``recorder`` is entered for each of its captures; the last one counts."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream(priority=-1)
         stream.wait_stream(torch.cuda.current_stream())
@@ -44,7 +55,7 @@ def graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
         forget_workspaces()  # the graph has its own, where its other memory is
         cuts = {s: _Cut(least) for s, least in ((stream, most), *((lane, 0) for lane in again.streams))}
         for _ in range(TRIES):
-            graph, results = _captured(run, stream, again, {s: cut.piece for s, cut in cuts.items()})
+            graph, results = _captured(run, stream, again, {s: cut.piece for s, cut in cuts.items()}, recorder)
             held = _held(graph)
             for s, cut in cuts.items():
                 cut.seen(held.get(s.cuda_stream, 0))
@@ -52,17 +63,21 @@ def graph_of(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[],
                 break
             del graph, results  # its memory is the next one's
         else:
-            graph, results = _captured(run, stream, again, {s: cut.best for s, cut in cuts.items()})
-    return graph.replay, results
+            graph, results = _captured(run, stream, again, {s: cut.best for s, cut in cuts.items()}, recorder)
+    return graph, results
 
 
 def _captured(
-    run: Callable[[], Any], stream: torch.cuda.Stream, streams: SideStreams, pieces: dict[torch.cuda.Stream, int]
+    run: Callable[[], Any],
+    stream: torch.cuda.Stream,
+    streams: SideStreams,
+    pieces: dict[torch.cuda.Stream, int],
+    recorder: AbstractContextManager[Any],
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """The graph of a run whose streams begin with a piece of memory each."""
     graph = torch.cuda.CUDAGraph()
     # what other threads ask of the device, such as pinned memory for the next scene, is no part of the capture
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), streams.run():
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), recorder, streams.run():
         for owner, piece in pieces.items():
             with torch.cuda.stream(owner):
                 torch.empty(piece, dtype=torch.uint8, device=owner.device)
