@@ -77,7 +77,8 @@ def test_a_chain_of_conv_kernels(transposed, turns, rows, density):
             launch(
                 schedule, fixed, schedule.num_tiles // 3, operands, 1, (c, width), (64, 32, 32),
                 STAGES=3, UNIT=8, TRANSPOSED=transposed, HAS_BIAS=not follows, HAS_RESIDUAL=True,
-                ACTIVATION=None if leads else lambda v: v * 2, BULK=True, RESCALE=False, ROW=c, LEADS=leads, FOLLOWS=follows,
+                ACTIVATION=None if leads else lambda v: v * 2, BULK=True, RESCALE=False, ROW=c,
+                LEADS=leads, FOLLOWS=follows,
             )  # fmt: skip
     np.testing.assert_array_equal(got.astype(np.float32), 2 * want)
 
