@@ -1,6 +1,6 @@
 """What 8 bits cost in accuracy: networks are trained, calibrated on what they learnt from, and scored both ways.
 
-    python -m benchmarks.quantized [demo] [brain_tissues] [frog_tissues] [--steps N] [--millimetres M] [--json FILE]
+    python -m benchmarks.quantized [demo] [brain_tissues] [frog_tissues] [cortex_folds] [--steps N] [--json FILE] ...
 
 ``demo`` is the network of ``sparseconv demo`` with its Dice on the front half of the brain. The others are examples of
 ``examples/anatomy`` with the mean IoU of their held-out tiles. Exits with 1 where 8 bits lose more than 0.005 of a
