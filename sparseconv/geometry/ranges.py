@@ -171,6 +171,8 @@ class Boundary:
 
         Raises IndexError where this boundary does not allow an index.
         """
+        if index.dtype == torch.uint8 or size > torch.iinfo(index.dtype).max:  # torch wraps sizes round to the dtype
+            index = index.long()
         inside = (index >= 0) & (index < size)
         if self.kind == "periodic":
             if size == 0:

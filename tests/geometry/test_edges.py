@@ -91,3 +91,24 @@ def test_a_window_travels_without_what_a_card_reads_of_it():
     assert other == window
     assert not other.encoded
     del window.encoded[0]
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int16, torch.int64])
+def test_an_axis_that_is_longer_than_the_integers_of_an_index(kind):
+    """torch wraps a number beyond a tensor's dtype round to it."""
+    index = torch.tensor([0, 5, 100, 127]).to(kind)
+    for size in (3, 100, 200, 300, 40_000, 2**33):
+        inside = [i < size for i in (0, 5, 100, 127)]
+        for boundary, want in [
+            (Boundary.absent(), [min(i, size - 1) for i in (0, 5, 100, 127)]),
+            (Boundary("periodic"), [i % size for i in (0, 5, 100, 127)]),
+        ]:
+            found, real = boundary.resolve(index, size)
+            assert found.tolist() == want
+            assert real.tolist() == (inside if boundary.kind == "absent" else [True] * 4)
+        for boundary in (Boundary.negative(), Boundary("forbid")):
+            if all(inside):
+                assert boundary.resolve(index, size)[0].tolist() == index.tolist()
+            else:
+                with pytest.raises(IndexError, match=f"out of bounds for an axis of {size}"):
+                    boundary.resolve(index, size)
