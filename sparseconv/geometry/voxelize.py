@@ -121,7 +121,7 @@ def voxelize(
     box = IndexRange([int(v) for v in low[1:]], [int(v) + 1 for v in high[1:]])
     columns = cells.int() if batch is None else torch.cat([batch[:, None].int(), cells.int()], 1)
     everything = IndexRange((0, *box.start), (items, *box.end))
-    keys, rows = torch.unique(_keys(columns, KeySpace.covering(everything)), return_inverse=True)
+    keys, rows = torch.unique(KeySpace.covering(everything).keys(columns, narrow=True), return_inverse=True)
     # all points of a voxel write the same numbers
     coords = columns.new_empty(len(keys), columns.shape[1]).index_copy_(0, rows, columns)
     if batch is None:
@@ -165,19 +165,3 @@ def _bounds(cells: torch.Tensor, batch: torch.Tensor | None) -> tuple[list[float
     items = torch.stack(torch.aminmax(batch)).double()[:, None]
     low, high = torch.cat([items, ends], 1).tolist()
     return low, high
-
-
-def _keys(columns: torch.Tensor, space: KeySpace) -> torch.Tensor:
-    """`KeySpace.keys` (M,) of the last columns (M, ...) of coordinates; those before are 0, as their lows are.
-
-    Of 32 bits where that is enough, which takes half as long to sort. What overflows on the way comes back when the
-    lows are taken off: sums wrap, and the key fits.
-    """
-    bits = 32 if math.prod(space.size) < 2**31 else 64
-    count = columns.shape[1]
-    first, *others = columns.unbind(1)
-    keys, lowest = first.to(torch.int32 if bits == 32 else torch.int64, copy=True), space.low[-count]
-    for column, low, size in zip(others, space.low[1 - count :], space.size[1 - count :]):
-        keys = torch.add(column, keys, alpha=size)
-        lowest = lowest * size + low
-    return keys.sub_((lowest + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1))

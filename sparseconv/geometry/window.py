@@ -81,33 +81,37 @@ class Window:
         return symmetry(self, None)
 
     @cached_property
-    def _spans(self) -> tuple[tuple[int, int, int], ...]:
+    def spans(self) -> tuple[tuple[int, int, int], ...]:
         """(smallest offset, largest offset, stride) of each axis."""
         return tuple((min(column), max(column), s) for column, s in zip(zip(*self.offsets), self.stride))
+
+    @cached_property
+    def fills_box(self) -> bool:
+        """Whether a coarse voxel sees all of a box: no offset between the smallest and the largest is left out."""
+        return len(self.offsets) == math.prod(last - first + 1 for first, last, _ in self.spans)
 
     @cached_property
     def sees_all(self) -> bool:
         """Whether every fine voxel has a coarse one that sees it, and the first and last of them move with it."""
         if all(s == 1 for s in self.stride):
             return True
-        box = math.prod(last - first + 1 for first, last, _ in self._spans)
-        return len(self.offsets) == box and all(last - first + 1 >= s for first, last, s in self._spans)
+        return self.fills_box and all(last - first + 1 >= s for first, last, s in self.spans)
 
     @cached_property
     def is_tiling(self) -> bool:
         """Whether the windows of the coarse voxels lie side by side, so that one of them sees each fine voxel, once."""
         box = math.prod(self.stride)
-        return len(self.offsets) == box and all(last - first + 1 == s for first, last, s in self._spans)
+        return len(self.offsets) == box and all(last - first + 1 == s for first, last, s in self.spans)
 
     def coarse_bounds(self, extent: IndexRange) -> IndexRange:
         """A box around all coarse voxels that see a fine one in this box."""
-        edges = list(zip(self._spans, extent.start, extent.end))
+        edges = list(zip(self.spans, extent.start, extent.end))
         start = tuple(-((last - lo) // s) for (_, last, s), lo, _ in edges)
         return IndexRange(start, tuple((hi - 1 - first) // s + 1 for (first, _, s), _, hi in edges))
 
     def fine_extent(self, extent: IndexRange) -> IndexRange:
         """The bounding box of all fine voxels that coarse ones with this one see."""
-        edges = list(zip(self._spans, extent.start, extent.end))
+        edges = list(zip(self.spans, extent.start, extent.end))
         start = tuple(s * lo + first for (first, _, s), lo, _ in edges)
         return IndexRange(start, tuple(s * (hi - 1) + last + 1 for (_, last, s), _, hi in edges))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from sparseconv import VoxelGrid
 from sparseconv.geometry.cpu import line_search
 from sparseconv.geometry.cpu.line_search import edges_by_lines
+from sparseconv.geometry.cpu.sorted_table import KeySpace
+from sparseconv.geometry.ranges import IndexRange
 
 CUBE = tuple(itertools.product((-1, 0, 1), repeat=3))
 WINDOWS = {
@@ -72,3 +76,27 @@ def test_a_reach_past_63_bits_is_left_to_the_general_search():
     assert edges_by_lines(grid, grid, (1, 1, 1), CUBE) is not None
     wide = VoxelGrid(torch.tensor([[0, 0, 0, 0], [0, 2**31 - 2, 2**30 - 1, 2]]))
     assert edges_by_lines(wide, wide, (1, 1, 1), CUBE) is None
+
+
+@given(st.integers(1, 5), st.integers(0, 10**6), st.sampled_from([torch.int32, torch.int64]))
+def test_keys_are_pythons_numbers(columns, seed, dtype):
+    """Row-major numbers of boxes near the ends of 32 bits and wide ones: what overflows on the way comes back."""
+    draw = random.Random(seed)
+    low = [draw.choice([0, -5, 2**31 - 60, -(2**31), draw.randint(-(2**31), 2**31 - 60)]) for _ in range(columns)]
+    shape = [draw.choice([draw.randint(1, 40), draw.randint(1, 2**31 - 1 - a)]) for a in low]
+    try:
+        space = KeySpace.covering(IndexRange(tuple(low), tuple(a + n for a, n in zip(low, shape))))
+    except ValueError:
+        assert math.prod(shape) >= 2**63
+        return
+    coords = torch.tensor([[draw.randint(a, a + n - 1) for a, n in zip(low, shape)] for _ in range(8)]).to(dtype)
+    want = []
+    for row in coords.tolist():
+        key = 0
+        for value, a, n in zip(row, low, shape):
+            key = key * n + value - a
+        want.append(key)
+    before = coords.clone()
+    assert space.keys(coords).tolist() == space.keys(coords, narrow=True).tolist() == want
+    assert space.keys(coords).dtype == torch.int64
+    assert torch.equal(coords, before)

@@ -18,6 +18,8 @@ WINDOWS = {
     "moved far": Window.of(1, 4, 2, 1, 1000),
     "cross": Window.of(2, None, 2, taps=[(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)]),
     "four axes": Window.of(4, 2, (2, 1, 2, 1)),
+    "wide": Window.of(2, (7, 5), (3, 2), 1, (-9, 4)),
+    "tiling": Window.of(2, (2, 3), (2, 3), 1, 0),
 }
 
 

@@ -45,14 +45,20 @@ class KeySpace:
             inside &= (column >= low) & (column < low + size)
         return inside
 
-    def keys(self, coords: torch.Tensor) -> torch.Tensor:
-        """Coords (M, 1+D) that lie inside -> keys (M,) int64."""
-        keys = torch.zeros(coords.shape[0], dtype=torch.int64, device=coords.device)
-        for axis, (low, size) in enumerate(zip(self.low, self.size)):
-            keys *= size
-            keys += coords[:, axis]
-            keys -= low
-        return keys
+    def keys(self, coords: torch.Tensor, narrow: bool = False) -> torch.Tensor:
+        """Coords (M, 1+D) that lie inside -> keys (M,) int64; ``narrow``: int32 where that is enough.
+
+        Of coords with fewer columns, those before have the value of their lows. What overflows on the way comes back
+        when the lows are taken off: sums wrap, and the key fits.
+        """
+        bits = 32 if narrow and math.prod(self.size) < 2**31 else 64
+        count = coords.shape[1]
+        first, *others = (coords.int() if bits == 32 else coords).unbind(1)
+        keys, lowest = first.to(torch.int32 if bits == 32 else torch.int64, copy=True), self.low[-count]
+        for column, low, size in zip(others, self.low[1 - count :], self.size[1 - count :]):
+            keys = torch.add(column, keys, alpha=size)
+            lowest = lowest * size + low
+        return keys.sub_((lowest + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1))
 
     def coords(self, keys: torch.Tensor) -> torch.Tensor:
         """Keys (M,) -> coords (M, 1+D) int32."""
