@@ -193,3 +193,14 @@ def test_progress_that_cannot_be_told(monkeypatch):
         monkeypatch.setitem(sys.modules, "rich.progress", None)
         with pytest.raises(ImportError, match=r"pip install 'sparseconv\[cli\]'"):
             sc.stream(net, x, 10**9, progress=True)
+
+
+def test_a_scene_in_a_file_of_safetensors(tmp_path, monkeypatch):
+    safetensors = pytest.importorskip("safetensors.torch")
+    net, x = NETWORKS["conv"]().eval(), scene()
+    forced(monkeypatch, 0, 100)
+    safetensors.save_file({"coords": x.coords, "features": x.features}, tmp_path / "scene.safetensors")
+    held = safetensors.load_file(tmp_path / "scene.safetensors")
+    with torch.no_grad():
+        got = sc.stream(net, (held["coords"], held["features"]), 10**9, batch_size=2)
+        assert torch.equal(got, net(x).features)
