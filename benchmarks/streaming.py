@@ -3,7 +3,8 @@
 Prints the time of the streamed run and of its parts, and its peak of memory. ``--resident 20e6`` runs such a scene as a
 whole, its voxels and features on the device: a voxel's time of the network and its maps alone. ``--whole`` compares the
 bits with those of the whole scene, where that fits. ``--worlds 1 --worlds 2`` runs one rank, then two over
-the same scene (strong) and over a scene twice as large (weak), each on its own card. ``--mapped DIR`` keeps the scene
+the same scene (strong) and over a scene twice as large (weak), each on its own card; ``--no-gather`` leaves each rank
+what it computed. ``--mapped DIR`` keeps the scene
 in mapped files there, and compares a strip of its result with the network's result for the voxels near that strip:
 
     python -m benchmarks.streaming --worlds 1 --worlds 2 --voxels 100e6 --budget 4e9 --out benchmarks/results/X.json
@@ -38,6 +39,7 @@ from sparseconv.streaming import streamed
 #: the parts of a run before its first block, by the functions that they are
 BEGINNING = {
     "limits": (streamed.Scene, "of"),
+    "copying": (streamed.Scene, "held_on"),
     "recording": (streamed, "recorded"),
     "blocks": (streaming_run, "Blocks"),
     "refining": (streaming_run.Blocks, "refine"),
@@ -162,6 +164,7 @@ def measure(
     channels: int,
     world: int,
     mapped: Path | None,
+    gather: bool,
 ) -> dict[str, Any]:
     """One scene by the ranks that are there: the second of two runs."""
     torch.manual_seed(0)
@@ -179,6 +182,7 @@ def measure(
                 budget,
                 progress=lambda done, total: seen.append((total, time.perf_counter() - begun)),
                 group=group,
+                gather=gather,
             )
         seconds = time.perf_counter() - begun
         return y, {"seconds": seconds, "first_block_s": seen[0][1], "blocks": seen[-1][0], "parts_s": spent}
@@ -205,8 +209,11 @@ def measure(
         if whole:
             begun = time.perf_counter()
             want = net(x.to(device)).features.cpu()
-            found |= {"whole_s": time.perf_counter() - begun, "same_bits": torch.equal(y.features, want)}
-    return found | {"voxels": count, "budget": budget, "channels": channels, "dtype": str(kind)}
+            found["whole_s"] = time.perf_counter() - begun
+            found["same_bits"] = torch.equal(y.features, want if gather else want[y.rows])
+    if not gather:
+        found["rows"] = len(y.rows)
+    return found | {"gather": gather, "voxels": count, "budget": budget, "channels": channels, "dtype": str(kind)}
 
 
 def worker(rank: int, world: int, port: int, jobs: list[tuple[str, int]], options: dict[str, Any], table: Any) -> None:
@@ -220,7 +227,7 @@ def worker(rank: int, world: int, port: int, jobs: list[tuple[str, int]], option
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=300))
-    names = ("budget", "kind", "whole", "resident", "channels", "mapped")
+    names = ("budget", "kind", "whole", "resident", "channels", "mapped", "gather")
     settings = {name: options[name] for name in names} | {"device": device, "world": world}
     for name, voxels in jobs:
         found = measure(voxels, **settings)
@@ -231,7 +238,7 @@ def worker(rank: int, world: int, port: int, jobs: list[tuple[str, int]], option
         if rank == 0:
             row = max(every, key=lambda one: one["seconds"]) | {"ranks": world}
             row |= {f"{key}_by_rank": [one[key] for one in every] for key in ("seconds", "blocks")}
-            table[f"{name}_{world}"] = row
+            table[f"{name}_{world}" if settings["gather"] else f"{name}_parts_{world}"] = row
             print(f"{name} on {world}: {json.dumps(row)}", flush=True)
     if world > 1:
         dist.destroy_process_group()
@@ -248,12 +255,13 @@ def main(
     worlds: Annotated[list[int], typer.Option(help="Numbers of ranks.")] = [1],  # noqa: B006 (typer copies it)
     weak: Annotated[bool, typer.Option(help="Also scenes that grow with the ranks.")] = True,
     mapped: Annotated[Path | None, typer.Option(help="A folder for the scene's files; of one rank.")] = None,
+    gather: Annotated[bool, typer.Option(help="Every rank gets the whole result; else what it computed.")] = True,
     out: Annotated[Path | None, typer.Option(help="JSON; other rows of an earlier run stay.")] = None,
 ) -> None:
     options = {"budget": int(budget), "kind": getattr(torch, dtype), "device": device, "whole": whole}
-    options |= {"channels": channels, "resident": int(resident), "mapped": mapped}
-    if mapped is not None and (whole or list(worlds) != [1]):
-        raise typer.BadParameter("--mapped is for one rank, and without --whole")
+    options |= {"channels": channels, "resident": int(resident), "mapped": mapped, "gather": gather}
+    if mapped is not None and (whole or not gather or list(worlds) != [1]):
+        raise typer.BadParameter("--mapped is for one rank that gets the whole result, and without --whole")
     kind_of_run = "strong" if mapped is None else "mapped"
     with torch.multiprocessing.get_context("spawn").Manager() as manager:
         shared = manager.dict()
@@ -264,7 +272,7 @@ def main(
                 port = s.getsockname()[1]
             torch.multiprocessing.spawn(worker, (world, port, jobs, options, shared), nprocs=world)
         table = dict(shared)
-    one = table.get("strong_1")
+    one = table.get("strong_1" if gather else "strong_parts_1")
     for name, row in table.items():
         if one is not None and row["ranks"] > 1:
             share = one["seconds"] / row["seconds"]

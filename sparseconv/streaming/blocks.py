@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -15,16 +14,13 @@ import torch
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.boxes import FAR, union, within
 from sparseconv.streaming.cells import Histogram, Tree, cells_of, halve, inside, shifts_for, side, trimmed, voxels_of
+from sparseconv.streaming.device.ordering import OnCard, OnHost
 from sparseconv.streaming.device.pipeline import Direct, pipeline_of, to_device
 from sparseconv.streaming.ranks import ALONE, Ranks
 from sparseconv.streaming.store import Store
 
 #: cells of the histogram by which boxes are cut
 CELLS = 2**18
-#: rows of one owner one after another, on average, from which on they are ordered together
-RUN = 8
-#: threads that put rows in their places where a card sorts, and pieces that wait for them
-PLACERS = 8
 #: bytes of a row while its block is looked for
 ROW_BYTES = 96
 
@@ -55,7 +51,8 @@ class Blocks:
     Coordinates (N, 1+D) are read piece by piece and never held as a whole. The cuts are found by counting voxels in
     cells, and depend on the set of voxels and the limits alone. Within a block rows keep their order.
 
-    Several ranks read a part of the coordinates each, and write one order that all of them see.
+    Several ranks read a part of the coordinates each, and write one order that all of them see. Where the order lies
+    on a GPU, ``order_on``, each finds it whole.
     """
 
     def __init__(
@@ -67,14 +64,20 @@ class Blocks:
         piece: int,
         device: torch.device,
         spare_bytes: int = 0,
+        order_on: torch.device | None = None,
     ) -> None:
         #: memory for the cells of rows, which are found twice where it does not do
         self.spare_bytes = spare_bytes
         self.coords, self.piece, self.device = coords, piece, device
-        self.ranks = store.ranks
-        self.order = store.shared("order", (len(coords),), torch.int32 if len(coords) < 2**31 else torch.int64)
+        self.ranks = store.ranks if order_on is None else ALONE
+        kind = torch.int32 if len(coords) < 2**31 else torch.int64
+        if order_on is None:
+            self.order = store.shared("order", (len(coords),), kind)
+            self._scratch = partial(store.scratch, "order.sorted", (len(coords),), kind)
+        else:
+            self.order = torch.empty(len(coords), dtype=kind, device=order_on)
+            self._scratch = partial(torch.empty_like, self.order)
         axes = coords.shape[1] - 1
-        self._scratch = partial(store.scratch, "order.sorted", (len(coords),), self.order.dtype)
         #: the coarsest one; None for a scene of one block
         self.histogram: Histogram | None = None
         everything = IndexRange((0, *(-FAR,) * axes), (FAR, *(FAR,) * axes))
@@ -153,7 +156,10 @@ class Blocks:
         whole = _runs(self._rows[there[inner]])
         part = self._part(_runs(self._rows[there[~inner]]), box)
         counts = [last - first for first, last in whole]
-        rows = torch.from_numpy(np.empty(sum(counts) + len(part), np.int64))  # numpy asks for large pages
+        if self.order.is_cuda:
+            rows = torch.empty(sum(counts) + len(part), dtype=torch.int64, device=self.order.device)
+        else:  # numpy asks for large pages
+            rows = torch.from_numpy(np.empty(sum(counts) + len(part), np.int64))
         ranges, done = [], 0
         for (first, last), count in zip(whole, counts):
             rows[done : done + count] = self.order[first:last]
@@ -165,7 +171,9 @@ class Blocks:
     def _part(self, runs: list[tuple[int, int]], box: IndexRange) -> torch.Tensor:
         """Which of the rows of these ranges of the order lie in a box."""
         rows = torch.cat([self.order[:0], *(self.order[first:last] for first, last in runs)])
-        found = [part[within(self._at(part), box).nonzero().flatten().cpu()] for part in rows.split(self.piece)]
+        found = [
+            part[within(self._at(part), box).nonzero().flatten().to(part.device)] for part in rows.split(self.piece)
+        ]
         return torch.cat(found)
 
     def _cut(
@@ -243,27 +251,11 @@ class Blocks:
         assert into is not None
         begin, end = span
         owner = owner.to(self.device, torch.int16 if len(ends) < 2**15 else torch.int32)
-        placing: list[Future[None]] = []
-        with ThreadPoolExecutor(PLACERS) as pool:
+        with OnCard(into, ends) if into.is_cuda else OnHost(into, ends, self.device) as placing:
             for at in range(begin, end, self.piece):
                 until = min(at + self.piece, end)
                 key = keys.pop(0) if keys else cells_of(self._coords(at, until), *cells)
-                owners = torch.index_select(owner, 0, key)
-                order = grouped(owners, len(ends))
-                if self._is_sorted:
-                    rows = torch.index_select(self.order[at:until], 0, on_host(order.to(torch.int32)))
-                else:
-                    rows = on_host(order.to(self.order.dtype).add_(at))
-                counts = torch.bincount(owners, minlength=len(ends)).tolist()
-                if self.device.type == "cpu":  # where a thread's stack would count in the budget
-                    _place(rows.numpy(), counts, into.numpy(), ends)
-                else:
-                    placing.append(pool.submit(_place, rows.numpy(), counts, into.numpy(), ends))
-                ends = [to + count for to, count in zip(ends, counts)]
-                if len(placing) >= PLACERS:
-                    placing.pop(0).result()
-            for one in placing:
-                one.result()
+                placing.put(torch.index_select(owner, 0, key), self.order[at:until] if self._is_sorted else at)
         if self._is_sorted:
             self.order[begin:end] = into[begin:end]
         self._is_sorted = True
@@ -271,7 +263,8 @@ class Blocks:
     def _read(self, first: int, last: int) -> Iterator[torch.Tensor]:
         """Coords of rows of the order piece by piece; on a GPU, the next comes while one is used."""
         spans = [(at, min(at + self.piece, last)) for at in range(first, last, self.piece)]
-        with pipeline_of(self.device, False) if len(spans) > 1 else Direct(False) as pipeline:
+        has_copies = len(spans) > 1 and self.coords.device.type != self.device.type
+        with pipeline_of(self.device, False) if has_copies else Direct(False) as pipeline:
             for _, coords in pipeline.ahead(spans, lambda span: self._coords(*span)):
                 if coords.is_cuda:
                     coords.record_stream(torch.cuda.current_stream(self.device))
@@ -289,7 +282,7 @@ class Blocks:
     def _at(self, rows: torch.Tensor) -> torch.Tensor:
         """Coords of rows of the scene, on the device that sorts them."""
         if self.coords.device.type != "cpu" or self.device.type == "cpu":
-            rows = to_device(rows, len(self.coords), self.coords.device) if self.coords.is_cuda else rows
+            rows = to_device(rows, len(self.coords), self.coords.device)
             return torch.index_select(self.coords, 0, rows).to(self.device)
         staged = torch.empty((len(rows), self.coords.shape[1]), dtype=self.coords.dtype, pin_memory=True)
         torch.index_select(self.coords, 0, rows, out=staged)
@@ -297,8 +290,8 @@ class Blocks:
 
 
 class Found(NamedTuple):
-    """Rows (M,) int64 of voxels, and where ranges of `Blocks.order` lie among them: first and last of the order, and
-    the place of the first."""
+    """Rows (M,) int64 of voxels, where the order lies, and where ranges of `Blocks.order` lie among them: first and
+    last of the order, and the place of the first."""
 
     rows: torch.Tensor
     ranges: list[tuple[int, int, int]]
@@ -321,49 +314,6 @@ def _with(block: Block, cut: dict[IndexRange, Block]) -> Block:
     return Block(block.box, block.first, block.last, union(halves[0].tight, halves[1].tight), halves)
 
 
-def on_host(values: torch.Tensor) -> torch.Tensor:
-    """Values of a GPU in pinned memory, which the card writes to in one go; others as they are."""
-    if not values.is_cuda:
-        return values
-    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    pinned.copy_(values, non_blocking=True)
-    torch.cuda.current_stream(values.device).synchronize()
-    return pinned
-
-
-def _place(rows: np.ndarray, counts: list[int], into: np.ndarray, starts: list[int]) -> None:
-    """Put groups of so many rows, one after another, where each of them starts."""
-    taken = 0
-    for to, count in zip(starts, counts):
-        if count:
-            into[to : to + count] = rows[taken : taken + count]
-            taken += count
-
-
-def grouped(owners: torch.Tensor, count: int) -> torch.Tensor:
-    """The order that groups rows by their owners, numbers below ``count``, each group in its old order.
-
-    On a CPU, where few owners follow one another, runs of rows are ordered. Else rows follow their owners' bits in one
-    number: such numbers are distinct, so any sort will do, and numpy has a fast one for plain numbers.
-
-    >>> grouped(torch.tensor([2, 0, 2, 1]), 3).tolist()
-    [1, 3, 0, 2]
-    """
-    if owners.device.type != "cpu" or not len(owners):
-        return owners.sort(stable=True).indices
-    of, places = owners.numpy(), np.arange(len(owners), dtype=np.int32)
-    starts = np.concatenate([[0], (of[1:] != of[:-1]).nonzero()[0] + 1]).astype(np.int32)
-    if len(starts) < len(of) // RUN:
-        by, lengths = of[starts].argsort(kind="stable"), np.diff(starts, append=np.int32(len(of)))
-        ends = lengths[by].cumsum(dtype=np.int32)
-        return torch.from_numpy(places + (starts[by] + lengths[by] - ends).repeat(lengths[by]))
-    bits = (len(of) - 1).bit_length()
-    kind = np.uint32 if bits + (count - 1).bit_length() <= 32 else np.uint64
-    packed = (of.astype(kind) << kind(bits)) | places.astype(kind)
-    packed.sort()
-    return torch.from_numpy((packed & kind((1 << bits) - 1)).astype(np.int32))
-
-
 def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
     """Ranges of rows, joined where they lie side by side."""
     made: list[tuple[int, int]] = []
@@ -384,3 +334,8 @@ def halves(box: IndexRange, coords: torch.Tensor) -> tuple[IndexRange, IndexRang
     middle = int(inside[:, axis].long().sort().values[len(inside) // 2])
     cut = middle if middle > int(low[axis]) else middle + 1
     return side(box, axis, cut, True), side(box, axis, cut, False)
+
+
+def piece_of(budget: int) -> int:
+    """Rows that are looked at together where the whole scene is gone through."""
+    return max(1, min(2**22, budget // (4 * ROW_BYTES)))

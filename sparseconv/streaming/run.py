@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves
+from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves, piece_of
 from sparseconv.streaming.boxes import meets
 from sparseconv.streaming.device.peak import Peak
 from sparseconv.streaming.device.pipeline import Direct, Overlapped, pipeline_of
@@ -31,10 +31,10 @@ from sparseconv.streaming.planning import (
     uncertain,
 )
 from sparseconv.streaming.ranks import Ranks
-from sparseconv.streaming.scene import Scene, lexicographic
-from sparseconv.streaming.store import Store, digest
+from sparseconv.streaming.scene import lexicographic
+from sparseconv.streaming.store import OwnRows, Store, digest
 from sparseconv.streaming.totals import BatchStatistics, Total
-from sparseconv.streaming.work import Inputs, Own, Result, TooLarge, Values, Work, clipped, own_box, wanted
+from sparseconv.streaming.work import Inputs, Job, Own, Result, TooLarge, Values, Work, clipped, own_box, wanted
 
 #: pieces of the smallest blocks that make up one as large as the budget is thought to hold, at least
 FINE = 8
@@ -42,32 +42,17 @@ FINE = 8
 THREAD = 2**27
 #: smallest blocks that a scene is cut into before its memory is measured, at most, and voxels that they hold at least
 FIRST, LEAST = 512, 1024
-#: of a budget on a GPU, the part that the scene's coordinates may take there
+#: of a budget on a GPU, the part that the scene may take there
 HELD = 3
 #: voxels that memory is measured on: a part of them before the scene's blocks are known, and more on a GPU
 MEASURED, MORE = 2**16, 2**22
 
 
-class Job(NamedTuple):
-    """What is to be done: a program, its scene, its sample of the recording, and what the caller is given at last."""
-
-    program: Program
-    scene: Scene
-    device: torch.device
-    sample: dict[int, Any]
-    out: torch.Tensor | None
-    parameters: list[torch.Tensor]
-    learns: bool
-    about: dict[str, str]
-    leaves: list[Any]
-    layout: Any
-    counted: list[tuple[torch.Tensor, torch.Tensor]]
-
-
 class Run:
     """One scene through one program.
 
-    Rows on the scene's own voxels lie in one array in the scene's order; rows on other voxels are kept by block.
+    Rows on the scene's own voxels lie in one array in the scene's order, or, of a result that is not gathered, as this
+    rank's blocks leave them; rows on other voxels are kept by block.
     """
 
     def __init__(
@@ -79,12 +64,16 @@ class Run:
         ranks: Ranks,
     ) -> None:
         program, scene, device, sample = job.program, job.scene, job.device, job.sample
-        self.out, self.learns, self.ranks = job.out, job.learns, ranks
+        self.out, self.learns, self.ranks, self.gathers = job.out, job.learns, ranks, job.gathers
         self.scene, self.budget, self.device, self.store = scene, budget, device, store
         self.pipeline: Direct | Overlapped = Direct(False)
         self.progress, self.done, self.total = progress, 0, 0
         self.shared: dict[int, Any] = {}
         self.arrays: dict[int, torch.Tensor] = {}
+        #: results that are not gathered
+        self.parts: dict[int, OwnRows] = {}
+        #: where results over the whole scene lie
+        self.home = scene.features.device
         #: running statistics that are to be moved once all is done
         self.followers: list[tuple[BatchStatistics, list[Any]]] = []
         #: of the whole scene: rows of grids and pairs of plans as they are known, those to be counted, sizes of maps
@@ -104,11 +93,11 @@ class Run:
             size_of_one, voxels = smallest(program, scene, self._grid, self.learns)
             if size_of_one > budget:
                 raise too_small(budget, size_of_one, voxels)
-        first = max(1, min(part, max(LEAST, -(-count // FIRST))))
+        first, on = max(1, min(part, max(LEAST, -(-count // FIRST)))), None
         if part >= MEASURED:  # a budget that is not small
-            self.scene = scene = scene.with_coords_on(device, budget // HELD, piece)
-            self.budget = budget = budget - (scene.coords.nbytes if scene is not job.scene else 0)
-        self.blocks = Blocks(scene.coords, scene.extent, first, store, piece, device, budget // 4)
+            self.scene, on, held = scene.held_on(device, budget // HELD, piece, ranks, not job.learns)
+            scene, self.budget = self.scene, budget - held
+        self.blocks = Blocks(scene.coords, scene.extent, first, store, piece, device, self.budget // 4, on)
         if count > 1:
             sample = self._measured(program, part)
             limit = self._limit(program, sample)
@@ -119,7 +108,7 @@ class Run:
                 self.blocks.refine(max(1, limit // FINE))
             self.found = estimated(program, sample, count)
             self.uncertain = sorted(set().union(*uncertain(program, sample, count)))
-        self.program, self.plans = chosen(program, sample, self.blocks, budget, size, job.learns)
+        self.program, self.plans = chosen(program, sample, self.blocks, self.budget, size, job.learns)
         #: by phase, what each block costs, and which of them this rank computes, by their numbers
         self.costs = costs(self.program, sample, self.blocks, self.plans, size)
         self.shares: list[list[int]] = []
@@ -186,9 +175,14 @@ class Run:
     def _phase(self, number: int, phase: Phase, plan: list[Block]) -> None:
         steps = self.program.steps
         known = [output for output in phase.outputs if steps[output].place == GRID]
-        self.arrays.update((output, self._array(output)) for output in known)
-        work = Work(self.program, phase, self.shared, self.load, self.sizes, self.peak.mark)
         mine = [(at, plan[at]) for at in self.shares[number]]
+        for output in known:
+            if self._is_gathered(output):
+                self.arrays[output] = self._array(output)
+            else:
+                step, count = self.program.steps[output], sum(block.size for _, block in mine)
+                self.parts[output] = OwnRows(count, step.channels, step.dtype)
+        work = Work(self.program, phase, self.shared, self.load, self.sizes, self.peak.mark)
         writes_files = self.out is not None or self.store.folder is not None
         has_thread = writes_files and self.budget >= THREAD  # whose memory counts as well
         with self.ranks.together(), pipeline_of(self.device, has_thread) as self.pipeline:
@@ -199,6 +193,11 @@ class Run:
                 self.leaving = sum(tensor.nbytes for one in own for tensor in one)
                 del parts, inputs, own
         self._join(number, phase, len(plan))
+
+    def _is_gathered(self, output: int) -> bool:
+        """Whether rows on the scene's voxels are there for all ranks: where these want them, or a later phase does."""
+        is_loaded = any(output in phase.loaded for phase in self.program.phases)
+        return self.gathers or is_loaded or output not in self.program.results
 
     def _array(self, output: int) -> torch.Tensor:
         step = self.program.steps[output]
@@ -330,7 +329,10 @@ class Run:
             own = [part[output] for part in parts]
             if steps[output].place == GRID:
                 for one in own:
-                    self.pipeline.write(self.arrays[output], one.rows, one.values)
+                    if output in self.parts:
+                        self.parts[output].append(self.pipeline.write, one.rows, one.values)
+                    else:
+                        self.pipeline.write(self.arrays[output], one.rows, one.values)
             else:
                 kept = [(one.coords, one.values, one.rows) for one in own]
                 self.store.put(f"piece.{output}.{at}", tuple(torch.cat(some) for some in zip(*kept)))
@@ -376,16 +378,17 @@ class Run:
         """A result as blocks have left it."""
         step = self.program.steps[number]
         if step.place is None:
-            return Result(self.shared[number].to(self.scene.features.device))
+            return Result(self.shared[number].to(self.home))
+        level = self.phase_of(number)
+        plan, mine = self.plans[level], range(len(self.plans[level])) if self.gathers else self.shares[level]
         if step.place == GRID:
-            return Result(self.store.kept(self.arrays[number]))
-        count = len(self.plans[self.phase_of(number)])
-        pieces = [self.store.get(f"piece.{number}.{at}") for at in range(count)]
+            if self.gathers:
+                return Result(self.store.kept(self.arrays[number]))
+            if number in self.parts:
+                return Result(self.parts[number].part.features, rows=self.parts[number].part.rows)
+            rows = torch.cat([self.blocks.order[plan[at].first : plan[at].last] for at in mine]).cpu().long()
+            return Result(self.arrays[number][rows], rows=rows)
+        pieces = [self.store.get(f"piece.{number}.{at}") for at in mine]
         coords, features, rows = (torch.cat([piece[at] for piece in pieces]) for at in range(3))
         order = rows.argsort() if self.program.keeps_order(step.place) else lexicographic(coords)
         return Result(features[order], coords[order], order, [len(piece[0]) for piece in pieces])
-
-
-def piece_of(budget: int) -> int:
-    """Rows that are looked at together where the whole scene is gone through."""
-    return max(1, min(2**22, budget // (4 * ROW_BYTES)))

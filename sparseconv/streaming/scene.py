@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_count, check_tensor, described
+from sparseconv.streaming.ranks import Ranks
 from sparseconv.tensor import SparseTensor
 
 
@@ -76,18 +77,43 @@ class Scene:
     def __len__(self) -> int:
         return len(self.coords)
 
-    def with_coords_on(self, device: torch.device, most_bytes: int, piece: int) -> Scene:
-        """The scene with its coordinates on a GPU, if they take at most so many bytes there; else as it is.
+    def held_on(self, device: torch.device, most_bytes: int, piece: int, ranks: Ranks, with_features: bool) -> Held:
+        """What of the scene lies on a GPU, if it takes at most so many bytes there: coordinates, and their order in
+        blocks; then features.
 
-        Each block looks for its surroundings, which takes longer in host memory than a block's compute.
+        Each block looks for its surroundings, which takes longer in host memory than a block's compute. Several ranks
+        read a part each.
         """
         kind = torch.int16 if min(self.extent.start) >= -(2**15) and max(self.extent.end) <= 2**15 else torch.int32
-        if device.type != "cuda" or self.coords.is_cuda or self.coords.numel() * kind.itemsize > most_bytes:
-            return self
-        made = torch.empty(self.coords.shape, dtype=kind, device=device)
-        for source, into in zip(self.coords.split(piece), made.split(piece)):
-            into.copy_(torch.empty(source.shape, dtype=kind, pin_memory=True).copy_(source), non_blocking=True)
-        return replace(self, coords=made)
+        size = len(self) * (self.coords.shape[1] * kind.itemsize + (4 if len(self) < 2**31 else 8))
+        if device.type != "cuda" or self.coords.is_cuda or size > most_bytes:
+            return Held(self, None, 0)
+        held = replace(self, coords=_copied(self.coords, kind, device, piece, ranks))
+        if with_features and not self.features.is_cuda and size + self.features.nbytes <= most_bytes:
+            size += self.features.nbytes
+            held = replace(held, features=_copied(self.features, self.features.dtype, device, piece, ranks))
+        return Held(held, held.coords.device, size)
+
+
+class Held(NamedTuple):
+    """A scene with what of it lies on a GPU, where the order of its rows is kept (None: on the host), and the bytes
+    that both take."""
+
+    scene: Scene
+    order_on: torch.device | None
+    num_bytes: int
+
+
+def _copied(source: torch.Tensor, kind: torch.dtype, device: torch.device, piece: int, ranks: Ranks) -> torch.Tensor:
+    """Rows on a GPU by pinned memory, piece by piece."""
+    made = torch.empty(source.shape, dtype=kind, device=device)
+
+    def fill(first: int, last: int) -> None:
+        for rows, into in zip(source[first:last].split(piece), made[first:last].split(piece)):
+            into.copy_(torch.empty(rows.shape, dtype=kind, pin_memory=True).copy_(rows), non_blocking=True)
+
+    ranks.fill(made, fill)
+    return made
 
 
 def as_rows(name: str, value: Any) -> torch.Tensor:

@@ -8,9 +8,9 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,28 @@ from sparseconv.streaming.ranks import ALONE, Ranks
 
 #: how numbers are written that numpy has no name for
 NUMPY = {torch.bfloat16: np.dtype(np.int16)}
+
+
+class Part(NamedTuple):
+    """The rows of a result that one of several ranks computed: their numbers ``rows`` (M,) int64 in the scene, each
+    once and in no order that is promised, and their ``features`` (M, C), in host memory."""
+
+    rows: torch.Tensor
+    features: torch.Tensor
+
+
+class OwnRows:
+    """A `Part` of so many rows that blocks fill one after another."""
+
+    def __init__(self, count: int, channels: Sequence[int], dtype: torch.dtype | None) -> None:
+        assert dtype is not None
+        self.part, self._filled = Part(in_memory((count,), torch.int64), in_memory((count, *channels), dtype)), 0
+
+    def append(self, write: Callable[[torch.Tensor, None, torch.Tensor], None], *block: torch.Tensor) -> None:
+        """A block's rows and their features, which ``write`` brings."""
+        first, self._filled = self._filled, self._filled + len(block[0])
+        for whole, values in zip(self.part, block):
+            write(whole[first : self._filled], None, values)
 
 
 class Store:
@@ -113,10 +135,9 @@ class Store:
         return made
 
     def _array(self, name: str, shape: Sequence[int], dtype: torch.dtype, makes: bool) -> torch.Tensor:
-        kind = NUMPY.get(dtype) or torch.empty(0, dtype=dtype).numpy().dtype
-        if self.folder is None or 0 in shape:  # numpy asks for large pages, which are there sooner
-            return torch.from_numpy(np.empty(tuple(shape), kind)).view(dtype)
-        path = self.folder / f"{name}.npy"
+        if self.folder is None or 0 in shape:
+            return in_memory(shape, dtype)
+        path, kind = self.folder / f"{name}.npy", kind_of(dtype)
         if makes and not path.exists():
             np.lib.format.open_memmap(path.with_suffix(".new"), "w+", kind, tuple(shape))
             os.replace(path.with_suffix(".new"), path)
@@ -154,6 +175,16 @@ class Store:
             return self._pieces.get(name)
         path = self.folder / f"{name}.pt"
         return torch.load(path, weights_only=True) if path.exists() else None
+
+
+def kind_of(dtype: torch.dtype) -> np.dtype:
+    """numpy's kind of numbers of so many bytes."""
+    return NUMPY.get(dtype) or torch.empty(0, dtype=dtype).numpy().dtype
+
+
+def in_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Host memory of any content. numpy asks for large pages, which are there sooner."""
+    return torch.from_numpy(np.empty(tuple(shape), kind_of(dtype))).view(dtype)
 
 
 def _written(path: Path, data: bytes) -> None:

@@ -15,14 +15,15 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import as_device, check_count, check_kind, described
 from sparseconv.streaming.backward import Streamed, parameters_of
+from sparseconv.streaming.blocks import piece_of
 from sparseconv.streaming.phases import GRID, Program
 from sparseconv.streaming.planning import PIECE
 from sparseconv.streaming.ranks import Ranks
 from sparseconv.streaming.recording.sample import leaves_of, number_of_leaf, recorded
-from sparseconv.streaming.run import Job, Run, piece_of
+from sparseconv.streaming.run import Run
 from sparseconv.streaming.scene import Scene, as_rows
-from sparseconv.streaming.store import Store, digest
-from sparseconv.streaming.work import Result
+from sparseconv.streaming.store import Part, Store, digest
+from sparseconv.streaming.work import Job, Result
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
 
@@ -45,6 +46,7 @@ def stream(
     resume: str | PathLike[str] | None = None,
     out: Any = None,
     group: dist.ProcessGroup | DeviceMesh | None = None,
+    gather: bool = True,
 ) -> Any:
     """What ``net(x)`` is, of a scene larger than the device's memory: block by block, each with its surroundings.
 
@@ -67,10 +69,14 @@ def stream(
         group: processes that share the work, each on its own device; all call this with the same arguments. They meet
             in files: ``resume`` is a folder that all of them see, by default one of rank 0's that goes with the run,
             and ``out`` one mapped file.
+        gather: of a group, whether each process gets the whole result. False: each gets what it computed alone, in
+            memory of its own, for which no process waits. For inference without ``out`` and ``resume``.
 
     Returns:
         What the network returns, in host memory. A `SparseTensor` on the voxels of x keeps their order. For a pair, a
-        sparse tensor becomes its features, or (features, coords) where it lives on other voxels.
+        sparse tensor becomes its features, or (features, coords) where it lives on other voxels. With ``gather=False``
+        a result on the voxels of x is a `streaming.Part`: (rows, features) of this process; results on other voxels
+        are those of its blocks, and tensors over the whole scene are whole.
 
     Raises:
         ImportError: ``progress=True`` without rich.
@@ -89,7 +95,7 @@ def stream(
     True
     """
     ranks = Ranks.of(group)
-    job = ranks.agreed(partial(_understood, net, x, budget_bytes, batch_size, device, resume, out, ranks))
+    job = ranks.agreed(partial(_understood, net, x, budget_bytes, batch_size, device, resume, out, gather, ranks))
     with shown(progress, ranks.rank == 0) as told:
         return _streamed(job, budget_bytes, Store(resume, ranks), told, ranks)
 
@@ -152,6 +158,7 @@ def _understood(
     device: torch.device | str | None,
     resume: str | PathLike[str] | None,
     out: Any,
+    gather: bool,
     ranks: Ranks,
 ) -> tuple[Job, dict[str, Any]]:
     """What is to be done, and in what of it all ranks must agree."""
@@ -169,11 +176,19 @@ def _understood(
     learns = torch.is_grad_enabled() and (scene.features.requires_grad or bool(parameters))
     if learns and (resume is not None or out is not None):
         raise ValueError("resume and out are for inference: call stream within torch.no_grad()")
+    if not gather and (learns or resume is not None or out is not None):
+        reason = "gradients need the whole result" if learns else "resume and out keep the whole result in files"
+        raise ValueError(f"gather=False is for inference in memory, but {reason}: leave one of them out")
     about = {} if resume is None and ranks.size == 1 else _about(net, program, scene, where)
     sample = dict(enumerate(recording.values))
-    job = Job(program, scene, where, sample, into, parameters, learns, about, leaves, layout, counted)
+    job = Job(program, scene, where, sample, into, parameters, learns, about, leaves, layout, counted, gather)
     said: dict[str, Any] = {name: value[:12] for name, value in about.items()}
-    said |= {"budget_bytes": budget_bytes, "whether resume is given": resume is not None, "gradients": learns}
+    said |= {
+        "budget_bytes": budget_bytes,
+        "whether resume is given": resume is not None,
+        "gradients": learns,
+        "gather": gather,
+    }
     return job, {**said, "the file of out": _file_of(out)}
 
 
@@ -214,6 +229,8 @@ def checked_out(out: Any, program: Program, scene: Scene, ranks: Ranks) -> torch
 def _result(run: Run, leaf: Any, number: int, rows: Result) -> Any:
     """One of the network's results, as the network gives it."""
     step, scene, features, coords = run.program.steps[number], run.scene, rows.features, rows.coords
+    if rows.rows is not None:
+        return Part(rows.rows, features)
     if not isinstance(leaf, SparseTensor):
         return features
     if scene.sparse is None:

@@ -14,6 +14,7 @@ from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.boxes import FAR, scaled, within
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
+from sparseconv.streaming.scene import Scene
 from sparseconv.streaming.steps import GridStep, OverEdges, PlanStep, SubsetGrid, Wants
 
 #: bytes that an edge, a tap of an output, and a voxel of a grid take, while a map is built and while it is used
@@ -60,12 +61,30 @@ class Inputs:
 
 class Result(NamedTuple):
     """A result of the network: its features; on other voxels than the scene's, where these lie, the order in which they
-    are taken from the blocks' own, and how many each block has."""
+    are taken from the blocks' own, and how many each block has; and which rows of the scene they are, if not all."""
 
     features: torch.Tensor
     coords: torch.Tensor | None = None
     order: torch.Tensor | None = None
     sizes: list[int] = []  # noqa: RUF012 (never changed)
+    rows: torch.Tensor | None = None
+
+
+class Job(NamedTuple):
+    """What is to be done: a program, its scene, its sample of the recording, and what the caller is given at last."""
+
+    program: Program
+    scene: Scene
+    device: torch.device
+    sample: dict[int, Any]
+    out: torch.Tensor | None
+    parameters: list[torch.Tensor]
+    learns: bool
+    about: dict[str, str]
+    leaves: list[Any]
+    layout: Any
+    counted: list[tuple[torch.Tensor, torch.Tensor]]
+    gathers: bool
 
 
 class Values(dict[Any, Any]):
@@ -218,9 +237,9 @@ class Work:
                 inside = within(grid.coords, clipped(region, batch_size))
             coords, rows = grid.coords[inside], values[-1][:0]
             if place == GRID:
-                rows = values[-1][inside.cpu()]
+                rows = values[-1][inside.to(values[-1].device)]
             elif self.program.keeps_order(place):
-                rows = values[-1][values[GRID].lookup(coords).cpu()]
+                rows = values[-1][values[GRID].lookup(coords).to(values[-1].device)]
             found[number] = Own(coords, values[number][inside], rows)
         made: dict[int, Any] = {}
         for number in self.phase.outputs:

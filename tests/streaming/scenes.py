@@ -86,8 +86,8 @@ def forced(monkeypatch: Any, cuts: int, rows: int) -> None:
     from sparseconv.streaming import blocks as trees
     from sparseconv.streaming import planning
 
-    def fine(coords: Any, extent: Any, limit: int, store: Any, piece: int, device: Any, spare: int) -> Any:
-        return trees.Blocks(coords, extent, rows, store, min(piece, 100), device, spare)
+    def fine(coords: Any, extent: Any, limit: int, store: Any, piece: int, *others: Any) -> Any:
+        return trees.Blocks(coords, extent, rows, store, min(piece, 100), *others)
 
     def chosen(program: Program, sample: Any, blocks: Any, budget: int, batch_size: int, learns: bool) -> Any:
         cut = Program(program.steps, program.results, planning.cuts(program, cuts))

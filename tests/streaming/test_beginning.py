@@ -11,10 +11,10 @@ import torch
 
 import sparseconv as sc
 from sparseconv import nn
-from sparseconv.streaming import blocks as trees
 from sparseconv.streaming import cells, run
 from sparseconv.streaming.blocks import Blocks
 from sparseconv.streaming.boxes import within
+from sparseconv.streaming.device.ordering import grouped
 from sparseconv.streaming.device.peak import Peak
 from sparseconv.streaming.device.pipeline import place
 from sparseconv.streaming.store import Store
@@ -137,7 +137,7 @@ def test_rows_are_grouped_in_their_old_order(count, length):
         owners = (
             torch.randint(0, count, (-(-rows // length),), generator=draw).to(kind).repeat_interleave(length)[:rows]
         )
-        got = trees.grouped(owners, count)
+        got = grouped(owners, count)
         assert torch.equal(got.long(), owners.sort(stable=True).indices)
 
 

@@ -83,6 +83,41 @@ def test_results_have_the_bytes_of_one_rank(cuts):
     assert not [line for lines in on_ranks(WORLD, inference, list(KINDS), cuts) for line in lines]
 
 
+def parts(names: list[str], cuts: int) -> list[str]:
+    """What each rank computed, put together, beside the whole; what differs."""
+    wrong = []
+    with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+        forced(patched, cuts, 100)
+        for name in names:
+            torch.manual_seed(0)
+            net, x = KINDS[name]().eval(), scene(count=300)
+            want = sc.stream(net, x, 10**9)
+            got = sc.stream(net, x, 10**9, group=dist.group.WORLD, gather=False)
+            pairs = [(got[key], want[key]) for key in want] if isinstance(want, dict) else [(got, want)]
+            for at, (mine, whole) in enumerate(pairs):
+                everybody: list[Any] = [None] * WORLD
+                dist.all_gather_object(everybody, mine)
+                rows = whole.features if isinstance(whole, sc.SparseTensor) else whole
+                if isinstance(mine, sc.streaming.Part):
+                    of = torch.cat([part.rows for part in everybody])
+                    good = torch.equal(of.sort().values, torch.arange(len(x.grid)))
+                    good &= torch.equal(torch.cat([part.features for part in everybody]), rows[of])
+                elif isinstance(mine, sc.SparseTensor):
+                    where = whole.grid.lookup(torch.cat([part.coords for part in everybody]))
+                    good = torch.equal(where.sort().values, torch.arange(len(whole.grid)))
+                    good &= torch.equal(torch.cat([part.features for part in everybody]), rows[where])
+                else:
+                    good = torch.equal(mine, rows)
+                wrong += [] if good else [f"{name} {at}"]
+    return wrong
+
+
+@pytest.mark.parametrize("cuts", [0, 2])
+def test_parts_of_all_ranks_are_the_whole(cuts):
+    names = ["unet", "several", "pruned", "resnet", "squeeze"]
+    assert not [line for lines in on_ranks(WORLD, parts, names, cuts) for line in lines]
+
+
 def training(names: list[str], dtype: torch.dtype, exact: bool) -> list[str]:
     """Gradients beside those of one rank's run, and over the ranks."""
     wrong = []

@@ -79,27 +79,47 @@ def test_a_shell_within_its_budget(dtype):
 
 @pytest.mark.parametrize("kind", [torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize("moved", [0, 40_000])
-def test_coordinates_lie_on_the_card_or_not(kind, moved, monkeypatch):
-    """Of 16 bits or 32 there, or read from the host: the same blocks and bits, within the budget."""
+def test_a_scene_lies_on_the_card_or_not(kind, moved, monkeypatch):
+    """Coordinates of 16 bits or 32 there, and features, or read from the host: the same bits, within the budget."""
     if moved and kind == torch.int16:
         pytest.skip("40,000 has more than 16 bits")
     torch.manual_seed(0)
     net, x, held = Levels((8, 16)).eval().cuda(), shell(2_000_000, 8), []
     coords, budget = x.coords + torch.tensor([0, moved, -moved, 0]), 2_000_000_000
-    on_card = Scene.with_coords_on
-    monkeypatch.setattr(Scene, "with_coords_on", lambda *args: held.append(on_card(*args)) or held[-1])
+    held_on = Scene.held_on
+    monkeypatch.setattr(Scene, "held_on", lambda *args: held.append(held_on(*args)) or held[-1])
     results, seen = [], []
     with torch.no_grad():
-        for part in (run.HELD, 10**9):
+        for part in (run.HELD, budget / 50_000_000, 10**9):  # all, all but features, nothing
             monkeypatch.setattr(run, "HELD", part)
             seen.clear()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
             results.append(sc.stream(net, (coords.to(kind), x.features), budget, progress=lambda *at: seen.append(at)))
             assert len(seen) > 1
-    there, read = (one.coords for one in held)
-    assert there.is_cuda
-    assert there.dtype == (torch.int32 if moved else torch.int16)
-    assert not read.is_cuda
-    assert torch.equal(*results)
+            assert torch.cuda.max_memory_allocated() - before <= budget
+    whole, without, none = held
+    wide = torch.int32 if moved else torch.int16
+    assert [one.scene.coords.dtype for one in (whole, without)] == [wide] * 2
+    assert [one.scene.coords.is_cuda for one in held] == [True, True, False]
+    assert [one.scene.features.is_cuda for one in held] == [True, False, False]
+    assert [one.order_on is None for one in held] == [False, False, True]
+    assert whole.num_bytes == without.num_bytes + x.features.nbytes
+    assert none.num_bytes == 0
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("cuts", [0, 2])
+def test_results_that_are_not_gathered(cuts, monkeypatch):
+    """As they leave the card: their rows, each once, and their bits."""
+    torch.manual_seed(0)
+    net, x = Levels((8, 16)).eval().cuda(), shell(300_000, 8)
+    forced(monkeypatch, cuts, 20_000)
+    with torch.no_grad():
+        want = sc.stream(net, x, 10**9).features
+        rows, features = sc.stream(net, x, 10**9, gather=False)
+    assert torch.equal(rows.sort().values, torch.arange(len(x.grid)))
+    assert torch.equal(features, want[rows])
 
 
 def test_a_users_peak_of_memory_is_left_alone(monkeypatch):
@@ -119,18 +139,26 @@ def test_a_users_peak_of_memory_is_left_alone(monkeypatch):
 
 
 def test_blocks_are_cut_alike_where_the_card_sorts():
-    """By pinned copies on a card, once and anew: each row in one leaf, in its old order, as on a CPU."""
+    """By pinned copies on a card, or there, once and anew: each row in one leaf, in its old order, as on a CPU."""
     x = shell(200_000)
     space = x.grid.extent
     extent = sc.IndexRange((0, *space.start), (1, *space.end))
     for spare in (0, 10**9):
         made = []
-        for where in ("cpu", "cuda"):
-            blocks = Blocks(x.coords, extent, 5000, Store(None), 30_000, torch.device(where), spare)
+        for where, coords in (("cpu", x.coords), ("cuda", x.coords), ("cuda", x.coords.cuda())):
+            on = coords.device if coords.is_cuda else None
+            blocks = Blocks(coords, extent, 5000, Store(None), 30_000, torch.device(where), spare, on)
             blocks.refine(700)
             made.append(blocks)
-        assert torch.equal(made[0].order, made[1].order)
-        assert [leaf.box for leaf in made[0].leaves] == [leaf.box for leaf in made[1].leaves]
+        assert made[2].order.is_cuda
+        for other in made[1:]:
+            assert torch.equal(made[0].order, other.order.cpu())
+            assert [leaf.box for leaf in made[0].leaves] == [leaf.box for leaf in other.leaves]
+            for block in (made[0].leaves[3], made[0].root.halves[0]):
+                box = block.box.intersect(extent)
+                got, want = other.rows_in(box), made[0].rows_in(box)
+                assert torch.equal(got.rows.cpu(), want.rows)
+                assert got.ranges == want.ranges
 
 
 class Levels(nn.SparseModule):
@@ -215,7 +243,13 @@ def _on_a_card(rank: int, world: int, port: int, folder: str) -> None:
     with torch.no_grad():
         y = sc.stream(net.eval(), x, 60_000_000, group=dist.group.WORLD)
         alone = sc.stream(net, x, 60_000_000)
+        rows, features = sc.stream(net, x, 60_000_000, group=dist.group.WORLD, gather=False)
     assert torch.equal(y.features, alone.features)
+    assert torch.equal(features, alone.features[rows])
+    counts = [None] * world
+    dist.all_gather_object(counts, len(rows))
+    assert all(counts)
+    assert sum(counts) == len(x.grid)
     grads = []
     for group in (None, dist.group.WORLD):
         net.zero_grad()

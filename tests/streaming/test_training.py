@@ -91,6 +91,13 @@ def test_a_folder_is_for_inference(tmp_path):
         sc.stream(NETWORKS["conv"](), scene(count=30), 10**9, resume=tmp_path)
 
 
+def test_parts_are_for_inference_in_memory(tmp_path):
+    with pytest.raises(ValueError, match="gather=False is for inference in memory, but gradients need the whole"):
+        sc.stream(NETWORKS["conv"](), scene(count=30), 10**9, gather=False)
+    with torch.no_grad(), pytest.raises(ValueError, match="but resume and out keep the whole result in files"):
+        sc.stream(NETWORKS["conv"](), scene(count=30), 10**9, gather=False, resume=tmp_path)
+
+
 def test_gradients_that_are_given_stay_as_they_are(monkeypatch):
     torch.manual_seed(0)
     net, x = NETWORKS["several"](), scene()

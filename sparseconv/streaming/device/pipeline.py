@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from sparseconv.streaming.device.ordering import on_host
+
 Item = TypeVar("Item")
 Ready = TypeVar("Ready")
 #: what the parts of a block leave, by the numbers of steps
@@ -73,9 +75,12 @@ class Direct(_Leaving):
         self._wait()
         self._begin(lambda: keep(parts))
 
-    def write(self, into: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Put values of the device into rows of a tensor in host memory."""
-        into[rows.to(into.device)] = values.to(into.device)
+    def write(self, into: torch.Tensor, rows: torch.Tensor | None, values: torch.Tensor) -> None:
+        """Put values of the device into rows of a tensor in host memory; without rows, into all of it."""
+        if rows is None:
+            into.copy_(values)
+        else:
+            into[rows.to(into.device)] = values.to(into.device)
 
 
 class Overlapped(_Leaving):
@@ -90,6 +95,7 @@ class Overlapped(_Leaving):
         self.device = device
         self._compute = torch.cuda.current_stream(device)
         self._into, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._into.wait_stream(self._compute)  # what of the scene is there
         self._readers = ThreadPoolExecutor(1, "stream-in")
         self._placers = ThreadPoolExecutor(PLACERS, "stream-rows")
 
@@ -122,12 +128,16 @@ class Overlapped(_Leaving):
 
     @torch.no_grad()  # each thread says so for itself, and features may want a gradient
     def gathered(self, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of a tensor in host memory, gathered in pinned memory, on their way to the device."""
+        """Rows of a tensor in host memory, gathered in pinned memory, on their way to the device; or of one on a card.
+
+        The numbers of rows may lie on either.
+        """
         if source.is_cuda:
-            numbers = to_device(rows, len(source), source.device)
+            numbers = self._used(to_device(rows, len(source), source.device))
             return self._used(torch.index_select(source, 0, numbers).to(self.device))
         made = torch.empty((len(rows), *source.shape[1:]), dtype=source.dtype, device=self.device)
-        for part in _pieces(rows, made):
+        rows = on_host(rows)
+        for part in _pieces(made):
             pinned = torch.empty(made[part].shape, dtype=source.dtype, pin_memory=True)
             torch.index_select(source, 0, rows[part], out=pinned)
             made[part].copy_(pinned, non_blocking=True)
@@ -152,27 +162,30 @@ class Overlapped(_Leaving):
 
         self._begin(kept)
 
-    def write(self, into: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, into: torch.Tensor, rows: torch.Tensor | None, values: torch.Tensor) -> None:
         """By little pinned memory: one piece comes while the one before is put in its place."""
-        coming: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None = None
+        coming: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.cuda.Event] | None = None
         with torch.cuda.device(self.device), torch.cuda.stream(self._out):
-            for part in _pieces(rows, values):
-                pinned = torch.empty(values[part].shape, dtype=values.dtype, pin_memory=True)
-                pinned.copy_(values[part], non_blocking=True)
-                self._put(into, coming)
-                coming = rows[part].to(into.device), pinned, self._out.record_event()
-            self._put(into, coming)
+            for part in _pieces(values):
+                pinned = self._copied(values[part])
+                numbers = None if rows is None else self._copied(rows[part])
+                self._put(coming)
+                coming = into if rows is not None else into[part], numbers, pinned, self._out.record_event()
+            self._put(coming)
         if into.is_cuda:
             self._out.synchronize()
 
-    def _put(self, into: torch.Tensor, coming: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None) -> None:
-        if coming is not None:
-            rows, pinned, event = coming
-            event.synchronize()
-            if into.is_cuda or not into.is_contiguous():
-                into[rows] = pinned.to(into.device)
-                return
-            step = max(1, -(-len(rows) // PLACERS))
+    def _put(self, coming: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.cuda.Event] | None) -> None:
+        if coming is None:
+            return
+        into, rows, pinned, event = coming
+        event.synchronize()
+        step = max(1, -(-len(pinned) // PLACERS))
+        if rows is None:
+            list(self._placers.map(torch.Tensor.copy_, into.split(step), pinned.split(step)))
+        elif into.is_cuda or not into.is_contiguous():
+            into[rows.to(into.device)] = pinned.to(into.device)
+        else:
             list(self._placers.map(partial(place, into), rows.split(step), pinned.split(step)))
 
     def _copied(self, values: torch.Tensor) -> torch.Tensor:
@@ -185,7 +198,9 @@ class Overlapped(_Leaving):
 
 
 def to_device(rows: torch.Tensor, count: int, device: torch.device) -> torch.Tensor:
-    """Numbers of rows of so many, by pinned memory, in no more bits than they need."""
+    """Numbers of rows of so many, by pinned memory, in no more bits than they need; those that are there stay."""
+    if rows.device.type == device.type:
+        return rows
     kind = torch.int32 if count < 2**31 else torch.int64
     return torch.empty(rows.shape, dtype=kind, pin_memory=True).copy_(rows).to(device, non_blocking=True)
 
@@ -198,10 +213,10 @@ def place(into: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
         to[rows.numpy()] = of
 
 
-def _pieces(rows: torch.Tensor, values: torch.Tensor) -> Iterator[slice]:
-    """Parts of so many rows, of at most ``PIECE`` bytes of values each."""
+def _pieces(values: torch.Tensor) -> Iterator[slice]:
+    """Parts of at most ``PIECE`` bytes of rows."""
     step = max(1, PIECE // max(1, values[:1].nbytes))
-    return (slice(first, first + step) for first in range(0, len(rows), step))
+    return (slice(first, first + step) for first in range(0, len(values), step))
 
 
 def _each(values: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
