@@ -210,15 +210,15 @@ class Blocks:
         if self.histogram is None:
             self.histogram = Histogram(cells, start, shifts)
         tree = halve(cells, IndexRange((0,) * len(shape), tuple(shape)), box, start, shifts, limit, cuts)
-        owner, sizes, own = np.zeros(shape, np.int32), [], []
+        owner = np.zeros(shape, np.int32)
         for number, (part, _) in enumerate(cuts):
             inside(owner, part)[...] = number
-            sizes.append(int(inside(cells, part).sum()))
-            own.append(int(inside(mine, part).sum()))
+        owners = owner.ravel()
+        sizes, own = (np.bincount(owners, c.ravel(), len(cuts)).astype(np.int64).tolist() for c in (cells, mine))
         before = np.array(ranks.heard(own)[: ranks.rank]).reshape(-1, len(own)).sum(0)
         ends = (np.cumsum([0, *sizes])[:-1] + first + before).astype(np.int64).tolist()
         with ranks.together():
-            self._sort((begin, end), torch.from_numpy(owner.ravel()), ends, (start, shape, shifts), keys)
+            self._sort((begin, end), torch.from_numpy(owners), ends, (start, shape, shifts), keys)
         starts = [first]
         for size in sizes:
             starts.append(starts[-1] + size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves, piece_of
 from sparseconv.streaming.boxes import meets
+from sparseconv.streaming.device.pages import Pages
 from sparseconv.streaming.device.peak import Peak
 from sparseconv.streaming.device.pipeline import Direct, Overlapped, pipeline_of
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
@@ -65,7 +67,7 @@ class Run:
     ) -> None:
         program, scene, device, sample = job.program, job.scene, job.device, job.sample
         self.out, self.learns, self.ranks, self.gathers = job.out, job.learns, ranks, job.gathers
-        self.scene, self.budget, self.device, self.store = scene, budget, device, store
+        self.program, self.scene, self.budget, self.device, self.store = program, scene, budget, device, store
         self.pipeline: Direct | Overlapped = Direct(False)
         self.progress, self.done, self.total = progress, 0, 0
         self.shared: dict[int, Any] = {}
@@ -85,14 +87,17 @@ class Run:
         self.peak = Peak(device)
         #: on a CPU, bytes of the last block's results, which a thread writes beside the next block
         self.leaving = 0
-        size, piece = scene.like.batch_size, piece_of(budget)
-        count = len(scene)
+        size, piece, count = scene.like.batch_size, piece_of(budget), len(scene)
         most = MORE if device.type == "cuda" else MEASURED
         part = max(1, min(most, budget // counting_bytes(program, program.needed)))
         if part < LEAST and count:
             size_of_one, voxels = smallest(program, scene, self._grid, self.learns)
             if size_of_one > budget:
                 raise too_small(budget, size_of_one, voxels)
+        self.pages = Pages(device)
+        if job.gathers and store.folder is None and self.out is None:  # pages come while blocks are looked for
+            results = [n for n in program.results if program.steps[n].place == GRID]
+            self.arrays.update((n, self.pages.ask(self._array(n))) for n in results)
         first, on = max(1, min(part, max(LEAST, -(-count // FIRST)))), None
         if part >= MEASURED:  # a budget that is not small
             self.scene, on, held = scene.held_on(device, budget // HELD, piece, ranks, not job.learns)
@@ -136,8 +141,9 @@ class Run:
         if any(len(plan) > 1 for plan in self.plans):
             self._count(self.ranks)
         self.before = self.peak.now()
-        for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
-            self._phase(number, phase, plan)
+        with closing(self.pages):
+            for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
+                self._phase(number, phase, plan)
 
     def _count(self, ranks: Ranks | None = None) -> None:
         """Find the sizes of the whole scene's maps, once: blocks choose their kernels by them. Several ranks count some
@@ -177,11 +183,12 @@ class Run:
         known = [output for output in phase.outputs if steps[output].place == GRID]
         mine = [(at, plan[at]) for at in self.shares[number]]
         for output in known:
-            if self._is_gathered(output):
-                self.arrays[output] = self._array(output)
-            else:
+            if not self._is_gathered(output):
                 step, count = self.program.steps[output], sum(block.size for _, block in mine)
                 self.parts[output] = OwnRows(count, step.channels, step.dtype)
+                self.pages.ask(self.parts[output].part.features)
+            elif output not in self.arrays:
+                self.arrays[output] = self._array(output)
         work = Work(self.program, phase, self.shared, self.load, self.sizes, self.peak.mark)
         writes_files = self.out is not None or self.store.folder is not None
         has_thread = writes_files and self.budget >= THREAD  # whose memory counts as well
@@ -209,10 +216,8 @@ class Run:
     def _inputs(self, phase: Phase, box: IndexRange) -> Inputs:
         """What a block is made of: read from the scene, and on its way to the device where it fits."""
         boxes, size = wanted(self.program, phase, box), self.scene.like.batch_size
-        root = boxes.get(GRID)
-        if root is None:
-            rows, own = torch.zeros(0, dtype=torch.int64), None
-        else:
+        root, rows, own = boxes.get(GRID), torch.zeros(0, dtype=torch.int64), None
+        if root is not None:
             found = self.blocks.rows_in(clipped(root, size))
             rows, own = found.rows, found.place_of(self.blocks.at(box))
         inputs = Inputs(boxes, rows, own, None, {})
@@ -379,8 +384,8 @@ class Run:
         step = self.program.steps[number]
         if step.place is None:
             return Result(self.shared[number].to(self.home))
-        level = self.phase_of(number)
-        plan, mine = self.plans[level], range(len(self.plans[level])) if self.gathers else self.shares[level]
+        plan, share = self.plans[self.phase_of(number)], self.shares[self.phase_of(number)]
+        mine = range(len(plan)) if self.gathers else share
         if step.place == GRID:
             if self.gathers:
                 return Result(self.store.kept(self.arrays[number]))

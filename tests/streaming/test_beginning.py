@@ -144,8 +144,11 @@ def test_rows_are_grouped_in_their_old_order(count, length):
 def test_a_peak_is_read_without_a_reset(monkeypatch):
     """A peak that grew is the answer; below an older one, what marks have seen."""
     now, highest = [100], [500]
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: now[0])
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: highest[0])
+
+    def stats(device: Any = None) -> Any:
+        return {"allocated_bytes": {"all": {"current": now[0], "peak": highest[0]}}}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: pytest.fail("a user's statistics"))
     peak = Peak(torch.device("cuda"))
     peak.begin()
