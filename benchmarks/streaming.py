@@ -221,6 +221,7 @@ def worker(rank: int, world: int, port: int, jobs: list[tuple[str, int]], option
     device = torch.device(options["device"], rank) if options["device"] == "cuda" else torch.device(options["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
     if Path("/dev/shm").is_dir():  # where the ranks meet: results in memory, as those of one rank are
         tempfile.tempdir = "/dev/shm"
     if world > 1:

@@ -73,16 +73,6 @@ class Ranks:
         """Which of these tasks are this rank's, in order, so that the costs of all ranks come out alike."""
         return shared_out(costs, self.size)[self.rank]
 
-    def fill(self, rows: torch.Tensor, fill: Callable[[int, int], None]) -> None:
-        """Fill contiguous rows on the device: each rank those from first to last, which the others then get."""
-        ends = [len(rows) * rank // self.size for rank in range(self.size + 1)]
-        with self.together():
-            fill(*ends[self.rank : self.rank + 2])
-        for rank in range(self.size if self.group is not None else 0):
-            part = rows[ends[rank] : ends[rank + 1]].view(-1).view(torch.uint8)
-            if part.numel():
-                dist.broadcast(part, group=self.group, group_src=rank)
-
     def summed(self, mine: dict[Any, torch.Tensor], device: torch.device) -> dict[Any, torch.Tensor]:
         """The sums over all ranks of tensors by their names; what a rank does not name is zero there."""
         if self.group is None:

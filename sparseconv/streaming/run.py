@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves, piece_of
 from sparseconv.streaming.boxes import meets
-from sparseconv.streaming.device.pages import Pages
 from sparseconv.streaming.device.peak import Peak
 from sparseconv.streaming.device.pipeline import Direct, Overlapped, pipeline_of
 from sparseconv.streaming.phases import FEATURES, GRID, Phase, Program
@@ -94,13 +92,9 @@ class Run:
             size_of_one, voxels = smallest(program, scene, self._grid, self.learns)
             if size_of_one > budget:
                 raise too_small(budget, size_of_one, voxels)
-        self.pages = Pages(device)
-        if job.gathers and store.folder is None and self.out is None:  # pages come while blocks are looked for
-            results = [n for n in program.results if program.steps[n].place == GRID]
-            self.arrays.update((n, self.pages.ask(self._array(n))) for n in results)
         first, on = max(1, min(part, max(LEAST, -(-count // FIRST)))), None
         if part >= MEASURED:  # a budget that is not small
-            self.scene, on, held = scene.held_on(device, budget // HELD, piece, ranks, not job.learns)
+            self.scene, on, held = scene.held_on(device, budget // HELD, piece, not job.learns)
             scene, self.budget = self.scene, budget - held
         self.blocks = Blocks(scene.coords, scene.extent, first, store, piece, device, self.budget // 4, on)
         if count > 1:
@@ -141,9 +135,8 @@ class Run:
         if any(len(plan) > 1 for plan in self.plans):
             self._count(self.ranks)
         self.before = self.peak.now()
-        with closing(self.pages):
-            for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
-                self._phase(number, phase, plan)
+        for number, (phase, plan) in enumerate(zip(self.program.phases, self.plans)):
+            self._phase(number, phase, plan)
 
     def _count(self, ranks: Ranks | None = None) -> None:
         """Find the sizes of the whole scene's maps, once: blocks choose their kernels by them. Several ranks count some
@@ -186,8 +179,7 @@ class Run:
             if not self._is_gathered(output):
                 step, count = self.program.steps[output], sum(block.size for _, block in mine)
                 self.parts[output] = OwnRows(count, step.channels, step.dtype)
-                self.pages.ask(self.parts[output].part.features)
-            elif output not in self.arrays:
+            else:
                 self.arrays[output] = self._array(output)
         work = Work(self.program, phase, self.shared, self.load, self.sizes, self.peak.mark)
         writes_files = self.out is not None or self.store.folder is not None

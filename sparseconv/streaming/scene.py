@@ -14,7 +14,6 @@ from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.kinds import check_count, check_tensor, described
-from sparseconv.streaming.ranks import Ranks
 from sparseconv.tensor import SparseTensor
 
 
@@ -77,21 +76,20 @@ class Scene:
     def __len__(self) -> int:
         return len(self.coords)
 
-    def held_on(self, device: torch.device, most_bytes: int, piece: int, ranks: Ranks, with_features: bool) -> Held:
+    def held_on(self, device: torch.device, most_bytes: int, piece: int, with_features: bool) -> Held:
         """What of the scene lies on a GPU, if it takes at most so many bytes there: coordinates, and their order in
         blocks; then features.
 
-        Each block looks for its surroundings, which takes longer in host memory than a block's compute. Several ranks
-        read a part each.
+        Each block looks for its surroundings, which takes longer in host memory than a block's compute.
         """
         kind = torch.int16 if min(self.extent.start) >= -(2**15) and max(self.extent.end) <= 2**15 else torch.int32
         size = len(self) * (self.coords.shape[1] * kind.itemsize + (4 if len(self) < 2**31 else 8))
         if device.type != "cuda" or self.coords.is_cuda or size > most_bytes:
             return Held(self, None, 0)
-        held = replace(self, coords=_copied(self.coords, kind, device, piece, ranks))
+        held = replace(self, coords=_copied(self.coords, kind, device, piece))
         if with_features and not self.features.is_cuda and size + self.features.nbytes <= most_bytes:
             size += self.features.nbytes
-            held = replace(held, features=_copied(self.features, self.features.dtype, device, piece, ranks))
+            held = replace(held, features=_copied(self.features, self.features.dtype, device, piece))
         return Held(held, held.coords.device, size)
 
 
@@ -104,15 +102,11 @@ class Held(NamedTuple):
     num_bytes: int
 
 
-def _copied(source: torch.Tensor, kind: torch.dtype, device: torch.device, piece: int, ranks: Ranks) -> torch.Tensor:
+def _copied(source: torch.Tensor, kind: torch.dtype, device: torch.device, piece: int) -> torch.Tensor:
     """Rows on a GPU by pinned memory, piece by piece."""
     made = torch.empty(source.shape, dtype=kind, device=device)
-
-    def fill(first: int, last: int) -> None:
-        for rows, into in zip(source[first:last].split(piece), made[first:last].split(piece)):
-            into.copy_(torch.empty(rows.shape, dtype=kind, pin_memory=True).copy_(rows), non_blocking=True)
-
-    ranks.fill(made, fill)
+    for rows, into in zip(source.split(piece), made.split(piece)):
+        into.copy_(torch.empty(rows.shape, dtype=kind, pin_memory=True).copy_(rows), non_blocking=True)
     return made
 
 
