@@ -9,6 +9,7 @@ import torch
 
 import sparseconv as sc
 from sparseconv.backends.integers import Rescale, check_bound, rescaled
+from sparseconv.backends.llvm_implicit_gemm import backend as engine
 from sparseconv.backends.registry import backend
 from sparseconv.quantization import convolve
 from tests import oracle
@@ -93,6 +94,31 @@ def test_strides_do_not_matter(name):
     multiplier = rescale.multiplier.repeat_interleave(2)[::2]
     other = dataclasses.replace(rescale, multiplier=multiplier)
     assert torch.equal(convolve(plan, turned[0], turned[1], rescale=other, residual=turned[2]), want)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize(("slope", "low"), [(1 << 16, -127), (1 << 16, 0), (0, 0), (0, -127), (9_000, -127)])
+def test_threads_that_share_chunks_have_sums_of_their_own(monkeypatch, residual, slope, low):
+    """Of more rows than a chunk has, in several blocks of columns, in memory that holds anything."""
+    monkeypatch.setattr(engine, "_threads", lambda multiplications: 3)
+    monkeypatch.setattr(engine, "CHUNK", 1 << 10)
+    monkeypatch.setattr(engine, "empty", lambda shape, dtype: torch.full(shape, 99, dtype=dtype))
+    generator = torch.Generator().manual_seed(3)
+    cells = torch.randperm(12**3, generator=generator)[:700]
+    grid = sc.VoxelGrid(torch.stack([cells * 0, cells // 144, cells // 12 % 12, cells % 12], 1).int())
+    x, weight = bytes_of(700, 12).abs(), bytes_of(27, 6, 42, seed=1)
+    other = bytes_of(700, 42, seed=2) if residual else None
+    bias = torch.randint(-(2**14), 2**14, (42,), generator=generator, dtype=I32)
+    multiplier = torch.randint(2**25, 2**31, (42,), generator=generator).int()
+    for shift in (24, 40, 62):
+        rescale = Rescale(multiplier >> max(0, 40 - shift), shift, 2**shift // 3 % 2**31, slope, low)
+        got, want = (
+            convolve(
+                sc.ConvolutionPlan(grid, 3, groups=2, backend=name), x, weight, bias, rescale=rescale, residual=other
+            )
+            for name in BACKENDS[:2]
+        )
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("slope", [0, 1, 6554, 65536])

@@ -23,6 +23,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.memory import empty
 
 CHUNK = 1 << 20  # bytes of the input and output rows of a chunk: half of an L2 cache
+SMALLER = 4  # how much smaller chunks of integers are: a tile is soon done, and waits for rows of a far cache
 NEAR, BLOCK = 36 << 10, 256  # bytes of most of an L1 cache, and of the columns of a tile
 EDGES = 96  # that tiles of the weight's gradient run over one after another at most: their rows stay in an L1 cache
 SHARED = 1 << 20  # multiplications from which a call is worth sharing among threads: some ten microseconds
@@ -117,36 +118,39 @@ class LlvmImplicitGemm(Backend):
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         c_out = weight.shape[2]
-        sums = empty((kernel_map.num_out, c_out), torch.int32)
-        out = sums if rescale is None else empty(tuple(sums.shape), torch.int8)
-        if 0 in sums.shape:
+        out = empty((kernel_map.num_out, c_out), torch.int32 if rescale is None else torch.int8)
+        if 0 in out.shape:
             return out
         kind = "pairs" if x.numel() and int(x.min()) < 0 else "quads"
         count = 2 if kind == "pairs" else 4
         rows, taps = together_in_rows(x, groups, count), together_in_weight(weight, count)
         start = torch.zeros(c_out, dtype=torch.int32) if bias is None else bias.contiguous()
-        operands = _operands(rows, sums, taps, kernel_map, groups, (rows.shape[1], c_out))
+        operands = _operands(rows, out, taps, kernel_map, groups, (rows.shape[1], c_out))
         operands.bias = start.data_ptr()
         operands.whole = _whole_tap(kernel_map) if rows.shape[1] else -1
+        threads = _threads(kernel_map.num_pairs * taps[0].numel())
         held = []
         if rescale is not None:
+            sums = empty((threads, operands.y_part), torch.int32)
+            operands.y = sums.data_ptr()
             multiplier = rescale.multiplier.contiguous()
             operands.out, operands.multiplier = out.data_ptr(), multiplier.data_ptr()
             operands.shift, operands.residual_multiplier = rescale.shift, rescale.residual_multiplier
             operands.slope, operands.low = rescale.slope, rescale.low
-            kind, held = f"{kind}_rescaled", [out, multiplier]
+            kind, held = f"{kind}_rescaled", [sums, multiplier]
             if residual is not None:
                 residual = residual.contiguous()
                 operands.residual = residual.data_ptr()
                 held.append(residual)
-        threads = _threads(kernel_map.num_pairs * taps[0].numel())
-        self._run(kind, operands, torch.int32, threads, kernel_map, rows, sums, taps, start, *held)
+        self._run(kind, operands, torch.int32, threads, kernel_map, rows, out, taps, start, *held)
         return out
 
     def workspace_bytes(self, request: Request) -> int:
         wide = torch.promote_types(request.dtype, torch.float32)
         kernel_map, size = request.kernel_map, wide.itemsize
-        if request.dtype == torch.int8:  # int32 sums, and operands of up to 32 bits for two channels
+        if (
+            request.dtype == torch.int8
+        ):  # int32 sums, all of them at most, and operands of up to 32 bits for two channels
             numbers = kernel_map.num_in * (request.c_in + request.groups) + kernel_map.num_out * request.c_out
             return size * (numbers + kernel_map.num_taps * (request.c_in // request.groups + 1) * request.c_out)
         weight = kernel_map.num_taps * request.c_in * request.c_out // request.groups * size
@@ -213,7 +217,8 @@ def _operands(
 ) -> Operands:
     """What both kernels read of contiguous x (N_in, C_in), y (N_out, C_out) and w (K, C_in/G, C_out)."""
     c_in, c_out = channels
-    ins, outs, cuts, bounds = _chunks(kernel_map, c_in, c_out, x.itemsize)
+    size = x.itemsize * (SMALLER if x.dtype == torch.int32 else 1)
+    ins, outs, cuts, bounds = _chunks(kernel_map, c_in, c_out, size)
     return Operands(
         chunks=len(cuts) - 1,
         taps=kernel_map.num_taps,
@@ -224,6 +229,7 @@ def _operands(
         out_row=c_out,
         w_row=c_out,
         w_tap=w[0].numel(),
+        y_part=int(cuts[:2][-1]) * c_out,
         x=x.data_ptr(),
         y=y.data_ptr(),
         w=w.data_ptr(),

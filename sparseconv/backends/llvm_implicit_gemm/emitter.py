@@ -49,7 +49,7 @@ class Emitter:
         two that wrote side by side would wait for the same huge page to be cleared.
         """
         arrived = self.b.gep(self.function.args[0], [self.place(PLACES["arrived"])])
-        own = self.b.atomic_rmw("add", arrived, self.place(1), "monotonic")
+        self.thread = own = self.b.atomic_rmw("add", arrived, self.place(1), "monotonic")
         regions = self.given("regions")
         with self.count(self.place(0), regions) as turn:
             region = self.around(self.b.add(own, turn), regions)
@@ -92,9 +92,9 @@ class Emitter:
             yield tap, self.around(self.b.add(tap, self.place(1)), taps)
 
     @contextmanager
-    def groups(self) -> Iterator[tuple[Any, Any, Any, Any]]:
-        """For every group: x, y, w and the bias at its first channels."""
-        x, *others = (self.given(name) for name in ("x", "y", "w", "bias"))
+    def groups(self, y: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """For every group: x, ``y``, w and the bias at its first channels."""
+        x, *others = self.given("x"), y, self.given("w"), self.given("bias")
         with self.count(self.place(0), self.given("groups")) as group:
             columns = self.b.mul(group, self.given("c_out"))
             y, w, bias = (self.b.gep(other, [columns]) for other in others)

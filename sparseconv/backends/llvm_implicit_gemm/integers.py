@@ -32,7 +32,8 @@ def integer_kernel(kind: str, shapes: tuple[Shape, ...], target: Target) -> int:
     """The address of a forward loop over int8 channels for runs of blocks of these ``shapes``.
 
     ``kind``: ``pairs`` or ``quads`` says how channels lie. The int32 sums are in ``y`` afterwards. Where the name has
-    ``rescaled``, int8 rows ``out`` are made of them, and of those of ``residual`` where it is not null.
+    ``rescaled``, int8 rows ``out`` are made of them, and of those of ``residual`` where it is not null. ``y`` is then
+    a piece of ``y_part`` numbers for each thread, for the rows of one chunk.
     """
     return compiled(integer_text(kind, shapes, target), kind, target)
 
@@ -110,39 +111,57 @@ class _Integers(Loops):
         up = self.ir.Constant(self.kind(width), [32 - bits * (at + 1)] * width)
         return self.b.ashr(self.b.shl(value, up), self.ir.Constant(self.kind(width), [32 - bits] * width))
 
-    def finish_rows(self, chunk: Any) -> None:
+    def edges_together(self, block: Shape) -> int:
+        """Two thirds of what floats have: a product needs registers of its own."""
+        return max(1, super().edges_together(block) * 2 // 3)
+
+    def sums(self, chunk: Any) -> Any:
+        """Sums that are rescaled lie in a piece of ``y`` that a thread uses again for every chunk."""
+        if not self.rescales:
+            return super().sums(chunk)
+        first, _ = self.rows_of(chunk)
+        piece = self.b.mul(self.thread, self.given("y_part"))
+        return self.b.gep(self.given("y"), [self.b.sub(piece, self.b.mul(first, self.given("out_row")))])
+
+    def finish_rows(self, chunk: Any, sums: Any) -> None:
         """out = the rescaled sums of the rows of a chunk."""
         if not self.rescales:
             return
-        cuts = self.given("cuts")
-        first, last = (self.b.load(self.b.gep(cuts, [at])) for at in (chunk, self.b.add(chunk, self.place(1))))
-        one = self.place(1)
-        half = self.b.shl(one, self.b.sub(self.given("shift"), one))
-        channels = self.b.mul(self.given("groups"), self.given("c_out"))
+        first, last = self.rows_of(chunk)
         adds = self.b.icmp_signed("!=", self.b.ptrtoint(self.given("residual"), self.i64), self.place(0))
+        scales = self.b.icmp_signed("!=", self.given("slope"), self.place(1 << SLOPE_BITS))
+        bends = self.b.and_(scales, self.b.icmp_signed("<", self.given("low"), self.place(0)))
         with self.count(self.place(0), self.given("groups")) as group:
             begin = self.b.mul(group, self.given("c_out"))
             with self.blocks() as blocks:
                 for block, column, _ in blocks:
                     for at, width in placed(block):
                         place = self.b.add(begin, self.b.add(column, self.place(at)))
-                        multiplier = self.widened(self.given("multiplier"), place, width)
-                        with self.b.if_else(adds) as branches:
-                            for branch, residual in zip(branches, (True, False)):
-                                with branch, self.count(first, last) as row:
-                                    at_row = self.b.add(self.b.mul(row, channels), place)
-                                    self.rescale(at_row, multiplier, half, width, residual)
+                        for residual, adding in enumerate(self.both(adds)):
+                            for slope, bending in enumerate(self.both(bends)):
+                                with self.b.if_then(self.b.and_(adding, bending)), self.count(first, last) as row:
+                                    self.rescale(sums, row, place, width, bool(residual), bool(slope))
 
-    def rescale(self, place: Any, multiplier: Any, half: Any, width: int, residual: bool) -> None:
-        """The int8 values of one vector of sums."""
-        total = self.b.mul(self.widened(self.given("y"), place, width), multiplier)
+    def both(self, is_so: Any) -> tuple[Any, Any]:
+        """Whether something is not so, and whether it is."""
+        return self.b.not_(is_so), is_so
+
+    def rescale(self, sums: Any, row: Any, channel: Any, width: int, residual: bool, slope: bool) -> None:
+        """The int8 values of one vector of sums.
+
+        Its multipliers are loaded here, so that LLVM sees that both factors have 32 bits and multiplies as such.
+        """
+        place = self.b.add(self.b.mul(row, self.given("out_row")), channel)
+        total = self.b.mul(self.widened(sums, place, width), self.widened(self.given("multiplier"), channel, width))
         if residual:
             more = self.widened(self.given("residual"), place, width)
             total = self.b.add(total, self.b.mul(more, self.all(self.given("residual_multiplier"), width)))
+        half = self.b.shl(self.place(1), self.b.sub(self.given("shift"), self.place(1)))
         value = self.b.ashr(self.b.add(total, self.all(half, width)), self.all(self.given("shift"), width))
-        less = self.b.mul(value, self.all(self.given("slope"), width))
-        less = self.b.ashr(self.b.add(less, self.all(1 << (SLOPE_BITS - 1), width)), self.all(SLOPE_BITS, width))
-        value = self.b.select(self.b.icmp_signed("<", value, self.all(0, width)), less, value)
+        if slope:
+            less = self.b.mul(value, self.all(self.given("slope"), width))
+            less = self.b.ashr(self.b.add(less, self.all(1 << (SLOPE_BITS - 1), width)), self.all(SLOPE_BITS, width))
+            value = self.b.select(self.b.icmp_signed("<", value, self.all(0, width)), less, value)
         for limit, sign in ((self.all(self.given("low"), width), "<"), (self.all(LARGEST, width), ">")):
             value = self.b.select(self.b.icmp_signed(sign, value, limit), limit, value)
         byte = self.ir.VectorType(self.ir.IntType(8), width)

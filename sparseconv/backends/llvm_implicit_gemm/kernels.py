@@ -55,11 +55,12 @@ class Loops(Emitter):
         c_in, w_row, whole = self.given("c_in"), self.given("w_row"), self.given("whole")
         nought, none = self.place(0), self.b.icmp_signed("<", whole, self.place(0))
         with self.parts(self.given("chunks")) as chunk:
+            sums = self.sums(chunk)
             with self.b.if_then(none):
-                self.start_rows(chunk)
+                self.start_rows(chunk, sums)
             with self.taps(self.b.select(none, nought, whole)) as (tap, later):
                 first, last = self.edges(chunk, tap)
-                with self.groups() as (x, y, w, bias):
+                with self.groups(sums) as (x, y, w, bias):
                     w, then = (self.b.gep(w, [self.b.mul(t, self.given("w_tap"))]) for t in (tap, later))
                     with self.count(nought, c_in, DEPTH) as start:
                         stop = self.least(self.b.add(start, self.place(DEPTH)), c_in)
@@ -74,7 +75,7 @@ class Loops(Emitter):
                                 near, own, begin = (self.b.gep(base, [column]) for base in (y, w, bias))
                                 beside = self.b.gep(here, [self.b.add(column, self.place(sum(block)))])
                                 coming = self.b.select(is_last, after, beside)
-                                most = min(14, (24 if self.registers == 32 else 12) // len(block))
+                                most = self.edges_together(block)
                                 with self.tiled(first, last, {most, 4, 1}) as tiles:
                                     for edge, rows in tiles:
                                         ahead = None
@@ -84,7 +85,7 @@ class Loops(Emitter):
                                         self.product(
                                             x, near, own, begin, w_row, edge, rows, block, start, stop, ahead, begins
                                         )
-            self.finish_rows(chunk)
+            self.finish_rows(chunk, sums)
         self.finish()
 
     def weight_grad(self, alone: bool) -> None:
@@ -97,7 +98,7 @@ class Loops(Emitter):
             first, last = self.edges(chunk, tap)
             upcoming, _ = self.edges(chunk, later)
             _, total = self.edges(self.b.sub(chunks, self.place(1)), self.b.sub(self.given("taps"), self.place(1)))
-            with self.groups() as (x, y, w, _):
+            with self.groups(self.given("y")) as (x, y, w, _):
                 w = self.b.gep(w, [self.b.mul(part, self.given("w_part"))])
                 w, then = (self.b.gep(w, [self.b.mul(t, self.given("w_tap"))]) for t in (tap, later))
                 step = self.given("edges")
@@ -125,11 +126,23 @@ class Loops(Emitter):
                                     self.gram(x, near, own, w_row, channel, rows, block, start, stop, asked)
         self.finish()
 
-    def start_rows(self, chunk: Any) -> None:
-        """y = bias in the rows of a chunk."""
+    def edges_together(self, block: Shape) -> int:
+        """How many edges a tile has at most: registers hold its sums."""
+        return min(14, (24 if self.registers == 32 else 12) // len(block))
+
+    def sums(self, chunk: Any) -> Any:
+        """Where row 0 of the sums would lie, of which those of a chunk do lie there."""
+        return self.given("y")
+
+    def rows_of(self, chunk: Any) -> tuple[Any, Any]:
+        """The first row of a chunk, and that of the next."""
         cuts = self.given("cuts")
-        first, last = (self.b.load(self.b.gep(cuts, [at])) for at in (chunk, self.b.add(chunk, self.place(1))))
-        with self.count(first, last) as row, self.groups() as (_, y, _, bias):
+        return self.b.load(self.b.gep(cuts, [chunk])), self.b.load(self.b.gep(cuts, [self.b.add(chunk, self.place(1))]))
+
+    def start_rows(self, chunk: Any, sums: Any) -> None:
+        """sums = bias in the rows of a chunk."""
+        first, last = self.rows_of(chunk)
+        with self.count(first, last) as row, self.groups(sums) as (_, y, _, bias):
             line = self.b.gep(y, [self.b.mul(row, self.given("out_row"))])
             with self.blocks() as blocks:
                 for block, column, _ in blocks:
@@ -137,7 +150,7 @@ class Loops(Emitter):
                     for at, width in placed(block):
                         self.store(self.load(begin, self.place(at), width), near, self.place(at), width)
 
-    def finish_rows(self, chunk: Any) -> None:
+    def finish_rows(self, chunk: Any, sums: Any) -> None:
         """What follows once the rows of a chunk have all their sums."""
 
     def product(

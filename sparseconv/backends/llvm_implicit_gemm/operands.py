@@ -28,6 +28,7 @@ class Operands(ctypes.Structure):
         "w_row",
         "w_tap",
         "w_part",
+        "y_part",
         "edges",
         "whole",
         *(f"run{i}" for i in range(RUNS)),  # blocks of each run
