@@ -8,6 +8,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import batch_norm
+from torch.overrides import TorchFunctionMode
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import check_kind, check_tensor
@@ -27,7 +29,35 @@ class _Program(torch.nn.Module):
 
     def forward(self, coords: torch.Tensor, features: torch.Tensor) -> Any:
         x = self.make(coords, features)
-        return plain(self.net(x), x)
+        with _Norms():
+            return plain(self.net(x), x)
+
+
+class _Norms(TorchFunctionMode):
+    """Batch norms of rows by the operator in which torch's function ends.
+
+    The function itself asks first whether there are rows, which nobody knows while torch.export traces.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_normed if func is batch_norm else func)(*args, **(kwargs or {}))
+
+
+def _normed(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """`torch.nn.functional.batch_norm`, the same bits."""
+    if training or x.ndim != 2:  # elsewhere it may choose another operator
+        return batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+    y: torch.Tensor = torch.native_batch_norm(x, weight, bias, mean, var, False, momentum, eps)[0]
+    return y
 
 
 def export(

@@ -15,6 +15,20 @@ def spconv_block(c_in, c_out, key, kind=spconv.SubMConv3d, **options):
     return spconv.SparseSequential(conv, torch.nn.BatchNorm1d(c_out, eps=1e-3), torch.nn.ReLU())
 
 
+class Residual(spconv.SparseModule):
+    """A block that puts its norms and sums in the place of features, as OpenPCDet's does."""
+
+    def __init__(self, channels, key):
+        super().__init__()
+        self.conv = spconv.SubMConv3d(channels, channels, 3, indice_key=key)
+        self.norm, self.act = torch.nn.BatchNorm1d(channels, eps=1e-3, momentum=0.01), torch.nn.ReLU()
+
+    def forward(self, x):
+        y = self.conv(x)
+        y = y.replace_feature(self.norm(y.features))
+        return y.replace_feature(self.act(y.features + x.features))
+
+
 class Encoder(torch.nn.Module):
     """Layers of spconv's names: levels, the way back, a pool, a dense volume."""
 
@@ -22,7 +36,7 @@ class Encoder(torch.nn.Module):
         super().__init__()
         self.stem = spconv_block(4, 8, "subm1")
         self.down = spconv_block(8, 16, "down", spconv.SparseConv3d, stride=2, padding=1)
-        self.deep = spconv_block(16, 16, "subm2")
+        self.deep = spconv.SparseSequential(*spconv_block(16, 16, "subm2"), Residual(16, "subm2"))
         self.up = spconv.SparseInverseConv3d(16, 8, 3, indice_key="down")
         self.pool = spconv.SparseMaxPool3d(2, 2)
 
