@@ -70,17 +70,13 @@ def prepared(name: str, setting: Setting) -> Exported:
     scenes = [(coords, features) for features, coords in scans]
     scenes.append((scenes[0][0][:0], scenes[0][1][:0]))
     torch.manual_seed(0)
-    if name in PCDET:
-        net, wrap = make(PCDET[name], setting).net, batch
-    else:
-        shape = [int(size[2]) + 1, int(size[1]), int(size[0])]
-        net = OURS[name](shape)
-        wrap = sparse
-    for module in net.modules():
-        if isinstance(getattr(module, "running_var", None), torch.Tensor):
-            module.running_mean.uniform_(-0.1, 0.1)  # type: ignore[union-attr, operator]
-            module.running_var.uniform_(0.5, 2)  # type: ignore[union-attr, operator]
-    return Exported(net.eval(), wrap, scenes)
+    shape = [int(size[2]) + 1, int(size[1]), int(size[0])]
+    net = make(PCDET[name], setting).net if name in PCDET else OURS[name](shape)
+    norms: list[Any] = [each for each in net.modules() if isinstance(getattr(each, "running_var", None), torch.Tensor)]
+    for norm in norms:
+        norm.running_mean.uniform_(-0.1, 0.1)
+        norm.running_var.uniform_(0.5, 2)
+    return Exported(net.eval(), batch if name in PCDET else sparse, scenes)
 
 
 def sparse(coords: torch.Tensor, features: torch.Tensor) -> sc.SparseTensor:
