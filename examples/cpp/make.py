@@ -14,8 +14,9 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -61,18 +62,16 @@ def voxels(points: torch.Tensor, size: float, in_box: bool) -> tuple[torch.Tenso
     return grid.coords, sc.ops.voxelize_features(points, rows, len(grid))
 
 
-def on_cpu(net: torch.nn.Module, scene: tuple[torch.Tensor, torch.Tensor], path: Path) -> list[torch.Tensor]:
-    """Write a package for this CPU; the results for a scene."""
+def on_cpu(net: torch.nn.Module, scene: tuple[torch.Tensor, torch.Tensor], path: Path) -> Callable[[], Any]:
+    """Write a package for this CPU; a call of the program that it is made of."""
     program = sc.export.export(net, scene)
     sc.export.package(program, path)
-    with torch.no_grad():
-        results: list[torch.Tensor] = torch.utils._pytree.tree_leaves(program.module()(*scene))
-    return results
+    run = program.module()
+    return lambda: run(*scene)
 
 
-@torch.no_grad()
-def on_card(net: torch.nn.Module, scene: tuple[torch.Tensor, torch.Tensor], path: Path) -> list[torch.Tensor]:
-    """Write a package for this card; what `nn.capture` gives for a scene."""
+def on_card(net: torch.nn.Module, scene: tuple[torch.Tensor, torch.Tensor], path: Path) -> Callable[[], Any]:
+    """Write a package for this card; a call of `nn.capture`."""
     coords, features = (t.cuda() for t in scene)
     sc.export.package_for_card(net.cuda(), (coords, features), path)
     x = sc.SparseTensor(sc.VoxelGrid(coords), features)
@@ -80,15 +79,45 @@ def on_card(net: torch.nn.Module, scene: tuple[torch.Tensor, torch.Tensor], path
         fast, given = nn.capture(net), x
     else:
         fast, given = nn.capture(net, x), (coords, features)
+    return lambda: fast(given)
+
+
+@torch.no_grad()
+def median(call: Callable[[], Any], repeat: int, card: bool) -> tuple[float, list[torch.Tensor]]:
+    """The median time of calls that wait for the card [ms], and the results on the CPU."""
     took = []
-    for _ in range(CALLS):
+    for _ in range(repeat):
         start = time.perf_counter()
-        y = fast(given)
-        torch.cuda.synchronize()
+        y = call()
+        if card:
+            torch.cuda.synchronize()
         took.append(1e3 * (time.perf_counter() - start))
-    print(f"nn.capture: {statistics.median(took):.3f} ms, the median of {CALLS}")
-    results = [y.features, y.grid.coords] if isinstance(y, sc.SparseTensor) else [y]
-    return [result.cpu() for result in results]
+    results = [y.features, y.grid.coords] if isinstance(y, sc.SparseTensor) else torch.utils._pytree.tree_leaves(y)
+    return statistics.median(took), [result.detach().cpu() for result in results]
+
+
+class Made(NamedTuple):
+    """Files that `run_package` takes, its options, and the call in Python that gives the same."""
+
+    files: list[Path]
+    options: list[str]
+    call: Callable[[], Any]
+
+
+def write(network: str, folder: Path, beams: int, around: int, seed: int, card: bool) -> Made:
+    """Write a package of one of the networks and a cloud; the last file, of results, is left to the caller."""
+    torch.manual_seed(seed)
+    points = torch.from_numpy(scan(np.random.default_rng(seed), beams=beams, around=around)[0])
+    make, size = NETWORKS[network]
+    net, box = make(size)
+    scene = voxels(points, size, bool(box))
+    folder.mkdir(parents=True, exist_ok=True)
+    package = folder / f"{network}{'.pt' if card else '.pt2'}"
+    points.numpy().tofile(folder / f"{network}_points.bin")
+    with torch.no_grad():
+        call = (on_card if card else on_cpu)(net.eval(), scene, package)
+    files = [package, *(folder / f"{network}{ending}" for ending in ("_points.bin", "_expected.pt"))]
+    return Made(files, ["--size", str(size), *box, *(["--exact"] if card else [])], call)
 
 
 def main(
@@ -102,19 +131,12 @@ def main(
     """Write a package of one of the networks, and what to compare."""
     if network not in NETWORKS:
         raise typer.BadParameter(f"the networks are {', '.join(NETWORKS)}; got {network}")
-    torch.manual_seed(seed)
-    points = torch.from_numpy(scan(np.random.default_rng(seed), beams=beams, around=around)[0])
-    make, size = NETWORKS[network]
-    net, box = make(size)
-    scene = voxels(points, size, bool(box))
-    folder.mkdir(parents=True, exist_ok=True)
-    package = folder / f"{network}{'.pt' if card else '.pt2'}"
-    points.numpy().tofile(folder / f"{network}_points.bin")
-    results = (on_card if card else on_cpu)(net.eval(), scene, package)
-    torch.save(results, folder / f"{network}_expected.pt")
-    files = [str(package), *(str(folder / f"{network}{ending}") for ending in ("_points.bin", "_expected.pt"))]
-    more = ["--exact", "--repeat", str(CALLS)] if card else []
-    print("run_package", *files, "--size", size, *box, *more)
+    made = write(network, folder, beams, around, seed, card)
+    took, results = median(made.call, CALLS if card else 1, card)
+    torch.save(results, made.files[-1])
+    if card:
+        print(f"nn.capture: {took:.3f} ms, the median of {CALLS}")
+    print("run_package", *made.files, *made.options, *(["--repeat", CALLS] if card else []))
 
 
 if __name__ == "__main__":
