@@ -75,9 +75,7 @@ def measure(program: Path, name: str, scan: tuple[int, int], card: bool, rounds:
     """A network's row."""
     make, (beams, around) = example(), scan
     made = make.write(name, program.parent / f"{name}_{beams}", beams, around, 0, card)
-    _, results = make.median(
-        made.call, UNCOUNTED if card else 1, card
-    )  # the first calls of a captured network are eager
+    _, results = make.median(made.call, UNCOUNTED if card else 1, card)  # a captured network begins eagerly
     torch.save(results, made.files[-1])
     python, cpp = [], []
     for _ in range(rounds):
