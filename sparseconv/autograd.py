@@ -138,12 +138,17 @@ def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
         return function.apply(*tensors, args[len(tensors) :])
     if not is_plain(*tensors):
         return getattr(torch.ops.sparseconv, function.name)(*args)
-    if not _in_autocast(tensors[0]):
-        return _run(function, *args)
-    kind = tensors[0].device.type
-    torch.set_autocast_enabled(kind, False)  # operands are cast already; torch's own context costs as much as a layer
+    return without_casts(tensors[0], _run, function, *args)
+
+
+def without_casts(x: torch.Tensor, run: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """run(*args) with autocast off where x is: operands are cast already. torch's own context costs as much as a layer."""
+    if not _in_autocast(x):
+        return run(*args)
+    kind = x.device.type
+    torch.set_autocast_enabled(kind, False)
     try:
-        return _run(function, *args)
+        return run(*args)
     finally:
         torch.set_autocast_enabled(kind, True)
 

@@ -13,8 +13,10 @@ from sparseconv.autograd import (
     gradients,
     is_direct,
     is_last,
+    is_plain,
     serving_backend,
     weight_gradient,
+    without_casts,
 )
 from sparseconv.numbered_maps import alive, map_of
 
@@ -102,9 +104,12 @@ def fused_convolution(
     if residual is None and epilogue is None:
         return convolution(x, weight, bias, *call)
     tensors = (x, weight, bias, residual)
-    apart = torch.compiler.is_compiling() or transforms.present() or not is_direct(*tensors)
+    plain = not (torch.compiler.is_compiling() or transforms.present()) and is_plain(*tensors)
     with_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if x.dtype in _HALVES and x.device.type == "cpu" and (apart or (with_gradient and not _keeps_result(epilogue))):
+    if plain and not with_gradient:
+        return without_casts(x, _forward_fused, x, weight, bias, residual, epilogue, *call)
+    apart = not plain or not is_direct(*tensors)
+    if x.dtype in _HALVES and x.device.type == "cpu" and (apart or not _keeps_result(epilogue)):
         more = [None if t is None else t.float() for t in (bias, residual)]  # the sum outlives its kernel: not rounded
         wide = fused_convolution(x.float(), weight.float(), more[0], more[1], epilogue, *call)
         return wide.to(x.dtype)
@@ -112,8 +117,6 @@ def fused_convolution(
         z = convolution(x, weight, bias, *call)
         z = z if residual is None else z + residual
         return z if epilogue is None else epilogue.apply(z)
-    if not with_gradient:
-        return _forward_fused(x, weight, bias, residual, epilogue, *call)
     result = _Fused.apply(x, weight, bias, residual, epilogue, call)
     return result[0] if isinstance(result, tuple) else result
 

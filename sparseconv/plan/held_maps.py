@@ -9,14 +9,22 @@ tensor. Its shape tells the rows of a result: inductor loses numbers that a grap
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from sparseconv import transforms
-from sparseconv.autograd import checked_convolution, checked_weight_gradient, library, without_autocast
+from sparseconv.autograd import (
+    checked_convolution,
+    checked_weight_gradient,
+    is_direct,
+    library,
+    without_autocast,
+)
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.numbered_maps import number_of
+from sparseconv.torch_private import below_autograd
 
 
 class Names(NamedTuple):
@@ -50,6 +58,9 @@ def _holder_of(kernel_map: KernelMap) -> torch.Tensor:
 
 
 def _number(edges: torch.Tensor) -> int:
+    held = edges.__dict__.get("kernel_map")
+    if held is not None:
+        return number_of(held)
     return int(edges.as_strided((1,), (1,)))  # there where the map has no row, too
 
 
@@ -67,7 +78,7 @@ def _weight_gradient(x: Any, grad: Any, edges: torch.Tensor, *others: Any) -> to
     return checked_weight_gradient(x, grad, _number(edges), *others)
 
 
-def _keep(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple) -> None:
     ctx.save_for_backward(*(t for t in inputs if isinstance(t, torch.Tensor)))
     ctx.call = [value for value in inputs if not isinstance(value, torch.Tensor)]
 
@@ -98,6 +109,37 @@ library.define(
     " -> Tensor"
 )
 library.define("held_weight_gradient(Tensor x, Tensor grad, Tensor edges, int taps, int groups, str backend) -> Tensor")
+
+
+def _below(name: str, run: Callable[..., torch.Tensor], args: tuple) -> torch.Tensor:
+    """An operator without its derivative; past the dispatcher where nobody listens."""
+    if below_autograd is None or is_direct(*(t for t in args if isinstance(t, torch.Tensor))):
+        return run(*args)
+    with below_autograd():
+        found: torch.Tensor = getattr(torch.ops.sparseconv, name)(*args)
+    return found
+
+
+def _with_derivative(name: str, run: Callable[..., torch.Tensor], derivative: Any) -> Callable[..., torch.Tensor]:
+    """What goes under an operator's ``Autograd`` key. A compiled graph has its own derivative and asks for none here:
+    that of `torch.library.register_autograd` then costs a second pass through the dispatcher, some 12 us a call."""
+
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        _keep(ctx, args)
+        return _below(name, run, args)
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(derivative)}
+    made: Any = type(f"Held{name}", (torch.autograd.Function,), body)
+
+    def called(*args: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in args):
+            found: torch.Tensor = made.apply(*args)
+            return found
+        return _below(name, run, args)
+
+    return called
+
+
 for _name, _run, _derivative in (
     ("held_convolution", _convolution, _of_convolution),
     ("held_weight_gradient", _weight_gradient, _of_weight_gradient),
@@ -105,7 +147,7 @@ for _name, _run, _derivative in (
     for _kind in ("CPU", "CUDA"):
         library.impl(_name, _run, _kind)
         library.impl(_name, without_autocast(_kind.lower(), _name), f"Autocast{_kind}")
-    torch.library.register_autograd(f"sparseconv::{_name}", _derivative, setup_context=_keep, lib=library)
+    library.impl(_name, _with_derivative(_name, _run, _derivative), "Autograd")
 
 
 @torch.library.register_fake("sparseconv::held_convolution", lib=library)

@@ -345,6 +345,51 @@ def test_frozen_parts_get_no_gradient(torchs):
         assert a is None or error(a, b.double().cpu()) < 2e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_norm_in_evaluation_is_one_launch(dtype, monkeypatch):
+    monkeypatch.setattr(F, "batch_norm", None)
+    for rows, channels in ((1, 16), *SHAPES):
+        x, *_, weight, bias = operands(rows, channels, dtype, 3.0)
+        norm = torch.nn.BatchNorm1d(channels, affine=channels != 40, device=DEVICE).eval()
+        norm.running_mean, norm.running_var = weight + 3, bias.square() + 0.1
+        before = copy.deepcopy(norm.state_dict())
+        assert training.settled(x, norm) is None, "a gradient may be asked for"
+        with torch.inference_mode():
+            for slope in (0.0, 1.0):
+                y = training.settled(x, norm, slope)
+                z = (x.double() - norm.running_mean) / (norm.running_var.double() + norm.eps).sqrt()
+                z = z if norm.weight is None else z * norm.weight + norm.bias
+                assert y.dtype == dtype
+                assert error(y, (F.relu(z) if slope == 0 else z).cpu()) < TOLERANCE[dtype]
+        assert all(torch.equal(a, b) for a, b in zip(before.values(), norm.state_dict().values()))
+    with torch.no_grad():
+        assert training.settled(x, norm.train()) is None
+        assert training.settled(x[:0], norm.eval()) is None
+        assert training.settled(x.double(), norm) is None
+
+
+def test_norm_and_relu_of_a_sequence_are_one_launch_in_inference(monkeypatch, torchs):
+    import sparseconv.interop.spconv.pytorch as spconv
+
+    called = []
+    monkeypatch.setattr(normalize, "settled", lambda *a, of=normalize.settled: called.append(1) or of(*a))
+    norms = [torch.nn.BatchNorm1d(6), torch.nn.ReLU(), torch.nn.BatchNorm1d(6), torch.nn.GELU()]
+    net = spconv.SparseSequential(*norms).to(DEVICE).eval()
+    for norm in net[0], net[2]:
+        norm.running_mean.uniform_(-1, 1)
+    indices = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 4, 4]], dtype=torch.int32, device=DEVICE)
+    x = spconv.SparseConvTensor(torch.randn(3, 6, device=DEVICE), indices, [8, 8], 1)
+    with torch.no_grad():
+        y = net(x).features
+        assert called == [1]
+        hook = net[0].register_forward_hook(lambda *_: None)
+        net(x)
+        hook.remove()
+        assert called == [1]
+        torchs()
+        assert error(y, net(x).features.double().cpu()) < TOLERANCE[torch.float32]
+
+
 def test_inference_after_a_step_sees_the_new_statistics():
     """Running statistics are written by a kernel; whoever keeps weights folded with them must learn of it."""
     net, x = nn.ConvBlock(4, 8).to(DEVICE), sparse().to(DEVICE)

@@ -106,6 +106,25 @@ def test_compiled_and_functional():
     assert torch.allclose(torch.func.grad(lambda v: run(v).sum())(w), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_under_autocast_inference_is_one_call_of_a_backend(activation, monkeypatch):
+    plan, (x, w, bias, residual) = setting(named("submanifold")[0], "numpy_gather_scatter", torch.float32)
+    fused, seen = type(backend("numpy_gather_scatter")).forward_fused, []
+
+    def forward_fused(*args):
+        seen.append((args[1].dtype, torch.is_autocast_enabled("cpu")))
+        return fused(*args)
+
+    monkeypatch.setattr(type(backend("numpy_gather_scatter")), "forward_fused", forward_fused)
+    epilogue, same = ACTIVATIONS[activation]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = plan.execute(x, w, bias, residual=residual, epilogue=epilogue)
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [(torch.bfloat16, False)]
+    exact = same(convolved(plan, 1, x.double(), w.double(), bias.double()) + residual)
+    assert error(y, exact) < TOLERANCE[torch.bfloat16]
+
+
 def test_refusals():
     plan, (x, w, bias, residual) = setting(named("submanifold")[0], "numpy_gather_scatter", torch.float32)
     with pytest.raises(ValueError, match="residual must be"):

@@ -1,4 +1,4 @@
-"""Batch norms on a GPU: act(norm(z) + residual) of a batch in two launches each way; folded for inference in one."""
+"""Batch norms on a GPU: act(norm(z) + residual) of a batch in two launches each way; in inference in one, or folded."""
 
 from __future__ import annotations
 
@@ -192,6 +192,18 @@ def again(
     return onto.copy_(y) if onto is not None and apart else y
 
 
+def settled(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+    """y = act((x - mean) / sqrt(var + eps) * weight + bias) by running statistics, which stay: (N, C) in one launch.
+
+    Args:
+        x: (N, C), N >= 1, contiguous, aligned to 16 bytes. weight, bias: (C,) or None, both or neither.
+    """
+    run = _kernels_of(x, weight, norm)
+    y = torch.empty_like(x)
+    _normalize(run, x, weight, bias, None, norm, 0, None, y)
+    return y
+
+
 def _normalize(
     run: Kernels,
     x: torch.Tensor,
@@ -200,23 +212,24 @@ def _normalize(
     residual: torch.Tensor | None,
     norm: Norm,
     parts: int,
-    kept: torch.Tensor,
+    kept: torch.Tensor | None,
     y: torch.Tensor,
 ) -> None:
+    """Fill y; without ``parts`` by what was ``kept``, or by running statistics where that is None."""
     at, running = run.at, norm.running
     none = at(x)
-    count, counted = _count_of(run, kept, norm)
+    count, counted = _count_of(run, x if kept is None else kept, norm)
+    follows = running is not None and (parts > 0 or kept is None)
     pointers = (
         none,
         none if residual is None else at(residual),
         *((none, none) if weight is None or bias is None else (at(weight), at(bias))),
-        run.beyond(kept),
-        at(kept),
+        *((none, none) if kept is None else (run.beyond(kept), at(kept))),
         *((none, none, none) if running is None else (at(running[0]), at(running[1]), at(running[2]))),
         at(y),
         count,
     )
-    flags = (int(residual is not None), int(weight is not None), int(parts > 0 and running is not None), counted)
+    flags = (int(residual is not None), int(weight is not None), int(follows), counted)
     numbers = (
         x.shape[0],
         run.units,

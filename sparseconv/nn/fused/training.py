@@ -339,20 +339,38 @@ def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
     """
     training, momentum = norm.training, norm.momentum
     weight, bias, mean, var, tracked = tensors_of(norm)
+    if not (training or mean is None) or rows < 2:
+        return False
+    if training and mean is not None and (momentum is None or var is None or tracked is None):
+        return False
+    return _reads(x, weight, bias, mean, var)
+
+
+def settled(x: torch.Tensor, norm: torch.nn.BatchNorm1d, slope: float = 1.0) -> torch.Tensor | None:
+    """A norm in evaluation and what follows it (``slope`` as in `Layer`) on (N, C) by one launch; None where it may not:
+    where `trained` may not, or a gradient may be asked for."""
+    weight, bias, mean, var, tracked = tensors_of(norm)
+    if norm.training or mean is None or var is None or torch.is_grad_enabled() or not x.shape[0]:
+        return None
+    if not _reads(x, weight, bias, mean, var):
+        return None
+    running = mean, var, mean if tracked is None else tracked
+    return normalize.settled(_lined_up(x), weight, bias, Norm(norm.eps, 0.0, slope, running))
+
+
+def _reads(x: Any, weight: Any, bias: Any, *statistics: Any) -> bool:
+    """Whether kernels can read features and a norm's tensors, and nobody looks between operations."""
     if (
-        not (training or mean is None)
-        or type(x) not in _PLAIN
-        or rows < 2
+        type(x) not in _PLAIN
         or not normalize.on_kernels(x)
         or (weight is None) != (bias is None)
-        or (training and mean is not None and (momentum is None or var is None or tracked is None))
         or torch.compiler.is_compiling()
         or dispatch_modes()
         or transforms.active()
     ):
         return False
     device = x.get_device()
-    return all(t is None or _is_near(t, device) for t in (weight, bias, mean, var))
+    return all(t is None or _is_near(t, device) for t in (weight, bias, *statistics))
 
 
 def folds(weight: Any, bias: Any, *norm: Any) -> bool:

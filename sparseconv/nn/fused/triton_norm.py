@@ -5,6 +5,7 @@
     backward:  reduce_kernel      of each part: sum dz and sum dz * (x - mean); dz = grad * act'
                input_grad_kernel  parts added, dx = weight * rstd * (dz - mean(dz) - xhat * mean(dz * xhat))
     inference: fold_kernel        the weight and bias of the convolution before it, with the norm in them
+               normalize_kernel   by running statistics, where no convolution comes before it
 
 A part is every ``parts``-th tile of rows. Parts are merged by every program that needs them, in one order: the same
 bits in every run, and nothing to reset between launches. act(z) = z for z > 0, slope * z elsewhere.
@@ -131,7 +132,7 @@ def normalize_kernel(
     parts_ptr,  # (2, parts, C); not read where parts is 0
     kept_ptr,  # (2, C) fp32: mean, rstd; written, or read where parts is 0
     running_mean_ptr,
-    running_var_ptr,  # (C,), moved where ``follows``
+    running_var_ptr,  # (C,), moved where ``follows``; where parts is 0, read in place of ``kept``
     tracked_ptr,  # int64, one more where ``follows``
     y_ptr,  # (rows, C), its rows y_units * UNIT apart
     count_ptr,  # (1,) int32, read where ``counted``
@@ -170,6 +171,9 @@ def normalize_kernel(
                 tl.store(running_var_ptr + channel, new.to(running_var_ptr.dtype.element_ty), inside)
                 if tl.program_id(1) == 0:
                     tl.store(tracked_ptr, tl.load(tracked_ptr) + 1)
+    elif follows != 0:
+        mean = tl.load(running_mean_ptr + channel, inside, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.load(running_var_ptr + channel, inside, other=1.0).to(tl.float32) + eps)
     else:
         mean = tl.load(kept_ptr + channel, inside, other=0.0)
         rstd = tl.load(kept_ptr + channels + channel, inside, other=0.0)

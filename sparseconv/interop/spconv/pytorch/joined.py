@@ -9,7 +9,7 @@ import torch
 from sparseconv import transforms
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.nn.fused.fusion import ACTIVATIONS, folded, hooked
-from sparseconv.nn.fused.training import Layer, serves, trained
+from sparseconv.nn.fused.training import Layer, serves, settled, trained
 from sparseconv.pointwise import Epilogue
 from sparseconv.torch_private import exporting
 
@@ -55,10 +55,13 @@ def in_inference(conv: Any, norm: Any, activation: Any) -> Inference | None:
 
 
 def norm_and_relu(norm: torch.nn.BatchNorm1d, relu: Any, input: SparseConvTensor) -> torch.Tensor | None:
-    """Features after torch's batch norm and ReLU in training, by one node of the gradient; None where it may not."""
+    """Features after torch's batch norm and ReLU by one node of the gradient, in evaluation by one launch; None where
+    it may not."""
     features = input.features
     if type(relu) is not torch.nn.ReLU or features.shape[1] != norm.num_features or hooked(norm, relu):
         return None
-    if torch.compiler.is_compiling() or not serves(features, norm, features.shape[0]):
+    if torch.compiler.is_compiling():
         return None
-    return trained(features, [Layer(norm, 0.0, alive=input.voxels.count)])
+    if serves(features, norm, features.shape[0]):
+        return trained(features, [Layer(norm, 0.0, alive=input.voxels.count)])
+    return settled(features, norm, 0.0)
