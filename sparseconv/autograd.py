@@ -142,7 +142,7 @@ def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
 
 
 def without_casts(x: torch.Tensor, run: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-    """run(*args) with autocast off where x is: operands are cast already. torch's own context costs as much as a layer."""
+    """run(*args) with autocast off, the operands being cast already; torch's own context costs as much as a layer."""
     if not _in_autocast(x):
         return run(*args)
     kind = x.device.type

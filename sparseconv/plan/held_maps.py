@@ -1,9 +1,9 @@
 """The operators of `sparseconv.autograd` as graphs of torch.compile have them: with a tensor that holds the kernel map.
 
 Such a graph keeps tensors for its backward pass, and nothing else. A map that it knew by number alone was gone where
-the scene was, as in networks that make their scene and return features. The tensor (N_in, N_out) int64 has the map's
-number everywhere, in one number of memory, and the map as an attribute, which lives as long as the graph keeps the
-tensor. Its shape tells the rows of a result: inductor loses numbers that a graph is called with, never those of shapes.
+the scene was, as in networks that make their scene and return features. The tensor (N_in, N_out) int64 has the map as
+an attribute, which lives as long as the graph keeps the tensor; its memory is one number, without a meaning. Its shape
+tells the rows of a result: inductor loses numbers that a graph is called with, never those of shapes.
 """
 
 from __future__ import annotations
@@ -49,19 +49,23 @@ def names_of(kernel_map: KernelMap) -> Names:
 
 @transforms.constant
 def _holder_of(kernel_map: KernelMap) -> torch.Tensor:
-    with torch.inference_mode(False):
-        number, holder = torch.tensor([number_of(kernel_map)]), torch.empty(0, dtype=torch.int64)
-        # no view, of which a compiled graph would keep a copy without the attribute
-        holder.set_(number.untyped_storage(), 0, (kernel_map.num_in, kernel_map.num_out), (0, 0))
+    if torch.is_inference_mode_enabled():  # whose tensors no gradient may keep
+        with torch.inference_mode(False):
+            return _holder_of(kernel_map)
+    # no view, of which a compiled graph would keep a copy without the attribute
+    holder = torch.empty_strided((kernel_map.num_in, kernel_map.num_out), (0, 0), dtype=torch.int64)
     holder.__dict__["kernel_map"] = kernel_map
     return holder
 
 
 def _number(edges: torch.Tensor) -> int:
     held = edges.__dict__.get("kernel_map")
-    if held is not None:
-        return number_of(held)
-    return int(edges.as_strided((1,), (1,)))  # there where the map has no row, too
+    if held is None:
+        raise RuntimeError(
+            "a compiled graph knows its kernel map by a tensor, of which this is a copy without the map: do not move "
+            "what the graph keeps, as torch.autograd.graph.save_on_cpu does"
+        )
+    return number_of(held)
 
 
 def _rows(edges: Any, adjoint: bool) -> Any:

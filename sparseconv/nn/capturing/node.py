@@ -62,7 +62,7 @@ def replayed(
         with recording.state.restoring(), inside():
             return recording.gradients_of(recording.eager_call(call, Given(*inputs)), grads)
 
-    tensors = _Replayed.apply(recording, token, again, scene.features, *recording.parameters)
+    tensors = _apply(recording, token, again, scene.features, *recording.parameters)
     seen = weakref.ref(token)
 
     def pending() -> Any:
@@ -70,3 +70,7 @@ def replayed(
         return None if alive is None or alive.taken else alive
 
     return tensors, pending
+
+
+#: Function.apply without its look for functional transforms, in which no call is a replay
+_apply: Any = super(torch.autograd.Function, _Replayed).apply

@@ -347,12 +347,13 @@ def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
 
 
 def settled(x: torch.Tensor, norm: torch.nn.BatchNorm1d, slope: float = 1.0) -> torch.Tensor | None:
-    """A norm in evaluation and what follows it (``slope`` as in `Layer`) on (N, C) by one launch; None where it may not:
-    where `trained` may not, or a gradient may be asked for."""
+    """A norm in evaluation and its activation (``slope`` as in `Layer`) on x (N, C) by one launch.
+
+    None where `trained` may not stand for it either, and where a gradient may be asked for.
+    """
     weight, bias, mean, var, tracked = tensors_of(norm)
-    if norm.training or mean is None or var is None or torch.is_grad_enabled() or not x.shape[0]:
-        return None
-    if not _reads(x, weight, bias, mean, var):
+    known = not (norm.training or mean is None or var is None or torch.is_grad_enabled())
+    if not known or not x.shape[0] or not _reads(x, weight, bias, mean, var):
         return None
     running = mean, var, mean if tracked is None else tracked
     return normalize.settled(_lined_up(x), weight, bias, Norm(norm.eps, 0.0, slope, running))
