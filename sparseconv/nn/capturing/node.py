@@ -72,5 +72,6 @@ def replayed(
     return tensors, pending
 
 
+_node: Any = _Replayed
 #: Function.apply without its look for functional transforms, in which no call is a replay
-_apply: Any = super(torch.autograd.Function, _Replayed).apply
+_apply: Any = super(torch.autograd.Function, _node).apply
