@@ -6,8 +6,8 @@ import os
 import platform
 from dataclasses import dataclass
 
-from sparseconv.backends.llvm_implicit_gemm.compile import missing
-from sparseconv.backends.llvm_implicit_gemm.target import Target, binding
+from sparseconv.llvm.compile import missing
+from sparseconv.llvm.target import Target, binding
 from sparseconv.backends.registry import backend
 
 #: the CPU that processes of the tests are held to

@@ -78,9 +78,14 @@ def check_indices(low: Sequence[int], high: Sequence[int]) -> None:
         raise ValueError(f"voxel indices must fit in 32 bits; got values from {min(low)} to {max(high)}")
 
 
+def outside(box: IndexRange) -> bool:
+    """Whether a box of voxels leaves 32 bits."""
+    return box.rank > 0 and (min(box.start) < INT32.min or max(box.end) > INT32.max)
+
+
 def check_box(box: IndexRange, what: str) -> None:
     """Raise ValueError where a box of voxels leaves 32 bits."""
-    if box.rank and (min(box.start) < INT32.min or max(box.end) > INT32.max):
+    if outside(box):
         raise ValueError(f"{what} must lie within 32 bits, from {INT32.min} to {INT32.max}; got {box}")
 
 

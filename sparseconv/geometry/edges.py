@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import check_box, row
+from sparseconv.geometry.arguments import check_box, outside, row
+from sparseconv.geometry.cpu.compiled import reached_voxels, serves
 from sparseconv.geometry.cpu.line_search import edges_by_lines
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
@@ -91,6 +92,9 @@ def coarse_grid(
             grid = fine._known(found, box, scale, fills and whole and window.sees_all)
             grid.cells  # noqa: B018 (on its way)
         return fits(grid, fine, window, boundary)
+    inner = box if within is None else box.intersect(within)
+    if torus is None and (grid := _reach_on_cpu(fine, window, inner, scale, to_fine=False)) is not None:
+        return fits(grid, fine, window, boundary)
     coords = wrap(fine.coords.long(), torus)
     folded, kept = window.coarse_torus(torus), None if whole else within
     seen = unique_coords(reached(coords, window, to_fine=False, torus=folded, within=kept))
@@ -118,8 +122,13 @@ def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGri
         grid.cells  # noqa: B018 (on its way)
         return grid
     kept = boundary.extent if boundary.kind == "forbid" else None
+    scale = tuple(1 / s for s in window.stride)
+    box = window.fine_extent(coarse.known_box[0])
+    inner = box if kept is None else box.intersect(kept)
+    if torus is None and (grid := _reach_on_cpu(coarse, window, inner, scale, to_fine=True)) is not None:
+        return grid
     seen = unique_coords(reached(coarse.coords, window, to_fine=True, torus=torus, within=kept))
-    return coarse._like(seen, tuple(1 / s for s in window.stride))
+    return coarse._like(seen, scale)
 
 
 def _reach_on_gpu(
@@ -132,6 +141,16 @@ def _reach_on_gpu(
 
     size = grid.batch_size, window.offsets, window.stride, torus
     return reach(grid.coords, grid.known_box[0], *size, to_fine=to_fine, within=within)
+
+
+def _reach_on_cpu(
+    grid: VoxelGrid, window: Window, box: IndexRange, scale: tuple[float, ...], *, to_fine: bool
+) -> VoxelGrid | None:
+    """The grid of what the window reaches within a box on no torus, by compiled loops; None where they do not serve."""
+    if not len(grid) or grid.is_shared or not serves(grid) or outside(box):
+        return None
+    found = reached_voxels(grid, window, box, to_fine=to_fine)
+    return None if found is None else grid._known(*found, scale, True)
 
 
 def fits(coarse: VoxelGrid, fine: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGrid:

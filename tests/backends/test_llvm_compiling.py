@@ -15,7 +15,7 @@ import sparseconv as sc
 from sparseconv.backends.llvm_implicit_gemm import compile as compiler
 from sparseconv.backends.llvm_implicit_gemm import kernels, object_cache, operands
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
-from sparseconv.backends.llvm_implicit_gemm.target import host
+from sparseconv.llvm.target import host
 from tests.backends.test_numpy_gather_scatter import plain, random_map
 from tests.cpus import CPUS
 

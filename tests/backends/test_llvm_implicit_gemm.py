@@ -15,7 +15,7 @@ from sparseconv.backends.llvm_implicit_gemm import backend as engine
 from sparseconv.backends.llvm_implicit_gemm import compile as compiler
 from sparseconv.backends.llvm_implicit_gemm import kernels, operands
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
-from sparseconv.backends.llvm_implicit_gemm.target import Target, host
+from sparseconv.llvm.target import Target, host
 from sparseconv.geometry.fixed_grid import FixedGrid
 from tests.backends.test_numpy_gather_scatter import plain, random_map
 from tests.cpus import CPUS

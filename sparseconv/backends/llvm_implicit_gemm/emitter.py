@@ -7,26 +7,21 @@ from contextlib import contextmanager
 from typing import Any
 
 from sparseconv.backends.llvm_implicit_gemm.operands import APART, PLACES, Shape
-from sparseconv.backends.llvm_implicit_gemm.target import Target, binding
+from sparseconv.llvm.function import Function
+from sparseconv.llvm.target import Target
 
 
-class Emitter:
+class Emitter(Function):
     """One function of one module, which takes a pointer to `Operands`."""
 
     def __init__(self, name: str, shapes: tuple[Shape, ...], double: bool, target: Target) -> None:
-        from llvmlite import ir
-
-        self.ir, self.shapes, self.registers = ir, shapes, target.registers
-        self.i32, self.i64 = ir.IntType(32), ir.IntType(64)
+        super().__init__(name, numbers=0, arrays=1)
+        ir = self.ir
+        self.shapes, self.registers = shapes, target.registers
         self.number: Any = ir.DoubleType() if double else ir.FloatType()
         self.size, self.suffix = (8, "f64") if double else (4, "f32")
         self.numbers()
-        self.module = ir.Module(name)
-        self.module.triple = binding().get_default_triple()
-        kind = ir.FunctionType(ir.VoidType(), [self.i64.as_pointer()])
-        self.function = ir.Function(self.module, kind, name)
-        self.entry = ir.IRBuilder(self.function.append_basic_block("entry"))  # where variables are made
-        self.b = ir.IRBuilder(self.function.append_basic_block("body"))
+        self.operands = self.array(self.function.args[0], self.i64)
         numbers, rows, places = self.number.as_pointer(), self.i32.as_pointer(), self.i64.as_pointer()
         bytes_ = ir.IntType(8).as_pointer()
         self.kinds = dict.fromkeys(("x", "y", "w", "bias"), numbers) | {
@@ -48,7 +43,7 @@ class Emitter:
         They are divided into as many regions as threads, and a thread goes through one after another from its own on:
         two that wrote side by side would wait for the same huge page to be cleared.
         """
-        arrived = self.b.gep(self.function.args[0], [self.place(PLACES["arrived"])])
+        arrived = self.b.gep(self.operands, [self.place(PLACES["arrived"])])
         self.thread = own = self.b.atomic_rmw("add", arrived, self.place(1), "monotonic")
         regions = self.given("regions")
         with self.count(self.place(0), regions) as turn:
@@ -66,22 +61,6 @@ class Emitter:
             yield part
             self.b.branch(take)
             self.b.position_at_end(done)
-
-    @contextmanager
-    def count(self, start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
-        """For every number from ``start`` below ``stop``."""
-        step = self.place(step) if isinstance(step, int) else step
-        at = self.variable(start)
-        look, run, done = (self.function.append_basic_block(name) for name in ("look", "run", "done"))
-        self.b.branch(look)
-        self.b.position_at_end(look)
-        now = self.b.load(at)
-        self.b.cbranch(self.b.icmp_signed("<", now, stop), run, done)
-        self.b.position_at_end(run)
-        yield now
-        self.b.store(self.b.add(now, step), at)
-        self.b.branch(look)
-        self.b.position_at_end(done)
 
     @contextmanager
     def taps(self, first: Any) -> Iterator[tuple[Any, Any]]:
@@ -131,10 +110,6 @@ class Emitter:
 
         yield tiles()
 
-    def finish(self) -> None:
-        self.b.ret_void()
-        self.entry.branch(self.function.blocks[1])
-
     # ---- values
 
     def place(self, value: int) -> Any:
@@ -142,14 +117,8 @@ class Emitter:
 
     def given(self, name: str) -> Any:
         """A field of the operands."""
-        value = self.entry.load(self.entry.gep(self.function.args[0], [self.place(PLACES[name])]))
+        value = self.entry.load(self.entry.gep(self.operands, [self.place(PLACES[name])]))
         return self.entry.inttoptr(value, self.kinds[name]) if name in self.kinds else value
-
-    def variable(self, value: Any, width: int = 0) -> Any:
-        """A place that holds a value, in a register once LLVM has seen it."""
-        place = self.entry.alloca(self.kind(width) if width else self.i64)
-        self.b.store(value, place)
-        return place
 
     def edges(self, chunk: Any, tap: Any) -> tuple[Any, Any]:
         """The first edge of a tap in a chunk, and that in the next."""
@@ -165,9 +134,6 @@ class Emitter:
     def around(self, number: Any, count: Any) -> Any:
         """A number below ``2 * count`` modulo ``count``."""
         return self.b.select(self.b.icmp_signed("<", number, count), number, self.b.sub(number, count))
-
-    def least(self, a: Any, b: Any) -> Any:
-        return self.b.select(self.b.icmp_signed("<", a, b), a, b)
 
     def kind(self, width: int) -> Any:
         return self.ir.VectorType(self.number, width)

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from sparseconv.backends.integers import LARGEST, SLOPE_BITS
-from sparseconv.backends.llvm_implicit_gemm.compile import compiled
+from sparseconv.llvm.compile import compiled
 from sparseconv.backends.llvm_implicit_gemm.kernels import Loops, placed
 from sparseconv.backends.llvm_implicit_gemm.operands import Shape
-from sparseconv.backends.llvm_implicit_gemm.target import Target, binding
+from sparseconv.llvm.target import Target, binding
 
 #: x86's multiplication of pairs and of quads by the lanes of its result, and what a CPU must have for both
 PAIRS = {4: "llvm.x86.sse2.pmadd.wd", 8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
@@ -40,9 +40,7 @@ def integer_kernel(kind: str, shapes: tuple[Shape, ...], target: Target) -> int:
 
 def integer_text(kind: str, shapes: tuple[Shape, ...], target: Target) -> str:
     """An `integer_kernel` in LLVM's language."""
-    emitter = _Integers(kind, shapes, False, target)
-    emitter.forward()
-    return str(emitter.module)
+    return _Integers(kind, shapes, False, target).forward()
 
 
 def together_in_rows(x: torch.Tensor, groups: int, count: int) -> torch.Tensor:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import Any
 
-from sparseconv.backends.llvm_implicit_gemm.compile import compiled
+from sparseconv.llvm.compile import compiled
 from sparseconv.backends.llvm_implicit_gemm.emitter import Emitter
 from sparseconv.backends.llvm_implicit_gemm.operands import Shape, columns
-from sparseconv.backends.llvm_implicit_gemm.target import Target
+from sparseconv.llvm.target import Target
 
 #: input channels whose weights are multiplied before the next: 16 KB of them beside 64 output channels of fp32
 DEPTH = 64
@@ -44,14 +44,13 @@ def kernel(kind: str, shapes: tuple[Shape, ...], alone: bool, double: bool, targ
 def text(kind: str, shapes: tuple[Shape, ...], alone: bool, double: bool, target: Target) -> str:
     """A `kernel` in LLVM's language."""
     emitter = Loops(kind, shapes, double, target)
-    emitter.weight_grad(alone) if kind == "weight_grad" else emitter.forward()
-    return str(emitter.module)
+    return emitter.weight_grad(alone) if kind == "weight_grad" else emitter.forward()
 
 
 class Loops(Emitter):
     # ---- the two loops
 
-    def forward(self) -> None:
+    def forward(self) -> str:
         c_in, w_row, whole = self.given("c_in"), self.given("w_row"), self.given("whole")
         nought, none = self.place(0), self.b.icmp_signed("<", whole, self.place(0))
         with self.parts(self.given("chunks")) as chunk:
@@ -86,9 +85,9 @@ class Loops(Emitter):
                                             x, near, own, begin, w_row, edge, rows, block, start, stop, ahead, begins
                                         )
             self.finish_rows(chunk, sums)
-        self.finish()
+        return self.finished()
 
-    def weight_grad(self, alone: bool) -> None:
+    def weight_grad(self, alone: bool) -> str:
         c_in, w_row, chunks = (self.given(name) for name in ("c_in", "w_row", "chunks"))
         with (
             self.parts(self.given("parts")) as part,
@@ -124,7 +123,7 @@ class Loops(Emitter):
                                         asked = self.share_of_rows(x, y, shift, turn)
                                     near = self.b.gep(y, [column])
                                     self.gram(x, near, own, w_row, channel, rows, block, start, stop, asked)
-        self.finish()
+        return self.finished()
 
     def edges_together(self, block: Shape) -> int:
         """How many edges a tile has at most: registers hold its sums."""
@@ -172,7 +171,7 @@ class Loops(Emitter):
         a block of columns, at which y, w and the bias begin. A line of every row ``ahead`` is asked for on the way."""
         ins = [self.row(x, "ins", "in_row", edge, i) for i in range(rows)]
         outs = [self.row(y, "outs", "out_row", edge, i) for i in range(rows)]
-        sums = [[self.variable(self.zero(width), width) for width in block] for _ in range(rows)]
+        sums = [[self.variable(self.zero(width)) for width in block] for _ in range(rows)]
         with self.count(start, stop) as channel:
             if ahead is not None:
                 self.ask(self.b.gep(ahead, [self.b.mul(self.b.sub(channel, start), w_row)]))
@@ -251,7 +250,7 @@ class Loops(Emitter):
         """
         lines = [self.b.gep(w, [self.b.mul(self.b.add(channel, self.place(i)), w_row)]) for i in range(rows)]
         sums = [
-            [self.variable(self.load(line, self.place(at), width), width) for at, width in placed(block)]
+            [self.variable(self.load(line, self.place(at), width)) for at, width in placed(block)]
             for line in lines
         ]
         with self.count(start, stop) as edge:

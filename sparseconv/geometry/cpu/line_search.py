@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from sparseconv.geometry.cpu import compiled
 from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.other_voxels import FEW
@@ -28,6 +29,8 @@ def edges_by_lines(
     space = _reach(fine, coarse, stride, offsets)
     if space is None:
         return None
+    if compiled.serves(fine) and (edges := compiled.found_edges(space, fine, coarse, stride, offsets)) is not None:
+        return edges
     one_grid = coarse is fine and all(s == 1 for s in stride)
     order = fine._table.rows
     keys = space.keys(fine.coords)[order]

@@ -6,15 +6,15 @@ The first finds the voxel of each point, in a hash table of the voxels so far. T
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from sparseconv.backends.llvm_implicit_gemm.compile import compiled, missing
-from sparseconv.backends.llvm_implicit_gemm.target import Target, binding, host
+from sparseconv.llvm.compile import compiled, missing
+from sparseconv.llvm.function import Function
+from sparseconv.llvm.target import Target, host
 
 #: 2^64 over the golden ratio: its products with neighbouring keys lie far apart
 SPREAD = 0x9E3779B97F4A7C15
@@ -69,21 +69,12 @@ def loops(axes: int, double: bool, target: Target) -> tuple[Callable[..., int], 
     return find, ctypes.CFUNCTYPE(None, *numbers[:4], *arrays[:4])(address)
 
 
-class _Loop:
-    """One function of one module in LLVM's language, which takes numbers and then arrays."""
+class _Loop(Function):
+    """One of the two loops, over points in fp32 or fp64."""
 
     def __init__(self, name: str, numbers: int, arrays: int, double: bool) -> None:
-        from llvmlite import ir
-
-        self.ir, self.i32, self.i64 = ir, ir.IntType(32), ir.IntType(64)
-        self.single, self.real = ir.FloatType(), ir.DoubleType() if double else ir.FloatType()
-        self.module = ir.Module(name)
-        self.module.triple = binding().get_default_triple()
-        result = self.i64 if name == "find" else ir.VoidType()
-        kind = ir.FunctionType(result, [self.i64] * numbers + [ir.IntType(8).as_pointer()] * arrays)
-        self.function = ir.Function(self.module, kind, name)
-        self.entry = ir.IRBuilder(self.function.append_basic_block("entry"))  # where variables are made
-        self.b = ir.IRBuilder(self.function.append_basic_block("body"))
+        super().__init__(name, numbers, arrays, returns=name == "find")
+        self.single, self.real = self.ir.FloatType(), self.ir.DoubleType() if double else self.ir.FloatType()
 
     def find(self, axes: int) -> str:
         """The voxel of each point, and its place in it; -1 where there is none."""
@@ -92,7 +83,7 @@ class _Loop:
         kinds = (self.real, self.i64, self.real, self.i32, self.i64, self.i64, self.i64, self.i32, self.i32)
         box, extent, points, table, keys, ids, places, cells, counts = map(self.array, arrays, kinds)
         found = self.variable(self.i64(0))
-        with self.each(count) as point:
+        with self.count(0, count) as point:
             row, inside, quotients = b.mul(point, columns), self.ir.IntType(1)(1), []
             for axis in range(axes):
                 low, size = (self.read(box, self.i64(at)) for at in (axis, axes + axis))
@@ -121,7 +112,7 @@ class _Loop:
                     self.write(table, slot, b.load(known))
                 with b.if_then(b.icmp_signed("!=", b.load(known), self.i64(0))):
                     voxel = b.sub(b.load(known), one)
-                    held = b.sext(self.read(counts, voxel), self.i64)
+                    held = self.read(counts, voxel)
                     b.store(voxel, name)
                     with b.if_then(b.icmp_signed("<", held, most_points)):
                         b.store(b.add(b.mul(voxel, most_points), held), place)
@@ -135,23 +126,23 @@ class _Loop:
         b = self.b
         count, columns, meant, most_points, *arrays = self.function.args
         points, places, counts, voxels = map(self.array, arrays, (self.real, self.i64, self.i32, self.single))
-        with self.each(count) as point:
+        with self.count(0, count) as point:
             place = self.read(places, point)
             with b.if_then(b.icmp_signed(">=", place, self.i64(0))):
                 row, to = b.mul(point, columns), b.mul(place, columns)
-                with self.each(columns) as column:
+                with self.count(0, columns) as column:
                     self.write(voxels, b.add(to, column), self.read(points, b.add(row, column)))
-        with self.each(meant) as voxel:
-            held = b.sext(self.read(counts, voxel), self.i64)
+        with self.count(0, meant) as voxel:
+            held = self.read(counts, voxel)
             first = b.mul(b.mul(voxel, most_points), columns)
-            with self.each(columns) as column:
+            with self.count(0, columns) as column:
                 total = self.variable(self.single(0.0))
                 begin = b.add(first, column)
-                with self.each(held) as point:
+                with self.count(0, held) as point:
                     value = self.read(voxels, b.add(begin, b.mul(point, columns)))
                     b.store(b.fadd(b.load(total), value), total)
                 mean = b.fdiv(b.load(total), b.sitofp(held, self.single))
-                with self.each(most_points, held) as point:
+                with self.count(held, most_points) as point:
                     self.write(voxels, b.add(begin, b.mul(point, columns)), mean)
         return self.finished()
 
@@ -167,7 +158,7 @@ class _Loop:
         b.branch(look)
         b.position_at_end(look)
         slot = b.load(place)
-        there = b.sext(self.read(table, slot), self.i64)
+        there = self.read(table, slot)
         b.store(there, known)
         b.cbranch(b.icmp_signed("==", there, self.i64(0)), done, compare)
         b.position_at_end(compare)
@@ -177,44 +168,3 @@ class _Loop:
         b.branch(look)
         b.position_at_end(done)
         return slot, known
-
-    @contextmanager
-    def each(self, stop: Any, start: Any = None) -> Iterator[Any]:
-        """For every number below ``stop``."""
-        at = self.variable(self.i64(0) if start is None else start)
-        look, run, done = (self.function.append_basic_block(name) for name in ("each", "run", "after"))
-        self.b.branch(look)
-        self.b.position_at_end(look)
-        now = self.b.load(at)
-        self.b.cbranch(self.b.icmp_signed("<", now, stop), run, done)
-        self.b.position_at_end(run)
-        yield now
-        self.b.store(self.b.add(now, self.i64(1)), at)
-        self.b.branch(look)
-        self.b.position_at_end(done)
-
-    def variable(self, value: Any) -> Any:
-        """A place that holds a value, in a register once LLVM has seen it."""
-        place = self.entry.alloca(value.type)
-        self.b.store(value, place)
-        return place
-
-    def array(self, address: Any, kind: Any) -> Any:
-        return self.entry.bitcast(address, kind.as_pointer())
-
-    def read(self, array: Any, place: Any) -> Any:
-        return self.b.load(self.b.gep(array, [place]))
-
-    def write(self, array: Any, place: Any, value: Any) -> None:
-        """A number, in the fewer bits of the array where it has fewer."""
-        kind = array.type.pointee
-        if value.type == self.i64 and kind == self.i32:
-            value = self.b.trunc(value, kind)
-        elif value.type != kind:
-            value = self.b.fptrunc(value, kind)
-        self.b.store(value, self.b.gep(array, [place]))
-
-    def finished(self, *result: Any) -> str:
-        self.b.ret(*result) if result else self.b.ret_void()
-        self.entry.branch(self.function.blocks[1])
-        return str(self.module)

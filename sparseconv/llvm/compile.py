@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import Any
 
-from sparseconv.backends.llvm_implicit_gemm import object_cache
-from sparseconv.backends.llvm_implicit_gemm.target import Target, binding, host
+from sparseconv.llvm import object_cache
+from sparseconv.llvm.target import Target, binding, host
 
 _lock = Lock()  # llvmlite's compiler is one for the process
 _engines: list[Any] = []  # whose code lives as long as they do

@@ -1,0 +1,142 @@
+"""Edges and reached voxels on a CPU by compiled loops, where llvmlite is installed; the same as without it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from sparseconv.geometry.cpu.loops import collect_loop, edge_loop, key_loop, mark_loop
+from sparseconv.geometry.cpu.sorted_table import KeySpace
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.ranges import IndexRange, Ints
+from sparseconv.geometry.window import Window
+from sparseconv.llvm.compile import missing
+
+LARGEST = torch.iinfo(torch.int64).max
+#: words of 64 voxels that are looked at in any scene, and for each voxel of a large one
+WORDS, WORDS_EACH = 1 << 19, 16
+
+
+def serves(grid: VoxelGrid) -> bool:
+    """Whether the loops take a grid."""
+    return grid.device.type == "cpu" and grid.count is None and missing() is None
+
+
+class _Lines(NamedTuple):
+    """The taps of a window that are searched, as lines along the last axis; see `loops` for the arrays."""
+
+    firsts: tuple[Ints, ...]
+    cuts: torch.Tensor
+    taps: torch.Tensor
+    mirrors: torch.Tensor
+
+
+def found_edges(
+    space: KeySpace, fine: VoxelGrid, coarse: VoxelGrid, stride: Ints, offsets: tuple[Ints, ...]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Every edge fine = stride * coarse + offsets[k] as (in_rows, out_rows, tap_offsets), in a space of all reach.
+
+    None where coarse voxels do not lie in lexicographic order. Keys and queries ascend, so a line of taps is found in
+    one walk along both. One walk counts the edges, and a second one writes them.
+    """
+    one_grid = coarse is fine and all(s == 1 for s in stride)
+    keys, ascend = _keys(space, fine.coords)
+    if ascend:
+        rows = torch.arange(len(fine), dtype=torch.int32)
+    else:
+        order = fine._table.rows
+        keys[:-1], rows = keys[:-1][order], order.int()
+    queries, called = keys, rows
+    if not one_grid:
+        queries, ascend = _keys(space, coarse.coords, stride)
+        if not ascend:
+            return None
+        called = torch.arange(len(coarse), dtype=torch.int32)
+    lines = _lines(offsets, one_grid)
+    by = _factors(space)[1:]
+    deltas = torch.tensor([sum(o * f for o, f in zip(first, by)) for first in lines.firsts])
+    ends, held = torch.empty(len(offsets) + 1, dtype=torch.int64), torch.zeros(len(lines.taps), dtype=torch.int64)
+    arrays = (keys, rows, queries, called, deltas, *lines[1:], held, ends)
+    sizes, places = (len(keys) - 1, len(queries) - 1, len(deltas), len(offsets)), [t.data_ptr() for t in arrays]
+    search = edge_loop()
+    count = search(0, *sizes, *places, None, None)
+    ins, outs = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
+    search(1, *sizes, *places, ins.data_ptr(), outs.data_ptr())
+    return ins, outs, ends
+
+
+def reached_voxels(
+    grid: VoxelGrid, window: Window, box: IndexRange, *, to_fine: bool
+) -> tuple[torch.Tensor, IndexRange] | None:
+    """The voxels in a box that a window reaches, (M, 1+D) int32 in lexicographic order, and their extent.
+
+    A bit for each voxel of the box is set, and what is set is listed. None where the window does not fill a box, where
+    ``box`` is too large for its voxels, and where nothing is reached.
+    """
+    *outer, length = box.shape
+    words = -(-length // 64)
+    size = grid.batch_size * prod(outer) * words
+    if not window.fills_box or not 0 < size <= max(WORDS, WORDS_EACH * len(grid)):
+        return None
+    axes = zip(window.spans, box.start, box.shape)
+    numbers = [
+        (s, 1, -last, -first, low, count) if to_fine else (1, s, first, last, low, count)
+        for (first, last, s), low, count in axes
+    ]
+    windows, bits = torch.tensor(numbers), torch.zeros(size, dtype=torch.int64)
+    places = windows.data_ptr(), bits.data_ptr()
+    found = mark_loop(grid.rank)(len(grid), grid.batch_size, words, grid.coords.data_ptr(), *places)
+    if found == 0:
+        return None
+    with torch.inference_mode(False):  # torch counts writes to them
+        coords = torch.empty(found, 1 + grid.rank, dtype=torch.int32)
+    ends = torch.empty(2, 1 + grid.rank, dtype=torch.int64)
+    collect_loop(grid.rank)(grid.batch_size, words, *places, coords.data_ptr(), ends.data_ptr())
+    low, high = ends.tolist()
+    return coords, IndexRange(low[1:], [h + 1 for h in high[1:]])
+
+
+def _keys(space: KeySpace, coords: torch.Tensor, stride: Ints = ()) -> tuple[torch.Tensor, bool]:
+    """The keys of stride * coords (M, 1+D) and behind them the largest number, (M+1,) int64; whether they ascend."""
+    by = _factors(space)
+    moved = -sum(low * factor for low, factor in zip(space.low, by))
+    times = (1, *(stride or (1,) * (len(by) - 1)))
+    factors = torch.tensor([*(_wrapped(f * t) for f, t in zip(by, times)), _wrapped(moved)])
+    keys = torch.empty(len(coords) + 1, dtype=torch.int64)
+    ascend = key_loop(len(by))(len(coords), coords.data_ptr(), factors.data_ptr(), keys.data_ptr())
+    keys[-1] = LARGEST
+    return keys, bool(ascend)
+
+
+def _factors(space: KeySpace) -> list[int]:
+    """By how much a step along each axis changes a key, the batch first."""
+    return list(accumulate(space.size[:0:-1], int.__mul__, initial=1))[::-1]
+
+
+def _wrapped(number: int) -> int:
+    """The int64 that is equal to it modulo 2^64."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+@lru_cache(maxsize=1024)
+def _lines(offsets: tuple[Ints, ...], one_grid: bool) -> _Lines:
+    """The lines of a window's taps in lexicographic order; of one grid, each pair of opposite taps is searched once."""
+    tap_of = {offset: tap for tap, offset in enumerate(offsets)}
+    opposite = {offset: tap_of.get(tuple(-o for o in offset), -1) if one_grid else -1 for offset in offsets}
+    nought = (0,) * len(offsets[0])
+    searched = sorted(offset for offset in offsets if opposite[offset] < 0 or offset >= nought)
+    starts = [
+        at
+        for at, (*outer, last) in enumerate(searched)
+        if at == 0 or searched[at - 1] != (*outer, last - 1)
+    ]
+    taps = [tap_of[offset] for offset in searched]
+    mirrors = [-1 if opposite[offset] == tap else opposite[offset] for offset, tap in zip(searched, taps)]
+    return _Lines(
+        tuple(searched[at] for at in starts),
+        *(torch.tensor(numbers) for numbers in ([*starts, len(taps)], taps, mirrors)),
+    )
