@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -11,9 +10,10 @@ import torch
 from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.cpu_products import not_on_cpu, turned
 from sparseconv.backends.cpu_threads import together
-from sparseconv.backends.edge_chunks import reversed_edges, sorted_edges
+from sparseconv.backends.edge_chunks import reversed_edges
 from sparseconv.backends.integers import Rescale
 from sparseconv.llvm.compile import missing
+from sparseconv.backends.llvm_implicit_gemm.chunks import Chunks, cut
 from sparseconv.backends.llvm_implicit_gemm.integers import integer_kernel, together_in_rows, together_in_weight
 from sparseconv.backends.llvm_implicit_gemm.kernels import kernel, runs
 from sparseconv.backends.llvm_implicit_gemm.operands import APART, Operands
@@ -235,28 +235,12 @@ def _operands(
         w=w.data_ptr(),
         ins=ins.data_ptr(),
         outs=outs.data_ptr(),
-        cuts=cuts.ctypes.data,
-        bounds=bounds.ctypes.data,
+        cuts=cuts.data_ptr(),
+        bounds=bounds.data_ptr(),
     )
 
 
-def _chunks(
-    kernel_map: KernelMap, c_in: int, c_out: int, size: int
-) -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
-    """Edges by tap and then by output row; rows that begin chunks (M+1,); where taps' edges of each begin (M+1, K).
-
-    Kept with the map for the next call. Kernels read them by address, so what one thread kept no other may replace.
-    """
+def _chunks(kernel_map: KernelMap, c_in: int, c_out: int, size: int) -> Chunks:
+    """Edges in chunks of output rows that a cache holds, of which each thread gets several."""
     rows = max(64, CHUNK // (size * max(1, c_in + c_out)))
-    rows = min(rows, max(64, -(-kernel_map.num_out // (4 * torch.get_num_threads()))))
-    key = (LlvmImplicitGemm, rows)
-    if key not in kernel_map.prepared:
-        if LlvmImplicitGemm not in kernel_map.prepared:
-            kernel_map.prepared.setdefault(LlvmImplicitGemm, sorted_edges(kernel_map))
-        ins, outs = kernel_map.prepared[LlvmImplicitGemm]
-        cuts = np.append(np.arange(0, kernel_map.num_out, rows), kernel_map.num_out)
-        runs = pairwise(np.append(0, np.cumsum(kernel_map.tap_counts)).tolist())
-        ended = outs.numpy()
-        bounds = [a + ended[a:b].searchsorted(cuts) for a, b in runs]
-        kernel_map.prepared.setdefault(key, (ins, outs, cuts, np.ascontiguousarray(np.stack(bounds, 1))))
-    return kernel_map.prepared[key]
+    return cut(kernel_map, min(rows, max(64, -(-kernel_map.num_out // (4 * torch.get_num_threads())))))
