@@ -85,7 +85,7 @@ class Backend(ABC):
         y = self.sums(x, weight, kernel_map, groups, bias)
         if residual is not None:
             y += residual
-        return (y if epilogue is None else epilogue.apply(y)).to(x.dtype)
+        return (y if epilogue is None else epilogue.over(y)).to(x.dtype)
 
     def sums(
         self,

@@ -13,6 +13,9 @@ from sparseconv.pointwise.scalar import Composed, ScalarFunction
 if TYPE_CHECKING:
     from jaxtyping import Shaped
 
+#: functions of torch that give the same in place
+IN_PLACE = {torch.relu: torch.relu_, torch.sigmoid: torch.sigmoid_, torch.tanh: torch.tanh_}
+
 
 @dataclass(frozen=True)
 class Epilogue:
@@ -76,6 +79,12 @@ class Epilogue:
     def apply(self, x: Shaped[torch.Tensor, "*shape"]) -> Shaped[torch.Tensor, "*shape"]:
         """activation(x, *numbers), differentiable: x (any shape) -> the same shape."""
         return self.activation(x, *self.numbers)
+
+    def over(self, x: Shaped[torch.Tensor, "*shape"]) -> Shaped[torch.Tensor, "*shape"]:
+        """`apply` to a plain floating tensor without a gradient that nobody reads again: it may be written over."""
+        reference: Any = self.activation.reference
+        write = IN_PLACE.get(reference) if x.device.type == "cpu" else None
+        return self.apply(x) if write is None else write(x)
 
     def input_grad(
         self,

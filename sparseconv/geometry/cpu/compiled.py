@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterable
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +18,6 @@ from sparseconv.geometry.ranges import IndexRange, Ints
 from sparseconv.geometry.window import Window
 from sparseconv.llvm.compile import missing
 
-LARGEST = torch.iinfo(torch.int64).max
 #: words of 64 voxels that are looked at in any scene, and for each voxel of a large one
 WORDS, WORDS_EACH = 1 << 19, 16
 
@@ -58,10 +59,11 @@ def found_edges(
         called = torch.arange(len(coarse), dtype=torch.int32)
     lines = _lines(offsets, one_grid)
     by = _factors(space)[1:]
-    deltas = torch.tensor([sum(o * f for o, f in zip(first, by)) for first in lines.firsts])
+    deltas = _numbers(sum(o * f for o, f in zip(first, by)) for first in lines.firsts)
     ends, held = torch.empty(len(offsets) + 1, dtype=torch.int64), torch.zeros(len(lines.taps), dtype=torch.int64)
-    arrays = (keys, rows, queries, called, deltas, *lines[1:], held, ends)
-    sizes, places = (len(keys) - 1, len(queries) - 1, len(deltas), len(offsets)), [t.data_ptr() for t in arrays]
+    sizes = len(fine), len(coarse), len(deltas), len(offsets)
+    places = [t.data_ptr() for t in (keys, rows, queries, called)]
+    places += [deltas, *(t.data_ptr() for t in (*lines[1:], held, ends))]
     search = edge_loop()
     count = search(0, *sizes, *places, None, None)
     ins, outs = torch.empty(count, dtype=torch.int32), torch.empty(count, dtype=torch.int32)
@@ -87,28 +89,28 @@ def reached_voxels(
         (s, 1, -last, -first, low, count) if to_fine else (1, s, first, last, low, count)
         for (first, last, s), low, count in axes
     ]
-    windows, bits = torch.tensor(numbers), torch.zeros(size, dtype=torch.int64)
-    places = windows.data_ptr(), bits.data_ptr()
+    bits = torch.zeros(size, dtype=torch.int64)
+    places = _numbers(chain(*numbers)), bits.data_ptr()
     found = mark_loop(grid.rank)(len(grid), grid.batch_size, words, grid.coords.data_ptr(), *places)
     if found == 0:
         return None
     with torch.inference_mode(False):  # torch counts writes to them
         coords = torch.empty(found, 1 + grid.rank, dtype=torch.int32)
-    ends = torch.empty(2, 1 + grid.rank, dtype=torch.int64)
-    collect_loop(grid.rank)(grid.batch_size, words, *places, coords.data_ptr(), ends.data_ptr())
-    low, high = ends.tolist()
-    return coords, IndexRange(low[1:], [h + 1 for h in high[1:]])
+    ends = _numbers([0] * (2 + 2 * grid.rank))
+    collect_loop(grid.rank)(grid.batch_size, words, *places, coords.data_ptr(), ends)
+    _, *low = ends[: 1 + grid.rank]
+    _, *high = ends[1 + grid.rank :]
+    return coords, IndexRange(low, [h + 1 for h in high])
 
 
 def _keys(space: KeySpace, coords: torch.Tensor, stride: Ints = ()) -> tuple[torch.Tensor, bool]:
-    """The keys of stride * coords (M, 1+D) and behind them the largest number, (M+1,) int64; whether they ascend."""
+    """The keys of stride * coords (M, 1+D) and a larger number behind them, (M+1,) int64; whether they ascend."""
     by = _factors(space)
     moved = -sum(low * factor for low, factor in zip(space.low, by))
     times = (1, *(stride or (1,) * (len(by) - 1)))
-    factors = torch.tensor([*(_wrapped(f * t) for f, t in zip(by, times)), _wrapped(moved)])
+    factors = _numbers([*(f * t for f, t in zip(by, times)), moved])
     keys = torch.empty(len(coords) + 1, dtype=torch.int64)
-    ascend = key_loop(len(by))(len(coords), coords.data_ptr(), factors.data_ptr(), keys.data_ptr())
-    keys[-1] = LARGEST
+    ascend = key_loop(len(by))(len(coords), coords.data_ptr(), factors, keys.data_ptr())
     return keys, bool(ascend)
 
 
@@ -117,9 +119,10 @@ def _factors(space: KeySpace) -> list[int]:
     return list(accumulate(space.size[:0:-1], int.__mul__, initial=1))[::-1]
 
 
-def _wrapped(number: int) -> int:
-    """The int64 that is equal to it modulo 2^64."""
-    return (number + 2**63) % 2**64 - 2**63
+def _numbers(values: Iterable[int]) -> Any:
+    """An array of int64, each number modulo 2^64."""
+    numbers = [*values]
+    return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
 @lru_cache(maxsize=1024)

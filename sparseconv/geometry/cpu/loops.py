@@ -17,8 +17,8 @@ from sparseconv.llvm.target import host
 
 @cache
 def key_loop(columns: int) -> Callable[..., int]:
-    """keys(n; coords (n, columns) int32, factors (columns + 1,) int64, keys (n,) int64): a sum of products for each row
-    and the last factor. Whether keys ascend strictly."""
+    """keys(n; coords (n, columns) int32, factors (columns + 1,) int64, keys (n + 1,) int64): a sum of products for each
+    row and the last factor, and then the largest number. Returns whether keys ascend strictly."""
     return _called(_Loop("keys", 1, 3), _Loop.keys, columns)
 
 
@@ -70,6 +70,7 @@ class _Loop(Function):
             more = b.zext(b.icmp_signed(">", key, b.load(before)), self.i64)
             b.store(b.and_(b.load(ascends), more), ascends)
             b.store(key, before)
+        self.write(keys, count, self.i64(2**63 - 1))
         return self.finished(b.load(ascends))
 
     def edges(self) -> str:
