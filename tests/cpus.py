@@ -6,9 +6,9 @@ import os
 import platform
 from dataclasses import dataclass
 
+from sparseconv.backends.registry import backend
 from sparseconv.llvm.compile import missing
 from sparseconv.llvm.target import Target, binding
-from sparseconv.backends.registry import backend
 
 #: the CPU that processes of the tests are held to
 HELD = "SPARSECONV_TESTS_CPU"

@@ -28,6 +28,7 @@ FLOORS = {
     "products": 1,
     "pointwise": 1,
     "gpu": 0,
+    "llvm": 0,
     "geometry": 1,
     "backends": 2,
     "tensor": 2,

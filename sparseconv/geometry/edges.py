@@ -93,8 +93,8 @@ def coarse_grid(
             grid.cells  # noqa: B018 (on its way)
         return fits(grid, fine, window, boundary)
     inner = box if within is None else box.intersect(within)
-    if torus is None and (grid := _reach_on_cpu(fine, window, inner, scale, to_fine=False)) is not None:
-        return fits(grid, fine, window, boundary)
+    if torus is None and (compiled := _reach_on_cpu(fine, window, inner, scale, to_fine=False)) is not None:
+        return fits(compiled, fine, window, boundary)
     coords = wrap(fine.coords.long(), torus)
     folded, kept = window.coarse_torus(torus), None if whole else within
     seen = unique_coords(reached(coords, window, to_fine=False, torus=folded, within=kept))
@@ -125,8 +125,8 @@ def fine_grid(coarse: VoxelGrid, window: Window, boundary: Boundary) -> VoxelGri
     scale = tuple(1 / s for s in window.stride)
     box = window.fine_extent(coarse.known_box[0])
     inner = box if kept is None else box.intersect(kept)
-    if torus is None and (grid := _reach_on_cpu(coarse, window, inner, scale, to_fine=True)) is not None:
-        return grid
+    if torus is None and (compiled := _reach_on_cpu(coarse, window, inner, scale, to_fine=True)) is not None:
+        return compiled
     seen = unique_coords(reached(coarse.coords, window, to_fine=True, torus=torus, within=kept))
     return coarse._like(seen, scale)
 

@@ -1,1 +1,1 @@
-"""Functions in LLVM's language, compiled for the CPU at hand where llvmlite is installed: no word of what is computed."""
+"""Functions in LLVM's language, compiled for this CPU where llvmlite is installed: no word of what is computed."""

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.backends.llvm_implicit_gemm import compile as compiler
-from sparseconv.backends.llvm_implicit_gemm import kernels, object_cache, operands
+from sparseconv.backends.llvm_implicit_gemm import kernels, operands
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
+from sparseconv.llvm import compile as compiler
+from sparseconv.llvm import object_cache
 from sparseconv.llvm.target import host
 from tests.backends.test_numpy_gather_scatter import plain, random_map
 from tests.cpus import CPUS
@@ -147,7 +148,7 @@ def test_more_groups_compile_nothing(monkeypatch):
 
 CHILD = """
 import sys, torch
-from sparseconv.backends.llvm_implicit_gemm import compile as compiler
+from sparseconv.llvm import compile as compiler
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
 from tests.backends.test_numpy_gather_scatter import random_map
 made = []
@@ -159,7 +160,7 @@ print(len(made), float(y.sum()))
 
 
 def child(prelude: str = "", **environment: str) -> list[str]:
-    """How many kernels a process compiled, and what it computed."""
+    """How many functions a process compiled, and what it computed."""
     clean = {k: v for k, v in os.environ.items() if k not in ("HOME", "XDG_CACHE_HOME", "SPARSECONV_CACHE_DIR")}
     done = subprocess.run(
         [sys.executable, "-c", prelude + CHILD],
@@ -175,15 +176,16 @@ def child(prelude: str = "", **environment: str) -> list[str]:
 
 def test_a_second_process_compiles_nothing(tmp_path):
     first, second = (child(SPARSECONV_CACHE_DIR=str(tmp_path)) for _ in range(2))
-    assert (first[0], second[0]) == ("1", "0")
+    kept = list((tmp_path / "llvm").iterdir())
+    assert (int(first[0]), second[0]) == (len(kept), "0")
     assert first[1] == second[1]
-    (kept,) = (tmp_path / "llvm").iterdir()
-    assert [(path.stat().st_mode & 0o777) for path in (tmp_path / "llvm", kept)] == [0o700, 0o600]
+    assert kept
+    assert [(path.stat().st_mode & 0o777) for path in (tmp_path / "llvm", *kept)] == [0o700, *[0o600] * len(kept)]
 
 
 def test_without_a_home_it_compiles_in_memory():
     nobody = "import os, pwd\ndef missing(*a): raise KeyError('no entry')\npwd.getpwuid = missing\n"
-    assert child(nobody)[0] == "1"
+    assert int(child(nobody)[0]) > 0
 
 
 @pytest.fixture

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
 import sparseconv as sc
 from sparseconv.backends import cpu_threads
 from sparseconv.backends.base import Request
+from sparseconv.backends.edge_chunks import sorted_edges
 from sparseconv.backends.llvm_implicit_gemm import backend as engine
-from sparseconv.backends.llvm_implicit_gemm import compile as compiler
-from sparseconv.backends.llvm_implicit_gemm import kernels, operands
+from sparseconv.backends.llvm_implicit_gemm import chunks, kernels, operands
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
-from sparseconv.llvm.target import Target, host
 from sparseconv.geometry.fixed_grid import FixedGrid
+from sparseconv.llvm import compile as compiler
+from sparseconv.llvm.target import Target, host
 from tests.backends.test_numpy_gather_scatter import plain, random_map
 from tests.cpus import CPUS
 
@@ -247,17 +250,34 @@ def test_it_says_what_it_would_do():
     assert "1 chunk of output rows, 1 thread" in line
 
 
+@pytest.mark.parametrize("rows", [1, 7, 64, 1000])
+@pytest.mark.parametrize("num_out", [0, 1, 50, 20_000])
+def test_chunks_are_those_of_sorted_edges(rows, num_out):
+    """The few edges of many rows are sorted by torch, others by a table of rows."""
+    for seed in range(3):
+        kernel_map = random_map(seed, 60, num_out, 5)
+        found = chunks.cut(kernel_map, rows)
+        ins, outs = sorted_edges(kernel_map)
+        cuts = np.append(np.arange(0, num_out, rows), num_out)
+        runs = pairwise(np.append(0, np.cumsum(kernel_map.tap_counts)).tolist())
+        bounds = [a + outs[a:b].numpy().searchsorted(cuts) for a, b in runs]
+        assert torch.equal(found.ins, ins)
+        assert torch.equal(found.outs, outs)
+        assert found.cuts.tolist() == cuts.tolist()
+        assert found.bounds.tolist() == np.stack(bounds, 1).tolist()
+
+
 def test_arrays_that_a_kernel_reads_by_address_are_never_replaced(monkeypatch):
     """Two threads may begin on one map at once: what the first has kept, and may be reading, stays."""
     kernel_map = random_map(3, 300, 400, 9)
-    unpatched, first = engine.sorted_edges, []
+    unpatched, first = chunks._cut, []
 
-    def meanwhile(asked):
-        monkeypatch.setattr(engine, "sorted_edges", unpatched)
+    def meanwhile(asked, rows):
+        monkeypatch.setattr(chunks, "_cut", unpatched)
         first.append(engine._chunks(asked, 8, 8, 4))  # another thread's whole call
-        return tuple(rows.clone() for rows in unpatched(asked))
+        return unpatched(asked, rows)
 
-    monkeypatch.setattr(engine, "sorted_edges", meanwhile)
+    monkeypatch.setattr(chunks, "_cut", meanwhile)
     second = engine._chunks(kernel_map, 8, 8, 4)
     assert len(first) == 1
     assert all(a is b for a, b in zip(first[0], second))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseconv import VoxelGrid
-from sparseconv.geometry.cpu import line_search
+from sparseconv.geometry.cpu import compiled, line_search
 from sparseconv.geometry.cpu.line_search import edges_by_lines
 from sparseconv.geometry.cpu.sorted_table import KeySpace
 from sparseconv.geometry.ranges import IndexRange
@@ -56,7 +56,7 @@ def searched(fine: VoxelGrid, coarse: VoxelGrid, stride, offsets) -> list[tuple[
     return sorted(found)
 
 
-@pytest.mark.parametrize("few", [0, line_search.FEW], ids=["by lines", "at once"])
+@pytest.mark.parametrize("few", [0, line_search.FEW, None], ids=["by lines", "at once", "compiled"])
 @pytest.mark.parametrize("name", WINDOWS)
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 999), count=st.integers(0, 60), size=st.integers(1, 4))
@@ -64,7 +64,9 @@ def test_every_window(name, few, seed, count, size):
     stride, offsets = WINDOWS[name]
     fine, coarse = grid_of(seed, count, size), grid_of(seed + 1, 30, 3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(line_search, "FEW", few)
+        if few is not None:
+            patch.setattr(line_search, "FEW", few)
+            patch.setattr(compiled, "serves", lambda grid: False)
         assert listed(edges_by_lines(fine, coarse, stride, offsets)) == searched(fine, coarse, stride, offsets)
         assert listed(edges_by_lines(fine, fine, stride, offsets)) == searched(fine, fine, stride, offsets)
 

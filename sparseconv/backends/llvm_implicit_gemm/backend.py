@@ -12,14 +12,14 @@ from sparseconv.backends.cpu_products import not_on_cpu, turned
 from sparseconv.backends.cpu_threads import together
 from sparseconv.backends.edge_chunks import reversed_edges
 from sparseconv.backends.integers import Rescale
-from sparseconv.llvm.compile import missing
 from sparseconv.backends.llvm_implicit_gemm.chunks import Chunks, cut
 from sparseconv.backends.llvm_implicit_gemm.integers import integer_kernel, together_in_rows, together_in_weight
 from sparseconv.backends.llvm_implicit_gemm.kernels import kernel, runs
 from sparseconv.backends.llvm_implicit_gemm.operands import APART, Operands
-from sparseconv.llvm.target import Target, host
 from sparseconv.backends.numpy_gather_scatter import NumpyGatherScatter
 from sparseconv.geometry.kernel_map import KernelMap
+from sparseconv.llvm.compile import missing
+from sparseconv.llvm.target import Target, host
 from sparseconv.memory import empty
 
 CHUNK = 1 << 20  # bytes of the input and output rows of a chunk: half of an L2 cache

@@ -1,4 +1,4 @@
-"""The edges of a map as kernels read them: by tap and then by output row, cut into chunks of rows, by compiled loops."""
+"""The edges of a map as kernels read them: by tap and then by output row, in chunks of rows, by compiled loops."""
 
 from __future__ import annotations
 
@@ -43,28 +43,29 @@ def cut(kernel_map: KernelMap, rows: int) -> Chunks:
 def _cut(kernel_map: KernelMap, rows: int) -> Chunks:
     ins, outs = kernel_map.prepared.get(Chunks, (kernel_map.in_rows, kernel_map.out_rows))
     total, taps, ends = kernel_map.num_out, kernel_map.num_taps, kernel_map.tap_offsets
-    cuts = torch.arange(0, total + rows, rows).clamp_(max=total) if total else torch.zeros(2, dtype=torch.int64)
+    cuts = torch.arange(0, total + rows, rows).clamp_(max=total)
     bounds = torch.empty(len(cuts), taps, dtype=torch.int64)
-    find, sort = _loops()
-    places = ends.data_ptr(), cuts.data_ptr(), bounds.data_ptr()
+    find, places = _find(), (ends.data_ptr(), cuts.data_ptr(), bounds.data_ptr())
     if not find(taps, len(cuts), *places, outs.data_ptr()):
         if taps * total > SPARSE * len(ins):
             ins, outs = sorted_edges(kernel_map)
         else:
             given, (ins, outs) = (ins, outs), (torch.empty_like(ins), torch.empty_like(outs))
             table = torch.zeros(total, dtype=torch.int32)
-            sort(taps, total, ends.data_ptr(), *(t.data_ptr() for t in (*given, table, ins, outs)))
+            _sort()(taps, total, ends.data_ptr(), *(t.data_ptr() for t in (*given, table, ins, outs)))
         ins, outs = kernel_map.prepared.setdefault(Chunks, (ins, outs))
         find(taps, len(cuts), *places, outs.data_ptr())
     return Chunks(ins, outs, cuts, bounds)
 
 
 @cache
-def _loops() -> tuple[Callable[..., int], Callable[..., int]]:
-    number, array = ctypes.c_int64, ctypes.c_void_p
-    find = ctypes.CFUNCTYPE(number, number, number, *[array] * 4)(compiled(_Find().text(), "find", host()))
-    sort = ctypes.CFUNCTYPE(number, number, number, *[array] * 6)(compiled(_Sort().text(), "sort", host()))
-    return find, sort
+def _find() -> Callable[..., int]:
+    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 4)(compiled(_Find().text(), "find", host()))
+
+
+@cache
+def _sort() -> Callable[..., int]:
+    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 6)(compiled(_Sort().text(), "sort", host()))
 
 
 class _Find(Function):

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from sparseconv.backends.integers import LARGEST, SLOPE_BITS
-from sparseconv.llvm.compile import compiled
 from sparseconv.backends.llvm_implicit_gemm.kernels import Loops, placed
 from sparseconv.backends.llvm_implicit_gemm.operands import Shape
+from sparseconv.llvm.compile import compiled
 from sparseconv.llvm.target import Target, binding
 
 #: x86's multiplication of pairs and of quads by the lanes of its result, and what a CPU must have for both

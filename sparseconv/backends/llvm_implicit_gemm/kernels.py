@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import Any
 
-from sparseconv.llvm.compile import compiled
 from sparseconv.backends.llvm_implicit_gemm.emitter import Emitter
 from sparseconv.backends.llvm_implicit_gemm.operands import Shape, columns
+from sparseconv.llvm.compile import compiled
 from sparseconv.llvm.target import Target
 
 #: input channels whose weights are multiplied before the next: 16 KB of them beside 64 output channels of fp32
@@ -250,8 +250,7 @@ class Loops(Emitter):
         """
         lines = [self.b.gep(w, [self.b.mul(self.b.add(channel, self.place(i)), w_row)]) for i in range(rows)]
         sums = [
-            [self.variable(self.load(line, self.place(at), width)) for at, width in placed(block)]
-            for line in lines
+            [self.variable(self.load(line, self.place(at), width)) for at, width in placed(block)] for line in lines
         ]
         with self.count(start, stop) as edge:
             if asked is not None:

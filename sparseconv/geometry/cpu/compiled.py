@@ -132,11 +132,7 @@ def _lines(offsets: tuple[Ints, ...], one_grid: bool) -> _Lines:
     opposite = {offset: tap_of.get(tuple(-o for o in offset), -1) if one_grid else -1 for offset in offsets}
     nought = (0,) * len(offsets[0])
     searched = sorted(offset for offset in offsets if opposite[offset] < 0 or offset >= nought)
-    starts = [
-        at
-        for at, (*outer, last) in enumerate(searched)
-        if at == 0 or searched[at - 1] != (*outer, last - 1)
-    ]
+    starts = [at for at, (*outer, last) in enumerate(searched) if at == 0 or searched[at - 1] != (*outer, last - 1)]
     taps = [tap_of[offset] for offset in searched]
     mirrors = [-1 if opposite[offset] == tap else opposite[offset] for offset, tap in zip(searched, taps)]
     return _Lines(

@@ -17,8 +17,10 @@ from sparseconv.llvm.target import host
 
 @cache
 def key_loop(columns: int) -> Callable[..., int]:
-    """keys(n; coords (n, columns) int32, factors (columns + 1,) int64, keys (n + 1,) int64): a sum of products for each
-    row and the last factor, and then the largest number. Returns whether keys ascend strictly."""
+    """keys(n; coords (n, columns) int32, factors (columns + 1,) int64, keys (n + 1,) int64) -> whether keys ascend.
+
+    A key is the sum of a row's products with factors, and of the last factor. The largest number follows the keys.
+    """
     return _called(_Loop("keys", 1, 3), _Loop.keys, columns)
 
 
@@ -30,14 +32,16 @@ def edge_loop() -> Callable[..., int]:
 
 @cache
 def mark_loop(axes: int) -> Callable[..., int]:
-    """mark(n, items, words a line; coords (n, 1 + axes) int32, windows (axes, 6) int64, bits) -> how many bits are new."""
+    """mark(n, items, words a line; coords (n, 1 + axes) int32, windows (axes, 6) int64, bits) -> how many are new."""
     return _called(_Loop("mark", 3, 3), _Loop.mark, axes)
 
 
 @cache
 def collect_loop(axes: int) -> Callable[..., int]:
-    """collect(items, words a line; windows as of `mark_loop`, bits, coords, ends (2, 1 + axes) int64): the voxels of the
-    bits in lexicographic order, and the smallest and the largest of each column."""
+    """collect(items, words a line; windows as of `mark_loop`, bits, coords, ends (2, 1 + axes) int64).
+
+    The voxels of the bits in lexicographic order, and the smallest and the largest number of each column.
+    """
     return _called(_Loop("collect", 2, 4), _Loop.collect, axes)
 
 
@@ -57,6 +61,7 @@ class _Loop(Function):
         super().__init__(name, numbers, arrays, returns=True)
 
     def keys(self, columns: int) -> str:
+        """A key for each row."""
         b = self.b
         count, *arrays = self.function.args
         coords, factors, keys = map(self.array, arrays, (self.i32, self.i64, self.i64))
@@ -163,6 +168,7 @@ class _Loop(Function):
         return self.finished(b.load(found))
 
     def collect(self, axes: int) -> str:
+        """List what `mark` has set."""
         b, one = self.b, self.i64(1)
         items, words, *arrays = self.function.args
         windows, bits, coords, ends = map(self.array, arrays, (self.i64, self.i64, self.i32, self.i64))
