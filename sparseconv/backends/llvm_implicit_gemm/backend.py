@@ -148,9 +148,7 @@ class LlvmImplicitGemm(Backend):
     def workspace_bytes(self, request: Request) -> int:
         wide = torch.promote_types(request.dtype, torch.float32)
         kernel_map, size = request.kernel_map, wide.itemsize
-        if (
-            request.dtype == torch.int8
-        ):  # int32 sums, and operands of up to 32 bits for two channels
+        if request.dtype == torch.int8:  # int32 sums, and operands of up to 32 bits for two channels
             numbers = kernel_map.num_in * (request.c_in + request.groups) + kernel_map.num_out * request.c_out
             return size * (numbers + kernel_map.num_taps * (request.c_in // request.groups + 1) * request.c_out)
         weight = kernel_map.num_taps * request.c_in * request.c_out // request.groups * size
