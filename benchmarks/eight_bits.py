@@ -118,7 +118,7 @@ def main() -> None:
             shown = ", ".join(f"{kind} {found['median']:.3f}" for kind, found in times.items())
             shown += "".join(f"; {kind} busy {found['busy_ms']:.3f}" for kind, found in worked.items())
             print(f"{name} {channels or 'U-Net'}, {voxels:,} voxels, ms: {shown}")
-            write(args.out, here, rows)
+            write(args.out, here, rows, version="eight_bits")
 
 
 if __name__ == "__main__":

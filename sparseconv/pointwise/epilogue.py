@@ -81,7 +81,12 @@ class Epilogue:
         return self.activation(x, *self.numbers)
 
     def over(self, x: Shaped[torch.Tensor, "*shape"]) -> Shaped[torch.Tensor, "*shape"]:
-        """`apply` to a plain floating tensor without a gradient that nobody reads again: it may be written over."""
+        """`apply` to a plain floating tensor without a gradient that nobody reads again: it may be written over.
+
+        >>> from sparseconv.pointwise import relu
+        >>> Epilogue(relu).over(torch.tensor([-1.0, 2.0]))
+        tensor([0., 2.])
+        """
         reference: Any = self.activation.reference
         write = IN_PLACE.get(reference) if x.device.type == "cpu" else None
         return self.apply(x) if write is None else write(x)
