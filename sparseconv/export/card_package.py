@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.export.program import checked
+from sparseconv.export.program import checked, grid_of
 from sparseconv.export.recorder import Recorder
 from sparseconv.export.sequence import Memory, Writer
 from sparseconv.geometry.fixed_grid import ROWS, FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.known_grids import remember
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.scene import FAULTS, fault_of, put_scene
 from sparseconv.gpu import graphs
@@ -39,6 +40,7 @@ def package_for_card(
     max_voxels: int | None = None,
     extent: IndexRange | Sequence[int] | None = None,
     batch_size: int | None = None,
+    make: Callable[[Integer[torch.Tensor, "N 1+D"], Shaped[torch.Tensor, "N C"]], Any] | None = None,
 ) -> Path:
     """Write a network's inference on a card as a package that a C++ program runs without Python.
 
@@ -48,13 +50,15 @@ def package_for_card(
     those of `sparseconv.nn.capture`.
 
     Args:
-        net: takes a `SparseTensor`; in evaluation mode, on a card.
+        net: takes what ``make`` returns, by default a `SparseTensor`; in evaluation mode, on a card.
         inputs: an example on the same card, coords (N, 1+D) int32 and features (N, C), N of at least two.
         path: the file to write, whose name ends in ``.pt``.
         room: rows of every grid over those that it has for the example, at least 1.
         max_voxels: voxels of the largest scene; default: those of the example times ``room``. Rounded up to 256.
         extent: the box that voxels lie in; default: the example's, grown by an eighth on each side.
         batch_size: of every scene; default: that of the example.
+        make: (coords, features) -> the input of ``net``, as `export` takes it, for networks of
+            `sparseconv.interop.spconv`'s tensors. The very tensor of coords must reach them.
 
     Returns:
         The path.
@@ -91,7 +95,7 @@ def package_for_card(
     most = -(-most // ROWS) * ROWS
     with torch.cuda.device(coords.device), torch.no_grad():
         like = VoxelGrid(coords, batch_size)
-        run = _Run(net, like, features, most, max(room, most / voxels), extent)
+        run = _Run(net, like, features, most, max(room, most / voxels), extent, make)
         made = run.package()
     with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:  # whole or not at all, by no link
         part = Path(folder) / path.name
@@ -104,9 +108,16 @@ class _Run:
     """A network over the arrays of a scene of fixed size."""
 
     def __init__(
-        self, net: torch.nn.Module, like: VoxelGrid, features: torch.Tensor, most: int, room: float, extent: Any
+        self,
+        net: torch.nn.Module,
+        like: VoxelGrid,
+        features: torch.Tensor,
+        most: int,
+        room: float,
+        extent: Any,
+        make: Callable[..., Any] | None = None,
     ) -> None:
-        self._net, self._like, self._room, self._extent = net, like, room, extent
+        self._net, self._like, self._room, self._extent, self._make = net, like, room, extent, make
         self._example = features
         device = features.device
         self._coords = torch.full((most, like.rank + 1), -1, dtype=torch.int32, device=device)
@@ -122,19 +133,18 @@ class _Run:
         self._features.zero_()
         self._features[: len(features)] = features
 
-    def _scene(self) -> SparseTensor:
-        grid = FixedGrid(self._coords, self._count, self._like, extent=self._extent, room=self._room)
-        self._box = grid.extent
-        return SparseTensor(grid, self._features)
-
-    def _called(self, x: SparseTensor) -> Any:
+    def _called(self, grid: VoxelGrid, coords: torch.Tensor, features: torch.Tensor) -> list[Any]:
+        """What the network returns for features on a grid: sparse tensors, tensors, and all else."""
+        remember(coords, grid)  # whoever makes a sparse tensor of these coords makes it on this grid
+        x = SparseTensor(grid, features) if self._make is None else self._make(coords, features)
         with torch.autocast(*self._casts, cache_enabled=False):
-            return self._net(x)
+            results = self._net(x)
+        return list(pytree.tree_leaves(results, is_leaf=lambda leaf: grid_of(leaf) is not None))
 
     def _body(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """What did not fit and the voxels of the grids of results, (R,) int32, then the results."""
-        x = self._scene()
-        grid: Any = x.grid
+        grid = FixedGrid(self._coords, self._count, self._like, extent=self._extent, room=self._room)
+        self._box = grid.extent
         status, results, numbers = [grid.fault], [], {id(grid.count): VOXELS}
         self._rows = []
 
@@ -147,11 +157,12 @@ class _Run:
             self._rows.append(FIXED if count is None else numbers[id(count)])
             results.append(tensor)
 
-        for leaf in _leaves(self._called(x)):
-            if isinstance(leaf, SparseTensor):
-                add(leaf.features, leaf.grid.count)
-                if leaf.grid is not grid:
-                    add(leaf.grid.coords, leaf.grid.count)
+        for leaf in self._called(grid, self._coords, self._features):
+            own = grid_of(leaf)
+            if own is not None:
+                add(leaf.features, own.count)
+                if own is not grid:
+                    add(own.coords, own.count)
             elif isinstance(leaf, torch.Tensor):  # no two grids of a scene have as many rows
                 add(leaf, grid.family.get(len(leaf)) if leaf.ndim else None)
         return torch.cat(status), results
@@ -203,10 +214,10 @@ class _Run:
         sizes = [None if n == FIXED else voxels if n == VOXELS else counts[n - 1] for n in self._rows]
         mine = [t if n is None else t[:n] for t, n in zip(results, sizes)]
         alone: list[torch.Tensor] = []
-        x = SparseTensor(self._like, self._example)
-        for leaf in _leaves(self._called(x)):
-            if isinstance(leaf, SparseTensor):
-                alone += [leaf.features] if leaf.grid is x.grid else [leaf.features, leaf.grid.coords]
+        for leaf in self._called(self._like, self._like.coords, self._example):
+            own = grid_of(leaf)
+            if own is not None:
+                alone += [leaf.features] if own is self._like else [leaf.features, own.coords]
             elif isinstance(leaf, torch.Tensor):
                 alone.append(leaf)
         off = apart(mine, alone)
@@ -215,7 +226,3 @@ class _Run:
                 f"the rows that are no voxels change the network's result, by {off:.2g} of its rms: every module must "
                 "work on each voxel alone, or be this library's, which know those rows"
             )
-
-
-def _leaves(results: Any) -> list[Any]:
-    return list(pytree.tree_leaves(results, is_leaf=lambda leaf: isinstance(leaf, SparseTensor)))

@@ -118,18 +118,18 @@ def export(
 
 def plain(results: Any, x: Any) -> Any:
     """What a network returned for ``x``, as a program returns it: tensors in the place of sparse tensors."""
-    grid = _grid_of(x)
+    grid = grid_of(x)
 
     def of(leaf: Any) -> Any:
-        own = _grid_of(leaf)
+        own = grid_of(leaf)
         if own is None:
             return leaf
         return leaf.features if own is grid else (leaf.features, own.coords)
 
-    return pytree.tree_map(of, results, is_leaf=lambda leaf: _grid_of(leaf) is not None)
+    return pytree.tree_map(of, results, is_leaf=lambda leaf: grid_of(leaf) is not None)
 
 
-def _grid_of(x: Any) -> VoxelGrid | None:
+def grid_of(x: Any) -> VoxelGrid | None:
     """The voxels of a sparse tensor, of this library or of one whose names it has; None of anything else."""
     return x.grid if isinstance(x, SparseTensor) else getattr(x, "voxels", None)
 

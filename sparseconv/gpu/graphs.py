@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sparseconv.gpu.streams import SideStreams, forget_workspaces
+from sparseconv.torch_private import is_capturing as _is_capturing
 
 #: captures by which the memory of each stream is made smaller; bytes that pieces of it are multiples of, and from which
 #: torch takes no more than was asked for
@@ -19,6 +20,11 @@ NOBODY: AbstractContextManager[Any] = nullcontext()
 
 def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is captured, where torch has set up CUDA."""
+    return torch.cuda.is_initialized() and _is_capturing()
 
 
 def wait_for(device: torch.device) -> None:

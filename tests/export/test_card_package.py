@@ -6,13 +6,16 @@ import time
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import sparseconv as sc
 from sparseconv import export, nn
 from sparseconv.export import card_package, packaging, sequence
 from sparseconv.export.card_package import FIXED, VOXELS
+from sparseconv.export.program import grid_of
+from sparseconv.geometry.known_grids import remember
 from sparseconv.geometry.ranges import IndexRange
-from tests.export.networks import EXTENT, network, scene
+from tests.export.networks import EXTENT, network, scene, spconv_input
 from tests.export.running import needs_a_compiler, run
 
 #: calls whose median is compared
@@ -53,10 +56,10 @@ def test_refusals(tmp_path):
 # ---- a scene of fixed size, on a CPU
 
 
-def fixed_run(net, rows=512, extent=None):
+def fixed_run(net, rows=512, extent=None, make=None):
     coords, features = scene(1)
     like = sc.VoxelGrid(coords, 2)
-    made = card_package._Run(net, like, features, rows, rows / len(coords), extent)
+    made = card_package._Run(net, like, features, rows, rows / len(coords), extent, make)
     return made, like, features
 
 
@@ -93,6 +96,35 @@ def test_results_are_cut_to_their_voxels():
     assert torch.equal(next(found)[:coarse], results[1][:coarse] * 2)
     assert torch.allclose(next(found), alone["dense"], atol=1e-5)
     made._check(status, results)
+
+
+class Detector(torch.nn.Module):
+    """A network of spconv's layers that makes its tensor of a batch, as OpenPCDet's do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = network("spconv")[0]
+
+    def forward(self, batch):
+        x = spconv_input(batch["voxel_coords"].int(), batch["voxel_features"])
+        return batch | self.inner(x)
+
+
+def batch(coords, features):
+    return {"voxel_coords": coords, "voxel_features": features, "batch_size": 2}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "make"), [(lambda: network("spconv")[0], spconv_input), (Detector, batch)])
+def test_networks_of_spconvs_layers_lie_on_the_scene(kind, make):
+    net = kind().eval()
+    made, like, features = fixed_run(net, make=make, extent=IndexRange.of_shape((EXTENT,) * 3))
+    made._load(like.coords, features)
+    status, results = made._body()
+    made._check(status, results)
+    assert int(status[0]) == 0
+    assert len(made._rows) == (8 if make is batch else 6)
+    assert made._rows.count(FIXED) == 1
 
 
 @torch.no_grad()
@@ -150,22 +182,33 @@ MADE = {
     "residual": lambda: network("residual")[0],
     "bev": lambda: Dense(network("residual")[0]),
     "wide": lambda: nn.UNet(4, 5, channels=(64, 128, 256)),
+    "spconv": lambda: network("spconv")[0],
+    "detector": Detector,
 }
+#: how inputs are made of coords and features, where they are no `SparseTensor`
+INPUTS = {"spconv": spconv_input, "detector": batch}
 
 
 #: those whose results nn.capture returns, bit by bit; it has none on coarser voxels
 CAPTURED = ("unet", "bev", "wide")
 
 
-def tensors(results, grid):
-    """What a package returns for a network's results."""
-    found = []
-    for leaf in card_package._leaves(results):
-        if isinstance(leaf, sc.SparseTensor):
-            found += [leaf.features] if leaf.grid is grid else [leaf.features, leaf.grid.coords]
+@torch.no_grad()
+def eager(net, coords, features, make):
+    """What a package returns for a scene, as the network computes it."""
+    grid, found = sc.VoxelGrid(coords, 2), []
+    remember(grid.coords, grid)
+    for leaf in leaves(net(make(grid.coords, features) if make else sc.SparseTensor(grid, features))):
+        own = grid_of(leaf)
+        if own is None:
+            found += [leaf] if isinstance(leaf, torch.Tensor) else []
         else:
-            found.append(leaf)
-    return [leaf.cpu() for leaf in found]
+            found += [leaf.features] if own is grid else [leaf.features, own.coords]
+    return found
+
+
+def leaves(results):
+    return tree_leaves(results, is_leaf=lambda leaf: grid_of(leaf) is not None)
 
 
 @needs_a_compiler
@@ -180,18 +223,16 @@ def test_in_cpp_on_a_card(name, built, tmp_path):
     net = MADE[name]().eval().cuda().to(dtype)
     coords, features = (t.cuda() for t in scene(1))
     features, path, box = features.to(dtype), tmp_path / "net.pt", IndexRange.of_shape((EXTENT,) * 3)
-    size = {"max_voxels": 512, "extent": box}
-    assert export.package_for_card(net, (coords, features), path, **size) == path
+    size, make = {"max_voxels": 512, "extent": box}, INPUTS.get(name)
+    assert export.package_for_card(net, (coords, features), path, make=make, **size) == path
     like = sc.SparseTensor(sc.VoxelGrid(coords, 2), features)
     fast = nn.capture(net, like, **size) if name in CAPTURED else None
     for rows in (333, 1, 0, 512):
         given = scene(5, rows)
         x = given[0].cuda(), given[1].cuda().to(dtype)
         torch.save([x[0].cpu(), x[1].cpu()], tmp_path / "scene.pt")
-        grid = sc.VoxelGrid(x[0], 2)
-        with torch.no_grad():
-            expected = net(sc.SparseTensor(grid, x[1])) if fast is None else fast(x)
-        torch.save(tensors(expected, grid), tmp_path / "expected.pt")
+        expected = leaves(fast(x)) if fast is not None else eager(net, *x, make)
+        torch.save([t.cpu() for t in expected], tmp_path / "expected.pt")
         more = ["--exact"] if fast is not None else []
         said = run(built / "run_package", path, tmp_path / "scene.pt", tmp_path / "expected.pt", "--repeat", 3, *more)
         assert "equal to what was expected" in said

@@ -154,7 +154,7 @@ class Captured:
             or is_inside()
             or transforms.active()
             or not any(graphs.has_graphs(t.device) for t in self._first_tensors())
-            or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+            or graphs.is_capturing()
         )
 
     def _mode(self) -> tuple[bool, bool]:

@@ -13,6 +13,7 @@ from sparseconv.autograd_function import Function
 from sparseconv.nn.capturing.answer import Given
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene, inside
+from sparseconv.torch_private import unwrap_dead
 
 
 class _Token:
@@ -62,7 +63,8 @@ def replayed(
         with recording.state.restoring(), inside():
             return recording.gradients_of(recording.eager_call(call, Given(*inputs)), grads)
 
-    tensors = _Replayed.apply(recording, token, again, scene.features, *recording.parameters)
+    features = scene.features if unwrap_dead is None else unwrap_dead(scene.features)
+    tensors = _apply(recording, token, again, features, *recording.parameters)
     seen = weakref.ref(token)
 
     def pending() -> Any:
@@ -70,3 +72,8 @@ def replayed(
         return None if alive is None or alive.taken else alive
 
     return tensors, pending
+
+
+_node: Any = _Replayed
+#: Function.apply without its look for functional transforms, in which no call is a replay
+_apply: Any = super(torch.autograd.Function, _node).apply

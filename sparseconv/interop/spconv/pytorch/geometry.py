@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from sparseconv import transforms
 from sparseconv.geometry.arguments import own
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.geometry.known_grids import known, remember
 from sparseconv.geometry.ranges import IndexRange, Ints
 from sparseconv.interop.arguments import is_unwritten
 from sparseconv.interop.spconv.core import ConvAlgo
@@ -75,10 +74,6 @@ def find_plan(
     return plan
 
 
-#: the grid of each client's indices, while both are there
-_grids: Any = WeakTensorKeyDictionary()
-
-
 class Place(NamedTuple):
     """Voxels and the client's tensor of their indices, as it was at that version; None where no client has one.
 
@@ -95,18 +90,17 @@ class Place(NamedTuple):
             return cls(indices, 0, voxels)
         place = cls(indices, indices._version, voxels)
         if not voxels.is_placed:
-            _grids[indices] = place.version, weakref.ref(voxels)
+            remember(indices, voxels)
         return place
 
     @classmethod
     def known(cls, indices: torch.Tensor, batch_size: int) -> Place | None:
         """That of another tensor with these very indices, as clients make them for a branch of a block; None where
         there is none any more, or somebody wrote to them."""
-        version, grid = (None, None) if torch.compiler.is_compiling() else _grids.get(indices, (None, None))
-        voxels = None if grid is None else grid()
-        if version is None or voxels is None or voxels.batch_size != batch_size:
+        found = None if torch.compiler.is_compiling() else known(indices)
+        if found is None or found[1].batch_size != batch_size:
             return None
-        place = cls(indices, version, voxels)
+        place = cls(indices, *found)
         return place if place.is_fresh() else None
 
     def is_fresh(self) -> bool:
