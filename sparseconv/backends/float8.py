@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sparseconv.backends.integers import on_device
+
 FLOAT8 = torch.float8_e4m3fn
 #: the largest finite number of e4m3
 LARGEST = 448.0
@@ -34,8 +36,7 @@ class Float8Rescale:
 
     def packed(self, bias: torch.Tensor) -> torch.Tensor:
         """(2 C_out + 2,) fp32: bias, multipliers, and the two numbers, as kernels read them."""
-        numbers = torch.full_like(self.multiplier[:1], self.residual_multiplier)
-        return torch.cat([bias, self.multiplier, numbers, torch.full_like(numbers, self.slope)])
+        return torch.cat([bias, self.multiplier, on_device((self.residual_multiplier, self.slope), self.multiplier)])
 
     def apply(self, sums: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """y (N, C) e4m3 from sums (N, C) fp32, the bias in them, and an e4m3 residual."""

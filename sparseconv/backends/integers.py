@@ -79,7 +79,7 @@ class Rescale:
 
     def packed(self, bias: Int32[torch.Tensor, " C_out"] | None) -> Int32[torch.Tensor, " 2*C_out+4"]:
         """(2 C_out + 4,) int32: bias, multipliers, and the four numbers, as kernels read them."""
-        kept = _on_device((self.shift, self.residual_multiplier, self.slope, self.low), self.multiplier.device)
+        kept = on_device((self.shift, self.residual_multiplier, self.slope, self.low), self.multiplier)
         start = torch.zeros_like(self.multiplier) if bias is None else bias
         return torch.cat([start, self.multiplier, kept])
 
@@ -100,10 +100,14 @@ class Rescale:
         return value.clamp_(self.low, LARGEST).to(torch.int8)
 
 
+def on_device(numbers: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
+    """Some numbers of a tensor's dtype, brought to its device once."""
+    return _brought(numbers, like.dtype, like.device)
+
+
 @lru_cache(4096)
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Some int32 numbers, brought to a device once."""
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
+def _brought(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def rescaled(

@@ -186,6 +186,8 @@ def _conv_candidates(work: Work) -> list[ConvConfig]:
             stages = 2 if block_n <= 64 else 3
             tile = ConvConfig(128, block_n, block_k, 4, stages, gluon=True, weight_copy=True, chunked=work.far)
             found = [tile, replace(tile, stages=5 - stages), replace(tile, block_m=64)]
+            if work.far and block_n == 64:  # a weight tile is half of what 128 rows bring
+                found.insert(0, replace(tile, block_m=256))
             whole = work.groups == 1 and c_in % block_k == 0
             widest = replace(tile, block_n=256, warps=8, stages=4, bulk=whole)
             return [widest, *found] if c_out % 256 == 0 else found
@@ -258,8 +260,12 @@ def turns_that_fit(work: Work, blocks: int) -> int:
 
 
 def order_of_sums(config: ConvConfig) -> ConvConfig:
-    """What decides how a row is summed: all but which rows run together, and how their operands are brought."""
-    return replace(config, stages=0, chunked=False, in_order=False, bulk=False)
+    """What decides how a row is summed: all but which rows run together, and how their operands are brought.
+
+    In Gluon the number of rows of a tile changes no instruction; plain Triton may take others for it.
+    """
+    block_m = 0 if config.gluon else config.block_m
+    return replace(config, block_m=block_m, stages=0, chunked=False, in_order=False, bulk=False)
 
 
 @lru_cache(maxsize=1024)
