@@ -10,7 +10,7 @@ in mapped files there, and compares a strip of its result with the network's res
     python -m benchmarks.streaming --worlds 1 --worlds 2 --voxels 100e6 --budget 4e9 --out benchmarks/results/X.json
     python -m benchmarks.streaming --mapped /tmp/scene --voxels 1e9 --budget 19e9 --out benchmarks/results/X.json
 
-The second of two runs counts, so that nothing is compiled in it. Without a card it runs over gloo, to be tried out.
+After a run that compiles, the median of ``--rounds`` runs counts. Without a card it runs over gloo, to be tried out.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ BEGINNING = {
 }
 
 
+#: width of the finest level
+USUAL = 32
 #: voxels that a mapped scene's strip has, and lines of voxels at its side that are not compared
 STRIP, REACH = 20_000_000, 256
 
@@ -165,8 +167,9 @@ def measure(
     world: int,
     mapped: Path | None,
     gather: bool,
-) -> dict[str, Any]:
-    """One scene by the ranks that are there: the second of two runs."""
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """One scene by the ranks that are there, so many times after a run that is not counted."""
     torch.manual_seed(0)
     net = nn.UNet(4, 20, channels=[channels * 2**level for level in range(4)]).eval().to(device, kind)
     group = dist.group.WORLD if world > 1 else None
@@ -191,15 +194,21 @@ def measure(
         x: Any = shell(voxels, 4, kind) if mapped is None else files(mapped, voxels, 4, kind)
         count = len(x.grid) if mapped is None else len(x[0])
         streamed_once(x)  # what is compiled and tuned once, for maps of this size
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        if world > 1:
-            dist.barrier()
-        y, found = streamed_once(x)
-        if on_gpu:
-            torch.cuda.synchronize()
-            found["peak_bytes"] = torch.cuda.max_memory_allocated()
+        every: list[dict[str, Any]] = []
+        for _ in range(rounds):
+            y: Any = None  # its pages go before the next result asks for some
+            if on_gpu:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            if world > 1:
+                dist.barrier()
+            y, taken = streamed_once(x)
+            if on_gpu:
+                torch.cuda.synchronize()
+                taken["peak_bytes"] = torch.cuda.max_memory_allocated()
+            every.append(taken)
+        found: dict[str, Any] = {"gather": gather, "voxels": count, "budget": budget, "channels": channels}
+        found["dtype"] = str(kind)
         if resident:
             fits = shell(resident, 4, kind)
             found["alone_s"] = alone(net, fits) * count / len(fits.grid)
@@ -213,7 +222,7 @@ def measure(
             found["same_bits"] = torch.equal(y.features, want if gather else want[y.rows])
     if not gather:
         found["rows"] = len(y.rows)
-    return found | {"gather": gather, "voxels": count, "budget": budget, "channels": channels, "dtype": str(kind)}
+    return [taken | found for taken in every]
 
 
 def worker(rank: int, world: int, port: int, jobs: list[tuple[str, int]], options: dict[str, Any], table: Any) -> None:
@@ -228,7 +237,7 @@ def worker(rank: int, world: int, port: int, jobs: list[tuple[str, int]], option
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=300))
-    names = ("budget", "kind", "whole", "resident", "channels", "mapped", "gather")
+    names = ("budget", "kind", "whole", "resident", "channels", "mapped", "gather", "rounds")
     settings = {name: options[name] for name in names} | {"device": device, "world": world}
     for name, voxels in jobs:
         found = measure(voxels, **settings)
@@ -237,12 +246,24 @@ def worker(rank: int, world: int, port: int, jobs: list[tuple[str, int]], option
             every = [None] * world
             dist.all_gather_object(every, found)
         if rank == 0:
-            row = max(every, key=lambda one: one["seconds"]) | {"ranks": world}
-            row |= {f"{key}_by_rank": [one[key] for one in every] for key in ("seconds", "blocks")}
-            table[f"{name}_{world}" if settings["gather"] else f"{name}_parts_{world}"] = row
+            slowest = [max(ranks, key=lambda one: one["seconds"]) for ranks in zip(*every)]
+            at = sorted(range(len(slowest)), key=lambda at: slowest[at]["seconds"])[len(slowest) // 2]
+            row = slowest[at] | {"ranks": world, "seconds_by_round": [one["seconds"] for one in slowest]}
+            row |= {f"{key}_by_rank": [one[at][key] for one in every] for key in ("seconds", "blocks", "parts_s")}
+            table[row_name(name, world, settings["channels"], settings["gather"])] = row
             print(f"{name} on {world}: {json.dumps(row)}", flush=True)
     if world > 1:
         dist.destroy_process_group()
+
+
+def row_name(scene: str, world: int, channels: int, gather: bool) -> str:
+    """A row's name in the record: of the usual width and with a whole result, shorter.
+
+    >>> row_name("strong", 2, 32, True), row_name("strong", 2, 64, False)
+    ('strong_2', 'strong_parts_64_channels_2')
+    """
+    words = [scene, "" if gather else "parts", "" if channels == USUAL else f"{channels}_channels", str(world)]
+    return "_".join(filter(None, words))
 
 
 def main(
@@ -252,15 +273,16 @@ def main(
     device: Annotated[str, typer.Option(help="Where the network is.")] = "cuda",
     whole: Annotated[bool, typer.Option(help="Compare with the whole scene on the device.")] = False,
     resident: Annotated[float, typer.Option(help="Voxels of a scene on the device, for the compute alone.")] = 0,
-    channels: Annotated[int, typer.Option(help="Width of the finest level.")] = 32,
+    channels: Annotated[int, typer.Option(help="Width of the finest level.")] = USUAL,
     worlds: Annotated[list[int], typer.Option(help="Numbers of ranks.")] = [1],  # noqa: B006 (typer copies it)
     weak: Annotated[bool, typer.Option(help="Also scenes that grow with the ranks.")] = True,
     mapped: Annotated[Path | None, typer.Option(help="A folder for the scene's files; of one rank.")] = None,
     gather: Annotated[bool, typer.Option(help="Every rank gets the whole result; else what it computed.")] = True,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs, of which the median counts.")] = 1,
     out: Annotated[Path | None, typer.Option(help="JSON; other rows of an earlier run stay.")] = None,
 ) -> None:
     options = {"budget": int(budget), "kind": getattr(torch, dtype), "device": device, "whole": whole}
-    options |= {"channels": channels, "resident": int(resident), "mapped": mapped, "gather": gather}
+    options |= {"channels": channels, "resident": int(resident), "mapped": mapped, "gather": gather, "rounds": rounds}
     if mapped is not None and (whole or not gather or list(worlds) != [1]):
         raise typer.BadParameter("--mapped is for one rank that gets the whole result, and without --whole")
     kind_of_run = "strong" if mapped is None else "mapped"
@@ -273,7 +295,7 @@ def main(
                 port = s.getsockname()[1]
             torch.multiprocessing.spawn(worker, (world, port, jobs, options, shared), nprocs=world)
         table = dict(shared)
-    one = table.get("strong_1" if gather else "strong_parts_1")
+    one = table.get(row_name("strong", 1, channels, gather))
     for name, row in table.items():
         if one is not None and row["ranks"] > 1:
             share = one["seconds"] / row["seconds"]
@@ -281,8 +303,10 @@ def main(
         print(
             f"{name}: {row['voxels']:,} voxels, {row['blocks_by_rank']} blocks, budget {budget / 1e9:.1f} GB, {dtype}"
         )
-        print(f"  {row['seconds']:.2f} s, first block after {row['first_block_s']:.2f} s; before it:")
-        print("  " + ", ".join(f"{part} {seconds:.2f}" for part, seconds in row["parts_s"].items()))
+        of = ", ".join(f"{seconds:.2f}" for seconds in row["seconds_by_round"])
+        print(f"  {row['seconds']:.2f} s (of {of}), first block after {row['first_block_s']:.2f} s; before it:")
+        for spent in row["parts_s_by_rank"]:
+            print("  " + ", ".join(f"{part} {seconds:.2f}" for part, seconds in spent.items()))
         print(f"  peak {row.get('peak_bytes', 0) / 1e9:.2f} GB")
         if "alone_s" in row:
             print(
