@@ -33,10 +33,10 @@ import typer
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.streaming import ranks, streamed
 from sparseconv.streaming import run as streaming_run
-from sparseconv.streaming import streamed
 
-#: the parts of a run before its first block, by the functions that they are
+#: the parts of a run before its first block, by the functions that they are; and waiting for other ranks, of all of it
 BEGINNING = {
     "limits": (streamed.Scene, "of"),
     "copying": (streamed.Scene, "held_on"),
@@ -46,6 +46,7 @@ BEGINNING = {
     "measuring": (streaming_run.Run, "_measured"),
     "planning": (streaming_run, "chosen"),
     "counting": (streaming_run.Run, "_count"),
+    "other ranks": (ranks.Ranks, "heard"),
 }
 
 
@@ -246,7 +247,7 @@ def worker(rank: int, world: int, port: int, jobs: list[tuple[str, int]], option
             every = [None] * world
             dist.all_gather_object(every, found)
         if rank == 0:
-            slowest = [max(ranks, key=lambda one: one["seconds"]) for ranks in zip(*every)]
+            slowest = [max(each, key=lambda one: one["seconds"]) for each in zip(*every)]
             at = sorted(range(len(slowest)), key=lambda at: slowest[at]["seconds"])[len(slowest) // 2]
             row = slowest[at] | {"ranks": world, "seconds_by_round": [one["seconds"] for one in slowest]}
             row |= {f"{key}_by_rank": [one[at][key] for one in every] for key in ("seconds", "blocks", "parts_s")}

@@ -20,6 +20,7 @@ from sparseconv.distributed.grid import ShardedGrid, group_of, shard
 from sparseconv.distributed.metadata import read_metadata, read_tensor
 from sparseconv.distributed.partition import Order
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.gpu.digests import bytes_of
 from sparseconv.kinds import check_kind, check_tensor
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def load(
 
 def checksum(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's numbers, in the order of its rows."""
-    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+    return hashlib.sha256(bytes_of(tensor.cpu()).numpy().data).hexdigest()
 
 
 def _read(path: Path, rank: int, world: int) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor | None]:

@@ -11,6 +11,7 @@ import torch
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import MapSizes
 from sparseconv.geometry.ranges import IndexRange
+from sparseconv.gpu.digests import digest
 from sparseconv.streaming.blocks import ROW_BYTES, Block, Blocks, halves, piece_of
 from sparseconv.streaming.boxes import meets
 from sparseconv.streaming.device.peak import Peak
@@ -32,7 +33,7 @@ from sparseconv.streaming.planning import (
 )
 from sparseconv.streaming.ranks import Ranks
 from sparseconv.streaming.scene import lexicographic
-from sparseconv.streaming.store import OwnRows, Store, digest
+from sparseconv.streaming.store import OwnRows, Store
 from sparseconv.streaming.totals import BatchStatistics, Total
 from sparseconv.streaming.work import Inputs, Job, Own, Result, TooLarge, Values, Work, clipped, own_box, wanted
 

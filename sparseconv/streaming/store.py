@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sparseconv.gpu.digests import digest
 from sparseconv.streaming.ranks import ALONE, Ranks
 
 #: how numbers are written that numpy has no name for
@@ -191,14 +191,3 @@ def _written(path: Path, data: bytes) -> None:
     """A file that is there as a whole or not at all."""
     path.with_suffix(".new").write_bytes(data)
     os.replace(path.with_suffix(".new"), path)
-
-
-def digest(*parts: Any) -> str:
-    """SHA-256 of texts and tensors."""
-    found = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, torch.Tensor):
-            found.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        else:
-            found.update(str(part).encode())
-    return found.hexdigest()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.gpu.digests import digest
 from sparseconv.kinds import as_device, check_count, check_kind, described
 from sparseconv.streaming.backward import Streamed, parameters_of
 from sparseconv.streaming.blocks import piece_of
@@ -22,7 +23,7 @@ from sparseconv.streaming.ranks import Ranks
 from sparseconv.streaming.recording.sample import leaves_of, number_of_leaf, recorded
 from sparseconv.streaming.run import Run
 from sparseconv.streaming.scene import Scene, as_rows
-from sparseconv.streaming.store import Part, Store, digest
+from sparseconv.streaming.store import Part, Store
 from sparseconv.streaming.work import Job, Result
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
