@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,8 @@ from sparseconv.kinds import check_values
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int64, Integer
+
+    from sparseconv.geometry.gpu.point_sort import SortedPoints
 
 #: what to do with a list of clouds
 SEVERAL = "a batch is {joined} with batch=torch.repeat_interleave(torch.tensor([len(p) for p in points]))"
@@ -69,7 +72,7 @@ def voxelize(
                 "batch=torch.arange(len(points)).repeat_interleave(points.shape[1])"
             )
         raise ValueError(f"points must be (M, D) with 1 to 4 axes; got shape {tuple(points.shape)}: {advice}")
-    rank = points.shape[1]
+    count, rank = points.shape
     size = numbers(voxel_size, rank, "voxel_size", positive=True)
     corner = numbers(origin, rank, "origin")
     if batch_size is not None:
@@ -81,27 +84,27 @@ def voxelize(
             stacklevel=3,
         )
     if batch is not None:
-        check_values("batch", batch, f"({len(points)},) integers")
+        check_values("batch", batch, f"({count},) integers")
         if batch.dtype not in INTEGERS:
             raise TypeError(f"batch must be integers; got {batch.dtype}")
-        if batch.shape != (len(points),) or batch.device != points.device:
-            raise ValueError(
-                f"batch must be ({len(points)},) on {points.device}; got {tuple(batch.shape)} on {batch.device}"
-            )
-    if len(points) == 0:
+        if batch.shape != (count,) or batch.device != points.device:
+            raise ValueError(f"batch must be ({count},) on {points.device}; got {tuple(batch.shape)} on {batch.device}")
+    if count == 0:
         nothing = torch.zeros(0, rank + 1, dtype=torch.int32, device=points.device)
         return VoxelGrid(nothing, batch_size, size, corner), torch.zeros(0, dtype=torch.int64, device=points.device)
+    found: SortedPoints | _Cells | None = None
     if points.is_cuda:
         check_card(points.device)
-    cells = _cells(points.detach(), size, corner)
-    low, high = _bounds(cells, batch)
+        found = _on_gpu()(points, batch, size, corner)
+    found = found or _Cells(points, batch, size, corner)
+    low, high = found.low, found.high
     if not all(map(math.isfinite, low + high)):
         finite = torch.isfinite(points).all(1)
         if not bool(finite.all()):
-            bad = int((~finite).nonzero()[0])
-            count = int((~finite).sum())
+            bad = (~finite).nonzero()
             raise ValueError(
-                f"point {bad} is {points[bad].tolist()}, and {count} points in all are not finite: drop them"
+                f"point {int(bad[0])} is {points[bad[0, 0]].tolist()}, and {len(bad)} points in all are not finite: "
+                "drop them"
             )
     furthest = max(map(abs, low[1:] + high[1:]))
     if not furthest < INT32.max:
@@ -119,15 +122,35 @@ def voxelize(
         raise ValueError(f"batch names item {high[0]:.0f}, but batch_size is {batch_size}")
     items = checked_batch_size(int(high[0]) + 1) if batch_size is None else batch_size
     box = IndexRange([int(v) for v in low[1:]], [int(v) + 1 for v in high[1:]])
-    columns = cells.int() if batch is None else torch.cat([batch[:, None].int(), cells.int()], 1)
-    everything = IndexRange((0, *box.start), (items, *box.end))
-    keys, rows = torch.unique(KeySpace.covering(everything).keys(columns, narrow=True), return_inverse=True)
-    # all points of a voxel write the same numbers
-    coords = columns.new_empty(len(keys), columns.shape[1]).index_copy_(0, rows, columns)
-    if batch is None:
-        coords = torch.nn.functional.pad(coords, (1, 0))
-    like = VoxelGrid(coords[:0], items, size, corner)
+    coords, rows = found.merge(KeySpace.covering(IndexRange((0, *box.start), (items, *box.end))))
+    like = object.__new__(VoxelGrid)
+    like.batch_size, like.voxel_size, like.origin, like.is_placed = items, size, corner, True
     return like._known(coords, box, fills=True), rows
+
+
+@cache
+def _on_gpu() -> Callable[..., SortedPoints | None]:
+    from sparseconv.geometry.gpu.point_sort import sort_points  # Triton is loaded where it is used
+
+    return sort_points
+
+
+class _Cells:
+    """Points in their cells, by torch: bounds of batch items and cells, inclusive; nan or infinite where a cell is."""
+
+    def __init__(self, points: torch.Tensor, batch: torch.Tensor | None, size: Floats, corner: Floats) -> None:
+        self._cells, self._batch = _cells(points.detach(), size, corner), batch
+        self.low, self.high = _bounds(self._cells, batch)
+
+    def merge(self, space: KeySpace) -> tuple[torch.Tensor, torch.Tensor]:
+        """Voxels (N, 1+D) int32 in lexicographic order, and the row of each point (M,) int64; within the bounds."""
+        columns = self._cells.int()
+        if self._batch is not None:
+            columns = torch.cat([self._batch[:, None].int(), columns], 1)
+        keys, rows = torch.unique(space.keys(columns, narrow=True), return_inverse=True)
+        # all points of a voxel write the same numbers
+        coords = columns.new_empty(len(keys), columns.shape[1]).index_copy_(0, rows, columns)
+        return coords if self._batch is not None else torch.nn.functional.pad(coords, (1, 0)), rows
 
 
 def _cells(points: torch.Tensor, size: Floats, corner: Floats) -> torch.Tensor:
@@ -142,26 +165,27 @@ def _cells(points: torch.Tensor, size: Floats, corner: Floats) -> torch.Tensor:
     return torch.div(wide, spread(size)).floor_()
 
 
+def _bounds(cells: torch.Tensor, batch: torch.Tensor | None) -> tuple[Floats, Floats]:
+    """Smallest and largest batch item and cell along each axis, read at once; nan or infinite where a cell is."""
+    ends = torch.stack(torch.aminmax(cells, dim=0))
+    if batch is None:
+        low, high = ends.tolist()
+        return (0.0, *low), (0.0, *high)
+    items = torch.stack(torch.aminmax(batch)).double()[:, None]
+    low, high = torch.cat([items, ends], 1).tolist()
+    return tuple(low), tuple(high)
+
+
 def _coarse(dtype: torch.dtype, size: Floats, corner: Floats, low: Sequence[float], high: Sequence[float]) -> str:
     """What to say where numbers of a dtype, as large as those of points in these cells, are further apart than voxels:
     of neighbouring voxels some can hold no point. Empty where they are not."""
-    for s, c, *ends in zip(size, corner, low, high):
-        furthest = max(abs(end * s + c) for end in ends)
-        apart = torch.finfo(dtype).eps * 2.0 ** (math.frexp(furthest)[1] - 1)
+    eps = torch.finfo(dtype).eps
+    for s, c, first, last in zip(size, corner, low, high):
+        furthest = max(abs(first * s + c), abs(last * s + c))
+        apart = eps * 2.0 ** (math.frexp(furthest)[1] - 1)
         if apart > s:
             return (
                 f"points are {dtype}, whose numbers near {furthest:.6g} are {apart:.3g} apart, but voxels are {s:.3g} "
                 "wide: keep positions in float64, or move the origin before they become narrower"
             )
     return ""
-
-
-def _bounds(cells: torch.Tensor, batch: torch.Tensor | None) -> tuple[list[float], list[float]]:
-    """Smallest and largest batch item and cell along each axis, read at once; nan or infinite where a cell is."""
-    ends = torch.stack(torch.aminmax(cells, dim=0))
-    if batch is None:
-        low, high = ends.tolist()
-        return [0.0, *low], [0.0, *high]
-    items = torch.stack(torch.aminmax(batch)).double()[:, None]
-    low, high = torch.cat([items, ends], 1).tolist()
-    return low, high

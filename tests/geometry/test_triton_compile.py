@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from sparseconv.geometry.gpu import fused, scene
+from sparseconv.geometry.gpu import fused, point_sort, scene
 from sparseconv.geometry.gpu.hash_table import table
 from sparseconv.geometry.gpu.jobs import kernels as job_kernels
 from sparseconv.geometry.gpu.order import morton_runs
@@ -38,7 +38,7 @@ from tests.backends.aot import spill_bytes
 SPILL, SPILL_BEFORE = 16, 40
 #: what reads or writes memory that another launch may have written or may read
 MEMORY = r"\\b(?:ld|st|atom|red|cp)\\.(?!param|shared)[\\w.:]+"
-NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32"}
+NAMES = {torch.int32: "*i32", torch.int64: "*i64", int: "i32", torch.float32: "*fp32", torch.float64: "*fp64"}
 shifts = table.pack_shifts((0, 2, 2, 2))
 places = taps.bit_places((0, 2, 2, 2))
 around = (3, shifts, places, False, 27, 3)
@@ -76,11 +76,13 @@ jobs = [
     (tile_kernels.TILES, (*around, 128, 32, False, True, True, 32)),
     (tile_kernels.TILES_64, (*by_key, 64, 256, True, False, False, 0)),
     (tile_kernels.RANKS, (32, 64, 1024)), (tile_kernels.RANKS, (32, 64, 4096)),
+    (point_sort.SORT[torch.float32], (3, True)), (point_sort.WRITE, (3,)),
 ]
 if MORE:  # what takes longest: all stages as one kernel, and second forms
     jobs += [
         (fused.FUSED, (128,)), (fused.FUSED, (64,)), (tile_kernels.CUBE_TILES, (64, 32, -1)),
         (pair_lists_3x3x3.CUBE_PAIRS, (128, True)),
+        (point_sort.SORT[torch.float64], (4, True)), (point_sort.WRITE, (4,)),
     ]
 jobs += [
     (job_kernels._JOBS, (32, 128, False)), (job_kernels._JOBS, (32, 16, True)),

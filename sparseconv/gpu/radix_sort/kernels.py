@@ -129,14 +129,15 @@ def clear_lists(lines_ptr, n, share, programs, BITS: tl.constexpr):
 
 @triton.jit
 def sort_together(
-    own, programs, keys_ptr, lines_ptr, order_ptr, barriers_ptr, n, share,
-    PASSES: tl.constexpr, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+    own, programs, keys_ptr, lines_ptr, order_ptr, barriers_ptr, n, share, passes,
+    BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, ROW_BITS: tl.constexpr = 32,
 ):  # fmt: skip
     """The order of keys that all programs of a cooperative launch know, and a zero behind it.
 
     Each has ``share`` rows, at most STEPS for a thread, or none. In each pass it tells how often it has each digit;
     who sums a few digits tells each program how many come before its own, and in a last list how many there are. A
-    count says what it is, so that a program waits for what it reads alone. They meet between passes: PASSES - 1 times.
+    count says what it is, so that a program waits for what it reads alone. They meet between passes: passes - 1 times.
+    A row takes the ROW_BITS lowest bits of a line, its key the others.
     """
     BINS: tl.constexpr = 1 << BITS
     digit_of = tl.arange(0, BINS)
@@ -148,26 +149,26 @@ def sort_together(
     if own == 0:
         tl.store(order_ptr + (n + 3) // 4 * 4, 0)
     party = tl.minimum(tl.maximum(lists, BINS // SUMMED), programs)  # others have nothing to do
-    for turn in range(tl.where(own < party, PASSES, 0)):
+    for turn in range(tl.where(own < party, passes, 0)):
         if turn > 0:
             wait_for_all(barriers_ptr + turn - 1, party)
-        lines = load_lines(keys_ptr, lines_ptr, first, n, turn, steps, WARPS, STEPS)
+        lines = load_lines(keys_ptr, lines_ptr, first, n, turn, steps, WARPS, STEPS, ROW_BITS)
         low = turn * BITS
-        total = count_lines(room_ptr, lines, low, steps, BITS, WARPS, STEPS)
+        total = count_lines(room_ptr, lines, low, steps, BITS, WARPS, STEPS, ROW_BITS)
         mark = 2 * turn + 1
         if own < lists:
             tl.store(lists_ptr + own * BINS + digit_of, total + mark * MARK)
         for digits in range(own * SUMMED, BINS, programs * SUMMED):
             sum_lists(lists_ptr + digits, lists, mark, BINS)
         begin = tl.cumsum(total, 0) - total
-        order_lines(room_ptr, lines, begin, low, steps, BITS, WARPS, STEPS)
+        order_lines(room_ptr, lines, begin, low, steps, BITS, WARPS, STEPS, ROW_BITS)
         which = tl.arange(0, 2)[:, None]
         at = tl.where(which == 0, own, lists) * BINS + digit_of[None, :]
         count = told(lists_ptr + at, which < tl.where(own < lists, 2, 0), mark + 1)
         before = tl.sum(tl.where(which == 0, count, tl.cumsum(count, 1) - count), 0)
         write_lines(
-            room_ptr, lines_ptr, order_ptr, before - begin, first, n, turn, turn == PASSES - 1, steps,
-            BITS, WARPS, STEPS,
+            room_ptr, lines_ptr, order_ptr, before - begin, first, n, turn, turn == passes - 1, steps,
+            BITS, WARPS, STEPS, ROW_BITS,
         )  # fmt: skip
 
 
@@ -193,27 +194,29 @@ def told(at, mask, mark):
 
 
 @triton.jit
-def load_lines(keys_ptr, lines_ptr, first, n, turn, steps, WARPS: tl.constexpr, STEPS: tl.constexpr):
+def load_lines(
+    keys_ptr, lines_ptr, first, n, turn, steps, WARPS: tl.constexpr, STEPS: tl.constexpr, ROW_BITS: tl.constexpr = 32
+):  # fmt: skip
     """The lines from ``first`` on, a run of them for each warp; new ones in the first pass."""
     lane = numbers(32 * WARPS)
     row = first + lane // 32 * (32 * steps)
     end = tl.minimum(row + 32 * steps, n)
     row += lane % 32
     if turn == 0:
-        lines = new_lines(keys_ptr, row, end, STEPS)
+        lines = new_lines(keys_ptr, row, end, STEPS, ROW_BITS)
     else:
         lines = lines_at(lines_ptr + tl.where(turn % 2 == 1, 0, n), row, end, STEPS)
     return lines
 
 
 @triton.jit
-def new_lines(keys_ptr, row, end, STEPS: tl.constexpr):
+def new_lines(keys_ptr, row, end, STEPS: tl.constexpr, ROW_BITS: tl.constexpr):
     """Keys with their rows below them."""
     lines = ()  # type: tuple
     for step in tl.static_range(STEPS):
         at = row + 32 * step
         key = tl.load(keys_ptr + at, mask=at < end, other=-1)
-        lines = lines + ((key.to(tl.int64) << 32) | at,)
+        lines = lines + ((key.to(tl.int64) << ROW_BITS) | at,)
     return lines
 
 
@@ -229,7 +232,8 @@ def lines_at(lines_ptr, row, end, STEPS: tl.constexpr):
 
 @triton.jit
 def count_lines(
-    room_ptr, lines, low, steps, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr
+    room_ptr, lines, low, steps, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+    ROW_BITS: tl.constexpr = 32,
 ):  # fmt: skip
     """How often each digit occurs, in all and, in shared memory, in each warp."""
     BINS: tl.constexpr = 1 << BITS
@@ -240,7 +244,7 @@ def count_lines(
     tl.debug_barrier()
     for step in tl.static_range(STEPS):
         if step < steps:
-            add_one(room_ptr, own + digit_in(lines[step], low, BINS))
+            add_one(room_ptr, own + digit_in(lines[step], low, BINS, ROW_BITS))
     tl.debug_barrier()
     total = digit_of & 0
     for warp in tl.static_range(WARPS):
@@ -250,7 +254,8 @@ def count_lines(
 
 @triton.jit
 def order_lines(
-    room_ptr, lines, begin, low, steps, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr
+    room_ptr, lines, begin, low, steps, BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+    ROW_BITS: tl.constexpr = 32,
 ):  # fmt: skip
     """Counted lines go to shared memory, behind the counters, in the order of a digit; where each of them begins."""
     BINS: tl.constexpr = 1 << BITS
@@ -267,14 +272,14 @@ def order_lines(
     tl.debug_barrier()
     for step in tl.static_range(STEPS):  # lines that are none have the last digit, and come last of all
         if step < steps:
-            digit = digit_in(lines[step], low, BINS)
+            digit = digit_in(lines[step], low, BINS, ROW_BITS)
             put_line(room_ptr, WARPS * BINS * 4, take_place(room_ptr, own, digit, BITS), lines[step])
 
 
 @triton.jit
 def write_lines(
     room_ptr, lines_ptr, order_ptr, shift, first, n, turn, last, steps,
-    BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr,
+    BITS: tl.constexpr, WARPS: tl.constexpr, STEPS: tl.constexpr, ROW_BITS: tl.constexpr = 32,
 ):  # fmt: skip
     """The lines of shared memory, of the ``last`` pass their rows, to where they belong: ``shift`` by their digit."""
     BINS: tl.constexpr = 1 << BITS
@@ -289,15 +294,15 @@ def write_lines(
             if step < steps:
                 at = step * THREADS + lane
                 line = take_line(room_ptr, WARPS * BINS * 4, at)
-                to = take(room_ptr, digit_in(line, low, BINS)) + at
-                tl.store(order_ptr + to, (line & 0xFFFFFFFF).to(tl.int32), mask=first + at < n)
+                to = take(room_ptr, digit_in(line, low, BINS, ROW_BITS)) + at
+                tl.store(order_ptr + to, (line & ((1 << ROW_BITS) - 1)).to(tl.int32), mask=first + at < n)
     else:
         there_ptr = lines_ptr + tl.where(turn % 2 == 1, n, 0)
         for step in tl.static_range(STEPS):
             if step < steps:
                 at = step * THREADS + lane
                 line = take_line(room_ptr, WARPS * BINS * 4, at)
-                to = take(room_ptr, digit_in(line, low, BINS)) + at
+                to = take(room_ptr, digit_in(line, low, BINS, ROW_BITS)) + at
                 tl.store(there_ptr + to, line, mask=first + at < n)
 
 
@@ -314,6 +319,10 @@ def sum_counts(counts_ptr, counting, BINS: tl.constexpr):
 
 
 @triton.jit
-def digit_in(line, low, BINS: tl.constexpr):
+def digit_in(line, low, BINS: tl.constexpr, ROW_BITS: tl.constexpr):
     """The digit of a line above its ``low`` lowest bits of the key."""
-    return ((line >> 32).to(tl.int32) >> low) & (BINS - 1)
+    if ROW_BITS == 32:  # the upper register
+        digit = (line >> 32).to(tl.int32) >> low
+    else:
+        digit = (line >> (ROW_BITS + low)).to(tl.int32)
+    return digit & (BINS - 1)

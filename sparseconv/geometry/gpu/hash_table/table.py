@@ -143,7 +143,7 @@ def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]
         raise ValueError("the ranges of this table were given: they are not in its arena")
     if table.report is not None:
         found, overflow, *encoded = table.report.read()
-        ranges = _decode(encoded)
+        ranges = bounds_of(encoded)
     else:
         status, spread = table.arena.read(STATUS, RANGES)
         found, overflow = status.tolist()
@@ -154,10 +154,11 @@ def read_table(table: CoordinateTable) -> tuple[tuple[int, ...], tuple[int, ...]
 
 def decode_ranges(ranges: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(low, high) of each column, inclusive, on the host; waits for the device. No row: low > high."""
-    return _decode([v & 0xFFFFFFFF for v in ranges.flatten().tolist()])
+    return bounds_of([v & 0xFFFFFFFF for v in ranges.flatten().tolist()])
 
 
-def _decode(encoded: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def bounds_of(encoded: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(low, high) of each column of ranges as unsigned numbers."""
     return tuple([2**31 - 1 - v for v in encoded[1::2]]), tuple([v - 2**31 for v in encoded[::2]])
 
 
