@@ -101,6 +101,12 @@ def test_points_upon_the_faces_of_voxels() -> None:
         check(points.double(), None, (size,), (0.1,))
 
 
+def test_the_outermost_voxels_within_32_bits() -> None:
+    for last in (2.0**31 - 2, -(2.0**31) + 2):
+        points = torch.tensor([[last, 0.0], [last, 1.0], [last, 0.0]], dtype=torch.float64, device=DEVICE)
+        check(points, torch.tensor([2**31 - 2] * 3, device=DEVICE), (1.0, 1.0), (0.0, 0.0))
+
+
 def test_views_of_wider_arrays() -> None:
     scan = cloud(300, 5, 9.0)
     items = torch.arange(600, device=DEVICE)[::2] % 2

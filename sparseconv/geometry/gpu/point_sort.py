@@ -203,7 +203,7 @@ def cells_of(row, end, points_ptr, batch_ptr, column, size, corner, RANK: tl.con
     at = row.to(tl.int64)[:, None] * RANK + (column - 1)[None, :]
     point = tl.load(points_ptr + at, mask=(row < end)[:, None] & is_axis, other=0).to(tl.float64)
     value = tl.where(is_axis, tl.floor((point - corner[None, :]) / size[None, :]), 0.0)
-    fits = tl.abs(value) < 2147483647.0
+    fits = tl.abs(value) + 1.0 < 2147483648.0  # Triton 3.6 rounds constants to 24 bits
     cell = tl.where(fits, value, 0.0).to(tl.int32)
     if BATCHED:
         item = tl.load(batch_ptr + row, mask=row < end, other=0)[:, None]
@@ -231,7 +231,7 @@ def key_space(ranges_ptr, column, RANK: tl.constexpr):
             low = low & 0
         lows = tl.where(column == axis, low, lows)
         scale = tl.where(column == axis, volume, scale)
-        fits = fits & (extent < 2147483647)
+        fits = fits & (extent <= 2147483647)
         count *= extent.to(tl.float64)
         volume *= extent
     return fits & (count < MOST_CELLS), volume, lows, scale
