@@ -71,6 +71,8 @@ def avg_pool(
     if (traced := recorder(plan)) is not None:
         return traced.pooled(x, "average_of_taps" if count_absent else "average")
     x, plan = _local(x, plan)
+    if plan.kernel_map.reverse().meets_all and not count_absent:
+        return edge_sum(x, plan.kernel_map)  # of one voxel each
     total = edge_sum(x.to(wide(x)), plan.kernel_map)
     return (total / (plan.num_taps if count_absent else _degrees(plan.kernel_map))).to(x.dtype)
 
@@ -159,6 +161,8 @@ def max_unpool(
 
 def edge_sum(x: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
     """y[o] = sum over edges (k, i, o) of x[i]: (N_in, C) -> (N_out, C)."""
+    if _by_kernel(x) and (kernel_map.meets_all or kernel_map.reverse().meets_all):
+        return _winner_sum(x, None, kernel_map, False, False)
     with torch.autocast(x.device.type, enabled=False):  # as torch's pooling, which keeps the dtype of x
         return sparse_scale(x, *_sum_infos(kernel_map))
 
@@ -167,13 +171,14 @@ class _WinnerSum(Function):
     """A sum over the edges of the winning taps; its own derivative with the edges reversed.
 
     ``winners`` (rows of one side, C) names a tap for each row and channel; an edge counts where it is the edge's tap.
+    Without them all edges count.
     """
 
     @staticmethod
     def forward(
-        x: torch.Tensor, winners: torch.Tensor, kernel_map: KernelMap, adjoint: bool, at_target: bool
+        x: torch.Tensor, winners: torch.Tensor | None, kernel_map: KernelMap, adjoint: bool, at_target: bool
     ) -> torch.Tensor:
-        if kernel_map.padded or _by_kernel(x):
+        if winners is None or kernel_map.padded or _by_kernel(x):
             return _chosen_sum(x, winners, kernel_map.reverse() if adjoint else kernel_map, at_target)
         rows = kernel_map.num_in if adjoint else kernel_map.num_out
         y = torch.zeros((rows, x.shape[1]), dtype=wide(x), device=x.device)
@@ -284,12 +289,14 @@ def _seen(edges: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         yield tap, rows.clamp_min(0), (rows >= 0)[:, None]
 
 
-def _chosen_sum(x: torch.Tensor, winners: torch.Tensor, edges: KernelMap, at_target: bool) -> torch.Tensor:
+def _chosen_sum(x: torch.Tensor, winners: torch.Tensor | None, edges: KernelMap, at_target: bool) -> torch.Tensor:
     """`_WinnerSum` onto the output rows of edges, which the host need not count."""
     if _by_kernel(x):
         from sparseconv.ops.gpu.pooling import chosen_sum  # Triton is loaded where it is used
 
         return chosen_sum(x, winners, edges.neighbors, at_target)
+    if winners is None:
+        return edge_sum(x, edges)
     y = torch.zeros((edges.num_out, x.shape[1]), dtype=wide(x), device=x.device)
     for tap, rows, real in _seen(edges):
         chosen = (winners if at_target else winners.index_select(0, rows)) == tap

@@ -32,18 +32,20 @@ def largest(x: torch.Tensor, neighbors: torch.Tensor, index: torch.dtype) -> tup
     return values, winners
 
 
-def chosen_sum(x: torch.Tensor, winners: torch.Tensor, neighbors: torch.Tensor, at_target: bool) -> torch.Tensor:
+def chosen_sum(x: torch.Tensor, winners: torch.Tensor | None, neighbors: torch.Tensor, at_target: bool) -> torch.Tensor:
     """y[o] = sum over the taps k of neighbors (K, N_out) of x[i], channel by channel, where k is what ``winners`` names.
 
-    Winners (N_out, C) name a tap of output o ``at_target``, else winners (N_in, C) one of input i. Summed tap by tap.
+    Winners (N_out, C) name a tap of output o ``at_target``, else winners (N_in, C) one of input i; None: all count.
+    Summed tap by tap.
     """
     (taps, rows), channels = neighbors.shape, x.shape[1]
     y = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     if rows and channels:
+        all_count, winners = winners is None, neighbors if winners is None else winners
         winners = aligned(winners if winners.dtype in INDICES else winners.int())
         grid, units, blocks = _cut(rows, channels)
         args = (*map(pointer, (aligned(x), winners, aligned(neighbors), y)), rows, units, taps)
-        _chosen(x.dtype, winners.dtype)(x.device, grid, args, (at_target, x.dtype == torch.float64, *blocks))
+        _chosen(x.dtype, winners.dtype)(x.device, grid, args, (all_count, at_target, x.dtype == torch.float64, *blocks))
     return y
 
 
@@ -103,7 +105,7 @@ def largest_kernel(
 @triton.jit
 def chosen_kernel(
     x_ptr, winners_ptr, neighbors_ptr, y_ptr, rows, units, taps,
-    AT_TARGET: tl.constexpr, IS_WIDE: tl.constexpr,
+    ALL_COUNT: tl.constexpr, AT_TARGET: tl.constexpr, IS_WIDE: tl.constexpr,
     UNIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """y[o, c] = sum over taps of x[neighbors[tap, o], c] where the winner there, or at o, is the tap."""
@@ -112,15 +114,16 @@ def chosen_kernel(
     n, c, places, there = tile(rows, channels, BLOCK_N, BLOCK_C)
     total = tl.zeros((BLOCK_N, BLOCK_C), tl.float64 if IS_WIDE else tl.float32)
     winner = tl.zeros((BLOCK_N, BLOCK_C), winners_ptr.dtype.element_ty)
-    if AT_TARGET:
+    if AT_TARGET and not ALL_COUNT:
         winner = tl.load(winners_ptr + places, mask=there, other=0)
     for tap in range(taps):
         row = tl.load(neighbors_ptr + n, mask=n < rows, other=-1)[:, None]
         real = there & (row >= 0)
         source = row.to(tl.int64) * channels + c
-        if not AT_TARGET:
-            winner = tl.load(winners_ptr + source, mask=real, other=0)
-        real = real & (winner == tap)
+        if not ALL_COUNT:
+            if not AT_TARGET:
+                winner = tl.load(winners_ptr + source, mask=real, other=0)
+            real = real & (winner == tap)
         total += tl.load(x_ptr + source, mask=real, other=0.0).to(total.dtype)
         neighbors_ptr += rows
     tl.store(y_ptr + places, total.to(y_ptr.dtype.element_ty), mask=there)
