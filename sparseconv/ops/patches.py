@@ -210,12 +210,13 @@ class Patches:
 
 @transforms.constant
 def _of_known(counts: Sequence[int], size: int, num_patches: int, device: torch.device) -> Patches:
-    """`Patches` of items whose rows the host knows, ``size`` of them at least: by three launches an item, not thirty."""
+    """`Patches` of items of ``size`` rows or more, which the host knows: three launches an item, not thirty in all."""
     made, rows, slot = object.__new__(Patches), 0, 0
     places, slots = [], []
     for n in counts:
         end, spare = rows + n, -n % size
-        places += [torch.arange(rows, end, device=device), torch.arange(end - size, end - size + spare, device=device)]
+        borrowed = torch.arange(end - size, end - size + spare, device=device)
+        places += [torch.arange(rows, end, device=device), borrowed]
         slots.append(torch.arange(slot, slot + n, device=device))
         rows, slot = end, slot + n + spare
     made.size, made.num_patches, made.num_rows, made.device = size, num_patches, rows, device

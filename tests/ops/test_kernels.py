@@ -32,7 +32,9 @@ def drawn(rank, depth, signed=False):
     return coords.int()
 
 
-@pytest.mark.parametrize(("rank", "depth"), [(1, 5), (1, 31), (2, 0), (2, 1), (2, 31), (3, 7), (3, 20), (4, 2), (4, 15)])
+@pytest.mark.parametrize(
+    ("rank", "depth"), [(1, 5), (1, 31), (2, 0), (2, 1), (2, 31), (3, 7), (3, 20), (4, 2), (4, 15)]
+)
 def test_codes_of_all_curves(rank, depth):
     orders = ORDERS if rank > 1 else ("hilbert", "z")
     for signed in (False, True) if depth else (False,):
@@ -84,7 +86,7 @@ def test_a_pooling_launches_once_each_way(dtype):
     case = Case("tiling", voxels=400, options={"stride": 2})
     plan = build(case, "cuda")
     x = operands(plan, case, dtype)[0].requires_grad_()
-    plan.kernel_map.neighbors, plan.kernel_map.reverse().neighbors  # noqa: B018 (kept)
+    plan.kernel_map.neighbors, plan.kernel_map.reverse().neighbors
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         y = sc.ops.max_pool(x, plan)[0]
         torch.autograd.grad(y, x, torch.ones_like(y))
@@ -106,7 +108,8 @@ jobs = [(curves.CODES, (rank, rank != 2, 256), False) for rank in (1, 2, 3, 4)[-
 for dtype in (torch.float16, torch.float64, torch.bfloat16, torch.float32)[:FORMS]:
     blocks = (dtype == torch.float64, 8, 16, 64)
     jobs.append((pooling._largest(dtype, torch.int16), blocks, True))
-    jobs += [(pooling._chosen(dtype, torch.int16), (all_count, at, *blocks), True) for all_count, at in ((False, True), (False, False), (True, False))]
+    for all_count, at in ((False, True), (False, False), (True, False)):
+        jobs.append((pooling._chosen(dtype, torch.int16), (all_count, at, *blocks), True))
 for launcher, constants, by_16 in jobs:
     names, types = launcher.function.arg_names, launcher.types
     signature = {n: NAMES[t] for n, t in zip(names, types)}

@@ -87,7 +87,7 @@ def codes_kernel(
         if RANK > 3:
             x3, x0 = turn(x3, x0, level, below)
     code = tl.zeros((BLOCK,), tl.int64)
-    for bit in range(0, depth):
+    for bit in range(depth):
         place = bit * RANK
         code |= ((x0 >> bit) & 1) << (place + RANK - 1)
         if RANK > 1:

@@ -1,4 +1,4 @@
-"""Maxima over the edges of a map in one launch, and the sums over edges that won: a loop over taps within the kernel."""
+"""Maxima over the edges of a map, and sums over all edges or those that won; a launch each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def largest(x: torch.Tensor, neighbors: torch.Tensor, index: torch.dtype) -> tup
 
 
 def chosen_sum(x: torch.Tensor, winners: torch.Tensor | None, neighbors: torch.Tensor, at_target: bool) -> torch.Tensor:
-    """y[o] = sum over the taps k of neighbors (K, N_out) of x[i], channel by channel, where k is what ``winners`` names.
+    """y[o] = sum over the taps k of neighbors (K, N_out) of x[i], channel by channel, where ``winners`` names k.
 
     Winners (N_out, C) name a tap of output o ``at_target``, else winners (N_in, C) one of input i; None: all count.
     Summed tap by tap.
