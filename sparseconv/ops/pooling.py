@@ -6,7 +6,8 @@
 
 An output without edges is 0, the value that an absent voxel has in a dense array, and takes no gradient. Sums are a
 `sparse_scale` over the edges by output row, and a mean is a sum divided once. Maxima and what goes back through them go
-by taps, each a partial injection. No atomics anywhere: the same bits in every run. Halves are accumulated in fp32.
+by taps, each a partial injection; on a card one launch does all taps. No atomics anywhere: the same bits in every run.
+Halves are accumulated in fp32.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def max_unpool(
 
 def edge_sum(x: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
     """y[o] = sum over edges (k, i, o) of x[i]: (N_in, C) -> (N_out, C)."""
-    if _by_kernel(x) and (kernel_map.meets_all or kernel_map.reverse().meets_all):
+    if _by_kernel(x) and kernel_map.reverse().meets_all:
         return _winner_sum(x, None, kernel_map, False, False)
     with torch.autocast(x.device.type, enabled=False):  # as torch's pooling, which keeps the dtype of x
         return sparse_scale(x, *_sum_infos(kernel_map))
