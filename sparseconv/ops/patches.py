@@ -202,10 +202,11 @@ class Patches:
             mask = mask.expand(-1, -1, self.size, -1)
         if not self.num_patches:
             return v * 1
+        if self.num_patches <= PATCHES_A_CALL:  # without parts, whose gradients torch would copy together
+            return _attention(q, k, v, mask=mask, dropout=dropout, scale=scale)
         parts = zip(*(t.split(PATCHES_A_CALL) for t in (q, k, v)))
         masks = iter(() if mask is None else mask.split(PATCHES_A_CALL))
-        made = [_attention(*part, mask=next(masks, None), dropout=dropout, scale=scale) for part in parts]
-        return made[0] if len(made) == 1 else torch.cat(made)
+        return torch.cat([_attention(*part, mask=next(masks, None), dropout=dropout, scale=scale) for part in parts])
 
 
 @transforms.constant
