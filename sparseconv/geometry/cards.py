@@ -27,6 +27,16 @@ def refusal(device: torch.device) -> str | None:
     return None
 
 
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton is there and serves this card."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return refusal(device) is None
+
+
 def check_card(device: torch.device) -> None:
     """Raise ValueError where a grid on this GPU could not be served."""
     said = refusal(device)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: patches of one call of torch's attention, whose kernels count them in 16 bits
 PATCHES_A_CALL = 1 << 15
+#: items that are laid out one by one, where the host knows their rows
+MOST_ITEMS = 8
 
 
 class Patches:
@@ -106,11 +108,15 @@ class Patches:
                 kept = Patches(grid.batch_counts, size, len(grid) // size + grid.batch_size, len(grid))
             else:
                 sizes = split_sizes(grid)
-                held = [n for n in sizes if n] or [1]
+                taken = [n for n in sizes if n]
+                held = taken or [1]
                 size = min(size, *held) if shrink else min(size, max(held))  # no slots that no item fills
                 most = sum((n + size - 1) // size for n in sizes)
                 full = all(n == 0 or n >= size for n in sizes)
-                kept = Patches(grid.batch_counts, size, most, len(grid), all_seen=full)
+                if full and 1 <= len(taken) <= MOST_ITEMS:
+                    kept = _of_known(taken, size, most, grid.device)
+                else:
+                    kept = Patches(grid.batch_counts, size, most, len(grid), all_seen=full)
             grid.derived[key] = kept
         return kept
 
@@ -196,10 +202,27 @@ class Patches:
             mask = mask.expand(-1, -1, self.size, -1)
         if not self.num_patches:
             return v * 1
+        if self.num_patches <= PATCHES_A_CALL:  # without parts, whose gradients torch would copy together
+            return _attention(q, k, v, mask=mask, dropout=dropout, scale=scale)
         parts = zip(*(t.split(PATCHES_A_CALL) for t in (q, k, v)))
         masks = iter(() if mask is None else mask.split(PATCHES_A_CALL))
-        made = [_attention(*part, mask=next(masks, None), dropout=dropout, scale=scale) for part in parts]
-        return made[0] if len(made) == 1 else torch.cat(made)
+        return torch.cat([_attention(*part, mask=next(masks, None), dropout=dropout, scale=scale) for part in parts])
+
+
+@transforms.constant
+def _of_known(counts: Sequence[int], size: int, num_patches: int, device: torch.device) -> Patches:
+    """`Patches` of items of ``size`` rows or more, which the host knows: three launches an item, not thirty in all."""
+    made, rows, slot = object.__new__(Patches), 0, 0
+    places, slots = [], []
+    for n in counts:
+        end, spare = rows + n, -n % size
+        borrowed = torch.arange(end - size, end - size + spare, device=device)
+        places += [torch.arange(rows, end, device=device), borrowed]
+        slots.append(torch.arange(slot, slot + n, device=device))
+        rows, slot = end, slot + n + spare
+    made.size, made.num_patches, made.num_rows, made.device = size, num_patches, rows, device
+    made.places, made.slots, made.seen = torch.cat(places), torch.cat(slots), None
+    return made
 
 
 @transforms.constant

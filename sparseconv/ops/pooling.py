@@ -6,7 +6,8 @@
 
 An output without edges is 0, the value that an absent voxel has in a dense array, and takes no gradient. Sums are a
 `sparse_scale` over the edges by output row, and a mean is a sum divided once. Maxima and what goes back through them go
-by taps, each a partial injection. No atomics anywhere: the same bits in every run. Halves are accumulated in fp32.
+by taps, each a partial injection; on a card one launch does all taps. No atomics anywhere: the same bits in every run.
+Halves are accumulated in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sparseconv.autograd import side_by_side
 from sparseconv.autograd_function import Function
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.kinds import check_tensor
-from sparseconv.ops.rows import check_plan, check_rows, kept, recorder, wide
+from sparseconv.ops.rows import check_plan, check_rows, kept, on_kernels, recorder, wide
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.products import SparseScaleInfo, sparse_scale
 from sparseconv.products.info import known_right
@@ -71,6 +72,8 @@ def avg_pool(
     if (traced := recorder(plan)) is not None:
         return traced.pooled(x, "average_of_taps" if count_absent else "average")
     x, plan = _local(x, plan)
+    if plan.kernel_map.reverse().meets_all and not count_absent:
+        return edge_sum(x, plan.kernel_map)  # of one voxel each
     total = edge_sum(x.to(wide(x)), plan.kernel_map)
     return (total / (plan.num_taps if count_absent else _degrees(plan.kernel_map))).to(x.dtype)
 
@@ -159,6 +162,8 @@ def max_unpool(
 
 def edge_sum(x: torch.Tensor, kernel_map: KernelMap) -> torch.Tensor:
     """y[o] = sum over edges (k, i, o) of x[i]: (N_in, C) -> (N_out, C)."""
+    if _by_kernel(x) and kernel_map.reverse().meets_all:
+        return _winner_sum(x, None, kernel_map, False, False)
     with torch.autocast(x.device.type, enabled=False):  # as torch's pooling, which keeps the dtype of x
         return sparse_scale(x, *_sum_infos(kernel_map))
 
@@ -167,13 +172,14 @@ class _WinnerSum(Function):
     """A sum over the edges of the winning taps; its own derivative with the edges reversed.
 
     ``winners`` (rows of one side, C) names a tap for each row and channel; an edge counts where it is the edge's tap.
+    Without them all edges count.
     """
 
     @staticmethod
     def forward(
-        x: torch.Tensor, winners: torch.Tensor, kernel_map: KernelMap, adjoint: bool, at_target: bool
+        x: torch.Tensor, winners: torch.Tensor | None, kernel_map: KernelMap, adjoint: bool, at_target: bool
     ) -> torch.Tensor:
-        if kernel_map.padded:
+        if winners is None or kernel_map.padded or _by_kernel(x):
             return _chosen_sum(x, winners, kernel_map.reverse() if adjoint else kernel_map, at_target)
         rows = kernel_map.num_in if adjoint else kernel_map.num_out
         y = torch.zeros((rows, x.shape[1]), dtype=wide(x), device=x.device)
@@ -203,7 +209,7 @@ class _Max(Function):
     def forward(x: torch.Tensor, kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (kernel_map.num_out, x.shape[1])
         index = torch.int16 if kernel_map.num_taps < 2**15 else torch.int32
-        if kernel_map.padded:
+        if kernel_map.padded or _by_kernel(x):
             return _largest(x, kernel_map, index)
         first = torch.full((kernel_map.num_out, 1), -1, dtype=index, device=x.device)
         for tap, _, outs in reversed(list(_by_tap(kernel_map))):
@@ -270,6 +276,11 @@ def edge_max(x: Any, kernel_map: KernelMap) -> tuple[torch.Tensor, torch.Tensor]
     return (_SeenMax if transforms.active() else _Max).apply(x, kernel_map)
 
 
+def _by_kernel(x: torch.Tensor) -> bool:
+    """Whether kernels serve features of this kind where they are."""
+    return x.element_size() > 1 and on_kernels(x)
+
+
 def _seen(edges: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Each tap with the input row of every output row, any where there is none, and which of them are real (N_out, 1).
 
@@ -279,8 +290,14 @@ def _seen(edges: KernelMap) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         yield tap, rows.clamp_min(0), (rows >= 0)[:, None]
 
 
-def _chosen_sum(x: torch.Tensor, winners: torch.Tensor, edges: KernelMap, at_target: bool) -> torch.Tensor:
-    """`_WinnerSum` onto the output rows of edges that the host cannot count."""
+def _chosen_sum(x: torch.Tensor, winners: torch.Tensor | None, edges: KernelMap, at_target: bool) -> torch.Tensor:
+    """`_WinnerSum` onto the output rows of edges, which the host need not count."""
+    if _by_kernel(x):
+        from sparseconv.ops.gpu.pooling import chosen_sum  # Triton is loaded where it is used
+
+        return chosen_sum(x, winners, edges.neighbors, at_target)
+    if winners is None:
+        return edge_sum(x, edges)
     y = torch.zeros((edges.num_out, x.shape[1]), dtype=wide(x), device=x.device)
     for tap, rows, real in _seen(edges):
         chosen = (winners if at_target else winners.index_select(0, rows)) == tap
@@ -289,7 +306,11 @@ def _chosen_sum(x: torch.Tensor, winners: torch.Tensor, edges: KernelMap, at_tar
 
 
 def _largest(x: torch.Tensor, edges: KernelMap, index: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`_Max` over edges that the host cannot count."""
+    """`_Max` over edges, which the host need not count."""
+    if _by_kernel(x):
+        from sparseconv.ops.gpu.pooling import largest  # Triton is loaded where it is used
+
+        return largest(x, edges.neighbors, index)
     values = torch.zeros((edges.num_out, x.shape[1]), dtype=x.dtype, device=x.device)
     winners = torch.full(values.shape, -1, dtype=index, device=x.device)
     for tap, rows, real in _seen(edges):

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.geometry.cards import has_kernels
 from sparseconv.kinds import check_tensor, described
+from sparseconv.torch_private import dispatch_modes, functional
 
 if TYPE_CHECKING:
     from sparseconv.geometry.grid import VoxelGrid
@@ -54,6 +56,18 @@ def kept(terms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def recorder(place: Any) -> Any:
     """A grid or plan of a trace by torch.export, which records poolings as operators of its own; None of others."""
     return place if hasattr(place, "pooled") else None
+
+
+def on_kernels(x: torch.Tensor) -> bool:
+    """Whether kernels can read a tensor: it is on a card that they serve, and nobody looks between operations."""
+    return (
+        type(x) in (torch.Tensor, torch.nn.Parameter)
+        and x.is_cuda
+        and not torch.compiler.is_compiling()
+        and not dispatch_modes()
+        and not functional()
+        and has_kernels(x.device)
+    )
 
 
 def wide(x: torch.Tensor) -> torch.dtype:

@@ -24,7 +24,7 @@ from sparseconv import transforms
 from sparseconv.geometry.arguments import INTEGERS, bounds
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import check_choice, check_count, check_values
-from sparseconv.ops.rows import check_grid
+from sparseconv.ops.rows import check_grid, on_kernels
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int64, Integer
@@ -69,7 +69,7 @@ def serial_codes(coords: Integer[torch.Tensor, "N 1+D"], order: str = "z", *, de
     if low and low[0] < 0:
         raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}")
     _check_depth(depth, min(low[1:], default=0), max(high[1:], default=0), rank, high[0] if high else 0, False)
-    return _codes(coords, order, depth, depth, False)
+    return _codes_of(coords, (order,), depth, depth, False)[0]
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class Serialization:
         else:
             depth = max(depth, int(self.signed))
         shift = (self.depth - depth) * grid.rank
-        codes = [kept.index_select(0, rows) >> shift for kept in self.codes]
+        codes = torch.stack(self.codes).index_select(1, rows) >> shift
         if grid.count is not None:
-            codes = [torch.where(grid.coords[:, 0] < 0, LAST, kept) for kept in codes]
-        return _of(self.orders, [_sorted(kept) for kept in codes], depth, self.signed)
+            codes = torch.where(grid.coords[:, 0] < 0, LAST, codes)
+        return _of(self.orders, _sorted(codes), depth, self.signed)
 
     def shuffled(self) -> Serialization:
         """The curves in random order, drawn by torch's generator of the CPU, or of the card in a captured step."""
@@ -201,18 +201,14 @@ def _measured(grid: VoxelGrid, depth: int | None) -> tuple[torch.Tensor, torch.T
 @transforms.constant
 def _serialized(grid: VoxelGrid, names: tuple[str, ...], depth: Depth, signed: bool | torch.Tensor) -> Serialization:
     """Curves whose names and depth are known to fit."""
-    fixed = isinstance(depth, torch.Tensor)
-    curves = []
-    for name in names:
-        key = ("curve", name, depth)
-        found = None if fixed else grid.derived.get(key)
-        if found is None:
-            most = depth if isinstance(depth, int) else _most(grid)
-            found = _sorted(_codes(grid.coords, name, depth, most, signed))
-            if not fixed:
-                grid.derived[key] = found
-        curves.append(found)
-    return _of(names, curves, depth, signed)
+    if isinstance(depth, torch.Tensor):
+        return _of(names, _sorted(_codes_of(grid.coords, names, depth, _most(grid), signed)), depth, signed)
+    keys = [("curve", name, depth) for name in names]
+    missing = [name for name, key in zip(names, keys) if key not in grid.derived]
+    if missing:
+        made = _sorted(_codes_of(grid.coords, missing, depth, depth, signed))
+        grid.derived.update((("curve", name, depth), curve) for name, curve in zip(missing, made))
+    return _of(names, [grid.derived[key] for key in keys], depth, signed)
 
 
 def _most(grid: VoxelGrid) -> int:
@@ -230,11 +226,24 @@ def _of(
     return Serialization(orders, codes, order, inverse, depth, signed)
 
 
-def _sorted(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, the rows in their order, and the place of each row."""
-    rows = torch.argsort(codes)
-    places = torch.empty_like(rows)
-    return codes, rows, places.scatter_(0, rows, torch.arange(len(rows), device=rows.device))
+def _sorted(codes: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Codes (M, N) -> for each curve its codes, the rows in their order, and the place of each row."""
+    # a card sorts all curves by one call; a CPU sorts a single row faster, digit by digit
+    rows = torch.argsort(codes) if codes.is_cuda else torch.stack([torch.argsort(row) for row in codes])
+    places = torch.arange(codes.shape[1], device=codes.device).expand_as(rows)
+    places = torch.empty_like(rows).scatter_(1, rows, places)
+    return list(zip(codes.unbind(), rows.unbind(), places.unbind()))
+
+
+def _codes_of(
+    coords: torch.Tensor, orders: Sequence[str], depth: Depth, most: int, signed: bool | torch.Tensor
+) -> torch.Tensor:
+    """`_codes` (M, N) of several curves; by one launch on a card."""
+    if coords.dtype == torch.int32 and on_kernels(coords):
+        from sparseconv.ops.gpu.curves import codes  # Triton is loaded where it is used
+
+        return codes(coords, orders, depth, signed)
+    return torch.stack([_codes(coords, order, depth, most, signed) for order in orders])
 
 
 def _codes(coords: torch.Tensor, order: str, depth: Depth, most: int, signed: bool | torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,19 @@ def test_slots_against_loops(counts, size):
     assert layout.slots[total:].tolist() == [0] * spare
 
 
+@pytest.mark.parametrize("shrink", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4, 5, 100])
+@pytest.mark.parametrize("counts", [*COUNTS, (3,) * 12], ids=str)
+def test_patches_of_a_grid_are_those_of_its_counts(counts, size, shrink):
+    grid = grid_of(counts)
+    layout = ops.Patches.along(grid, size, shrink=shrink)
+    want = ops.Patches(grid.batch_counts, layout.size, layout.num_patches, len(grid))
+    assert torch.equal(layout.places, want.places)
+    assert torch.equal(layout.slots, want.slots)
+    assert bool(want.seen.all()) if layout.seen is None else torch.equal(layout.seen, want.seen)
+    assert (layout.num_rows, layout.device) == (want.num_rows, want.device)
+
+
 def dense(q, k, v, counts, size, scale, bias=None):
     """Attention of places, (N, H, C): a (N, N) matrix of how often a place is seen, 0 for never."""
     total = len(q)

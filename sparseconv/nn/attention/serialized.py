@@ -106,7 +106,8 @@ class PatchAttention(SparseModule):
         elif positions is not None:
             raise ValueError("positions are for rotary positions, and the layer has none: rope=nn.RotaryPositions(...)")
         qkv = patches.split(qkv, order)
-        q, k, v = qkv.unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()  # (patches, H, slots, C/H)
+        # each (patches, H, slots, C/H); taken apart first, so that their gradients are stacked as qkv lies
+        q, k, v = (t.transpose(1, 2) for t in qkv.unflatten(2, (3, self.num_heads, -1)).unbind(2))
         bias = None
         if self.rpe is not None:
             at = x.coords[:, 1:].index_select(0, patches.rows(order))

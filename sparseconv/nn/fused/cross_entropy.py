@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sparseconv.autograd_function import Function
+from sparseconv.geometry.cards import has_kernels
 
 F = torch.nn.functional
 #: classes up to which a row fits into a few registers of a thread
@@ -65,8 +66,6 @@ def _serves(logits: torch.Tensor, target: torch.Tensor) -> bool:
 
 @cache
 def _has_kernels(device: torch.device) -> bool:
-    from sparseconv.nn.fused.normalize import has_kernels
-
     return device.type == "cuda" and has_kernels(device)
 
 

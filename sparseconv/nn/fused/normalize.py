@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.geometry.cards import refusal
+from sparseconv.geometry.cards import has_kernels
 
 #: dtypes of features that the kernels serve; sums are fp32
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -23,16 +23,6 @@ TILE, FOLDED_TILE = 4096, 2048
 def on_kernels(x: torch.Tensor) -> bool:
     """Whether the kernels serve features of this kind where they are."""
     return x.is_cuda and x.dtype in DTYPES and has_kernels(x.device)
-
-
-@cache
-def has_kernels(device: torch.device) -> bool:
-    """Whether Triton is there and serves this card."""
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return refusal(device) is None
 
 
 class Norm(NamedTuple):

@@ -1,0 +1,1 @@
+"""Kernels of the operations on a GPU: codes along curves, maxima over the edges of a map."""
