@@ -26,7 +26,7 @@ from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.registry import choose
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.numbered_maps import alive, check_convolution, check_weight_gradient, map_of
-from sparseconv.torch_private import any_autocast, below_autograd, dispatch_modes, exporting, unwrap_dead
+from sparseconv.torch_private import any_autocast, below_autograd, dispatch_modes, exporting, functional, unwrap_dead
 
 
 def serving_backend(kernel_map: KernelMap, x: torch.Tensor, weight: tuple[int, ...], groups: int, name: str) -> Backend:
@@ -134,11 +134,11 @@ def is_last(*tensors: torch.Tensor) -> bool:
 
 def _call(function: type[_Linear], *args: Any) -> torch.Tensor:
     tensors = args[: function.num_tensors]
+    if is_plain(*tensors) and not functional():
+        return without_casts(tensors[0], _run, function, *args)
     if transforms.present():  # which see through autograd functions only
         return function.apply(*tensors, args[len(tensors) :])
-    if not is_plain(*tensors):
-        return getattr(torch.ops.sparseconv, function.name)(*args)
-    return without_casts(tensors[0], _run, function, *args)
+    return getattr(torch.ops.sparseconv, function.name)(*args)
 
 
 def without_casts(x: torch.Tensor, run: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:

@@ -111,7 +111,7 @@ def check_kind(name: str, value: object, kinds: type | tuple[type, ...], advice:
 
 def check_count(name: str, value: object, least: int = 0) -> None:
     """Raise TypeError unless ``value`` is an integer (a bool is none), ValueError where it is below ``least``."""
-    if isinstance(value, torch.SymInt):
+    if (type(value) is int and least <= value < 2**63) or isinstance(value, torch.SymInt):
         return
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, but it is {described(value)} ({shortened(value)}): pass an int")

@@ -38,6 +38,13 @@ def _index(value: Any) -> int | None:
 
 def per_axis(value: int | Sequence[int], rank: int, name: str, minimum: int | None = None) -> Ints:
     """One integer for each of ``rank`` axes, from one integer or a sequence of them."""
+    if (
+        isinstance(value, (tuple, list))  # as most come, from layers
+        and len(value) == rank > 0
+        and all([type(v) is int for v in value])
+        and (minimum is None or min(value) >= minimum)
+    ):
+        return tuple(value)
     wanted = f"{name} must be one integer or {rank} of them, one for each axis; got {value!r}"
     if isinstance(value, (str, bytes, Set, Mapping)):
         raise TypeError(wanted)
@@ -103,13 +110,15 @@ class IndexRange:
 
     def encloses(self, other: IndexRange) -> bool:
         """True if every point of ``other`` lies in this box."""
-        return other.size == 0 or self.intersect(other) == other
+        if other.size == 0:
+            return True
+        edges = zip(self.start, other.start, other.end, self.end)
+        return self.rank >= other.rank and all([a <= first and last <= b for a, first, last, b in edges])
 
     def intersect(self, other: IndexRange) -> IndexRange:
         """The box of the points that lie in both."""
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start))
-        end = tuple(min(a, b) for a, b in zip(self.end, other.end))
-        return IndexRange(start, tuple(max(s, e) for s, e in zip(start, end)))
+        start = tuple(map(max, self.start, other.start))
+        return IndexRange(start, map(max, start, map(min, self.end, other.end)))
 
     def translate(self, delta: Sequence[int]) -> IndexRange:
         """This box moved by ``delta``."""

@@ -34,7 +34,7 @@ class Program:
         """The constants in the order of the kernel's signature."""
         return tuple(self.constants[name] for name in self.kernel.arg_names if name in self.constants)
 
-    @property
+    @cached_property
     def interpreted(self) -> bool:
         """Whether Triton interprets the kernel: it then takes tensors, not addresses."""
         from sparseconv.gpu.launcher import INTERPRETED

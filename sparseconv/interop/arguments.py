@@ -25,7 +25,8 @@ def whole(values: Any, name: str, minimum: int | None = None) -> list[int]:
     """
     made = []
     try:
-        several: list[Any] = [None] if isinstance(values, (str, bytes, Set, Mapping)) else list(values)
+        wrong = type(values) is not list and isinstance(values, (str, bytes, Set, Mapping))
+        several: list[Any] = [None] if wrong else list(values)
     except (TypeError, RuntimeError):  # torch's, of a tensor without axes
         raise TypeError(f"{name} must be whole numbers, but it is {described(values)}") from None
     for value in several:

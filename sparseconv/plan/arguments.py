@@ -141,7 +141,8 @@ def autocast(x: torch.Tensor, taps: torch.Tensor, *others: torch.Tensor | None) 
     if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return x, taps, *others
     dtype = torch.get_autocast_dtype(kind)
-    return x.to(dtype), packed_as(taps, dtype), *(None if t is None else t.to(dtype) for t in others)
+    cast = [t if t is None or t.dtype == dtype else t.to(dtype) for t in (x, *others)]
+    return cast[0], packed_as(taps, dtype), *cast[1:]
 
 
 def as_epilogue(given: Epilogue | PointwiseDynamicFunction | None) -> Epilogue | None:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv import transforms
 from sparseconv.autograd import (
     adjoint,
     convolution,
@@ -19,6 +18,7 @@ from sparseconv.autograd import (
     without_casts,
 )
 from sparseconv.numbered_maps import alive, map_of
+from sparseconv.torch_private import functional
 
 if TYPE_CHECKING:
     from sparseconv.pointwise import Epilogue
@@ -100,15 +100,14 @@ def fused_convolution(
     nothing but y; for others the sum before it is kept, which is leaner than computing it again, and they run after it.
     A result is rounded once, to the dtype of x: on a CPU a sum that is kept for halves is fp32.
     """
-    call = (edges, rows, groups, backend)
+    call, tensors = (edges, rows, groups, backend), (x, weight, bias, residual)
+    with_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    watched = torch.compiler.is_compiling() or functional()
+    if not with_gradient and not watched and is_plain(*tensors):
+        return without_casts(x, _forward_fused, x, weight, bias, residual, epilogue, *call)
     if residual is None and epilogue is None:
         return convolution(x, weight, bias, *call)
-    tensors = (x, weight, bias, residual)
-    plain = not (torch.compiler.is_compiling() or transforms.present()) and is_plain(*tensors)
-    with_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if plain and not with_gradient:
-        return without_casts(x, _forward_fused, x, weight, bias, residual, epilogue, *call)
-    apart = not plain or not is_direct(*tensors)
+    apart = watched or not is_direct(*tensors)
     if x.dtype in _HALVES and x.device.type == "cpu" and (apart or not _keeps_result(epilogue)):
         more = [None if t is None else t.float() for t in (bias, residual)]  # the sum outlives its kernel: not rounded
         wide = fused_convolution(x.float(), weight.float(), more[0], more[1], epilogue, *call)

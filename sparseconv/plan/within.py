@@ -75,7 +75,7 @@ def plan_within(
             boundary = Boundary.forbid(box)
             plan = ConvolutionPlan.transposed(grid, kernel, stride=step, padding=pad, dilation=gap, boundary=boundary)
         else:
-            target = coarse_grid(grid, window, Boundary.absent(), box, ends)
-            plan = ConvolutionPlan(grid, kernel, stride=step, padding=pad, dilation=gap, target=target)
+            boundary = Boundary.absent()
+            plan = ConvolutionPlan.between(grid, coarse_grid(grid, window, boundary, box, ends), window, boundary)
         plan = grid.derived.setdefault(key, plan.kept_with(grid))
     return plan

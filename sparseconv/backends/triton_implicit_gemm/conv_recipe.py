@@ -89,7 +89,8 @@ class ConvRecipe:
         """What runs over this map: called with (x, weight, out, bias, residual), any tensor in the place of none."""
         config, work = self._config, self._work
         schedule = self.prepare(kernel_map)
-        groups = 1 if schedule.slots is None else schedule.slots.shape[0]
+        slots = schedule.slots
+        groups = 1 if slots is None else slots.shape[0]
         rows_in, rows_out = kernel_map.num_in, kernel_map.num_out
         if self._transposed:
             rows_in, rows_out = rows_out, rows_in
@@ -111,12 +112,12 @@ class ConvRecipe:
         if len(launches) > 1:
             return Chain(launches, (rows_out, c_out), self._transposed, (self._bias, self._residual))
         exchange = work.groups if config.weight_copy else 0
-        if schedule.slots is None:
+        if slots is None:
             return Step(launches[0], None, exchange=exchange) if exchange else launches[0]
         combine = self._kept(self._combination, groups)
         block_m, block_n = combine.constants["BLOCK_M"], combine.constants["BLOCK_N"]
         programs = -(-rows_out // block_m) * -(-c_out // block_n)
-        last = Launch(combine, programs, Fixed((schedule.slots,), (rows_out,)))
+        last = Launch(combine, programs, Fixed((slots,), (rows_out,)))
         return Step(launches[0], last, (num_slots, c_out), exchange)
 
     def _parts(self, groups: int) -> list[Part]:

@@ -199,11 +199,11 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         return out
 
     def _run(self, input: SparseConvTensor, after: Inference | None) -> SparseConvTensor:
-        window = self._window()
         input._place()  # first: with its grid, the input may get another shape
         out_shape = self._out_shape(input)
         stored = input.find_indice_pair(self.indice_key)
         if stored is None:
+            window = self._window()
             plan = find_plan(input.inside, window, out_shape, subm=self.subm, transposed=self.transposed)
         else:
             if not self.subm:
@@ -211,7 +211,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
                     f"indice_key {self.indice_key!r} is taken: only submanifold layers reuse a map. Give this layer a "
                     "key of its own, or none"
                 )
-            check_reuse(stored, input, self._window(), self.indice_key)
+            check_reuse(stored, input, self.kernel_size, self.dilation, self.indice_key)
             plan = stored.plan
         out = self._execute(input, plan, after)
         if self.subm:
@@ -266,7 +266,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
     def _halves(self, features: torch.Tensor) -> bool:
         """Whether these are halves and the weight is not: the result is then in halves, as spconv's."""
         halves = features.dtype in (torch.float16, torch.bfloat16)
-        return halves and self.weight.dtype == torch.float32 and not any_autocast()
+        return halves and not any_autocast() and self.weight.dtype == torch.float32
 
     def _window(self) -> LayerWindow:
         return LayerWindow(tuple(self.kernel_size), tuple(self.stride), tuple(self.padding), tuple(self.dilation))

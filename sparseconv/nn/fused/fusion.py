@@ -20,9 +20,10 @@ from sparseconv.pointwise import Epilogue
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import any_module_hook, exporting
 
+_RELU = Epilogue(pointwise.relu)
 #: torch's activations as epilogues, and ours, which derive from them; a user's own class may do something else
 ACTIVATIONS: dict[type[torch.nn.Module], Callable[[Any], Epilogue]] = {
-    torch.nn.ReLU: lambda m: Epilogue(pointwise.relu),
+    torch.nn.ReLU: lambda m: _RELU,
     torch.nn.LeakyReLU: lambda m: Epilogue(pointwise.leaky_relu, (m.negative_slope,)),
     torch.nn.ELU: lambda m: Epilogue(pointwise.elu, (m.alpha,)),
     torch.nn.GELU: lambda m: Epilogue(pointwise.gelu if m.approximate == "none" else pointwise.gelu_tanh),

@@ -371,7 +371,7 @@ def _reads(x: Any, weight: Any, bias: Any, *statistics: Any) -> bool:
     ):
         return False
     device = x.get_device()
-    return all(t is None or _is_near(t, device) for t in (weight, bias, *statistics))
+    return all([t is None or _is_near(t, device) for t in (weight, bias, *statistics)])
 
 
 def folds(weight: Any, bias: Any, *norm: Any) -> bool:
@@ -384,7 +384,7 @@ def folds(weight: Any, bias: Any, *norm: Any) -> bool:
         return False
     device = weight.get_device()
     kept = weight if weight.is_contiguous() else weight.permute(2, 0, 1)
-    return all(t is None or (t.dtype in normalize.DTYPES and _is_near(t, device)) for t in (kept, bias, *norm))
+    return all([t is None or (t.dtype in normalize.DTYPES and _is_near(t, device)) for t in (kept, bias, *norm)])
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -185,7 +185,7 @@ class SparseConvTensor(metaclass=Traced):
             for name in FIELDS:
                 setattr(other, name, getattr(self, name))
         else:
-            other.__dict__.update(self.__dict__)
+            other.__dict__ = self.__dict__.copy()
         return other
 
     def select_by_index(self, valid_indices: torch.Tensor | slice) -> SparseConvTensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,8 +34,7 @@ class Voxels(Protocol):
     def voxels(self) -> VoxelGrid: ...
 
 
-@dataclass(frozen=True)
-class LayerWindow:
+class LayerWindow(NamedTuple):
     """The window of a layer, one integer an axis."""
 
     kernel_size: Ints
@@ -206,15 +204,12 @@ def pair_table(plan: ConvolutionPlan) -> tuple[torch.Tensor, torch.Tensor]:
     return table, edges.tap_offsets.diff().int()
 
 
-def check_reuse(stored: IndiceData, input: Voxels, window: LayerWindow, key: str | None) -> None:
+def check_reuse(stored: IndiceData, input: Voxels, ksize: list[int], dilation: list[int], key: str | None) -> None:
     """Raise ValueError where a submanifold layer meets a key that another geometry stored."""
     if not stored.is_subm:
         raise ValueError(f"indice_key {key!r} was stored by a layer that is not submanifold")
-    for name, mine, theirs in (
-        ("kernel size", list(window.kernel_size), stored.ksize),
-        ("dilation", list(window.dilation), stored.dilation),
-    ):
-        if mine != theirs:
+    for name, mine, theirs in (("kernel size", ksize, stored.ksize), ("dilation", dilation, stored.dilation)):
+        if list(mine) != theirs:
             raise ValueError(
                 f"layers with one indice_key have one {name}: {key!r} was stored with {theirs}, this layer has {mine}"
             )

@@ -97,10 +97,11 @@ def in_turn(input: Any, modules: Sequence[Any]) -> Any:
     """
     if not isinstance(input, SparseConvTensor) and (node := recorded(in_turn, (input, modules))) is not None:
         return node
-    left = list(modules)
-    while left:
-        input, taken = _first(left, input)
-        del left[:taken]
+    at, padded = 0, [*modules, None, None]
+    while at < len(modules):
+        module, following, third = padded[at : at + 3]
+        input, taken = _first(module, following, third, input)
+        at += taken
     return input
 
 
@@ -138,9 +139,8 @@ class SparseIdentity(torch.nn.Identity):
 register_layers(SparseModule, SparseBatchNorm, SparseSyncBatchNorm, SparseReLU)
 
 
-def _first(modules: list[Any], input: Any) -> tuple[Any, int]:
-    """The first of the modules applied to a tensor, and how many of them that took: some run as one."""
-    module, following, third = (*modules, None, None)[:3]
+def _first(module: Any, following: Any, third: Any, input: Any) -> tuple[Any, int]:
+    """The first of three modules applied to a tensor, and how many of them that took: some run as one."""
     if not isinstance(input, SparseConvTensor):
         return module(input), 1
     if is_spconv_module(module):

@@ -24,7 +24,9 @@ def proxy_among(values: Any) -> Proxy | None:
     if isinstance(values, Proxy):
         return values
     if isinstance(values, (list, tuple)):
-        return next((found for value in values if (found := proxy_among(value)) is not None), None)
+        for value in values:
+            if isinstance(value, (Proxy, list, tuple)) and (found := proxy_among(value)) is not None:
+                return found
     return None
 
 
