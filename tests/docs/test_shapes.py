@@ -202,7 +202,7 @@ def described(value: Any) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if hasattr(value, "shape") else repr(value)
 
 
-VERBS = ["forward", "forward_fused", "sums", "input_grad", "input_grad_onto", "weight_grad"]
+VERBS = ["forward", "sums", "input_grad", "input_grad_onto", "weight_grad"]
 VERBS += ["gradients", "integers", "float8"]
 #: public functions with shapes that are called neither by an example nor by `more_calls`
 UNCALLED = {
