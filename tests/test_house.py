@@ -197,3 +197,32 @@ def test_launches_and_streams_know_of_no_voxels():
     for path in FILES:
         if room(path) == "gpu":
             assert not re.search(r"voxel|kernel map|submanifold", path.read_text(), re.IGNORECASE), path
+
+
+def addresses_of_passing_tensors(source: str) -> list[int]:
+    """Lines that take the address of a tensor that nothing holds: its memory goes before the launch that is given it.
+
+    >>> addresses_of_passing_tensors("args = (*map(pointer, (x, y.contiguous())),)"), addresses_of_passing_tensors(
+    ...     "a, b = map(pointer, kept.split(2)); seen = t.untyped_storage().data_ptr(), pointer(x)"
+    ... )
+    ([1], [])
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        of, called = node.args, ast.unparse(node.func)
+        if called == "map" and len(of) == 2 and ast.unparse(of[0]) == "pointer":
+            of = of[1].elts if isinstance(of[1], (ast.Tuple, ast.List)) else []
+        elif isinstance(node.func, ast.Attribute) and node.func.attr == "data_ptr":
+            of = [node.func.value]
+        elif called != "pointer":
+            continue
+        if any(isinstance(one, ast.Call) and "storage" not in ast.unparse(one) for one in of):
+            found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=dotted)
+def test_launches_are_given_tensors_that_something_holds(path):
+    assert addresses_of_passing_tensors(path.read_text()) == []

@@ -48,7 +48,8 @@ def barriers_of(device: torch.device, device_count: DeviceCount | None = None) -
         return pointer(device_count.barriers)
     if INTERPRETED:
         return torch.zeros(NUM_BARRIERS + 1, dtype=torch.int32)
-    return _barriers(device.index, current_stream(device.index)).data_ptr()
+    kept = _barriers(device.index, current_stream(device.index))
+    return kept.data_ptr()
 
 
 @cache

@@ -34,7 +34,8 @@ def codes(
     kinds = sum(
         (order.startswith("hilbert") + 2 * order.endswith("-trans")) << 2 * at for at, order in enumerate(orders)
     )
-    args = (*map(pointer, (aligned(coords), told, found)), rows, *host, kinds)
+    coords = aligned(coords)
+    args = (*map(pointer, (coords, told, found)), rows, *host, kinds)
     CODES(coords.device, (ceil_div(rows, BLOCK), len(orders)), args, (rank, is_known, BLOCK))
     return found
 

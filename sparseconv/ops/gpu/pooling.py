@@ -27,7 +27,8 @@ def largest(x: torch.Tensor, neighbors: torch.Tensor, index: torch.dtype) -> tup
     winners = torch.empty(rows, channels, dtype=index, device=x.device)
     if rows and channels:
         grid, units, blocks = _cut(rows, channels)
-        args = (*map(pointer, (aligned(x), aligned(neighbors), values, winners)), rows, units, taps)
+        tensors = (aligned(x), aligned(neighbors), values, winners)
+        args = (*map(pointer, tensors), rows, units, taps)
         _largest(x.dtype, index)(x.device, grid, args, (x.dtype == torch.float64, *blocks))
     return values, winners
 
@@ -42,9 +43,10 @@ def chosen_sum(x: torch.Tensor, winners: torch.Tensor | None, neighbors: torch.T
     y = torch.empty(rows, channels, dtype=x.dtype, device=x.device)
     if rows and channels:
         all_count, winners = winners is None, neighbors if winners is None else winners
-        winners = aligned(winners if winners.dtype in INDICES else winners.int())
+        winners = winners if winners.dtype in INDICES else winners.int()
+        tensors = (aligned(x), aligned(winners), aligned(neighbors), y)
         grid, units, blocks = _cut(rows, channels)
-        args = (*map(pointer, (aligned(x), winners, aligned(neighbors), y)), rows, units, taps)
+        args = (*map(pointer, tensors), rows, units, taps)
         _chosen(x.dtype, winners.dtype)(x.device, grid, args, (all_count, at_target, x.dtype == torch.float64, *blocks))
     return y
 
