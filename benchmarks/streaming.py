@@ -33,6 +33,7 @@ import typer
 
 import sparseconv as sc
 from sparseconv import nn
+from sparseconv.gpu.launcher import await_compilers
 from sparseconv.streaming import ranks, streamed
 from sparseconv.streaming import run as streaming_run
 
@@ -195,6 +196,8 @@ def measure(
         x: Any = shell(voxels, 4, kind) if mapped is None else files(mapped, voxels, 4, kind)
         count = len(x.grid) if mapped is None else len(x[0])
         streamed_once(x)  # what is compiled and tuned once, for maps of this size
+        if on_gpu:
+            await_compilers()  # they take the interpreter's lock from the run
         every: list[dict[str, Any]] = []
         for _ in range(rounds):
             y: Any = None  # its pages go before the next result asks for some
