@@ -9,7 +9,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+import sparseconv as sc
 import sparseconv.interop.spconv.pytorch as spconv
+from sparseconv import nn
 from sparseconv.backends.base import Request
 from sparseconv.backends.triton_implicit_gemm import backend as triton_backend
 from sparseconv.backends.triton_implicit_gemm.config import conv_candidates, weight_grad_candidates
@@ -19,7 +21,7 @@ from sparseconv.geometry.gpu.jobs.jobs import JOB_QUANTUM, most_jobs
 from sparseconv.gpu import cooperative
 from sparseconv.gpu import launcher as launching
 from sparseconv.gpu.program import Program
-from sparseconv.interop.spconv.pytorch import ahead
+from sparseconv.nn import ahead
 from sparseconv.plan.convolution import ConvolutionPlan
 from tests.interop.scenes import scene
 
@@ -59,7 +61,8 @@ def asked(monkeypatch) -> list:
 
 
 def expected(layers, indices, shape, dtype=torch.float16) -> list:
-    return list(ahead.expected_layers(layers, indices, shape, 2, dtype))
+    made = [layer.made_layer() for layer in layers]
+    return list(ahead.expected_layers(made, ahead.Level.of(indices, shape), 2, dtype))
 
 
 def run() -> tuple:
@@ -89,6 +92,71 @@ def test_rows_pairs_and_channels_are_known_before_a_layer_runs(asked) -> None:
     assert found[-1].bias is torch.float32
 
 
+class Named(nn.SparseModule):
+    """A network whose layers are made in the order in which they run; the first stride keeps its channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.SubmanifoldConv(4, 16, 5)
+        self.down1 = nn.Conv(16, 16, 2, stride=2)
+        self.block1 = nn.ResidualBlock(16, 32)
+        self.down2 = nn.Conv(32, 48, 3, stride=2)
+        self.block2 = nn.ResidualBlock(48, 64)
+        self.up2 = nn.InverseConv(64, 40, 3, stride=2)
+        self.block3 = nn.ResidualBlock(72, 32)
+        self.up1 = nn.InverseConv(32, 16, 2, stride=2)
+        self.last = nn.SubmanifoldConv(32, 16, 3)
+
+    def forward(self, x: sc.SparseTensor) -> sc.SparseTensor:
+        fine = self.stem(x)
+        middle = self.block1(self.down1(fine))
+        coarse = self.block2(self.down2(middle))
+        middle = self.block3(middle.cat(self.up2(coarse, onto=middle)))
+        return self.last(fine.cat(self.up1(middle, onto=fine)))
+
+
+def unet() -> torch.nn.Module:
+    """Layers of all levels are made before the strides that lead to these."""
+    return nn.UNet(4, 5, channels=(16, 32, 64))
+
+
+@pytest.mark.parametrize("make", [unet, Named])
+@pytest.mark.parametrize("shift", [0, -37])
+def test_layers_of_this_library_are_known_by_their_channels(make, shift, asked) -> None:
+    gc.collect()
+    ahead._made.clear()
+    net = make().eval()
+    layers = [made() for made in ahead._made]
+    coords = scene(voxels=1500, extent=16)[1]
+    coords[:, 1:] += shift
+    features = torch.randn(len(coords), 4)
+    with torch.no_grad():
+        net(sc.SparseTensor(sc.VoxelGrid(coords), features))
+    found = expected(layers, coords, None)
+
+    def told(layer) -> tuple:
+        rows = (layer.map.num_in, layer.map.num_out)[:: -1 if layer.turned else 1]
+        return (*rows, layer.map.num_taps, layer.c_in, layer.c_out)
+
+    kernels = [(m.num_in, m.num_out, m.num_taps, *channels) for m, *channels in asked]
+    assert sorted(map(told, found)) == sorted(k for k in kernels if k[2] > 1)
+    strided = {layer.map for layer in found if not layer.map.same}
+    assert len(strided) == 2
+    assert all(one.num_pairs in {m.num_pairs for m, *_ in asked} for one in strided)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.ConvTranspose(4, 4, 2, stride=2),
+        lambda: nn.SubmanifoldConv(4, 4, taps=[[0, 0, 0], [0, 0, 2]]),
+        lambda: nn.SubmanifoldConv(4, 4, 3, boundary="periodic"),
+    ],
+)
+def test_of_some_layers_nothing_is_said(make) -> None:
+    assert make().made_layer() is None
+
+
 def test_what_is_expected_is_what_recipes_compile(asked, monkeypatch) -> None:
     monkeypatch.setattr(triton_backend, "_card", lambda _: (132, (9, 0)))
     monkeypatch.setattr(cooperative, "_processors", lambda _: 132)
@@ -96,10 +164,10 @@ def test_what_is_expected_is_what_recipes_compile(asked, monkeypatch) -> None:
     begun: set = set()
     monkeypatch.setattr(Program, "ahead", lambda program, _: begun.add(_told(program)))
     layers, indices, shape, _ = run()
-    device = SimpleNamespace(device=CARD, shape=indices.shape)
+    finest = SimpleNamespace(coords=SimpleNamespace(device=CARD, shape=indices.shape))
     found = expected(layers, indices, shape)
     monkeypatch.setattr(ahead, "expected_layers", lambda *_: found)
-    ahead.compile_layers(layers, device, shape, 2, torch.float16)  # type: ignore[arg-type]
+    ahead.compile_layers(layers, finest, 2, torch.float16)  # type: ignore[arg-type]
     needed = set()
     for kernel_map, c_in, c_out in asked:
         request = Request(kernel_map, CARD, torch.float16, c_in, c_out)
@@ -164,7 +232,7 @@ def test_after_its_first_call_began_a_step_compiles_nothing_more(tmp_path) -> No
         features, indices, shape, batch = scene(voxels=60_000, extent=64)
         x = spconv.SparseConvTensor(features.cuda(), indices.cuda(), shape, batch)
         with torch.autocast("cuda", torch.float16):
-            ahead.begin(x)
+            ahead.begin(x.features, x.indices, batch, shape)
             launching.await_compilers()
             before = len(compiled)
             y = net(x).features

@@ -13,6 +13,7 @@ from sparseconv.backends.triton_implicit_gemm.conv_recipe import ConvRecipe
 from sparseconv.backends.triton_implicit_gemm.tuning import considered
 from sparseconv.backends.triton_implicit_gemm.weight_grad_recipe import WeightGradRecipe
 from sparseconv.geometry.gpu.ahead import ExpectedMap
+from sparseconv.pointwise.epilogue import Epilogue
 
 
 class ExpectedLayer(NamedTuple):
@@ -47,6 +48,13 @@ def forward_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device
     _conv_ahead(layer, dtype, device, False)
 
 
+def inference_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device, epilogue: Epilogue) -> None:
+    """Start to compile forwards that a norm and an activation have joined, and on the same voxels a residual too."""
+    told = layer._replace(bias=layer.bias or dtype)
+    for has_residual in (False, True)[: 1 + layer.map.same]:
+        _conv_ahead(told, dtype, device, False, epilogue, has_residual)
+
+
 def gradients_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device) -> None:
     """Start to compile what both gradients launch, but for schedules."""
     sizes, x, y, _ = _operands(layer, dtype)
@@ -64,14 +72,22 @@ def _work(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device, transp
     return work_of(request, _aligned(dtype, read, layer.c_out), transposed)
 
 
-def _conv_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.device, transposed: bool) -> None:
+def _conv_ahead(
+    layer: ExpectedLayer,
+    dtype: torch.dtype,
+    device: torch.device,
+    transposed: bool,
+    epilogue: Epilogue | None = None,
+    has_residual: bool = False,
+) -> None:
     sizes, x, y, weight = _operands(layer, dtype)
     work = _work(layer, dtype, device, transposed)
     bias = None
     if layer.bias is not None and not transposed:
         bias = torch.empty(layer.c_out, dtype=layer.bias, device="meta")
+    operands = (y if transposed else x, weight, transposed, bias, y if has_residual else None, epilogue)
     for tile in considered(conv_candidates(work)):
-        ConvRecipe(tile, work, y if transposed else x, weight, transposed, bias).ahead(sizes, device)
+        ConvRecipe(tile, work, *operands).ahead(sizes, device)
 
 
 class _Sizes(NamedTuple):
