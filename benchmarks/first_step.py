@@ -2,10 +2,11 @@
 
     python -m benchmarks.first_step --clients DIR --data DIR --json FILE
 
-The clients are those of `benchmarks.clients`, unmodified, under this library's names for spconv. Every run is a process
-of its own. Its seconds begin after its imports, when the voxels lie on the host, and end when the card has done the
-step: the context of the card, the network, and all that is compiled are in them. A cold run has an empty cache of
-Triton's; a warm one that of the run before it. Runs are printed as they end; none begins after ``--seconds``.
+The clients are those of `benchmarks.clients`, unmodified, under this library's names for spconv, and this library's own
+U-Net and MinkUNet on scans of the first. Every run is a process of its own. Its seconds begin after its imports, when
+the voxels lie on the host, and end when the card has done the step: the context of the card, the network, and all that
+is compiled are in them. A cold run has an empty cache of Triton's; a warm one that of the run before it. Runs are
+printed as they end; none begins after ``--seconds``.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Run(NamedTuple):
 RUNS = (
     Run("spunet", False, 0, True),
     Run("second", False, 0, True),
+    Run("unet", False, 0, True),
+    Run("minkunet", False, 0, False),
     Run("spunet", True, 0, True),
     Run("second", True, 0, True),
     Run("spunet", False, 2, False),
@@ -56,6 +59,7 @@ def child(args: argparse.Namespace) -> None:
 
     from benchmarks.clients.networks import make
     from benchmarks.clients.scenes import Setting, loss_of
+    from sparseconv import nn
     from sparseconv.interop import spconv
 
     spconv.install()
@@ -63,7 +67,10 @@ def child(args: argparse.Namespace) -> None:
     constants.SPCONV_ALLOW_TF32 = True
     torch.backends.cuda.matmul.allow_tf32 = True
     warnings.filterwarnings("ignore")
-    client = make(args.child, Setting(args.clients, args.data, "cpu", scans=2))
+    own = {"unet": nn.UNet, "minkunet": nn.MinkUNet}.get(args.child)
+    client = make("spunet" if own else args.child, Setting(args.clients, args.data, "cpu", scans=2))
+    if own:
+        client = client._replace(net=own(client.scenes[0][0].shape[1], 20), call=call_own)
     compiled, found = listen()
     ready = time.perf_counter()
     torch.zeros(1, device="cuda").item()
@@ -96,6 +103,16 @@ def child(args: argparse.Namespace) -> None:
         "cores": len(os.sched_getaffinity(0)),
     }
     print(json.dumps(row), flush=True)
+
+
+def call_own(net: Any, scene: tuple[Any, ...]) -> Any:
+    """A network of this library on features (N, C) and voxels (N, 3)."""
+    import torch
+
+    from sparseconv import SparseTensor, VoxelGrid
+
+    coords = torch.nn.functional.pad(scene[1].int(), (1, 0))
+    return net(SparseTensor(VoxelGrid(coords), scene[0])).features
 
 
 def listen() -> tuple[list[str], list[str]]:

@@ -41,7 +41,7 @@ FLOORS = {
     "export": 6,
     "nn": 6,
     "quantization": 7,
-    "streaming": 6,
+    "streaming": 7,
     "interop": 7,
     "cli": 7,
     "viz": 7,

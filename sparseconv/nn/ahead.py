@@ -35,6 +35,8 @@ DENSITY = 0.3
 WIDE = 256
 #: layers that are noted at most: where none ever runs on a GPU, old ones are forgotten
 MOST_NOTED = 4096
+#: what a call is given, and not a recording that counts operations
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 #: where outputs lie: on the input's voxels, on those that a stride reaches, or on those that a stride came from
 SAME, STRIDED, INVERSE = "same", "strided", "inverse"
 
@@ -78,7 +80,7 @@ def register(layer: Layer) -> None:
 
 def is_due(features: torch.Tensor) -> bool:
     """Whether layers were made since the last time, and this is a call on a GPU: then `begin` is to be called."""
-    if torch.compiler.is_compiling() or not _made or not features.is_cuda:
+    if torch.compiler.is_compiling() or not _made or type(features) not in PLAIN or not features.is_cuda:
         return False
     return not torch.cuda.is_current_stream_capturing()
 

@@ -241,3 +241,36 @@ def test_after_its_first_call_began_a_step_compiles_nothing_more(tmp_path) -> No
         assert compiled[before:] == []
     finally:
         monkey.undo()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [True, False])
+def test_after_its_first_call_began_a_network_of_this_library_compiles_few_more(training, tmp_path) -> None:
+    from triton import knobs
+
+    torch.manual_seed(0)
+    compiled: list = []
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(knobs.cache, "dir", str(tmp_path))
+    monkey.setattr(
+        knobs.compilation, "listener", lambda src, cache_hit, **_: None if cache_hit else compiled.append(src.name)
+    )
+    try:
+        ahead._made.clear()
+        net = nn.UNet(4, 5, channels=(16, 32, 64)).cuda().train(training)
+        coords = scene(voxels=60_000, extent=64)[1].cuda()
+        x = sc.SparseTensor(sc.VoxelGrid(coords), torch.randn(len(coords), 4, device="cuda"))
+        with torch.set_grad_enabled(training), torch.autocast("cuda", torch.float16):
+            assert ahead.is_due(x.features)
+            ahead.begin(x.features, coords, 2)
+            assert not ahead.is_due(x.features)
+            launching.await_compilers()
+            compiled.clear()
+            y = net(x).features
+        if training:
+            y.float().sum().backward()
+        torch.cuda.synchronize()
+        assert "conv_kernel" not in compiled
+        assert "weight_grad_kernel" not in compiled
+    finally:
+        monkey.undo()
