@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 DENSITY = 0.3
 #: channels whose kernels take the longest to compile
 WIDE = 256
+#: voxels that are looked at: more of them ask for the same kernels
+MOST_ROWS = 2**22
 #: layers that are noted at most: where none ever runs on a GPU, old ones are forgotten
 MOST_NOTED = 4096
 #: what a call is given, and not a recording that counts operations
@@ -95,7 +97,7 @@ def begin(
     layers = [layer for layer in (made() for made in _made) if layer is not None]
     _made.clear()
     try:
-        finest = Level.of(coords, spatial_shape)
+        finest = Level.of(coords[:MOST_ROWS], spatial_shape)
         compile_layers(layers, finest, batch_size, _dtype_of(features))
     except Exception:  # nothing depends on it
         logger.debug("layers are compiled when they are met", exc_info=True)
