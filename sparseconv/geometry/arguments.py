@@ -56,12 +56,13 @@ def checked_coords(coords: torch.Tensor) -> torch.Tensor:
     return coords.contiguous()  # integers have no gradient to be detached from
 
 
-def own(coords: torch.Tensor) -> torch.Tensor:
-    """A copy that torch counts the writes to, within ``torch.inference_mode()`` too."""
+def own(coords: torch.Tensor, filled: bool = True) -> torch.Tensor:
+    """A copy that torch counts the writes to, within ``torch.inference_mode()`` too; or the memory for one."""
+    make = torch.clone if filled else torch.empty_like
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return coords.clone()
+        return make(coords)
     with torch.inference_mode(False):
-        return coords.clone()
+        return make(coords)
 
 
 def bounds(coords: torch.Tensor) -> tuple[Ints, Ints]:

@@ -79,12 +79,12 @@ class VoxelGrid(Movable):
         *,
         duplicates: Literal["error", "first"] = "error",
     ) -> None:
-        coords = own(checked) if (checked := checked_coords(coords)) is coords else checked
+        given = checked_coords(coords)
+        coords = own(given, filled=not given.is_cuda) if given is coords else given  # a GPU's is filled with its table
         rank = coords.shape[1] - 1
         batch_size = None if batch_size is None else checked_batch_size(batch_size)
         check_choice("duplicates", duplicates, ("error", "first"))
-        self.voxel_size: Floats = (1.0,) * rank
-        self.origin: Floats = (0.0,) * rank
+        self.voxel_size, self.origin = (1.0,) * rank, (0.0,) * rank
         if voxel_size is not None:
             self.voxel_size, self.is_placed = numbers(voxel_size, rank, "voxel_size", positive=True), True
         if origin is not None:
@@ -92,7 +92,7 @@ class VoxelGrid(Movable):
         #: what the floors above derive from this grid and keep with it (shared plans), under keys of their own
         self.derived: dict[Any, Any] = {}
         self.coords = coords
-        table = self._look_on_gpu()
+        table = self._look_on_gpu(given)
         low, high = bounds(coords) if table is None else _on_gpu()[0].read_table(table)
         if low and low[0] < 0:
             raise ValueError(f"batch items (column 0 of coords) start at 0; got {low[0]}. {no_batch(rank)}")
@@ -148,13 +148,13 @@ class VoxelGrid(Movable):
             self._cells = _table_of(self.coords)
         return self._cells
 
-    def _look_on_gpu(self) -> CoordinateTable | None:
+    def _look_on_gpu(self, given: torch.Tensor) -> CoordinateTable | None:
         """A table of a GPU's rows, on its way, with the search that plans will likely ask for; None for none."""
-        if self.coords.is_cuda:
-            check_card(self.coords.device)
-        if not self.coords.is_cuda or self.coords.shape[0] == 0:
+        if given.is_cuda:
+            check_card(given.device)
+        if not given.is_cuda or given.shape[0] == 0:
             return None
-        self._cells, self._search = _on_gpu()[1].given_table(self.coords)
+        self._cells, self._search = _on_gpu()[1].given_table(given, self.coords)
         return self._cells
 
     def take_search(self) -> WindowSearch | None:

@@ -50,7 +50,7 @@ def checked_window(
 ) -> tuple[Window, Boundary]:
     """What both constructors take, checked: the window and the boundary."""
     check_kind("source", source, VoxelGrid, "pass VoxelGrid(coords), or the grid of a SparseTensor, x.grid")
-    if isinstance(kernel_size, Sequence) and len(kernel_size) == source.rank + 1:
+    if type(kernel_size) is not int and isinstance(kernel_size, Sequence) and len(kernel_size) == source.rank + 1:
         raise ValueError(f"kernel_size {kernel_size} has an axis more than {source}: {no_batch(source.rank)}")
     check_count("groups", groups, 1)
     if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):

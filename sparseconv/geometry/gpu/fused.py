@@ -1,7 +1,7 @@
 """The 3 x 3 x 3 map of up to FUSED_ROWS rows in one launch: table, search, order, tiles and jobs.
 
-    in:  rows (N, 4) int32, rows of a tile, number of jobs
-    out: the table and the search, with the lists that came with them (`WindowSearch.prefetched`)
+    in:  rows (N, 4) int32, an array like them for a copy, rows of a tile, number of jobs
+    out: the table of the copy and the search, with the lists that came with them (`WindowSearch.prefetched`)
 
 The arrays are those of the stages one by one: `table_kernel`, `search_kernel`, `cube_tiles_kernel`, `rank_kernel` and
 `jobs_kernel` share their text with this launch. The host takes longer to launch the stages than the card to run them.
@@ -54,6 +54,8 @@ MOST_ROWS = FUSED_ROWS
 #: rows of a tile at most, so that a thread has one
 FUSED_WIDEST_TILE = 128
 TAPS, COLUMNS = len(CUBE[0]), len(CUBE[1])
+#: numbers that a table reports, behind which those of the search follow
+REPORTED = 2 + 2 * COLUMNS
 #: the arrays of a table, of a schedule in one group of taps and of jobs, which one arena has, and where they begin
 LASTING = Kinds((*TABLE_KINDS, *SCHEDULE_KINDS[:-1], *JOB_KINDS))
 AT_SCHEDULE = len(TABLE_KINDS)
@@ -88,13 +90,16 @@ class FusedLaunch:
         self._constants = (block_m,)
         self._places: dict[int, Places] = {}
 
-    def __call__(self, coords: torch.Tensor) -> tuple[CoordinateTable, WindowSearch] | None:
-        """The table of coords (N, 4) int32 and their search, with the schedule and jobs with the search.
+    def __call__(
+        self, given: torch.Tensor, copy: torch.Tensor | None = None
+    ) -> tuple[CoordinateTable, WindowSearch] | None:
+        """The table of given rows (N, 4) int32 and their search, with the schedule and jobs with the search.
 
-        None where the rows are too many, and where the kernel is not compiled yet: that has then begun.
+        ``copy``: an array like them, into which the launch copies them: the table is then of the copy. None where the rows are too many, and where the kernel is not compiled yet: that has then begun.
         """
-        (n, columns), address, device = coords.shape, pointer(coords), coords.device
-        if columns != COLUMNS or n > self.most_rows or coords.data_ptr() % 16:
+        coords = given if copy is None else copy
+        (n, columns), device = coords.shape, coords.device
+        if columns != COLUMNS or n > self.most_rows or given.data_ptr() % 16:
             return None
         launch = FUSED.if_ready(device, self._constants)
         if launch is None:
@@ -110,11 +115,11 @@ class FusedLaunch:
         arena = Arena.of(lasting, lasting.data_ptr(), LASTING, lengths, places.starts)
         scratch = Arena.of(passing, passing.data_ptr(), SCRATCH, *places.scratch)
         offsets = torch.empty(TAPS + 1, dtype=torch.int64, device=device)
-        report = Report(5 + 2 * COLUMNS + TAPS, device)
-        counted = report.cut(2 + 2 * COLUMNS)
+        report = Report(REPORTED + TAPS + 3, device)
+        counted = report.cut(REPORTED)
         start = spare_of(n)[-1][0]
         args = (
-            address, *arena, *scratch, *self._fixed, barriers_of(device), report.pointer, counted.pointer,
+            pointer(given), pointer(coords), *arena, *scratch, *self._fixed, barriers_of(device), report.pointer,
             pointer(offsets), n, start, *places.numbers,
         )  # fmt: skip
         launch(places.programs, 1, args)  # the card begins; what follows is for the host alone
@@ -150,22 +155,22 @@ _launch_of = lru_cache(maxsize=64)(FusedLaunch)
 
 
 def fused_map(
-    coords: torch.Tensor, window: TapWindow, block_m: int, jobs: int
+    given: torch.Tensor, copy: torch.Tensor | None, window: TapWindow, block_m: int, jobs: int
 ) -> tuple[CoordinateTable, WindowSearch] | None:
-    """Table and search of rows through the 3 x 3 x 3 window, in one launch with tiles and jobs.
+    """Table and search of rows through the 3 x 3 x 3 window, in one launch with tiles and jobs, and with their copy.
 
     None for another window, for wide tiles or none, for many rows, and where the kernel is not compiled yet.
     """
     if not window.is_cube or not 0 < block_m <= FUSED_WIDEST_TILE:
         return None
-    return _launch_of(window, block_m, jobs)(coords)
+    return _launch_of(window, block_m, jobs)(given, copy)
 
 
 # ---- the kernel
 
 
 SHIFTS = tl.constexpr(sum(shift << (4 * axis) for axis, shift in enumerate(CUBE[1])))
-QUANTUM, COUNTED = tl.constexpr(JOB_QUANTUM), tl.constexpr(first_count(TAPS))
+QUANTUM, COUNTED, COUNTS_AT = map(tl.constexpr, (JOB_QUANTUM, first_count(TAPS), REPORTED))
 ALIGNMENT, ROOM, BINS = map(constant, (SLOT_ALIGNMENT, power_of_2(TAPS + LOOKAHEAD), bins_of(TAPS)))
 LANES, JOBS_EACH = map(constant, job_constants(TAPS))
 PASSES, BITS, _ = map(constant, together_constants(TAPS, True))
@@ -173,11 +178,12 @@ PASSES, BITS, _ = map(constant, together_constants(TAPS, True))
 
 @triton.jit
 def fused_kernel(
-    coords_ptr, table_ptr, status_ptr, ranges_ptr, counts_ptr, ids_ptr, info_ptr, block_keys_ptr, rows_ptr, entries_ptr,
+    coords_ptr, copy_ptr,
+    table_ptr, status_ptr, ranges_ptr, counts_ptr, ids_ptr, info_ptr, block_keys_ptr, rows_ptr, entries_ptr,
     out_ptr, out_rows_ptr, tile_counts_ptr, tile_rows_ptr, tile_taps_ptr, launch_order_ptr,
     begin_ptr, end_ptr, job_order_ptr, tap_jobs_ptr,
     starts_ptr, keys_ptr, around_ptr, lines_ptr, order_ptr, window_ptr, words_ptr, line_of_ptr, barriers_ptr,
-    report_ptr, counted_ptr, offsets_ptr,
+    report_ptr, offsets_ptr,
     n, spare, capacity, zeros, share, jobs, programs, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """`table_kernel`, `search_kernel`, `cube_tiles_kernel`, `rank_kernel`, `jobs_kernel` of 27 cells around rows.
@@ -189,7 +195,7 @@ def fused_kernel(
     open_room(OPEN_TOGETHER)
     clear_lists(lines_ptr, n, share, programs, BITS)
     fill_table(
-        coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, block_keys_ptr, rows_ptr, entries_ptr,
+        coords_ptr, copy_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, block_keys_ptr, rows_ptr, entries_ptr,
         barriers_ptr, report_ptr, ranges_ptr, ranges_ptr, n, capacity, zeros, programs,
         4, 4, SHIFTS, False, True, False, 128, 128,
     )  # fmt: skip
@@ -203,7 +209,7 @@ def fused_kernel(
     search_rows(
         coords_ptr, ranges_ptr, table_ptr, ids_ptr, info_ptr, entries_ptr, around_ptr, window_ptr,
         words_ptr, keys_ptr, counts_ptr + spare + COUNTED, totals_ptr, barriers_ptr + 5, status_ptr,
-        starts_ptr, offsets_ptr, counted_ptr, lines_ptr, order_ptr,
+        starts_ptr, offsets_ptr, report_ptr + COUNTS_AT, lines_ptr, order_ptr,
         n, 9, 27, capacity, (n + 127) // 128, 0, 0, share, programs,
         3, SHIFTS, 0, False, 27, 32, 128, PASSES, BITS, True,
     )  # fmt: skip
@@ -227,6 +233,6 @@ def fused_kernel(
 _I32, _I64 = torch.int32, torch.int64
 FUSED = Launcher(
     fused_kernel,
-    (_I32, *LASTING, *SCRATCH, _I32, _I32, _I32, _I32, _I64, _I64, _I64, *(int,) * 7),
+    (_I32, _I32, *LASTING, *SCRATCH, _I32, _I32, _I32, _I32, _I64, _I64, *(int,) * 7),
     resident=RESIDENT,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -13,7 +13,7 @@ from sparseconv.gpu.streams import current
 from sparseconv.torch_private import current_stream
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MapRequest:
     """A window over a grid's own rows, and its lists: tiles of ``block_m`` rows (0: none) and so many jobs."""
 
@@ -27,15 +27,17 @@ _last: dict[tuple[int | None, int], MapRequest] = {}
 
 def remember(search: WindowSearch, block_m: int | None = None, jobs: int | None = None) -> None:
     """Have the next grid on this stream searched as this one was, with these lists, where it has given rows."""
-    if search.table is None or not search.table.is_given or current() is not None:
+    table, window = search.table, search.window
+    if table is None or not table.is_given or current() is not None:
         return
-    place = _place(search.coords.device)
-    last = _last.get(place)
-    if last is None or last.window is not search.window:
-        last = MapRequest(search.window)
-    _last[place] = replace(
-        last, block_m=last.block_m if block_m is None else block_m, jobs=last.jobs if jobs is None else jobs
-    )
+    place = _place(table.coords.device)
+    request = _last.get(place)
+    if request is None or request.window is not window:
+        request = _last[place] = MapRequest(window)
+    if block_m is not None:
+        request.block_m = block_m
+    if jobs is not None:
+        request.jobs = jobs
 
 
 def take(device: torch.device) -> MapRequest | None:

@@ -34,16 +34,21 @@ from sparseconv.gpu.launcher import INTERPRETED, read_triton
 _seen: set[int | None] = set()
 
 
-def given_table(coords: torch.Tensor) -> tuple[CoordinateTable, WindowSearch | None]:
-    """The table of a new grid's rows (N, 1+D) int32 with N > 0, and the search that it came with."""
-    compile_first(coords)
-    request = take(coords.device)
-    found = None if request is None else fused_map(coords, request.window, request.block_m, request.jobs)
+def given_table(
+    given: torch.Tensor, copy: torch.Tensor | None = None
+) -> tuple[CoordinateTable, WindowSearch | None]:
+    """The table of a new grid's rows (N, 1+D) int32 with N > 0, and the search that it came with.
+
+    ``copy``: an array like the given rows, which the launch that reads them fills with them; the table is then of it.
+    """
+    compile_first(given)
+    request = take(given.device)
+    found = None if request is None else fused_map(given, copy, request.window, request.block_m, request.jobs)
     if found is not None:
         table, search = found
     else:
-        table, search = build_table(coords, reported=True), None
-        if request is not None and fits(request, coords):
+        table, search = build_table(given, copy=copy, reported=True), None
+        if request is not None and fits(request, given):
             search = search_window(table, table.coords, request.window)
     table.is_given = True
     return table, search

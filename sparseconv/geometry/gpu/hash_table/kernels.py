@@ -27,15 +27,15 @@ from sparseconv.gpu.launcher import Launcher, follow
 def ranges_kernel(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Largest x + 2^31 and largest 2^32 - 1 - (x + 2^31) of each column."""
     follow()
-    measure_rows(coords_ptr, ranges_ptr, n, stride, COLUMNS, WIDTH, BLOCK)
+    measure_rows(coords_ptr, coords_ptr, ranges_ptr, n, stride, COLUMNS, WIDTH, BLOCK)
 
 
 @triton.jit
 def clear_kernel(
-    coords_ptr, ranges_ptr, table_ptr, barriers_ptr, n, zeros, programs,
+    coords_ptr, copy_ptr, ranges_ptr, table_ptr, barriers_ptr, n, zeros, programs,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, NUM_BARRIERS: tl.constexpr,
 ):  # fmt: skip
-    """Zeros, as `table_kernel` writes them, then ranges among them, by the last program to be done.
+    """Zeros and the copy, as `table_kernel` writes them, then ranges among the zeros, by the last program to be done.
 
     Nobody waits: what they find they leave where programs of other launches meet, of which there are enough for five
     columns. One half of them reads while the other writes.
@@ -45,7 +45,7 @@ def clear_kernel(
     is_even = tl.program_id(0) % 2 == 0
     if is_even:
         write_zeros(table_ptr, zeros, programs, 4096)
-    top, bottom = spread_of(coords_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
+    top, bottom = spread_of(coords_ptr, copy_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
     if not is_even:
         write_zeros(table_ptr, zeros, programs, 4096)
     raise_ranges(barriers_ptr, top, bottom, COLUMNS, WIDTH)
@@ -68,22 +68,30 @@ def write_zeros(table_ptr, zeros, programs, AT_ONCE: tl.constexpr):
 
 
 @triton.jit
-def measure_rows(coords_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The ranges of every ``stride``-th run of BLOCK rows, this program's first."""
-    top, bottom = spread_of(coords_ptr, n, stride, COLUMNS, WIDTH, BLOCK)
+def measure_rows(
+    coords_ptr, copy_ptr, ranges_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The ranges of every ``stride``-th run of BLOCK rows, this program's first, and a copy as by `spread_of`."""
+    top, bottom = spread_of(coords_ptr, copy_ptr, n, stride, COLUMNS, WIDTH, BLOCK)
     raise_ranges(ranges_ptr, top, bottom, COLUMNS, WIDTH)
 
 
 @triton.jit
-def spread_of(coords_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """What `measure_rows` finds of each column."""
+def spread_of(
+    coords_ptr, copy_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """What `measure_rows` finds of each column; copies the rows where ``copy_ptr`` is another place."""
+    is_copied = copy_ptr.to(tl.int64) != coords_ptr.to(tl.int64)
     column = tl.arange(0, WIDTH)
     tops = tl.zeros((BLOCK, WIDTH), tl.uint32)
     bottoms = tl.zeros((BLOCK, WIDTH), tl.uint32)
     for start in range(tl.program_id(0) * BLOCK, n, stride):
         row = start + tl.arange(0, BLOCK)
         live = (row < n)[:, None] & (column < COLUMNS)[None, :]
-        value = tl.load(coords_ptr + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], mask=live, other=0)
+        place = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+        value = tl.load(coords_ptr + place, mask=live, other=0)
+        if is_copied:
+            tl.store(copy_ptr + place, value, mask=live)
         biased = value.to(tl.uint32, bitcast=True) ^ 0x80000000
         tops = tl.maximum(tops, tl.where(live, biased, 0))
         bottoms = tl.maximum(bottoms, tl.where(live, ~biased, 0))
@@ -261,20 +269,21 @@ def place_rows(first, entries_ptr, ids_ptr, info_ptr, rows_ptr, n, BLOCK: tl.con
 
 @triton.jit
 def table_kernel(
-    coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, barriers_ptr,
-    report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
+    coords_ptr, copy_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr,
+    barriers_ptr, report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHIFTS: tl.constexpr, MEASURED: tl.constexpr, REPORTED: tl.constexpr,
     CHECKED: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr, NUM_BARRIERS: tl.constexpr,
 ):  # fmt: skip
     """Zeros, ranges, blocks, their places and their rows in one launch; all programs wait for each other in between.
 
-    The slots come first in memory; ``zeros`` words from there on start as zeros. REPORTED: status and ranges, as
+    The slots come first in memory; ``zeros`` words from there on start as zeros. Rows that are not MEASURED are copied
+    to ``copy_ptr``, where that is not ``coords_ptr``: a grid keeps a copy of its own. REPORTED: status and ranges, as
     unsigned numbers, go to ``report_ptr`` too. CHECKED: bit 0 of the fault, as by
     `insert_kernel` and `check_cells`; it is 0 before.
     """
     fill_table(
-        coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, barriers_ptr,
-        report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
+        coords_ptr, copy_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr,
+        barriers_ptr, report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
         COLUMNS, WIDTH, SHIFTS, MEASURED, REPORTED, CHECKED, BLOCK, EACH,
     )  # fmt: skip
     leave(barriers_ptr, programs, NUM_BARRIERS)
@@ -282,8 +291,8 @@ def table_kernel(
 
 @triton.jit
 def fill_table(
-    coords_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr, barriers_ptr,
-    report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
+    coords_ptr, copy_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, keys_ptr, rows_ptr, entries_ptr,
+    barriers_ptr, report_ptr, count_ptr, fault_ptr, n, capacity, zeros, programs,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SHIFTS: tl.constexpr, MEASURED: tl.constexpr, REPORTED: tl.constexpr,
     CHECKED: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
@@ -294,7 +303,7 @@ def fill_table(
         tl.store(fault_ptr, 0)
     wait_for_all(barriers_ptr, programs)
     if not MEASURED:
-        measure_rows(coords_ptr, ranges_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
+        measure_rows(coords_ptr, copy_ptr, ranges_ptr, n, programs * BLOCK, COLUMNS, WIDTH, BLOCK)
         wait_for_all(barriers_ptr + 1, programs)
     volume = count_blocks(ranges_ptr, COLUMNS, SHIFTS)
     lows, extents, counts = spans_of(ranges_ptr, COLUMNS, SHIFTS)
@@ -360,13 +369,13 @@ def lookup_kernel(
 
 _I32, _I64 = torch.int32, torch.int64
 MEASURE = Launcher(ranges_kernel, (_I32, _I32, int, int))
-CLEAR = Launcher(clear_kernel, (_I32, _I32, _I64, _I32, int, int, int))
+CLEAR = Launcher(clear_kernel, (_I32, _I32, _I32, _I64, _I32, int, int, int))
 INSERT = Launcher(insert_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I64, _I64, _I32, _I32, int, int))
 INFO = Launcher(info_kernel, (_I64, _I32, _I64, _I64, _I32, _I64, _I32, _I32, int))
 PLACE = Launcher(rows_kernel, (_I64, _I32, _I64, _I32, _I64, _I32, _I64, _I32, _I32, _I32, _I32, _I32, int))
 TABLE = Launcher(
     table_kernel,
-    (_I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, _I32, _I32, *(int,) * 4),
+    (_I32, _I32, _I32, _I64, _I64, _I32, _I64, _I64, _I32, _I64, _I32, _I64, _I32, _I32, *(int,) * 4),
     resident=6,
 )
 LOOKUP = Launcher(lookup_kernel, (_I32, _I32, _I64, _I32, _I64, _I32, _I32, int, int), num_warps=1)

@@ -166,13 +166,15 @@ def build_table(
     coords: torch.Tensor,
     ranges: torch.Tensor | None = None,
     *,
+    copy: torch.Tensor | None = None,
     reported: bool = False,
     device_count: DeviceCount | None = None,
     checked: bool = False,
 ) -> CoordinateTable:
     """A table of the rows of coords (N, 1+D) int32, N < 2^29, in any order; nothing is read back.
 
-    ``ranges`` are those of ``measure_ranges`` where they are known;
+    ``ranges`` are those of ``measure_ranges`` where they are known; else ``copy`` may be an array like coords, into which
+    the first launch copies them, since it reads them all: the table is then of the copy.
     Duplicate rows and key overflow are found on the device: `raise_for_status` reports them at the next reading.
     ``reported`` sends status and ranges to the host, for a `read_table` that follows. With given ranges, rows outside
     of them are in no cell and never found; so are the dead ones of ``device_count`` rows, whose batch item is negative.
@@ -182,7 +184,8 @@ def build_table(
     n, columns = coords.shape
     if n >= MAX_ROWS:
         raise ValueError(f"a grid on a GPU holds fewer than 2^29 voxels, got {n:,}: split the scene")
-    coords = aligned(coords)
+    given = aligned(coords)
+    coords = given if copy is None else copy
     device = coords.device
     lengths = table_lengths(n, columns)
     fused = 0 < n <= FUSED_ROWS
@@ -191,10 +194,10 @@ def build_table(
     report = Report(2 + 2 * columns, device) if reported and n and ranges is None else None
     table = table_in(arena, coords, ranges, report, device_count)
     if fused:
-        _launch_table(table, device_count if checked else None)
+        _launch_table(table, given, device_count if checked else None)
     elif n:
         if cleared:
-            _launch_clear(table)
+            _launch_clear(table, given)
         elif ranges is None:
             _launch_ranges(coords, table.pointers[0])
         _launch_build(table, device_count if checked else None)
@@ -322,13 +325,13 @@ def _launch_ranges(coords: torch.Tensor, out: Pointer) -> None:
     MEASURE(coords.device, (blocks,), (pointer(coords), out, n, 512 * blocks), (columns, width_of(columns), 512))
 
 
-def _launch_clear(table: CoordinateTable) -> None:
+def _launch_clear(table: CoordinateTable, given: torch.Tensor) -> None:
     arena, coords = table.arena, table.coords
     n, columns = coords.shape
     device = coords.device
     programs = programs_at_once(device, ceil_div(n, 1024))
     args = (
-        pointer(coords), table.pointers[0], arena[SLOTS], barriers_of(device, table.device_count),
+        pointer(given), pointer(coords), table.pointers[0], arena[SLOTS], barriers_of(device, table.device_count),
         n, arena.length_before(IDS) // 4, programs,
     )  # fmt: skip
     CLEAR(device, (programs,), args, (columns, width_of(columns), 1024, NUM_BARRIERS))
@@ -344,14 +347,14 @@ def width_of(columns: int) -> int:
     return 2 if columns == 2 else 4 if columns <= 4 else 8
 
 
-def _launch_table(table: CoordinateTable, checked: DeviceCount | None) -> None:
+def _launch_table(table: CoordinateTable, given: torch.Tensor, checked: DeviceCount | None) -> None:
     arena, coords = table.arena, table.coords
     n, columns = coords.shape
     device = coords.device
     programs = programs_at_once(device, ceil_div(n, 128), TABLE.resident)
     args = (
-        pointer(coords), table.pointers[0], *arena[:RANGES], *arena[IDS:], barriers_of(device, table.device_count),
-        _reported(table), *_checks(table, checked),
+        pointer(given), pointer(coords), table.pointers[0], *arena[:RANGES], *arena[IDS:],
+        barriers_of(device, table.device_count), _reported(table), *_checks(table, checked),
         n, table.capacity, arena.length_before(IDS) // 4, programs,
     )  # fmt: skip
     measured, reported = table.given_ranges is not None, table.report is not None

@@ -129,10 +129,9 @@ class FoundEdges:
 
     def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows, out_rows and tap_offsets; waits for the counts alone."""
-        offsets = self.searched().found[2].offsets
-        in_rows, out_rows, _ = pairs_of(self.search, self.most)
+        in_rows, out_rows, _ = pairs_of(self.searched(), self.most)
         self.wrote("pairs")
-        return in_rows, out_rows, offsets
+        return in_rows, out_rows, self.counted.offsets
 
     def table_of(
         self, in_rows: torch.Tensor, out_rows: torch.Tensor, offsets: torch.Tensor, num_out: int
@@ -142,10 +141,9 @@ class FoundEdges:
 
     def half_pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """in_rows and out_rows of the first HALF taps, and the tap_offsets of all; waits for the counts alone."""
-        offsets = self.searched().found[2].offsets
-        in_rows, out_rows = half_pairs_of(self.search, self.most)
+        in_rows, out_rows = half_pairs_of(self.searched(), self.most)
         self.wrote("pairs")
-        return in_rows, out_rows, offsets
+        return in_rows, out_rows, self.counted.offsets
 
     def offsets(self) -> torch.Tensor:
         """tap_offsets; writes no edges down."""
