@@ -44,9 +44,9 @@ def _nothing_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 class Rows:
     """A grid of given rows on a card, as far as its map asks."""
 
-    def __init__(self, coords: torch.Tensor) -> None:
-        self.coords, self.num_voxels = coords, len(coords)
-        self.cells, self._search = prefetch.given_table(coords)
+    def __init__(self, coords: torch.Tensor, copy: torch.Tensor | None = None) -> None:
+        self.coords, self.num_voxels = coords if copy is None else copy, len(coords)
+        self.cells, self._search = prefetch.given_table(coords, copy)
         self.came_with_search = self._search is not None
 
     def take_search(self) -> WindowSearch | None:
@@ -116,6 +116,39 @@ def test_many_rows_take_a_launch_a_pass(offsets: tuple[tuple[int, ...], ...], mo
     assert waits.total() <= 2
     assert not rows.came_with_search
     assert same(found, want)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4])
+@pytest.mark.parametrize("fused_rows", [10, 1000], ids=["many", "few"])
+def test_the_launch_that_reads_given_rows_copies_them(
+    rank: int, fused_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (prefetch, hash_table):
+        monkeypatch.setattr(module, "FUSED_ROWS", fused_rows)
+    cells = torch.randperm(7 ** (1 + rank), generator=torch.Generator().manual_seed(rank))[:45]
+    coords = torch.stack([cells // 7**axis % 7 - 3 * (axis > 0) for axis in range(1 + rank)], 1).int()
+    want = coords.unique(dim=0).to(DEVICE)
+    for given in (want.clone(), torch.cat([want.view(-1)[:1], want.view(-1)])[1:].view_as(want)):  # and not aligned
+        copy = torch.full_like(want, 77)
+        with counted() as (launches, _):
+            table, _ = prefetch.given_table(given, copy)
+        assert launches.total() == (1 if fused_rows > len(want) else 4)
+        assert torch.equal(copy, want)
+        assert table.coords is copy
+        given.zero_()  # once all is launched, its owner may write to it
+        assert torch.equal(hash_table.lookup(table, copy).cpu(), torch.arange(len(want), dtype=torch.int32))
+
+
+def test_a_map_made_at_once_is_of_a_copy_of_the_given_rows() -> None:
+    coords = CUBE.source(device=DEVICE)
+    want, given, copy = arrays(map_of(Rows(coords))), coords.clone(), torch.full_like(coords, 77)
+    fused.FusedLaunch(cube(), 64, 40)(coords)  # compiles, on a card
+    launcher.await_compilers()
+    rows = Rows(given, copy)
+    given.zero_()
+    assert rows.came_with_search
+    assert torch.equal(copy, coords)
+    assert same(arrays(map_of(rows)), want)
 
 
 def test_speculation_ends_after_one_unused_result() -> None:

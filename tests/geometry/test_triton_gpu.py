@@ -88,6 +88,21 @@ def test_two_builds_give_the_same_bits_and_wait_for_nothing() -> None:
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.parametrize("count", [1, 40_000, 200_000, 700_000])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_grid_keeps_a_copy_that_its_launch_has_made(count: int, dtype: torch.dtype) -> None:
+    want = scattered(count, 60).to(dtype)
+    cpu = ConvolutionPlan(VoxelGrid(want), 3).kernel_map
+    for _ in range(3):  # launch by launch, then at once
+        for given in (want.cuda(), torch.cat([want.view(-1)[:1], want.view(-1)]).cuda()[1:].view_as(want)):
+            grid = VoxelGrid(given)
+            given.zero_()
+            plan = ConvolutionPlan(grid, 3)
+            await_compilers()
+            assert torch.equal(grid.coords.cpu(), want.int())
+            assert torch.equal(plan.kernel_map.neighbors.cpu(), cpu.neighbors)
+
+
 @pytest.mark.parametrize("kernel", [3, 5, 2])
 def test_the_second_grid_of_a_kind_finds_the_same_edges(kernel: int) -> None:
     for seed, count in enumerate((30_000, 12_345, 90_000, 1)):
