@@ -12,9 +12,8 @@ import torch
 from sparseconv.gpu.launcher import INTERPRETED, pointer, power_of_2
 from sparseconv.torch_private import current_stream
 
-#: what stands in a report where its kernel has yet to write: no number that any would, and none is negative
-UNWRITTEN_BYTES = b"\x80" * 8
-UNWRITTEN = int.from_bytes(UNWRITTEN_BYTES, "little", signed=True)
+#: what stands in a report where its kernel has yet to write: no number that any would
+UNWRITTEN = int.from_bytes(b"\x80" * 8, "little", signed=True)
 #: looks at a report, half a microsecond each, before others have their turn: most maps are not that far behind
 LOOKS = 256
 
@@ -110,9 +109,9 @@ class _Pinned:
         self.pointer = pointer(self.memory)
         #: the same integers for Python, at a fraction of what a tensor takes
         self.values = (ctypes.c_int64 * length).from_address(self.memory.data_ptr())
-        self._bytes, self._clean = memoryview(self.values).cast("B"), UNWRITTEN_BYTES * length
+        self._bytes, self._clean = memoryview(self.values).cast("B"), b"\x80" * (8 * length)
         self.stream: Any = None if INTERPRETED else _stream(device.index, current_stream(device.index))
-        self.awaited = slice(0, 0)
+        self.awaited = slice(0)
 
     def clear(self, length: int) -> None:
         """Wait for so many numbers from now on."""
@@ -120,8 +119,8 @@ class _Pinned:
         self._bytes[: 8 * length] = self._clean[: 8 * length]
 
     def has(self, span: slice) -> bool:
-        """Whether these numbers were written; as bytes, at a fifth of what integers take."""
-        return UNWRITTEN_BYTES not in bytes(self._bytes[8 * span.start : 8 * span.stop])
+        """Whether these numbers were written."""
+        return UNWRITTEN not in self.values[span]
 
 
 def _free(stock: list[_Pinned]) -> _Pinned | None:
