@@ -79,7 +79,7 @@ def map_of(search: WindowSearch) -> KernelMap:
 def given(coords: torch.Tensor) -> WindowSearch:
     """The search of a table that is none of a plan's making."""
     table = build_table(coords)
-    table.is_given = True
+    table.given_at = last_request.place_of(DEVICE)
     return search_window(table, coords, cube())
 
 

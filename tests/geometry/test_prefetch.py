@@ -180,9 +180,9 @@ def test_grids_of_another_rank_are_not_searched() -> None:
 def test_grids_that_plans_make_leave_no_request() -> None:
     coords = CUBE.source(device=DEVICE)
     rows = Rows(coords)
-    rows.cells.is_given = False
+    rows.cells.given_at = None
     map_of(rows)
-    assert last_request.take(DEVICE) is None
+    assert last_request.take(last_request.place_of(DEVICE)) is None
 
 
 def test_rows_that_occur_twice_are_found() -> None:

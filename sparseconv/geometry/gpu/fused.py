@@ -95,7 +95,8 @@ class FusedLaunch:
     ) -> tuple[CoordinateTable, WindowSearch] | None:
         """The table of given rows (N, 4) int32 and their search, with the schedule and jobs with the search.
 
-        ``copy``: an array like them, into which the launch copies them: the table is then of the copy. None where the rows are too many, and where the kernel is not compiled yet: that has then begun.
+        ``copy``: an array like them, into which the launch copies them: the table is then of the copy. None where the
+        rows are too many, and where the kernel is not compiled yet: that has then begun.
         """
         coords = given if copy is None else copy
         (n, columns), device = coords.shape, coords.device
@@ -195,8 +196,8 @@ def fused_kernel(
     open_room(OPEN_TOGETHER)
     clear_lists(lines_ptr, n, share, programs, BITS)
     fill_table(
-        coords_ptr, copy_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, block_keys_ptr, rows_ptr, entries_ptr,
-        barriers_ptr, report_ptr, ranges_ptr, ranges_ptr, n, capacity, zeros, programs,
+        coords_ptr, copy_ptr, ranges_ptr, table_ptr, status_ptr, ids_ptr, info_ptr, block_keys_ptr, rows_ptr,
+        entries_ptr, barriers_ptr, report_ptr, ranges_ptr, ranges_ptr, n, capacity, zeros, programs,
         4, 4, SHIFTS, False, True, False, 128, 128,
     )  # fmt: skip
     num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)

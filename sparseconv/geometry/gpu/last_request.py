@@ -1,4 +1,4 @@
-"""What was last asked of a map of given rows: the one record that predicts, for each device and stream."""
+"""What was last asked of a map of given rows: the one record that predicts, for each device and stream of grids."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ class MapRequest:
     jobs: int = 0
 
 
-_last: dict[tuple[int | None, int], MapRequest] = {}
+#: a device's number and a stream's address
+Place = tuple[int | None, int]
+_last: dict[Place, MapRequest] = {}
 
 
 def remember(search: WindowSearch, block_m: int | None = None, jobs: int | None = None) -> None:
-    """Have the next grid on this stream searched as this one was, with these lists, where it has given rows."""
-    table, window = search.table, search.window
-    if table is None or not table.is_given or current() is not None:
+    """Have the next grid where this one was made searched as this one was, with these lists, if it has given rows."""
+    place = None if search.table is None else search.table.given_at
+    if place is None or current() is not None:
         return
-    place = _place(table.coords.device)
     request = _last.get(place)
-    if request is None or request.window is not window:
-        request = _last[place] = MapRequest(window)
+    if request is None or request.window is not search.window:
+        request = _last[place] = MapRequest(search.window)
     if block_m is not None:
         request.block_m = block_m
     if jobs is not None:
         request.jobs = jobs
 
 
-def take(device: torch.device) -> MapRequest | None:
+def take(place: Place) -> MapRequest | None:
     """The last request, which is forgotten: speculation is switched off after one unused result."""
-    return None if current() is not None else _last.pop(_place(device), None)
+    return None if current() is not None else _last.pop(place, None)
 
 
-def _place(device: torch.device) -> tuple[int | None, int]:
+def place_of(device: torch.device) -> Place:
+    """That of a grid which is made now."""
     return device.index, 0 if INTERPRETED else current_stream(device.index)

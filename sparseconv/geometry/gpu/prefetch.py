@@ -18,7 +18,7 @@ from sparseconv.geometry.gpu.hash_table.table import (
     rows_per_chunk,
 )
 from sparseconv.geometry.gpu.jobs.jobs import Jobs
-from sparseconv.geometry.gpu.last_request import MapRequest, remember, take
+from sparseconv.geometry.gpu.last_request import MapRequest, place_of, remember, take
 from sparseconv.geometry.gpu.pairs.found_edges import FoundEdges
 from sparseconv.geometry.gpu.pairs.pair_lists_3x3x3 import CUBE_PAIRS
 from sparseconv.geometry.gpu.tiles.build import KEPT_ROWS
@@ -34,15 +34,14 @@ from sparseconv.gpu.launcher import INTERPRETED, read_triton
 _seen: set[int | None] = set()
 
 
-def given_table(
-    given: torch.Tensor, copy: torch.Tensor | None = None
-) -> tuple[CoordinateTable, WindowSearch | None]:
+def given_table(given: torch.Tensor, copy: torch.Tensor | None = None) -> tuple[CoordinateTable, WindowSearch | None]:
     """The table of a new grid's rows (N, 1+D) int32 with N > 0, and the search that it came with.
 
     ``copy``: an array like the given rows, which the launch that reads them fills with them; the table is then of it.
     """
     compile_first(given)
-    request = take(given.device)
+    place = place_of(given.device)
+    request = take(place)
     found = None if request is None else fused_map(given, copy, request.window, request.block_m, request.jobs)
     if found is not None:
         table, search = found
@@ -50,7 +49,7 @@ def given_table(
         table, search = build_table(given, copy=copy, reported=True), None
         if request is not None and fits(request, given):
             search = search_window(table, table.coords, request.window)
-    table.is_given = True
+    table.given_at = place
     return table, search
 
 

@@ -77,9 +77,7 @@ def measure_rows(
 
 
 @triton.jit
-def spread_of(
-    coords_ptr, copy_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+def spread_of(coords_ptr, copy_ptr, n, stride, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """What `measure_rows` finds of each column; copies the rows where ``copy_ptr`` is another place."""
     is_copied = copy_ptr.to(tl.int64) != coords_ptr.to(tl.int64)
     column = tl.arange(0, WIDTH)

@@ -82,7 +82,7 @@ class CoordinateTable:
     device_count: DeviceCount | None = (
         None  # of rows whose number the host does not know: nothing of theirs is ever read back
     )
-    is_given: bool = False  # whether somebody gave the rows, and not a plan
+    given_at: tuple[int | None, int] | None = None  # where somebody gave the rows (device, stream); None: a plan did
 
     status: TableStatus | None = None  # once it was read
 
@@ -173,8 +173,8 @@ def build_table(
 ) -> CoordinateTable:
     """A table of the rows of coords (N, 1+D) int32, N < 2^29, in any order; nothing is read back.
 
-    ``ranges`` are those of ``measure_ranges`` where they are known; else ``copy`` may be an array like coords, into which
-    the first launch copies them, since it reads them all: the table is then of the copy.
+    ``ranges`` are those of ``measure_ranges`` where they are known; else ``copy`` may be an array like coords, into
+    which the launch that measures them copies them: the table is then of the copy.
     Duplicate rows and key overflow are found on the device: `raise_for_status` reports them at the next reading.
     ``reported`` sends status and ranges to the host, for a `read_table` that follows. With given ranges, rows outside
     of them are in no cell and never found; so are the dead ones of ``device_count`` rows, whose batch item is negative.
