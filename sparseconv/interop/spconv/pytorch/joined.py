@@ -62,6 +62,7 @@ def norm_and_relu(norm: torch.nn.BatchNorm1d, relu: Any, input: SparseConvTensor
         return None
     if torch.compiler.is_compiling():
         return None
-    if serves(features, norm, features.shape[0]):
-        return trained(features, [Layer(norm, 0.0, alive=input.voxels.count)])
-    return settled(features, norm, 0.0)
+    y = None if torch.is_grad_enabled() else settled(features, norm, 0.0)
+    if y is None and serves(features, norm, features.shape[0]):
+        y = trained(features, [Layer(norm, 0.0, alive=input.voxels.count)])
+    return y
