@@ -33,6 +33,8 @@ class Voxels(Protocol):
     @property
     def voxels(self) -> VoxelGrid: ...
 
+    def _place(self) -> Place: ...
+
 
 class LayerWindow(NamedTuple):
     """The window of a layer, one integer an axis."""
@@ -209,7 +211,7 @@ def check_reuse(stored: IndiceData, input: Voxels, ksize: list[int], dilation: l
     if not stored.is_subm:
         raise ValueError(f"indice_key {key!r} was stored by a layer that is not submanifold")
     for name, mine, theirs in (("kernel size", ksize, stored.ksize), ("dilation", dilation, stored.dilation)):
-        if list(mine) != theirs:
+        if mine != theirs:
             raise ValueError(
                 f"layers with one indice_key have one {name}: {key!r} was stored with {theirs}, this layer has {mine}"
             )
@@ -220,6 +222,8 @@ def check_ends(input: Voxels, shape: list[int], place: Place, key: str | None) -
     """Raise ValueError where a stored map does not start at the input's voxels."""
     if input.spatial_shape != shape:
         raise ValueError(f"indice_key {key!r} belongs to spatial shape {shape}; the input has {input.spatial_shape}")
+    if input._place() is place:  # which is fresh, then
+        return
     if not place.is_fresh():
         raise ValueError(
             f"the indices that indice_key {key!r} was stored for were written to since, and its map is that of the old "
