@@ -16,9 +16,6 @@ from sparseconv.kinds import check_kind, check_values, described, shortened
 from sparseconv.torch_private import exporting
 
 
-_MOST = INT32.max
-
-
 def whole(values: Any, name: str, minimum: int | None = None) -> list[int]:
     """Integers, and floats without a fraction, as numpy's arithmetic makes of shapes; nothing is rounded.
 
@@ -32,11 +29,7 @@ def whole(values: Any, name: str, minimum: int | None = None) -> list[int]:
         several: list[Any] = [None] if wrong else list(values)
     except (TypeError, RuntimeError):  # torch's, of a tensor without axes
         raise TypeError(f"{name} must be whole numbers, but it is {described(values)}") from None
-    least = INT32.min if minimum is None else minimum
     for value in several:
-        if type(value) is int and least <= value <= _MOST:  # as they nearly always are
-            made.append(value)
-            continue
         if not isinstance(value, int):
             if isinstance(value, float) and value.is_integer():
                 value = int(value)

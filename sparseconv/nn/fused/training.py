@@ -383,10 +383,7 @@ def folds(weight: Any, bias: Any, *norm: Any) -> bool:
     kept = weight if weight.is_contiguous() else weight.permute(2, 0, 1)
     if not _are_near(weight.get_device(), kept, bias, *norm):
         return False
-    for t in (bias, *norm):
-        if t is not None and t.dtype not in normalize.DTYPES:
-            return False
-    return True
+    return all([t is None or t.dtype in normalize.DTYPES for t in (bias, *norm)])
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
