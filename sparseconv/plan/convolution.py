@@ -322,11 +322,9 @@ class ConvolutionPlan(Movable):
         """What `execute` works on, checked: cast as autocast says, the weight packed as (K, C_in/G, C_out)."""
         check_places(self.kernel_map.device, x, weight, bias, residual)
         taps = by_tap(weight, self.kernel_size, self.num_taps)
-        compiling = torch.compiler.is_compiling()
-        if compiling or any_autocast():  # a question that cannot be traced
+        if torch.compiler.is_compiling() or any_autocast():  # a question that cannot be traced
             x, taps, bias, residual = autocast(x, taps, bias, residual)
-        if not (compiling or taps.is_contiguous()):
-            taps = packed(taps)
+        taps = packed(taps)
         check_operands(self.kernel_map, self.groups, x, weight, taps, bias, residual)
         return x, taps, bias, residual
 

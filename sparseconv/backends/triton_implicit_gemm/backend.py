@@ -319,8 +319,7 @@ class TritonImplicitGemm(Backend):
             recipe = recipe_of(config, work)
             if settled:
                 self._recipes[place] = recipe
-        if recipe is not guess:
-            self._latest[form] = recipe
+        self._latest[form] = recipe
         step = kernel_map.prepared[key] = _bound(recipe, kernel_map)
         return step
 
