@@ -37,8 +37,8 @@ def packed_as(taps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Taps (K, C_in/G, C_out) of any strides, contiguous in a dtype; themselves where they are that."""
     if taps.dtype == dtype and taps.is_contiguous():
         return taps
-    plain = torch.compiler.is_compiling() or current() is None or not taps.is_cuda
-    if plain or not (taps.requires_grad and torch.is_grad_enabled()):
+    trained = taps.requires_grad and torch.is_grad_enabled()
+    if not trained or torch.compiler.is_compiling() or current() is None or not taps.is_cuda:
         return taps.to(dtype, memory_format=torch.contiguous_format)
     return _Packed.apply(taps, dtype)
 

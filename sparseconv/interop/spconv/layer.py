@@ -257,13 +257,16 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
     def _execute(self, input: SparseConvTensor, plan: ConvolutionPlan, after: Inference | None) -> SparseConvTensor:
         x, epilogue = input.features, None
         bias: torch.Tensor | None = self.bias
-        taps = self.weight.reshape(self.out_channels, -1, self.in_channels // self.groups).permute(1, 2, 0)
+        groups = self.groups
+        taps = self.weight.reshape(self.out_channels, -1, self.in_channels // groups).permute(1, 2, 0)
         if after is not None:
             taps, bias = after.folded(x, taps, bias)
             epilogue = after.epilogue
         if self._halves(x):
             taps, bias = taps.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        return input.replace_feature(plan.with_groups(self.groups).execute(x, taps, bias, epilogue=epilogue))
+        if plan.groups != groups:
+            plan = plan.with_groups(groups)
+        return input.replace_feature(plan.execute(x, taps, bias, epilogue=epilogue))
 
     def _halves(self, features: torch.Tensor) -> bool:
         """Whether these are halves and the weight is not: the result is then in halves, as spconv's."""

@@ -182,15 +182,29 @@ def again(
     return onto.copy_(y) if onto is not None and apart else y
 
 
-def settled(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+def settled(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+    eps: float,
+    slope: float,
+) -> torch.Tensor:
     """y = act((x - mean) / sqrt(var + eps) * weight + bias) by running statistics, which stay: (N, C) in one launch.
 
     Args:
         x: (N, C), N >= 1, contiguous, aligned to 16 bytes. weight, bias: (C,) or None, both or neither.
+        mean, var: (C,). slope: as in `Norm`.
     """
-    run = _kernels_of(x, weight, norm)
-    y = torch.empty_like(x)
-    _normalize(run, x, weight, bias, None, norm, 0, None, y)
+    device, rows = x.device, x.shape[0]
+    run = kernels(rows, x.shape[1], device, x.dtype, None if weight is None else weight.dtype, mean.dtype)
+    y, at = torch.empty_like(x), run.at
+    none = at(x)
+    affine = (none, none, 0) if weight is None or bias is None else (at(weight), at(bias), 1)
+    pointers = (none, none, *affine[:2], none, none, at(mean), at(var), none, at(y), none)
+    numbers = (rows, run.units, run.units, 0, 0, affine[2], 1, 0, eps, 0.0, slope)
+    run.normalize(device, run.grids[2], pointers + numbers, run.constants)
     return y
 
 
@@ -202,19 +216,19 @@ def _normalize(
     residual: torch.Tensor | None,
     norm: Norm,
     parts: int,
-    kept: torch.Tensor | None,
+    kept: torch.Tensor,
     y: torch.Tensor,
 ) -> None:
-    """Fill y; without ``parts`` by what was ``kept``, or by running statistics where that is None."""
+    """Fill y; without ``parts`` by what was ``kept``."""
     at, running = run.at, norm.running
     none = at(x)
-    count, counted = _count_of(run, x if kept is None else kept, norm)
-    follows = running is not None and (parts > 0 or kept is None)
+    count, counted = _count_of(run, kept, norm)
+    follows = running is not None and parts > 0
     pointers = (
         none,
         none if residual is None else at(residual),
         *((none, none) if weight is None or bias is None else (at(weight), at(bias))),
-        *((none, none) if kept is None else (run.beyond(kept), at(kept))),
+        *(run.beyond(kept), at(kept)),
         *((none, none, none) if running is None else (at(running[0]), at(running[1]), at(running[2]))),
         at(y),
         count,
@@ -312,15 +326,16 @@ def folded(
 
     Vectors are contiguous. All are aligned to 16 bytes and of `DTYPES`.
     """
-    given = (taps, start, weight, bias, mean, var)
-    launch, at = _folds(dtype, *(None if t is None else t.dtype for t in given))
+    dtypes = [None if t is None else t.dtype for t in (start, weight, bias)]
+    launch, at = _folds(dtype, taps.dtype, *dtypes, mean.dtype, var.dtype)
     channels = taps.shape[2]
     rows = taps.shape[0] * taps.shape[1]
     unit, block_c = 8 if channels % 8 == 0 else 1, 32 if channels > 16 else 16
     block_n = FOLDED_TILE // block_c
     result, shift = taps.new_empty(taps.shape, dtype=dtype), taps.new_empty(channels, dtype=dtype)
     out_first = not taps.is_contiguous()
-    pointers = [at(taps if t is None else t) for t in (*given, result, shift)]
+    given = (taps, start, weight, bias, mean, var, result, shift)
+    pointers = [at(taps if t is None else t) for t in given]
     flags = (int(start is not None), int(weight is not None))
     grid = (-(-rows // block_n), -(-channels // block_c))
     launch(taps.device, grid, (*pointers, rows, channels // unit, *flags, eps), (out_first, unit, block_n, block_c))

@@ -289,7 +289,7 @@ def batch_norm_of_rows(
         and type(x) in _PLAIN
         and (weight is None) == (bias is None)
         and (mean is None) == (var is None)
-        and all(_is_near(t, x.get_device()) for t in tensors)
+        and _are_near(x.get_device(), *tensors)
         and not dispatch_modes()
     ):
         uncounted = torch.empty((), dtype=torch.int64, device=x.device)  # the module counts batches itself
@@ -351,12 +351,11 @@ def settled(x: torch.Tensor, norm: torch.nn.BatchNorm1d, slope: float = 1.0) -> 
 
     None where `trained` may not stand for it either, and where a gradient may be asked for.
     """
-    weight, bias, mean, var, tracked = tensors_of(norm)
+    weight, bias, mean, var, _ = tensors_of(norm)
     known = not (norm.training or mean is None or var is None or torch.is_grad_enabled())
     if not known or not x.shape[0] or not _reads(x, weight, bias, mean, var):
         return None
-    running = mean, var, mean if tracked is None else tracked
-    return normalize.settled(_lined_up(x), weight, bias, Norm(norm.eps, 0.0, slope, running))
+    return normalize.settled(_lined_up(x), weight, bias, mean, var, norm.eps, slope)
 
 
 def _reads(x: Any, weight: Any, bias: Any, *statistics: Any) -> bool:
@@ -370,8 +369,7 @@ def _reads(x: Any, weight: Any, bias: Any, *statistics: Any) -> bool:
         or transforms.active()
     ):
         return False
-    device = x.get_device()
-    return all([t is None or _is_near(t, device) for t in (weight, bias, *statistics)])
+    return _are_near(x.get_device(), weight, bias, *statistics)
 
 
 def folds(weight: Any, bias: Any, *norm: Any) -> bool:
@@ -382,19 +380,20 @@ def folds(weight: Any, bias: Any, *norm: Any) -> bool:
     """
     if not normalize.on_kernels(weight) or (norm[0] is None) != (norm[1] is None) or dispatch_modes():
         return False
-    device = weight.get_device()
     kept = weight if weight.is_contiguous() else weight.permute(2, 0, 1)
-    return all([t is None or (t.dtype in normalize.DTYPES and _is_near(t, device)) for t in (kept, bias, *norm)])
+    if not _are_near(weight.get_device(), kept, bias, *norm):
+        return False
+    return all([t is None or t.dtype in normalize.DTYPES for t in (bias, *norm)])
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _is_near(tensor: Any, device: int) -> bool:
-    """Whether kernels on a device can read (C,): torch raises its own error for what is elsewhere."""
-    return (
-        type(tensor) in _PLAIN
-        and tensor.get_device() == device
-        and not tensor.data_ptr() % 16
-        and tensor.is_contiguous()
-    )
+def _are_near(device: int, *tensors: Any) -> bool:
+    """Whether kernels on a device can read these, None aside: torch raises its own error for what is elsewhere."""
+    for t in tensors:  # one loop: a call a tensor costs as much as its questions
+        if t is not None and (
+            type(t) not in _PLAIN or t.get_device() != device or t.data_ptr() % 16 or not t.is_contiguous()
+        ):
+            return False
+    return True

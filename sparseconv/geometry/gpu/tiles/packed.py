@@ -87,7 +87,7 @@ class PackedSchedule(Schedule):
         numbers = self.num_slots, self._shape[2]
         return Fixed.at(addresses, numbers, lambda: again._launched_in(again.tile_order))  # not self: no circle
 
-    @property
+    @cached_property
     def slots(self) -> torch.Tensor | None:  # type: ignore[override]
         return self._arena.tensor(self._first + 6).view(self._groups, -1) if self._groups else None
 

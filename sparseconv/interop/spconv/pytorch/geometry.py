@@ -27,11 +27,7 @@ class Voxels(Protocol):
 
     spatial_shape: list[int]
 
-    @property
-    def indices(self) -> torch.Tensor: ...
-
-    @property
-    def voxels(self) -> VoxelGrid: ...
+    def _place(self) -> Place: ...
 
 
 class LayerWindow(NamedTuple):
@@ -209,7 +205,7 @@ def check_reuse(stored: IndiceData, input: Voxels, ksize: list[int], dilation: l
     if not stored.is_subm:
         raise ValueError(f"indice_key {key!r} was stored by a layer that is not submanifold")
     for name, mine, theirs in (("kernel size", ksize, stored.ksize), ("dilation", dilation, stored.dilation)):
-        if list(mine) != theirs:
+        if mine != theirs:
             raise ValueError(
                 f"layers with one indice_key have one {name}: {key!r} was stored with {theirs}, this layer has {mine}"
             )
@@ -220,14 +216,17 @@ def check_ends(input: Voxels, shape: list[int], place: Place, key: str | None) -
     """Raise ValueError where a stored map does not start at the input's voxels."""
     if input.spatial_shape != shape:
         raise ValueError(f"indice_key {key!r} belongs to spatial shape {shape}; the input has {input.spatial_shape}")
+    kept = input._place()
+    if kept.voxels is place.voxels and kept.indices is place.indices:  # fresh, as the input's are
+        return
     if not place.is_fresh():
         raise ValueError(
             f"the indices that indice_key {key!r} was stored for were written to since, and its map is that of the old "
             "ones: write to a copy, or give this layer another key"
         )
-    if input.voxels is place.voxels:
+    if kept.voxels is place.voxels:
         return
-    mine, stored = input.voxels.coords, place.voxels.coords
+    mine, stored = kept.voxels.coords, place.voxels.coords
     if mine.shape != stored.shape or not torch.equal(mine, stored):
         raise ValueError(
             f"indice_key {key!r} belongs to other voxels ({stored.shape[0]} of them) than the input's "

@@ -9,7 +9,7 @@ import torch
 from sparseconv import transforms
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
 from sparseconv.nn.fused.fusion import ACTIVATIONS, folded, hooked
-from sparseconv.nn.fused.training import Layer, serves, settled, trained
+from sparseconv.nn.fused.training import Layer, serves, settled, tensors_of, trained
 from sparseconv.pointwise import Epilogue
 from sparseconv.torch_private import exporting
 
@@ -39,7 +39,7 @@ def in_inference(conv: Any, norm: Any, activation: Any) -> Inference | None:
     if (
         type(norm) is not torch.nn.BatchNorm1d
         or norm.training
-        or norm.running_mean is None
+        or tensors_of(norm)[2] is None
         or norm.num_features != conv.out_channels
         or torch.is_grad_enabled()
         or (torch.compiler.is_compiling() and not exporting())
@@ -62,6 +62,7 @@ def norm_and_relu(norm: torch.nn.BatchNorm1d, relu: Any, input: SparseConvTensor
         return None
     if torch.compiler.is_compiling():
         return None
-    if serves(features, norm, features.shape[0]):
-        return trained(features, [Layer(norm, 0.0, alive=input.voxels.count)])
-    return settled(features, norm, 0.0)
+    y = None if torch.is_grad_enabled() else settled(features, norm, 0.0)
+    if y is None and serves(features, norm, features.shape[0]):
+        y = trained(features, [Layer(norm, 0.0, alive=input.voxels.count)])
+    return y
