@@ -11,6 +11,7 @@ import sparseconv as sc
 from sparseconv import nn, ops
 from sparseconv.interop import load_published
 from sparseconv.nn.convolution import ConvolutionModule
+from sparseconv.nn.models import ptv3_parts
 from sparseconv.nn.models.ptv3 import PointTransformerOptions, PointTransformerV3
 from sparseconv.ops.serialization import ORDERS
 
@@ -143,6 +144,21 @@ def test_as_pointcepts_file(name):
     y = net(sc.SparseTensor(sc.VoxelGrid(coords, len(counts)), features), mask=mask, positions=positions)
     got = figures(y.features, features, net.parameters())
     assert got == pytest.approx(want, rel=1e-11, abs=1e-11)
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_flash": False, "enable_rpe": True}, {"variant": "m2"}])
+def test_inference_goes_through_rows_in_parts(options, monkeypatch):
+    """And brings features to the slots of patches, not queries, keys and values."""
+    monkeypatch.setattr(ptv3_parts, "MLP_ROWS", 100)
+    net = PointTransformerV3(5, **(SMALL | options)).double().eval()
+    coords, features = voxels((700, 30))
+    x = sc.SparseTensor(sc.VoxelGrid(coords, 2), features)
+    torch.manual_seed(3)
+    want = net(x).features
+    torch.manual_seed(3)
+    with torch.no_grad():
+        got = net(x).features
+    assert torch.allclose(got, want, rtol=1e-11, atol=1e-12)
 
 
 def test_published_figures():

@@ -98,14 +98,17 @@ class PatchAttention(SparseModule):
         inverse: torch.Tensor,
         positions: torch.Tensor | None,
     ) -> SparseTensor:
-        qkv = self.qkv(features_of(x, self, self.channels))
+        features = features_of(x, self, self.channels)
         if self.rope is not None:
-            qk, v = qkv.unflatten(1, (3 * self.num_heads, -1)).split((2 * self.num_heads, self.num_heads), 1)
+            qk, v = (
+                self.qkv(features).unflatten(1, (3 * self.num_heads, -1)).split((2 * self.num_heads, self.num_heads), 1)
+            )
             turned = self.rope(qk, x.coords[:, 1:] if positions is None else positions)
-            qkv = torch.cat((turned, v), 1).flatten(1)
+            qkv = patches.split(torch.cat((turned, v), 1).flatten(1), order)
         elif positions is not None:
             raise ValueError("positions are for rotary positions, and the layer has none: rope=nn.RotaryPositions(...)")
-        qkv = patches.split(qkv, order)
+        else:
+            qkv = self._split(features, patches, order)
         # each (patches, H, slots, C/H); taken apart first, so that their gradients are stacked as qkv lies
         q, k, v = (t.transpose(1, 2) for t in qkv.unflatten(2, (3, self.num_heads, -1)).unbind(2))
         bias = None
@@ -114,7 +117,22 @@ class PatchAttention(SparseModule):
             bias = self.rpe(at.unflatten(0, (patches.num_patches, patches.size)))
         dropout = self.attn_drop if self.training else 0.0
         y = patches.attend(q, k, v, bias=bias, scale=self.scale, dropout=dropout)
+        del qkv, q, k, v  # before more is made
         return x.with_features(self.proj_drop(self.proj(patches.join(y.transpose(1, 2).flatten(2), inverse))))
+
+    def _split(self, features: torch.Tensor, patches: Patches, order: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values of the slots of patches, (patches, slots, 3 C).
+
+        In inference features are brought to slots, which takes less memory than to bring all three, where few slots
+        show a row that another one shows.
+        """
+        slots, autocast = patches.num_patches * patches.size, torch.is_autocast_enabled(features.device.type)
+        if torch.is_grad_enabled() or 4 * slots > 5 * features.shape[0]:
+            return patches.split(self.qkv(features), order)
+        if autocast and features.dtype != torch.float64:
+            features = features.to(torch.get_autocast_dtype(features.device.type))
+        qkv: torch.Tensor = self.qkv(patches.split(features, order))
+        return qkv
 
 
 class SerializedAttention(PatchAttention):

@@ -339,16 +339,14 @@ class PointTransformerV3(SparseModule):
         x, kept = self.embedding(x) if mask is None else self.embedding(x, mask), []
         for stage in _stages(self.enc):
             if "down" in stage:
-                skip = x, curves, positions
+                fine = x, curves, positions
                 x, curves, plan = stage["down"](x, curves)
                 positions = None if positions is None else pooled_positions(positions, plan)
-                kept.append((*skip, plan))
+                kept.append(([fine[0], plan], *fine[1:]))
             x = _through(stage, x, curves, positions)
         for stage in () if self.options.enc_mode else _stages(self.dec):
-            fine, curves, positions, plan = kept.pop()
-            x, fine = stage["up"](x, fine, plan)
-            # as in Pointcept's m1, where the first encoding of a stage does not see what came up
-            x = _through(stage, x, curves, positions, fine if self.options.variant == "m1" else None)
+            skip, curves, positions = kept.pop()
+            x = _through(stage, x, curves, positions, skip, by_skip=self.options.variant == "m1")
         return x
 
 
@@ -369,9 +367,15 @@ def _through(
     x: SparseTensor,
     curves: Serialization,
     positions: torch.Tensor | None,
-    encoded: SparseTensor | None = None,
+    skip: list[Any] | None = None,
+    by_skip: bool = False,
 ) -> SparseTensor:
-    """The blocks of a stage; the first encodes positions by ``encoded``."""
+    """The blocks of a stage; first the way up, to the fine tensor and by the plan of ``skip``, which is emptied."""
+    encoded = None
+    if skip is not None:
+        x, encoded = stage["up"](x, *skip)
+        encoded = encoded if by_skip else None  # as in Pointcept's m1: the first encoding does not see what came up
+        skip.clear()  # what blocks run beside counts in the memory of the finest stage
     for name, block in stage.items():
         if name.startswith("block"):
             x, encoded = block(x, curves, encoded=encoded, positions=positions), None

@@ -83,6 +83,10 @@ class LayerScale(SparseModule):
         return x.with_features(x.features * self.gamma)
 
 
+#: rows that go through an MLP together in inference: what is between its layers takes the most memory there
+MLP_ROWS = 2**15
+
+
 class _MLP(torch.nn.Module):
     """Two linear layers with a GELU between them."""
 
@@ -96,7 +100,13 @@ class _MLP(torch.nn.Module):
         self.drop = torch.nn.Dropout(drop)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or x.shape[0] <= MLP_ROWS:
+            return self._of(x)
+        return torch.cat([self._of(part) for part in x.split(MLP_ROWS)])
+
+    def _of(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+        return y
 
 
 class PointTransformerBlock(SparseModule):
