@@ -1,4 +1,4 @@
-"""At a network's first call on a GPU: compile what all its convolutions will launch, beside the call.
+"""At a network's first call on a GPU: compile what all its convolutions will launch, while the call runs.
 
 Layers are known by their making, the voxels by the input of the first that runs. Layers are taken in the order in which
 they were made, and channels tell on which voxels each one lies. One with a stride starts from the coarsest voxels on

@@ -375,7 +375,7 @@ def _through(
     if skip is not None:
         x, encoded = stage["up"](x, *skip)
         encoded = encoded if by_skip else None  # as in Pointcept's m1: the first encoding does not see what came up
-        skip.clear()  # what blocks run beside counts in the memory of the finest stage
+        skip.clear()  # in the finest stage it would count in the peak of memory
     for name, block in stage.items():
         if name.startswith("block"):
             x, encoded = block(x, curves, encoded=encoded, positions=positions), None
