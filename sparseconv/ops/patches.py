@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 #: patches of one call of torch's attention, whose kernels count them in 16 bits
 PATCHES_A_CALL = 1 << 15
+#: numbers that rows of a mask begin at multiples of, for torch not to copy it
+ALIGNED = 8
 #: items that are laid out one by one, where the host knows their rows
 MOST_ITEMS = 8
 
@@ -195,11 +197,7 @@ class Patches:
             (patches, H, slots, C). Torch chooses the kernel, which says which derivatives there are: within
             `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` those of any order.
         """
-        mask = None if self.seen is None else self.seen[:, None, None]
-        if bias is not None:
-            mask = bias.to(q.dtype) if mask is None else bias.to(q.dtype).masked_fill(~mask, -torch.inf)
-        elif mask is not None:
-            mask = mask.expand(-1, -1, self.size, -1)
+        mask = self._mask(q, bias)
         if not self.num_patches:
             return v * 1
         if self.num_patches <= PATCHES_A_CALL:  # without parts, whose gradients torch would copy together
@@ -207,6 +205,25 @@ class Patches:
         parts = zip(*(t.split(PATCHES_A_CALL) for t in (q, k, v)))
         masks = iter(() if mask is None else mask.split(PATCHES_A_CALL))
         return torch.cat([_attention(*part, mask=next(masks, None), dropout=dropout, scale=scale) for part in parts])
+
+
+    def _mask(self, q: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """What is added to the logits, of the dtype that they are computed in; None for nothing.
+
+        Slots that nobody sees get -inf. Where that is all, it is a row a patch that stands for all rows: of a mask of
+        booleans torch would make numbers for every pair of slots, and keep them for the gradients.
+        """
+        unseen = None if self.seen is None else ~self.seen[:, None, None]
+        if bias is not None:
+            bias = bias.to(q.dtype)
+            return bias if unseen is None else bias.masked_fill(unseen, -torch.inf)
+        if unseen is None:
+            return None
+        is_lowered = torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(q.device.type) if is_lowered else q.dtype
+        wide = -(-self.size // ALIGNED) * ALIGNED
+        added = torch.zeros((self.num_patches, 1, 1, wide), dtype=dtype, device=q.device)[..., : self.size]
+        return added.masked_fill_(unseen, -torch.inf).expand(-1, -1, self.size, -1)
 
 
 @transforms.constant

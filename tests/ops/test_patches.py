@@ -153,6 +153,25 @@ def test_empty_slots_are_read_by_nobody():
     assert x.grad[0].item() == 1.0
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lowered", [False, True], ids=["own dtype", "autocast"])
+@pytest.mark.parametrize("size", [64, 61])
+def test_empty_slots_take_no_memory_for_each_pair_of_slots(device, lowered, size):
+    counts = torch.tensor([size - 20, 3 * size], device=device)
+    patches = ops.Patches(counts, size, 4, int(counts.sum()))
+    q, k, v = (torch.randn(4, 2, size, 8, device=device, requires_grad=True) for _ in range(3))
+    kept = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), torch.autocast(device, torch.bfloat16, lowered):
+        patches.attend(q, k, v)
+    assert max(kept.values()) <= max(t.untyped_storage().nbytes() for t in (q, k, v))
+
+
 def test_more_patches_than_a_call_takes(monkeypatch):
     grid = grid_of((30, 3))
     patches = ops.Patches.along(grid, 4)
