@@ -10,7 +10,7 @@ import torch
 #: bytes from which on a tensor on a GPU is summed there
 SUMMED = 2**20
 #: words that are summed together
-PIECE = 2**19
+PIECE = 2**21
 #: odd factors below 2^63 in absolute value, of 64 bits
 SCATTER = (0xFF51AFD7ED558CCD - 2**64, 0xC4CEB9FE1A85EC53 - 2**64)
 

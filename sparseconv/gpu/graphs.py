@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,9 @@ from sparseconv.torch_private import is_capturing as _is_capturing
 TRIES, PIECE, WHOLE = 5, 2 << 20, 10 << 20
 #: a recorder that records nothing
 NOBODY: AbstractContextManager[Any] = nullcontext()
+#: bytes, by the stream that they are for
+Pieces = dict[torch.cuda.Stream, int]
+Made = TypeVar("Made")
 
 
 def has_graphs(device: torch.device) -> bool:
@@ -59,37 +62,61 @@ def whole_graph(
             most = max(0, torch.cuda.max_memory_allocated() - before - streams.memory)
         torch.cuda.current_stream().wait_stream(stream)
         forget_workspaces()  # the graph has its own, where its other memory is
-        cuts = {s: _Cut(least) for s, least in ((stream, most), *((lane, 0) for lane in again.streams))}
-        for _ in range(TRIES):
-            graph, results = _captured(run, stream, again, {s: cut.piece for s, cut in cuts.items()}, recorder)
-            held = _held(graph)
-            for s, cut in cuts.items():
-                cut.seen(held.get(s.cuda_stream, 0))
-            if all(cut.settled for cut in cuts.values()):
-                break
-            del graph, results  # its memory is the next one's
-        else:
-            graph, results = _captured(run, stream, again, {s: cut.best for s, cut in cuts.items()}, recorder)
-    return graph, results
+
+        def capture(pieces: Pieces) -> tuple[torch.cuda.CUDAGraph, Any]:
+            graph = torch.cuda.CUDAGraph()
+            with capturing(graph, stream, again, pieces, recorder=recorder):
+                return graph, run()
+
+        return least_memory(capture, {stream: most, **dict.fromkeys(again.streams, 0)})
 
 
-def _captured(
-    run: Callable[[], Any],
+@contextmanager
+def capturing(
+    graph: torch.cuda.CUDAGraph,
     stream: torch.cuda.Stream,
-    streams: SideStreams,
-    pieces: dict[torch.cuda.Stream, int],
-    recorder: AbstractContextManager[Any],
-) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """The graph of a run whose streams begin with a piece of memory each."""
-    graph = torch.cuda.CUDAGraph()
-    # what other threads ask of the device, such as pinned memory for the next scene, is no part of the capture
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), recorder, streams.run():
+    sides: SideStreams,
+    pieces: Pieces,
+    *,
+    pool: Any = None,
+    recorder: AbstractContextManager[Any] = NOBODY,
+) -> Iterator[None]:
+    """Within it, what is launched becomes the graph. Streams begin with pieces of memory.
+
+    ``pool`` is that of another graph, which then shares its memory.
+    """
+    mode = "thread_local"  # what other threads ask of the device, such as pinned memory, is no part of the capture
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode), recorder, sides.run():
         for owner, piece in pieces.items():
             with torch.cuda.stream(owner):
                 torch.empty(piece, dtype=torch.uint8, device=owner.device)
-        results = run()
+        yield
         forget_workspaces()
-    return graph, results
+
+
+def least_memory(
+    capture: Callable[[Pieces], tuple[torch.cuda.CUDAGraph, Made]], known: Pieces, tries: int = TRIES, worth: int = 0
+) -> tuple[torch.cuda.CUDAGraph, Made]:
+    """The capture whose pool holds least of several that begin with other pieces of memory.
+
+    Args:
+        capture: given the bytes that each stream begins with, makes a graph, and whatever else; it drops the last one.
+        known: by stream, bytes that its arrays have at one moment, where that is known; else 0.
+        tries: captures to try; another follows where the best was not the last.
+        worth: bytes of a pool from which on more than one is tried.
+    """
+    cuts = {stream: _Cut(least) for stream, least in known.items()}
+    for left in reversed(range(tries)):
+        pieces = {stream: cut.piece for stream, cut in cuts.items()}
+        made = capture(pieces)
+        held = _held(made[0])
+        for stream, cut in cuts.items():
+            cut.seen(held.get(stream.cuda_stream, 0))
+        is_best = all(cut.best == pieces[stream] for stream, cut in cuts.items())
+        if all(cut.settled for cut in cuts.values()) or (not left and is_best) or sum(held.values()) < worth:
+            return made
+        del made  # its memory is the next one's
+    return capture({stream: cut.best for stream, cut in cuts.items()})
 
 
 def _held(graph: torch.cuda.CUDAGraph) -> dict[int, int]:

@@ -206,7 +206,6 @@ class Patches:
         masks = iter(() if mask is None else mask.split(PATCHES_A_CALL))
         return torch.cat([_attention(*part, mask=next(masks, None), dropout=dropout, scale=scale) for part in parts])
 
-
     def _mask(self, q: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """What is added to the logits, of the dtype that they are computed in; None for nothing.
 

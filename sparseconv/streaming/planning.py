@@ -281,25 +281,35 @@ def around(program: Program, numbers: Iterable[int], box: IndexRange) -> dict[in
     return wants.spread()
 
 
-def counted(program: Program, numbers: Iterable[int], values: Values, box: IndexRange, batch_size: int) -> list[int]:
-    """A block's own rows of each grid, and edges to its own rows of each plan, the geometry being known."""
+def counted(program: Program, numbers: Sequence[int], values: Values, box: IndexRange, batch_size: int) -> torch.Tensor:
+    """(len(numbers),) int64: of each grid a block's own rows, of each plan the edges to those; ``values`` has both."""
     found = []
     for number in numbers:
         target: Any = program.steps[target_of(program, number)]
         own, grid = scaled(box, target.scale), values[target.number]
         if own is None:
-            found.append(0)
+            found.append(torch.zeros((), dtype=torch.int64, device=grid.device))
             continue
         inside = within(grid.coords, clipped(own, batch_size))
         is_grid = target.number == number
-        found.append(int((inside if is_grid else inside[values[number].kernel_map.out_rows.long()]).sum()))
-    return found
+        found.append((inside if is_grid else inside[values[number].kernel_map.out_rows.long()]).sum())
+    return torch.stack(found)
 
 
-def counting_bytes(program: Program, numbers: Iterable[int]) -> int:
-    """Bytes that a voxel of the scene takes while these are counted: its grids, and every edge that it may have."""
-    plans = [number for number in numbers if isinstance(program.steps[number], PlanStep)]
-    return 8 * VOXEL_BYTES + EDGE_BYTES * sum(plan_of(program, number) for number in plans)
+def counting_bytes(program: Program, numbers: Iterable[int], sample: Values | None = None) -> int:
+    """Bytes that a voxel of the scene takes while these are counted: its grids, and every edge that it may have.
+
+    A tap leads to a row at most once and from a row at most once. Other grids have at most as many rows as the scene,
+    and where a ``sample`` is known at most twice as many as there.
+    """
+    edges = 0.0
+    for number in numbers:
+        plan: Any = program.steps[number]
+        if isinstance(plan, PlanStep):
+            ends = plan.source, target_of(program, number)
+            rows = min(1.0 if sample is None else min(1.0, 2 * _share(end, sample)) for end in ends)
+            edges += plan_of(program, number) * rows
+    return int(8 * VOXEL_BYTES + EDGE_BYTES * edges)
 
 
 def target_of(program: Program, number: int) -> int:

@@ -39,7 +39,7 @@ from sparseconv.streaming.totals import BatchStatistics, Total
 from sparseconv.streaming.work import Inputs, Job, Own, Result, TooLarge, Values, Work, clipped, own_box, wanted
 
 #: pieces of the smallest blocks that make up one as large as the budget is thought to hold, at least
-FINE = 8
+FINE = 4
 #: bytes from which on a budget on a CPU has room for a thread's stack, and for results that wait for it
 THREAD = 2**27
 #: smallest blocks that a scene is cut into before its memory is measured, at most, and voxels that they hold at least
@@ -81,6 +81,8 @@ class Run:
         #: of the whole scene: rows of grids and pairs of plans as they are known, those to be counted, sizes of maps
         self.found: dict[int, int] = {}
         self.uncertain: list[int] = []
+        #: bytes that a voxel takes while these are counted
+        self.counting = 0
         self.sizes: dict[int, MapSizes] = {}
         #: on a GPU, what blocks took over what was counted for them, at most so far
         self.factor, self.counted, self.before = 1.0, 1, 0
@@ -109,6 +111,7 @@ class Run:
                 self.blocks.refine(max(1, limit // FINE))
             self.found = estimated(program, sample, count)
             self.uncertain = sorted(set().union(*uncertain(program, sample, count)))
+            self.counting = counting_bytes(program, self.uncertain, sample)
         self.program, self.plans = chosen(program, sample, self.blocks, self.budget, size, job.learns)
         #: by phase, what each block costs, and which of them this rank computes, by their numbers
         self.costs = costs(self.program, sample, self.blocks, self.plans, size)
@@ -151,7 +154,8 @@ class Run:
         numbers, program, size = self.uncertain, self.program, self.scene.like.batch_size
         if numbers:
             steps = tuple(program.closure([*numbers, *(target_of(program, n) for n in numbers)], frozenset()))
-            work, totals = Work(program, Phase(steps, (), (), ()), {}, self.load), [0] * len(numbers)
+            work = Work(program, Phase(steps, (), (), ()), {}, self.load)
+            totals = torch.zeros(len(numbers), dtype=torch.int64, device=self.device)  # read once
             first, step = (0, 1) if ranks is None else (ranks.rank, ranks.size)
             for block in self.blocks.chosen(self._is_countable)[first::step]:
                 root = around(program, numbers, block.box).get(GRID)
@@ -160,17 +164,16 @@ class Run:
                 values = Values({})
                 values[GRID] = self._grid(self._coords(self.blocks.rows_in(clipped(root, size)).rows))
                 work.geometry(values)
-                totals = [a + b for a, b in zip(totals, counted(program, numbers, values, block.box, size))]
-            if ranks is not None:
-                totals = [sum(parts) for parts in zip(*ranks.heard(totals))]
-            self.found.update(zip(numbers, totals))
+                totals += counted(program, numbers, values, block.box, size)
+            every = [totals.tolist()] if ranks is None else ranks.heard(totals.tolist())
+            self.found.update(zip(numbers, map(sum, zip(*every))))
         self.sizes.update(map_sizes(program, self.found))
 
     def _is_countable(self, block: Block) -> bool:
         """Whether the geometry by which a block is counted fits into the budget."""
         root = around(self.program, self.uncertain, block.box).get(GRID)
         voxels = 0 if root is None else self.blocks.most_in(clipped(root, self.scene.like.batch_size))
-        return voxels * counting_bytes(self.program, self.uncertain) <= self.budget
+        return voxels * self.counting <= self.budget
 
     def blocks_digest(self) -> str:
         """What tells this run's blocks from others."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
+from sparseconv.gpu import graphs
 from sparseconv.gpu.graphs import PIECE, TRIES, _Cut
 
 MIB = 1 << 20
+
+
+class Stream(NamedTuple):
+    cuda_stream: int
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["live bytes", "nothing"])
@@ -37,3 +44,32 @@ def test_what_torch_took_alone_is_kept_where_no_piece_is_better():
     for _ in range(TRIES):
         cut.seen(50 * MIB if not cut.piece else cut.piece + 60 * MIB)
     assert cut.best == 0
+
+
+@pytest.mark.parametrize("tries", [1, 2, 3, TRIES])
+def test_the_capture_that_holds_least_is_returned(monkeypatch, tries):
+    """Two streams, of which the second finds that no piece is better than none."""
+    streams = [Stream(7), Stream(8)]
+    alive, seen = [], []
+
+    def capture(pieces):
+        alive.clear()  # as a capture that follows another one must
+        sizes = [pieces[s] for s in streams]
+        holds = {7: max(sizes[0], 100 * MIB) + (30 * MIB if sizes[0] < 100 * MIB else 0), 8: 40 * MIB + sizes[1]}
+        alive.append(holds)
+        seen.append(sum(holds.values()))
+        return holds, len(seen)
+
+    monkeypatch.setattr(graphs, "_held", lambda graph: graph)
+    graph, number = graphs.least_memory(capture, {streams[0]: 90 * MIB, streams[1]: 0}, tries)
+    assert graph is alive[0]
+    assert number == len(seen)
+    assert sum(graph.values()) == min(seen)
+    assert len(seen) <= tries + 1
+
+
+def test_a_small_pool_is_captured_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(graphs, "_held", lambda graph: graph)
+    graphs.least_memory(lambda pieces: ({7: 50 * MIB}, calls.append(pieces)), {Stream(7): 0}, 3, 64 * MIB)
+    assert len(calls) == 1

@@ -13,6 +13,7 @@ from sparseconv.autograd_function import Function
 from sparseconv.nn.capturing.answer import Given
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene, inside
+from sparseconv.nn.capturing.verify import eager_call, gradients_of
 from sparseconv.torch_private import unwrap_dead
 
 
@@ -61,7 +62,7 @@ def replayed(
         """The gradients by an eager call: one of a result that had none when this was captured."""
         captured.forget(recording, grads)
         with recording.state.restoring(), inside():
-            return recording.gradients_of(recording.eager_call(call, Given(*inputs)), grads)
+            return gradients_of(recording, eager_call(recording, call, Given(*inputs)), grads)
 
     features = scene.features if unwrap_dead is None else unwrap_dead(scene.features)
     tensors = _apply(recording, token, again, features, *recording.parameters)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import torch
 
 from sparseconv.geometry.fixed_grid import FixedGrid, forget_tables
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.scene import fault_of
+from sparseconv.gpu import graphs
 from sparseconv.gpu.streams import SideStreams, forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import SceneArrays, Sizes
@@ -20,6 +21,9 @@ from sparseconv.nn.capturing.joining import Changed, Joined, Joining, Watched
 from sparseconv.nn.capturing.module_state import ModuleState
 from sparseconv.nn.capturing.padding import Guard, LiveRows, Seen
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
+
+#: captures to try, and bytes of graphs from which on a second one is: their memory is held as long as they are
+TRIES, WORTH = 3, 2**27
 
 
 class Recording:
@@ -45,11 +49,11 @@ class Recording:
         parameters: Sequence[torch.Tensor],
         wanted: set[int] | None,
     ) -> None:
-        self._call, self._module, self._given, self._path = call, module, given, path
+        self._call, self._module, self._given, self.path = call, module, given, path
         self.sizes, self.parameters, self._wanted = sizes, list(parameters), wanted
         self._device, features = example.features.device, example.features
         self.trains = bool(self.parameters) or features.requires_grad
-        self._of_features = features.requires_grad
+        self.of_features = features.requires_grad
         with torch.inference_mode(False):
             self.arrays = SceneArrays(given, path, example, sizes)
             self.state = ModuleState(module, self.parameters)
@@ -75,19 +79,19 @@ class Recording:
         torch.clear_autocast_cache()
         with stack:
             stack.enter_context(torch.autocast(kind, dtype, torch.is_autocast_enabled(kind), cache_enabled=False))
-            if self._path is None:
+            if self.path is None:
                 args, kwargs = self._given.copied()
                 with watched(begin):
                     out = self._call(*args, **kwargs)
             else:
-                x, grid = self._enter(self._given.at(self._path), stack, around)
+                x, grid = self._enter(self._given.at(self.path), stack, around)
                 grids.append(grid)
-                args, kwargs = self._given.copied({self._path: x, **self.arrays.slots()})
+                args, kwargs = self._given.copied({self.path: x, **self.arrays.slots()})
                 out = self._call(*args, **kwargs)
             if not grids:
                 raise CannotCapture("the call asked for no sparse tensor's grid this time")
             family = grids[0].family
-            own = None if self._path is None else len(grids[0])
+            own = None if self.path is None else len(grids[0])
             answer = Answer(out, self._given, family, self.state.constants, own)
             self._report(answer, grids[0], family)
             self._grid_now = grids[0]
@@ -104,7 +108,7 @@ class Recording:
         stack.enter_context(around())
         self.state.keep()
         #: a leaf of its own in every run, over the same memory
-        self._leaf = self.arrays.features.detach().requires_grad_(self._of_features and torch.is_grad_enabled())
+        self._leaf = self.arrays.features.detach().requires_grad_(self.of_features and torch.is_grad_enabled())
         grid = self.arrays.grid()
         norms = Joining(self._joined) if isinstance(self._joined, list) else self._joined
         stack.enter_context(LiveRows(grid.family, norms))
@@ -129,40 +133,6 @@ class Recording:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._reported = torch.cuda.Event(external=True)
             self._reported.record()
-
-    # ---- the call without a graph
-
-    def eager_call(self, call: Callable[..., Any], given: Given, jitter: float = 0.0) -> Eager:
-        """The module's own forward on ordinary grids, from features of its own, moved by a part of each at random."""
-        starts: list[torch.Tensor] = []
-
-        def start(x: Any, in_place: bool = False) -> Any:
-            kind = kind_of(x)
-            assert kind is not None
-            features = kind.read(x).features.detach()
-            moved = features * torch.empty_like(features).uniform_(1 - jitter, 1 + jitter) if jitter else features
-            starts.append(moved.detach().requires_grad_(self._of_features and torch.is_grad_enabled()))
-            return kind.fill(x if in_place else kind.copy(x), kind.grid(x), starts[0], None)
-
-        with torch.set_grad_enabled(self.trains):
-            if self._path is None:
-                args, kwargs = given.copied()
-                with watched(lambda x: start(x, in_place=True) is not None):
-                    out = call(*args, **kwargs)
-            else:
-                args, kwargs = given.copied({self._path: start(given.at(self._path))})
-                out = call(*args, **kwargs)
-            return Eager(Answer(out, given, None, self.state.constants), starts[0])
-
-    def gradients_of(
-        self, eager: Eager, grads: Sequence[torch.Tensor | None]
-    ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """Gradients of the features and the parameters of an eager call, as `backward` gives them."""
-        ends = [(t, g) for t, g in zip(eager.answer.tensors, grads) if g is not None and t.requires_grad]
-        starts = ([eager.features] if self._of_features else []) + self.parameters
-        found: list[torch.Tensor | None]
-        found = list(torch.autograd.grad([t for t, _ in ends], starts, [g for _, g in ends], allow_unused=True))
-        return (found.pop(0) if self._of_features else None), found
 
     # ---- recording
 
@@ -232,7 +202,7 @@ class Recording:
     def _find(self, answer: Answer) -> list[torch.Tensor | None]:
         """Gradients of the features and of the parameters, from those of the results."""
         ends = [answer.tensors[i] for i in self.taken]
-        starts = ([self._leaf] if self._of_features else []) + self.state.starts
+        starts = ([self._leaf] if self.of_features else []) + self.state.starts
         with torch.autograd.set_multithreading_enabled(False):
             return list(torch.autograd.grad(ends, starts, self.grads, allow_unused=True))
 
@@ -244,26 +214,32 @@ class Recording:
             summed = self._once_on_streams(device)  # what is timed on first use is timed here
         torch.cuda.current_stream(device).wait_stream(stream)
         forget_workspaces()
-        self._forward = torch.cuda.CUDAGraph()
-
-        @contextmanager
-        def captured(graph: torch.cuda.CUDAGraph, side: SideStreams, pool: Any = None) -> Iterator[None]:
-            mode = "thread_local"  # what other threads ask of the device is no part of it
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode), side.run():
-                yield
-                forget_workspaces()
-
         with torch.cuda.stream(stream):
             side, other = SideStreams(device), SideStreams(device, summed)
-        self.answer = self.run(lambda: captured(self._forward, side))
-        if self.trains:
-            self._backward = torch.cuda.CUDAGraph()
-            assert self._gathered is not None
-            with captured(self._backward, other, self._forward.pool()), self._gathered.at_once():
-                found = self._find(self.answer)
-                other.settle(found)
-                self._gather(found)
+
+        def capture(pieces: graphs.Pieces) -> tuple[torch.cuda.CUDAGraph, None]:
+            self._drop()
+            self._forward = torch.cuda.CUDAGraph()
+            self.answer = self.run(lambda: graphs.capturing(self._forward, stream, side, pieces))
+            if self.trains:
+                self._backward = torch.cuda.CUDAGraph()
+                assert self._gathered is not None
+                also = graphs.capturing(self._backward, stream, other, {}, pool=self._forward.pool())
+                with also, self._gathered.at_once():
+                    found = self._find(self.answer)
+                    other.settle(found)
+                    self._gather(found)
+            return self._forward, None
+
+        graphs.least_memory(capture, dict.fromkeys((stream, *side.streams), 0), TRIES, WORTH)
         self._finish()
+
+    def _drop(self) -> None:
+        """Let go of a capture that was tried."""
+        if self.__dict__.pop("_forward", None) is not None:
+            for name in ("answer", "_backward", "_grid_now", "_voxels_now", "_grad_features"):
+                self.__dict__.pop(name, None)
+            gc.collect()  # maps and the gradient's graph hold one another
 
     def _once_on_streams(self, device: torch.device) -> bool:
         """A run as it will be captured. Returns whether gradients may be summed on a stream of their own."""
@@ -283,8 +259,8 @@ class Recording:
 
     def _gather(self, found: Sequence[torch.Tensor | None]) -> None:
         """Put the gradients of parameters where a call takes them from."""
-        self._grad_features = found[0] if self._of_features else None
-        of_parameters = found[1:] if self._of_features else found
+        self._grad_features = found[0] if self.of_features else None
+        of_parameters = found[1:] if self.of_features else found
         if self._gathered is None:
             self._gathered = Gathered(self.parameters, of_parameters)
         self._gathered.fill(of_parameters)
@@ -387,13 +363,6 @@ class Recording:
             self._reported.synchronize()
         if self._reported is None or int(self._told_on_host[0]) != self.arrays.tickets:
             torch.cuda.current_stream(self._device).synchronize()
-
-
-class Eager(NamedTuple):
-    """A call without a graph, and the features that it began with."""
-
-    answer: Answer
-    features: torch.Tensor
 
 
 class DoesNotFit(Exception):

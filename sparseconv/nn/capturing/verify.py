@@ -1,20 +1,62 @@
-"""A new recording is compared with the eager call on the scene at hand, results and gradients."""
+"""The eager call of what is recorded; a new recording is compared with it on the scene at hand, gradients too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.nn.capturing.answer import CannotCapture, Given
+from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.recording import Recording
-from sparseconv.nn.capturing.region import Scene
+from sparseconv.nn.capturing.region import Scene, kind_of, watched
 from sparseconv.torch_private import allows_tf32
 
 #: the part of its norm by which a result, and all gradients together, may differ: sums run in another order
 RESULTS = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 GRADIENTS = {torch.float64: 1e-5, torch.float32: 5e-2, torch.float16: 2e-1, torch.bfloat16: 3e-1}
+
+
+Gradients = tuple[torch.Tensor | None, list[torch.Tensor | None]]
+
+
+class Eager(NamedTuple):
+    """A call without a graph, and the features that it began with."""
+
+    answer: Answer
+    features: torch.Tensor
+
+
+def eager_call(recording: Recording, call: Callable[..., Any], given: Given, jitter: float = 0.0) -> Eager:
+    """The module's own forward on ordinary grids, from features of its own, moved by a part of each at random."""
+    starts: list[torch.Tensor] = []
+
+    def start(x: Any, in_place: bool = False) -> Any:
+        kind = kind_of(x)
+        assert kind is not None
+        features = kind.read(x).features.detach()
+        moved = features * torch.empty_like(features).uniform_(1 - jitter, 1 + jitter) if jitter else features
+        starts.append(moved.detach().requires_grad_(recording.of_features and torch.is_grad_enabled()))
+        return kind.fill(x if in_place else kind.copy(x), kind.grid(x), starts[0], None)
+
+    with torch.set_grad_enabled(recording.trains):
+        if recording.path is None:
+            args, kwargs = given.copied()
+            with watched(lambda x: start(x, in_place=True) is not None):
+                out = call(*args, **kwargs)
+        else:
+            args, kwargs = given.copied({recording.path: start(given.at(recording.path))})
+            out = call(*args, **kwargs)
+        return Eager(Answer(out, given, None, recording.state.constants), starts[0])
+
+
+def gradients_of(recording: Recording, eager: Eager, grads: Sequence[torch.Tensor | None]) -> Gradients:
+    """Gradients of the features and the parameters of an eager call, as `Recording.backward` gives them."""
+    ends = [(t, g) for t, g in zip(eager.answer.tensors, grads) if g is not None and t.requires_grad]
+    starts = ([eager.features] if recording.of_features else []) + recording.parameters
+    found: list[torch.Tensor | None]
+    found = list(torch.autograd.grad([t for t, _ in ends], starts, [g for _, g in ends], allow_unused=True))
+    return (found.pop(0) if recording.of_features else None), found
 
 
 def against_eager(recording: Recording, call: Callable[..., Any], given: Given, scene: Scene) -> None:
@@ -25,7 +67,7 @@ def against_eager(recording: Recording, call: Callable[..., Any], given: Given, 
         if fault is not None:
             raise CannotCapture(f"the scene of the capture does not fit into it: {fault}")
         found = recording.taken_results()
-        eager = recording.eager_call(call, given)
+        eager = eager_call(recording, call, given)
         _same_plain(recording, eager.answer.plain)
         wanted = [t.detach() for t in eager.answer.tensors]
         for number, (a, b) in enumerate(zip(found, wanted)):
@@ -37,7 +79,7 @@ def against_eager(recording: Recording, call: Callable[..., Any], given: Given, 
         jitter = _rounding(scene.features)
         if (
             off is not None
-            and _off([t.detach() for t in recording.eager_call(call, given, jitter).answer.tensors], wanted, RESULTS)
+            and _off([t.detach() for t in eager_call(recording, call, given, jitter).answer.tensors], wanted, RESULTS)
             is None
         ):
             raise CannotCapture(
@@ -49,11 +91,11 @@ def against_eager(recording: Recording, call: Callable[..., Any], given: Given, 
         grads = [None] * len(found) if off is not None else _random(recording, wanted)
         if off is None:
             mine = recording.backward(grads)
-            theirs = recording.gradients_of(eager, grads)
+            theirs = gradients_of(recording, eager, grads)
             off = _off_gradients(mine, theirs)
             if (
                 off is not None
-                and _off_gradients(recording.gradients_of(recording.eager_call(call, given, jitter), grads), theirs)
+                and _off_gradients(gradients_of(recording, eager_call(recording, call, given, jitter), grads), theirs)
                 is None
             ):
                 raise CannotCapture(f"its gradients differ from the eager call's ({off})")
@@ -95,9 +137,6 @@ def _off(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], limits: 
         if not part <= limit:
             return f"result {number} by {part:.2g} of its norm"
     return None
-
-
-Gradients = tuple[torch.Tensor | None, list[torch.Tensor | None]]
 
 
 def _off_gradients(mine: Gradients, theirs: Gradients) -> str | None:
