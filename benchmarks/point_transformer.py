@@ -122,8 +122,9 @@ def differences(
     return [*(float((a - b).abs().max() / b.abs().max()) for a, b in pairs), worst]
 
 
-def measured(call: Callable[[], Any], device: str, rounds: int = 20) -> tuple[float, float]:
-    """The median time of a call in ms, and the peak of the card's memory in GiB, both after five calls.
+def measured(call: Callable[[], Any], device: str, rounds: int = 20) -> tuple[float, float, float]:
+    """The median time of a call in ms, and the peaks in GiB of what torch's tensors take of a card and of what torch
+    holds of it, graphs included, all after five calls.
 
     What the first calls let be compiled beside them is there by then, as in all but the first minute of a training.
     """
@@ -141,8 +142,8 @@ def measured(call: Callable[[], Any], device: str, rounds: int = 20) -> tuple[fl
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    return sorted(times[5:])[rounds // 2], peak / 2**30
+    peak, held = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if device == "cuda" else (0, 0)
+    return sorted(times[5:])[rounds // 2], peak / 2**30, held / 2**30
 
 
 def times(kinds: dict[str, Any], device: str, voxels: int, rounds: int, only: list[str]) -> dict[str, float]:
@@ -185,8 +186,11 @@ def times(kinds: dict[str, Any], device: str, voxels: int, rounds: int, only: li
             with torch.no_grad(), torch.autocast(device, torch.float16 if device == "cuda" else torch.bfloat16):
                 call(*scenes[next(turn) % len(scenes)])
 
-        found[f"{name} step"], found[f"{name} step GiB"] = measured(step, device, rounds)
+        found |= zip((f"{name} step", f"{name} step GiB", f"{name} step GiB held"), measured(step, device, rounds))
         print(f"{name} step {found[f'{name} step']:.2f}", flush=True)
+        net.zero_grad(set_to_none=True)
+        if name == "captured":  # the graphs of training go, as where a network is only used
+            net = nn.capture(nn.release(net))
         net.eval()
         try:
             inference()
@@ -195,7 +199,8 @@ def times(kinds: dict[str, Any], device: str, voxels: int, rounds: int, only: li
             for module in net.modules():
                 module.training = module.training or type(module).__module__.startswith("spconv.")
             found[f"{name} inference by training's kernels"] = True
-        found[f"{name} inference"], found[f"{name} inference GiB"] = measured(inference, device, rounds)
+        names = (f"{name} inference", f"{name} inference GiB", f"{name} inference GiB held")
+        found |= zip(names, measured(inference, device, rounds))
         del net, made, call, step, inference
     return found
 

@@ -179,7 +179,7 @@ class Section:
 
     def clients_table(self) -> None:
         """The README's table, a line for each network of somebody else's: ours and spconv's."""
-        columns = {"step": "training step", "inference": "inference", "peak_mib": "memory of a step, MiB"}
+        columns = {"step": "training step", "inference": "inference", "reserved_mib": "memory of a step, MiB"}
         self.lines += [
             "Milliseconds for new scans, kernel maps included, **sparseconv / spconv**. The code is the authors' own, "
             "with the import changed and one line added: `sc.accelerate(model)`. One H100, fp16 autocast; a training "
@@ -208,7 +208,7 @@ class Section:
         """A figure of a network of somebody else's, as a claim that is held against its record."""
         asked = {"implementation": f"{library}, client", "case": client, "channels": 0, "dtype": "fp16"}
         claim: Claim = {"name": f"{library}, {client}, {quantity}", "text": f"{title}, {library}: {quantity}"}
-        claim |= {"unit": {"voxels": "", "peak_mib": "MiB"}.get(quantity, "ms"), "tolerance": TOLERANCE}
+        claim |= {"unit": {"voxels": "", "reserved_mib": "MiB"}.get(quantity, "ms"), "tolerance": TOLERANCE}
         claim |= {"measure": asked | {"device": "cuda", "quantity": quantity}, "derived": "client", "record": CLIENTS}
         claim |= {"card": CLIENTS_CARD}
         figure = stated.recorded(claim)

@@ -16,6 +16,9 @@ from sparseconv.geometry.scene import put_scene
 from sparseconv.nn.capturing.answer import CannotCapture, Given
 from sparseconv.nn.capturing.region import Limits, Scene, Shape, kind_of
 
+#: steps of rows to an octave
+FINE, COARSE = 16, 4
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -28,9 +31,9 @@ class Sizes:
     loose: bool = False
 
     @staticmethod
-    def of(scenes: Sequence[Scene], room: float) -> Sizes:
-        """Places for scenes like these, with ``room`` for more."""
-        rows = _stepped(room * max(len(s.coords) for s in scenes))
+    def of(scenes: Sequence[Scene], room: float, *, is_first: bool = True) -> Sizes:
+        """Places for scenes like these, with ``room`` for more: in larger steps where scenes outgrew a first guess."""
+        rows = _stepped(room * max(len(s.coords) for s in scenes), FINE if is_first else COARSE)
         shapes = [s.shape for s in scenes if s.shape is not None]
         if not shapes:
             return Sizes(rows, room, _grown([_extent(s.coords) for s in scenes]), None)
@@ -133,10 +136,10 @@ class SceneArrays:
         return Shape(shape, lambda root: root, self.limits)
 
 
-def _stepped(rows: float) -> int:
-    """Rows rounded up to a quarter of an octave, and to 256."""
-    octave = 2 ** max(8, math.ceil(math.log2(max(1.0, rows))) - 1)
-    return max(256, -(-math.ceil(rows) // (octave // 4)) * (octave // 4))
+def _stepped(rows: float, steps: int) -> int:
+    """Rows rounded up to a part of an octave, and to 256."""
+    step = max(256, 2 ** (math.ceil(math.log2(max(1.0, rows))) - 1) // steps)
+    return -(-math.ceil(rows) // step) * step
 
 
 def _extent(coords: torch.Tensor) -> IndexRange:

@@ -305,7 +305,7 @@ class Captured:
         parameters = [p for p in self.module.parameters() if p.requires_grad] if grad else []
         example = scene._replace(features=scene.features.detach().requires_grad_(grad and scene.features.requires_grad))
         for attempt in range(4):
-            sizes = Sizes.of([*kind.scenes, scene], kind.room)
+            sizes = Sizes.of([*kind.scenes, scene], kind.room, is_first=kind.captures == 1)
             try:
                 recording = RECORDING(
                     self.plain, self.module, given, path, example, sizes, parameters, kind.wanted or None
