@@ -119,13 +119,24 @@ def least_memory(
     return capture({stream: cut.best for stream, cut in cuts.items()})
 
 
+def held_bytes(graph: torch.cuda.CUDAGraph) -> int:
+    """Bytes of the card that a graph holds as long as it lives, with others of its pool."""
+    return sum(segment["total_size"] for segment in _segments(graph))
+
+
 def _held(graph: torch.cuda.CUDAGraph) -> dict[int, int]:
     """Bytes of large arrays that a graph holds for each stream."""
     held: dict[int, int] = {}
-    for segment in torch.cuda.memory_snapshot():
-        if tuple(segment["segment_pool_id"]) == tuple(graph.pool()) and segment["segment_type"] == "large":
+    for segment in _segments(graph):
+        if segment["segment_type"] == "large":
             held[segment["stream"]] = held.get(segment["stream"], 0) + segment["total_size"]
     return held
+
+
+def _segments(graph: torch.cuda.CUDAGraph) -> list[dict[str, Any]]:
+    """What torch's allocator has taken from the card for a graph's pool."""
+    pool = tuple(graph.pool())
+    return [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == pool]
 
 
 class _Cut:

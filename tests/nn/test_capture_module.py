@@ -461,6 +461,7 @@ def test_a_scene_with_too_many_rows_is_right_and_makes_room():
     said = nn.explain(net)
     assert "voxels, and places for" in said
     assert replays(net) == 3, said
+    assert (", 0 MiB" in said) == (DEVICE == "cpu"), said
 
 
 def test_a_scene_outside_of_the_extent_is_right_and_makes_room():

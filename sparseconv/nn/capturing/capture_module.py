@@ -58,7 +58,8 @@ def release(module: Module) -> Module:
 
 
 def explain(module: torch.nn.Module) -> str:
-    """What of a module and its parts is captured, how often that was replayed, and why other calls were eager.
+    """What of a module and its parts is captured, how often that was replayed, the memory that its graphs hold, and why
+    other calls were eager.
 
     >>> explain(torch.nn.ReLU())
     'nothing is captured: see nn.capture'

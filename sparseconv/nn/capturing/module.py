@@ -366,7 +366,7 @@ class Captured:
     # ---- words
 
     def explain(self) -> str:
-        """What is captured, how often it was replayed, and why other calls were eager."""
+        """What is captured, how often it was replayed, what memory it holds, and why other calls were eager."""
         lines = [f"{type(self.module).__name__}:"]
         for kind in self._kinds.values():
             if kind.recording is not None:
@@ -374,7 +374,7 @@ class Captured:
                 what = "forward and backward" if kind.recording.trains else "forward"
                 lines.append(
                     f"  {what} in graphs for up to {sizes.rows:,} voxels within {sizes.extent}: {kind.replays:,} "
-                    f"replays, captured {kind.captures} times"
+                    f"replays, captured {kind.captures} times, {kind.recording.held_bytes() / 2**20:,.0f} MiB"
                 )
             elif kind.refused is not None:
                 lines.append(f"  eager: {kind.refused}")

@@ -234,6 +234,11 @@ class Recording:
         graphs.least_memory(capture, dict.fromkeys((stream, *side.streams), 0), TRIES, WORTH)
         self._finish()
 
+    def held_bytes(self) -> int:
+        """Bytes that the graphs hold."""
+        graph = self.__dict__.get("_forward")
+        return 0 if graph is None else graphs.held_bytes(graph)
+
     def _drop(self) -> None:
         """Let go of a capture that was tried."""
         if self.__dict__.pop("_forward", None) is not None:
