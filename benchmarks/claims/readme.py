@@ -199,7 +199,8 @@ class Section:
             "",
             "The networks then replay as CUDA graphs, for scenes of any size: [how](docs/nn.md"
             "#accelerated-one-line-for-a-whole-model), [ten networks](docs/performance.md#capture). spconv "
-            "fails where it finds no algorithm for fp16. Without a graph, Python on the host sets the pace of both "
+            "fails where it finds no algorithm for fp16. Memory is what torch holds of the card: graphs keep theirs "
+            "between steps, for the largest scene. Without a graph, Python on the host sets the pace of both "
             "libraries, and they are about equally fast.",
             "",
         ]

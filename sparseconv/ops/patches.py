@@ -212,17 +212,17 @@ class Patches:
         Slots that nobody sees get -inf. Where that is all, it is a row a patch that stands for all rows: of a mask of
         booleans torch would make numbers for every pair of slots, and keep them for the gradients.
         """
-        unseen = None if self.seen is None else ~self.seen[:, None, None]
+        empty = None if self.seen is None else ~self.seen[:, None, None]
         if bias is not None:
             bias = bias.to(q.dtype)
-            return bias if unseen is None else bias.masked_fill(unseen, -torch.inf)
-        if unseen is None:
+            return bias if empty is None else bias.masked_fill(empty, -torch.inf)
+        if empty is None:
             return None
         is_lowered = torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64
         dtype = torch.get_autocast_dtype(q.device.type) if is_lowered else q.dtype
         wide = -(-self.size // ALIGNED) * ALIGNED
         added = torch.zeros((self.num_patches, 1, 1, wide), dtype=dtype, device=q.device)[..., : self.size]
-        return added.masked_fill_(unseen, -torch.inf).expand(-1, -1, self.size, -1)
+        return added.masked_fill_(empty, -torch.inf).expand(-1, -1, self.size, -1)
 
 
 @transforms.constant
