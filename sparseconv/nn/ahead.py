@@ -119,7 +119,8 @@ def compile_layers(layers: Sequence[Layer], finest: Level, batch_size: int, dtyp
         return
     is_training = any(layer.training for layer in layers)
     trained = is_training and torch.is_grad_enabled()
-    tables_ahead(device, finest.coords.shape[1])
+    rows, columns = finest.coords.shape
+    tables_ahead(device, columns, rows)
     made = [layer.made_layer() for layer in layers]
     expected = list(dict.fromkeys(expected_layers(made, finest, batch_size, dtype)))
     for layer in expected:  # what takes longest begins first, and what is met first

@@ -35,8 +35,9 @@ def schedules_ahead(layer: ExpectedLayer, dtype: torch.dtype, device: torch.devi
     straight = transposed == layer.turned
     for tile in considered(conv_candidates(_work(layer, dtype, device, transposed))):
         if tile.chunked:
-            continue
-        if tile.split > 1:
+            if straight or layer.map.same:
+                layer.map.tiles_ahead(device, tile.block_m, in_runs=True)
+        elif tile.split > 1:
             ahead = layer.map.split_ahead if straight else layer.map.turned_split_ahead
             ahead(device, tile.block_m, min(tile.split, layer.map.num_taps))
         else:

@@ -7,8 +7,18 @@ from functools import cached_property
 
 import torch
 
-from sparseconv.geometry.gpu.hash_table.kernels import TABLE
-from sparseconv.geometry.gpu.hash_table.table import FUSED_ROWS, pack_shifts, rows_per_chunk, shifts_of, width_of
+from sparseconv.geometry.gpu.hash_table.kernels import CLEAR, INFO, INSERT, PLACE, TABLE
+from sparseconv.geometry.gpu.hash_table.table import (
+    CELL_BITS,
+    FUSED_ROWS,
+    LEAST_SHIFT,
+    NUMBERED,
+    pack_shifts,
+    rows_per_chunk,
+    shifts_of,
+    width_of,
+)
+from sparseconv.geometry.gpu.order.morton_runs import COUNT_CELLS, NUMBER_CELLS, RUN_KEYS
 from sparseconv.geometry.gpu.pairs.pair_lists import PAIRS, REVERSE, REVERSED, SCATTER
 from sparseconv.geometry.gpu.pairs.pair_lists_3x3x3 import CUBE_PAIRS
 from sparseconv.geometry.gpu.reached.kernels import EMIT, MARK
@@ -76,37 +86,42 @@ class ExpectedMap:
         n, taps, window = self.num_out, self.num_taps, self._window
         is_local, is_cube, looks = self._looks
         chunk_rows, narrow = rows_per_chunk(n), taps <= KEY_BITS
-        if n > FUSED_ROWS:
-            return  # a launch a pass, of kernels that are small
         if not self.same:
             rank = len(self.stride)
             MARK.ahead(device, (rank, True, 128, 512, MOST_PROGRAMS, NUM_BARRIERS))
             EMIT.ahead(device, (rank, 32))
-        if narrow:
+        if narrow and n <= FUSED_ROWS:
             together = search_programs(device, taps, n, is_cube)[2]
             bits = window.key_bits if is_cube else 0
             SEARCH.ahead(device, search_constants(looks, taps, n, bits, together))
             if not together:
                 sort_ahead(device, window.key_bits, counted=is_cube)
-        else:
+        else:  # a launch a pass
             if is_local:
                 AROUND.ahead(device, around_constants(shifts_of(len(self.stride) + 1)))
-            PLANES.ahead(device, (*looks, 128))
-            COUNT.ahead(device, (chunk_rows, 128))
             SCAN.ahead(device, (4 * SCAN_BLOCK,))
-            PLANE_KEYS_WIDE.ahead(device, (True, 128))
+            if narrow:
+                self._masks_ahead(device, 1, counted=True)
+                sort_ahead(device, window.key_bits)
+            else:
+                PLANES.ahead(device, (*looks, 128))
+                COUNT.ahead(device, (chunk_rows, 128))
+                PLANE_KEYS_WIDE.ahead(device, (True, 128))
         if is_cube:
             CUBE_PAIRS.ahead(device, (chunk_rows, True))
         else:
             PAIRS.ahead(device, (*looks, is_local and window.is_symmetric, chunk_rows, 128))
 
-    def tiles_ahead(self, device: torch.device, block_m: int) -> None:
-        """Start to compile what makes the schedule of the forward, in one group of taps, not in runs."""
+    def tiles_ahead(self, device: torch.device, block_m: int, in_runs: bool = False) -> None:
+        """Start to compile what makes the schedule of the forward, in one group of taps. ``in_runs``: of neighbouring
+        rows, each sorted by itself."""
         lines, (_, is_cube, looks) = self.num_taps, self._looks
         tiles = ceil_div(self.num_out, SLOT_ALIGNMENT) * (SLOT_ALIGNMENT // block_m)
         room = power_of_2(lines + LOOKAHEAD)
-        sorted_with = is_cube and search_programs(device, lines, self.num_out, True)[2]
-        bins = bins_of(lines) if sorted_with and tiles <= RANKED_AT_LAST else 0
+        if in_runs and lines <= KEY_BITS:
+            self._runs_ahead(device)
+        sorted_with = is_cube and self.num_out <= FUSED_ROWS and search_programs(device, lines, self.num_out, True)[2]
+        bins = -1 if in_runs else bins_of(lines) if sorted_with and tiles <= RANKED_AT_LAST else 0
         if is_cube:
             CUBE_TILES.ahead(device, (block_m, room, bins))
         else:
@@ -115,14 +130,29 @@ class ExpectedMap:
         if not bins:
             RANKS.ahead(device, rank_constants(lines, tiles))
 
+    def _runs_ahead(self, device: torch.device) -> None:
+        columns = len(self.stride) + 1
+        if self._looks[0]:
+            if self.num_out <= FUSED_ROWS:  # else the table counts its cells
+                COUNT_CELLS.ahead(device, (columns, pack_shifts(shifts_of(columns)), CELL_BITS, LEAST_SHIFT, 256))
+                NUMBER_CELLS.ahead(device, (CELL_BITS, NUMBERED))
+            RUN_KEYS.ahead(device, (512,))
+        else:
+            self._masks_ahead(device, 1, counted=False)
+        sort_ahead(device, KEY_BITS)
+
     def split_ahead(self, device: torch.device, block_m: int, groups: int) -> None:
         """Start to compile what makes the schedule of the forward, in so many groups of taps."""
         _, is_cube, looks = self._looks
         if self.num_taps <= KEY_BITS:
-            constants = (*looks, groups, False, power_of_2(self.num_taps), rows_per_chunk(self.num_out), 128, is_cube)
-            (CUBE_MASKS if is_cube else MASKS).ahead(device, constants)
+            self._masks_ahead(device, groups, counted=False)
         sorted_with = is_cube and search_programs(device, self.num_taps, self.num_out, True)[2]
         self._groups_ahead(device, block_m, groups, looks, self.num_out, sorted_with)
+
+    def _masks_ahead(self, device: torch.device, groups: int, counted: bool) -> None:
+        _, is_cube, looks = self._looks
+        constants = (*looks, groups, counted, power_of_2(self.num_taps), rows_per_chunk(self.num_out), 128, is_cube)
+        (CUBE_MASKS if is_cube else MASKS).ahead(device, constants)
 
     def turned_split_ahead(self, device: torch.device, block_m: int, groups: int) -> None:
         """Start to compile what makes the schedule of the reversed edges, in so many groups of taps."""
@@ -175,7 +205,12 @@ class ExpectedMap:
         return None
 
 
-def tables_ahead(device: torch.device, columns: int) -> None:
-    """Start to compile what makes the tables of given rows and of those that plans make."""
-    shape = columns, width_of(columns), pack_shifts(shifts_of(columns))
-    TABLE.ahead(device, (*shape, False, True, False, 128, 128, NUM_BARRIERS))
+def tables_ahead(device: torch.device, columns: int, rows: int) -> None:
+    """Start to compile what makes the tables of so many given rows, and of those that plans make."""
+    width, shifts = width_of(columns), pack_shifts(shifts_of(columns))
+    TABLE.ahead(device, (columns, width, shifts, False, True, False, 128, 128, NUM_BARRIERS))
+    if rows > FUSED_ROWS:  # a launch a pass
+        CLEAR.ahead(device, (columns, width, 1024, NUM_BARRIERS))
+        INSERT.ahead(device, (columns, shifts, False, 256))
+        INFO.ahead(device, (columns, shifts, CELL_BITS, LEAST_SHIFT, 512))
+        PLACE.ahead(device, (columns, width, True, False, CELL_BITS, NUMBERED, 256))

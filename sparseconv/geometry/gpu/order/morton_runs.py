@@ -46,7 +46,7 @@ def chunk_keys(table: CoordinateTable, keys: Pointer, chunk_rows: int, room: int
     n, device = table.coords.shape[0], table.coords.device
     found = torch.empty(1, n, dtype=torch.int32, device=device)
     args = (table.arena[ENTRIES], cells.of_blocks, cells.before, keys, pointer(found), n, chunk_rows, room, lost)
-    _KEYS(device, (ceil_div(n, 512),), args, (512,))
+    RUN_KEYS(device, (ceil_div(n, 512),), args, (512,))
     return found
 
 
@@ -59,8 +59,8 @@ def cells_of_blocks(table: CoordinateTable) -> tuple[Cells, torch.Tensor | None]
     counts, before, sums, of_blocks = map(pointer, kept.split((many, many, NUMBERED, n)))
     programs = min(ceil_div(n, 256), 1056)
     args = (table.pointers[0], table.arena[KEYS], table.pointers[3], table.arena[STATUS], of_blocks, counts, programs)
-    _COUNT(device, (programs,), args, (columns, pack_shifts(table.shifts), CELL_BITS, LEAST_SHIFT, 256))
-    _NUMBER(device, (NUMBERED,), (counts, before, sums), (CELL_BITS, NUMBERED))
+    COUNT_CELLS(device, (programs,), args, (columns, pack_shifts(table.shifts), CELL_BITS, LEAST_SHIFT, 256))
+    NUMBER_CELLS(device, (NUMBERED,), (counts, before, sums), (CELL_BITS, NUMBERED))
     return Cells(of_blocks, counts, before, sums), kept
 
 
@@ -122,6 +122,6 @@ def key_in(run, rank, no_taps, room, lost):
 
 LAST_CELL = tl.constexpr((1 << CELL_BITS) - 1)
 _I32, _I64 = torch.int32, torch.int64
-_COUNT = Launcher(count_kernel, (_I32, _I64, _I64, _I64, _I32, _I32, int))
-_NUMBER = Launcher(number_kernel, (_I32, _I32, _I32))
-_KEYS = Launcher(keys_kernel, (_I64, _I32, _I32, _I32, _I32, *(int,) * 4))
+COUNT_CELLS = Launcher(count_kernel, (_I32, _I64, _I64, _I64, _I32, _I32, int))
+NUMBER_CELLS = Launcher(number_kernel, (_I32, _I32, _I32))
+RUN_KEYS = Launcher(keys_kernel, (_I64, _I32, _I32, _I32, _I32, *(int,) * 4))
