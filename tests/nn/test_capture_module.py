@@ -464,6 +464,20 @@ def test_a_scene_with_too_many_rows_is_right_and_makes_room():
     assert (", 0 MiB" in said) == (DEVICE == "cpu"), said
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recording_of_which_several_captures_were_tried_is_right(monkeypatch, kind):
+    """As of networks whose graphs take much memory."""
+    monkeypatch.setattr("sparseconv.nn.capturing.recording.WORTH", 0)
+    net, call = make(kind), CALLS[kind]
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in range(5):
+        same(step(net, call, seed), step(twin, call, seed))
+    assert replays(net) == 3, nn.explain(net)
+    assert ", 0 MiB" not in nn.explain(net)
+
+
 def test_a_scene_outside_of_the_extent_is_right_and_makes_room():
     net = make("unet")
     twin = copy.deepcopy(net)
