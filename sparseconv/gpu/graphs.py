@@ -108,7 +108,12 @@ def least_memory(
     cuts = {stream: _Cut(least) for stream, least in known.items()}
     for left in reversed(range(tries)):
         pieces = {stream: cut.piece for stream, cut in cuts.items()}
-        made = capture(pieces)
+        try:
+            made = capture(pieces)
+        except torch.cuda.OutOfMemoryError:
+            if left == tries - 1:
+                raise
+            break  # an earlier one had room
         held = _held(made[0])
         for stream, cut in cuts.items():
             cut.seen(held.get(stream.cuda_stream, 0))

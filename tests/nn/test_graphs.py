@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from sparseconv.gpu import graphs
 from sparseconv.gpu.graphs import PIECE, TRIES, _Cut
@@ -73,3 +74,25 @@ def test_a_small_pool_is_captured_once(monkeypatch):
     monkeypatch.setattr(graphs, "_held", lambda graph: graph)
     graphs.least_memory(lambda pieces: ({7: 50 * MIB}, calls.append(pieces)), {Stream(7): 0}, 3, 64 * MIB)
     assert len(calls) == 1
+
+
+def test_a_try_that_finds_no_memory_costs_no_capture(monkeypatch):
+    tried = []
+
+    def capture(pieces):
+        tried.append(dict(pieces))
+        if len(tried) == 2:
+            raise torch.cuda.OutOfMemoryError
+        return {7: 100 * MIB}, len(tried)
+
+    monkeypatch.setattr(graphs, "_held", lambda graph: graph)
+    assert graphs.least_memory(capture, {Stream(7): 0}, 3)[1] == 3
+    assert tried[2] == tried[0] != tried[1]
+
+
+def test_a_capture_that_finds_no_memory_at_first_says_so():
+    def capture(pieces):
+        raise torch.cuda.OutOfMemoryError
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        graphs.least_memory(capture, {Stream(7): 0}, 3)
