@@ -38,15 +38,19 @@ class SideStreams:
     Args:
         device: whose current stream is that of the run.
         summed: whether gradients are summed on a side stream.
+        like: those of another run, whose streams these are, too; that run has ended, or is launched before this one.
     """
 
-    def __init__(self, device: torch.device, summed: bool = True) -> None:
+    def __init__(self, device: torch.device, summed: bool = True, like: SideStreams | None = None) -> None:
         self._features = torch.cuda.current_stream(device)
-        # short launches of few programs go first
-        self._maps, self._lists = (torch.cuda.Stream(device, priority=-2) for _ in range(2))
-        # gradients alone want them: sorts go first
-        self._edges = torch.cuda.Stream(device, priority=-1)
-        self._sums = torch.cuda.Stream(device) if summed else None
+        if like is None:
+            # short launches of few programs go first; edges, which gradients alone want, after sorts
+            self._maps, self._lists = (torch.cuda.Stream(device, priority=-2) for _ in range(2))
+            self._edges = torch.cuda.Stream(device, priority=-1)
+        else:
+            self._maps, self._lists, self._edges = like.streams
+        sums: torch.cuda.Stream | None = None if like is None else like._sums
+        self._sums: torch.cuda.Stream | None = (sums or torch.cuda.Stream(device)) if summed else None
         self._kept: list[Any] = []
         self._operands: list[torch.Tensor] = []
         self._summing = False

@@ -7,7 +7,7 @@ import torch
 
 from sparseconv.gpu.transposing import is_aligned, transpose
 from sparseconv.nn.capturing.answer import CannotCapture
-from sparseconv.nn.capturing.gathering import Gathered
+from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory
 from sparseconv.plan import casting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -108,7 +108,7 @@ def test_gradients_are_gathered_by_dtype():
     like = [torch.randn(3, 4), torch.randn(5), torch.randn(2, 2).double(), torch.randn(6), torch.randn(4, 3).t()]
     found = [torch.randn_like(p) for p in like]
     found[1] = None
-    gathered = Gathered(like, found)
+    gathered = Gathered(like, found, SharedMemory())
     gathered.fill(found)
     with gathered.at_once():
         assert set(casting._state.places) == {like[i].data_ptr() for i in (0, 2, 3)}  # the last is not contiguous
@@ -127,5 +127,5 @@ def test_gradients_are_gathered_by_dtype():
 def test_parameters_over_the_same_memory_have_no_place():
     weight = torch.randn(4, 4)
     like = [weight, weight.view(4, 4), torch.randn(3)]
-    with Gathered(like, like).at_once():
+    with Gathered(like, like, SharedMemory()).at_once():
         assert set(casting._state.places) == {like[2].data_ptr()}

@@ -10,8 +10,7 @@ import torch
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.nn.captured_inference import CapturedInference
 from sparseconv.nn.captured_inference import capture as capture_example
-from sparseconv.nn.capturing.accelerating import accelerate
-from sparseconv.nn.capturing.capture_module import Module, capture_module, explain, release
+from sparseconv.nn.capturing.capture_module import Module, accelerate, capture_module, explain, release
 from sparseconv.nn.capturing.region import register_layers
 from sparseconv.nn.module import SparseModule
 from sparseconv.tensor import SparseTensor

@@ -1,12 +1,15 @@
-"""Capture a module, undo it, and say what was captured."""
+"""Capture a module, or each sparse part of a model; undo it, and say what was captured."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import weakref
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
 
 from sparseconv.nn.capturing.module import Captured
+from sparseconv.nn.capturing.region import is_sparse_layer
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -44,6 +47,31 @@ def capture_module(module: Module) -> Module:
     return module
 
 
+def accelerate(model: Module) -> Module:
+    """Capture each sparse part of a detector or segmenter, as `nn.capture` captures a module. Returns the same model.
+
+    A sparse part is the smallest module that holds all sparse layers, this library's or those of other libraries'
+    names. Where it does what no graph can hold, its own sparse parts are captured instead; a layer alone, whose
+    map a graph would find anew, stays as it is. `nn.explain` says what is captured; `nn.release` undoes it.
+
+    >>> import sparseconv as sc
+    >>> from sparseconv import nn
+    >>> model = sc.accelerate(nn.UNet(4, 3, channels=(8, 16)))
+    >>> nn.explain(model)
+    'UNet:\\n  on cpu: calls run as they are, graphs need an NVIDIA GPU'
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"accelerate takes a torch.nn.Module; got {type(model).__name__}")
+    parts = list(sparse_parts(model))
+    if not parts:
+        raise ValueError(
+            f"{type(model).__name__} has no sparse layer: neither of sparseconv.nn nor of sparseconv.interop's names"
+        )
+    for part in parts:
+        _capture(part, model)
+    return model
+
+
 def release(module: Module) -> Module:
     """Undo `capture` for a module and its parts: calls are the plain calls again, and the graphs' memory is free.
 
@@ -67,3 +95,49 @@ def explain(module: torch.nn.Module) -> str:
     found = [part.__dict__["forward"] for part in module.modules() if "forward" in part.__dict__]
     said = [forward.explain() for forward in found if isinstance(forward, Captured)]
     return "\n".join(said) or "nothing is captured: see nn.capture"
+
+
+def sparse_parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The smallest modules below that hold all sparse layers and can be called: one, but for lists of modules."""
+    if is_sparse_layer(module):
+        yield module
+        return
+    held = [child for child in module.children() if _holds_layers(child)]
+    listed = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+    if listed or (len(held) == 1 and not isinstance(held[0], (torch.nn.ModuleList, torch.nn.ModuleDict))):
+        for child in held:
+            yield from sparse_parts(child)
+    elif held:
+        yield module
+
+
+def _holds_layers(module: torch.nn.Module) -> bool:
+    return any(is_sparse_layer(m) for m in module.modules())
+
+
+def _capture(module: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Capture a part of a model; its parts, where that is refused or a layer elsewhere undoes one within."""
+    if _is_undone_elsewhere(module, model):
+        _capture_parts(module, model)
+        return
+    whole = weakref.ref(model)
+
+    def instead(refused: Captured) -> None:
+        _capture_parts(refused.module, whole() or refused.module)
+
+    captured: Any = capture_module(module).__dict__["forward"]
+    captured.instead = instead
+
+
+def _capture_parts(module: torch.nn.Module, model: torch.nn.Module) -> None:
+    for child in module.children():
+        for part in sparse_parts(child) if _holds_layers(child) else ():
+            if next(part.children(), None) is not None:
+                _capture(part, model)
+
+
+def _is_undone_elsewhere(module: torch.nn.Module, model: torch.nn.Module) -> bool:
+    """Whether inverse layers outside of a module look for maps by keys of layers within: a graph keeps its maps."""
+    within = set(module.modules())
+    keys = {getattr(m, "indice_key", None) for m in within if not getattr(m, "inverse", False)} - {None}
+    return any(getattr(m, "inverse", False) and m.indice_key in keys for m in model.modules() if m not in within)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,9 +19,11 @@ from sparseconv.gpu import graphs
 from sparseconv.nn.capturing import verify
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import Sizes
+from sparseconv.nn.capturing.calls import Calls, key_of
 from sparseconv.nn.capturing.node import replayed
-from sparseconv.nn.capturing.recording import DoesNotFit, Recording
+from sparseconv.nn.capturing.recording import DoesNotFit, Recording, places_for
 from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
+from sparseconv.nn.capturing.shared_memory import SharedMemory
 
 _log = logging.getLogger(__name__)
 
@@ -28,29 +31,18 @@ _log = logging.getLogger(__name__)
 EXAMPLES, MOST_KEPT, MOST_CAPTURES, MOST_KINDS = 2, 4, 8, 16
 #: refused calls in a mode, without a replay between them, after which calls in it are the plain calls
 MOST_REFUSED = 8
-#: places over those of the largest scene so far, at first and after each that did not fit; rows are then rounded up
-ROOM, MORE_ROOM = 1.125, 1.25
+#: places over those before, after each scene that did not fit; rows are then rounded up
+MORE_ROOM = 1.25
 
 
 class _Begins(BaseException):
     """Ends a call where its region begins: what follows is replayed."""
 
 
-class _Kind:
-    """Calls of one kind: modes, dtypes, batch size. What was seen of them, and their recording."""
+class _Instead(NamedTuple):
+    """A call that is no replay, and why, where that is not counted yet."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-        self.scenes: list[Scene] = []
-        self.wanted: set[int] = set()
-        self.recording: Recording | None = None
-        self.collected = 0  # the state of the module that the recording is of
-        self.room = ROOM
-        self.captures = 0
-        self.replays = 0
-        self.tried = 0  # replays that were compared with eager calls
-        self.refused: str | None = None
-        self.pending: Callable[[], Any] = lambda: None
+    why: str | None
 
 
 class Captured:
@@ -66,14 +58,16 @@ class Captured:
         self._module = weakref.ref(module)
         #: a forward of the module's own, where it is not that of its class
         self._plain: Callable[..., Any] | None = own
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, Calls] = {}
         self.eager: Counter[str] = Counter()
         #: by mode (training, with gradients): calls refused since the last replay; why calls are the plain calls now
         self._refusals: Counter[tuple[bool, bool]] = Counter()
         self._left: dict[tuple[bool, bool], str] = {}
         #: what `accelerate` does where nothing of the call can be captured
         self.instead = instead
-        self._collected = 0
+        self._is_collected = False
+        #: what recordings are made in, replays take turns in, and gradients are awaited in; for one thread at a time
+        self._memory, self._lock = SharedMemory(), threading.RLock()
 
     @property
     def module(self) -> torch.nn.Module:
@@ -108,15 +102,19 @@ class Captured:
         self._addresses = list(map(_address, self._tensors))
         self._wants = list(map(_wants_gradient, self._parameters))
         self._hooks = [hooks for m in self._modules for hooks in _hooks_of(m)]
-        self._collected += 1
+        self._is_collected = True
+        for kind in self._kinds.values():  # of what the module was
+            kind.recording = None
+        self._memory = SharedMemory()
 
     # ---- a call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._left and (why := self._left.get(self._mode())) is not None:
             return self._eagerly(why, args, kwargs)
-        if not self._collected:
-            self._collect()
+        if not self._is_collected:
+            with self._lock:
+                self._collect()
         if self._must_be_plain():
             return self.plain(*args, **kwargs)
         given = Given(args, kwargs)
@@ -130,7 +128,7 @@ class Captured:
             if self._is_ready(kind, scene):
                 return self._replay(kind, scene, path, given)
             return self._noted(kind, scene, self.plain(*args, **kwargs), given)
-        found: list[tuple[_Kind, Scene]] = []
+        found: list[tuple[Calls, Scene]] = []
 
         def begin(x: Any) -> bool:
             found.append(self._kind(x, given, None))
@@ -171,33 +169,19 @@ class Captured:
         self.eager[why] += 1
         return self.plain(*args, **kwargs)
 
-    def _key(self, scene: Scene, given: Given, path: Any) -> Any:
-        """What calls must have in common to be replays of one recording; ``path`` is None where a call makes its scene,
-        of tensors with any number of rows."""
-        kind = scene.features.device.type
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        grad = torch.is_grad_enabled()
-        arguments = given.forms(None if path is None else len(scene.coords))
-        return (
-            (self.module.training, *map(_trains, self._modules)),
-            *(grad, autocast, scene.batch_size, scene.coords.shape[1], scene.voxel_size, scene.origin),
-            *(scene.features.dtype, scene.features.shape[1], scene.features.device),
-            *(grad and scene.features.requires_grad, torch.backends.cuda.matmul.allow_tf32, arguments),
-        )
-
-    def _kind(self, x: Any, given: Given, path: Any) -> tuple[_Kind, Scene]:
+    def _kind(self, x: Any, given: Given, path: Any) -> tuple[Calls, Scene]:
         reader = kind_of(x)
         assert reader is not None
         scene = reader.read(x)
-        key = self._key(scene, given, path)
-        kind = self._kinds.get(key) or _Kind()
+        key = key_of(scene, given, path, (self.module, *self._modules))
+        kind = self._kinds.get(key) or Calls()
         if key not in self._kinds and len(self._kinds) < MOST_KINDS:
             self._kinds[key] = kind
         elif key not in self._kinds:
             self._refuse(kind, "its arguments are others in every call, and a graph holds them as they were")
         return kind, scene
 
-    def _is_ready(self, kind: _Kind, scene: Scene) -> bool:
+    def _is_ready(self, kind: Calls, scene: Scene) -> bool:
         """Whether a call can be a replay, now or once it was captured; else why not is counted."""
         if kind.refused is not None:
             self._count_refusal(kind.refused)
@@ -208,16 +192,13 @@ class Captured:
         if kind.calls < EXAMPLES:
             self.eager["the first calls, which are the example"] += 1
             return False
-        if kind.pending() is not None:
-            self.eager["the gradient of the call before is not taken yet"] += 1
-            return False
         if any(self._hooks):
             hooked = next(m for m in self._modules if any(_hooks_of(m)))
             self.eager[f"a hook on {type(hooked).__name__}, which a graph would not call"] += 1
             return False
         return True
 
-    def _noted(self, kind: _Kind, scene: Scene, out: Any, given: Given) -> Any:
+    def _noted(self, kind: Calls, scene: Scene, out: Any, given: Given) -> Any:
         """The results of an eager call, remembered with its scene: which of them get gradients of the caller's.
 
         Their tensors become aliases, since the call itself may go on from a result that the caller ignores.
@@ -237,7 +218,7 @@ class Captured:
                 alias.register_hook(lambda grad, number=number: kind.wanted.add(number))
         return answer.aliased(given, aliases)
 
-    def _refuse(self, kind: _Kind, why: str) -> str:
+    def _refuse(self, kind: Calls, why: str) -> str:
         """Keep calls of a kind eager, and capture the module's parts instead."""
         kind.refused = why
         if self.instead is not None:
@@ -253,42 +234,50 @@ class Captured:
 
     # ---- recordings
 
-    def _replay(self, kind: _Kind, scene: Scene, path: Any, given: Given) -> Any:
+    def _replay(self, kind: Calls, scene: Scene, path: Any, given: Given) -> Any:
+        with self._lock:
+            result = self._replay_alone(kind, scene, path, given)
+        if not isinstance(result, _Instead):
+            return result
+        args, kwargs = given.whole
+        return self.plain(*args, **kwargs) if result.why is None else self._eagerly(result.why, args, kwargs)
+
+    def _replay_alone(self, kind: Calls, scene: Scene, path: Any, given: Given) -> Any:
         why = self._prepare(kind, scene, path, given)
         recording = kind.recording
-        if why is None and recording is not None:
-            recording.begin(scene, given)
-            if self._is_changed():  # looked at while the device works
-                recording.abandon()
-                self._collect()
-                if not self._is_ready(kind, scene):
-                    args, kwargs = given.whole
-                    return self.plain(*args, **kwargs)
-                return self._replay(kind, scene, path, given)
-            why = recording.fault()
-            if why is not None:
-                kind.room *= MORE_ROOM
         if why is not None or recording is None:
+            return _Instead(why or "nothing is captured")
+        recording.begin(scene, given)
+        if self._is_changed():  # looked at while the device works
+            recording.abandon()
+            self._collect()
+            is_ready = self._is_ready(kind, scene)
+            return self._replay_alone(kind, scene, path, given) if is_ready else _Instead(None)
+        why = recording.fault()
+        if why is not None:
+            kind.room *= MORE_ROOM
             self._outgrown(kind, scene)
-            args, kwargs = given.whole
-            return self._eagerly(why or "nothing is captured", args, kwargs)
+            return _Instead(why)
         kind.replays += 1
         self._refusals.clear()
         if recording.trains:
             inputs = given.copied()  # containers that the results are not put into: no circle holds them
-            tensors, kind.pending = replayed(recording, self, inputs, scene)
+            tensors = replayed(recording, self, inputs, scene)
         else:
             tensors = recording.taken_results()
         return recording.answer.filled(given, tensors, recording.grids(), scene.shape, path)
 
-    def _prepare(self, kind: _Kind, scene: Scene, path: Any, given: Given) -> str | None:
+    def _prepare(self, kind: Calls, scene: Scene, path: Any, given: Given) -> str | None:
         """A recording that has places for the scene; else why there is none."""
         if self._is_moved() or (kind.recording is None and self._is_changed()):
             self._collect()
-        if kind.collected != self._collected:
-            kind.recording, kind.collected = None, self._collected
         if kind.recording is not None:
-            return kind.recording.sizes.lack(scene)
+            if kind.recording.memory.is_pending:
+                return self._disturbed(kind, kind.recording)
+            why = kind.recording.sizes.lack(scene)
+            if why is not None:
+                self._outgrown(kind, scene)
+            return why
         if kind.captures >= MOST_CAPTURES:
             return self._refuse(kind, f"its scenes outgrew {MOST_CAPTURES} captures, one after another")
         kind.captures += 1
@@ -300,16 +289,36 @@ class Captured:
         self._forget_old(kind)
         return None
 
-    def _record(self, kind: _Kind, scene: Scene, path: Any, given: Given) -> Recording:
+    def _disturbed(self, kind: Calls, recording: Recording) -> str:
+        """A call that comes before a gradient in the memory of its graphs was taken."""
+        if not recording.memory.awaits(recording):
+            kind.is_alone = True
+            kind.forget()
+        return "the gradient of the call before is not taken yet"
+
+    def _memory_of(self, kind: Calls, places: int) -> SharedMemory:
+        """That of the other recordings, which are made anew in it later where they have fewer ``places``."""
+        if kind.is_alone or self._memory.is_pending:
+            return SharedMemory()
+        beside = [k for k in self._kinds.values() if k.recording is not None and k.recording.memory is self._memory]
+        if max((k.recording.places for k in beside if k.recording is not None), default=0) < places:
+            for other in beside:
+                other.forget()
+            self._memory = SharedMemory()
+        return self._memory
+
+    def _record(self, kind: Calls, scene: Scene, path: Any, given: Given) -> Recording:
         grad = torch.is_grad_enabled()
         parameters = [p for p in self.module.parameters() if p.requires_grad] if grad else []
         example = scene._replace(features=scene.features.detach().requires_grad_(grad and scene.features.requires_grad))
+        trains = bool(parameters) or example.features.requires_grad
         for attempt in range(4):
             sizes = Sizes.of([*kind.scenes, scene], kind.room, is_first=kind.captures == 1)
+            memory = self._memory_of(kind, places_for(sizes, trains))
+            wanted = kind.wanted or None
             try:
-                recording = RECORDING(
-                    self.plain, self.module, given, path, example, sizes, parameters, kind.wanted or None
-                )
+                forward, module = self.plain, self.module
+                recording = RECORDING(forward, module, given, path, example, sizes, parameters, wanted, memory)
                 recording.record(scene)
                 verify.against_eager(recording, self.plain, given, scene)
                 recording.tried()
@@ -322,9 +331,8 @@ class Captured:
             except Exception as error:
                 _log.debug("a call could not be captured", exc_info=True)
                 first = error.__context__ or error
-                raise CannotCapture(
-                    f"{type(first).__name__}: {str(first).splitlines()[0] if str(first) else ''}"
-                ) from error
+                said = str(first).splitlines()[0] if str(first) else ""
+                raise CannotCapture(f"{type(first).__name__}: {said}") from error
             else:
                 return recording
         raise AssertionError
@@ -337,12 +345,12 @@ class Captured:
                 kind.wanted |= {i for i, g in enumerate(grads) if g is not None}
                 self.eager["a result got a gradient that it had not before"] += 1
 
-    def _outgrown(self, kind: _Kind, scene: Scene) -> None:
+    def _outgrown(self, kind: Calls, scene: Scene) -> None:
         """Make room: the next call captures again, with this scene among the examples."""
         kind.recording = None
         kind.scenes = [*kind.scenes[-2:], scene.without_features()]
 
-    def _forget_old(self, kind: _Kind) -> None:
+    def _forget_old(self, kind: Calls) -> None:
         """Keep a few recordings, the ones used last."""
         for key, known in list(self._kinds.items()):
             if known is kind:
@@ -368,16 +376,9 @@ class Captured:
     def explain(self) -> str:
         """What is captured, how often it was replayed, what memory it holds, and why other calls were eager."""
         lines = [f"{type(self.module).__name__}:"]
-        for kind in self._kinds.values():
-            if kind.recording is not None:
-                sizes = kind.recording.sizes
-                what = "forward and backward" if kind.recording.trains else "forward"
-                lines.append(
-                    f"  {what} in graphs for up to {sizes.rows:,} voxels within {sizes.extent}: {kind.replays:,} "
-                    f"replays, captured {kind.captures} times, {kind.recording.held_bytes() / 2**20:,.0f} MiB"
-                )
-            elif kind.refused is not None:
-                lines.append(f"  eager: {kind.refused}")
+        lines += [f"  {said}" for kind in self._kinds.values() for said in kind.lines()]
+        memories = {id(k.recording.memory): k.recording.memory for k in self._kinds.values() if k.recording is not None}
+        lines += [f"  graphs hold {memory.held_bytes() / 2**20:,.0f} MiB" for memory in memories.values()]
         lines += [f"  {count:,} eager calls: {why}" for why, count in self.eager.most_common()]
         if len(lines) == 1:
             devices = {t.device for t in chain(self.module.parameters(), self.module.buffers())}
@@ -392,7 +393,6 @@ RECORDING: type[Recording] = Recording
 
 _address = torch.Tensor.data_ptr
 _wants_gradient = attrgetter("requires_grad")
-_trains = attrgetter("training")
 
 
 def _hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,8 @@ class _Token:
     """Lives as long as somebody may still ask for the gradient of a call."""
 
     def __init__(self) -> None:
-        self.taken = False
+        #: whether somebody asked, and whether the answer is there, or will be before what is launched next
+        self.asked = self.taken = False
 
 
 class _Replayed(Function):
@@ -38,24 +38,25 @@ class _Replayed(Function):
     def backward(ctx: Any, *grads: Any) -> tuple:
         recording, token = ctx.recording, ctx.token
         extra = [i for i, g in enumerate(grads) if g is not None and i not in recording.taken]
+        was_asked, token.asked = token.asked, True
         if extra:
             token.taken = True
             of_features, of_parameters = ctx.again(grads)
-        elif token.taken:
+        elif was_asked:
             raise RuntimeError(
                 "the gradient of this captured call was taken before, and its graph's memory is used again: "
                 "call the module once for each backward, or nn.release(module) to keep graphs with retain_graph=True"
             )
         else:
-            token.taken = True
             of_features, of_parameters = recording.backward(grads)
+            token.taken = True  # from here on another thread may replay
         return None, None, None, of_features, *of_parameters
 
 
 def replayed(
     recording: Recording, captured: Any, inputs: tuple[tuple[Any, ...], dict[str, Any]], scene: Scene
-) -> tuple[Any, Callable[[], Any]]:
-    """Results of the last replay with their gradient, and what tells whether that gradient may still be asked for."""
+) -> list[torch.Tensor]:
+    """Results of the last replay with their gradient, for which the recording's memory is kept."""
     token, call = _Token(), captured.plain
 
     def again(grads: Any) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
@@ -65,14 +66,15 @@ def replayed(
             return gradients_of(recording, eager_call(recording, call, Given(*inputs)), grads)
 
     features = scene.features if unwrap_dead is None else unwrap_dead(scene.features)
-    tensors = _apply(recording, token, again, features, *recording.parameters)
+    tensors: list[torch.Tensor] = _apply(recording, token, again, features, *recording.parameters)
     seen = weakref.ref(token)
 
-    def pending() -> Any:
+    def is_pending() -> bool:
         alive = seen()
-        return None if alive is None or alive.taken else alive
+        return alive is not None and not alive.taken
 
-    return tensors, pending
+    recording.memory.wait_for(recording, is_pending)
+    return tensors
 
 
 _node: Any = _Replayed

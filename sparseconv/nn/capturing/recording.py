@@ -13,17 +13,19 @@ from sparseconv.geometry.fixed_grid import FixedGrid, forget_tables
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.scene import fault_of
 from sparseconv.gpu import graphs
-from sparseconv.gpu.streams import SideStreams, forget_workspaces, reporting
+from sparseconv.gpu.streams import forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import SceneArrays, Sizes
-from sparseconv.nn.capturing.gathering import Gathered
 from sparseconv.nn.capturing.joining import Changed, Joined, Joining, Watched
 from sparseconv.nn.capturing.module_state import ModuleState
 from sparseconv.nn.capturing.padding import Guard, LiveRows, Seen
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
+from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory
 
 #: captures to try, and bytes of graphs from which on a second one is: their memory is held as long as they are
 TRIES, WORTH = 3, 2**27
+#: about how much more memory a row takes where gradients are wanted
+TRAINING = 3
 
 
 class Recording:
@@ -36,6 +38,7 @@ class Recording:
         example: a scene by which coarser grids and numbers of edges are foreseen.
         parameters: those whose gradients the backward graph finds; empty for inference.
         wanted: numbers of the results that get a gradient; None for all of them.
+        memory: where the graphs have their arrays.
     """
 
     def __init__(
@@ -48,16 +51,16 @@ class Recording:
         sizes: Sizes,
         parameters: Sequence[torch.Tensor],
         wanted: set[int] | None,
+        memory: SharedMemory,
     ) -> None:
         self._call, self._module, self._given, self.path = call, module, given, path
-        self.sizes, self.parameters, self._wanted = sizes, list(parameters), wanted
+        self.sizes, self.parameters, self._wanted, self.memory = sizes, list(parameters), wanted, memory
         self._device, features = example.features.device, example.features
         self.trains = bool(self.parameters) or features.requires_grad
         self.of_features = features.requires_grad
         with torch.inference_mode(False):
             self.arrays = SceneArrays(given, path, example, sizes)
             self.state = ModuleState(module, self.parameters)
-        self._stream: torch.cuda.Stream | None = None
         self._told = torch.zeros(0, dtype=torch.int32)
         self.grads: list[torch.Tensor] = []
         self._gathered: Gathered | None = None
@@ -207,37 +210,41 @@ class Recording:
             return list(torch.autograd.grad(ends, starts, self.grads, allow_unused=True))
 
     def _capture(self) -> None:
-        device = self._device
-        stream = torch.cuda.Stream(device, priority=-1)
+        device, memory = self._device, self.memory
+        stream = memory.stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            summed = self._once_on_streams(device)  # what is timed on first use is timed here
+            summed = self._once_on_streams()  # what is timed on first use is timed here
         torch.cuda.current_stream(device).wait_stream(stream)
         forget_workspaces()
         with torch.cuda.stream(stream):
-            side, other = SideStreams(device), SideStreams(device, summed)
+            side, other = memory.sides(), memory.sides(summed)
 
         def capture(pieces: graphs.Pieces) -> tuple[torch.cuda.CUDAGraph, None]:
             self._drop()
-            self._forward = torch.cuda.CUDAGraph()
-            self.answer = self.run(lambda: graphs.capturing(self._forward, stream, side, pieces))
+            self._forward = forward = torch.cuda.CUDAGraph()
+            self.answer = self.run(lambda: graphs.capturing(forward, stream, side, pieces, pool=memory.pool()))
             if self.trains:
                 self._backward = torch.cuda.CUDAGraph()
                 assert self._gathered is not None
-                also = graphs.capturing(self._backward, stream, other, {}, pool=self._forward.pool())
+                also = graphs.capturing(self._backward, stream, other, {}, pool=forward.pool())
                 with also, self._gathered.at_once():
                     found = self._find(self.answer)
                     other.settle(found)
                     self._gather(found)
-            return self._forward, None
+            return forward, None
 
-        graphs.least_memory(capture, dict.fromkeys((stream, *side.streams), 0), TRIES, WORTH)
+        if memory.pool() is not None:
+            capture({})  # there is room: pieces that were tried would stay
+        else:
+            graphs.least_memory(capture, dict.fromkeys((stream, *side.streams), 0), TRIES, WORTH)
+        memory.add(self._forward)
         self._finish()
 
-    def held_bytes(self) -> int:
-        """Bytes that the graphs hold."""
-        graph = self.__dict__.get("_forward")
-        return 0 if graph is None else graphs.held_bytes(graph)
+    @property
+    def places(self) -> int:
+        """About how much memory the graphs take, beside those of others."""
+        return places_for(self.sizes, self.trains)
 
     def _drop(self) -> None:
         """Let go of a capture that was tried."""
@@ -246,15 +253,15 @@ class Recording:
                 self.__dict__.pop(name, None)
             gc.collect()  # maps and the gradient's graph hold one another
 
-    def _once_on_streams(self, device: torch.device) -> bool:
+    def _once_on_streams(self) -> bool:
         """A run as it will be captured. Returns whether gradients may be summed on a stream of their own."""
         try:
-            answer = self.run(lambda: SideStreams(device).run())
+            answer = self.run(lambda: self.memory.sides().run())
         except Changed:
             self._joined = None
-            answer = self.run(lambda: SideStreams(device).run())
+            answer = self.run(lambda: self.memory.sides().run())
         if self.trains:
-            again = SideStreams(device)
+            again = self.memory.sides()
             with again.run():
                 found = self._find(answer)
                 again.settle(found)
@@ -267,7 +274,7 @@ class Recording:
         self._grad_features = found[0] if self.of_features else None
         of_parameters = found[1:] if self.of_features else found
         if self._gathered is None:
-            self._gathered = Gathered(self.parameters, of_parameters)
+            self._gathered = Gathered(self.parameters, of_parameters, self.memory)
         self._gathered.fill(of_parameters)
 
     def _finish(self) -> None:
@@ -283,7 +290,7 @@ class Recording:
 
     def begin(self, scene: Scene, given: Given) -> None:
         """Start a replay for a scene; the device works on."""
-        self._follow_streams()
+        self.memory.follow(self._device)
         self.arrays.load(scene, given)
         self._replay_forward()
         self.state.count_writes()
@@ -300,14 +307,6 @@ class Recording:
         """Take back what a replay that was begun moved."""
         self._wait()
         self.state.put_back()
-
-    def _follow_streams(self) -> None:
-        """A call on another stream than the last waits for that one: both use the same memory."""
-        if self._device.type == "cuda":
-            now = torch.cuda.current_stream(self._device)
-            if self._stream is not None and self._stream != now:
-                now.wait_stream(self._stream)
-            self._stream = now
 
     def counts(self) -> list[int]:
         """Real rows of each grid of the results."""
@@ -372,3 +371,8 @@ class Recording:
 
 class DoesNotFit(Exception):
     """The scene at hand has more rows or edges than there are places for."""
+
+
+def places_for(sizes: Sizes, trains: bool) -> int:
+    """About how much memory graphs take, in rows without gradients."""
+    return sizes.rows * (TRAINING if trains else 1)

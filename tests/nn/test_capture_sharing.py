@@ -1,0 +1,141 @@
+"""Recordings of one module share memory: calls of several threads, and of several kinds before a gradient."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from sparseconv import nn
+from tests.nn.test_capture_module import _graphs, detect, forward_of, make, own, replays, same, segment, step
+
+__all__ = ["_graphs"]
+
+
+def infer(net, call, seed, voxels=300):
+    with torch.inference_mode():
+        return call(net, seed, voxels)
+
+
+@pytest.mark.parametrize("call", [segment, own])
+def test_threads_share_a_captured_network(call):
+    """As a server's: a scene of one thread was replayed with the arrays of another's."""
+    net = make("unet" if call is own else "segmenter").eval()
+    wanted = [infer(net, call, seed) for seed in range(4)]
+    nn.capture(net)
+    for seed in range(3):
+        infer(net, call, seed)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda at: infer(net, call, at % 4), range(24)))
+    finally:
+        sys.setswitchinterval(before)
+    for at, got in enumerate(found):
+        same(got, wanted[at % 4])
+    assert replays(net) == 25, nn.explain(net)
+
+
+def recordings(net):
+    return [kind.recording for kind in forward_of(net)._kinds.values() if kind.recording is not None]
+
+
+def memories(net):
+    return {id(recording.memory) for recording in recordings(net)}
+
+
+def trained_and_evaluated(net, call, seed, voxels=300):
+    """A step and an inference."""
+    found = step(net.train(), call, seed, voxels)
+    net.eval()
+    return found + infer(net, call, seed, voxels)
+
+
+@pytest.mark.parametrize("call", [detect, segment, own])
+def test_training_and_evaluation_share_memory(call):
+    net = make({detect: "detector", segment: "segmenter", own: "unet"}[call])
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed, voxels in enumerate([300, 280, 310, 150, 330]):
+        same(trained_and_evaluated(net, call, seed, voxels), trained_and_evaluated(twin, call, seed, voxels))
+    assert len(recordings(net)) == 2, nn.explain(net)
+    assert len(memories(net)) == 1, nn.explain(net)
+    assert replays(net) == 6, nn.explain(net)
+    assert nn.explain(net).count("graphs hold") == 1
+
+
+def test_the_largest_recording_gives_the_memory():
+    """What was evaluated first is captured anew, in the memory of what trains."""
+    net = make("unet")
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in range(3):
+        same(infer(net.eval(), own, seed), infer(twin.eval(), own, seed))
+    first = memories(net)
+    for seed in range(4):
+        same(trained_and_evaluated(net, own, seed), trained_and_evaluated(twin, own, seed))
+    assert len(memories(net)) == 1
+    assert memories(net) != first
+    assert len(recordings(net)) == 2
+    assert all(kind.captures == 1 for kind in forward_of(net)._kinds.values()), nn.explain(net)
+
+
+def test_an_evaluation_before_the_gradient_leaves_what_that_needs():
+    """Eager at first, then in memory of its own."""
+    net = make("unet")
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in range(3):
+        same(trained_and_evaluated(net, own, seed), trained_and_evaluated(twin, own, seed))
+    for seed in range(3):
+        found = []
+        for both in (net, twin):
+            both.train().zero_grad(set_to_none=True)
+            loss = own(both, seed)[0].square().mean()
+            found.append(infer(both.eval(), own, seed + 5))
+            loss.backward()
+            found[-1] += [p.grad for p in both.parameters()]
+        same(*found)
+    assert len(memories(net)) == 2, nn.explain(net)
+    assert "the gradient of the call before is not taken yet" in nn.explain(net)
+    before = replays(net)
+    same(trained_and_evaluated(net, own, 1), trained_and_evaluated(twin, own, 1))
+    assert replays(net) == before + 2, nn.explain(net)
+
+
+def test_kinds_that_are_called_before_one_gradient_have_memory_of_their_own():
+    """As a step on two batches of other sizes: both replay."""
+    net = make("unet")
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in range(5):
+        found = []
+        for both in (net, twin):
+            both.zero_grad(set_to_none=True)
+            loss = own(both, seed)[0].square().mean()
+            x = own(both.eval(), seed + 9)[0].square().mean()  # in evaluation, with gradients
+            (loss + x).backward()
+            both.train()
+            found.append([p.grad for p in both.parameters()])
+        same(*found)
+    assert replays(net) == 6, nn.explain(net)
+    assert len(memories(net)) == 2
+
+
+@pytest.mark.gpu
+def test_memory_that_is_shared_is_held_once():
+    held = []
+    for both in (False, True):
+        net = nn.capture(make("unet"))
+        for seed in range(4):
+            step(net, own, seed, 3000)
+            if both:
+                infer(net.eval(), own, seed, 3000)
+                net.train()
+        held.append(recordings(net)[0].memory.held_bytes())
+    assert len(recordings(net)) == 2
+    assert held[1] < 1.5 * held[0]
