@@ -17,6 +17,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.scene import fault_of, put_scene
 from sparseconv.gpu import graphs
+from sparseconv.gpu.turns import Turns
 from sparseconv.nn.results import Scene, rows_of
 from sparseconv.ops.comparing import apart
 from sparseconv.tensor import SparseTensor
@@ -49,6 +50,8 @@ class Captured:
             )
         self.network, self.max_voxels = network, -(-most // ROWS) * ROWS
         self._room, self._extent, self._device = max(room, self.max_voxels / voxels), extent, example.device
+        #: whose turn it is to use the arrays and the graph
+        self._turns = Turns()
         self._modes = [(m, m.training) for m in network.modules()]
         self._kept: list[dict[str, Any]] = [d for m in network.modules() for d in (m._parameters, m._buffers) if d]
         kind = self._device.type

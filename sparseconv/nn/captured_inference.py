@@ -85,8 +85,9 @@ class CapturedInference(Captured):
             with self._as_captured():
                 whole = self._whole(scene)
                 return rows_of(self._body(whole, None), scene, len(coords), whole.grid)
-        self._run(coords, features)
-        return rows_of(self._results, scene, self.max_voxels, bad=self._bad)
+        with self._turns.on(self._device):
+            self._run(coords, features)
+            return rows_of(self._results, scene, self.max_voxels, bad=self._bad)
 
     @torch.no_grad()
     def _body(self, scene: SparseTensor, targets: Any) -> Any:

@@ -81,9 +81,10 @@ class CapturedStep(Captured):
         coords, features, leaves = self._given(scene, targets)
         self._raise()
         if self._fits(scene, len(coords)):
-            self._run(coords, features, *leaves)
-            loss, grads = self._results
-            loss = loss.clone()
+            with self._turns.on(self._device):
+                self._run(coords, features, *leaves)
+                loss, grads = self._results
+                loss = loss.clone()
         else:
             with self._as_captured():
                 loss, grads = self._body(self._whole(scene), targets)

@@ -9,8 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+import sparseconv as sc
 from sparseconv import nn
-from tests.nn.test_capture_module import _graphs, detect, forward_of, make, own, replays, same, segment, step
+from tests.nn.test_capture_module import (
+    _graphs,
+    coords_of,
+    detect,
+    features_of,
+    forward_of,
+    make,
+    own,
+    replays,
+    same,
+    segment,
+    step,
+)
 
 __all__ = ["_graphs"]
 
@@ -139,3 +152,43 @@ def test_memory_that_is_shared_is_held_once():
         held.append(recordings(net)[0].memory.held_bytes())
     assert len(recordings(net)) == 2
     assert held[1] < 1.5 * held[0]
+
+
+def scene_of(seed, voxels):
+    coords = coords_of(seed, voxels, extent=40)
+    return coords, features_of(seed, coords)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["the module", "by an example"])
+def test_threads_and_streams_take_turns(what):
+    """The next call's scene was written while the one before was still read on another stream."""
+    net = make("unet").eval()
+    scenes = [scene_of(seed, 20_000 + 500 * seed) for seed in range(6)]
+
+    def plain(scene):
+        return net(sc.SparseTensor(sc.VoxelGrid(scene[0], 2), scene[1])).features
+
+    with torch.inference_mode():
+        wanted = [plain(scene) for scene in scenes]
+        if what == "the module":
+            nn.capture(net)
+            call = plain
+        else:
+            call = nn.capture(net, sc.SparseTensor(sc.VoxelGrid(scenes[-1][0], 2), scenes[-1][1]))
+        for scene in scenes[::-1]:
+            call(scene)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(4)]
+
+    def run(at):
+        with torch.inference_mode(), torch.cuda.stream(streams[at % 4]):
+            return call(scenes[at % 6])
+
+    one_thread = [run(at) for at in range(48)]
+    with ThreadPoolExecutor(4) as threads:
+        several = list(threads.map(run, range(48)))
+    torch.cuda.synchronize()
+    for found in (one_thread, several):
+        for at, got in enumerate(found):
+            same([got], [wanted[at % 6]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.gpu import graphs
+from sparseconv.gpu.turns import Turns
 from sparseconv.nn.capturing import verify
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import Sizes
@@ -28,7 +28,7 @@ from sparseconv.nn.capturing.shared_memory import SharedMemory
 _log = logging.getLogger(__name__)
 
 #: eager calls of a kind before the first capture; recordings that a module keeps; captures of one kind in all; kinds
-EXAMPLES, MOST_KEPT, MOST_CAPTURES, MOST_KINDS = 2, 4, 8, 16
+EXAMPLES, MOST_KEPT, MOST_CAPTURES, MOST_KINDS = 2, 8, 8, 16
 #: refused calls in a mode, without a replay between them, after which calls in it are the plain calls
 MOST_REFUSED = 8
 #: places over those before, after each scene that did not fit; rows are then rounded up
@@ -66,8 +66,8 @@ class Captured:
         #: what `accelerate` does where nothing of the call can be captured
         self.instead = instead
         self._is_collected = False
-        #: what recordings are made in, replays take turns in, and gradients are awaited in; for one thread at a time
-        self._memory, self._lock = SharedMemory(), threading.RLock()
+        #: what recordings are made in and gradients are awaited in; whose turn it is to replay or record
+        self._memory, self._turns = SharedMemory(), Turns()
 
     @property
     def module(self) -> torch.nn.Module:
@@ -113,8 +113,7 @@ class Captured:
         if self._left and (why := self._left.get(self._mode())) is not None:
             return self._eagerly(why, args, kwargs)
         if not self._is_collected:
-            with self._lock:
-                self._collect()
+            self._collect()
         if self._must_be_plain():
             return self.plain(*args, **kwargs)
         given = Given(args, kwargs)
@@ -235,7 +234,7 @@ class Captured:
     # ---- recordings
 
     def _replay(self, kind: Calls, scene: Scene, path: Any, given: Given) -> Any:
-        with self._lock:
+        with self._turns.on(scene.features.device):
             result = self._replay_alone(kind, scene, path, given)
         if not isinstance(result, _Instead):
             return result
@@ -300,9 +299,9 @@ class Captured:
         """That of the other recordings, which are made anew in it later where they have fewer ``places``."""
         if kind.is_alone or self._memory.is_pending:
             return SharedMemory()
-        beside = [k for k in self._kinds.values() if k.recording is not None and k.recording.memory is self._memory]
-        if max((k.recording.places for k in beside if k.recording is not None), default=0) < places:
-            for other in beside:
+        others = [k for k in self._kinds.values() if k.recording is not None and k.recording.memory is self._memory]
+        if max((k.recording.places for k in others if k.recording is not None), default=0) < places:
+            for other in others:
                 other.forget()
             self._memory = SharedMemory()
         return self._memory

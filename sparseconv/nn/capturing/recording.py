@@ -243,7 +243,7 @@ class Recording:
 
     @property
     def places(self) -> int:
-        """About how much memory the graphs take, beside those of others."""
+        """About how much memory the graphs take, to compare them by."""
         return places_for(self.sizes, self.trains)
 
     def _drop(self) -> None:
@@ -290,7 +290,6 @@ class Recording:
 
     def begin(self, scene: Scene, given: Given) -> None:
         """Start a replay for a scene; the device works on."""
-        self.memory.follow(self._device)
         self.arrays.load(scene, given)
         self._replay_forward()
         self.state.count_writes()

@@ -27,7 +27,6 @@ class SharedMemory:
         #: what tells whether a gradient may still be asked for, and of whose replay it is
         self._is_pending: Callable[[], bool] = lambda: False
         self._awaited: Callable[[], Any] = lambda: None
-        self._last: torch.cuda.Stream | None = None
         self._stream: torch.cuda.Stream | None = None
         self._sides: SideStreams | None = None
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
@@ -45,14 +44,6 @@ class SharedMemory:
     def awaits(self, recording: Any) -> bool:
         """Whether the last gradient that could be asked for is that of a replay of this recording."""
         return self._awaited() is recording
-
-    def follow(self, device: torch.device) -> None:
-        """A call on another stream than the last waits for that one."""
-        if device.type == "cuda":
-            now = torch.cuda.current_stream(device)
-            if self._last is not None and self._last != now:
-                now.wait_stream(self._last)
-            self._last = now
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """The stream that graphs are captured on: torch's allocator keeps memory for each apart."""

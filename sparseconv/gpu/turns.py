@@ -1,0 +1,34 @@
+"""Turns of calls that use the same memory, as replays of a graph do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Turns:
+    """One thread at a time has its turn, and its stream goes on after that of the turn before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._last: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        """A turn on the current stream of a device; a thread may take one within its own.
+
+        >>> turns, here = Turns(), torch.device("cpu")
+        >>> with turns.on(here), turns.on(here):
+        ...     "alone"
+        'alone'
+        """
+        with self._lock:
+            if device.type == "cuda":
+                now = torch.cuda.current_stream(device)
+                if self._last is not None and self._last != now:
+                    now.wait_stream(self._last)
+                self._last = now
+            yield
