@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import resource
 import time
 from collections.abc import Callable
@@ -89,6 +90,7 @@ def _wait(device: str) -> None:
 
 def measure(args: argparse.Namespace, name: str, dtype: str) -> dict[str, Any]:
     """A row: first calls, a step, inference, memory; with the options, what each adds."""
+    gc.collect()  # the network before this one, if anything holds it in a circle
     began = time.perf_counter()
     client = make(name, Setting(args.clients, args.data, args.device, reach=args.reach))
     net, scenes = client.net, client.scenes

@@ -131,7 +131,7 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         if self.record_voxel_count and not self.subm and not self.inverse:
             self.register_buffer(RECORD, torch.zeros(1, dtype=torch.int32, device=device))
         self.reset_parameters()
-        self._register_load_state_dict_pre_hook(self._before_loading)
+        self.register_load_state_dict_pre_hook(SparseConvolution._before_loading)  # unbound: it holds no layer
         ahead.register(self)
 
     def reset_parameters(self) -> None:
