@@ -103,7 +103,7 @@ class Captured:
         self._wants = list(map(_wants_gradient, self._parameters))
         self._hooks = [hooks for m in self._modules for hooks in _hooks_of(m)]
         self._is_collected = True
-        for kind in self._kinds.values():  # of what the module was
+        for kind, _ in self._recordings():  # of what the module was
             kind.recording = None
         self._memory = SharedMemory()
 
@@ -299,9 +299,9 @@ class Captured:
         """That of the other recordings, which are made anew in it later where they have fewer ``places``."""
         if kind.is_alone or self._memory.is_pending:
             return SharedMemory()
-        others = [k for k in self._kinds.values() if k.recording is not None and k.recording.memory is self._memory]
-        if max((k.recording.places for k in others if k.recording is not None), default=0) < places:
-            for other in others:
+        others = [(k, r) for k, r in self._recordings() if r.memory is self._memory]
+        if max((r.places for _, r in others), default=0) < places:
+            for other, _ in others:
                 other.forget()
             self._memory = SharedMemory()
         return self._memory
@@ -314,10 +314,9 @@ class Captured:
         for attempt in range(4):
             sizes = Sizes.of([*kind.scenes, scene], kind.room, is_first=kind.captures == 1)
             memory = self._memory_of(kind, places_for(sizes, trains))
-            wanted = kind.wanted or None
             try:
                 forward, module = self.plain, self.module
-                recording = RECORDING(forward, module, given, path, example, sizes, parameters, wanted, memory)
+                recording = RECORDING(forward, module, given, path, example, sizes, parameters, kind.wanted, memory)
                 recording.record(scene)
                 verify.against_eager(recording, self.plain, given, scene)
                 recording.tried()
@@ -338,8 +337,8 @@ class Captured:
 
     def forget(self, recording: Recording, grads: Sequence[Any]) -> None:
         """Let go of a recording whose results got gradients that it does not take; the next one takes these too."""
-        for kind in self._kinds.values():
-            if kind.recording is recording:
+        for kind, its in self._recordings():
+            if its is recording:
                 kind.recording = None
                 kind.wanted |= {i for i, g in enumerate(grads) if g is not None}
                 self.eager["a result got a gradient that it had not before"] += 1
@@ -354,9 +353,12 @@ class Captured:
         for key, known in list(self._kinds.items()):
             if known is kind:
                 self._kinds[key] = self._kinds.pop(key)
-        held = [k for k in self._kinds.values() if k.recording is not None]
-        for k in held[:-MOST_KEPT]:
+        for k, _ in self._recordings()[:-MOST_KEPT]:
             k.recording = None
+
+    def _recordings(self) -> list[tuple[Calls, Recording]]:
+        """By kind, the one used last at the end; another thread may add kinds meanwhile."""
+        return [(k, k.recording) for k in list(self._kinds.values()) if k.recording is not None]
 
     def _is_moved(self) -> bool:
         """Whether a tensor of the module lies elsewhere: a graph would read memory that is somebody else's."""
@@ -375,9 +377,9 @@ class Captured:
     def explain(self) -> str:
         """What is captured, how often it was replayed, what memory it holds, and why other calls were eager."""
         lines = [f"{type(self.module).__name__}:"]
-        lines += [f"  {said}" for kind in self._kinds.values() for said in kind.lines()]
-        memories = {id(k.recording.memory): k.recording.memory for k in self._kinds.values() if k.recording is not None}
-        lines += [f"  graphs hold {memory.held_bytes() / 2**20:,.0f} MiB" for memory in memories.values()]
+        lines += [f"  {said}" for kind in list(self._kinds.values()) for said in kind.lines()]
+        memories = dict.fromkeys(recording.memory for _, recording in self._recordings())
+        lines += [f"  graphs hold {memory.held_bytes() / 2**20:,.0f} MiB" for memory in memories]
         lines += [f"  {count:,} eager calls: {why}" for why, count in self.eager.most_common()]
         if len(lines) == 1:
             devices = {t.device for t in chain(self.module.parameters(), self.module.buffers())}

@@ -37,7 +37,7 @@ class Recording:
         path: where among the arguments the sparse tensor is; None where the call makes it.
         example: a scene by which coarser grids and numbers of edges are foreseen.
         parameters: those whose gradients the backward graph finds; empty for inference.
-        wanted: numbers of the results that get a gradient; None for all of them.
+        wanted: numbers of the results that get a gradient; none for all of them.
         memory: where the graphs have their arrays.
     """
 
@@ -50,7 +50,7 @@ class Recording:
         example: Scene,
         sizes: Sizes,
         parameters: Sequence[torch.Tensor],
-        wanted: set[int] | None,
+        wanted: set[int],
         memory: SharedMemory,
     ) -> None:
         self._call, self._module, self._given, self.path = call, module, given, path
@@ -195,8 +195,7 @@ class Recording:
         floats = [i for i, t in enumerate(answer.tensors) if t.requires_grad]
         #: numbers of the results that have a gradient, and of those whose gradient the graph takes
         self.differentiable = set(floats)
-        wanted = self.differentiable if self._wanted is None else self._wanted & self.differentiable
-        self.taken = sorted(wanted or self.differentiable)
+        self.taken = sorted(self._wanted & self.differentiable or self.differentiable)
         self.grads = [torch.zeros_like(answer.tensors[i]) for i in self.taken]
         self._grads_filled = [0] * len(self.taken)
         if self.trains and not floats:
