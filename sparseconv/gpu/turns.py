@@ -16,6 +16,10 @@ class Turns:
         self._lock = threading.RLock()
         self._last: torch.cuda.Stream | None = None
 
+    def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
+        """A copy is of other memory: its turns are its own."""
+        return Turns, ()
+
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         """A turn on the current stream of a device; a thread may take one within its own.

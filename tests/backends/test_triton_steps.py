@@ -59,10 +59,10 @@ class HalvedRelu:
         {"in_order": True},
         {"weight_copy": True},
         {"wide": True},
-        {"split": 2, "wide": True},
-        {"split": 3, "weight_copy": True},
+        pytest.param({"split": 2, "wide": True}, marks=pytest.mark.slow),
+        pytest.param({"split": 3, "weight_copy": True}, marks=pytest.mark.slow),
         {"split": 3, "turns": 1},
-        {"split": 2, "turns": 1, "wide": True},
+        pytest.param({"split": 2, "turns": 1, "wide": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -88,8 +88,11 @@ def test_variants_agree_with_the_oracle(case, options, monkeypatch):
         assert error(out, want) < TOLERANCE[torch.float32]
 
 
+SLOW_TURNS = [pytest.param(split, turns, marks=pytest.mark.slow) for split, turns in ((3, 2), (2, 3))]
+
+
 @needs_interpreter
-@pytest.mark.parametrize(("split", "turns"), [(1, 0), (3, 0), (3, 1), (3, 2), (2, 3)])
+@pytest.mark.parametrize(("split", "turns"), [(1, 0), (3, 0), (3, 1), *SLOW_TURNS])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_bias_residual_and_activation_in_the_store(split, turns, transposed):
     case = Case("cube", c_in=12, c_out=12)

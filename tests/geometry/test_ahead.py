@@ -42,10 +42,20 @@ def asked(monkeypatch) -> tuple[set, set]:
     return begun, launched
 
 
-@pytest.mark.parametrize("in_runs", [False, True], ids=["tiles", "in runs"])
-@pytest.mark.parametrize("many", [False, True], ids=["few rows", "many rows"])
 @pytest.mark.parametrize(
-    ("size", "stride"), [(3, 1), ((3, 1, 3), 1), (2, 2), (3, 2), (5, 1)], ids=["cube", "flat", "2 by 2", "3 by 2", "5"]
+    ("size", "stride", "many", "in_runs"),
+    [
+        pytest.param(*window, many, in_runs, marks=pytest.mark.slow if name == "5" and in_runs else ())
+        for name, window in {
+            "cube": (3, 1),
+            "flat": ((3, 1, 3), 1),
+            "2 by 2": (2, 2),
+            "3 by 2": (3, 2),
+            "5": (5, 1),
+        }.items()
+        for many in (False, True)
+        for in_runs in (False, True)
+    ],
 )
 def test_what_is_launched_was_compiled_ahead(asked, monkeypatch, size, stride, many, in_runs) -> None:
     begun, launched = asked

@@ -201,3 +201,13 @@ def test_norms_become_synchronised_ones():
         if isinstance(module, torch.nn.SyncBatchNorm):
             module.forward = torch.nn.BatchNorm1d.forward.__get__(torch.nn.BatchNorm1d(module.num_features))
     assert net(sparse()).channels == 3
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda call: pickle.loads(pickle.dumps(call))], ids=["copy", "pickle"]
+)
+def test_a_captured_inference_is_copied_and_pickled(copied):
+    """Where there is no graph: its lock was no part of a copy."""
+    x = sparse()
+    call = nn.capture(nn.UNet(4, 3, channels=(4, 6)).eval(), x)
+    assert torch.equal(copied(call)(x).features, call(x).features)

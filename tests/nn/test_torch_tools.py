@@ -58,9 +58,13 @@ def _fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("ready", [True, False], ids=["ready", "unprepared"])
 @pytest.mark.parametrize(
-    "make", [small, Pools, lambda: nn.UNet(4, 3, channels=(4, 6))], ids=["submanifold", "pools", "unet"]
+    ("make", "ready"),
+    [
+        pytest.param(make, ready, marks=pytest.mark.slow if ready and name != "unet" else (), id=f"{name}-{ready=}")
+        for name, make in {"submanifold": small, "pools": Pools, "unet": lambda: nn.UNet(4, 3, channels=(4, 6))}.items()
+        for ready in (True, False)
+    ],
 )
 def test_compiled_without_a_break(make, ready):
     """The sparse tensor's grid holds the plans; without them the first run is an eager one that makes them."""

@@ -193,7 +193,7 @@ def test_long_segments_are_cut_and_joined(name, monkeypatch):
     assert torch.equal(run(name, x, y, listed(info), False), oracle.product(name, x, y, triples, 5))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PRODUCT_NAMES)
 def test_other_dtypes(name, dtype):
     case = CASES[0]
