@@ -176,17 +176,18 @@ class SparseTensor(Movable):
         parts = [part for value in given for part in (value if isinstance(value, (list, tuple)) else (value,))]
         first = next(part for part in parts if isinstance(part, SparseTensor))
         operands = name_of(func) in ELEMENTWISE_NAMES
-
-        def features(value: Any) -> Any:
-            if isinstance(value, (list, tuple)):
-                return type(value)(map(features, value))
-            if isinstance(value, SparseTensor):
-                first._check_same_grid(value)
-                return value.features
-            return check_operand(value, first.features) if operands and isinstance(value, torch.Tensor) else value
-
-        made = func(*map(features, args), **{name: features(value) for name, value in kwargs.items()})
+        mine = [first._features_of(value, operands) for value in args]
+        made = func(*mine, **{name: first._features_of(value, operands) for name, value in kwargs.items()})
         return first.with_features(made)
+
+    def _features_of(self, value: Any, operands: bool) -> Any:
+        """Features in the place of sparse tensors, in lists too; ``operands``: tensors are checked to fit them."""
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._features_of(one, operands) for one in value])
+        if isinstance(value, SparseTensor):
+            self._check_same_grid(value)
+            return value.features
+        return check_operand(value, self.features) if operands and isinstance(value, torch.Tensor) else value
 
     def _check_same_grid(self, other: SparseTensor) -> None:
         if other.grid is not self.grid and not torch.equal(other.grid.coords, self.grid.coords):

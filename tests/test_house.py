@@ -7,7 +7,9 @@ import doctest
 import re
 import subprocess
 import sys
+import types
 from collections import Counter
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -226,3 +228,39 @@ def addresses_of_passing_tensors(source: str) -> list[int]:
 def test_launches_are_given_tensors_that_something_holds():
     found = {dotted(path): addresses_of_passing_tensors(path.read_text()) for path in FILES}
     assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+#: functions within functions that call themselves, and see nothing but numbers and code
+CALL_THEMSELVES = {
+    "geometry/cpu/loops.py: along",
+    "geometry/other_voxels.py: along",
+    "gpu/launcher.py: launch",
+    "nn/capturing/answer.py: walk",
+    "plan/plan_set.py: spell",
+}
+
+
+def _in_circles(code: types.CodeType) -> Iterator[str]:
+    """Names of functions within a function that reach themselves through the names that they see."""
+    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    sees = {one.co_name: set(one.co_freevars) for one in inner if one.co_name in code.co_cellvars}
+    for name in sees:
+        reached, waiting = set(), [name]
+        while waiting:
+            new = (sees.get(waiting.pop(), set()) & sees.keys()) - reached
+            reached |= new
+            waiting += new
+        if name in reached:
+            yield name
+    for one in inner:
+        yield from _in_circles(one)
+
+
+def test_no_function_holds_what_it_sees_in_a_circle():
+    """One that calls itself by name is held by that name: tensors that it sees waited for Python's collector."""
+    found = {
+        f"{file.relative_to(ROOT).as_posix()}: {name}"
+        for file in FILES
+        for name in _in_circles(compile(file.read_text(), file.name, "exec"))
+    }
+    assert found == CALL_THEMSELVES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -90,7 +91,7 @@ def find_partition(coords: torch.Tensor, order: Order, batch_size: int, group: d
     keys = _keys(places, order, box).sort().values
     total = _sum(torch.tensor([len(keys)]), coords.device, group)
     wanted = torch.tensor([-(-total.item() * r // world) for r in range(1, world)], dtype=torch.int64)
-    cuts = _bisect(lambda tries: torch.searchsorted(keys, tries.to(keys.device)), wanted, 2**62, coords.device, group)
+    cuts = _bisect(partial(_below, keys), wanted, 2**62, coords.device, group)
     return Partition(order, box, tuple(cuts.tolist()))
 
 
@@ -112,14 +113,20 @@ def _bisect(
     return low
 
 
+def _below(column: torch.Tensor, cuts: torch.Tensor) -> torch.Tensor:
+    """How many numbers of a sorted column lie below each cut."""
+    return torch.searchsorted(column, cuts.to(column.device))
+
+
 def _kd(places: torch.Tensor, box: IndexRange, world: int, group: dist.ProcessGroup | None) -> Partition:
     """Cut the ranks in halves, and with them the longest axis of the half's own voxels in proportion."""
     tree: list[tuple[int, int, int]] = []
     cuts: list[int] = []
-
-    def split(first: int, last: int, inside: torch.Tensor) -> None:
+    waiting = [(0, world - 1, torch.ones(len(places), dtype=torch.bool, device=places.device))]
+    while waiting:
+        first, last, inside = waiting.pop()
         if first == last:
-            return
+            continue
         part = places[inside]
         bounds = common_box(part, 1, group)
         axis = max(range(len(bounds.start)), key=lambda a: bounds.shape[a]) if bounds.size else 1
@@ -128,22 +135,12 @@ def _kd(places: torch.Tensor, box: IndexRange, world: int, group: dist.ProcessGr
         wanted = torch.tensor([-(-total * (middle - first) // (last - first + 1))])
         base = bounds.start[axis]
         column = (part[:, axis] - base).sort().values
-        cut = base + int(
-            _bisect(
-                lambda tries: torch.searchsorted(column, tries.to(column.device)),
-                wanted,
-                max(1, bounds.shape[axis]),
-                places.device,
-                group,
-            )
-        )
+        longest = max(1, bounds.shape[axis])
+        cut = base + int(_bisect(partial(_below, column), wanted, longest, places.device, group))
         tree.append((first, last, axis))
         cuts.append(cut)
         right = places[:, axis] >= cut
-        split(first, middle - 1, inside & ~right)
-        split(middle, last, inside & right)
-
-    split(0, world - 1, torch.ones(len(places), dtype=torch.bool, device=places.device))
+        waiting += [(middle, last, inside & right), (first, middle - 1, inside & ~right)]
     return Partition("kd", box, tuple(cuts), tuple(tree))
 
 

@@ -249,18 +249,19 @@ def _assemble(
     maps: list[Any] = [None if m is None else m.to(here) for m in state["maps"]]
     for i, j in state["reverses"].items():
         maps[i] = maps[j].reverse()
-
-    def read(value: Any) -> Any:
-        if isinstance(value, _Ref):
-            return grids[value.number]
-        if isinstance(value, torch.Tensor):
-            return move(value)
-        return tuple(read(v) for v in value) if isinstance(value, tuple) else value
-
     for grid, table in zip(grids, state["tables"]):
         for key, value in table:
             if isinstance(value, _Plan):
-                grid.derived[read(key)] = value.build(grids, maps).kept_with(grid)
+                grid.derived[_read(key, grids, move)] = value.build(grids, maps).kept_with(grid)
             else:
-                grid.derived[read(key)] = read(value)
+                grid.derived[_read(key, grids, move)] = _read(value, grids, move)
     return grids[0]
+
+
+def _read(value: Any, grids: list[VoxelGrid], move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """What was spelled, with its grids, and its tensors moved."""
+    if isinstance(value, _Ref):
+        return grids[value.number]
+    if isinstance(value, torch.Tensor):
+        return move(value)
+    return tuple(_read(v, grids, move) for v in value) if isinstance(value, tuple) else value

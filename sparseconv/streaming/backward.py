@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -21,19 +22,22 @@ Gradients = list[torch.Tensor | None]
 def parameters_of(program: Program) -> list[torch.Tensor]:
     """The tensors among the arguments of a program's steps that want a gradient, each once."""
     found: dict[int, torch.Tensor] = {}
-
-    def look(value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            found.setdefault(id(value), value)
-        elif isinstance(value, (list, tuple)):
-            for one in value:
-                look(one)
-
     for number in program.needed:
         step: Step = program.steps[number]
         if isinstance(step, (Call, OverEdges)):
-            look([step.args, tuple(step.kwargs.values())])
+            for tensor in _tensors([step.args, tuple(step.kwargs.values())]):
+                if tensor.requires_grad:
+                    found.setdefault(id(tensor), tensor)
     return list(found.values())
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those in lists and tuples, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors(one)
 
 
 class Streamed(Function):

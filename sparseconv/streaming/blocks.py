@@ -223,20 +223,13 @@ class Blocks:
         for size in sizes:
             starts.append(starts[-1] + size)
 
-        def made(tree: Tree) -> Block:
-            if isinstance(tree, int):
-                part, around = cuts[tree]
-                voxels = voxels_of(trimmed(cells, part), start, shifts)
-                held = None if voxels is None else voxels.intersect(tight)
-                if ranks.size > 1:
-                    return Block(around, starts[tree], starts[tree + 1], held)
-                return self._cut(around, held, starts[tree], starts[tree + 1], limit)
-            whole, *parts = tree
-            halves = tuple(made(part) for part in parts)
-            held = union(halves[0].tight, halves[1].tight)
-            return Block(whole, halves[0].first, halves[1].last, held, halves)
-
-        return made(tree)
+        leaves = []
+        for number, (part, around) in enumerate(cuts):
+            voxels = voxels_of(trimmed(cells, part), start, shifts)
+            held = None if voxels is None else voxels.intersect(tight)
+            span = starts[number], starts[number + 1]
+            leaves.append(Block(around, *span, held) if ranks.size > 1 else self._cut(around, held, *span, limit))
+        return _joined(tree, leaves)
 
     def _sort(
         self, span: tuple[int, int], owner: torch.Tensor, ends: list[int], cells: tuple, keys: list[torch.Tensor]
@@ -304,6 +297,15 @@ class Found(NamedTuple):
             if first <= block.first < block.last <= last:
                 return slice(at + block.first - first, at + block.last - first)
         return None
+
+
+def _joined(tree: Tree, leaves: list[Block]) -> Block:
+    """The block of a tree of cuts, made of its leaves."""
+    if isinstance(tree, int):
+        return leaves[tree]
+    whole, *parts = tree
+    halves = tuple(_joined(part, leaves) for part in parts)
+    return Block(whole, halves[0].first, halves[1].last, union(halves[0].tight, halves[1].tight), halves)
 
 
 def _with(block: Block, cut: dict[IndexRange, Block]) -> Block:

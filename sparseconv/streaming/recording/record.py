@@ -26,8 +26,15 @@ class Recording:
     def __init__(self, net: torch.nn.Module) -> None:
         self.steps: list[Step] = []
         self.values: list[Any] = []
+        #: plans that were made on each watched grid: they hold that grid
+        self.derived: list[dict[Any, Any]] = []
         self._names = {id(module): name for name, module in net.named_modules()}
         self._net = type(net).__name__
+
+    def ended(self) -> None:
+        """Let go of what is in a circle; no more is recorded."""
+        for plans in self.derived:
+            plans.clear()
 
     def place(self) -> str:
         """The module that is running, by its name in the network."""

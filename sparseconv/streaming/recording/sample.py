@@ -64,7 +64,10 @@ def _run(
     recording = Recording(net)
     grid = WatchedGrid.of(recording, recording.add(InputGrid(scale=(Fraction(1),) * real.rank), real))
     x = SparseTensor(grid, recording.rows(InputRows(place=grid.number), features))
-    return recording, net(x)
+    try:
+        return recording, net(x)
+    finally:
+        recording.ended()
 
 
 def leaves_of(results: Any) -> tuple[list[Any], Any]:

@@ -43,6 +43,7 @@ class WatchedGrid(VoxelGrid):
         grid.recording, grid.number = recording, number
         grid.batch_size, grid.voxel_size, grid.origin = real.batch_size, real.voxel_size, real.origin
         grid.is_placed, grid.derived, grid._rows = real.is_placed, {}, None
+        recording.derived.append(grid.derived)
         return grid
 
     @property
