@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 import sparseconv as sc
+import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
 from tests.nn.test_capture_module import (
+    DEVICE,
     _graphs,
     coords_of,
     detect,
@@ -152,6 +155,44 @@ def test_memory_that_is_shared_is_held_once():
         held.append(recordings(net)[0].memory.held_bytes())
     assert len(recordings(net)) == 2
     assert held[1] < 1.5 * held[0]
+
+
+class Raising(torch.nn.Module):
+    """A network whose third call raises, which is the one that is recorded."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.calls = spconv.SubMConv3d(4, 3, 3, padding=1), 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.conv(x)
+        if self.calls == 3:
+            raise RuntimeError("no")
+        return y
+
+
+def test_a_capture_that_was_refused_leaves_nothing():
+    """Its recording was held by the error that refused it."""
+    tensors = (torch.Tensor, torch.nn.Parameter)
+
+    def lived():
+        net = nn.capture(Raising().to(DEVICE))
+        for seed in range(4):
+            coords = coords_of(seed, 200)
+            x = spconv.SparseConvTensor(features_of(seed, coords), coords, [12] * 3, 2)
+            net(x).features.sum().backward()
+        assert "eager: RuntimeError: no" in nn.explain(net)
+
+    lived()  # what is imported and kept once
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(t) for t in gc.get_objects() if type(t) in tensors}
+        lived()
+        assert [tuple(t.shape) for t in gc.get_objects() if type(t) in tensors and id(t) not in before] == []
+    finally:
+        gc.enable()
 
 
 def scene_of(seed, voxels):

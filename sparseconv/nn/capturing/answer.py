@@ -24,6 +24,11 @@ PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.d
 class CannotCapture(Exception):
     """Why a call cannot become a graph, in words for the user."""
 
+    @classmethod
+    def told(cls, error: BaseException) -> CannotCapture:
+        """By an error's first line. A frame that named the error, which holds that frame, would not be freed."""
+        return cls(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+
 
 class Given:
     """The arguments of a call: what they are made of, and copies of their containers."""

@@ -328,9 +328,7 @@ class Captured:
                 raise
             except Exception as error:
                 _log.debug("a call could not be captured", exc_info=True)
-                first = error.__context__ or error
-                said = str(first).splitlines()[0] if str(first) else ""
-                raise CannotCapture(f"{type(first).__name__}: {said}") from error
+                raise CannotCapture.told(error.__context__ or error) from error
             else:
                 return recording
         raise AssertionError
