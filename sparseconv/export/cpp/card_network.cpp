@@ -137,9 +137,14 @@ struct CardNetwork::State {
     c10::cuda::getCurrentCUDAStream().synchronize();
     const int32_t* const numbers = on_host.data_ptr<int32_t>();
     refuse(numbers[0]);
+    bool waits = false;
     for (size_t at = 0; at < results.size(); ++at) {
-      if (results[at].rows > 0) found[at] = results[at].tensor.narrow(0, 0, numbers[results[at].rows]).clone();
+      if (results[at].rows <= 0) continue;
+      found[at] = results[at].tensor.narrow(0, 0, numbers[results[at].rows]).clone();
+      waits = true;
     }
+    // the next call, on whichever stream, writes what these are copied from
+    if (waits) c10::cuda::getCurrentCUDAStream().synchronize();
     return found;
   }
 
