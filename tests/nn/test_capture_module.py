@@ -9,6 +9,7 @@ import copy
 import gc
 import pickle
 import weakref
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -40,7 +41,11 @@ class RunAgain(Recording):
         pass
 
     def _replay_forward(self):
-        with torch.inference_mode(False), torch.set_grad_enabled(self.trains):
+        with ExitStack() as stack:  # a graph's writes are counted by `begin` alone
+            for buffer in self._module.buffers():
+                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(buffer))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(self.trains))
             self._again = self.run()
         for kept, new in zip(self.results, self._again.tensors, strict=True):
             kept.copy_(new.detach())
@@ -351,6 +356,42 @@ def test_two_calls_before_a_gradient_give_both_their_own():
         (one.square().sum() + other.square().sum()).backward()
     same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
     assert "the gradient of the call before is not taken yet" in nn.explain(net)
+
+
+@pytest.mark.parametrize("count", [3, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_of_many_calls_are_summed(kind, count):
+    """As of several views of a scene: recording the third call was a change of what the first ones had saved."""
+    net, call = make(kind), CALLS[kind]
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for number in range(3):
+        for both in (net, twin):
+            both.zero_grad(set_to_none=True)
+            sum(call(both, 10 * number + view)[0].square().mean() for view in range(count)).backward()
+        same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
+        same(net.state_dict().values(), twin.state_dict().values())
+    assert replays(net) == 3, nn.explain(net)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replay_changes_nothing_that_an_eager_call_saved(kind):
+    net, call = make(kind), CALLS[kind]
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in range(4):
+        same(step(net, call, seed), step(twin, call, seed))
+    found = []
+    for both in (net, twin):
+        both.zero_grad(set_to_none=True)
+        first, second = call(both, 1)[0], call(both, 2)[0]  # the second is eager, since the first's gradient is awaited
+        first.square().mean().backward()
+        third = call(both, 3)[0]
+        second.square().mean().backward()
+        third.square().mean().backward()
+        found.append([p.grad for p in both.parameters()])
+    same(*found)
+    assert replays(net) == 4, nn.explain(net)
 
 
 def test_a_gradient_is_taken_once():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -24,6 +25,8 @@ class ModuleState:
         #: tensors that are the same in every call, by ``id``
         self.constants = {id(t) for t in (*module.parameters(), *module.buffers())}
         self._buffers = _by_dtype(b for b in module.buffers() if not b.is_inference())
+        #: those whose version an eager call counts on; torch's batch norm, which saves its statistics, does not
+        self._counted: list[torch.Tensor] = []
         self._kept = [[b.clone() for b in some] for some in self._buffers]
         self._moves = any(m.training for m in module.modules())
         self._cards = {t.device for t in (*module.parameters(), *module.buffers()) if t.is_cuda}
@@ -38,38 +41,46 @@ class ModuleState:
     def put_back(self) -> None:
         """Make the buffers what they were when they were kept."""
         if self._moves:
-            with torch.no_grad():
-                for now, before in zip(self._buffers, self._kept):
-                    copy_each(now, before)
+            for now, before in zip(self._buffers, self._kept):
+                copy_each(_uncounted(now), before)
 
     def count_writes(self) -> None:
-        """Tell autograd that a graph wrote to the buffers."""
-        if self._moves:
-            torch.autograd.graph.increment_version([b for some in self._buffers for b in some])
+        """Tell autograd of what a graph wrote, as an eager call would."""
+        if self._counted:
+            torch.autograd.graph.increment_version(self._counted)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Within it, an eager call shows which buffers' versions count on."""
+        before = [(b, b._version) for some in self._buffers for b in some]
+        yield
+        self._counted = [b for b, version in before if b._version != version]
 
     @contextmanager
     def as_leaves(self, module: torch.nn.Module) -> Iterator[None]:
-        """Within it, the module of this state has other parameters over the same memory.
+        """Within it, the module of this state has other parameters and buffers over the same memory.
 
         A parameter's end of a gradient's graph belongs to the stream on which it was made, and lives as long as any
-        graph does, such as that of a loss from the step before. A capture may not wait for that stream.
+        graph does, such as that of a loss from the step before. A capture may not wait for that stream. Such a graph
+        may have saved a buffer, whose version must stay what it was.
         """
-        others: dict[int, torch.nn.Parameter] = {}
-        held = [m._parameters for m in module.modules() if m._parameters]
-        before = [dict(parameters) for parameters in held]
-        for parameters in held:
-            for name, p in parameters.items():
-                if p is not None:
-                    other = others.setdefault(id(p), torch.nn.Parameter(p.detach(), p.requires_grad))
-                    parameters[name] = other
+        others: dict[int, torch.Tensor] = {}
+        held: list[dict[str, Any]] = [d for m in module.modules() for d in (m._parameters, m._buffers) if d]
+        before = [dict(tensors) for tensors in held]
+        for tensors in held:
+            for name, t in tensors.items():
+                if t is not None and id(t) not in others:
+                    is_parameter = isinstance(t, torch.nn.Parameter)
+                    others[id(t)] = torch.nn.Parameter(t.detach(), t.requires_grad) if is_parameter else t.data
+                tensors[name] = None if t is None else others[id(t)]
         known = self.constants
         self.constants = known | {id(other) for other in others.values()}
         self.starts = [others.get(id(p), p) for p in self._parameters]
         try:
             yield
         finally:
-            for parameters, kept in zip(held, before):
-                parameters.update(kept)
+            for tensors, kept in zip(held, before):
+                tensors.update(kept)
             self.starts, self.constants = self._parameters, known
 
     @contextmanager
@@ -81,9 +92,13 @@ class ModuleState:
             with torch.random.fork_rng(list(self._cards)):
                 yield
         finally:
-            with torch.no_grad():
-                for buffer, before in zip(buffers, kept):
-                    buffer.copy_(before)
+            for buffer, before in zip(_uncounted(buffers), kept):
+                buffer.copy_(before)
+
+
+def _uncounted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same memory, whose writes no graph that saved a tensor hears of: it gets back what it had."""
+    return [t.data for t in tensors]
 
 
 def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

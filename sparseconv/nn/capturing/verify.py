@@ -67,7 +67,8 @@ def against_eager(recording: Recording, call: Callable[..., Any], given: Given, 
         if fault is not None:
             raise CannotCapture(f"the scene of the capture does not fit into it: {fault}")
         found = recording.taken_results()
-        eager = eager_call(recording, call, given)
+        with recording.state.counting():
+            eager = eager_call(recording, call, given)
         _same_plain(recording, eager.answer.plain)
         wanted = [t.detach() for t in eager.answer.tensors]
         for number, (a, b) in enumerate(zip(found, wanted)):
