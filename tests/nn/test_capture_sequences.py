@@ -1,0 +1,89 @@
+"""A captured network and its twin through the same random calls: modes, sizes, waiting gradients, moving weights."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+
+from sparseconv import nn
+from tests.nn.test_capture_module import CALLS, KINDS, _graphs, make, same, step
+
+__all__ = ["_graphs"]
+
+ACTIONS = ["step", "step", "infer", "forward", "backward", "unseen", "graded", "more", "load", "decay"]
+
+
+class Pair:
+    """A captured network and its twin, which must agree in all that they give."""
+
+    def __init__(self, kind: str) -> None:
+        self.call = CALLS[kind]
+        self.net = make(kind)
+        self.twin = copy.deepcopy(self.net)
+        self.waiting: list[list[torch.Tensor]] = []
+        nn.capture(self.net)
+
+    @property
+    def both(self):
+        return self.net, self.twin
+
+    def mode(self, trains: bool) -> None:
+        for net in self.both:
+            net.train(trains)
+
+    def step(self, seed: int, voxels: int, trains: bool = True) -> None:
+        if not self.waiting:  # the weights' gradients are compared
+            self.mode(trains)
+            same(*(step(net, self.call, seed, voxels) for net in self.both))
+
+    def infer(self, seed: int, voxels: int, trains: bool = False) -> None:
+        self.mode(trains)
+        with torch.no_grad() if trains else torch.inference_mode():
+            same(*(self.call(net, seed, voxels) for net in self.both))
+
+    def forward(self, seed: int, voxels: int) -> None:
+        self.mode(True)
+        found = [self.call(net, seed, voxels)[0] for net in self.both]
+        same(*([t.detach()] for t in found))
+        self.waiting.append(found)
+
+    def backward(self, number: int) -> None:
+        if self.waiting:
+            for net, y in zip(self.both, self.waiting.pop(number % len(self.waiting))):
+                net.zero_grad(set_to_none=True)
+                y.square().mean().backward()
+            same(*([p.grad for p in net.parameters()] for net in self.both))
+
+    def load(self) -> None:
+        if not self.waiting:
+            self.net.load_state_dict({name: t.clone() for name, t in self.twin.state_dict().items()})
+
+    @torch.no_grad()
+    def decay(self) -> None:
+        if not self.waiting:
+            for net in self.both:
+                for p in net.parameters():
+                    p.mul_(0.99)
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 60))])
+def test_any_order_of_calls_gives_what_eager_ones_give(seed):
+    choose = random.Random(seed)
+    pair = Pair(KINDS[seed % len(KINDS)])
+    for _ in range(40):
+        action, at, voxels = choose.choice(ACTIONS), choose.randrange(50), choose.choice([150, 300, 310])
+        if action in ("step", "graded"):
+            pair.step(at, voxels, action == "step")
+        elif action == "more":
+            pair.step(at, choose.choice([400, 700]))
+        elif action in ("infer", "unseen"):
+            pair.infer(at, voxels, action == "unseen")
+        elif action == "forward":
+            pair.forward(at, voxels)
+        elif action == "backward":
+            pair.backward(at)
+        else:
+            getattr(pair, action)()
