@@ -394,6 +394,40 @@ def test_a_replay_changes_nothing_that_an_eager_call_saved(kind):
     assert replays(net) == 4, nn.explain(net)
 
 
+class Returning(torch.nn.Module):
+    """A network that returns a parameter and a buffer of its own beside its features."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = spconv.SubMConv3d(4, 3, 3, padding=1)
+        self.queries = torch.nn.Parameter(torch.randn(5, 3))
+        self.register_buffer("scale", torch.randn(2))
+
+    def forward(self, x):
+        return {"features": self.conv(x).features, "queries": self.queries, "scale": self.scale}
+
+
+def test_a_parameter_that_is_returned_is_the_modules_own():
+    """It was another one over the same memory, and its gradient went there."""
+    torch.manual_seed(0)
+    net = Returning().to(DEVICE)
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in range(5):
+        coords = coords_of(seed, 200)
+        found = []
+        for both in (net, twin):
+            both.zero_grad(set_to_none=True)
+            out = both(spconv.SparseConvTensor(features_of(seed, coords), coords, [12] * 3, 2))
+            (out["features"].square().sum() + (out["queries"] ** 2).sum() * out["scale"].sum()).backward()
+            found.append([out["features"].detach(), *(p.grad for p in both.parameters())])
+        same(*found)
+    assert replays(net) == 3, nn.explain(net)
+    with torch.no_grad():
+        out = net.eval()(spconv.SparseConvTensor(features_of(1, coords_of(1, 200)), coords_of(1, 200), [12] * 3, 2))
+    assert out["scale"] is net.scale or out["scale"].data_ptr() == net.scale.data_ptr()
+
+
 def test_a_gradient_is_taken_once():
     net, _ = ready()
     y = through(net, 1)[0].sum()

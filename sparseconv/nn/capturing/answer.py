@@ -155,7 +155,7 @@ class Answer:
         out: what the call returned, on grids of fixed size where ``family`` names their rows.
         given: its arguments.
         family: rows of each grid of fixed size -> the grid; None for an eager call.
-        constants: tensors that are the same in every call: parameters and buffers, by ``id``.
+        constants: what stands for a tensor that is the same in every call, by ``id``: a parameter or a buffer.
         own: rows of the grid that the caller's sparse tensor is on, whose voxels need not be returned; None where the
             call makes that tensor.
     """
@@ -165,7 +165,7 @@ class Answer:
         out: Any,
         given: Given,
         family: Mapping[int, torch.Tensor] | None,
-        constants: set[int],
+        constants: Mapping[int, torch.Tensor],
         own: int | None = None,
     ) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -191,7 +191,8 @@ class Answer:
         if kind is not None:
             return self._sparse(kind, value)
         if isinstance(value, torch.Tensor):
-            return _Constant(value) if id(value) in self._constants else self._place(value)
+            own = self._constants.get(id(value))
+            return self._place(value) if own is None else _Constant(own)
         if isinstance(value, PLAIN):
             self.plain.append(value)
             return _Constant(value)

@@ -207,7 +207,7 @@ class Captured:
             return out
         kind.scenes = [*kind.scenes[-1:], scene.without_features()]
         try:
-            answer = Answer(out, given, None, set())
+            answer = Answer(out, given, None, {})
         except CannotCapture as error:
             self._refuse(kind, str(error))
             return out

@@ -22,8 +22,8 @@ class ModuleState:
         self._parameters = list(parameters)
         #: what gradients are taken of: the parameters, or while recording other leaves over their memory
         self.starts: list[torch.Tensor] = self._parameters
-        #: tensors that are the same in every call, by ``id``
-        self.constants = {id(t) for t in (*module.parameters(), *module.buffers())}
+        #: tensors that are the same in every call, by ``id``, or by that of what stands for them while recording
+        self.constants = {id(t): t for t in (*module.parameters(), *module.buffers())}
         self._buffers = _by_dtype(b for b in module.buffers() if not b.is_inference())
         #: those whose version an eager call counts on; torch's batch norm, which saves its statistics, does not
         self._counted: list[torch.Tensor] = []
@@ -65,16 +65,18 @@ class ModuleState:
         may have saved a buffer, whose version must stay what it was.
         """
         others: dict[int, torch.Tensor] = {}
+        own: dict[int, torch.Tensor] = {}
         held: list[dict[str, Any]] = [d for m in module.modules() for d in (m._parameters, m._buffers) if d]
         before = [dict(tensors) for tensors in held]
         for tensors in held:
             for name, t in tensors.items():
                 if t is not None and id(t) not in others:
                     is_parameter = isinstance(t, torch.nn.Parameter)
-                    others[id(t)] = torch.nn.Parameter(t.detach(), t.requires_grad) if is_parameter else t.data
+                    other = torch.nn.Parameter(t.detach(), t.requires_grad) if is_parameter else t.data
+                    others[id(t)], own[id(other)] = other, t
                 tensors[name] = None if t is None else others[id(t)]
         known = self.constants
-        self.constants = known | {id(other) for other in others.values()}
+        self.constants = known | own
         self.starts = [others.get(id(p), p) for p in self._parameters]
         try:
             yield
