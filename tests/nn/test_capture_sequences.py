@@ -8,8 +8,20 @@ import random
 import pytest
 import torch
 
+import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
-from tests.nn.test_capture_module import CALLS, KINDS, _graphs, make, same, step
+from tests.nn.test_capture_module import (
+    CALLS,
+    DEVICE,
+    KINDS,
+    _graphs,
+    coords_of,
+    features_of,
+    make,
+    replays,
+    same,
+    step,
+)
 
 __all__ = ["_graphs"]
 
@@ -87,3 +99,57 @@ def test_any_order_of_calls_gives_what_eager_ones_give(seed):
             pair.backward(at)
         else:
             getattr(pair, action)()
+
+
+class Keeping(torch.nn.Module):
+    """A network that keeps something of each call, or counts calls."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.conv = spconv.SubMConv3d(4, 3, 3, padding=1)
+        self.how, self.count, self.found, self.rows = how, 0, {}, []
+
+    def forward(self, x):
+        y = self.conv(x)
+        if self.how == "count":
+            self.count += 1
+        elif self.how == "found":
+            self.found["y"] = y.features
+        elif self.how == "rows":
+            self.rows.append(len(self.rows))
+        elif self.how == "last":
+            self.last = y.features
+        elif self.how == "same":
+            self.shape = [1, 2]
+        return y
+
+
+def through(net, seed):
+    coords = coords_of(seed, 200)
+    return net(spconv.SparseConvTensor(features_of(seed, coords), coords, [12] * 3, 2)).features
+
+
+@pytest.mark.parametrize("how", ["count", "found", "rows", "last", "same"])
+def test_what_keeps_something_of_a_call_is_named(how):
+    """A replay runs no Python: what it kept would be that of the call that was recorded."""
+    net = nn.capture(Keeping(how).to(DEVICE))
+    for seed in range(5):
+        through(net, seed).sum().backward()
+    assert (f"it changes Keeping.{how}" in nn.explain(net)) == (how != "same"), nn.explain(net)
+    assert replays(net) == (3 if how == "same" else 0)
+
+
+def test_settings_are_seen():
+    """As by a schedule of the norms' momentum: graphs kept the one that they were recorded with."""
+    net = make("detector")
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    call = CALLS["detector"]
+    for seed in range(6):
+        for both in (net, twin):
+            for m in both.modules():
+                if isinstance(m, torch.nn.BatchNorm1d):
+                    m.momentum = 0.5 if seed >= 4 else 0.01
+        same(step(net, call, seed), step(twin, call, seed))
+    (kind,) = net.__dict__["forward"]._kinds.values()
+    assert (kind.captures, kind.replays) == (2, 4), nn.explain(net)

@@ -20,6 +20,7 @@ from sparseconv.nn.capturing import verify
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import Sizes
 from sparseconv.nn.capturing.calls import Calls, key_of
+from sparseconv.nn.capturing.module_state import Settings
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.recording import DoesNotFit, Recording, places_for
 from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
@@ -102,6 +103,7 @@ class Captured:
         self._addresses = list(map(_address, self._tensors))
         self._wants = list(map(_wants_gradient, self._parameters))
         self._hooks = [hooks for m in self._modules for hooks in _hooks_of(m)]
+        self._settings = Settings(module.modules())
         self._is_collected = True
         for kind, _ in self._recordings():  # of what the module was
             kind.recording = None
@@ -363,11 +365,12 @@ class Captured:
         return list(map(_address, self._tensors)) != self._addresses
 
     def _is_changed(self) -> bool:
-        """Whether the module has other parts or tensors, or others want a gradient. Values may be any."""
+        """Whether the module has other parts, tensors or settings, or others want a gradient."""
         return (
             sum(map(len, self._held)) != len(self._parts)
             or not all(map(is_, chain.from_iterable(map(dict.values, self._held)), self._parts))
             or list(map(_wants_gradient, self._parameters)) != self._wants
+            or self._settings.changed()
         )
 
     # ---- words
@@ -388,7 +391,6 @@ class Captured:
 
 #: what records calls; tests without a card put a stand-in here
 RECORDING: type[Recording] = Recording
-
 
 _address = torch.Tensor.data_ptr
 _wants_gradient = attrgetter("requires_grad")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,12 @@ from typing import Any
 import torch
 
 from sparseconv.torch_private import copy_each
+
+#: attributes that every module of torch has, and a captured one's forward
+_TORCHS = {*vars(torch.nn.Module()), "forward"}
+#: values that are the same where they are equal
+_PLAIN = (int, float, complex, str, bytes, set, frozenset, torch.Size, torch.dtype, torch.device)
+_MISSING = object()
 
 
 class ModuleState:
@@ -108,3 +115,66 @@ def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     for t in tensors:
         found.setdefault(t.dtype, []).append(t)
     return list(found.values())
+
+
+class Settings:
+    """Plain attributes of modules, such as a norm's momentum: Python reads them once, and a graph keeps them."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        #: weakly: a captured module holds who holds this
+        self._read = [
+            (weakref.ref(m), [(name, value) for name, value in _own(m) if isinstance(value, (*_PLAIN, type(None)))])
+            for m in modules
+        ]
+
+    def changed(self) -> bool:
+        """Whether one is another now."""
+        for seen, read in self._read:
+            held = vars(seen())
+            for name, value in read:
+                now = held.get(name)
+                if now is not value and (type(now) is not type(value) or now != value):
+                    return True
+        return False
+
+
+class Attributes:
+    """What modules of clients hold now, to see what a run of them keeps: a replay would leave that as it was.
+
+    Parameters, buffers and parts are looked at elsewhere; modules of this library and of torch keep nothing of a call.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        theirs = [m for m in module.modules() if not type(m).__module__.startswith(("sparseconv.", "torch."))]
+        self._before = [(m, {name: _copied(value) for name, value in _own(m)}) for m in theirs]
+
+    def changed(self) -> str | None:
+        """The first one that is another now, by name."""
+        for m, before in self._before:
+            for name, value in _own(m):
+                if not _is_same(value, before.get(name, _MISSING)):
+                    return f"{type(m).__name__}.{name}"
+        return None
+
+
+def _own(m: torch.nn.Module) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(m).items() if name not in _TORCHS]
+
+
+def _copied(value: Any) -> Any:
+    """Containers as they are now."""
+    if type(value) is dict:
+        return {key: _copied(one) for key, one in value.items()}
+    return [_copied(one) for one in value] if type(value) is list else value
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    if now is before:
+        return True
+    if type(now) is not type(before):
+        return False
+    if isinstance(now, dict):
+        return now.keys() == before.keys() and all(_is_same(value, before[key]) for key, value in now.items())
+    if isinstance(now, (list, tuple)):
+        return len(now) == len(before) and all(map(_is_same, now, before))
+    return isinstance(now, _PLAIN) and bool(now == before)

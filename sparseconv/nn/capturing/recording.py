@@ -17,7 +17,7 @@ from sparseconv.gpu.streams import forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import SceneArrays, Sizes
 from sparseconv.nn.capturing.joining import Changed, Joined, Joining, Watched
-from sparseconv.nn.capturing.module_state import ModuleState
+from sparseconv.nn.capturing.module_state import Attributes, ModuleState
 from sparseconv.nn.capturing.padding import Guard, LiveRows, Seen
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
 from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory
@@ -172,10 +172,11 @@ class Recording:
     def _guarded(self) -> None:
         """A run in which what no graph can hold is found."""
         seen, own = Seen(), {t.untyped_storage().data_ptr() for t in self._module_tensors()}
-        stack = ExitStack()
+        stack, kept = ExitStack(), []
 
         def around() -> Any:
             stack.close()
+            kept.append(Attributes(self._module))
             before = {t.untyped_storage().data_ptr(): "a tensor" for t in seen.made if t.device == self._device}
             for _, leaf in self._given.leaves:
                 if isinstance(leaf, torch.Tensor):
@@ -185,6 +186,11 @@ class Recording:
         with stack:
             stack.enter_context(seen)
             self.run(around)
+        changed = kept[0].changed()
+        if changed is not None:
+            raise CannotCapture(
+                f"it changes {changed}, which a replay would leave as it was: return it, or set it outside"
+            )
 
     def _module_tensors(self) -> Iterator[torch.Tensor]:
         yield from self._module.parameters()
