@@ -99,6 +99,7 @@ def test_any_order_of_calls_gives_what_eager_ones_give(seed):
             pair.backward(at)
         else:
             getattr(pair, action)()
+    assert replays(pair.net), nn.explain(pair.net)
 
 
 class Keeping(torch.nn.Module):
