@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv.geometry.arguments import SEVERAL, check_scenes
+from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.views.picture import html
@@ -124,6 +125,8 @@ class SparseTensor(Movable):
         >>> x.subset(x.features[:, 0] > 0).coords.tolist()
         [[0, 1]]
         """
+        if isinstance(self.grid, FixedGrid):
+            return SparseTensor(*self.grid.chosen(mask, self.features))
         grid = self.grid.subset(mask)
         return SparseTensor(grid, self.features[mask])
 

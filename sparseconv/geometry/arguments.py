@@ -173,3 +173,10 @@ def check_scenes(coords: Sequence[torch.Tensor], features: Sequence[torch.Tensor
 def _is_item(column: torch.Tensor, number: int) -> bool:
     """Whether a column holds 0 alone, or the number of its scene alone."""
     return bool((column == 0).all() or (column == number).all())
+
+
+def check_mask(mask: torch.Tensor, rows: int) -> None:
+    """mask is (rows,) bool; else an error."""
+    check_values("mask", mask, f"({rows},) bool")
+    if mask.dtype != torch.bool or mask.shape != (rows,):
+        raise ValueError(f"mask must be ({rows},) bool; got {tuple(mask.shape)} {mask.dtype}")

@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.geometry.arguments import INT32, check_box, checked_device
-from sparseconv.geometry.cpu.sorted_table import KeySpace, SortedTable
+from sparseconv import transforms
+from sparseconv.geometry.arguments import INT32, Floats, check_box, check_mask, checked_device
+from sparseconv.geometry.cpu.sorted_table import SortedTable
 from sparseconv.geometry.edges import coarse_grid, find_edges, fine_grid, torus_of, wrap
-from sparseconv.geometry.example import Join, Reach
+from sparseconv.geometry.example import BARRIERS, Join, Reach, zeros_for
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.other_voxels import reached, unique_coords
+from sparseconv.geometry.other_voxels import places_of, reached, unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
-from sparseconv.geometry.views.dense import dense_of, dense_on_gpu
+from sparseconv.geometry.views.dense import filled_within
 from sparseconv.geometry.window import Window
-from sparseconv.gpu.streams import building
+from sparseconv.gpu.streams import building, following, keep
 from sparseconv.kinds import check_values
 from sparseconv.torch_private import no_transforms
 
 if TYPE_CHECKING:
-    from jaxtyping import Int32, Int64, Shaped
+    from jaxtyping import Bool, Int32, Int64, Shaped
 
     from sparseconv.geometry.gpu.hash_table.table import CoordinateTable
     from sparseconv.gpu.cooperative import DeviceCount
 
-#: places at which the programs of a launch meet, and one more
-BARRIERS = 16
-#: grids of one example in graphs whose barriers need no launch
-CAPTURES = 256
 #: rows of derived grids come in multiples of this
 ROWS = 256
 #: edges of every map, at least, for which there is room
@@ -74,6 +70,8 @@ class FixedGrid(VoxelGrid):
     FixedGrid(4 rows, rank 2, batch 1, extent [-16, 19) x [-16, 19), voxel size 1, cpu)
     >>> grid.lookup(torch.tensor([[0, 4, 5], [-1, 0, 0]])).tolist(), grid.fault.tolist()
     ([1, -1], [0])
+    >>> grid.subset(torch.tensor([False, True, False, True])).count.tolist()
+    [1]
     """
 
     count: Int32[torch.Tensor, " 1"]
@@ -109,10 +107,9 @@ class FixedGrid(VoxelGrid):
         if extent.rank != like.rank or extent.size == 0:
             raise ValueError(f"the extent must have {like.rank} axes, none of them empty; got {extent}")
         coords = coords.detach().contiguous()
-        with building() as streams:
-            zeros = _zeros_for(coords, like)
-        if streams is not None:
-            streams.keep(self)
+        with building():
+            zeros = zeros_for(coords, like.sizes)
+        keep(self)
         self._set(coords, count, zeros[BARRIERS : BARRIERS + 1], zeros[:BARRIERS], extent, like.voxel_size, like, room)
         if self.device.type == "cuda":
             self._cells = self._make_cells(checked=True)
@@ -231,20 +228,12 @@ class FixedGrid(VoxelGrid):
         scale = tuple((1 / s if to_fine else float(s)) for s in window.stride)
         example = self._example(window, boundary, within, to_fine)
         most = min(self.batch_size * extent.size, len(self) * len(window.offsets))
-        rows = min(most, max(1, math.ceil(self.room * len(example) / ROWS)) * ROWS)
-        while rows in self.family:
-            rows += ROWS
-        grid = object.__new__(FixedGrid)
-        with building() as streams:
+        rows = self._free_rows(min(most, max(1, math.ceil(self.room * len(example) / ROWS)) * ROWS))
+        with building():
             reach = self._reach_on_gpu if self.device.type == "cuda" else self._reach
             coords, count = reach(window, torus_of(None, window, boundary), torus, extent, ends, rows, to_fine)
         size = tuple(v * s for v, s in zip(self.voxel_size, scale))
-        grid._set(coords, count, self.fault, self._barriers, extent, size, example, self.room, self.family)
-        if streams is not None:
-            streams.keep(grid)
-        if self.device.type == "cuda":
-            grid.cells  # noqa: B018 (kept)
-        return grid
+        return self._made(coords, count, extent, size, example)
 
     def _example(self, window: Window, boundary: Boundary, within: IndexRange | None, to_fine: bool) -> VoxelGrid:
         """What the example's voxels reach; kept with it."""
@@ -333,6 +322,45 @@ class FixedGrid(VoxelGrid):
     def _like(self, coords: torch.Tensor, scale: tuple[float, ...] | None = None) -> VoxelGrid:
         raise _unknown("voxels chosen one by one")
 
+    def subset(self, mask: Bool[torch.Tensor, " N"]) -> FixedGrid:
+        """The real voxels where mask (C,) bool is true, in the same order, then dead rows."""
+        return self.chosen(mask, self.coords)[0]
+
+    def chosen(
+        self, mask: Bool[torch.Tensor, " N"], features: Shaped[torch.Tensor, "N C"]
+    ) -> tuple[FixedGrid, Shaped[torch.Tensor, "_M C"]]:
+        """`subset` and its rows of features, 0 in dead rows; differentiable by the features."""
+        grid, rows = self._subset(mask)
+        return grid, torch.where(grid.coords[:, :1] >= 0, features.index_select(0, rows), 0)
+
+    @transforms.constant
+    def _subset(self, mask: torch.Tensor) -> tuple[FixedGrid, torch.Tensor]:
+        """The grid, and the row here of each of its rows."""
+        check_mask(mask, len(self))
+        rows = self._free_rows(len(self))
+        with following():
+            found, live = places_of(mask & (self.coords[:, 0] >= 0), rows)
+            coords = torch.where(live[:, None], self.coords.index_select(0, found), -1)
+            count = live.sum(0, keepdim=True, dtype=torch.int32)
+        return self._made(coords, count, self.extent, self.voxel_size, self.example, found), found
+
+    def _free_rows(self, rows: int) -> int:
+        """So many rows, or some more, that no grid of the family has."""
+        while rows in self.family:
+            rows += ROWS
+        return rows
+
+    def _made(
+        self, coords: torch.Tensor, count: torch.Tensor, box: IndexRange, size: Floats, example: VoxelGrid, *kept: Any
+    ) -> FixedGrid:
+        """Another grid of the family."""
+        grid = object.__new__(FixedGrid)
+        grid._set(coords, count, self.fault, self._barriers, box, size, example, self.room, self.family)
+        keep((grid, *kept))
+        if self.device.type == "cuda":
+            grid.cells  # noqa: B018 (kept)
+        return grid
+
     def to(self, device: torch.device | str) -> FixedGrid:
         """Itself, if the grid is there."""
         if checked_device(device) == self.device:
@@ -345,13 +373,7 @@ class FixedGrid(VoxelGrid):
         """(B, C, *shape) over an extent that holds all voxels (default: the grid's), zero elsewhere."""
         box = self.extent if extent is None else extent
         box = box if isinstance(box, IndexRange) else IndexRange.of_shape(tuple(box))
-        if features.is_cuda:
-            dense = dense_on_gpu(features, self.coords, self.batch_size, box)
-            if dense is not None:
-                return dense
-        space = KeySpace.covering(IndexRange((0, *box.start), (self.batch_size, *box.end)))
-        keys = torch.where(space.contains(self.coords), space.keys(self.coords.long()), self.batch_size * box.size)
-        return dense_of(features, keys, self.batch_size, box, spare=1)
+        return filled_within(features, self.coords, self.batch_size, box)
 
     def __repr__(self) -> str:
         return super().__repr__().replace("VoxelGrid(", "FixedGrid(").replace(" voxels,", " rows,")
@@ -363,25 +385,6 @@ def forget_tables(example: VoxelGrid) -> None:
     example.derived.clear()
     for kept in example.sizes.reached.values():
         forget_tables(kept)
-
-
-def _zeros_for(coords: torch.Tensor, example: VoxelGrid) -> torch.Tensor:
-    """(BARRIERS + 4,) int32 zeros for a grid's barriers and, behind them, its fault flag.
-
-    Gates are left at zero, and the launch that fills a table of few rows begins by setting the flag back. So a graph's
-    can be zeros that lay with its example when the step was run before the capture; no two graphs have the same.
-    """
-    if coords.is_cuda:
-        from sparseconv.geometry.gpu.hash_table.table import FUSED_ROWS  # Triton is loaded where it is used
-
-        kept = example.sizes.zeros
-        if torch.cuda.is_current_stream_capturing():
-            if len(coords) <= FUSED_ROWS:
-                with suppress(IndexError):  # none lay there, or another thread's capture has the last
-                    return kept.pop()
-        elif not kept:
-            kept.extend(coords.new_zeros(CAPTURES, BARRIERS + 4))
-    return coords.new_zeros(BARRIERS + 4)
 
 
 def _grown(extent: IndexRange) -> IndexRange:

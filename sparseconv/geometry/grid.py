@@ -15,6 +15,7 @@ from sparseconv.geometry.arguments import (
     Floats,
     bounds,
     check_indices,
+    check_mask,
     checked_batch_size,
     checked_coords,
     checked_device,
@@ -272,9 +273,7 @@ class VoxelGrid(Movable):
     @transforms.constant
     def subset(self, mask: Bool[torch.Tensor, " N"]) -> VoxelGrid:
         """The voxels where mask (N,) bool is true, in the same order."""
-        check_values("mask", mask, f"({self.num_voxels},) bool")
-        if mask.dtype != torch.bool or mask.shape != (self.num_voxels,):
-            raise ValueError(f"mask must be ({self.num_voxels},) bool; got {tuple(mask.shape)} {mask.dtype}")
+        check_mask(mask, self.num_voxels)
         return self._like(self.coords[mask])
 
     def union(self, other: VoxelGrid) -> VoxelGrid:

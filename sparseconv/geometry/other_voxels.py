@@ -187,3 +187,17 @@ def morton_rows(coords: torch.Tensor, extent: IndexRange) -> torch.Tensor:
                 key |= ((local[rows, axis] >> bit) & 1) << ((bit - first) * rank + rank - 1 - axis)
         rows = rows[torch.argsort(key, stable=True)]
     return rows[torch.argsort(coords[rows, 0], stable=True)]
+
+
+def places_of(mask: torch.Tensor, places: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where mask (N,) bool is true, (places,) int64 with places >= N, and which of these count, (places,) bool.
+
+    Nothing is read by the host. What does not count is some row.
+
+    >>> [found.tolist() for found in places_of(torch.tensor([True, False, True]), 4)]
+    [[0, 2, 2, 0], [True, True, False, False]]
+    """
+    rows = torch.arange(places + 1, device=mask.device)
+    found = rows % max(1, len(mask))
+    found.scatter_(0, torch.where(mask, mask.cumsum(0) - 1, places), rows[: len(mask)])
+    return found[:-1], rows[:-1] < mask.sum()

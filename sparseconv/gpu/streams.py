@@ -97,6 +97,11 @@ class SideStreams:
             self._maps.wait_stream(stream)
         return self._on(self._maps)
 
+    def following(self) -> AbstractContextManager[SideStreams]:
+        """`building` after all features so far, which say what rows there are."""
+        self._maps.wait_stream(self._features)
+        return self.building()
+
     def moment(self) -> Moment:
         """All maps so far."""
         return Moment(self, self._maps.record_event())
@@ -195,6 +200,12 @@ def building() -> AbstractContextManager[SideStreams | None]:
     return _NOTHING if side is None else side.building()
 
 
+def following() -> AbstractContextManager[SideStreams | None]:
+    """`building` of grids that features decide."""
+    side = current()
+    return _NOTHING if side is None else side.following()
+
+
 def reporting() -> AbstractContextManager[SideStreams | None]:
     """`building` of what tells the host of all that was built."""
     side = current()
@@ -211,6 +222,13 @@ def appending(since: Moment | None) -> AbstractContextManager[SideStreams | None
     """`building` of edges by tap, from maps that were launched until a moment."""
     side = current()
     return _NOTHING if side is None else side.appending(since)
+
+
+def keep(built: Any) -> None:
+    """Keep what was built until the run of this thread ends, where it has streams of its own."""
+    side = current()
+    if side is not None:
+        side.keep(built)
 
 
 def forget_workspaces() -> None:

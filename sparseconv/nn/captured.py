@@ -18,7 +18,7 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.scene import fault_of, put_scene
 from sparseconv.gpu import graphs
 from sparseconv.gpu.turns import Turns
-from sparseconv.nn.results import Scene, rows_of
+from sparseconv.nn.results import Scene, has_others, rows_of
 from sparseconv.ops.comparing import apart
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
@@ -68,6 +68,8 @@ class Captured:
             None if t is None else (t.ndim > 0 and len(t) == voxels, tuple(t.shape), t.dtype, t.device) for t in leaves
         ]
         self._replay: Callable[[], None] | None = None
+        #: whether results hold more than rows of voxels, such as rows of batch items
+        self._is_by_item = False
         self._has_graph = graphs.has_graphs(self._device)
         if self._has_graph:
             self._make_room(leaves, ignore)
@@ -146,6 +148,8 @@ class Captured:
                     if buffer._version != version:
                         buffer.copy_(before)
                         moved.append(buffer)
+                    else:  # torch's own norms write their statistics without a new version
+                        buffer.data.copy_(before)
             self._moved = tuple(moved)
 
     def _autocast(self) -> torch.autocast:
@@ -242,8 +246,11 @@ class Captured:
         why = f"it has {voxels} voxels of at most {self.max_voxels}" if voxels > self.max_voxels else None
         if why is None and isinstance(scene, SparseTensor):
             grid = scene.grid
-            if grid.batch_size > self._like.batch_size:
-                why = f"it has {grid.batch_size} batch items of at most {self._like.batch_size}"
+            most = self._like.batch_size
+            if grid.batch_size > most:
+                why = f"it has {grid.batch_size} batch items of at most {most}"
+            elif self._is_by_item and grid.batch_size < most:
+                why = f"it has {grid.batch_size} batch items, and what was captured gives results of {most}"
             elif voxels and grid.extent.intersect(self._box) != grid.extent:
                 why = f"its extent is {grid.extent}, that of the capture {self._box}"
         if why is not None:
@@ -287,6 +294,7 @@ class Captured:
         self._box = scene.grid.extent
         with self._unseen(), self._autocast():
             output = self.network(scene)
+            self._is_by_item = has_others(output, len(scene.grid))
             self._note(scene.grid)
             self.check()
             mine, alone = rows_of(output, example, len(scene.grid), scene.grid), self.network(example)

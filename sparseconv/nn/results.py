@@ -49,6 +49,13 @@ def rows_of(
     return pytree.tree_map(own, results, is_leaf=lambda value: isinstance(value, SparseTensor))
 
 
+def has_others(results: Any, rows: int) -> bool:
+    """Whether there is a tensor among results that has not ``rows`` rows."""
+    leaves: list[Any] = []
+    pytree.tree_map(leaves.append, results, is_leaf=lambda value: isinstance(value, SparseTensor))
+    return any(isinstance(t, torch.Tensor) and not (t.ndim and len(t) == rows) for t in leaves)
+
+
 def apart_in_memory(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Gradients that an optimizer may change one by one: contiguous, and none where another one is."""
     seen: set[int] = set()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.ops.items import split_items
+from sparseconv.ops.items import item_masks, split_items
 from sparseconv.ops.rows import check_grid, check_rows, recorder, wide
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ def global_sum_pool(x: Float[torch.Tensor, "N C"], grid: VoxelGrid) -> Float[tor
     check_grid(grid)
     if (traced := recorder(grid)) is not None:
         return traced.pooled(x, "sum")
+    if grid.count is not None:
+        return grid.all_sum(_by_mask(x, grid, 0, lambda rows, _: rows.sum(0)))
     return grid.all_sum(_by_item(x, grid, lambda item: item.sum(0)))
 
 
@@ -38,6 +40,9 @@ def global_avg_pool(x: Float[torch.Tensor, "N C"], grid: VoxelGrid) -> Float[tor
     check_grid(grid)
     if (traced := recorder(grid)) is not None:
         return traced.pooled(x, "average")
+    if grid.count is not None and not grid.is_shared:
+        kind = wide(x)
+        return _by_mask(x, grid, 0, lambda rows, count: (rows.sum(0, dtype=kind) / count.clamp_min(1)).to(x.dtype))
     if not grid.is_shared:
         return _by_item(x, grid, lambda item: item.mean(0))
     counts = grid.all_sum(grid.batch_counts).clamp_min(1)
@@ -56,13 +61,31 @@ def global_max_pool(x: Float[torch.Tensor, "N C"], grid: VoxelGrid) -> Float[tor
         return traced.pooled(x, "max")
     if grid.is_shared:
         raise ValueError("a maximum over shards is not offered: pool to one grid first, or gather the scene")
+    if grid.count is not None:
+        return _by_mask(x, grid, -torch.inf, lambda rows, _: rows.max(0).values)
     return _by_item(x, grid, lambda item: item.max(0).values)
 
 
 def _by_item(x: torch.Tensor, grid: VoxelGrid, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """(B, C): each item's rows reduced, 0 for an empty item."""
-    check_grid(grid)
-    check_rows("x", x, len(grid), "a voxel of the grid", grid.device, "the grid")
+    _check(x, grid)
     if grid.batch_size == 0:
         return x
     return torch.stack([reduce(item) if item.shape[0] else item.sum(0) for item in split_items(x, grid)])
+
+
+def _by_mask(
+    x: torch.Tensor, grid: VoxelGrid, fill: float, reduce: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """`_by_item` without the host, which may not know whose a row is: ``reduce`` takes all rows, those of others
+    filled, and the number of the item's own, ()."""
+    _check(x, grid)
+    masks = item_masks(grid)
+    counts = [mask.sum() for mask in masks]
+    found = [reduce(torch.where(mask, x, fill), count) for mask, count in zip(masks, counts)]
+    return torch.stack([torch.where(count > 0, item, 0) for item, count in zip(found, counts)])
+
+
+def _check(x: torch.Tensor, grid: VoxelGrid) -> None:
+    check_grid(grid)
+    check_rows("x", x, len(grid), "a voxel of the grid", grid.device, "the grid")

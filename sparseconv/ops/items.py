@@ -49,6 +49,8 @@ def standardised(x: torch.Tensor, grid: VoxelGrid, groups: int, eps: float) -> t
         return traced.standardised(x, groups, eps)
     if not x.shape[0]:
         return x
+    if grid.count is not None:
+        return _standardised_by_masks(x, grid, groups, eps)
     return join_items([_standardised_item(item, groups, eps) for item in split_items(x, grid)], grid)
 
 
@@ -58,6 +60,27 @@ def _standardised_item(item: torch.Tensor, groups: int, eps: float) -> torch.Ten
     if grouped.shape[0] * grouped.shape[2] < 2:
         return item - item
     return torch.nn.functional.batch_norm(grouped, None, None, training=True, eps=eps).reshape(item.shape)
+
+
+def item_masks(grid: VoxelGrid) -> list[torch.Tensor]:
+    """(N, 1) bool for each batch item: the rows that are its voxels, of a grid whose numbers of rows the host may not
+    know."""
+    items = grid.coords[:, :1]
+    return [items == item for item in range(grid.batch_size)]
+
+
+def _standardised_by_masks(x: torch.Tensor, grid: VoxelGrid, groups: int, eps: float) -> torch.Tensor:
+    """A pass over all rows for each item; rows that are no voxels are 0."""
+    grouped = x.reshape(x.shape[0], groups, x.shape[1] // groups)
+    found = torch.zeros_like(grouped)
+    for mask in item_masks(grid):
+        own = mask[:, :, None]
+        terms = (mask.sum() * grouped.shape[2]).clamp_min(1)
+        mean = torch.where(own, grouped, 0).sum((0, 2), keepdim=True) / terms
+        off = torch.where(own, grouped - mean, 0)
+        var = off.square().sum((0, 2), keepdim=True) / terms
+        found = torch.where(own, off * torch.rsqrt(var + eps), found)
+    return found.reshape(x.shape)
 
 
 @transforms.constant

@@ -426,7 +426,7 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="extent"):
         FixedGrid(coords, count, like, extent=(4, 0, 4))
     for ask in (
-        lambda: grid.subset(grid.coords[:, 0] >= 0), lambda: grid.coarsen(2), lambda: grid.batch_rows,
+        lambda: grid.coarsen(2), lambda: grid.batch_rows, lambda: grid.union(like),
         lambda: ConvolutionPlan(grid, 3, boundary="forbid"),
         lambda: ConvolutionPlan(grid, 3, stride=2, boundary="forbid"), lambda: ConvolutionPlan(grid, 3, target=like),
     ):  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -128,6 +129,47 @@ def test_steps_on_scenes_of_many_sizes_equal_eager_ones(make, dtype):
         again = step(x, labels)
         same([again], eager(twin, sc.SparseTensor(sc.VoxelGrid(x[0], 2), x[1]), labels)[:1], limit)
     step.check()
+
+
+class Classifier(torch.nn.Module):
+    """A class for each batch item; its head has torch's own norm, which writes statistics that no version tells of."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.pool = nn.SubmanifoldConv(4, 8, 3), nn.GlobalAvgPool()
+        self.head = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.head(self.pool(self.body(x)))
+
+
+def test_statistics_of_torchs_own_norms_are_those_of_the_steps_alone():
+    net = Classifier().to(DEVICE)
+    twin, before = copy.deepcopy(net), [b.clone() for b in net.buffers()]
+    x, _ = scan(0, items=4)
+    step = nn.capture_step(net, F.cross_entropy, x, torch.tensor([0, 1, 2, 1], device=DEVICE))
+    assert all(torch.equal(a, b) for a, b in zip(net.buffers(), before, strict=True))
+    for seed in (1, 2):
+        (x, _), labels = scan(seed, items=4), torch.tensor([seed, 0, 2, 1], device=DEVICE)
+        same([step(x, labels), *net.buffers()], _of_a_step(twin, x, labels), 1e-3)
+
+
+def test_results_of_fewer_items_than_the_example_has_are_not_cut_from_a_graph():
+    net = Classifier().to(DEVICE).eval()
+    fast = nn.capture(net, scan(0, items=4)[0])
+    for items in (4, 3):
+        x, _ = scan(1, items=items)
+        with nullcontext() if items == 4 else pytest.warns(UserWarning, match="3 batch items, .* results of 4"):
+            y = fast(x)
+        with torch.no_grad():
+            assert error(y, net(x).double().cpu()) < 1e-4
+
+
+def _of_a_step(twin, x, labels):
+    """Loss and buffers of a step without a graph."""
+    value, *rest = eager(twin, x, labels, F.cross_entropy)
+    return [value, *rest[len([*twin.parameters()]) :]]
 
 
 @pytest.mark.parametrize("make", NETWORKS, ids=["unet", "minkunet", "bottleneck"])

@@ -564,11 +564,31 @@ def test_a_residual_leaves_dead_rows_out(activation):
         assert not t[70:].any()
 
 
-def test_norms_of_items_refuse_dead_rows():
-    x = sparse(6).to(DEVICE)
-    for norm in (nn.GroupNorm(2, 6), nn.InstanceNorm(6)):
-        with pytest.raises(ValueError, match="fixed size"):
-            norm.to(DEVICE)(sc.SparseTensor(fixed(x.grid, 3), x.features))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: nn.GroupNorm(2, 6), lambda: nn.InstanceNorm(6), nn.GlobalSumPool, nn.GlobalAvgPool, nn.GlobalMaxPool],
+)
+def test_norms_and_pools_of_items_leave_dead_rows_out(make, dtype):
+    """Rows of two items in any order and of an empty one, then dead rows of NaN."""
+    x = sparse(6, voxels=100).to(DEVICE)
+    coords = x.grid.coords[:70].clone()
+    coords[::3, 0] = 2
+    whole, module = sc.VoxelGrid(coords, 3), make().to(DEVICE)
+    features = torch.cat([x.features[:70], torch.full_like(x.features[:30], torch.nan)]).to(dtype)
+    found = []
+    for grid, rows in ((fixed(sc.VoxelGrid(torch.cat([coords, x.grid.coords[70:]]), 3), 70), 100), (whole, 70)):
+        leaf = features[:rows].clone().requires_grad_()
+        y = module(sc.SparseTensor(grid, leaf))
+        y = y.features if isinstance(y, sc.SparseTensor) else y
+        own = y[:70] if len(y) == rows else y
+        seed = torch.linspace(-1, 1, own.numel(), device=DEVICE, dtype=torch.float64).view_as(own).to(dtype)
+        (grad,) = torch.autograd.grad(own, leaf, seed)
+        found.append([own.detach(), grad[:70]])
+        assert not grad[70:].any()
+        assert own.dtype == dtype
+    for a, b in zip(*found, strict=True):
+        assert error(a, b.double().cpu()) < {torch.float16: 2e-2, torch.float32: 1e-4, torch.float64: 1e-10}[dtype]
 
 
 # ---- on a card

@@ -20,14 +20,6 @@ def sites_of(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return sites, features
 
 
-def dense_of(features: torch.Tensor, cells: torch.Tensor, items: int, box: IndexRange, spare: int = 0) -> torch.Tensor:
-    """Features (N, C) in cells (N,) of a box of each of so many items -> (B, C, *shape); what lies in spare cells
-    behind them is left out."""
-    count = items * box.size
-    flat = features.new_zeros(count + spare, features.shape[1]).index_copy(0, cells, features)[:count]
-    return flat.view(items, *box.shape, features.shape[1]).movedim(-1, 1)
-
-
 def filled(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor:
     """Features (N, C) of voxels that lie within a box -> (B, C, *shape), zero elsewhere; differentiable."""
     if features.is_cuda and not torch.compiler.is_compiling() and not transforms.present():
@@ -37,6 +29,19 @@ def filled(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexR
     cells = KeySpace.covering(box).keys(coords[:, 1:])
     dense = features.new_zeros(items, features.shape[1], box.size).movedim(1, -1)  # channels first in memory
     return dense.index_put((coords[:, 0].long(), cells), features).movedim(-1, 1).unflatten(2, box.shape)
+
+
+def filled_within(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor:
+    """`filled` by rows of which some may lie outside of the box, and are left out."""
+    if features.is_cuda:
+        dense = dense_on_gpu(features, coords, items, box)
+        if dense is not None:
+            return dense
+    space = KeySpace.covering(IndexRange((0, *box.start), (items, *box.end)))
+    count = items * box.size
+    keys = torch.where(space.contains(coords), space.keys(coords.long()), count)
+    flat = features.new_zeros(count + 1, features.shape[1]).index_copy(0, keys, features)[:count]
+    return flat.view(items, *box.shape, features.shape[1]).movedim(-1, 1)
 
 
 def dense_on_gpu(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor | None:

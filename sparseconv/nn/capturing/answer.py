@@ -56,12 +56,18 @@ class Given:
         for key, item in _items(value):
             self._note(item, (*path, key))
 
-    def forms(self, rows: int | None) -> tuple[Any, ...]:
+    def forms(self, rows: int | None, device: torch.device) -> tuple[Any, ...]:
         """What calls are told apart by: of a tensor its form, of others what is `spelled`; sparse tensors are left out.
 
-        A tensor with ``rows`` rows, one a voxel, may have another number of them in each call; any tensor, for None.
+        Only the number of rows of a tensor on ``device`` is left out, unless that is 0, for which code often has a way
+        of its own. One elsewhere is told by its values, since a graph holds what it was. Where ``rows`` is None, for no
+        number a voxel, tensors are read outside of graphs.
         """
-        return tuple((path, _form(leaf, rows)) for path, leaf in self.leaves if kind_of(leaf) is None)
+        return tuple((path, _form(leaf, rows, device)) for path, leaf in self.leaves if kind_of(leaf) is None)
+
+    def lengths(self, rows: int, device: torch.device) -> tuple[int, ...]:
+        """Rows of each tensor on a device that are not one a voxel, whose number is ``rows``."""
+        return tuple(len(leaf) for _, leaf in self.leaves if is_there(leaf, device) and has_own_rows(leaf, rows))
 
     def forget(self) -> None:
         """Let go of everything."""
@@ -320,11 +326,24 @@ _NOTHING = torch.empty(0, 0)
 _NOWHERE = VoxelGrid(torch.empty(0, 2, dtype=torch.int32))
 
 
-def _form(leaf: Any, rows: int | None) -> Any:
+def _form(leaf: Any, rows: int | None, device: torch.device) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return spelled(leaf)
+    if rows is not None and leaf.device != device:
+        cells = leaf.detach().reshape(-1) if leaf.device.type == "cpu" and leaf.nbytes <= MOST_BYTES else None
+        return leaf.dtype, leaf.shape, object() if cells is None else spelled(cells.view(torch.uint8).numpy())
     by_row = rows is None or leaf.shape[:1] == (rows,)
-    return by_row, leaf.shape[1:] if by_row else leaf.shape, leaf.dtype, leaf.device
+    return leaf.ndim, leaf.shape[1:], by_row, leaf.numel() == 0, leaf.dtype, leaf.device
+
+
+def is_there(leaf: Any, device: torch.device) -> bool:
+    """Whether an argument is a tensor, not a sparse one, on a device."""
+    return isinstance(leaf, torch.Tensor) and leaf.device == device and kind_of(leaf) is None
+
+
+def has_own_rows(leaf: torch.Tensor, rows: int) -> bool:
+    """Whether it has rows, and not ``rows`` of them."""
+    return leaf.ndim > 0 and len(leaf) != rows
 
 
 def spelled(value: Any) -> Any:

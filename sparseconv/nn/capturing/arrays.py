@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.scene import put_scene
-from sparseconv.nn.capturing.answer import CannotCapture, Given
+from sparseconv.nn.capturing.answer import CannotCapture, Given, has_own_rows, is_there
 from sparseconv.nn.capturing.region import Limits, Scene, Shape, kind_of
 
 #: steps of rows to an octave
@@ -53,15 +53,47 @@ class Sizes:
         return None
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Rows of the tensors among the arguments that have none a voxel, such as points, over the calls so far."""
+
+    most: tuple[int, ...] = ()
+    varies: tuple[bool, ...] = ()
+    groups: tuple[int, ...] = ()  # those of one group had as many rows as one another in every call
+
+    def of_call(self, scene: Scene, given: Given, path: tuple[Any, ...] | None) -> Lengths:
+        """With one more call; one that makes its own scene reads such tensors outside of graphs."""
+        now = () if path is None else given.lengths(len(scene.coords), scene.features.device)
+        before = self.most or now
+        numbers: dict[Any, int] = {}
+        groups = [numbers.setdefault(key, len(numbers)) for key in zip(self.groups or (0,) * len(now), now)]
+        varies = (v or n != m for v, n, m in zip(self.varies or (False,) * len(now), now, before))
+        return Lengths(tuple(map(max, before, now)), tuple(varies), tuple(groups))
+
+
+class _Slot(NamedTuple):
+    """An argument's array; ``group``: of the arguments with as many rows, WHOLE where that is the same in all calls."""
+
+    array: torch.Tensor
+    group: int
+
+
+#: the scene's own voxels, and no group
+VOXELS, WHOLE = -1, -2
+
+
 class SceneArrays:
     """What the graphs of a recording read of a scene.
 
     Args:
         given: the arguments of the call at hand; ``path``: where its sparse tensor is, None where the call makes it.
         example: a scene by which coarser grids and numbers of edges are foreseen.
+        lengths: rows of other arguments.
     """
 
-    def __init__(self, given: Given, path: tuple[Any, ...] | None, example: Scene, sizes: Sizes) -> None:
+    def __init__(
+        self, given: Given, path: tuple[Any, ...] | None, example: Scene, sizes: Sizes, lengths: Lengths
+    ) -> None:
         features, device = example.features, example.features.device
         rank = example.coords.shape[1] - 1
         self.sizes = sizes
@@ -75,45 +107,87 @@ class SceneArrays:
         self.limits = Limits(device, rank)
         #: rows of the scene at hand
         self.filled = 0
-        self._extras = self._make_extras(given, path)
+        #: of each group of other arguments: places for rows, their number on the device, and on the host
+        self._places: dict[int, int] = {}
+        self._counts: dict[int, torch.Tensor] = {}
+        self._filled: dict[int, int] = {}
+        self._extras = self._make_extras(given, path, lengths)
 
     def _make_extras(
-        self, given: Given, path: tuple[Any, ...] | None
-    ) -> dict[tuple[Any, ...], tuple[torch.Tensor, bool]]:
-        """Arrays for other tensors among the arguments, and whether they have a row for each voxel.
+        self, given: Given, path: tuple[Any, ...] | None, lengths: Lengths
+    ) -> dict[tuple[Any, ...], _Slot]:
+        """Arrays for other tensors among the arguments.
 
         Where the call makes its sparse tensor itself, what comes before that reads the arguments as they are.
         """
-        found: dict[tuple[Any, ...], tuple[torch.Tensor, bool]] = {}
+        found: dict[tuple[Any, ...], _Slot] = {}
         if path is None:
             return found
-        kind = kind_of(given.at(path))
+        kind, device = kind_of(given.at(path)), self.coords.device
         assert kind is not None
         voxels = len(kind.read(given.at(path)).coords)
+        number = 0
         for where, leaf in given.leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.device == self.coords.device:
+            if is_there(leaf, device):
                 if leaf.requires_grad:
                     raise CannotCapture(f"the argument {where} wants a gradient; only the scene's features may")
-                by_row = leaf.ndim > 0 and len(leaf) == voxels
-                shape = (self.sizes.rows, *leaf.shape[1:]) if by_row else leaf.shape
-                found[where] = leaf.new_zeros(shape), by_row
+                group, rows = (VOXELS, self.sizes.rows) if leaf.ndim else (WHOLE, 0)
+                if has_own_rows(leaf, voxels):
+                    group = lengths.groups[number] if lengths.varies[number] else WHOLE
+                    rows = self._places_of(group, lengths.most[number])
+                    number += 1
+                found[where] = _Slot(leaf.new_zeros((rows, *leaf.shape[1:]) if leaf.ndim else ()), group)
         return found
+
+    def _places_of(self, group: int, most: int) -> int:
+        """Places for so many rows of a group; no two have as many, so rows tell whose they are."""
+        if group == WHOLE:
+            return most
+        if group not in self._places:
+            rows = _stepped(self.sizes.room * most, COARSE)
+            while rows == self.sizes.rows or rows in self._places.values() or rows & (rows - 1) == 0:
+                rows += 256  # not a power of two, which numbers of channels are
+            self._places[group], self._filled[group] = rows, 0
+            self._counts[group] = torch.zeros(1, dtype=torch.int32, device=self.coords.device)
+        return self._places[group]
 
     def slots(self) -> dict[tuple[Any, ...], torch.Tensor]:
         """The arrays of other arguments, by where these are."""
-        return {where: slot for where, (slot, _) in self._extras.items()}
+        return {where: slot.array for where, slot in self._extras.items()}
+
+    def lack(self, given: Given) -> str | None:
+        """Why other arguments have no place here; None where they have."""
+        rows: dict[int, int] = {}
+        for where, (array, group) in self._extras.items():
+            if group == VOXELS or not array.ndim:
+                continue
+            n, places = len(given.at(where)), len(array)
+            if group == WHOLE and n != places:
+                return f"an argument of {n} rows, captured with {places}"
+            if group != WHOLE and (n > places or rows.setdefault(group, n) != n):
+                return f"arguments of {rows.get(group, n)} and {n} rows, and {places} places for both"
+        return None
 
     @torch.no_grad()
     def load(self, scene: Scene, given: Given) -> None:
         """Copy a scene into the arrays, and the other tensors among the arguments."""
-        voxels = len(scene.coords)
-        for where, (slot, by_row) in self._extras.items():
+        voxels, now = len(scene.coords), dict(self._filled)
+        for where, (array, group) in self._extras.items():
             value = given.at(where)
-            if by_row:
-                slot[:voxels].copy_(value)
-                slot[voxels : self.filled].zero_()
+            if group == WHOLE:
+                array.copy_(value)
+                continue
+            rows = len(value)
+            array[:rows].copy_(value)
+            if group == VOXELS:
+                array[rows : self.filled].zero_()
             else:
-                slot.copy_(value)
+                array[rows : self._filled[group]].zero_()
+                now[group] = rows
+        for group, count in self._counts.items():
+            if now[group] != self._filled[group]:
+                count.fill_(now[group])
+        self._filled = now
         put_scene(scene.coords, self.coords, self.count, self.filled)
         self.features[:voxels].copy_(scene.features)
         if voxels < self.filled:
@@ -125,8 +199,10 @@ class SceneArrays:
             self.limits.load(scene.shape)
 
     def grid(self) -> FixedGrid:
-        """The grid of the scene at hand."""
-        return FixedGrid(self.coords, self.count, self.like, extent=self.sizes.extent, room=self.sizes.room)
+        """The grid of the scene at hand; its family knows the rows of other arguments, too."""
+        grid = FixedGrid(self.coords, self.count, self.like, extent=self.sizes.extent, room=self.sizes.room)
+        grid.family.update((self._places[group], count) for group, count in self._counts.items())
+        return grid
 
     def shape(self) -> Sequence[int] | None:
         """Its spatial shape; one that differs from scene to scene knows its steps."""

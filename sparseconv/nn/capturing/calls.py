@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
 
+from sparseconv.gpu import graphs
 from sparseconv.nn.capturing.answer import Given
+from sparseconv.nn.capturing.arrays import Lengths
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene
 
@@ -24,7 +28,7 @@ def key_of(scene: Scene, given: Given, path: Any, modules: Sequence[torch.nn.Mod
     kind = scene.features.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     grad = torch.is_grad_enabled()
-    arguments = given.forms(None if path is None else len(scene.coords))
+    arguments = given.forms(None if path is None else len(scene.coords), scene.features.device)
     return (
         tuple(map(_trains, modules)),
         *(grad, autocast, scene.batch_size, scene.coords.shape[1], scene.voxel_size, scene.origin),
@@ -39,6 +43,7 @@ class Calls:
     def __init__(self) -> None:
         self.calls = 0
         self.scenes: list[Scene] = []
+        self.lengths = Lengths()
         self.wanted: set[int] = set()
         self.recording: Recording | None = None
         self.is_alone = False  # another kind's gradient is awaited when this one is called: their memory is not shared
@@ -46,6 +51,11 @@ class Calls:
         self.captures = 0
         self.replays = 0
         self.refused: str | None = None
+
+    def saw(self, scene: Scene, given: Given, path: Any, before: int) -> None:
+        """Remember a call among the examples, of which so many before it are kept."""
+        self.scenes = [*self.scenes[-before:], scene.without_features()]
+        self.lengths = self.lengths.of_call(scene, given, path)
 
     def forget(self) -> None:
         """Let go of a recording that scenes did not outgrow."""
@@ -64,3 +74,17 @@ class Calls:
             )
         elif self.refused is not None:
             yield f"eager: {self.refused}"
+
+
+def explained(module: torch.nn.Module, kinds: Sequence[Calls], eager: Counter[str]) -> str:
+    """What is captured of a module, how often it was replayed, what memory it holds, and why other calls were eager."""
+    lines = [f"{type(module).__name__}:"]
+    lines += [f"  {said}" for kind in kinds for said in kind.lines()]
+    memories = dict.fromkeys(kind.recording.memory for kind in kinds if kind.recording is not None)
+    lines += [f"  graphs hold {memory.held_bytes() / 2**20:,.0f} MiB" for memory in memories]
+    lines += [f"  {count:,} eager calls: {why}" for why, count in eager.most_common()]
+    if len(lines) == 1:
+        devices = {t.device for t in chain(module.parameters(), module.buffers())}
+        on = " and ".join(sorted(str(device) for device in devices if not graphs.has_graphs(device)))
+        lines.append(f"  on {on}: calls run as they are, graphs need an NVIDIA GPU" if on else "  not called yet")
+    return "\n".join(lines)

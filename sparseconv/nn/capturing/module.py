@@ -19,7 +19,7 @@ from sparseconv.gpu.turns import Turns
 from sparseconv.nn.capturing import verify
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import Sizes
-from sparseconv.nn.capturing.calls import Calls, key_of
+from sparseconv.nn.capturing.calls import Calls, explained, key_of
 from sparseconv.nn.capturing.module_state import Settings
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.recording import DoesNotFit, Recording, places_for
@@ -60,6 +60,8 @@ class Captured:
         #: a forward of the module's own, where it is not that of its class
         self._plain: Callable[..., Any] | None = own
         self._kinds: dict[Any, Calls] = {}
+        #: keys of calls whose arguments cannot have rows to spare, as one that is broadcast: their lengths count, too
+        self._by_lengths: set[Any] = set()
         self.eager: Counter[str] = Counter()
         #: by mode (training, with gradients): calls refused since the last replay; why calls are the plain calls now
         self._refusals: Counter[tuple[bool, bool]] = Counter()
@@ -128,7 +130,7 @@ class Captured:
             kind, scene = self._kind(x, given, path)
             if self._is_ready(kind, scene):
                 return self._replay(kind, scene, path, given)
-            return self._noted(kind, scene, self.plain(*args, **kwargs), given)
+            return self._noted(kind, scene, self.plain(*args, **kwargs), given, path)
         found: list[tuple[Calls, Scene]] = []
 
         def begin(x: Any) -> bool:
@@ -143,7 +145,7 @@ class Captured:
         if out is begins:  # here, since an error within the handling of another one would be told as that one
             return self._replay(*found[0], None, given)
         if found:
-            return self._noted(*found[0], out, given)
+            return self._noted(*found[0], out, given, None)
         self._count_refusal("no sparse tensor was made")
         return out
 
@@ -175,6 +177,8 @@ class Captured:
         assert reader is not None
         scene = reader.read(x)
         key = key_of(scene, given, path, (self.module, *self._modules))
+        if key in self._by_lengths:
+            key = key, given.lengths(len(scene.coords), scene.features.device)
         kind = self._kinds.get(key) or Calls()
         if key not in self._kinds and len(self._kinds) < MOST_KINDS:
             self._kinds[key] = kind
@@ -199,7 +203,7 @@ class Captured:
             return False
         return True
 
-    def _noted(self, kind: Calls, scene: Scene, out: Any, given: Given) -> Any:
+    def _noted(self, kind: Calls, scene: Scene, out: Any, given: Given, path: Any) -> Any:
         """The results of an eager call, remembered with its scene: which of them get gradients of the caller's.
 
         Their tensors become aliases, since the call itself may go on from a result that the caller ignores.
@@ -207,7 +211,7 @@ class Captured:
         kind.calls += 1
         if kind.refused is not None or not len(scene.coords):
             return out
-        kind.scenes = [*kind.scenes[-1:], scene.without_features()]
+        kind.saw(scene, given, path, 1)
         try:
             answer = Answer(out, given, None, {})
         except CannotCapture as error:
@@ -257,7 +261,7 @@ class Captured:
         why = recording.fault()
         if why is not None:
             kind.room *= MORE_ROOM
-            self._outgrown(kind, scene)
+            self._outgrown(kind, scene, given, path)
             return _Instead(why)
         kind.replays += 1
         self._refusals.clear()
@@ -275,9 +279,9 @@ class Captured:
         if kind.recording is not None:
             if kind.recording.memory.is_pending:
                 return self._disturbed(kind, kind.recording)
-            why = kind.recording.sizes.lack(scene)
+            why = kind.recording.sizes.lack(scene) or kind.recording.arrays.lack(given)
             if why is not None:
-                self._outgrown(kind, scene)
+                self._outgrown(kind, scene, given, path)
             return why
         if kind.captures >= MOST_CAPTURES:
             return self._refuse(kind, f"its scenes outgrew {MOST_CAPTURES} captures, one after another")
@@ -286,6 +290,10 @@ class Captured:
             with inside():
                 kind.recording = self._record(kind, scene, path, given)
         except CannotCapture as error:
+            if any(kind.lengths.of_call(scene, given, path).varies):
+                self._by_lengths |= {key for key, known in self._kinds.items() if known is kind}
+                self._kinds = {key: known for key, known in self._kinds.items() if known is not kind}
+                return f"arguments of other lengths: {error}"
             return self._refuse(kind, str(error))
         self._forget_old(kind)
         return None
@@ -317,8 +325,8 @@ class Captured:
             sizes = Sizes.of([*kind.scenes, scene], kind.room, is_first=kind.captures == 1)
             memory = self._memory_of(kind, places_for(sizes, trains))
             try:
-                forward, module = self.plain, self.module
-                recording = RECORDING(forward, module, given, path, example, sizes, parameters, kind.wanted, memory)
+                what = self.plain, self.module, given, path, example, sizes, kind.lengths.of_call(scene, given, path)
+                recording = RECORDING(*what, parameters, kind.wanted, memory)
                 recording.record(scene)
                 verify.against_eager(recording, self.plain, given, scene)
                 recording.tried()
@@ -343,10 +351,10 @@ class Captured:
                 kind.wanted |= {i for i, g in enumerate(grads) if g is not None}
                 self.eager["a result got a gradient that it had not before"] += 1
 
-    def _outgrown(self, kind: Calls, scene: Scene) -> None:
+    def _outgrown(self, kind: Calls, scene: Scene, given: Given, path: Any) -> None:
         """Make room: the next call captures again, with this scene among the examples."""
         kind.recording = None
-        kind.scenes = [*kind.scenes[-2:], scene.without_features()]
+        kind.saw(scene, given, path, 2)
 
     def _forget_old(self, kind: Calls) -> None:
         """Keep a few recordings, the ones used last."""
@@ -377,16 +385,7 @@ class Captured:
 
     def explain(self) -> str:
         """What is captured, how often it was replayed, what memory it holds, and why other calls were eager."""
-        lines = [f"{type(self.module).__name__}:"]
-        lines += [f"  {said}" for kind in list(self._kinds.values()) for said in kind.lines()]
-        memories = dict.fromkeys(recording.memory for _, recording in self._recordings())
-        lines += [f"  graphs hold {memory.held_bytes() / 2**20:,.0f} MiB" for memory in memories]
-        lines += [f"  {count:,} eager calls: {why}" for why, count in self.eager.most_common()]
-        if len(lines) == 1:
-            devices = {t.device for t in chain(self.module.parameters(), self.module.buffers())}
-            on = " and ".join(sorted(str(device) for device in devices if not graphs.has_graphs(device)))
-            lines.append(f"  on {on}: calls run as they are, graphs need an NVIDIA GPU" if on else "  not called yet")
-        return "\n".join(lines)
+        return explained(self.module, list(self._kinds.values()), self.eager)
 
 
 #: what records calls; tests without a card put a stand-in here

@@ -112,16 +112,16 @@ class Guard(_Watching):
         name = function.overloadpacket.__name__
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         there = [t for t in tensors if t.device == self._device]
-        place = _place() if there else None
+        place = _place() if tensors else None
         if place is not None:
-            if name in WAITS:
+            if name in WAITS and there:
                 raise CannotCapture(f"{name} waits for the device, {place}")
-            for t in there:
+            for t in tensors:  # those on the host, too, whose values a graph would hold
                 what = self._before.get(t.untyped_storage().data_ptr()) if t.numel() else None
                 if what is not None:
                     raise CannotCapture(f"{name} reads {what} {tuple(t.shape)}, made before the region, {place}")
         found = function(*args, **kwargs)
-        copied = place is not None and name in ("_to_copy", "copy_") and isinstance(found, torch.Tensor)
+        copied = place is not None and there and name in ("_to_copy", "copy_") and isinstance(found, torch.Tensor)
         if copied and found.device.type != self._device.type:
             raise CannotCapture(f"a tensor is copied to the host, {place}")
         return found

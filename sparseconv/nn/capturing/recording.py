@@ -15,7 +15,7 @@ from sparseconv.geometry.scene import fault_of
 from sparseconv.gpu import graphs
 from sparseconv.gpu.streams import forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
-from sparseconv.nn.capturing.arrays import SceneArrays, Sizes
+from sparseconv.nn.capturing.arrays import Lengths, SceneArrays, Sizes
 from sparseconv.nn.capturing.joining import Changed, Joined, Joining, Watched
 from sparseconv.nn.capturing.module_state import Attributes, ModuleState
 from sparseconv.nn.capturing.padding import Guard, LiveRows, Seen
@@ -36,6 +36,7 @@ class Recording:
         given: the arguments of the call at hand, whose scene the recording is made and tried on.
         path: where among the arguments the sparse tensor is; None where the call makes it.
         example: a scene by which coarser grids and numbers of edges are foreseen.
+        lengths: rows of arguments that have none a voxel.
         parameters: those whose gradients the backward graph finds; empty for inference.
         wanted: numbers of the results that get a gradient; none for all of them.
         memory: where the graphs have their arrays.
@@ -49,6 +50,7 @@ class Recording:
         path: tuple[Any, ...] | None,
         example: Scene,
         sizes: Sizes,
+        lengths: Lengths,
         parameters: Sequence[torch.Tensor],
         wanted: set[int],
         memory: SharedMemory,
@@ -59,7 +61,7 @@ class Recording:
         self.trains = bool(self.parameters) or features.requires_grad
         self.of_features = features.requires_grad
         with torch.inference_mode(False):
-            self.arrays = SceneArrays(given, path, example, sizes)
+            self.arrays = SceneArrays(given, path, example, sizes, lengths)
             self.state = ModuleState(module, self.parameters)
         self._told = torch.zeros(0, dtype=torch.int32)
         self.grads: list[torch.Tensor] = []
@@ -177,7 +179,7 @@ class Recording:
         def around() -> Any:
             stack.close()
             kept.append(Attributes(self._module))
-            before = {t.untyped_storage().data_ptr(): "a tensor" for t in seen.made if t.device == self._device}
+            before = {t.untyped_storage().data_ptr(): "a tensor" for t in seen.made}
             for _, leaf in self._given.leaves:
                 if isinstance(leaf, torch.Tensor):
                     before[leaf.untyped_storage().data_ptr()] = "an argument"
