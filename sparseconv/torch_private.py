@@ -146,6 +146,12 @@ copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = private(
 add_each: Callable[[list[torch.Tensor], int], None] = private(
     "_foreach_add_", lambda tensors, number: [t.add_(number) for t in tensors]
 )
+#: multiply each of many tensors by one number on their device, by one kernel on a card where torch can
+multiply_each: Callable[[list[torch.Tensor], torch.Tensor], None] = private(
+    "_foreach_mul_", lambda tensors, by: [t.mul_(by) for t in tensors]
+)
+#: have the allocator of a device give no more memory of a graph's pool, which torch leaves out where CUDA broke off
+end_pool: Callable[[int, tuple[int, int]], None] = private("_C._cuda_endAllocateToPool", lambda device, pool: None)
 #: oneDNN's product with what follows it, or None
 onednn_linear: Any = private("ops.mkldnn._linear_pointwise.default", None)
 

@@ -136,8 +136,9 @@ class KernelMap(Movable):
         self.work_lists = WorkLists()
         #: what backends derive from the edges and keep (wider indices, bound launches), under keys of their own
         self.prepared: dict[Any, Any] = {}
-        # this map owns its reverse; the reverse knows this one weakly, so that both go with the last plan
-        self._reverse: KernelMap | weakref.ref[KernelMap] | None = None
+        #: the reverse, which this map holds; or the map that this is the reverse of, weakly: both go with the last plan
+        self._reverse: KernelMap | None = None
+        self._reverse_of: weakref.ref[KernelMap] | None = None
         #: edges that were found but not written down yet; both forms are written on first use
         self.source = source
         if source is not None:
@@ -343,13 +344,13 @@ class KernelMap(Movable):
             if self.part_of is not None:
                 rows_in, rows_out, num_pairs = self.part_of
                 twin.part_of = MapSizes(rows_out, rows_in, num_pairs)
-            twin._reverse = weakref.ref(self)
-            self._reverse = twin
+            twin._reverse_of = weakref.ref(self)
+            self._reverse, self._reverse_of = twin, None
         return twin
 
     def _twin(self) -> KernelMap | None:
         """The reverse if there is one."""
-        return self._reverse() if isinstance(self._reverse, weakref.ref) else self._reverse
+        return self._reverse if self._reverse_of is None else self._reverse_of()
 
     def to(self, device: torch.device | str) -> KernelMap:
         """This map with its edges on another device; itself if they are there."""
@@ -373,9 +374,8 @@ class KernelMap(Movable):
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(
-            state, prepared={}, work_lists=WorkLists(), _reverse=None, source=None, device=state["_pairs"][0].device
-        )
+        bare = {"prepared": {}, "work_lists": WorkLists(), "_reverse": None, "_reverse_of": None, "source": None}
+        self.__dict__.update(state, **bare, device=state["_pairs"][0].device)
 
     def __repr__(self) -> str:
         mean = self.num_pairs / max(1, self.num_out)

@@ -10,12 +10,32 @@ FAULTS = {
     2: "a derived grid has more voxels than its rows hold: give more room",
     4: "a map has more edges than there is room for: give more room, or an example with as many neighbours a voxel",
     8: "a voxel lies behind the end of its scene's own spatial shape",
+    16: "a point is not finite, or is of a batch item that the grid lacks",
 }
+#: the bit of points
+POINTS = 16
 
 
 def fault_of(value: int) -> str | None:
     """What a fault flag that was read says, as a sentence; None for 0."""
     return "; ".join(text for bit, text in FAULTS.items() if value & bit) or None
+
+
+@torch.no_grad()
+def note_fault(fault: torch.Tensor, is_bad: torch.Tensor, bit: int) -> None:
+    """Set a bit of a fault flag (1,) int32 where ``is_bad``, a boolean () on its device, holds; nothing waits.
+
+    >>> fault = torch.tensor([2], dtype=torch.int32)
+    >>> note_fault(fault, torch.tensor(True), POINTS)
+    >>> fault.tolist()
+    [18]
+    """
+    if fault.is_cuda:
+        from sparseconv.geometry.gpu.scene import note_fault_on_gpu  # Triton is loaded where it is used
+
+        note_fault_on_gpu(fault, is_bad, bit)
+        return
+    fault |= bit * is_bad
 
 
 @torch.no_grad()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
 
 from sparseconv.gpu.streams import SideStreams, forget_workspaces
+from sparseconv.torch_private import end_pool
 from sparseconv.torch_private import is_capturing as _is_capturing
 
 #: captures by which the memory of each stream is made smaller; bytes that pieces of it are multiples of, and from which
@@ -86,12 +87,31 @@ def capturing(
     ``pool`` is that of another graph, which then shares its memory.
     """
     mode = "thread_local"  # what other threads ask of the device, such as pinned memory, is no part of the capture
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode), recorder, sides.run():
-        for owner, piece in pieces.items():
-            with torch.cuda.stream(owner):
-                torch.empty(piece, dtype=torch.uint8, device=owner.device)
-        yield
-        forget_workspaces()
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    try:
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode), recorder, sides.run():
+            for owner, piece in pieces.items():
+                with torch.cuda.stream(owner):
+                    torch.empty(piece, dtype=torch.uint8, device=owner.device)
+            yield
+            forget_workspaces()
+    except RuntimeError:
+        _end_broken(stream.device, pool)
+        raise
+
+
+def _end_broken(device: torch.device, pool: tuple[int, int]) -> None:
+    """End for torch a capture that CUDA may have broken off, as where something in it waited for the device.
+
+    torch then leaves out the end of its own: random numbers would be an error from there on, and memory that another
+    stream has read would not come back.
+    """
+    with suppress(RuntimeError):  # it was ended
+        end_pool(device.index, pool)
+    with suppress(RuntimeError), torch.cuda.device(device):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            torch.zeros(1, device=device)  # random numbers are those of no capture after the next one
 
 
 def least_memory(

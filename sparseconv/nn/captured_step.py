@@ -11,7 +11,7 @@ from sparseconv.geometry.ranges import IndexRange
 from sparseconv.gpu.streams import current
 from sparseconv.nn.captured import Captured
 from sparseconv.nn.fused.cross_entropy import FasterLoss
-from sparseconv.nn.results import Scene, apart_in_memory
+from sparseconv.nn.results import Scene, apart_in_memory, clear_where
 from sparseconv.ops.comparing import apart
 from sparseconv.tensor import SparseTensor
 
@@ -107,7 +107,10 @@ class CapturedStep(Captured):
         streams = current()
         if streams is not None:
             streams.settle(grads)
-        return loss.detach(), apart_in_memory(grads)
+        made = apart_in_memory(grads)
+        if scene.grid.fault is not None:  # nor does one come of 0 times NaN, from rows that nobody wrote
+            clear_where(made, scene.grid.fault != 0)
+        return loss.detach(), made
 
     def _try_loss(self, output: Any, padded: Any, of_rows: Any, targets: Any) -> None:
         with_dead, without = self._loss(output, padded), self._loss(of_rows, targets)

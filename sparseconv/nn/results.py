@@ -9,7 +9,7 @@ import torch
 
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.tensor import SparseTensor
-from sparseconv.torch_private import pytree
+from sparseconv.torch_private import multiply_each, pytree
 
 #: a scene: a sparse tensor, or coords (N, 1+D) int32 and features (N, C)
 Scene = SparseTensor | tuple[torch.Tensor, torch.Tensor]
@@ -54,6 +54,14 @@ def has_others(results: Any, rows: int) -> bool:
     leaves: list[Any] = []
     pytree.tree_map(leaves.append, results, is_leaf=lambda value: isinstance(value, SparseTensor))
     return any(isinstance(t, torch.Tensor) and not (t.ndim and len(t) == rows) for t in leaves)
+
+
+def clear_where(grads: Sequence[torch.Tensor | None], is_bad: torch.Tensor) -> None:
+    """Set gradients to 0 where ``is_bad`` (1,) bool holds: by their bits, since 0 times NaN is NaN."""
+    for dtype in (torch.int16, torch.int32, torch.int64):
+        some = [g.view(dtype) for g in grads if g is not None and g.element_size() == dtype.itemsize]
+        if some:
+            multiply_each(some, (~is_bad[0]).to(dtype))
 
 
 def apart_in_memory(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -10,6 +10,7 @@ voxels; with ``renormalize`` the weights of the others are divided by their sum 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -17,12 +18,16 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.arguments import INT32
+from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
-from sparseconv.geometry.ranges import IndexRange
+from sparseconv.geometry.other_voxels import places_of
+from sparseconv.geometry.scene import POINTS, note_fault
+from sparseconv.gpu.streams import following, keep
 from sparseconv.kinds import check_choice, check_tensor
 from sparseconv.ops.rows import check_grid, check_rows
 from sparseconv.products import SparseProductInfo, SparseScaleInfo, sparse_scale, sparse_vecsca
 from sparseconv.products.info import known_right
+from sparseconv.products.schedule import TABLE
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer
@@ -64,31 +69,52 @@ class Interpolation:
         mode: Mode = "linear",
         renormalize: bool = False,
     ) -> None:
-        items = _checked(grid, points, batch, mode)
+        _check(grid, points, batch, mode)
         self.num_voxels, self.num_points, self.rank = len(grid), len(points), grid.rank
         self.mode, self.renormalize, self.device = mode, renormalize, grid.device
         self._voxel_size, self._origin = grid.voxel_size, grid.origin
+        self._is_fixed = grid.count is not None
+        if batch is None:
+            batch = torch.zeros(len(points), dtype=torch.int32, device=points.device)
+        with following() if self._is_fixed else nullcontext():
+            _check_values(grid, points, batch)
+            self._find(grid, points.detach(), batch)
+        if self._is_fixed:
+            keep(self)
+
+    def _find(self, grid: VoxelGrid, points: torch.Tensor, items: torch.Tensor) -> None:
+        """Corners that are voxels, by point and by voxel, and their weights; no value waits for the host but the
+        number of such corners on an ordinary grid."""
         # where all corners lie outside of the extent one cell is like another: none leaves 32 bits, none is infinite
-        cells = torch.floor(self._in_voxels(points.detach()))
-        low, high = (points.new_tensor(v, dtype=torch.float64) for v in (grid.extent.start, grid.extent.end))
-        self._cells = torch.clamp(cells, low - 2, high)  # (M, D) float64, the lowest corner of each point
-        corners = torch.tensor(list(IndexRange.of_shape(((2 if mode == "linear" else 1),) * self.rank)))
-        at = self._cells.long()[:, None] + corners.to(self.device)
+        cells = torch.floor(self._in_voxels(points))
+        limits = zip(cells.unbind(1), grid.extent.start, grid.extent.end)
+        #: (M, D) float64, the lowest corner of each point
+        self._cells = torch.stack([torch.clamp(axis, low - 2, high) for axis, low, high in limits], 1)
+        corners = 2**self.rank if self.mode == "linear" else 1
+        numbers = torch.arange(corners, device=self.device)
+        steps = torch.stack([(numbers >> (self.rank - 1 - axis)) & 1 for axis in range(self.rank)], 1)
+        at = self._cells.long()[:, None] + steps
         at = torch.cat([items.long()[:, None, None].expand(*at.shape[:2], 1), at], 2).flatten(0, 1)
         fits = min(grid.extent.start) - 2 >= INT32.min and max(grid.extent.end) + 1 <= INT32.max
         quick = fits and self.device.type == "cuda"  # a grid's table there is of int32
-        rows = grid.lookup(at.int() if quick else at).view(self.num_points, len(corners))
-        self._present = rows >= 0  # (M, 2^D)
+        rows = grid.lookup(at.int() if quick else at)
+        self._present = (rows >= 0).view(self.num_points, corners)  # (M, 2^D)
         bounds = torch.zeros(self.num_points + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(self._present.sum(1), 0, out=bounds[1:])
-        slots = self._present.flatten().nonzero()[:, 0]  # (T,) of the M * 2^D corners, those that are voxels
-        ordered, by_row = torch.sort(rows.flatten()[slots], stable=True)
+        if self._is_fixed and self.num_points:  # places for all corners, and for more than a structure has that is written out
+            slots, live = places_of(self._present.flatten(), max(self._present.numel(), TABLE + 1))
+            rows = torch.where(live, rows[slots], self.num_voxels)  # what is behind them sorts behind all
+        else:
+            # (T,) of the M * 2^D corners, those that are voxels
+            slots = self._present.flatten().nonzero()[:, 0] if self.num_points else bounds[:0]
+            rows = rows[slots]
+        ordered, by_row = torch.sort(rows, stable=True)
         row_bounds = torch.searchsorted(ordered, torch.arange(self.num_voxels + 1, device=self.device))
-        weights = None if mode == "nearest" else self.weights(points.detach()).flatten()[slots]
+        weights = None if self.mode == "nearest" else self.weights(points).flatten()[slots]
         width = torch.int32 if self._present.numel() < 2**31 else torch.int64
         self._slots, self._by_row = slots.to(width), by_row.to(width)
-        self._rows = rows.flatten()[slots].to(width)
-        self._points = torch.div(self._slots, len(corners), rounding_mode="floor")
+        self._rows = rows.clamp_max(self.num_voxels - 1).to(width) if self._is_fixed else rows.to(width)
+        self._points = torch.div(self._slots, corners, rounding_mode="floor")
         self._row_bounds, self._point_bounds = row_bounds.to(width), bounds.to(width)
         back = None if weights is None else weights[self._by_row]
         sizes = self.num_points, self.num_voxels
@@ -159,13 +185,15 @@ class Interpolation:
             follows = points is not None and (points.requires_grad or transforms.active())
             if points is None or not follows or self.mode == "nearest":
                 return sparse_scale(x, there, back)
+            if self._is_fixed:
+                raise ValueError("positions get no gradient on a grid of fixed size: detach the points")
             infos = self._splat_infos if splat else self._product_infos
             return sparse_vecsca(x, self.weights(points).flatten(), *infos).to(x.dtype)
 
     def _in_voxels(self, points: torch.Tensor) -> torch.Tensor:
         """Points in voxels, so that corners are integers: centres of voxels if linear, lower corners if nearest."""
-        wide = points.double()
-        scaled = (wide - wide.new_tensor(self._origin)) / wide.new_tensor(self._voxel_size)
+        axes = zip(points.double().unbind(1), self._origin, self._voxel_size)
+        scaled = torch.stack([(axis - origin) / size for axis, origin, size in axes], 1)
         return scaled - 0.5 if self.mode == "linear" else scaled
 
     @cached_property
@@ -244,13 +272,11 @@ def splat(
     return Interpolation(grid, points, batch, mode=mode, renormalize=renormalize).splat(values, points)
 
 
-def _checked(grid: VoxelGrid, points: torch.Tensor, batch: torch.Tensor | None, mode: str) -> torch.Tensor:
-    """The batch item of each point, after all that can be said against the arguments."""
+def _check(grid: VoxelGrid, points: torch.Tensor, batch: torch.Tensor | None, mode: str) -> None:
+    """All that can be said against the arguments without a look at their values."""
     check_choice("mode", mode, ("linear", "nearest"))
     check_grid(grid)
     check_tensor("points", points)
-    if batch is not None:
-        check_tensor("batch", batch)
     if grid.is_shared:
         raise ValueError("points are not looked up across shards: gather the scene, or interpolate within each shard")
     if not points.is_floating_point():
@@ -259,21 +285,29 @@ def _checked(grid: VoxelGrid, points: torch.Tensor, batch: torch.Tensor | None, 
         raise ValueError(f"points must be (M, {grid.rank}), one column an axis of the grid; got {tuple(points.shape)}")
     if points.device != grid.device:
         raise ValueError(f"the grid is on {grid.device} but points are on {points.device}: move one of them")
-    finite = torch.isfinite(points).all(1)
-    if not bool(finite.all()):
-        bad = int((~finite).nonzero()[0])
-        raise ValueError(f"points must be finite, but point {bad} is {points[bad].tolist()}: drop it")
     if batch is None:
         if grid.batch_size > 1:
             raise ValueError(f"the grid has {grid.batch_size} batch items: give batch (M,), the item of each point")
-        return torch.zeros(len(points), dtype=torch.int32, device=points.device)
+        return
+    check_tensor("batch", batch)
     if batch.is_floating_point() or batch.dtype == torch.bool:
         raise TypeError(f"batch must be integers; got {batch.dtype}")
     if batch.shape != (len(points),) or batch.device != points.device:
         raise ValueError(
             f"batch must be ({len(points)},) on {points.device}; got {tuple(batch.shape)} on {batch.device}"
         )
+
+
+def _check_values(grid: VoxelGrid, points: torch.Tensor, batch: torch.Tensor) -> None:
+    """Points are finite and of the grid's batch items; else an error, or a fault on a grid of fixed size."""
+    if isinstance(grid, FixedGrid):
+        is_good = torch.isfinite(points).all() & ((batch >= 0) & (batch < grid.batch_size)).all()
+        note_fault(grid.fault, ~is_good, POINTS)
+        return
+    finite = torch.isfinite(points).all(1)
+    if not bool(finite.all()):
+        bad = int((~finite).nonzero()[0])
+        raise ValueError(f"points must be finite, but point {bad} is {points[bad].tolist()}: drop it")
     if len(batch) and not 0 <= int(batch.min()) <= int(batch.max()) < grid.batch_size:
         low, high = int(batch.min()), int(batch.max())
         raise ValueError(f"batch items must lie within 0 .. {grid.batch_size - 1}; got {low} .. {high}")
-    return batch

@@ -9,7 +9,7 @@ import torch
 #: terms in a piece, at least; more where there are so many terms that sums of pieces would cost
 _PIECE = 512
 #: the most terms of a structure that is written out
-_TABLE = 512
+TABLE = 512
 
 
 class WorkItems(NamedTuple):
@@ -80,7 +80,7 @@ def table_text(
 ) -> str:
     """The terms of a small structure as ``row1,row2,row_out,factor`` joined by ``;``, or nothing where it is large."""
     known = [column.shape[0] for column in (gather_index, scale, index1, index2) if column is not None]
-    if not known or max(known) > _TABLE or (seg_out is not None and seg_out.shape[0] > _TABLE):
+    if not known or max(known) > TABLE or (seg_out is not None and seg_out.shape[0] > TABLE):
         return ""
     order = range(known[0]) if gather_index is None else gather_index.tolist()
     bounds = range(known[0] + 1) if seg_out is None else seg_out.tolist()

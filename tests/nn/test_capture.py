@@ -398,6 +398,23 @@ def test_what_the_device_finds_is_nan_and_raises_later(more, why):
     step.check()
 
 
+def test_nan_in_a_scene_that_does_not_fit_gives_no_gradient():
+    """As from rows of a map that nobody wrote."""
+    net = unet()
+    step = nn.capture_step(net, cross_entropy, *scan(0))
+    x, labels = scan(1, 100)
+    far = torch.tensor(FAR, dtype=torch.int32, device=DEVICE)
+    bad = torch.cat([x.grid.coords, far]), torch.cat([x.features, torch.full_like(x.features[:1], torch.nan)])
+    bad[1][:5] = torch.nan
+    assert step(bad, torch.cat([labels, labels[:1]])).isnan()
+    assert not any(p.grad.any() for p in net.parameters())
+    with pytest.raises(RuntimeError, match="outside"):
+        step.check()
+    bad[1].nan_to_num_()
+    assert step(x, labels).isfinite()
+    assert any(p.grad.any() for p in net.parameters())
+
+
 def test_coarser_grids_without_room():
     """A dense scene as the example, a scattered one after it: as many voxels, more coarse ones."""
     dense = torch.cartesian_prod(*[torch.arange(n) for n in (1, 16, 16, 16)]).int().to(DEVICE)

@@ -173,6 +173,23 @@ def test_features_at_points_of_any_number(training):
     assert "1 eager calls: arguments of 3000 and 3000 rows" in nn.explain(net)
 
 
+@pytest.mark.parametrize("wrong", ["point", "item"])
+def test_points_that_are_an_error_are_one_in_a_replay(wrong):
+    net = nn.capture(point_net().eval())
+    with torch.no_grad():
+        for seed in range(4):
+            run(net, seed, *points_of(seed, 300))
+        points, items = points_of(9, 300)
+        if wrong == "point":
+            points[17, 1] = torch.nan
+        else:
+            items[17] = 3
+        with pytest.raises(ValueError, match="point 17" if wrong == "point" else r"within 0 .. 2; got 0 .. 3"):
+            run(net, 4, points, items)
+        run(net, 5, *points_of(5, 300))
+    assert "1 eager calls: a point is not finite" in nn.explain(net)
+
+
 def test_numbers_of_rows_that_were_the_same_by_chance():
     """Points and items as many in the first calls, then not; and an argument whose rows are the same in all calls."""
 
@@ -236,3 +253,17 @@ def test_numbers_on_the_host_are_not_frozen():
             t = torch.tensor(1.0 + seed // 6)
             same(run(net, seed, t), run(twin, seed, t))
     assert replays(net) == 8, nn.explain(net)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a capture that CUDA breaks off")
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_what_breaks_off_a_capture_is_named_and_leaves_random_numbers(training):
+    net = Net(lambda y: y.features @ torch.linalg.inv(torch.eye(8, device=DEVICE))).to(DEVICE).train(training)
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    with torch.set_grad_enabled(training):
+        for seed in range(4):
+            same(run(net, seed), run(twin, seed))
+    said = nn.explain(net)
+    assert "linalg_inv_ex cannot be in a graph, at test_capture_rows.py" in said, said
+    assert torch.rand(3, device=DEVICE).isfinite().all()

@@ -96,3 +96,50 @@ def test_a_capture_that_finds_no_memory_at_first_says_so():
 
     with pytest.raises(torch.cuda.OutOfMemoryError):
         graphs.least_memory(capture, {Stream(7): 0}, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("broken", [True, False], ids=["waits", "raises"])
+def test_a_capture_that_fails_leaves_torch_as_it_was(broken):
+    """CUDA breaks off a capture in which something waits; torch's random numbers and memory then stayed those of it."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.ones(1 << 22, device=device)
+
+    def run():
+        y = torch.nn.functional.dropout(x, 0.5)
+        if broken:
+            y.sum().item()
+        raise ValueError("of the network")
+
+    with pytest.raises((RuntimeError, ValueError)):
+        graphs.graph_of(_Once(run), device)
+    torch.cuda.synchronize()
+    torch.manual_seed(3)
+    first = torch.rand(1000, device=device)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(1000, device=device), first)
+    other, held = torch.cuda.Stream(), torch.cuda.memory_reserved()
+    for _ in range(20):  # memory that another stream has read comes back
+        y = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+        y.record_stream(other)
+        del y
+        torch.cuda.synchronize()
+    assert torch.cuda.memory_reserved() - held <= 128 << 20
+    replay, kept = graphs.graph_of(lambda: torch.nn.functional.dropout(x, 0.5), device)
+    replay()
+    first = kept.clone()
+    replay()
+    assert not torch.equal(kept, first)
+    assert abs(float(kept.mean()) - 1) < 0.01
+
+
+class _Once:
+    """A run that fails within the capture alone."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def __call__(self):
+        if torch.cuda.is_current_stream_capturing():
+            return self.run()
+        return torch.zeros(1, device="cuda")

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 import sparseconv as sc
 from sparseconv import ops
+from sparseconv.geometry import FixedGrid
+from sparseconv.geometry.scene import fault_of
 from tests.cases import TOLERANCE, Case, error, random_grid
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -220,3 +222,50 @@ def test_errors_say_what_to_do():
     ):
         with pytest.raises(kind, match=match):
             call()
+
+
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 3, 200])
+@pytest.mark.parametrize("device", DEVICES)
+def test_on_a_grid_of_fixed_size_dead_rows_and_absent_corners_have_no_part(rank, mode, count, device):
+    """NaN in dead rows, on both sides; as on the ordinary grid."""
+    gen = torch.Generator().manual_seed(rank)
+    coords = torch.unique(torch.randint(0, 6, (40, rank + 1), generator=gen).clamp_max_(5), dim=0).int()
+    coords[:, 0] %= 2
+    coords = torch.unique(coords, dim=0)
+    whole = sc.VoxelGrid(coords.to(device), 2, 0.5)
+    live, rows = len(coords), 300
+    dead = torch.full((rows - live, rank + 1), -1, dtype=torch.int32)
+    padded, number = torch.cat([coords, dead]).to(device), torch.tensor([live], dtype=torch.int32, device=device)
+    fixed = FixedGrid(padded, number, whole)
+    points = (torch.rand(count, rank, generator=gen) * 4 - 0.5).to(device)
+    items = torch.randint(0, 2, (count,), generator=gen).to(device)
+    x = torch.randn(rows, 3, generator=gen).to(device)
+    x[live:] = torch.nan
+    values, found = torch.randn(count, 3, generator=gen).to(device), []
+    for grid, given in ((fixed, x), (whole, x[:live])):
+        given = given.clone().requires_grad_()
+        y = ops.interpolate(given, grid, points, mode, batch=items)
+        (grad,) = torch.autograd.grad(y, given, torch.ones_like(y))
+        spread = ops.splat(values, grid, points, mode, batch=items)
+        assert not spread[live:].any()
+        assert not grad[live:].any()
+        found.append([y.detach(), grad[:live], spread[:live]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert fixed.fault.tolist() == [0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_grid_of_fixed_size_notes_points_that_are_an_error(device):
+    whole = sc.VoxelGrid(torch.tensor([[0, 1, 1]], dtype=torch.int32, device=device))
+    count = torch.ones(1, dtype=torch.int32, device=device)
+    for points, items in (([[0.5, torch.inf]], [0]), ([[0.5, 0.5]], [1]), ([[0.5, 0.5]], [-1])):
+        fixed = FixedGrid(whole.coords, count, whole)
+        batch = torch.tensor(items, device=device)
+        ops.interpolate(torch.ones(1, 1, device=device), fixed, torch.tensor(points, device=device), batch=batch)
+        assert fault_of(int(fixed.fault)) == "a point is not finite, or is of a batch item that the grid lacks"
+    fixed = FixedGrid(whole.coords, count, whole)
+    points = torch.tensor([[0.5, 0.5]], device=device, requires_grad=True)
+    with pytest.raises(ValueError, match="detach the points"):
+        ops.interpolate(torch.ones(1, 1, device=device), fixed, points)

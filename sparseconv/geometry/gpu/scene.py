@@ -1,4 +1,4 @@
-"""A scene's rows put into the arrays of a grid of fixed size, in one launch."""
+"""A scene's rows put into the arrays of a grid of fixed size, in one launch, and a fault noted in one."""
 
 from __future__ import annotations
 
@@ -30,5 +30,20 @@ def put_kernel(coords_ptr, into_ptr, count_ptr, words, most, n, BLOCK: tl.conste
         tl.store(count_ptr, n)
 
 
+def note_fault_on_gpu(fault: torch.Tensor, is_bad: torch.Tensor, bit: int) -> None:
+    """`geometry.scene.note_fault`; other streams may set other bits meanwhile."""
+    flag = is_bad.int().view(1)
+    _NOTE(fault.device, (1,), (pointer(flag), pointer(fault)), (bit,))
+
+
+@triton.jit
+def note_kernel(is_bad_ptr, fault_ptr, BIT: tl.constexpr):
+    """fault |= BIT where something is bad."""
+    follow()
+    if tl.load(is_bad_ptr) != 0:
+        tl.atomic_or(fault_ptr, BIT, sem="relaxed")
+
+
 _I32 = torch.int32
 _PUT = Launcher(put_kernel, (_I32, _I32, _I32, int, int, int))
+_NOTE = Launcher(note_kernel, (_I32, _I32))

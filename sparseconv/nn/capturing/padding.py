@@ -127,6 +127,19 @@ class Guard(_Watching):
         return found
 
 
+class Breaker(_Watching):
+    """Within it, the first operation that breaks off the capture of the current stream raises `CannotCapture`."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            found = function(*args, **(kwargs or {}))
+            torch.cuda.Event().record()  # an error where the capture was broken off
+        except RuntimeError as error:
+            place = _place() or "in this library"
+            raise CannotCapture(f"{function.overloadpacket.__name__} cannot be in a graph, {place}") from error
+        return found
+
+
 class Seen(_Watching):
     """Within it, the tensors that operations make are noted: those that come before a region."""
 

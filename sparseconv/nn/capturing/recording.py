@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import Lengths, SceneArrays, Sizes
 from sparseconv.nn.capturing.joining import Changed, Joined, Joining, Watched
 from sparseconv.nn.capturing.module_state import Attributes, ModuleState
-from sparseconv.nn.capturing.padding import Guard, LiveRows, Seen
+from sparseconv.nn.capturing.padding import Breaker, Guard, LiveRows, Seen
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
 from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory
 
@@ -162,7 +162,11 @@ class Recording:
                 if self.trains:
                     self._find(answer)
                 del answer
-                self._capture()
+                try:
+                    self._capture()
+                except RuntimeError as error:
+                    self._name_breaker(error)
+                    raise
         forget_tables(self.arrays.like)
 
     def tried(self) -> None:
@@ -180,8 +184,8 @@ class Recording:
             stack.close()
             kept.append(Attributes(self._module))
             before = {t.untyped_storage().data_ptr(): "a tensor" for t in seen.made}
-            for _, leaf in self._given.leaves:
-                if isinstance(leaf, torch.Tensor):
+            for _, leaf in self._given.leaves:  # calls with a scene are told apart by the values of those on the host
+                if isinstance(leaf, torch.Tensor) and (self.path is None or leaf.device == self._device):
                     before[leaf.untyped_storage().data_ptr()] = "an argument"
             return Guard({at: what for at, what in before.items() if at not in own}, self._device)
 
@@ -247,6 +251,15 @@ class Recording:
             graphs.least_memory(capture, dict.fromkeys((stream, *side.streams), 0), TRIES, WORTH)
         memory.add(self._forward)
         self._finish()
+
+    def _name_breaker(self, error: RuntimeError) -> None:
+        """Capture again, to raise `CannotCapture` by the name of the operation that broke off the capture."""
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            return
+        self._drop()
+        graph, stream, side = torch.cuda.CUDAGraph(), self.memory.stream(self._device), self.memory.sides()
+        with suppress(RuntimeError):
+            self.run(lambda: graphs.capturing(graph, stream, side, {}, recorder=Breaker()))
 
     @property
     def places(self) -> int:
