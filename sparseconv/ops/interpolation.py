@@ -101,7 +101,7 @@ class Interpolation:
         self._present = (rows >= 0).view(self.num_points, corners)  # (M, 2^D)
         bounds = torch.zeros(self.num_points + 1, dtype=torch.int64, device=self.device)
         torch.cumsum(self._present.sum(1), 0, out=bounds[1:])
-        if self._is_fixed and self.num_points:  # places for all corners, and for more than a structure has that is written out
+        if self._is_fixed and self.num_points:  # places for all corners, and for more than a written-out structure has
             slots, live = places_of(self._present.flatten(), max(self._present.numel(), TABLE + 1))
             rows = torch.where(live, rows[slots], self.num_voxels)  # what is behind them sorts behind all
         else:
