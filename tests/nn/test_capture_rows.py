@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -265,5 +266,5 @@ def test_what_breaks_off_a_capture_is_named_and_leaves_random_numbers(training):
         for seed in range(4):
             same(run(net, seed), run(twin, seed))
     said = nn.explain(net)
-    assert "linalg_inv_ex cannot be in a graph, at test_capture_rows.py" in said, said
+    assert re.search(r"linalg\w* cannot be in a graph, at test_capture_rows.py", said), said
     assert torch.rand(3, device=DEVICE).isfinite().all()

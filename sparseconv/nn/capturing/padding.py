@@ -128,16 +128,21 @@ class Guard(_Watching):
 
 
 class Breaker(_Watching):
-    """Within it, the first operation that breaks off the capture of the current stream raises `CannotCapture`."""
+    """Within it, the first operation that breaks off the capture of the current stream is found, and where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            found = function(*args, **(kwargs or {}))
+            result = function(*args, **(kwargs or {}))
             torch.cuda.Event().record()  # an error where the capture was broken off
-        except RuntimeError as error:
-            place = _place() or "in this library"
-            raise CannotCapture(f"{function.overloadpacket.__name__} cannot be in a graph, {place}") from error
-        return found
+        except RuntimeError:
+            name, place = function.overloadpacket.__name__, _place() or "in this library"
+            self.found = self.found or f"{name} cannot be in a graph, {place}"
+            raise
+        return result
 
 
 class Seen(_Watching):

@@ -258,8 +258,11 @@ class Recording:
             return
         self._drop()
         graph, stream, side = torch.cuda.CUDAGraph(), self.memory.stream(self._device), self.memory.sides()
-        with suppress(RuntimeError):
-            self.run(lambda: graphs.capturing(graph, stream, side, {}, recorder=Breaker()))
+        breaker = Breaker()
+        with suppress(RuntimeError):  # torch's own, of the broken capture
+            self.run(lambda: graphs.capturing(graph, stream, side, {}, recorder=breaker))
+        if breaker.found is not None:
+            raise CannotCapture(breaker.found) from error
 
     @property
     def places(self) -> int:
