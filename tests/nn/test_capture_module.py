@@ -19,6 +19,7 @@ import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
 from sparseconv.gpu import graphs
 from sparseconv.nn.capturing import module as capturing
+from sparseconv.nn.capturing.module_state import Attributes
 from sparseconv.nn.capturing.recording import Recording
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,12 +42,14 @@ class RunAgain(Recording):
         pass
 
     def _replay_forward(self):
+        attributes = Attributes(self._module)  # which a graph, that runs no Python, would leave alone
         with ExitStack() as stack:  # a graph's writes are counted by `begin` alone
             for buffer in self._module.buffers():
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(buffer))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(self.trains))
             self._again = self.run()
+        attributes.put_back()
         for kept, new in zip(self.results, self._again.tensors, strict=True):
             kept.copy_(new.detach())
         if self._voxels_there is not None:

@@ -133,9 +133,13 @@ def through(net, seed):
 @pytest.mark.parametrize("how", ["count", "found", "rows", "last", "same"])
 def test_what_keeps_something_of_a_call_is_named(how):
     """A replay runs no Python: what it kept would be that of the call that was recorded."""
-    net = nn.capture(Keeping(how).to(DEVICE))
+    net = Keeping(how).to(DEVICE)
+    twin = copy.deepcopy(net)
+    nn.capture(net)
     for seed in range(5):
-        through(net, seed).sum().backward()
+        for one in (net, twin):
+            through(one, seed).sum().backward()
+    assert (net.count, net.rows) == (twin.count, twin.rows), "a call that was tried has left a trace"
     assert (f"it changes Keeping.{how}" in nn.explain(net)) == (how != "same"), nn.explain(net)
     assert replays(net) == (3 if how == "same" else 0)
 
@@ -154,3 +158,69 @@ def test_settings_are_seen():
         same(step(net, call, seed), step(twin, call, seed))
     (kind,) = net.__dict__["forward"]._kinds.values()
     assert (kind.captures, kind.replays) == (2, 4), nn.explain(net)
+
+
+class Writing(torch.nn.Module):
+    """A network that writes into what it was given or holds."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.conv = spconv.SubMConv3d(4, 3, 3, padding=1)
+        self.how, self.mean, self.means = how, torch.zeros(3, device=DEVICE), {"y": torch.zeros(3, device=DEVICE)}
+        self.register_buffer("seen", torch.zeros(3))
+        self.before = 0
+
+    def forward(self, x, by):
+        if self.how == "features":
+            x.features.mul_(0.5)
+        elif self.how == "argument":
+            by.mul_(1.5)
+        y = self.conv(x).features * by
+        if self.how in ("attribute", "held", "buffer"):
+            kept = {"attribute": self.mean, "held": self.means["y"], "buffer": self.seen}[self.how]
+            with torch.no_grad():
+                kept.lerp_(y.detach()[0], 0.5)
+            y = y + kept
+        return y
+
+
+@pytest.mark.parametrize("how", ["features", "argument", "attribute", "held", "buffer"])
+def test_what_a_call_writes_in_place_is_written_as_often_as_eagerly(how):
+    """Buffers are the graph's own; the caller's tensors and plain attributes are not, and such a module is named."""
+    net = Writing(how).to(DEVICE).eval()
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    bys = [torch.ones(3, device=DEVICE) for _ in range(2)]
+    with torch.no_grad():
+        for seed in range(6):
+            coords, found = coords_of(seed, 200), []
+            for one, by in zip((net, twin), bys, strict=True):
+                x = spconv.SparseConvTensor(features_of(seed, coords), coords, [12] * 3, 2)
+                found.append([one(x, by), x.features, by, one.mean, one.means["y"], one.seen])
+            same(*found)
+    said = nn.explain(net)
+    names = {"attribute": "Writing.mean", "held": "Writing.means"}
+    assert how == "buffer" or f"it changes {names.get(how, 'an argument in place')}" in said, said
+    assert replays(net) == (4 if how == "buffer" else 0), said
+
+
+def test_what_comes_before_the_scene_is_counted_once():
+    """Calls that are tried for a capture go through it, too."""
+
+    class Counting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.count = spconv.SubMConv3d(4, 3, 3, padding=1), 0
+
+        def forward(self, features, coords):
+            self.count += 1
+            return self.conv(spconv.SparseConvTensor(features, coords, [12] * 3, 2)).features
+
+    net = Counting().to(DEVICE).eval()
+    nn.capture(net)
+    with torch.no_grad():
+        for seed in range(6):
+            coords = coords_of(seed, 200)
+            net(features_of(seed, coords), coords)
+            assert net.count == seed + 1
+    assert replays(net) == 4, nn.explain(net)

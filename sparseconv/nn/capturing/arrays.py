@@ -155,6 +155,10 @@ class SceneArrays:
         """The arrays of other arguments, by where these are."""
         return {where: slot.array for where, slot in self._extras.items()}
 
+    def given(self) -> list[torch.Tensor]:
+        """All arrays that stand for arguments."""
+        return [self.coords, self.features, *self.slots().values()]
+
     def lack(self, given: Given) -> str | None:
         """Why other arguments have no place here; None where they have."""
         rows: dict[int, int] = {}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
-from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +18,7 @@ from sparseconv.nn.capturing import verify
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import Sizes
 from sparseconv.nn.capturing.calls import Calls, explained, key_of
-from sparseconv.nn.capturing.module_state import Settings
+from sparseconv.nn.capturing.module_state import Attributes, ModuleParts
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.recording import DoesNotFit, Recording, places_for
 from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
@@ -68,7 +66,8 @@ class Captured:
         self._left: dict[tuple[bool, bool], str] = {}
         #: what `accelerate` does where nothing of the call can be captured
         self.instead = instead
-        self._is_collected = False
+        #: what graphs depend on; looked at when the module is called
+        self._parts: ModuleParts | None = None
         #: what recordings are made in and gradients are awaited in; whose turn it is to replay or record
         self._memory, self._turns = SharedMemory(), Turns()
 
@@ -78,6 +77,11 @@ class Captured:
         if module is None:
             raise RuntimeError("the module of this captured forward is gone: keep the module, not its forward alone")
         return module
+
+    @property
+    def parts(self) -> ModuleParts:
+        assert self._parts is not None
+        return self._parts
 
     @property
     def plain(self) -> Callable[..., Any]:
@@ -93,20 +97,7 @@ class Captured:
         self._begin(**state)  # the module may not be whole yet: its parts are looked at when it is called
 
     def _collect(self) -> None:
-        module = self.module
-        self._modules = [m for m in module.modules() if m is not module]
-        self._held: list[dict[str, Any]] = [
-            d for m in module.modules() for d in (m._modules, m._parameters, m._buffers) if d
-        ]
-        self._tensors = list({id(t): t for t in chain(module.parameters(), module.buffers())}.values())
-        self._parameters = list(module.parameters())
-        #: what graphs depend on: the module's parts and tensors, where these lie, which want a gradient
-        self._parts = list(chain.from_iterable(map(dict.values, self._held)))
-        self._addresses = list(map(_address, self._tensors))
-        self._wants = list(map(_wants_gradient, self._parameters))
-        self._hooks = [hooks for m in self._modules for hooks in _hooks_of(m)]
-        self._settings = Settings(module.modules())
-        self._is_collected = True
+        self._parts = ModuleParts(self.module)
         for kind, _ in self._recordings():  # of what the module was
             kind.recording = None
         self._memory = SharedMemory()
@@ -116,7 +107,7 @@ class Captured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._left and (why := self._left.get(self._mode())) is not None:
             return self._eagerly(why, args, kwargs)
-        if not self._is_collected:
+        if self._parts is None:
             self._collect()
         if self._must_be_plain():
             return self.plain(*args, **kwargs)
@@ -130,7 +121,9 @@ class Captured:
             kind, scene = self._kind(x, given, path)
             if self._is_ready(kind, scene):
                 return self._replay(kind, scene, path, given)
-            return self._noted(kind, scene, self.plain(*args, **kwargs), given, path)
+            with self.parts.settings.of_calls():
+                out = self.plain(*args, **kwargs)
+            return self._noted(kind, scene, out, given, path)
         found: list[tuple[Calls, Scene]] = []
 
         def begin(x: Any) -> bool:
@@ -140,7 +133,7 @@ class Captured:
             return False
 
         out = begins = object()
-        with suppress(_Begins), watched(begin):
+        with suppress(_Begins), self.parts.settings.of_calls(), watched(begin):
             out = self.plain(*args, **kwargs)
         if out is begins:  # here, since an error within the handling of another one would be told as that one
             return self._replay(*found[0], None, given)
@@ -154,19 +147,12 @@ class Captured:
             torch.compiler.is_compiling()
             or is_inside()
             or transforms.active()
-            or not any(graphs.has_graphs(t.device) for t in self._first_tensors())
+            or not self.parts.has_graphs()
             or graphs.is_capturing()
         )
 
     def _mode(self) -> tuple[bool, bool]:
         return self.module.training, torch.is_grad_enabled()
-
-    def _first_tensors(self) -> Iterator[torch.Tensor]:
-        for held in self._held:
-            for value in held.values():
-                if isinstance(value, torch.Tensor):
-                    yield value
-                    return
 
     def _eagerly(self, why: str, args: Any, kwargs: Any) -> Any:
         self.eager[why] += 1
@@ -176,7 +162,7 @@ class Captured:
         reader = kind_of(x)
         assert reader is not None
         scene = reader.read(x)
-        key = key_of(scene, given, path, (self.module, *self._modules))
+        key = key_of(scene, given, path, (self.module, *self.parts.modules))
         if key in self._by_lengths:
             key = key, given.lengths(len(scene.coords), scene.features.device)
         kind = self._kinds.get(key) or Calls()
@@ -197,8 +183,8 @@ class Captured:
         if kind.calls < EXAMPLES:
             self.eager["the first calls, which are the example"] += 1
             return False
-        if any(self._hooks):
-            hooked = next(m for m in self._modules if any(_hooks_of(m)))
+        hooked = self.parts.hooked()
+        if hooked is not None:
             self.eager[f"a hook on {type(hooked).__name__}, which a graph would not call"] += 1
             return False
         return True
@@ -253,7 +239,7 @@ class Captured:
         if why is not None or recording is None:
             return _Instead(why or "nothing is captured")
         recording.begin(scene, given)
-        if self._is_changed():  # looked at while the device works
+        if self.parts.is_changed():  # looked at while the device works
             recording.abandon()
             self._collect()
             is_ready = self._is_ready(kind, scene)
@@ -274,7 +260,7 @@ class Captured:
 
     def _prepare(self, kind: Calls, scene: Scene, path: Any, given: Given) -> str | None:
         """A recording that has places for the scene; else why there is none."""
-        if self._is_moved() or (kind.recording is None and self._is_changed()):
+        if self.parts.is_moved() or (kind.recording is None and self.parts.is_changed()):
             self._collect()
         if kind.recording is not None:
             if kind.recording.memory.is_pending:
@@ -286,6 +272,7 @@ class Captured:
         if kind.captures >= MOST_CAPTURES:
             return self._refuse(kind, f"its scenes outgrew {MOST_CAPTURES} captures, one after another")
         kind.captures += 1
+        attributes = Attributes(self.module)
         try:
             with inside():
                 kind.recording = self._record(kind, scene, path, given)
@@ -295,6 +282,8 @@ class Captured:
                 self._kinds = {key: known for key, known in self._kinds.items() if known is not kind}
                 return f"arguments of other lengths: {error}"
             return self._refuse(kind, str(error))
+        finally:
+            attributes.put_back()
         self._forget_old(kind)
         return None
 
@@ -368,19 +357,6 @@ class Captured:
         """By kind, the one used last at the end; another thread may add kinds meanwhile."""
         return [(k, k.recording) for k in list(self._kinds.values()) if k.recording is not None]
 
-    def _is_moved(self) -> bool:
-        """Whether a tensor of the module lies elsewhere: a graph would read memory that is somebody else's."""
-        return list(map(_address, self._tensors)) != self._addresses
-
-    def _is_changed(self) -> bool:
-        """Whether the module has other parts, tensors or settings, or others want a gradient."""
-        return (
-            sum(map(len, self._held)) != len(self._parts)
-            or not all(map(is_, chain.from_iterable(map(dict.values, self._held)), self._parts))
-            or list(map(_wants_gradient, self._parameters)) != self._wants
-            or self._settings.changed()
-        )
-
     # ---- words
 
     def explain(self) -> str:
@@ -390,10 +366,3 @@ class Captured:
 
 #: what records calls; tests without a card put a stand-in here
 RECORDING: type[Recording] = Recording
-
-_address = torch.Tensor.data_ptr
-_wants_gradient = attrgetter("requires_grad")
-
-
-def _hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:
-    return m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks

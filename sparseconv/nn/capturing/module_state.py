@@ -5,10 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 import torch
 
+from sparseconv.gpu import graphs
+from sparseconv.nn.capturing.answer import CannotCapture
 from sparseconv.torch_private import copy_each
 
 #: attributes that every module of torch has, and a captured one's forward
@@ -44,6 +48,11 @@ class ModuleState:
             with torch.no_grad():
                 for into, now in zip(self._kept, self._buffers):
                     copy_each(into, now)
+
+    def see(self) -> None:
+        """Look whether a run has moved buffers, as some do in evaluation, too."""
+        pairs = zip(chain(*self._buffers), chain(*self._kept))
+        self._moves |= not all(torch.equal(now, before) for now, before in pairs)
 
     def put_back(self) -> None:
         """Make the buffers what they were when they were kept."""
@@ -117,44 +126,136 @@ def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(found.values())
 
 
+class ModuleParts:
+    """What graphs depend on: a module's parts and tensors, where these lie, which want a gradient, and settings."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.modules = [m for m in module.modules() if m is not module]
+        self.settings = Settings(module.modules())
+        self._held: list[dict[str, Any]] = [
+            d for m in module.modules() for d in (m._modules, m._parameters, m._buffers) if d
+        ]
+        self._parameters = list(module.parameters())
+        self._tensors = list({id(t): t for t in chain(self._parameters, module.buffers())}.values())
+        self._parts = list(chain.from_iterable(map(dict.values, self._held)))
+        self._addresses = list(map(_address, self._tensors))
+        self._wants = list(map(_wants_gradient, self._parameters))
+        self._hooks = [hooks for m in self.modules for hooks in _hooks_of(m)]
+
+    def has_graphs(self) -> bool:
+        """Whether it lies on a device that has graphs, by the first tensor that it holds now."""
+        held = chain.from_iterable(map(dict.values, self._held))
+        first = next((t for t in held if isinstance(t, torch.Tensor)), None)
+        return first is not None and graphs.has_graphs(first.device)
+
+    def hooked(self) -> torch.nn.Module | None:
+        """A part with a hook, which a graph would not call."""
+        return next(m for m in self.modules if any(_hooks_of(m))) if any(self._hooks) else None
+
+    def is_moved(self) -> bool:
+        """Whether a tensor of the module lies elsewhere: a graph would read memory that is somebody else's."""
+        return list(map(_address, self._tensors)) != self._addresses
+
+    def is_changed(self) -> bool:
+        """Whether the module has other parts, tensors or settings, or others want a gradient."""
+        return (
+            sum(map(len, self._held)) != len(self._parts)
+            or not all(map(is_, chain.from_iterable(map(dict.values, self._held)), self._parts))
+            or list(map(_wants_gradient, self._parameters)) != self._wants
+            or self.settings.changed()
+        )
+
+
+_address = torch.Tensor.data_ptr
+_wants_gradient = attrgetter("requires_grad")
+
+
+def _hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    return m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks
+
+
 class Settings:
     """Plain attributes of modules, such as a norm's momentum: Python reads them once, and a graph keeps them."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         #: weakly: a captured module holds who holds this
         self._read = [
-            (weakref.ref(m), [(name, value) for name, value in _own(m) if isinstance(value, (*_PLAIN, type(None)))])
+            (weakref.ref(m), {name: value for name, value in _own(m) if isinstance(value, (*_PLAIN, type(None)))})
             for m in modules
         ]
 
     def changed(self) -> bool:
         """Whether one is another now."""
-        for seen, read in self._read:
-            held = vars(seen())
-            for name, value in read:
-                now = held.get(name)
-                if now is not value and (type(now) is not type(value) or now != value):
-                    return True
-        return False
+        return any(
+            _is_another(held.get(name), value)
+            for held, read in ((vars(seen()), read) for seen, read in self._read)
+            for name, value in read.items()
+        )
+
+    @contextmanager
+    def of_calls(self) -> Iterator[None]:
+        """Within it, an eager call: what it changes itself, such as a counter, is no setting."""
+        before = [(vars(seen()), read, {name: vars(seen()).get(name) for name in read}) for seen, read in self._read]
+        try:
+            yield
+        finally:
+            for now, read, values in before:
+                for name, value in values.items():
+                    if _is_another(now.get(name), value):
+                        read.pop(name, None)
+
+
+def _is_another(now: Any, before: Any) -> bool:
+    return now is not before and (type(now) is not type(before) or now != before)
 
 
 class Attributes:
-    """What modules of clients hold now, to see what a run of them keeps: a replay would leave that as it was.
+    """What modules of clients hold now, and what a call is given: a replay leaves both as they were.
 
     Parameters, buffers and parts are looked at elsewhere; modules of this library and of torch keep nothing of a call.
+
+    Args:
+        module: the module that is captured.
+        given: arguments of the call.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, given: Iterable[torch.Tensor] = ()) -> None:
         theirs = [m for m in module.modules() if not type(m).__module__.startswith(("sparseconv.", "torch."))]
-        self._before = [(m, {name: _copied(value) for name, value in _own(m)}) for m in theirs]
+        self._before = [(m, {name: (value, _copied(value)) for name, value in _own(m)}) for m in theirs]
+        self._given = [(t, t._version) for t in given]
 
-    def changed(self) -> str | None:
-        """The first one that is another now, by name."""
+    def check(self) -> None:
+        """Raise `CannotCapture` by the name of the first thing that is another now."""
+        changed = self._changed()
+        if changed is not None:
+            raise CannotCapture(
+                f"it changes {changed}, which a replay would leave as it was: return it, or set it outside"
+            )
+
+    def _changed(self) -> str | None:
         for m, before in self._before:
             for name, value in _own(m):
-                if not _is_same(value, before.get(name, _MISSING)):
+                if not _is_same(value, before.get(name, (None, _MISSING))[1]):
                     return f"{type(m).__name__}.{name}"
-        return None
+        return None if all(t._version == version for t, version in self._given) else "an argument in place"
+
+    def put_back(self) -> None:
+        """Make the attributes what they were: calls that are tried leave no trace."""
+        for m, before in self._before:
+            own = vars(m)
+            for name, _ in _own(m):
+                if name not in before:
+                    del own[name]
+            for name, (value, copy) in before.items():
+                own[name] = value if _is_same(value, copy) else _restored(value, copy)
+
+
+class _Tensor(NamedTuple):
+    """A tensor that a module holds, and what is in it."""
+
+    itself: torch.Tensor
+    version: int
+    values: torch.Tensor
 
 
 def _own(m: torch.nn.Module) -> list[tuple[str, Any]]:
@@ -162,13 +263,35 @@ def _own(m: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 def _copied(value: Any) -> Any:
-    """Containers as they are now."""
+    """Containers and tensors as they are now."""
+    if isinstance(value, torch.Tensor) and not value.is_inference():
+        return _Tensor(value, value._version, value.detach().clone())
     if type(value) is dict:
         return {key: _copied(one) for key, one in value.items()}
     return [_copied(one) for one in value] if type(value) is list else value
 
 
+def _restored(value: Any, copy: Any) -> Any:
+    """What was copied: a tensor, list or dict itself, with what it held."""
+    if isinstance(copy, _Tensor):
+        copy.itself.data.copy_(copy.values)
+        return copy.itself
+    if type(copy) is dict:
+        own = value if type(value) is dict else {}
+        held = {key: _restored(own.get(key), one) for key, one in copy.items()}
+        own.clear()
+        own.update(held)
+        return own
+    if type(copy) is list:
+        kept = value if type(value) is list else []
+        kept[:] = [_restored(None, one) for one in copy]
+        return kept
+    return copy
+
+
 def _is_same(now: Any, before: Any) -> bool:
+    if isinstance(before, _Tensor):
+        return now is before.itself and now._version == before.version
     if now is before:
         return True
     if type(now) is not type(before):

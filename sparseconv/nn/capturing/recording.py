@@ -182,7 +182,7 @@ class Recording:
 
         def around() -> Any:
             stack.close()
-            kept.append(Attributes(self._module))
+            kept.append(Attributes(self._module, self.arrays.given()))
             before = {t.untyped_storage().data_ptr(): "a tensor" for t in seen.made}
             for _, leaf in self._given.leaves:  # calls with a scene are told apart by the values of those on the host
                 if isinstance(leaf, torch.Tensor) and (self.path is None or leaf.device == self._device):
@@ -192,11 +192,8 @@ class Recording:
         with stack:
             stack.enter_context(seen)
             self.run(around)
-        changed = kept[0].changed()
-        if changed is not None:
-            raise CannotCapture(
-                f"it changes {changed}, which a replay would leave as it was: return it, or set it outside"
-            )
+        self.state.see()
+        kept[0].check()
 
     def _module_tensors(self) -> Iterator[torch.Tensor]:
         yield from self._module.parameters()
