@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
@@ -224,3 +226,52 @@ def test_what_comes_before_the_scene_is_counted_once():
             net(features_of(seed, coords), coords)
             assert net.count == seed + 1
     assert replays(net) == 4, nn.explain(net)
+
+
+class Block(torch.nn.Module):
+    """Two layers and a norm, checkpointed within the network where that is asked for."""
+
+    def __init__(self, within):
+        super().__init__()
+        self.conv, self.norm = spconv.SubMConv3d(4, 8, 3, padding=1), torch.nn.BatchNorm1d(8, momentum=0.5)
+        self.out, self.within = torch.nn.Linear(8, 3), within
+
+    def forward(self, x):
+        y = self.conv(x)
+        return checkpoint(self._head, y.features, use_reentrant=False) if self.within else self._head(y.features)
+
+    def _head(self, features):
+        return self.out(torch.relu(self.norm(features)))
+
+
+@pytest.mark.parametrize("how", ["whole", "with more", "reentrant", "within", "offloaded"])
+def test_activation_checkpointing_is_as_without_graphs(how):
+    """The call is made again in the backward pass, where a replay would keep other tensors."""
+    torch.manual_seed(0)
+    net = Block(how == "within").to(DEVICE)
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+
+    def called(one, features, coords):
+        def run(features):
+            y = one(spconv.SparseConvTensor(features, coords, [12] * 3, 2))
+            return torch.sigmoid(y) if how == "with more" else y
+
+        if how in ("within", "offloaded"):
+            with torch.autograd.graph.save_on_cpu() if how == "offloaded" else nullcontext():
+                return run(features)
+        return checkpoint(run, features, use_reentrant=how == "reentrant")
+
+    for seed in range(6):
+        coords, found = coords_of(seed, 200), []
+        for one in (net, twin):
+            one.zero_grad(set_to_none=True)
+            features = features_of(seed, coords).requires_grad_()
+            y = called(one, features, coords)
+            y.square().mean().backward()
+            found.append([y.detach(), features.grad, *(p.grad for p in one.parameters()), *one.buffers()])
+        same(*found)
+    said = nn.explain(net)
+    if how in ("whole", "with more", "offloaded"):
+        assert "eager calls: within torch.utils.checkpoint" in said, said
+        assert replays(net) == 0, said

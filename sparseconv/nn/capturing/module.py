@@ -23,6 +23,7 @@ from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.recording import DoesNotFit, Recording, places_for
 from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
 from sparseconv.nn.capturing.shared_memory import SharedMemory
+from sparseconv.torch_private import others_save
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +112,9 @@ class Captured:
             self._collect()
         if self._must_be_plain():
             return self.plain(*args, **kwargs)
+        if torch.is_grad_enabled() and others_save():
+            why = "within torch.utils.checkpoint, or another that decides what gradients keep"
+            return self._eagerly(why, args, kwargs)
         given = Given(args, kwargs)
         direct = [(path, leaf) for path, leaf in given.leaves if kind_of(leaf) is not None]
         if len(direct) > 1:
