@@ -275,3 +275,77 @@ def test_activation_checkpointing_is_as_without_graphs(how):
     if how in ("whole", "with more", "offloaded"):
         assert "eager calls: within torch.utils.checkpoint" in said, said
         assert replays(net) == 0, said
+
+
+class Smooth(torch.nn.Module):
+    def __init__(self, drop=0.0):
+        super().__init__()
+        self.conv, self.norm = spconv.SubMConv3d(4, 8, 3, padding=1), torch.nn.BatchNorm1d(8, momentum=0.5)
+        self.out, self.drop = torch.nn.Linear(8, 3), torch.nn.Dropout(drop)
+
+    def forward(self, features, coords):
+        y = self.conv(spconv.SparseConvTensor(features, coords, [12] * 3, 2)).features
+        return self.drop(self.out(torch.nn.functional.softplus(self.norm(y))))
+
+
+class Wrapped(Smooth):
+    """The same, given the sparse tensor."""
+
+    def forward(self, x):
+        return self.out(torch.nn.functional.softplus(self.norm(self.conv(x).features)))
+
+
+def called(net, features, coords):
+    return net(features, coords) if type(net) is Smooth else net(spconv.SparseConvTensor(features, coords, [12] * 3, 2))
+
+
+def penalised(net, features, coords):
+    """A gradient penalty, as of a critic."""
+    (slope,) = torch.autograd.grad(called(net, features, coords).square().sum(), features, create_graph=True)
+    ((slope.norm() - 1) ** 2).backward()
+
+
+def of_weights(net, features, coords):
+    slopes = torch.autograd.grad(
+        called(net, features, coords).square().sum(), list(net.parameters()), create_graph=True
+    )
+    sum(slope.square().sum() for slope in slopes).backward()
+
+
+def twice(net, features, coords):
+    y = called(net, features, coords)
+    y.sum().backward(retain_graph=True)
+    y.square().sum().backward()
+
+
+@pytest.mark.parametrize("make", [Smooth, Wrapped])
+@pytest.mark.parametrize("way", [penalised, of_weights, twice])
+def test_gradients_of_gradients_and_second_backward_passes(way, make):
+    """They worked in the first, eager calls and were errors of torch's from the third call on."""
+    torch.manual_seed(0)
+    net = make().to(DEVICE).double()
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in range(5):
+        coords, found = coords_of(seed, 200), []
+        for one in (net, twin):
+            one.zero_grad(set_to_none=True)
+            features = (features_of(seed, coords).double() * 2).detach().requires_grad_()  # not a leaf of the scene
+            way(one, features * 1.5, coords) if way is not penalised else way(one, features, coords)
+            found.append([features.grad, *(p.grad for p in one.parameters()), *one.buffers()])
+        same(*found, 1e-7)
+    said = nn.explain(net)
+    assert ("asked for more than once" if way is twice else "its gradients are differentiated") in said, said
+    assert "2 eager calls: its gradient" in said, said
+
+
+def test_a_second_gradient_of_random_numbers_is_an_error_with_a_remedy():
+    net = nn.capture(Smooth(0.5).to(DEVICE))
+    for seed in range(3):
+        coords = coords_of(seed, 200)
+        features = features_of(seed, coords).requires_grad_()
+        y = net(features, coords)
+        if seed < 2:
+            y.sum().backward()
+    with pytest.raises(RuntimeError, match=r"draws random numbers: call .* or nn.release"):
+        torch.autograd.grad(y.square().sum(), features, create_graph=True)

@@ -344,6 +344,13 @@ class Captured:
                 kind.wanted |= {i for i, g in enumerate(grads) if g is not None}
                 self.eager["a result got a gradient that it had not before"] += 1
 
+    def leave(self, recording: Recording, why: str) -> None:
+        """Keep calls of the recording's kind eager from here on."""
+        for kind, its in self._recordings():
+            if its is recording:
+                kind.recording = None
+                self._refuse(kind, why)
+
     def _outgrown(self, kind: Calls, scene: Scene, given: Given, path: Any) -> None:
         """Make room: the next call captures again, with this scene among the examples."""
         kind.recording = None

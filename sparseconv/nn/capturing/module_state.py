@@ -40,6 +40,8 @@ class ModuleState:
         self._counted: list[torch.Tensor] = []
         self._kept = [[b.clone() for b in some] for some in self._buffers]
         self._moves = any(m.training for m in module.modules())
+        #: whether a call draws random numbers
+        self.draws = False
         self._cards = {t.device for t in (*module.parameters(), *module.buffers()) if t.is_cuda}
 
     def keep(self) -> None:
@@ -49,10 +51,14 @@ class ModuleState:
                 for into, now in zip(self._kept, self._buffers):
                     copy_each(into, now)
 
-    def see(self) -> None:
-        """Look whether a run has moved buffers, as some do in evaluation, too."""
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Within it, a run shows whether it moves buffers, as some do in evaluation, and draws random numbers."""
+        before = _random_states(self._cards)
+        yield
         pairs = zip(chain(*self._buffers), chain(*self._kept))
-        self._moves |= not all(torch.equal(now, before) for now, before in pairs)
+        self._moves |= not all(torch.equal(now, was) for now, was in pairs)
+        self.draws = _random_states(self._cards) != before
 
     def put_back(self) -> None:
         """Make the buffers what they were when they were kept."""
@@ -112,6 +118,11 @@ class ModuleState:
         finally:
             for buffer, before in zip(_uncounted(buffers), kept):
                 buffer.copy_(before)
+
+
+def _random_states(cards: Iterable[torch.device]) -> list[list[int]]:
+    """What the next random numbers depend on, on the host and on cards."""
+    return [state.tolist() for state in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, cards))]
 
 
 def _uncounted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

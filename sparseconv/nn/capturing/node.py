@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from sparseconv.autograd_function import Function
 from sparseconv.nn.capturing.answer import Given
@@ -34,19 +33,13 @@ class _Replayed(Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple:
         recording, token = ctx.recording, ctx.token
-        extra = [i for i, g in enumerate(grads) if g is not None and i not in recording.taken]
+        extra = any(g is not None and i not in recording.taken for i, g in enumerate(grads))
         was_asked, token.asked = token.asked, True
-        if extra:
+        if extra or was_asked or torch.is_grad_enabled():
             token.taken = True
-            of_features, of_parameters = ctx.again(grads)
-        elif was_asked:
-            raise RuntimeError(
-                "the gradient of this captured call was taken before, and its graph's memory is used again: "
-                "call the module once for each backward, or nn.release(module) to keep graphs with retain_graph=True"
-            )
+            of_features, of_parameters = ctx.again(grads, was_asked)
         else:
             of_features, of_parameters = recording.backward(grads)
             token.taken = True  # from here on another thread may replay
@@ -58,12 +51,26 @@ def replayed(
 ) -> list[torch.Tensor]:
     """Results of the last replay with their gradient, for which the recording's memory is kept."""
     token, call = _Token(), captured.plain
+    versions = [p._version for p in recording.parameters]
 
-    def again(grads: Any) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """The gradients by an eager call: one of a result that had none when this was captured."""
-        captured.forget(recording, grads)
+    def again(grads: Any, was_asked: bool) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
+        """The gradients by an eager call: of a result that had none when this was captured, asked for once more, or
+        to be differentiated."""
+        twice = torch.is_grad_enabled()
+        if twice or was_asked:
+            why = "its gradients are differentiated" if twice else "its gradient is asked for more than once"
+            if recording.state.draws or versions != [p._version for p in recording.parameters]:
+                what = "draws random numbers" if recording.state.draws else "has other weights now"
+                raise RuntimeError(
+                    f"{why}, for which a captured call is made again eagerly, but it {what}: call the module once for "
+                    "each backward, or nn.release(module)"
+                )
+            captured.leave(recording, why)
+        else:
+            captured.forget(recording, grads)
         with recording.state.restoring(), inside():
-            return gradients_of(recording, eager_call(recording, call, Given(*inputs)), grads)
+            eager = eager_call(recording, call, Given(*inputs), attached=twice)
+            return gradients_of(recording, eager, grads, twice)
 
     features = scene.features if unwrap_dead is None else unwrap_dead(scene.features)
     tensors: list[torch.Tensor] = _apply(recording, token, again, features, *recording.parameters)

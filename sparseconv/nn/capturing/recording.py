@@ -189,10 +189,9 @@ class Recording:
                     before[leaf.untyped_storage().data_ptr()] = "an argument"
             return Guard({at: what for at, what in before.items() if at not in own}, self._device)
 
-        with stack:
+        with self.state.looking(), stack:
             stack.enter_context(seen)
             self.run(around)
-        self.state.see()
         kept[0].check()
 
     def _module_tensors(self) -> Iterator[torch.Tensor]:

@@ -27,16 +27,25 @@ class Eager(NamedTuple):
     features: torch.Tensor
 
 
-def eager_call(recording: Recording, call: Callable[..., Any], given: Given, jitter: float = 0.0) -> Eager:
-    """The module's own forward on ordinary grids, from features of its own, moved by a part of each at random."""
+def eager_call(
+    recording: Recording, call: Callable[..., Any], given: Given, jitter: float = 0.0, *, attached: bool = False
+) -> Eager:
+    """The module's own forward on ordinary grids, from features of its own, moved by a part of each at random.
+
+    ``attached``: from an alias of the features, through which derivatives of its gradients go on.
+    """
     starts: list[torch.Tensor] = []
 
     def start(x: Any, in_place: bool = False) -> Any:
         kind = kind_of(x)
         assert kind is not None
-        features = kind.read(x).features.detach()
-        moved = features * torch.empty_like(features).uniform_(1 - jitter, 1 + jitter) if jitter else features
-        starts.append(moved.detach().requires_grad_(recording.of_features and torch.is_grad_enabled()))
+        features = kind.read(x).features
+        if attached:
+            starts.append(features.view_as(features))
+        else:
+            moved = features.detach()
+            moved = moved * torch.empty_like(moved).uniform_(1 - jitter, 1 + jitter) if jitter else moved
+            starts.append(moved.detach().requires_grad_(recording.of_features and torch.is_grad_enabled()))
         return kind.fill(x if in_place else kind.copy(x), kind.grid(x), starts[0], None)
 
     with torch.set_grad_enabled(recording.trains):
@@ -50,12 +59,15 @@ def eager_call(recording: Recording, call: Callable[..., Any], given: Given, jit
         return Eager(Answer(out, given, None, recording.state.constants), starts[0])
 
 
-def gradients_of(recording: Recording, eager: Eager, grads: Sequence[torch.Tensor | None]) -> Gradients:
+def gradients_of(
+    recording: Recording, eager: Eager, grads: Sequence[torch.Tensor | None], create_graph: bool = False
+) -> Gradients:
     """Gradients of the features and the parameters of an eager call, as `Recording.backward` gives them."""
     ends = [(t, g) for t, g in zip(eager.answer.tensors, grads) if g is not None and t.requires_grad]
     starts = ([eager.features] if recording.of_features else []) + recording.parameters
     found: list[torch.Tensor | None]
-    found = list(torch.autograd.grad([t for t, _ in ends], starts, [g for _, g in ends], allow_unused=True))
+    options = {"allow_unused": True, "create_graph": create_graph}
+    found = list(torch.autograd.grad([t for t, _ in ends], starts, [g for _, g in ends], **options))
     return (found.pop(0) if recording.of_features else None), found
 
 
