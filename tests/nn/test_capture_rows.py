@@ -191,43 +191,44 @@ def test_points_that_are_an_error_are_one_in_a_replay(wrong):
     assert "1 eager calls: a point is not finite" in nn.explain(net)
 
 
+def evaluated(net, seeds, rest_of):
+    """A captured module on scenes, with ``rest_of(seed)`` for other arguments, beside its eager twin."""
+    net = net.to(DEVICE).eval()
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    with torch.no_grad():
+        for seed in seeds:
+            rest = rest_of(seed)
+            same(run(net, seed, *rest), run(twin, seed, *rest))
+    return net
+
+
 def test_numbers_of_rows_that_were_the_same_by_chance():
     """Points and items as many in the first calls, then not; and an argument whose rows are the same in all calls."""
 
     def both(y, weight, points, more):
         return y.features @ weight.T, points * 2, more.sum(1)
 
-    net = Net(both).to(DEVICE).eval()
-    twin = copy.deepcopy(net)
-    nn.capture(net)
-    with torch.no_grad():
-        for seed, (one, other) in enumerate([(300, 300), (310, 310), (320, 320), (320, 290), (300, 330), (310, 340)]):
-            weight = torch.full((5, 8), 1.0 + seed, device=DEVICE)
-            rest = weight, points_of(seed, one)[0], points_of(seed, other)[0]
-            same(run(net, seed, *rest), run(twin, seed, *rest))
+    rows = [(300, 300), (310, 310), (320, 320), (320, 290), (300, 330), (310, 340)]
+
+    def rest_of(seed):
+        weight = torch.full((5, 8), 1.0 + seed, device=DEVICE)
+        return weight, *(points_of(seed, count)[0] for count in rows[seed])
+
+    net = evaluated(Net(both), range(6), rest_of)
     assert replays(net) == 3, nn.explain(net)
 
 
 def test_an_argument_that_is_broadcast_has_no_rows_to_spare():
     """One number for all channels, or one a channel: two recordings, since places behind them would change a result."""
-    net = Net(lambda y, scale: y.features * scale).to(DEVICE).eval()
-    twin = copy.deepcopy(net)
-    nn.capture(net)
-    with torch.no_grad():
-        for seed in range(12):
-            scale = torch.full((1 if seed % 3 else 8,), 1.0 + seed, device=DEVICE)
-            same(run(net, seed, scale), run(twin, seed, scale))
+    net = Net(lambda y, scale: y.features * scale)
+    evaluated(net, range(12), lambda seed: [torch.full((1 if seed % 3 else 8,), 1.0 + seed, device=DEVICE)])
     assert replays(net) == 5, nn.explain(net)
 
 
 def test_an_empty_argument_is_another_kind_of_call():
-    net = Net(lambda y, points: y.features + points.mean() if len(points) else y.features).to(DEVICE).eval()
-    twin = copy.deepcopy(net)
-    nn.capture(net)
-    with torch.no_grad():
-        for seed in range(8):
-            points = points_of(seed, 0 if seed % 2 else 40)[0]
-            same(run(net, seed, points), run(twin, seed, points))
+    net = Net(lambda y, points: y.features + points.mean() if len(points) else y.features)
+    evaluated(net, range(8), lambda seed: points_of(seed, 0 if seed % 2 else 40)[:1])
     assert replays(net) == 4, nn.explain(net)
 
 
@@ -246,13 +247,8 @@ def test_tensors_on_the_host_are_told_apart_by_their_values():
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs tensors on two devices")
 def test_numbers_on_the_host_are_not_frozen():
-    net = Net(lambda y, t: y.features * t).to(DEVICE).eval()
-    twin = copy.deepcopy(net)
-    nn.capture(net)
-    with torch.no_grad():
-        for seed in range(12):
-            t = torch.tensor(1.0 + seed // 6)
-            same(run(net, seed, t), run(twin, seed, t))
+    net = Net(lambda y, t: y.features * t)
+    evaluated(net, range(12), lambda seed: [torch.tensor(1.0 + seed // 6)])
     assert replays(net) == 8, nn.explain(net)
 
 
