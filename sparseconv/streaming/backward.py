@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from sparseconv.autograd_function import Function
 from sparseconv.geometry.grid import VoxelGrid
@@ -21,13 +23,17 @@ Gradients = list[torch.Tensor | None]
 
 def parameters_of(program: Program) -> list[torch.Tensor]:
     """The tensors among the arguments of a program's steps that want a gradient, each once."""
+    return [tensor for tensor in _given(program) if tensor.requires_grad]
+
+
+def _given(program: Program) -> list[torch.Tensor]:
+    """The tensors among the arguments of a program's steps, each once."""
     found: dict[int, torch.Tensor] = {}
     for number in program.needed:
         step: Step = program.steps[number]
         if isinstance(step, (Call, OverEdges)):
             for tensor in _tensors([step.args, tuple(step.kwargs.values())]):
-                if tensor.requires_grad:
-                    found.setdefault(id(tensor), tensor)
+                found.setdefault(id(tensor), tensor)
     return list(found.values())
 
 
@@ -50,14 +56,44 @@ class Streamed(Function):
     def forward(ctx: Any, run: Run, features: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         run.run()
         ctx.run, ctx.parameters = run, parameters
+        ctx.versions = [(tensor, _version(tensor)) for tensor in (features, *_relied_on(run))]
+        ctx.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in dict.fromkeys(("cpu", run.device.type))
+        ]
         # tensors of their own: the run that the node keeps must not keep the node
         return tuple(run.rows_of(number).features.detach() for number in run.program.results)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple:
+        for tensor, version in ctx.versions:
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"a tensor {tuple(tensor.shape)} that stream used or returned was changed in place, and the "
+                    "backward pass computes blocks from it once more: call backward() before such a change"
+                )
         wants = ctx.needs_input_grad[1]
-        made = _Backward(ctx.run, list(ctx.parameters), wants).run(dict(zip(ctx.run.program.results, grads)))
+        with ExitStack() as as_forward:
+            for kind, dtype, enabled in ctx.autocast:
+                as_forward.enter_context(torch.autocast(kind, dtype, enabled))
+            made = _Backward(ctx.run, list(ctx.parameters), wants).run(dict(zip(ctx.run.program.results, grads)))
         return None, *made
+
+
+def _relied_on(run: Run) -> Iterator[torch.Tensor]:
+    """What a user may change and blocks are computed from once more: arguments, and results that other steps use."""
+    yield from _given(run.program)
+    used = {number for step in run.program.needed for number in run.program.steps[step].uses}
+    for number in used.intersection(run.program.results):
+        value = run.shared.get(number) if number in run.shared else run.arrays.get(number)
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place, where torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Backward:
@@ -81,7 +117,7 @@ class _Backward:
             if step.place is None:
                 _add(self.whole, (number, 0), grad.to(run.device, copy=True))
             elif step.place == GRID:
-                added = any(number in phase.loaded for phase in run.program.phases)
+                added = number == FEATURES or any(number in phase.loaded for phase in run.program.phases)
                 self.rows[number] = (
                     grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True) if added else grad
                 )
@@ -177,6 +213,8 @@ class _Backward:
                     own = work.own(values, box, run.scene.like.batch_size, given.own)
                     outputs, grads = [], []
                     for number in phase.outputs:
+                        if number == FEATURES:  # its gradient is the scene's already
+                            continue
                         mine: Own = own[number]
                         grad = self._grad_of(number, at, mine, starts)
                         if grad is not None and mine.values.requires_grad:
@@ -254,7 +292,8 @@ def _leaf(value: torch.Tensor) -> torch.Tensor:
 def _grad(outputs: list[torch.Tensor], inputs: list[torch.Tensor], grads: list[torch.Tensor]) -> Gradients:
     if not outputs or not inputs:
         return [None] * len(inputs)
-    return list(torch.autograd.grad(outputs, inputs, grads, allow_unused=True))
+    with torch.autocast(outputs[0].device.type, enabled=False):  # as torch's own backward pass, which casts nothing
+        return list(torch.autograd.grad(outputs, inputs, grads, allow_unused=True))
 
 
 def _add(sums: dict[Any, torch.Tensor], key: Any, grad: torch.Tensor) -> None:

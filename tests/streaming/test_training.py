@@ -108,3 +108,65 @@ def test_gradients_that_are_given_stay_as_they_are(monkeypatch):
     before = [grad.clone() for grad in grads]
     torch.autograd.backward(results, grads)
     assert all(map(torch.equal, grads, before))
+
+
+class Beside(nn.SparseModule):
+    """What it was given, beside what a layer makes of it, and what the next makes of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.SubmanifoldConv(4, 4, 3), nn.BatchNorm(4), nn.SubmanifoldConv(4, 4, 3)
+
+    def forward(self, x: sc.SparseTensor) -> list[sc.SparseTensor]:
+        y = self.first(x)
+        return [x, y, self.second(self.norm(y))]
+
+
+@pytest.mark.parametrize("cuts", [0, 2])
+def test_a_network_may_return_what_it_was_given(cuts, monkeypatch):
+    torch.manual_seed(0)
+    net, x, found = Beside().double(), scene(count=120, dtype=torch.float64), []
+    given = [torch.randn_like(x.features) for _ in range(3)]
+    before = [grad.clone() for grad in given]
+    forced(monkeypatch, cuts, 50)
+    for run in (net, lambda part: sc.stream(net, part, 10**9)):
+        features = x.features.clone().requires_grad_()
+        results = [part.features for part in run(x.with_features(features))]
+        found.append(torch.autograd.grad(results, [features, *net.parameters()], given))
+    for want, got in zip(*found):
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+    assert all(map(torch.equal, given, before))
+
+
+@pytest.mark.parametrize("changed", ["a weight", "the scene", "a result"])
+def test_what_blocks_are_computed_from_once_more_must_stay(changed, monkeypatch):
+    net, x = Beside(), scene(count=60)
+    features = x.features.clone().requires_grad_()
+    forced(monkeypatch, 0, 30)
+    _, y, z = sc.stream(net, x.with_features(features), 10**9)
+    with torch.no_grad():
+        {"a weight": net.second.weight, "the scene": features, "a result": y.features}[changed].zero_()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        z.features.sum().backward()
+
+
+def test_gradients_of_gradients_are_refused():
+    features = scene(count=30).features.requires_grad_()
+    y = sc.stream(NETWORKS["conv"](), scene(count=30).with_features(features), 10**9)
+    (grad,) = torch.autograd.grad(y.features.square().sum(), features, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (y.features.sum() + grad.square().sum()).backward()
+
+
+def test_blocks_are_computed_once_more_in_the_same_autocast(monkeypatch):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm(8), nn.Linear(8, 4), nn.SubmanifoldConv(4, 4, 3))
+    x, found = scene(count=120), []
+    forced(monkeypatch, 0, 50)
+    for run in (net, lambda part: sc.stream(net, part, 10**9)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(x)
+        found.append([y.features, *torch.autograd.grad(loss(y.features.float()), [*net[2:].parameters()])])
+    for want, got in zip(*found):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want, rtol=0.05, atol=0.05 * want.abs().max().item())
