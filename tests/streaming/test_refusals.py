@@ -36,6 +36,11 @@ REFUSED = {
     "random numbers": (lambda f: torch.nn.functional.dropout(f, 0.5), "random numbers"),
     "a cumulative sum": (lambda f: f.cumsum(0), "cumsum over dim=0"),
     "rolled rows": (lambda f: torch.roll(f, 1, 0), "not known to make each row of one row"),
+    "columns over all rows": (lambda f: f.renorm(2, 1, 0.1), "not known to make each row of one row"),
+    "flipped rows": (lambda f: f.flip(1, 0), "flip over dim=(1, 0)"),
+    "drawn choices": (lambda f: torch.nn.functional.gumbel_softmax(f, dim=1), "random numbers"),
+    "drawn in place": (lambda f: f.clone().normal_(), "normal_ is called on rows"),
+    "as many classes as there are": (lambda f: torch.nn.functional.one_hot((f[:, 0] > 9).long()), "num_classes"),
 }
 
 
@@ -68,6 +73,117 @@ def test_functions_of_rows(name, monkeypatch):
     forced(monkeypatch, 0, 100)
     with torch.no_grad():
         same(sc.stream(net, x, 10**9), net(x))
+
+
+def written(look, change):
+    """Features after ``change`` of what ``look`` sees of them."""
+
+    def function(f):
+        f = f.clone()
+        change(look(f))
+        return f
+
+    return function
+
+
+LOOKS = {
+    "a slice": lambda f: f[:, :2],
+    "a chunk": lambda f: f.chunk(2, 1)[0],
+    "a view": lambda f: f.view(-1, 2, 2),
+    "the same": lambda f: f.detach(),
+    "no copy": lambda f: f.float(),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_writing_into_shared_memory(name):
+    net = nn.Sequential(nn.SubmanifoldConv(4, 4, 3), Rows(written(LOOKS[name], lambda part: part.mul_(2.0))), nn.ReLU())
+    with torch.no_grad(), pytest.raises(ValueError, match="writes in place into a tensor that another one shares"):
+        sc.stream(net, scene(count=50), 10**9)
+
+
+def test_a_chunk_that_is_written_is_not_its_neighbour(monkeypatch):
+    def function(f):
+        a, b = f.clone().chunk(2, 1)
+        a.mul_(2.0)
+        return torch.cat([a, b], 1)
+
+    net, x = Rows(function), scene()
+    forced(monkeypatch, 0, 100)
+    with torch.no_grad():
+        same(sc.stream(net, x, 10**9), net(x))
+
+
+def test_writing_in_place_keeps_the_dtype(monkeypatch):
+    weight, x = torch.full((4,), 1.001), scene(dtype=torch.bfloat16)
+    net = Rows(lambda f: f.clone().add_(weight).gt_(0.5))
+    forced(monkeypatch, 0, 100)
+    with torch.no_grad():
+        same(sc.stream(net, x, 10**9), net(x))
+
+
+class Means(nn.SparseModule):
+    """Means of items, by a function of the module and these."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.pool, self.function = nn.GlobalAvgPool(), function
+        self.register_buffer("kept", torch.zeros(2, 4))
+
+    def forward(self, x: sc.SparseTensor) -> torch.Tensor:
+        return self.function(self, self.pool(x))
+
+
+def test_means_that_are_written_in_place(monkeypatch):
+    def doubled(_, means):
+        means.mul_(2.0)
+        return means
+
+    net, x = Means(doubled), scene(dtype=torch.float64)
+    forced(monkeypatch, 0, 100)
+    with torch.no_grad():
+        torch.testing.assert_close(sc.stream(net, x, 10**9), net(x))
+        with pytest.raises(ValueError, match="a tensor that is not made of rows"):
+            sc.stream(Means(lambda net, means: net.kept.mul_(0.9).add_(means)), x, 10**9)
+
+
+class Returns(nn.SparseModule):
+    """Something beside the features."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: sc.SparseTensor) -> tuple:
+        return x, self.function(x)
+
+
+class Boxed:
+    def __init__(self, value) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: len(x.features),
+        lambda x: x.grid,
+        lambda x: x.with_features(torch.ones(len(x.features), 1)),
+        lambda x: Boxed(x.features),
+        lambda x: [1] * len(x.features),
+    ],
+    ids=["a count", "a grid", "new rows", "an object", "a list"],
+)
+def test_results_that_are_the_sample_s(function):
+    with torch.no_grad(), pytest.raises(ValueError, match="Returns cannot be streamed: it returns"):
+        sc.stream(Returns(function), scene(count=50), 10**9)
+
+
+def test_results_that_are_always_the_same():
+    x, weight = scene(count=50), torch.ones(3)
+    for value in (None, 3, "name", weight):
+        with torch.no_grad():
+            assert sc.stream(Returns(lambda _, value=value: value), x, 10**9)[1] is value
 
 
 def test_geometry_that_needs_the_whole():

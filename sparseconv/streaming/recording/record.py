@@ -28,6 +28,8 @@ class Recording:
         self.values: list[Any] = []
         #: plans that were made on each watched grid: they hold that grid
         self.derived: list[dict[Any, Any]] = []
+        #: steps whose values a network has written over since
+        self.stale: set[int] = set()
         self._names = {id(module): name for name, module in net.named_modules()}
         self._net = type(net).__name__
 
@@ -51,9 +53,32 @@ class Recording:
         """Raise ValueError, in words that name the place."""
         raise ValueError(f"{self.place()} cannot be streamed: {what}: {instead}")
 
+    def refuse_stale(self) -> None:
+        """Raise ValueError, in words that name the place."""
+        self.refuse(
+            "it writes in place into a tensor that another one shares memory with, and goes on with that one",
+            "let functions return their results",
+        )
+
+    def written(self, target: Any, made: Recorded, place: int | None) -> Recorded:
+        """``made`` in the place of ``target``, and of its dtype; who looks into the same memory may not be used."""
+        if not isinstance(target, Recorded):
+            self.refuse("it writes in place into a tensor that is not made of rows", "let functions return results")
+        before = self.values[target.number]
+        self.stale |= {at for at, value in enumerate(self.values) if shares_memory(value, before)}
+        if self.values[made.number].dtype != before.dtype:
+            args = Ref(made.number), before.dtype
+            rows = () if place is None else (made.number,)
+            made = self.rows(Call(function=torch.Tensor.to, args=args, kwargs={}, rows=rows, place=place))
+        target.number = made.number
+        self.stale.discard(made.number)
+        return target
+
     def add(self, step: Step, *value: Any) -> int:
         """Write a step down and run it on the sample; its number."""
         step.number, step.where = len(self.steps), self.place()
+        if not self.stale.isdisjoint(step.uses):
+            self.refuse_stale()
         with torch.no_grad():
             made = value[0] if value else step.run(self.values)
         if isinstance(made, torch.Tensor):
@@ -109,6 +134,19 @@ def _found(given: Any) -> Iterator[Recorded]:
             yield from _found(one.values())
 
 
+def shares_memory(value: Any, other: torch.Tensor) -> bool:
+    """Whether a tensor has numbers where another one has its own."""
+    if not isinstance(value, torch.Tensor) or not value.numel() or not other.numel():
+        return False
+    if value.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    if value.itemsize != other.itemsize:
+        return True
+    count = value.untyped_storage().nbytes() // value.itemsize
+    one, two = (torch.arange(count).as_strided(t.shape, t.stride(), t.storage_offset()) for t in (value, other))
+    return bool(torch.isin(one, two).any())
+
+
 def mapped(given: Any, change: Callable[[Recorded], Any]) -> Any:
     if isinstance(given, Recorded):
         return change(given)
@@ -122,7 +160,10 @@ def _called(recording: Recording, func: Callable[..., Any], name: str, args: tup
     target = None
     if name.endswith("_") and not name.startswith("_"):  # in place
         target, name = args[0], name[:-1]
-        func = getattr(torch.Tensor, name, None) or getattr(torch.nn.functional, name)
+        plain: Any = getattr(torch.Tensor, name, None) or getattr(torch.nn.functional, name, None)
+        if plain is None:
+            recording.refuse(f"torch's {name}_ is called on rows", "it is not known to make each row of one row")
+        func = plain
     elif kwargs.get("inplace") or (name == "relu" and args[1:] == (True,)):
         target = args[0]
         kwargs = {**kwargs, "inplace": False}
@@ -140,8 +181,9 @@ def _called(recording: Recording, func: Callable[..., Any], name: str, args: tup
     if len(places) > 1:
         recording.refuse(f"{name} joins rows of different voxels", "bring them onto one grid first")
     if not rows:
-        made: Any = recording.add(Call(function=func, args=call_args, kwargs=call_kwargs))
-        return _results(recording, made, None)
+        whole: Any = recording.add(Call(function=func, args=call_args, kwargs=call_kwargs))
+        made = _results(recording, whole, None)
+        return made if target is None else recording.written(target, made, None)
     place: Any = places.pop()
     size = recording.values[place].num_voxels
     if name == "__getitem__":
@@ -160,10 +202,7 @@ def _called(recording: Recording, func: Callable[..., Any], name: str, args: tup
     pads = is_product(name) and first.device.type == "cpu" and first.ndim == 2
     step = Call(function=func, args=call_args, kwargs=call_kwargs, rows=rows, place=place, pads=pads)
     made = _results(recording, recording.add(step), place)
-    if target is not None:
-        target.number = made.number
-        return target
-    return made
+    return made if target is None else recording.written(target, made, place)
 
 
 def _results(recording: Recording, number: int, place: int | None) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.kinds import described
 from sparseconv.streaming.recording.record import Recorded, Recording
 from sparseconv.streaming.recording.watched import WatchedGrid
 from sparseconv.streaming.steps import Call, InputGrid, InputRows, OverEdges, Step
@@ -33,6 +34,7 @@ def recorded(
             pairs.append(_run(net, like, channels, dtype, device, edge))
     first, second = pairs
     _compare(first[0], second[0])
+    _compare_results(first, second)
     return *second, counted
 
 
@@ -92,6 +94,28 @@ def _compare(a: Recording, b: Recording) -> None:
             )
     if len(a.steps) != len(b.steps):
         raise ValueError("this network cannot be streamed: it does more or less for another number of voxels")
+
+
+def _compare_results(a: tuple[Recording, Any], b: tuple[Recording, Any]) -> None:
+    """Raise ValueError where a network returns something of the samples that no block makes."""
+    (some, layout), (others, other_layout) = leaves_of(a[1]), leaves_of(b[1])
+    if layout != other_layout:
+        b[0].refuse("it returns something else for another number of voxels", "return the same for all scenes")
+    for one, other in zip(some, others):
+        number = number_of_leaf(other)
+        if number is not None and number == number_of_leaf(one):
+            if number in b[0].stale:
+                b[0].refuse_stale()
+        elif isinstance(other, (SparseTensor, VoxelGrid)) or not (one is other or _is_constant(one, other)):
+            b[0].refuse(
+                f"it returns {described(other)} that may depend on the voxels",
+                "return tensors and sparse tensors that are made of its input, and what is always the same",
+            )
+
+
+def _is_constant(a: Any, b: Any) -> bool:
+    """Whether two results that no step made are one value."""
+    return isinstance(b, (bool, int, float, complex, str, torch.Tensor)) and type(a) is type(b) and _equal(a, b)
 
 
 def _alike(a: Step, b: Step) -> bool:

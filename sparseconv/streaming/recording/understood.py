@@ -14,9 +14,11 @@ long bool type type_as contiguous detach positive one_hot embedding isclose mask
 #: functions along an axis that is the second argument, or the third; it must not be that of the rows
 OVER_SECOND = """sum mean amax amin max min prod std var argmax argmin any all cumsum cumprod logsumexp sort flip
 count_nonzero nanmean nansum median std_mean var_mean unsqueeze squeeze flatten unflatten unbind select narrow"""
-OVER_THIRD = "norm softmax log_softmax softmin chunk split tensor_split topk renorm"
+OVER_THIRD = "norm softmax log_softmax softmin chunk split tensor_split topk"
+#: those that take several axes one after another
+SEVERAL = frozenset(("flip", "squeeze", "count_nonzero"))
 #: functions that draw numbers: a block would draw others than the whole
-DRAWING = "dropout alpha_dropout feature_alpha_dropout dropout1d bernoulli rand_like randn_like rrelu"
+DRAWING = "dropout alpha_dropout feature_alpha_dropout dropout1d bernoulli rand_like randn_like rrelu gumbel_softmax"
 #: questions about a tensor that its values do not answer
 ASKING = """shape dtype device ndim layout is_nested requires_grad is_cuda is_quantized is_sparse is_meta is_leaf
 itemsize nbytes grad_fn is_cpu size dim is_floating_point is_complex is_contiguous stride element_size numel get_device
@@ -66,9 +68,10 @@ def why_not(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dims: tupl
     """
     axes, others = dims
     if name in RANDOM:
-        training = kwargs.get("training", args[2] if len(args) > 2 else True)
+        at = 3 if name == "rrelu" else 2
+        training = kwargs.get("training", args[at] if len(args) > at else name != "rrelu")
         p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        draws = name.endswith("like") or name == "bernoulli" or (training and p)
+        draws = name.endswith("like") or name in ("bernoulli", "gumbel_softmax") or (training and p)
         return (
             f"{name} draws random numbers, and a block draws others than the whole: call net.eval()" if draws else None
         )
@@ -82,6 +85,8 @@ def why_not(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dims: tupl
         return None if len(kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())) < axes else "it joins rows"
     if name in AXIS_AT:
         axis = args[AXIS_AT[name]] if len(args) > AXIS_AT[name] else None
+        if name in SEVERAL and len(args) > 2:
+            axis = args[1:]
         axis = next((kwargs[key] for key in ("dim", "axis", "start_dim") if key in kwargs), axis)
         if axis is None and name in ("chunk", "split", "cat", "concat", "concatenate"):
             axis = 0
@@ -90,8 +95,11 @@ def why_not(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dims: tupl
         listed = axis if isinstance(axis, (tuple, list)) else (axis,)
         width = axes + 1 if name == "unsqueeze" else axes
         if any(not isinstance(a, int) or a % width == 0 for a in listed):
-            return f"{name} over dim={axis} mixes rows or reorders them"
+            given = axis if isinstance(axis, (int, tuple, list)) else f"a {type(axis).__name__}"
+            return f"{name} over dim={given} mixes rows or reorders them"
         return None
+    if name == "one_hot" and kwargs.get("num_classes", args[1] if len(args) > 1 else -1) < 0:
+        return "its width is the largest number of all rows: give num_classes"
     if name in ROW_BY_ROW:
         return None
     return INSTEAD.get(name, "it is not known to make each row of one row")
