@@ -175,13 +175,8 @@ class Run:
         voxels = 0 if root is None else self.blocks.most_in(clipped(root, self.scene.like.batch_size))
         return voxels * self.counting <= self.budget
 
-    def blocks_digest(self) -> str:
-        """What tells this run's blocks from others."""
-        return digest(self.program.cuts, *(block.box for plan in self.plans for block in plan))
-
     def _phase(self, number: int, phase: Phase, plan: list[Block]) -> None:
-        steps = self.program.steps
-        known = [output for output in phase.outputs if steps[output].place == GRID]
+        known = [output for output in phase.outputs if self.program.steps[output].place == GRID]
         mine = [(at, plan[at]) for at in self.shares[number]]
         for output in known:
             if not self._is_gathered(output):
@@ -193,6 +188,7 @@ class Run:
         writes_files = self.out is not None or self.store.folder is not None
         has_thread = writes_files and self.budget >= THREAD  # whose memory counts as well
         with self.ranks.together(), pipeline_of(self.device, has_thread) as self.pipeline:
+            self.store.check(number, lambda at: self._some_rows(phase, plan[at]))
             for (at, block), inputs in self.pipeline.ahead(mine, lambda item: self._inputs(phase, item[1].box)):
                 parts = self._block(work, phase, block.box, inputs)
                 self.pipeline.leave(parts, partial(self._finish, number, at, phase), known)
@@ -343,10 +339,16 @@ class Run:
                 self.store.put(f"piece.{output}.{at}", tuple(torch.cat(some) for some in zip(*kept)))
         for total in phase.totals:
             self.store.put(f"total.{total}.{at}", [part[total] for part in parts])
-        self.store.finish(f"{number}.{at}")
+        self.store.finish(f"{number}.{at}", lambda: self._some_rows(phase, self.plans[number][at]))
         self.done += 1
         if self.progress is not None:
             self.progress(self.done, self.total)
+
+    def _some_rows(self, phase: Phase, block: Block) -> str:
+        """A digest of some rows that a block left."""
+        rows = self.blocks.order[block.first : block.last][:: block.size // 16 + 1].long()
+        arrays = (self.arrays[output] for output in phase.outputs if output in self.arrays)
+        return digest(*(array[rows.to(array.device)] for array in arrays))[:16]
 
     def _join(self, number: int, phase: Phase, count: int) -> None:
         """Totals of all blocks, and what is made of them alone."""
@@ -354,8 +356,7 @@ class Run:
             step: Any = self.program.steps[total]
             parts = [part for at in range(count) for part in self.store.get(f"total.{total}.{at}")]
             self.shared[total] = self.on_device(step.join(parts, self.program.steps[step.of].dtype))
-            if isinstance(step, BatchStatistics):
-                self.followers.append((step, parts))
+            self.followers += [(step, parts)] if isinstance(step, BatchStatistics) else []
         self.finish_whole(self.shared)
 
     def finish_whole(self, shared: dict[int, Any]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +21,8 @@ import torch
 from sparseconv.gpu.digests import digest
 from sparseconv.streaming.ranks import ALONE, Ranks
 
+#: locks of files; Windows has others
+fcntl: Any = import_module("fcntl") if os.name == "posix" else None
 #: how numbers are written that numpy has no name for
 NUMPY = {torch.bfloat16: np.dtype(np.int16)}
 
@@ -66,7 +72,36 @@ class Store:
         self._pieces: dict[str, Any] = {}
         #: names of shared arrays, by where they lie
         self._names: dict[int, str] = {}
-        self._done: set[str] = set()
+        #: finished tasks, each with a digest of some rows that it left
+        self._done: dict[str, str] = {}
+        self._lock: Any = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Raises ValueError where another run uses the folder, as far as its file system can tell."""
+        try:
+            self.ranks.agreed(lambda: (self._hold(), {}))
+            yield
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+
+    def _hold(self) -> bool:
+        if fcntl is None or self.folder is None or self.ranks.rank:
+            return False
+        self._lock = (self.folder / "lock.txt").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{self.folder} is used by another run: wait for it, or give another folder") from None
+        except OSError:
+            return False  # no locks there
+        return True
+
+    def knows(self, about: dict[str, Any]) -> None:
+        """Raise ValueError where the folder holds a run of something else: before anything in it is changed."""
+        if self.folder is not None:
+            self.ranks.agreed(lambda: (self._compare(about), {}))
 
     def open(self, about: dict[str, Any]) -> None:
         """Begin, or go on with what was done: by all ranks. Raises ValueError where the folder holds a run of something
@@ -94,25 +129,31 @@ class Store:
         assert self.folder is not None
         if self.ranks.rank:  # ranks agree in what they run, so one looks
             return False
-        path, text = self.folder / "stream.json", json.dumps(about, indent=1, sort_keys=True)
-        if path.exists():
-            before = json.loads(path.read_text())
-            differing = [name for name in sorted({*before, *about}) if before.get(name) != json.loads(text).get(name)]
-            if differing:
-                raise ValueError(
-                    f"{self.folder} holds a run that differs in {', '.join(differing)}: it cannot go on with another "
-                    "network, scene or budget. Give the same, or a new folder"
-                )
-            return True
-        _written(path, text.encode())
+        if not self._compare(about):
+            _written(self.folder / "stream.json", json.dumps(about, indent=1, sort_keys=True).encode())
         return True
 
-    def _read(self) -> set[str]:
+    def _compare(self, about: dict[str, Any]) -> bool:
+        """Whether the folder holds a run of this."""
+        assert self.folder is not None
+        path = self.folder / "stream.json"
+        if self.ranks.rank or not path.exists():
+            return False
+        before, now = json.loads(path.read_text()), json.loads(json.dumps(about))
+        differing = [name for name in sorted(now) if before.get(name) != now[name]]
+        if differing:
+            raise ValueError(
+                f"{self.folder} holds a run that differs in {', '.join(differing)}: it cannot go on with another "
+                "network, scene or budget. Give the same, or a new folder"
+            )
+        return True
+
+    def _read(self) -> dict[str, str]:
         """Which blocks are done, by what every rank of any earlier run wrote, without half a line at an end."""
         assert self.folder is not None
         for log in sorted(self.folder.glob("done*.txt")):
             lines = log.read_text().split("\n")[:-1]
-            self._done.update(lines)
+            self._done.update((task, found) for task, _, found in (line.partition(" ") for line in lines))
             if log == self._log:
                 _written(log, "".join(f"{line}\n" for line in lines).encode())
         return self._done
@@ -139,6 +180,9 @@ class Store:
             return in_memory(shape, dtype)
         path, kind = self.folder / f"{name}.npy", kind_of(dtype)
         if makes and not path.exists():
+            size, free = kind.itemsize * math.prod(shape), shutil.disk_usage(self.folder).free
+            if size > free:  # a mapped page without room would end the process
+                raise OSError(errno.ENOSPC, f"{size} bytes are needed and {free} are free", str(path))
             np.lib.format.open_memmap(path.with_suffix(".new"), "w+", kind, tuple(shape))
             os.replace(path.with_suffix(".new"), path)
         return torch.from_numpy(np.lib.format.open_memmap(path, "r+")).view(dtype)
@@ -153,12 +197,24 @@ class Store:
     def is_done(self, task: str) -> bool:
         return task in self._done
 
-    def finish(self, task: str) -> None:
-        """A task's results are all kept."""
+    def finish(self, task: str, left: Callable[[], str]) -> None:
+        """A task's results are all kept; ``left`` is a digest of some of them."""
+        found = ""
         if self.folder is not None:
+            found = "" if self._is_made else left()
             with self._log.open("a") as log:
-                log.write(task + "\n")
-        self._done.add(task)
+                log.write(f"{task} {found}\n")
+        self._done[task] = found
+
+    def check(self, phase: int, left: Callable[[int], str]) -> None:
+        """Raise ValueError where rows are not those that the finished blocks of a phase have left."""
+        for task, found in self._done.items():
+            number, at = map(int, task.split("."))
+            if number == phase and found and left(at) != found:
+                raise ValueError(
+                    f"the rows that finished blocks left are not there any more: {self.folder} goes on with the same "
+                    "out as before, opened by mode 'r+', which empties no file. Or begin with a new folder"
+                )
 
     def put(self, name: str, piece: Any) -> None:
         """Keep tensors, and tuples and lists of them."""

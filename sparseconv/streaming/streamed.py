@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from fractions import Fraction
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+#: bytes up to which a whole scene is compared with that of the run that goes on
+WHOLE = 2**26
 #: is told of each block: blocks done, blocks in all
 Told = Callable[[int, int], None]
 
@@ -97,8 +101,9 @@ def stream(
     """
     ranks = Ranks.of(group)
     job = ranks.agreed(partial(_understood, net, x, budget_bytes, batch_size, device, resume, out, gather, ranks))
-    with shown(progress, ranks.rank == 0) as told:
-        return _streamed(job, budget_bytes, Store(resume, ranks), told, ranks)
+    store = Store(resume, ranks)
+    with store.held(), shown(progress, ranks.rank == 0) as told:
+        return _streamed(job, budget_bytes, store, told, ranks)
 
 
 @contextmanager
@@ -128,10 +133,11 @@ def _streamed(job: Job, budget_bytes: int, store: Store, progress: Told | None, 
     @torch.no_grad()
     def planned() -> tuple[Run, dict[str, Any]]:
         made = Run(job, budget_bytes, store, progress, ranks)
-        return made, {"blocks": made.blocks_digest()}
+        return made, {"blocks": _blocks_of(made)}
 
+    store.knows(job.about)
     run = ranks.agreed(planned)
-    store.open({**job.about, "blocks": run.blocks_digest()})
+    store.open({**job.about, "blocks": _blocks_of(run)})
     features: Any = Streamed.apply(run, job.scene.features, *job.parameters) if job.learns else None
     if not job.learns:
         with torch.no_grad():
@@ -173,6 +179,8 @@ def _understood(
     numbers = [number_of_leaf(leaf) for leaf in leaves]
     program = Program(recording.steps, [n for n in numbers if n is not None])
     into = None if out is None else checked_out(out, program, scene, ranks)
+    if _file_of(out) is not None and isinstance(x, (tuple, list)) and _file_of(out) in map(_file_of, x):
+        raise ValueError("out is a file of x, which blocks still read: give it a file of its own")
     parameters = parameters_of(program)
     learns = torch.is_grad_enabled() and (scene.features.requires_grad or bool(parameters))
     if learns and (resume is not None or out is not None):
@@ -193,17 +201,43 @@ def _understood(
     return job, {**said, "the file of out": _file_of(out)}
 
 
+def _blocks_of(run: Run) -> str:
+    """What tells a run's blocks from others."""
+    return digest(run.program.cuts, *(block.box for plan in run.plans for block in plan))
+
+
 def _about(net: torch.nn.Module, program: Program, scene: Scene, device: torch.device) -> dict[str, str]:
     """What a run is of, for one that goes on with it: of a large scene some of the rows."""
-    some = torch.linspace(0, max(0, len(scene) - 1), min(len(scene), 1000), dtype=torch.float64).long()
+    count = len(scene) if scene.coords.nbytes + scene.features.nbytes <= WHOLE else 1000
+    some = torch.linspace(0, max(0, len(scene) - 1), min(len(scene), count), dtype=torch.float64).round().long()
     coords, features = scene.coords[some.to(scene.coords.device)], scene.features[some.to(scene.features.device)]
     shapes = (tuple(scene.coords.shape), tuple(scene.features.shape), scene.features.dtype, scene.like.batch_size)
+    state = net.state_dict()
+    kept = {(value.data_ptr(), value.shape): name for name, value in state.items() if isinstance(value, torch.Tensor)}
     return {
-        "network": digest(*(t for item in net.state_dict().items() for t in item)),
-        "steps": digest(*((type(s).__name__, s.where, s.uses, s.channels, s.dtype) for s in program.steps)),
+        "network": digest(*(t for item in state.items() for t in item)),
+        "steps": digest(*(part for step in program.steps for part in _parts(step, kept))),
         "scene": digest(shapes, coords, features),
         "device": device.type,
     }
+
+
+def _parts(value: Any, kept: dict[Any, str]) -> Iterator[Any]:
+    """Texts and tensors that tell a step from others, the same in every process; ``kept`` are tensors with names."""
+    if isinstance(value, torch.Tensor):
+        yield kept.get((value.data_ptr(), value.shape), value)
+    elif isinstance(value, (list, tuple, dict)):
+        yield f"{type(value).__name__} {len(value)}"
+        for one in value.items() if isinstance(value, dict) else value:
+            yield from _parts(one, kept)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield type(value).__name__
+        for one in fields(value):
+            yield from _parts((one.name, getattr(value, one.name)), kept)
+    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, Fraction, torch.dtype)):
+        yield f"{value!r};"
+    else:  # a function, or what has no name but that of its kind
+        yield f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)};"
 
 
 def _file_of(out: Any) -> Any:
@@ -220,11 +254,28 @@ def checked_out(out: Any, program: Program, scene: Scene, ranks: Ranks) -> torch
     shape, dtype = (len(scene), *steps[0].channels), steps[0].dtype
     if tuple(into.shape) != shape or into.dtype != dtype:
         raise ValueError(f"out must be {shape} of {dtype}; got {tuple(into.shape)} of {into.dtype}")
+    if _meets(into, scene.features) or _meets(into, scene.coords):
+        raise ValueError("out lies in the memory of x, which blocks still read: give it memory of its own")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out is an array that cannot be written: open its file with mode 'r+'")
     if ranks.size > 1 and (_file_of(out) is None or out.mode not in ("r+", "w+")):
         raise ValueError("of several ranks, out is one file that all map: numpy.load(name, mmap_mode='r+')")
     return into
+
+
+def _meets(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether rows lie in the same memory, and not in other columns of it."""
+    (first, last), (start, end) = (
+        (t.data_ptr(), t.data_ptr() + t.itemsize * sum((n - 1) * step for n, step in zip(t.shape, t.stride())))
+        for t in (a, b)
+    )
+    if not a.numel() or not b.numel() or a.device != b.device or first > end or start > last:
+        return False
+    pitch = a.stride(0) * a.itemsize
+    if pitch != b.stride(0) * b.itemsize or a.stride(-1) != 1 or b.stride(-1) != 1 or not pitch:
+        return True
+    gap = (first - start) % pitch
+    return gap < b.shape[-1] * b.itemsize or gap + a.shape[-1] * a.itemsize > pitch
 
 
 def _result(run: Run, leaf: Any, number: int, rows: Result) -> Any:

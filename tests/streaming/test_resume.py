@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import sparseconv as sc
+from sparseconv import nn
 from tests.streaming.scenes import NETWORKS, forced, scene
 
 
@@ -69,11 +70,11 @@ def test_a_finished_block_is_written_while_the_next_is_computed(tmp_path, monkey
         next(event for event in begun if not event.is_set()).set()
         return run(*args)
 
-    def writes(self, task):
+    def writes(self, *task):
         writers.append(current_thread().name)
         if len(writers) == 1:
             assert begun[1].wait(60), "the second block waits for the first one's files"
-        finish(self, task)
+        finish(self, *task)
 
     net, x = NETWORKS["conv"]().eval(), scene()
     with torch.no_grad():
@@ -142,6 +143,128 @@ def test_a_folder_of_another_run_is_refused(tmp_path, monkeypatch):
         net[0].weight.mul_(2)
         with pytest.raises(ValueError, match="differs in network"):
             sc.stream(net, x, 10**9, resume=tmp_path)
+
+
+class Scaled(nn.SparseModule):
+    """A layer, a function, and a number that no state_dict has."""
+
+    def __init__(self, scale, function, **layer) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.function = nn.SubmanifoldConv(4, 4, 3, **layer), function
+        self.register_buffer("scale", torch.full((4,), scale), persistent=False)
+
+    def forward(self, x: sc.SparseTensor) -> sc.SparseTensor:
+        y = self.conv(x)
+        return y.with_features(self.function(y.features * self.scale))
+
+
+def stopped(net, x, folder, **options):
+    """A run that ends after its third block."""
+
+    def progress(done: int, total: int) -> None:
+        if done == 3:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        sc.stream(net, x, 10**9, resume=folder, progress=progress, **options)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: Scaled(3.0, torch.relu),
+        lambda: Scaled(2.0, torch.tanh),
+        lambda: Scaled(2.0, lambda f: f.relu().clamp(max=0.1)),
+        lambda: Scaled(2.0, torch.relu, dilation=2),
+    ],
+    ids=["a buffer", "a function", "a number", "a dilation"],
+)
+def test_another_network_of_the_same_weights_is_refused(other, tmp_path, monkeypatch):
+    x = scene()
+    forced(monkeypatch, 0, 100)
+    with torch.no_grad():
+        stopped(Scaled(2.0, torch.relu), x, tmp_path)
+        with pytest.raises(ValueError, match="differs in steps"):
+            sc.stream(other(), x, 10**9, resume=tmp_path)
+        want = Scaled(2.0, torch.relu)(x).features
+        assert torch.equal(sc.stream(Scaled(2.0, torch.relu), x, 10**9, resume=tmp_path).features, want)
+
+
+def test_one_row_of_a_scene_that_changed_is_seen(tmp_path, monkeypatch):
+    net, x = NETWORKS["conv"]().eval(), scene(count=3000)
+    assert len(x.grid) > 2000
+    features = x.features.clone()
+    features[1, 2] += 1
+    forced(monkeypatch, 0, 500)
+    with torch.no_grad():
+        stopped(net, x, tmp_path)
+        for other in (x.with_features(features), scene(count=3500)):
+            with pytest.raises(ValueError, match="differs in scene"):
+                sc.stream(net, other, 10**9, resume=tmp_path)
+        assert torch.equal(sc.stream(net, x, 10**9, resume=tmp_path).features, net(x).features)
+
+
+@pytest.mark.parametrize("kinds", ["another out", "an emptied out", "out at first", "out at last"])
+def test_rows_that_finished_blocks_left_must_be_there(kinds, tmp_path, monkeypatch):
+    net, x = NETWORKS["conv"]().eval(), scene()
+    first, last = torch.zeros(len(x.grid), 4), torch.zeros(len(x.grid), 4)
+    forced(monkeypatch, 0, 100)
+    given = {
+        "another out": ({"out": first}, {"out": last}),
+        "an emptied out": ({"out": first}, {"out": first}),
+        "out at first": ({"out": first}, {}),
+        "out at last": ({}, {"out": last}),
+    }
+    before, after = given[kinds]
+    with torch.no_grad():
+        stopped(net, x, tmp_path, **before)
+        kept = first.clone()
+        first.zero_()
+        with pytest.raises(ValueError, match=r"not there any more.*opened by mode 'r\+'"):
+            sc.stream(net, x, 10**9, resume=tmp_path, **after)
+        first.copy_(kept)
+        got = sc.stream(net, x, 10**9, resume=tmp_path, **before)
+        assert torch.equal(got.features, net(x).features)
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path, monkeypatch):
+    net, x = NETWORKS["conv"]().eval(), scene()
+    forced(monkeypatch, 0, 100)
+
+    @torch.no_grad()
+    def progress(done: int, total: int) -> None:
+        if done == 2:
+            with pytest.raises(ValueError, match="is used by another run"):
+                sc.stream(net, x, 10**9, resume=tmp_path)
+
+    with torch.no_grad():
+        got = sc.stream(net, x, 10**9, resume=tmp_path, progress=progress)
+        assert torch.equal(got.features, net(x).features)
+        assert torch.equal(sc.stream(net, x, 10**9, resume=tmp_path).features, net(x).features)
+
+
+def test_a_disk_without_room_is_an_error(tmp_path, monkeypatch):
+    import shutil
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+    with torch.no_grad(), pytest.raises(OSError, match="bytes are needed and 100 are free"):
+        sc.stream(NETWORKS["conv"]().eval(), scene(), 10**9, resume=tmp_path)
+
+
+def test_out_lies_elsewhere_than_the_scene(tmp_path):
+    net, x = NETWORKS["conv"]().eval(), scene()
+    both = torch.zeros(len(x.grid), 8)
+    both[:, :4] = x.features
+    np.save(tmp_path / "x.npy", x.features.numpy())
+    files = [np.load(tmp_path / "x.npy", mmap_mode=mode) for mode in ("r", "r+")]
+    with torch.no_grad():
+        assert torch.equal(sc.stream(net, (x.coords, both[:, :4]), 10**9, out=both[:, 4:]), net(x).features)
+        with pytest.raises(ValueError, match="out lies in the memory of x"):
+            sc.stream(net, (x.coords, both[:, :4]), 10**9, out=both[:, 3:7])
+        with pytest.raises(ValueError, match="out is a file of x"):
+            sc.stream(net, (x.coords, files[0]), 10**9, out=files[1])
 
 
 def test_out_must_fit():
