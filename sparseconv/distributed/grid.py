@@ -135,8 +135,7 @@ class Arrivals:
         order = torch.argsort(self.rows, stable=True)  # by voxel, then by the rank that sent it
         sizes = torch.bincount(self.rows, minlength=num_rows)
         if reduce == "first":
-            starts = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)[:-1]])
-            return came[order[starts]]
+            return came[order[sizes.cumsum(0) - sizes]]
         total = torch.segment_reduce(came[order], "sum", lengths=sizes, axis=0, unsafe=True)
         return total if reduce == "sum" else total / sizes[:, None]
 

@@ -59,12 +59,13 @@ class Store:
         self.ranks = ALONE if ranks is None else ranks
         self._is_made = folder is None and self.ranks.size > 1
         if self._is_made:
-            folder = self.ranks.heard(tempfile.mkdtemp(prefix="stream-") if self.ranks.rank == 0 else None)[0]
+            own = self.ranks.agreed(lambda: (None if self.ranks.rank else tempfile.mkdtemp(prefix="stream-"), {}))
+            folder = self.ranks.heard(own)[0]
             if self.ranks.rank == 0:
                 weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.folder = None if folder is None else Path(folder)
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.ranks.agreed(lambda: (self._make(), {}))
         if self.ranks.size > 1:
             token = self.ranks.heard(os.urandom(8).hex())[0]
             self.ranks.agreed(lambda: (self._show(token), {}))
@@ -110,6 +111,11 @@ class Store:
             return
         self.ranks.agreed(lambda: (self._identify(about), {}))
         self.ranks.agreed(lambda: (None, {"finished blocks": digest(*sorted(self._read()))}))
+
+    def _make(self) -> bool:
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return True
 
     def _show(self, token: str) -> bool:
         assert self.folder is not None

@@ -57,6 +57,29 @@ def test_shares_are_even_and_features_follow(order):
     assert [s for *_, sums in results for s in sums] == [[3.0]]
 
 
+def crumbs(order: str) -> list:
+    """Features of fewer voxels than ranks, and of none."""
+    found = []
+    for count in (0, 1, 2):
+        coords = torch.tensor([[0, 5 * k, 0, 0] for k in range(count)]).view(count, 4).int()
+        grid, features = sc.VoxelGrid(coords, 2), torch.arange(count).double()[:, None] + 1
+        part = mine(grid)
+        sharded = shard(grid.subset(part), by=order)
+        for reduce in ("first", "sum", "mean"):
+            brought = features[part].requires_grad_()
+            own = sharded.bring(brought, reduce)
+            own.sum().backward()
+            values = sharded.gather(own.detach())[1]
+            found.append((sum(sharded.counts), sorted(values.flatten().tolist()), bool((brought.grad == 1).all())))
+    return found
+
+
+@pytest.mark.parametrize("order", ["morton", "slab", "kd"])
+def test_ranks_without_a_row(order):
+    want = [(count, [float(k + 1) for k in range(count)], True) for count in (0, 1, 2) for _ in range(3)]
+    assert on_ranks(3, crumbs, order) == [want] * 3
+
+
 def write_then_read(folder: str) -> list:
     grid, features = scene()
     part = mine(grid)

@@ -177,7 +177,7 @@ def raised(work: Any) -> str:
     try:
         with torch.no_grad():
             work()
-    except (ValueError, RuntimeError, KeyError) as error:
+    except (ValueError, RuntimeError, KeyError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -206,6 +206,7 @@ def disagreements(folder: str) -> list[str]:
         raised(lambda: sc.stream(net, x, 10**9, group=group, progress=never, out=torch.empty(len(x.grid), 4))),
         raised(lambda: sc.stream(net, x, 10**9, group=group, progress=never, out=file)),
         raised(lambda: sc.stream(net, x, 10**9, group=group, progress=never, resume=f"{folder}/{rank}")),
+        raised(lambda: sc.stream(net, x, 10**9, group=group, resume=f"{folder}/{'1.npy' if rank else 'run'}")),
         raised(lambda: sc.stream(net, x, -rank or 10**9, group=group, progress=never)),
         raised(lambda: sc.stream(net, x, 10**9, group=group, progress=last)),  # the one block is rank 0's
     ]
@@ -220,6 +221,7 @@ def test_ranks_that_disagree_hear_so_before_a_block_is_run(tmp_path):
         "ValueError: of several ranks, out is one file that all map",
         "ValueError: the ranks disagree in the file of out",
         "is not the folder that rank 0 sees: give resume= one that all ranks see",
+        "ValueError: rank 1: [Errno 17] File exists",
         "ValueError: rank 1: budget_bytes must be at least 1",
     ]
     for at, text in enumerate(words):
