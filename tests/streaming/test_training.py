@@ -15,6 +15,8 @@ from tests.streaming.test_totals import NORMS, block
 TRAINED = {
     **{name: NETWORKS[name] for name in ("conv", "unet", "second", "pools", "several", "pruned")},
     **{f"{name} norm": (lambda norm=norm: block(norm)) for name, norm in NORMS.items()},
+    "deep": NETWORKS["deep"],  # of the smaller sample one voxel is left, and of both in the next
+    "coarse": lambda: nn.Sequential(nn.Conv(4, 4, 8, stride=8), nn.BatchNorm(4), nn.ReLU()),
     "squeeze": lambda: nn.Sequential(nn.SubmanifoldConv(4, 8, 3), Squeeze(8), nn.SubmanifoldConv(8, 3, 3)),
 }
 

@@ -102,6 +102,7 @@ class Recorded(torch.Tensor):
 
     recording: Recording
     number: int
+    is_watched = True  # its number of rows says nothing of the scene's
 
     @classmethod
     def __torch_function__(
