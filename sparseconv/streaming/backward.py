@@ -152,7 +152,8 @@ class _Backward:
                 total: Any = run.program.steps[number]
                 stored = [run.store.get(f"total.{number}.{at}") for at in range(count)]
                 parts[number] = [[tuple(_leaf(t) for t in part) for part in block] for block in stored]
-                joined = total.join(list(chain(*parts[number])), run.program.steps[total.of].dtype)
+                with torch.set_grad_enabled(total.modes is None or total.modes[0]):
+                    joined = total.join(list(chain(*parts[number])), run.program.steps[total.of].dtype)
                 shared[number] = run.on_device(joined)
             run.finish_whole(shared)
             outputs, grads = [], []

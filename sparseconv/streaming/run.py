@@ -365,7 +365,7 @@ class Run:
             step = self.program.steps[known]
             ready = known not in shared and not isinstance(step, Total) and self.program.is_whole(known)
             if ready and all(used in shared for used in step.uses):
-                shared[known] = step.run(shared)
+                shared[known] = step.value(shared)
 
     def level_of(self, number: int) -> int:
         """The phase after which a tensor of the whole scene is there."""

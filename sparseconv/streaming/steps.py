@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -45,6 +46,16 @@ class Wants:
         return self.boxes
 
 
+#: whether gradients are on, and autocast of each kind of device: its dtype, and whether it is on
+Modes = tuple[bool, tuple[tuple[str, torch.dtype, bool], ...]]
+
+
+def modes_now() -> Modes:
+    """Those that a network may change on its way."""
+    casts = ((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), tuple(casts)
+
+
 @dataclass(kw_only=True)
 class Step:
     """One value of a network: a grid, a plan, rows of features, or a tensor of the whole scene.
@@ -57,6 +68,18 @@ class Step:
     place: int | None = None
     channels: tuple[int, ...] = ()  # sizes of a row
     dtype: torch.dtype | None = None
+    modes: Modes | None = None  # where they were others than around the network
+
+    def value(self, values: Any) -> Any:
+        """What `run` returns, in the modes that the network set for this step."""
+        if self.modes is None:
+            return self.run(values)
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.modes[0] and torch.is_grad_enabled()))
+            for now, then in zip(modes_now()[1], self.modes[1]):
+                if now != then:
+                    stack.enter_context(torch.autocast(*then))
+            return self.run(values)
 
     @property
     def uses(self) -> tuple[int, ...]:

@@ -158,7 +158,7 @@ class Work:
 
     def _made(self, number: int, values: Values) -> Any:
         """The value of a step; a plan's kernels are those of the whole scene's."""
-        made = self.program.steps[number].run(values)
+        made = self.program.steps[number].value(values)
         if number in self.sizes:
             made.kernel_map.part_of = self.sizes[number]
         return made

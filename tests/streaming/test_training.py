@@ -172,3 +172,38 @@ def test_blocks_are_computed_once_more_in_the_same_autocast(monkeypatch):
     for want, got in zip(*found):
         assert got.dtype == want.dtype
         torch.testing.assert_close(got, want, rtol=0.05, atol=0.05 * want.abs().max().item())
+
+
+class Moded(nn.SparseModule):
+    """A part without gradients, a mean without them, and a part in autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.seen = nn.SubmanifoldConv(4, 4, 3), nn.SubmanifoldConv(4, 4, 3)
+        self.pool, self.last = nn.GlobalAvgPool(), nn.Linear(4, 4)
+
+    def forward(self, x: sc.SparseTensor) -> sc.SparseTensor:
+        with torch.no_grad():
+            y = self.frozen(x)
+        y = self.seen(y)
+        with torch.no_grad():
+            means = self.pool(y)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.last(y.with_features(y.features + means[y.coords[:, 0].long()]))
+
+
+@pytest.mark.parametrize("cuts", [0, 2])
+def test_modes_that_a_network_sets_on_its_way(cuts, monkeypatch):
+    torch.manual_seed(0)
+    net, x, found = Moded(), scene(count=120), []
+    forced(monkeypatch, cuts, 50)
+    for run in (net, lambda part: sc.stream(net, part, 10**9)):
+        net.zero_grad()
+        y = run(x).features
+        loss(y.float()).backward()
+        found.append([y.detach(), *(p.grad for p in net.parameters())])
+    for want, got in zip(*found):
+        assert (got is None) == (want is None)
+        if want is not None:
+            assert got.dtype == want.dtype
+            torch.testing.assert_close(got, want, rtol=0.05, atol=0.05 * want.abs().max().item())

@@ -16,6 +16,7 @@ from sparseconv.streaming.steps import (
     Ref,
     Step,
     SubsetGrid,
+    modes_now,
 )
 from sparseconv.streaming.totals import BatchStatistics, normed_rows
 
@@ -28,6 +29,8 @@ class Recording:
         self.values: list[Any] = []
         #: plans that were made on each watched grid: they hold that grid
         self.derived: list[dict[Any, Any]] = []
+        #: those around the network
+        self.modes = modes_now()
         #: steps whose values a network has written over since
         self.stale: set[int] = set()
         self._names = {id(module): name for name, module in net.named_modules()}
@@ -77,6 +80,8 @@ class Recording:
     def add(self, step: Step, *value: Any) -> int:
         """Write a step down and run it on the sample; its number."""
         step.number, step.where = len(self.steps), self.place()
+        modes = modes_now()
+        step.modes = None if modes == self.modes else modes
         if not self.stale.isdisjoint(step.uses):
             self.refuse_stale()
         with torch.no_grad():
