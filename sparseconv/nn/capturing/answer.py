@@ -7,18 +7,14 @@ caller gave. A client may also fill in the dicts that it was given, as detectors
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.nn.capturing.reads import MISSING, PLAIN, ReadDict, form_of, is_container, items_of
 from sparseconv.nn.capturing.region import Kind, Shape, kind_of
-
-#: bytes of an array among the arguments that calls are told apart by
-MOST_BYTES = 2**12
-PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
 class CannotCapture(Exception):
@@ -36,6 +32,7 @@ class Given:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.whole = (args, kwargs)
         self._paths: dict[int, tuple[Any, ...]] = {}
+        self._note_read: Callable[[tuple[Any, ...]], None] | None = None
         self._copies: dict[int, tuple[Any, ...]] = {}
         #: dicts that the call may fill in: the caller's, or the copies made last; and what they held before the call
         self._dicts: dict[tuple[Any, ...], dict[Any, Any]] = {}
@@ -45,7 +42,7 @@ class Given:
         self._note(self.whole, ())
 
     def _note(self, value: Any, path: tuple[Any, ...]) -> None:
-        if not _is_container(value):
+        if not is_container(value):
             self.leaves.append((path, value))
             if not isinstance(value, PLAIN):
                 self._paths.setdefault(id(value), path)
@@ -53,17 +50,27 @@ class Given:
         self._paths.setdefault(id(value), path)
         if isinstance(value, dict) and len(path) > 1:
             self._dicts[path], self._before[path] = value, dict(value)
-        for key, item in _items(value):
+        for key, item in items_of(value):
             self._note(item, (*path, key))
 
-    def forms(self, rows: int | None, device: torch.device) -> tuple[Any, ...]:
+    def forms(self, rows: int, device: torch.device) -> tuple[Any, ...]:
         """What calls are told apart by: of a tensor its form, of others what is `spelled`; sparse tensors are left out.
 
         Only the number of rows of a tensor on ``device`` is left out, unless that is 0, for which code often has a way
-        of its own. One elsewhere is told by its values, since a graph holds what it was. Where ``rows`` is None, for no
-        number a voxel, tensors are read outside of graphs.
+        of its own. One elsewhere is told by its values, since a graph holds what it was.
         """
-        return tuple((path, _form(leaf, rows, device)) for path, leaf in self.leaves if kind_of(leaf) is None)
+        return tuple((path, form_of(leaf, rows, device)) for path, leaf in self.leaves if kind_of(leaf) is None)
+
+    def entry(self, path: tuple[Any, ...]) -> Any:
+        """What a dict among the arguments holds at a path now: the call may have changed it."""
+        try:
+            return self.at(path)
+        except (KeyError, IndexError, TypeError):
+            return MISSING
+
+    def is_dict(self, value: Any) -> bool:
+        """Whether it is a dict among the arguments of which `copied` can tell what is read."""
+        return type(value) is dict and id(value) in self._paths
 
     def lengths(self, rows: int, device: torch.device) -> tuple[int, ...]:
         """Rows of each tensor on a device that are not one a voxel, whose number is ``rows``."""
@@ -74,9 +81,16 @@ class Given:
         self.whole, self.leaves = ((), {}), []
         self._dicts, self._before, self._paths, self._copies = {}, {}, {}, {}
 
-    def copied(self, replaced: Mapping[tuple[Any, ...], Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments in new containers, some leaves ``replaced`` by their path."""
-        self._copies = {}
+    def copied(
+        self,
+        replaced: Mapping[tuple[Any, ...], Any] | None = None,
+        note: Callable[[tuple[Any, ...]], None] | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in new containers, some leaves ``replaced`` by their path.
+
+        ``note`` is called with the path of every entry of a dict that is read; it ends in EVERY for all entries.
+        """
+        self._copies, self._note_read = {}, note
         made: tuple[tuple[Any, ...], dict[str, Any]] = self._copied(self.whole, (), replaced or {})
         return made
 
@@ -85,9 +99,12 @@ class Given:
         if path in replaced:
             self._copies[id(replaced[path])] = path
             return replaced[path]
-        if not _is_container(value):
+        if not is_container(value):
             return value
-        made = _rebuilt(value, [self._copied(item, (*path, key), replaced) for key, item in _items(value)])
+        made = _rebuilt(value, [self._copied(item, (*path, key), replaced) for key, item in items_of(value)])
+        note = self._note_read
+        if note is not None and self.is_dict(value):
+            made = ReadDict(made, lambda key: note((*path, key)))
         self._copies[id(made)] = path
         if path in self._dicts:
             self._dicts[path] = made
@@ -105,8 +122,8 @@ class Given:
         found = []
         for path, now in self._dicts.items():
             before = self._before[path]
-            gone = [key for key in before if key not in now]
-            new = {k: v for k, v in now.items() if k not in before or not self._same(v, before[k])}
+            gone = [key for key in before if not dict.__contains__(now, key)]
+            new = {k: v for k, v in dict.items(now) if k not in before or not self._same(v, before[k])}
             if gone or new:
                 found.append((path, gone, new))
         return found
@@ -202,8 +219,8 @@ class Answer:
         if isinstance(value, PLAIN):
             self.plain.append(value)
             return _Constant(value)
-        if _is_container(value):
-            return _Tree(value, [self._node(item) for _, item in _items(value)])
+        if is_container(value):
+            return _Tree(value, [self._node(item) for _, item in items_of(value)])
         raise CannotCapture(f"it returns a {type(value).__name__}, which may hold tensors that nobody can find")
 
     def _place(self, value: torch.Tensor) -> _Place:
@@ -326,16 +343,6 @@ _NOTHING = torch.empty(0, 0)
 _NOWHERE = VoxelGrid(torch.empty(0, 2, dtype=torch.int32))
 
 
-def _form(leaf: Any, rows: int | None, device: torch.device) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return spelled(leaf)
-    if rows is not None and leaf.device != device:
-        cells = leaf.detach().reshape(-1) if leaf.device.type == "cpu" and leaf.nbytes <= MOST_BYTES else None
-        return leaf.dtype, leaf.shape, object() if cells is None else spelled(cells.view(torch.uint8).numpy())
-    by_row = rows is None or leaf.shape[:1] == (rows,)
-    return leaf.ndim, leaf.shape[1:], by_row, leaf.numel() == 0, leaf.dtype, leaf.device
-
-
 def is_there(leaf: Any, device: torch.device) -> bool:
     """Whether an argument is a tensor, not a sparse one, on a device."""
     return isinstance(leaf, torch.Tensor) and leaf.device == device and kind_of(leaf) is None
@@ -344,29 +351,6 @@ def is_there(leaf: Any, device: torch.device) -> bool:
 def has_own_rows(leaf: torch.Tensor, rows: int) -> bool:
     """Whether it has rows, and not ``rows`` of them."""
     return leaf.ndim > 0 and len(leaf) != rows
-
-
-def spelled(value: Any) -> Any:
-    """What calls are told apart by; nothing is equal to what may change unseen."""
-    if isinstance(value, np.ndarray) and value.nbytes <= MOST_BYTES and not value.dtype.hasobject:
-        return value.dtype.str, value.shape, value.tobytes()
-    try:
-        hash(value)
-    except TypeError:
-        return object()
-    return value
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (dict, list, tuple)) and type(value) is not torch.Size
-
-
-def _items(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        return list(value.items())
-    if _is_container(value):
-        return list(enumerate(value))
-    return []
 
 
 def _rebuilt(like: Any, items: list[Any]) -> Any:

@@ -18,6 +18,8 @@ from sparseconv.nn.capturing.region import Limits, Scene, Shape, kind_of
 
 #: steps of rows to an octave
 FINE, COARSE = 16, 4
+#: about how much more memory a row takes where gradients are wanted
+TRAINING = 3
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class Sizes:
         if loose:
             shape = tuple(-(-(5 * n) // 256) * 64 for n in shape)  # a quarter more, in multiples of 64
         return Sizes(rows, room, IndexRange.of_shape(shape), shape, loose)
+
+    def places(self, trains: bool) -> int:
+        """About how much memory graphs take, in rows without gradients."""
+        return self.rows * (TRAINING if trains else 1)
 
     def lack(self, scene: Scene) -> str | None:
         """Why the host sees that a scene has no place here; None where it may."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
 
 from sparseconv.gpu import graphs
 from sparseconv.nn.capturing.answer import Given
 from sparseconv.nn.capturing.arrays import Lengths
+from sparseconv.nn.capturing.reads import told, variables_ahead
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene
 
@@ -22,19 +24,43 @@ ROOM = 1.125
 _trains = attrgetter("training")
 
 
-def key_of(scene: Scene, given: Given, path: Any, modules: Sequence[torch.nn.Module]) -> Any:
-    """What calls must have in common to be replays of one recording; ``path`` is None where a call makes its scene, of
-    tensors with any number of rows."""
+class Key(NamedTuple):
+    """What calls must have in common to be replays of one recording."""
+
+    form: tuple[Any, ...]
+    #: where the call makes its scene, by name: variables that the rest of the call may read
+    variables: tuple[tuple[str, Any], ...] = ()
+    #: and what else its graph reads; see `Reads`
+    reads: tuple[Any, ...] = ()
+
+
+def key_of(scene: Scene, given: Given, path: Any, modules: Sequence[torch.nn.Module]) -> Key:
+    """Of a call with a sparse tensor at ``path`` among its arguments; where it is None, of a call that makes its scene,
+    without what the rest of that call may read."""
     kind = scene.features.device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     grad = torch.is_grad_enabled()
-    arguments = given.forms(None if path is None else len(scene.coords), scene.features.device)
-    return (
+    arguments = () if path is None else given.forms(len(scene.coords), scene.features.device)
+    form = (
         tuple(map(_trains, modules)),
         *(grad, autocast, scene.batch_size, scene.coords.shape[1], scene.voxel_size, scene.origin),
         *(scene.features.dtype, scene.features.shape[1], scene.features.device),
         *(grad and scene.features.requires_grad, torch.backends.cuda.matmul.allow_tf32, arguments),
     )
+    return Key(form)
+
+
+def variables_of(given: Given, end: CodeType) -> tuple[tuple[str, Any], ...]:
+    """Variables that the rest of a call may read, with what calls are told apart by; see `variables_ahead`."""
+    return tuple((name, told(value, given.is_dict)) for name, value in variables_ahead(end))
+
+
+def differing(key: Any, others: Iterable[Any]) -> str:
+    """That calls differ in what a graph would hold, in words."""
+    keys = [other for other in others if isinstance(other, Key) and isinstance(key, Key) and other.form == key.form]
+    names = sorted({name for other in keys for name, _ in {*other.variables} ^ {*key.variables}})
+    what = f"variables {', '.join(names)}" if names else "arguments"
+    return f"its {what} are others in every call, and a graph holds them as they were"
 
 
 class Calls:

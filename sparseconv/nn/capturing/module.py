@@ -17,10 +17,11 @@ from sparseconv.gpu.turns import Turns
 from sparseconv.nn.capturing import verify
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import Sizes
-from sparseconv.nn.capturing.calls import Calls, explained, key_of
+from sparseconv.nn.capturing.calls import Calls, differing, explained, key_of, variables_of
 from sparseconv.nn.capturing.module_state import Attributes, ModuleParts
 from sparseconv.nn.capturing.node import replayed
-from sparseconv.nn.capturing.recording import DoesNotFit, Recording, places_for
+from sparseconv.nn.capturing.reads import Reads
+from sparseconv.nn.capturing.recording import DoesNotFit, Recording
 from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
 from sparseconv.nn.capturing.shared_memory import SharedMemory
 from sparseconv.torch_private import others_save
@@ -61,6 +62,8 @@ class Captured:
         self._kinds: dict[Any, Calls] = {}
         #: keys of calls whose arguments cannot have rows to spare, as one that is broadcast: their lengths count, too
         self._by_lengths: set[Any] = set()
+        #: what graphs read of what calls make before them
+        self._reads = Reads()
         self.eager: Counter[str] = Counter()
         #: by mode (training, with gradients): calls refused since the last replay; why calls are the plain calls now
         self._refusals: Counter[tuple[bool, bool]] = Counter()
@@ -166,14 +169,17 @@ class Captured:
         reader = kind_of(x)
         assert reader is not None
         scene = reader.read(x)
-        key = key_of(scene, given, path, (self.module, *self.parts.modules))
+        key: Any = key_of(scene, given, path, (self.module, *self.parts.modules))
+        if path is None:
+            variables = variables_of(given, Captured.__call__.__code__)
+            key = key._replace(variables=variables, reads=self._reads.told(given.entry))
         if key in self._by_lengths:
             key = key, given.lengths(len(scene.coords), scene.features.device)
         kind = self._kinds.get(key) or Calls()
         if key not in self._kinds and len(self._kinds) < MOST_KINDS:
             self._kinds[key] = kind
         elif key not in self._kinds:
-            self._refuse(kind, "its arguments are others in every call, and a graph holds them as they were")
+            self._refuse(kind, differing(key, self._kinds))
         return kind, scene
 
     def _is_ready(self, kind: Calls, scene: Scene) -> bool:
@@ -238,10 +244,16 @@ class Captured:
         return self.plain(*args, **kwargs) if result.why is None else self._eagerly(result.why, args, kwargs)
 
     def _replay_alone(self, kind: Calls, scene: Scene, path: Any, given: Given) -> Any:
+        before = kind.recording
         why = self._prepare(kind, scene, path, given)
         recording = kind.recording
         if why is not None or recording is None:
             return _Instead(why or "nothing is captured")
+        if recording is before and not (recording.is_compared or self.parts.is_changed()):
+            why = verify.against_another(recording, self.module, self.plain, given, scene)
+            if why is not None:
+                kind.recording = None
+                return _Instead(self._refuse(kind, why))
         recording.begin(scene, given)
         if self.parts.is_changed():  # looked at while the device works
             recording.abandon()
@@ -288,8 +300,17 @@ class Captured:
             return self._refuse(kind, str(error))
         finally:
             attributes.put_back()
+        self._learn(kind, given)
         self._forget_old(kind)
         return None
+
+    def _learn(self, kind: Calls, given: Given) -> None:
+        """Tell calls apart by what a new recording reads, too; other kinds of calls are captured anew."""
+        assert kind.recording is not None
+        if not kind.recording.reads <= self._reads:
+            self._reads.add(kind.recording.reads)
+            key = next(key for key, known in self._kinds.items() if known is kind)
+            self._kinds = {key._replace(reads=self._reads.told(given.entry)): kind}
 
     def _disturbed(self, kind: Calls, recording: Recording) -> str:
         """A call that comes before a gradient in the memory of its graphs was taken."""
@@ -316,7 +337,7 @@ class Captured:
         trains = bool(parameters) or example.features.requires_grad
         for attempt in range(4):
             sizes = Sizes.of([*kind.scenes, scene], kind.room, is_first=kind.captures == 1)
-            memory = self._memory_of(kind, places_for(sizes, trains))
+            memory = self._memory_of(kind, sizes.places(trains))
             try:
                 what = self.plain, self.module, given, path, example, sizes, kind.lengths.of_call(scene, given, path)
                 recording = RECORDING(*what, parameters, kind.wanted, memory)

@@ -231,7 +231,7 @@ class Attributes:
     """
 
     def __init__(self, module: torch.nn.Module, given: Iterable[torch.Tensor] = ()) -> None:
-        theirs = [m for m in module.modules() if not type(m).__module__.startswith(("sparseconv.", "torch."))]
+        theirs = modules_of_clients(module)
         self._before = [(m, {name: (value, _copied(value)) for name, value in _own(m)}) for m in theirs]
         self._given = [(t, t._version) for t in given]
 
@@ -259,6 +259,11 @@ class Attributes:
                     del own[name]
             for name, (value, copy) in before.items():
                 own[name] = value if _is_same(value, copy) else _restored(value, copy)
+
+
+def modules_of_clients(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """A module and its parts, but for those of this library and of torch."""
+    return [m for m in module.modules() if not type(m).__module__.startswith(("sparseconv.", "torch."))]
 
 
 class _Tensor(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,15 @@ from torch.overrides import TorchFunctionMode
 
 from sparseconv.nn.capturing.answer import CannotCapture
 from sparseconv.nn.capturing.joining import Joining, Watched
+from sparseconv.nn.capturing.reads import HERE
 from sparseconv.nn.fused.training import batch_norm_of_rows
 from sparseconv.torch_private import TorchDispatchMode, add_each, pytree
 
+#: what tells a tensor's number of rows
+ROWS = {getattr(torch.Tensor, name) for name in ("size", "__len__", "numel", "nelement")}
+ROWS |= {getattr(torch.Tensor, name).__get__ for name in ("shape", "nbytes")}
 #: operations that wait for the device, or whose results have a size that only the device knows
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim")
-HERE = str(Path(__file__).parents[2])
 
 
 class LiveRows(TorchFunctionMode):
@@ -96,7 +99,7 @@ class _Watching(TorchDispatchMode):
 
 
 class Guard(_Watching):
-    """Within it, an operation that no graph can hold raises `CannotCapture` and says where it is.
+    """Within it, what no graph can hold raises `CannotCapture` and says where it is.
 
     Args:
         before: storages of tensors that were made before the region, by address: a replay would read old values.
@@ -106,6 +109,16 @@ class Guard(_Watching):
     def __init__(self, before: Mapping[int, str], device: torch.device) -> None:
         super().__init__()
         self._before, self._device = before, device
+        self._rows = _RowsRead(self._made_before)
+
+    def __enter__(self) -> Guard:
+        self._rows.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._rows.__exit__(*error)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -117,14 +130,40 @@ class Guard(_Watching):
             if name in WAITS and there:
                 raise CannotCapture(f"{name} waits for the device, {place}")
             for t in tensors:  # those on the host, too, whose values a graph would hold
-                what = self._before.get(t.untyped_storage().data_ptr()) if t.numel() else None
+                what = self._made_before(t)
                 if what is not None:
-                    raise CannotCapture(f"{name} reads {what} {tuple(t.shape)}, made before the region, {place}")
+                    raise CannotCapture(f"{name} reads {what}, {place}")
         found = function(*args, **kwargs)
         copied = place is not None and there and name in ("_to_copy", "copy_") and isinstance(found, torch.Tensor)
         if copied and found.device.type != self._device.type:
             raise CannotCapture(f"a tensor is copied to the host, {place}")
         return found
+
+    def _made_before(self, t: torch.Tensor) -> str | None:
+        what = self._before.get(t.untyped_storage().data_ptr()) if t.numel() else None
+        return None if what is None else f"{what} {tuple(t.shape)}, made before the region"
+
+    def check(self, results: Iterable[torch.Tensor]) -> None:
+        """Raise `CannotCapture` where one of the results is no result of the region."""
+        for t in results:
+            what = self._made_before(t)
+            if what is not None:
+                raise CannotCapture(f"it returns {what}")
+
+
+class _RowsRead(TorchFunctionMode):
+    """Within it, asking for the number of rows of a tensor that was ``made_before`` raises `CannotCapture`."""
+
+    def __init__(self, made_before: Callable[[torch.Tensor], str | None]) -> None:
+        super().__init__()
+        self._made_before = made_before
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in ROWS and not (function is torch.Tensor.size and args[1:] and args[1] % max(1, args[0].ndim)):
+            place, what = _place(), self._made_before(args[0])
+            if place is not None and what is not None:
+                raise CannotCapture(f"it asks for the rows of {what}, {place}")
+        return function(*args, **(kwargs or {}))
 
 
 class Breaker(_Watching):

@@ -17,15 +17,14 @@ from sparseconv.gpu.streams import forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import Lengths, SceneArrays, Sizes
 from sparseconv.nn.capturing.joining import Changed, Joined, Joining, Watched
-from sparseconv.nn.capturing.module_state import Attributes, ModuleState
+from sparseconv.nn.capturing.module_state import Attributes, ModuleState, modules_of_clients
 from sparseconv.nn.capturing.padding import Breaker, Guard, LiveRows, Seen
+from sparseconv.nn.capturing.reads import Reading, Reads
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
 from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory
 
 #: captures to try, and bytes of graphs from which on a second one is: their memory is held as long as they are
 TRIES, WORTH = 3, 2**27
-#: about how much more memory a row takes where gradients are wanted
-TRAINING = 3
 
 
 class Recording:
@@ -63,11 +62,16 @@ class Recording:
         with torch.inference_mode(False):
             self.arrays = SceneArrays(given, path, example, sizes, lengths)
             self.state = ModuleState(module, self.parameters)
-        self._told = torch.zeros(0, dtype=torch.int32)
-        self.grads: list[torch.Tensor] = []
+        self._told, self.grads = torch.zeros(0, dtype=torch.int32), list[torch.Tensor]()
         self._gathered: Gathered | None = None
+        #: what the region reads of what the call makes before it; found by the first run
+        self.reads = Reads()
+        self._reading: Reading | None = None
         #: what batch norms take with them; while the first run is watched, what notes that
         self._joined: Watched | list[Joined | None] | None = None
+        #: how far results are from the eager call's; whether those for another scene are, which numbers may tell apart
+        self.gaps: list[float] | None = None
+        self.is_compared = path is not None
 
     # ---- the call on these arrays
 
@@ -85,7 +89,7 @@ class Recording:
         with stack:
             stack.enter_context(torch.autocast(kind, dtype, torch.is_autocast_enabled(kind), cache_enabled=False))
             if self.path is None:
-                args, kwargs = self._given.copied()
+                args, kwargs = self._given.copied(note=None if self._reading is None else self._reading.entry)
                 with watched(begin):
                     out = self._call(*args, **kwargs)
             else:
@@ -178,21 +182,26 @@ class Recording:
     def _guarded(self) -> None:
         """A run in which what no graph can hold is found."""
         seen, own = Seen(), {t.untyped_storage().data_ptr() for t in self._module_tensors()}
-        stack, kept = ExitStack(), []
+        stack, kept = ExitStack(), list[tuple[Attributes, Guard]]()
+        self._reading = reading = Reading(modules_of_clients(self._module), self.reads)
 
-        def around() -> Any:
+        def around() -> Guard:
             stack.close()
-            kept.append(Attributes(self._module, self.arrays.given()))
             before = {t.untyped_storage().data_ptr(): "a tensor" for t in seen.made}
             for _, leaf in self._given.leaves:  # calls with a scene are told apart by the values of those on the host
                 if isinstance(leaf, torch.Tensor) and (self.path is None or leaf.device == self._device):
                     before[leaf.untyped_storage().data_ptr()] = "an argument"
-            return Guard({at: what for at, what in before.items() if at not in own}, self._device)
+            guard = Guard({at: what for at, what in before.items() if at not in own}, self._device)
+            kept.append((Attributes(self._module, self.arrays.given()), guard))
+            reading.begin()
+            return guard
 
-        with self.state.looking(), stack:
+        with self.state.looking(), reading, stack:
             stack.enter_context(seen)
-            self.run(around)
-        kept[0].check()
+            results = self.run(around).tensors
+        self._reading = None
+        kept[0][0].check()
+        kept[0][1].check(results)
 
     def _module_tensors(self) -> Iterator[torch.Tensor]:
         yield from self._module.parameters()
@@ -263,7 +272,7 @@ class Recording:
     @property
     def places(self) -> int:
         """About how much memory the graphs take, to compare them by."""
-        return places_for(self.sizes, self.trains)
+        return self.sizes.places(self.trains)
 
     def _drop(self) -> None:
         """Let go of a capture that was tried."""
@@ -389,8 +398,3 @@ class Recording:
 
 class DoesNotFit(Exception):
     """The scene at hand has more rows or edges than there are places for."""
-
-
-def places_for(sizes: Sizes, trains: bool) -> int:
-    """About how much memory graphs take, in rows without gradients."""
-    return sizes.rows * (TRAINING if trains else 1)

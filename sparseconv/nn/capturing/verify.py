@@ -8,14 +8,16 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
-from sparseconv.nn.capturing.recording import Recording
-from sparseconv.nn.capturing.region import Scene, kind_of, watched
+from sparseconv.nn.capturing.module_state import Attributes
+from sparseconv.nn.capturing.recording import DoesNotFit, Recording
+from sparseconv.nn.capturing.region import Scene, inside, kind_of, watched
 from sparseconv.torch_private import allows_tf32
 
 #: the part of its norm by which a result, and all gradients together, may differ: sums run in another order
 RESULTS = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 GRADIENTS = {torch.float64: 1e-5, torch.float32: 5e-2, torch.float16: 2e-1, torch.bfloat16: 3e-1}
-
+#: times the rounding, and the difference in the scene of the capture, by which results for another scene may differ
+TIMES = 16
 
 Gradients = tuple[torch.Tensor | None, list[torch.Tensor | None]]
 
@@ -72,12 +74,12 @@ def gradients_of(
 
 
 def against_eager(recording: Recording, call: Callable[..., Any], given: Given, scene: Scene) -> None:
-    """Raise `CannotCapture` where a replay differs from the eager ``call`` by more than rounding."""
+    """Raise `CannotCapture` where a replay differs from the eager ``call`` by more than rounding, and `DoesNotFit`."""
     with recording.state.restoring():
         recording.begin(scene, given)
         fault = recording.fault()
         if fault is not None:
-            raise CannotCapture(f"the scene of the capture does not fit into it: {fault}")
+            raise DoesNotFit(fault)
         found = recording.taken_results()
         with recording.state.counting():
             eager = eager_call(recording, call, given)
@@ -88,16 +90,22 @@ def against_eager(recording: Recording, call: Callable[..., Any], given: Given, 
                 raise CannotCapture(
                     f"result {number} has a size that depends on the scene: {tuple(a.shape)}, alone {tuple(b.shape)}"
                 )
-        off = _off(found, wanted, RESULTS)
-        jitter = _rounding(scene.features)
+        gaps, jitter = _gaps(found, wanted), _rounding(scene.features)
+        limits, is_first = [RESULTS.get(t.dtype, 0.0) for t in wanted], recording.gaps is None
+        if recording.gaps is None:
+            recording.gaps = gaps
+        else:
+            limits = [min(most, TIMES * max(gap, jitter)) for most, gap in zip(limits, recording.gaps)]
+        off = _off(gaps, limits)
         if (
             off is not None
-            and _off([t.detach() for t in eager_call(recording, call, given, jitter).answer.tensors], wanted, RESULTS)
-            is None
+            and _off(_gaps(eager_call(recording, call, given, jitter).answer.tensors, wanted), limits) is None
         ):
             raise CannotCapture(
                 f"rows that are no voxels change its results ({off}): each row must be worked on alone, or by this "
                 "library's modules and torch's batch norm"
+                if is_first
+                else f"its results for another scene differ ({off}): a graph holds numbers that were made before it"
             )
         if not recording.trains:
             return
@@ -112,6 +120,27 @@ def against_eager(recording: Recording, call: Callable[..., Any], given: Given, 
                 is None
             ):
                 raise CannotCapture(f"its gradients differ from the eager call's ({off})")
+
+
+def against_another(
+    recording: Recording, module: torch.nn.Module, call: Callable[..., Any], given: Given, scene: Scene
+) -> str | None:
+    """Compare a replay for another scene than that of the capture with the eager call; why they differ, else None.
+
+    What Python made of a scene before its graph began shows there, where nothing else told of it.
+    """
+    attributes = Attributes(module)
+    try:
+        with inside():
+            against_eager(recording, call, given, scene)
+    except DoesNotFit:
+        return None
+    except CannotCapture as error:
+        return str(error)
+    finally:
+        attributes.put_back()
+    recording.is_compared = True
+    return None
 
 
 def _rounding(features: torch.Tensor) -> float:
@@ -137,18 +166,24 @@ def _random(recording: Recording, like: Sequence[torch.Tensor]) -> list[torch.Te
     return [torch.randn_like(t) if i in recording.taken else None for i, t in enumerate(like)]
 
 
-def _off(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], limits: dict[torch.dtype, float]) -> str | None:
+def _gaps(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[float]:
+    """By how much results differ, as parts of their norm; of integers 1 where any does."""
+    return [
+        _gap(a.detach(), b) if b.is_floating_point() else float(not torch.equal(a, b)) for a, b in zip(found, wanted)
+    ]
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.double(), b.double()
+    gap = torch.where(a.isnan() & b.isnan(), 0.0, a - b)
+    return float(gap.norm() / b.nan_to_num().norm().clamp_min(1e-12)) if b.numel() else 0.0
+
+
+def _off(gaps: Sequence[float], limits: Sequence[float]) -> str | None:
     """The first difference that is more than rounding, in words."""
-    for number, (a, b) in enumerate(zip(found, wanted)):
-        if not b.is_floating_point():
-            if not torch.equal(a, b):
-                return f"result {number} is another"
-            continue
-        a, b, limit = a.double(), b.double(), limits[b.dtype]
-        gap = torch.where(a.isnan() & b.isnan(), 0.0, a - b)
-        part = float(gap.norm() / b.nan_to_num().norm().clamp_min(1e-12)) if b.numel() else 0.0
-        if not part <= limit:
-            return f"result {number} by {part:.2g} of its norm"
+    for number, (gap, limit) in enumerate(zip(gaps, limits)):
+        if not gap <= limit:
+            return f"result {number} by {gap:.2g} of its norm"
     return None
 
 
