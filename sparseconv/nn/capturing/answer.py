@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from operator import is_not
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,8 +41,11 @@ class Given:
         #: dicts that the call may fill in: the caller's, or the copies made last; and what they held before the call
         self._dicts: dict[tuple[Any, ...], dict[Any, Any]] = {}
         self._before: dict[tuple[Any, ...], dict[Any, Any]] = {}
-        #: every argument that is no container, and where it is
+        #: lists that the call should leave as they are, likewise
+        self._lists: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
+        #: every argument that is no container, and where it is; classes of the containers
         self.leaves: list[tuple[tuple[Any, ...], Any]] = []
+        self._classes: list[Any] = []
         self._note(self.whole, ())
 
     def _note(self, value: Any, path: tuple[Any, ...]) -> None:
@@ -51,8 +55,11 @@ class Given:
                 self._paths.setdefault(id(value), path)
             return
         self._paths.setdefault(id(value), path)
+        self._classes.append((path, type(value)))
         if isinstance(value, dict) and len(path) > 1:
             self._dicts[path], self._before[path] = value, dict(value)
+        elif isinstance(value, list):
+            self._lists[path] = value, list(value)
         for key, item in _items(value):
             self._note(item, (*path, key))
 
@@ -61,9 +68,14 @@ class Given:
 
         Only the number of rows of a tensor on ``device`` is left out, unless that is 0, for which code often has a way
         of its own. One elsewhere is told by its values, since a graph holds what it was. Where ``rows`` is None, for no
-        number a voxel, tensors are read outside of graphs.
+        number a voxel, tensors are read outside of graphs. Which of them are one and the same counts, too.
         """
-        return tuple((path, _form(leaf, rows, device)) for path, leaf in self.leaves if kind_of(leaf) is None)
+        forms = (
+            (path, self._paths.get(id(leaf)), _form(leaf, rows, device))
+            for path, leaf in self.leaves
+            if kind_of(leaf) is None
+        )
+        return *self._classes, *forms
 
     def lengths(self, rows: int, device: torch.device) -> tuple[int, ...]:
         """Rows of each tensor on a device that are not one a voxel, whose number is ``rows``."""
@@ -72,7 +84,7 @@ class Given:
     def forget(self) -> None:
         """Let go of everything."""
         self.whole, self.leaves = ((), {}), []
-        self._dicts, self._before, self._paths, self._copies = {}, {}, {}, {}
+        self._dicts, self._before, self._lists, self._paths, self._copies = {}, {}, {}, {}, {}
 
     def copied(self, replaced: Mapping[tuple[Any, ...], Any] | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments in new containers, some leaves ``replaced`` by their path."""
@@ -91,6 +103,8 @@ class Given:
         self._copies[id(made)] = path
         if path in self._dicts:
             self._dicts[path] = made
+        elif path in self._lists:
+            self._lists[path] = made, list(made)
         return made
 
     def path_of(self, value: Any) -> tuple[Any, ...] | None:
@@ -102,6 +116,8 @@ class Given:
 
     def changed(self) -> list[tuple[tuple[Any, ...], list[Any], dict[Any, Any]]]:
         """Of each dict that the call changed: its path, the keys that went, and the items that are new or others."""
+        if any(len(now) != len(was) or any(map(is_not, now, was)) for now, was in self._lists.values()):
+            raise CannotCapture("it changes a list that it is given, which a replay would leave as it was")
         found = []
         for path, now in self._dicts.items():
             before = self._before[path]
@@ -333,7 +349,8 @@ def _form(leaf: Any, rows: int | None, device: torch.device) -> Any:
         cells = leaf.detach().reshape(-1) if leaf.device.type == "cpu" and leaf.nbytes <= MOST_BYTES else None
         return leaf.dtype, leaf.shape, object() if cells is None else spelled(cells.view(torch.uint8).numpy())
     by_row = rows is None or leaf.shape[:1] == (rows,)
-    return leaf.ndim, leaf.shape[1:], by_row, leaf.numel() == 0, leaf.dtype, leaf.device
+    wants = rows is not None and leaf.requires_grad and torch.is_grad_enabled()
+    return leaf.ndim, leaf.shape[1:], by_row, leaf.numel() == 0, leaf.dtype, leaf.device, wants
 
 
 def is_there(leaf: Any, device: torch.device) -> bool:
@@ -354,7 +371,7 @@ def spelled(value: Any) -> Any:
         hash(value)
     except TypeError:
         return object()
-    return value
+    return type(value), value  # True is equal to 1 and to 1.0
 
 
 def _is_container(value: Any) -> bool:

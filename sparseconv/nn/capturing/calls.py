@@ -22,16 +22,20 @@ ROOM = 1.125
 _trains = attrgetter("training")
 
 
-def key_of(scene: Scene, given: Given, path: Any, modules: Sequence[torch.nn.Module]) -> Any:
+def modes() -> tuple[Any, ...]:
+    """Whether gradients are wanted, and the dtype of autocast by device."""
+    kinds = ("cuda", "cpu")
+    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) for k in kinds)
+
+
+def key_of(scene: Scene, given: Given, path: Any, modules: Sequence[torch.nn.Module], outer: tuple[Any, ...]) -> Any:
     """What calls must have in common to be replays of one recording; ``path`` is None where a call makes its scene, of
-    tensors with any number of rows."""
-    kind = scene.features.device.type
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    tensors with any number of rows. ``outer`` are the modes around the call, which may have others where it begins."""
     grad = torch.is_grad_enabled()
     arguments = given.forms(None if path is None else len(scene.coords), scene.features.device)
     return (
         tuple(map(_trains, modules)),
-        *(grad, autocast, scene.batch_size, scene.coords.shape[1], scene.voxel_size, scene.origin),
+        *(outer, modes(), scene.batch_size, scene.coords.shape[1], scene.voxel_size, scene.origin),
         *(scene.features.dtype, scene.features.shape[1], scene.features.device),
         *(grad and scene.features.requires_grad, torch.backends.cuda.matmul.allow_tf32, arguments),
     )

@@ -17,7 +17,7 @@ from sparseconv.gpu.turns import Turns
 from sparseconv.nn.capturing import verify
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import Sizes
-from sparseconv.nn.capturing.calls import Calls, explained, key_of
+from sparseconv.nn.capturing.calls import Calls, explained, key_of, modes
 from sparseconv.nn.capturing.module_state import Attributes, ModuleParts
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.recording import DoesNotFit, Recording, places_for
@@ -115,14 +115,14 @@ class Captured:
         if torch.is_grad_enabled() and others_save():
             why = "within torch.utils.checkpoint, or another that decides what gradients keep"
             return self._eagerly(why, args, kwargs)
-        given = Given(args, kwargs)
+        given, outer = Given(args, kwargs), modes()
         direct = [(path, leaf) for path, leaf in given.leaves if kind_of(leaf) is not None]
         if len(direct) > 1:
             self._count_refusal("several sparse tensors in one call")
             return self.plain(*args, **kwargs)
         if direct:
             path, x = direct[0]
-            kind, scene = self._kind(x, given, path)
+            kind, scene = self._kind(x, given, path, outer)
             if self._is_ready(kind, scene):
                 return self._replay(kind, scene, path, given)
             with self.parts.settings.of_calls():
@@ -131,7 +131,7 @@ class Captured:
         found: list[tuple[Calls, Scene]] = []
 
         def begin(x: Any) -> bool:
-            found.append(self._kind(x, given, None))
+            found.append(self._kind(x, given, None, outer))
             if self._is_ready(*found[0]):
                 raise _Begins
             return False
@@ -162,11 +162,11 @@ class Captured:
         self.eager[why] += 1
         return self.plain(*args, **kwargs)
 
-    def _kind(self, x: Any, given: Given, path: Any) -> tuple[Calls, Scene]:
+    def _kind(self, x: Any, given: Given, path: Any, outer: tuple[Any, ...]) -> tuple[Calls, Scene]:
         reader = kind_of(x)
         assert reader is not None
         scene = reader.read(x)
-        key = key_of(scene, given, path, (self.module, *self.parts.modules))
+        key = key_of(scene, given, path, (self.module, *self.parts.modules), outer)
         if key in self._by_lengths:
             key = key, given.lengths(len(scene.coords), scene.features.device)
         kind = self._kinds.get(key) or Calls()
