@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 
 import numpy as np
 import pytest
@@ -250,3 +251,82 @@ def test_an_accelerated_model_is_copied_and_pickled():
     net = nn.accelerate(torch.nn.ModuleDict({"backbone": Detector()})).to(DEVICE)
     for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert forward_of(other["backbone"]).module is other["backbone"]
+
+
+def assigned(m, y):
+    m.seen = 0.5 * m.seen + y.detach()[0]
+    return y + m.seen
+
+
+NAMED = {
+    "it changes Any.seen": assigned,
+    "it draws random numbers of Python or NumPy": lambda m, y: y * (random.random() + np.random.rand()),
+    "a tensor that is no parameter of it": lambda m, y: y * m.loose[0],
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("why", NAMED)
+def test_what_a_replay_would_leave_out_is_named(why, frozen):
+    """A buffer that is assigned anew, Python's random numbers, and gradients of tensors that modules do not show."""
+    net, twin = pair(NAMED[why])
+    for one in (net, twin):
+        one.register_buffer("seen", torch.zeros(8, device=DEVICE, dtype=torch.float64))
+        one.loose = [torch.ones(8, device=DEVICE, dtype=torch.float64, requires_grad=True)]
+        one.requires_grad_(not frozen)
+    for seed in range(5):
+        found, drawn = [], []
+        for one in (net, twin):
+            random.seed(seed), np.random.seed(seed)
+            y = one(scene(seed))
+            if y.requires_grad:
+                y.square().sum().backward()
+            found.append([y.detach(), one.seen, one.loose[0].grad])
+            drawn.append((random.random(), np.random.rand()))
+        same(*found)
+        assert drawn[0] == drawn[1], "a call that was tried has drawn"
+    assert f"eager: {why}" in nn.explain(net), nn.explain(net)
+
+
+def test_parameters_of_results_that_get_no_gradient_have_none():
+    """As of heads that are trained in turn: zeros would let an optimizer decay the weights of the others."""
+    net, twin = pair(lambda m, y: (m.out(y), y.sum(1)))
+    for seed in range(8):
+        found = []
+        for one in (net, twin):
+            one.zero_grad(set_to_none=True)
+            ends = [y.square().sum() for y in one(scene(seed))]
+            (sum(ends) if seed < 4 else ends[seed % 2]).backward()
+            found.append([p.grad for p in one.parameters()])
+        same(*found)
+    assert replays(net) == 6, nn.explain(net)
+
+
+class Reading(torch.nn.Module):
+    """What it reads before its scene is used after it, or returned."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.conv, self.how = spconv.SubMConv3d(4, 8, 3, padding=1), how
+
+    def forward(self, coords, features):
+        most = int(coords[:, 1:].sum())
+        y = self.conv(spconv.SparseConvTensor(features, coords, [12] * 3, 2)).features
+        return (y * most, 0) if self.how == "used" else (y, most)
+
+
+@pytest.mark.parametrize("how", ["used", "returned"])
+def test_a_number_of_each_scene_is_found_by_the_next_scene(how):
+    """A graph held that of the scene that it was recorded with."""
+    torch.manual_seed(0)
+    net = Reading(how).to(DEVICE)
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in range(6):
+        coords, found = coords_of(seed, 200), []
+        for one in (net, twin):
+            y, most = one(coords, features_of(seed, coords))
+            y.square().sum().backward()
+            found.append([y.detach(), torch.tensor(most)])
+        same(*found)
+    assert "eager: what it reads before its scene decides what comes after that" in nn.explain(net)

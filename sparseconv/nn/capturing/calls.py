@@ -54,12 +54,18 @@ class Calls:
         self.room = ROOM
         self.captures = 0
         self.replays = 0
+        self.unproved = 0  # replays until one is compared again
         self.refused: str | None = None
 
     def saw(self, scene: Scene, given: Given, path: Any, before: int) -> None:
         """Remember a call among the examples, of which so many before it are kept."""
         self.scenes = [*self.scenes[-before:], scene.without_features()]
         self.lengths = self.lengths.of_call(scene, given, path)
+
+    def is_due(self) -> bool:
+        """Whether a replay is compared again: that of the next scene, where numbers are read before a scene is made."""
+        self.unproved, before = max(self.unproved - 1, 0), self.unproved
+        return before == 1
 
     def forget(self) -> None:
         """Let go of a recording that scenes did not outgrow."""

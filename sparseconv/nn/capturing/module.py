@@ -18,11 +18,11 @@ from sparseconv.nn.capturing import verify
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import Sizes
 from sparseconv.nn.capturing.calls import Calls, explained, key_of, modes
-from sparseconv.nn.capturing.module_state import Attributes, ModuleParts
+from sparseconv.nn.capturing.module_state import WANTS, Attributes, ModuleParts
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.recording import DoesNotFit, Recording, places_for
 from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
-from sparseconv.nn.capturing.shared_memory import SharedMemory
+from sparseconv.nn.capturing.shared_memory import LOOSE, SharedMemory
 from sparseconv.torch_private import others_save
 
 _log = logging.getLogger(__name__)
@@ -207,6 +207,8 @@ class Captured:
         except CannotCapture as error:
             self._refuse(kind, str(error))
             return out
+        if not self.parts.trains() and not scene.features.requires_grad and any(map(WANTS, answer.tensors)):
+            self._refuse(kind, LOOSE)
         aliases = [t.view_as(t) if t.requires_grad else t for t in answer.tensors]
         for number, alias in enumerate(aliases):
             if alias.requires_grad:
@@ -253,6 +255,11 @@ class Captured:
             kind.room *= MORE_ROOM
             self._outgrown(kind, scene, given, path)
             return _Instead(why)
+        if kind.is_due():
+            recording.abandon()
+            why = self._compared(kind, recording, scene, given)
+            if why is not None:
+                return _Instead(why)
         kind.replays += 1
         self._refusals.clear()
         if recording.trains:
@@ -288,8 +295,20 @@ class Captured:
             return self._refuse(kind, str(error))
         finally:
             attributes.put_back()
+        kind.unproved = 2 if path is None else 0
         self._forget_old(kind)
         return None
+
+    def _compared(self, kind: Calls, recording: Recording, scene: Scene, given: Given) -> str | None:
+        """A replay that is compared with an eager call, and made once more; why not, where it differs."""
+        try:
+            with inside():
+                verify.against_eager(recording, self.plain, given, scene)
+        except Exception as error:
+            kind.recording = None
+            return self._refuse(kind, f"what it reads before its scene decides what comes after that: {error}")
+        recording.begin(scene, given)
+        return recording.fault()
 
     def _disturbed(self, kind: Calls, recording: Recording) -> str:
         """A call that comes before a gradient in the memory of its graphs was taken."""

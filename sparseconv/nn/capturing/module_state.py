@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from sparseconv.gpu import graphs
@@ -150,7 +152,7 @@ class ModuleParts:
         self._tensors = list({id(t): t for t in chain(self._parameters, module.buffers())}.values())
         self._parts = list(chain.from_iterable(map(dict.values, self._held)))
         self._addresses = list(map(_address, self._tensors))
-        self._wants = list(map(_wants_gradient, self._parameters))
+        self._wants = list(map(WANTS, self._parameters))
         self._hooks = [hooks for m in self.modules for hooks in _hooks_of(m)]
 
     def has_graphs(self) -> bool:
@@ -158,6 +160,10 @@ class ModuleParts:
         held = chain.from_iterable(map(dict.values, self._held))
         first = next((t for t in held if isinstance(t, torch.Tensor)), None)
         return first is not None and graphs.has_graphs(first.device)
+
+    def trains(self) -> bool:
+        """Whether a parameter wants a gradient."""
+        return any(map(WANTS, self._parameters))
 
     def hooked(self) -> torch.nn.Module | None:
         """A part with a hook, which a graph would not call."""
@@ -172,13 +178,13 @@ class ModuleParts:
         return (
             sum(map(len, self._held)) != len(self._parts)
             or not all(map(is_, chain.from_iterable(map(dict.values, self._held)), self._parts))
-            or list(map(_wants_gradient, self._parameters)) != self._wants
+            or list(map(WANTS, self._parameters)) != self._wants
             or self.settings.changed()
         )
 
 
 _address = torch.Tensor.data_ptr
-_wants_gradient = attrgetter("requires_grad")
+WANTS = attrgetter("requires_grad")
 
 
 def _hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:
@@ -233,7 +239,11 @@ class Attributes:
     def __init__(self, module: torch.nn.Module, given: Iterable[torch.Tensor] = ()) -> None:
         theirs = [m for m in module.modules() if not type(m).__module__.startswith(("sparseconv.", "torch."))]
         self._before = [(m, {name: (value, _copied(value)) for name, value in _own(m)}) for m in theirs]
+        self._buffers = [(m, name, b) for m in theirs for name, b in m._buffers.items()]
         self._given = [(t, t._version) for t in given]
+        self._random = random.getstate(), np.random.get_state()
+        #: torch's own on the host, which for a scene on a card is Python's state, too
+        self._on_host = torch.get_rng_state() if any(t.is_cuda for t, _ in self._given) else None
 
     def check(self) -> None:
         """Raise `CannotCapture` by the name of the first thing that is another now."""
@@ -242,12 +252,20 @@ class Attributes:
             raise CannotCapture(
                 f"it changes {changed}, which a replay would leave as it was: return it, or set it outside"
             )
+        before, now = self._random[1], np.random.get_state()
+        if self._random[0] != random.getstate() or before[2] != now[2] or not np.array_equal(before[1], now[1]):
+            raise CannotCapture("it draws random numbers of Python or NumPy, which a replay would not: draw torch's")
+        if self._on_host is not None and not torch.equal(self._on_host, torch.get_rng_state()):
+            raise CannotCapture("it draws random numbers on the host, which a replay would not: draw them on the card")
 
     def _changed(self) -> str | None:
         for m, before in self._before:
             for name, value in _own(m):
                 if not _is_same(value, before.get(name, (None, _MISSING))[1]):
                     return f"{type(m).__name__}.{name}"
+        for m, name, buffer in self._buffers:  # which may be written in place
+            if m._buffers.get(name) is not buffer:
+                return f"{type(m).__name__}.{name}"
         return None if all(t._version == version for t, version in self._given) else "an argument in place"
 
     def put_back(self) -> None:
@@ -259,6 +277,10 @@ class Attributes:
                     del own[name]
             for name, (value, copy) in before.items():
                 own[name] = value if _is_same(value, copy) else _restored(value, copy)
+        for m, name, buffer in self._buffers:
+            m._buffers[name] = buffer
+        random.setstate(self._random[0])
+        np.random.set_state(self._random[1])
 
 
 class _Tensor(NamedTuple):

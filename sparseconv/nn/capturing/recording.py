@@ -20,7 +20,7 @@ from sparseconv.nn.capturing.joining import Changed, Joined, Joining, Watched
 from sparseconv.nn.capturing.module_state import Attributes, ModuleState
 from sparseconv.nn.capturing.padding import Breaker, Guard, LiveRows, Seen
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
-from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory
+from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory, reached
 
 #: captures to try, and bytes of graphs from which on a second one is: their memory is held as long as they are
 TRIES, WORTH = 3, 2**27
@@ -206,6 +206,7 @@ class Recording:
         self.taken = sorted(self._wanted & self.differentiable or self.differentiable)
         self.grads = [torch.zeros_like(answer.tensors[i]) for i in self.taken]
         self._grads_filled = [0] * len(self.taken)
+        self._reached = {i: reached(answer.tensors[i], self.state.starts, self._leaf) for i in floats}
         if self.trains and not floats:
             self.trains = False
 
@@ -365,7 +366,7 @@ class Recording:
                 self._grads_filled[at] = live
             self._replay_backward()
             assert self._gathered is not None
-            of_parameters = self._gathered.taken()
+            of_parameters = self._gathered.taken([self._reached[n] for n in self.taken if grads[n] is not None])
             of_features = None
             if self._grad_features is not None:
                 of_features = self._grad_features[: self.arrays.filled].clone()
