@@ -258,9 +258,13 @@ def assigned(m, y):
     return y + m.seen
 
 
+def drawn():
+    return np.random.rand()  # noqa: NPY002 (as clients draw)
+
+
 NAMED = {
     "it changes Any.seen": assigned,
-    "it draws random numbers of Python or NumPy": lambda m, y: y * (random.random() + np.random.rand()),
+    "it draws random numbers of Python or NumPy": lambda m, y: y * (random.random() + drawn()),
     "a tensor that is no parameter of it": lambda m, y: y * m.loose[0],
 }
 
@@ -275,16 +279,16 @@ def test_what_a_replay_would_leave_out_is_named(why, frozen):
         one.loose = [torch.ones(8, device=DEVICE, dtype=torch.float64, requires_grad=True)]
         one.requires_grad_(not frozen)
     for seed in range(5):
-        found, drawn = [], []
+        found, following = [], []
         for one in (net, twin):
-            random.seed(seed), np.random.seed(seed)
+            random.seed(seed), np.random.seed(seed)  # noqa: NPY002
             y = one(scene(seed))
             if y.requires_grad:
                 y.square().sum().backward()
             found.append([y.detach(), one.seen, one.loose[0].grad])
-            drawn.append((random.random(), np.random.rand()))
+            following.append((random.random(), drawn()))
         same(*found)
-        assert drawn[0] == drawn[1], "a call that was tried has drawn"
+        assert following[0] == following[1], "a call that was tried has drawn"
     assert f"eager: {why}" in nn.explain(net), nn.explain(net)
 
 
@@ -330,3 +334,28 @@ def test_a_number_of_each_scene_is_found_by_the_next_scene(how):
             found.append([y.detach(), torch.tensor(most)])
         same(*found)
     assert "eager: what it reads before its scene decides what comes after that" in nn.explain(net)
+
+
+CHANGES = {
+    "tuple": lambda m: setattr(m, "pair", (3.0, 2.0)),
+    "list": lambda m: m.held["list"].__setitem__(0, 3.0),
+    "tensor": lambda m: setattr(m, "by", m.by * 3),
+    "function": lambda m: setattr(m, "function", lambda m, y: y + 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_attributes_that_are_no_numbers_are_settings_too(name):
+    """A card's graph kept what they were; the stand-in reads them anew."""
+    net, twin = pair(lambda m, y: y * m.pair[0] * m.held["list"][0] * m.by)
+    for one in (net, twin):
+        one.pair, one.held, one.by = (1.0, 2.0), {"list": [1.0]}, torch.ones((), device=DEVICE, dtype=torch.float64)
+    for seed in range(6):
+        if seed == 4:
+            CHANGES[name](net), CHANGES[name](twin)
+        found = [one(scene(seed)) for one in (net, twin)]
+        same(*([y.detach()] for y in found))
+        found[0].sum().backward()
+        del found
+    (kind,) = forward_of(net)._kinds.values()
+    assert (kind.captures, kind.replays) == (2, 4), nn.explain(net)

@@ -18,7 +18,7 @@ from sparseconv.nn.capturing import verify
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
 from sparseconv.nn.capturing.arrays import Sizes
 from sparseconv.nn.capturing.calls import Calls, explained, key_of, modes
-from sparseconv.nn.capturing.module_state import WANTS, Attributes, ModuleParts
+from sparseconv.nn.capturing.module_state import WANTS, ModuleParts, without_traces
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.recording import DoesNotFit, Recording, places_for
 from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
@@ -281,11 +281,10 @@ class Captured:
                 self._outgrown(kind, scene, given, path)
             return why
         if kind.captures >= MOST_CAPTURES:
-            return self._refuse(kind, f"its scenes outgrew {MOST_CAPTURES} captures, one after another")
+            return self._refuse(kind, f"its scenes or changes outgrew {MOST_CAPTURES} captures, one after another")
         kind.captures += 1
-        attributes = Attributes(self.module)
         try:
-            with inside():
+            with inside(), without_traces(self.module):
                 kind.recording = self._record(kind, scene, path, given)
         except CannotCapture as error:
             if any(kind.lengths.of_call(scene, given, path).varies):
@@ -293,8 +292,6 @@ class Captured:
                 self._kinds = {key: known for key, known in self._kinds.items() if known is not kind}
                 return f"arguments of other lengths: {error}"
             return self._refuse(kind, str(error))
-        finally:
-            attributes.put_back()
         kind.unproved = 2 if path is None else 0
         self._forget_old(kind)
         return None
@@ -302,7 +299,7 @@ class Captured:
     def _compared(self, kind: Calls, recording: Recording, scene: Scene, given: Given) -> str | None:
         """A replay that is compared with an eager call, and made once more; why not, where it differs."""
         try:
-            with inside():
+            with inside(), without_traces(self.module):
                 verify.against_eager(recording, self.plain, given, scene)
         except Exception as error:
             kind.recording = None

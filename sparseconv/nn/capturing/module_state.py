@@ -192,12 +192,22 @@ def _hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 class Settings:
-    """Plain attributes of modules, such as a norm's momentum: Python reads them once, and a graph keeps them."""
+    """Attributes of modules, such as a norm's momentum: Python reads them once, and a graph keeps them.
+
+    Of modules of clients all, with what lists, tuples and dicts hold; of others such as are plain values.
+    """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         #: weakly: a captured module holds who holds this
         self._read = [
-            (weakref.ref(m), {name: value for name, value in _own(m) if isinstance(value, (*_PLAIN, type(None)))})
+            (
+                weakref.ref(m),
+                {
+                    name: _held(value)
+                    for name, value in _own(m)
+                    if _is_clients(m) or isinstance(value, (*_PLAIN, type(None)))
+                },
+            )
             for m in modules
         ]
 
@@ -212,18 +222,41 @@ class Settings:
     @contextmanager
     def of_calls(self) -> Iterator[None]:
         """Within it, an eager call: what it changes itself, such as a counter, is no setting."""
-        before = [(vars(seen()), read, {name: vars(seen()).get(name) for name in read}) for seen, read in self._read]
+        now = [(vars(seen()), read) for seen, read in self._read]
+        before = [(held, read, {name: _held(held.get(name)) for name in read}) for held, read in now]
         try:
             yield
         finally:
-            for now, read, values in before:
+            for held, read, values in before:
                 for name, value in values.items():
-                    if _is_another(now.get(name), value):
+                    if _is_another(held.get(name), value):
                         read.pop(name, None)
 
 
 def _is_another(now: Any, before: Any) -> bool:
-    return now is not before and (type(now) is not type(before) or now != before)
+    if now is before:
+        return False
+    if type(now) is not type(before):
+        return True
+    if isinstance(now, (list, tuple)):
+        return len(now) != len(before) or any(map(_is_another, now, before))
+    if isinstance(now, dict):
+        return now.keys() != before.keys() or any(_is_another(value, before[key]) for key, value in now.items())
+    return not isinstance(now, _PLAIN) or bool(now != before)
+
+
+def _held(value: Any) -> Any:
+    """Containers as they are now; a tensor is itself, since graphs read what is in it."""
+    if type(value) is dict:
+        return {key: _held(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_held, value))
+    return set(value) if type(value) is set else value
+
+
+def _is_clients(m: torch.nn.Module) -> bool:
+    """Whether a module is neither this library's nor torch's, which keep nothing of a call."""
+    return not type(m).__module__.startswith(("sparseconv.", "torch."))
 
 
 class Attributes:
@@ -237,11 +270,11 @@ class Attributes:
     """
 
     def __init__(self, module: torch.nn.Module, given: Iterable[torch.Tensor] = ()) -> None:
-        theirs = [m for m in module.modules() if not type(m).__module__.startswith(("sparseconv.", "torch."))]
+        theirs = [m for m in module.modules() if _is_clients(m)]
         self._before = [(m, {name: (value, _copied(value)) for name, value in _own(m)}) for m in theirs]
         self._buffers = [(m, name, b) for m in theirs for name, b in m._buffers.items()]
         self._given = [(t, t._version) for t in given]
-        self._random = random.getstate(), np.random.get_state()
+        self._random, self._numpy = random.getstate(), _numpy_state()
         #: torch's own on the host, which for a scene on a card is Python's state, too
         self._on_host = torch.get_rng_state() if any(t.is_cuda for t, _ in self._given) else None
 
@@ -252,8 +285,7 @@ class Attributes:
             raise CannotCapture(
                 f"it changes {changed}, which a replay would leave as it was: return it, or set it outside"
             )
-        before, now = self._random[1], np.random.get_state()
-        if self._random[0] != random.getstate() or before[2] != now[2] or not np.array_equal(before[1], now[1]):
+        if self._random != random.getstate() or _is_drawn(self._numpy):
             raise CannotCapture("it draws random numbers of Python or NumPy, which a replay would not: draw torch's")
         if self._on_host is not None and not torch.equal(self._on_host, torch.get_rng_state()):
             raise CannotCapture("it draws random numbers on the host, which a replay would not: draw them on the card")
@@ -279,8 +311,28 @@ class Attributes:
                 own[name] = value if _is_same(value, copy) else _restored(value, copy)
         for m, name, buffer in self._buffers:
             m._buffers[name] = buffer
-        random.setstate(self._random[0])
-        np.random.set_state(self._random[1])
+        random.setstate(self._random)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+
+
+def _numpy_state() -> Any:
+    """Of the one generator that clients share."""
+    return np.random.get_state(legacy=False)  # noqa: NPY002
+
+
+def _is_drawn(before: Any) -> bool:
+    was, now = before["state"], _numpy_state()["state"]
+    return was["pos"] != now["pos"] or not np.array_equal(was["key"], now["key"])
+
+
+@contextmanager
+def without_traces(module: torch.nn.Module) -> Iterator[None]:
+    """Within it, calls that are tried; afterwards what modules hold is what it was."""
+    attributes = Attributes(module)
+    try:
+        yield
+    finally:
+        attributes.put_back()
 
 
 class _Tensor(NamedTuple):

@@ -16,7 +16,6 @@ from sparseconv.nn.capturing.answer import CannotCapture
 from sparseconv.plan.casting import gradients_into
 from sparseconv.torch_private import copy_each, pieces
 
-
 LOOSE = "a tensor that is no parameter of it, nor the scene's features, wants a gradient"
 
 
