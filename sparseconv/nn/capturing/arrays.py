@@ -18,6 +18,8 @@ from sparseconv.nn.capturing.region import Limits, Scene, Shape, kind_of
 
 #: steps of rows to an octave
 FINE, COARSE = 16, 4
+#: about how much more memory a row takes where gradients are wanted
+TRAINING = 3
 
 
 @dataclass(frozen=True)
@@ -233,3 +235,8 @@ def _grown(extents: Sequence[IndexRange]) -> IndexRange:
     high = [max(e.end[a] for e in extents) for a in range(extents[0].rank)]
     more = [max(16, (h - lo) // 2) for lo, h in zip(low, high)]
     return IndexRange(tuple(lo - m for lo, m in zip(low, more)), tuple(h + m for h, m in zip(high, more)))
+
+
+def places_for(sizes: Sizes, trains: bool) -> int:
+    """About how much memory graphs take, in rows without gradients."""
+    return sizes.rows * (TRAINING if trains else 1)

@@ -16,11 +16,11 @@ from sparseconv.gpu import graphs
 from sparseconv.gpu.turns import Turns
 from sparseconv.nn.capturing import verify
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
-from sparseconv.nn.capturing.arrays import Sizes
+from sparseconv.nn.capturing.arrays import Sizes, places_for
 from sparseconv.nn.capturing.calls import Calls, explained, key_of, modes
 from sparseconv.nn.capturing.module_state import WANTS, ModuleParts, without_traces
 from sparseconv.nn.capturing.node import replayed
-from sparseconv.nn.capturing.recording import DoesNotFit, Recording, places_for
+from sparseconv.nn.capturing.recording import DoesNotFit, Recording
 from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
 from sparseconv.nn.capturing.shared_memory import LOOSE, SharedMemory
 from sparseconv.torch_private import others_save

@@ -15,17 +15,15 @@ from sparseconv.geometry.scene import fault_of
 from sparseconv.gpu import graphs
 from sparseconv.gpu.streams import forget_workspaces, reporting
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
-from sparseconv.nn.capturing.arrays import Lengths, SceneArrays, Sizes
+from sparseconv.nn.capturing.arrays import Lengths, SceneArrays, Sizes, places_for
 from sparseconv.nn.capturing.joining import Changed, Joined, Joining, Watched
 from sparseconv.nn.capturing.module_state import Attributes, ModuleState
-from sparseconv.nn.capturing.padding import Breaker, Guard, LiveRows, Seen
+from sparseconv.nn.capturing.padding import Breaker, Guard, LiveRows, Noise, Seen, keep_apart
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
 from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory, reached
 
 #: captures to try, and bytes of graphs from which on a second one is: their memory is held as long as they are
 TRIES, WORTH = 3, 2**27
-#: about how much more memory a row takes where gradients are wanted
-TRAINING = 3
 
 
 class Recording:
@@ -67,7 +65,7 @@ class Recording:
         self.grads: list[torch.Tensor] = []
         self._gathered: Gathered | None = None
         #: what batch norms take with them; while the first run is watched, what notes that
-        self._joined: Watched | list[Joined | None] | None = None
+        self._joined: Watched | Noise | list[Joined | None] | None = None
 
     # ---- the call on these arrays
 
@@ -152,13 +150,11 @@ class Recording:
             with torch.set_grad_enabled(self.trains):
                 self._guarded()
                 self.arrays.load(scene, self._given)  # once more: now the strided layers are known
+                keep_apart(self._with, [*self._module_tensors()])
                 self._joined = watched = Watched() if self.trains else None
                 answer = self.run()
                 self._choose(answer)
                 self._joined = None if watched is None else watched.joined(answer.tensors)
-                self._wait()
-                if fault := fault_of(int(self._told_on_host[1])):
-                    raise DoesNotFit(fault)
                 if self.trains:
                     self._find(answer)
                 del answer
@@ -193,6 +189,17 @@ class Recording:
             stack.enter_context(seen)
             self.run(around)
         kept[0].check()
+
+    def _with(self, noise: Noise) -> list[torch.Tensor]:
+        """Results and buffers of a run that is given other values in rows that are no voxels; does the scene fit?"""
+        self._joined = noise
+        with self.state.restoring():
+            answer = self.run()
+            self._wait()
+            if fault := fault_of(int(self._told_on_host[1])):
+                raise DoesNotFit(fault)
+            live = (t if n is None else t[: self.counts()[n]] for t, n in zip(answer.tensors, answer.rows()))
+            return [t.detach().clone() for t in (*live, *self._module.buffers())]
 
     def _module_tensors(self) -> Iterator[torch.Tensor]:
         yield from self._module.parameters()
@@ -390,8 +397,3 @@ class Recording:
 
 class DoesNotFit(Exception):
     """The scene at hand has more rows or edges than there are places for."""
-
-
-def places_for(sizes: Sizes, trains: bool) -> int:
-    """About how much memory graphs take, in rows without gradients."""
-    return sizes.rows * (TRAINING if trains else 1)

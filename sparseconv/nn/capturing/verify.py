@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
+from sparseconv.nn.capturing.padding import APART, off
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
 from sparseconv.torch_private import allows_tf32
 
-#: the part of its norm by which a result, and all gradients together, may differ: sums run in another order
-RESULTS = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+#: the part of their norm by which all gradients together may differ: sums run in another order
 GRADIENTS = {torch.float64: 1e-5, torch.float32: 5e-2, torch.float16: 2e-1, torch.bfloat16: 3e-1}
 
 
@@ -88,30 +88,26 @@ def against_eager(recording: Recording, call: Callable[..., Any], given: Given, 
                 raise CannotCapture(
                     f"result {number} has a size that depends on the scene: {tuple(a.shape)}, alone {tuple(b.shape)}"
                 )
-        off = _off(found, wanted, RESULTS)
+        gap = off(found, wanted)
         jitter = _rounding(scene.features)
         if (
-            off is not None
-            and _off([t.detach() for t in eager_call(recording, call, given, jitter).answer.tensors], wanted, RESULTS)
-            is None
+            gap is not None
+            and off([t.detach() for t in eager_call(recording, call, given, jitter).answer.tensors], wanted) is None
         ):
-            raise CannotCapture(
-                f"rows that are no voxels change its results ({off}): each row must be worked on alone, or by this "
-                "library's modules and torch's batch norm"
-            )
+            raise CannotCapture(APART.format(gap))
         if not recording.trains:
             return
-        grads = [None] * len(found) if off is not None else _random(recording, wanted)
-        if off is None:
+        grads = [None] * len(found) if gap is not None else _random(recording, wanted)
+        if gap is None:
             mine = recording.backward(grads)
             theirs = gradients_of(recording, eager, grads)
-            off = _off_gradients(mine, theirs)
+            gap = _off_gradients(mine, theirs)
             if (
-                off is not None
+                gap is not None
                 and _off_gradients(gradients_of(recording, eager_call(recording, call, given, jitter), grads), theirs)
                 is None
             ):
-                raise CannotCapture(f"its gradients differ from the eager call's ({off})")
+                raise CannotCapture(f"its gradients differ from the eager call's ({gap})")
 
 
 def _rounding(features: torch.Tensor) -> float:
@@ -135,21 +131,6 @@ def _same_plain(recording: Recording, eager: Sequence[Any]) -> None:
 
 def _random(recording: Recording, like: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     return [torch.randn_like(t) if i in recording.taken else None for i, t in enumerate(like)]
-
-
-def _off(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], limits: dict[torch.dtype, float]) -> str | None:
-    """The first difference that is more than rounding, in words."""
-    for number, (a, b) in enumerate(zip(found, wanted)):
-        if not b.is_floating_point():
-            if not torch.equal(a, b):
-                return f"result {number} is another"
-            continue
-        a, b, limit = a.double(), b.double(), limits[b.dtype]
-        gap = torch.where(a.isnan() & b.isnan(), 0.0, a - b)
-        part = float(gap.norm() / b.nan_to_num().norm().clamp_min(1e-12)) if b.numel() else 0.0
-        if not part <= limit:
-            return f"result {number} by {part:.2g} of its norm"
-    return None
 
 
 def _off_gradients(mine: Gradients, theirs: Gradients) -> str | None:
