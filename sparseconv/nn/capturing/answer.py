@@ -41,7 +41,6 @@ class Given:
         #: dicts that the call may fill in: the caller's, or the copies made last; and what they held before the call
         self._dicts: dict[tuple[Any, ...], dict[Any, Any]] = {}
         self._before: dict[tuple[Any, ...], dict[Any, Any]] = {}
-        #: lists that the call should leave as they are, likewise
         self._lists: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
         #: every argument that is no container, and where it is; classes of the containers
         self.leaves: list[tuple[tuple[Any, ...], Any]] = []
@@ -70,16 +69,18 @@ class Given:
         of its own. One elsewhere is told by its values, since a graph holds what it was. Where ``rows`` is None, for no
         number a voxel, tensors are read outside of graphs. Which of them are one and the same counts, too.
         """
-        forms = (
-            (path, self._paths.get(id(leaf)), _form(leaf, rows, device))
-            for path, leaf in self.leaves
-            if kind_of(leaf) is None
-        )
-        return *self._classes, *forms
+        leaves = [(path, leaf) for path, leaf in self.leaves if kind_of(leaf) is None]
+        return *self._classes, *((path, self._paths.get(id(leaf)), _form(leaf, rows, device)) for path, leaf in leaves)
 
     def lengths(self, rows: int, device: torch.device) -> tuple[int, ...]:
         """Rows of each tensor on a device that are not one a voxel, whose number is ``rows``."""
         return tuple(len(leaf) for _, leaf in self.leaves if is_there(leaf, device) and has_own_rows(leaf, rows))
+
+    def put_back(self) -> None:
+        """Make the caller's dicts what they were before the call."""
+        for path, into in self._dicts.items():
+            into.clear()
+            into.update(self._before[path])
 
     def forget(self) -> None:
         """Let go of everything."""

@@ -29,6 +29,10 @@ _log = logging.getLogger(__name__)
 
 #: eager calls of a kind before the first capture; recordings that a module keeps; captures of one kind in all; kinds
 EXAMPLES, MOST_KEPT, MOST_CAPTURES, MOST_KINDS = 2, 8, 8, 16
+OTHERS = (
+    "its arguments are others in every call, and a graph holds them as they were: find such values within the call, "
+    "before it makes its scene, or capture its parts"
+)
 #: refused calls in a mode, without a replay between them, after which calls in it are the plain calls
 MOST_REFUSED = 8
 #: places over those before, after each scene that did not fit; rows are then rounded up
@@ -140,6 +144,7 @@ class Captured:
         with suppress(_Begins), self.parts.settings.of_calls(), watched(begin):
             out = self.plain(*args, **kwargs)
         if out is begins:  # here, since an error within the handling of another one would be told as that one
+            given.put_back()  # what follows starts anew
             return self._replay(*found[0], None, given)
         if found:
             return self._noted(*found[0], out, given, None)
@@ -173,7 +178,7 @@ class Captured:
         if key not in self._kinds and len(self._kinds) < MOST_KINDS:
             self._kinds[key] = kind
         elif key not in self._kinds:
-            self._refuse(kind, "its arguments are others in every call, and a graph holds them as they were")
+            self._refuse(kind, OTHERS)
         return kind, scene
 
     def _is_ready(self, kind: Calls, scene: Scene) -> bool:
