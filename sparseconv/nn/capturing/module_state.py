@@ -15,7 +15,7 @@ import torch
 
 from sparseconv.gpu import graphs
 from sparseconv.nn.capturing.answer import CannotCapture
-from sparseconv.torch_private import copy_each
+from sparseconv.torch_private import any_module_hook, copy_each
 
 #: attributes that every module of torch has, and a captured one's forward
 _TORCHS = {*vars(torch.nn.Module()), "forward"}
@@ -166,7 +166,9 @@ class ModuleParts:
         return any(map(WANTS, self._parameters))
 
     def hooked(self) -> torch.nn.Module | None:
-        """A part with a hook, which a graph would not call."""
+        """A part with a hook, its own or one of all modules, which a graph would not call."""
+        if self.modules and any_module_hook():
+            return self.modules[0]
         return next(m for m in self.modules if any(_hooks_of(m))) if any(self._hooks) else None
 
     def is_moved(self) -> bool:
