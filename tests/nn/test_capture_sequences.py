@@ -162,6 +162,21 @@ def test_settings_are_seen():
     assert (kind.captures, kind.replays) == (2, 4), nn.explain(net)
 
 
+def test_a_hook_of_all_modules_is_called_for_each_part():
+    net = nn.capture(make("detector"))
+    counts = []
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: counts.append(1))
+    found = []
+    for seed in range(4):
+        counts.clear()
+        step(net, CALLS["detector"], seed)
+        found.append(len(counts))
+    handle.remove()
+    assert len({*found}) == 1, found
+    step(net, CALLS["detector"], 4)
+    assert replays(net) == 1, nn.explain(net)
+
+
 class Writing(torch.nn.Module):
     """A network that writes into what it was given or holds."""
 

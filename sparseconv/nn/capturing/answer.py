@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_not
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,10 @@ class CannotCapture(Exception):
         return cls(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
 
 
+class DoesNotFit(Exception):
+    """The scene at hand has more rows or edges than there are places for."""
+
+
 class Given:
     """The arguments of a call: what they are made of, and copies of their containers."""
 
@@ -37,8 +42,10 @@ class Given:
         #: dicts that the call may fill in: the caller's, or the copies made last; and what they held before the call
         self._dicts: dict[tuple[Any, ...], dict[Any, Any]] = {}
         self._before: dict[tuple[Any, ...], dict[Any, Any]] = {}
-        #: every argument that is no container, and where it is
+        self._lists: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
+        #: every argument that is no container, and where it is; classes of the containers
         self.leaves: list[tuple[tuple[Any, ...], Any]] = []
+        self._classes: list[Any] = []
         self._note(self.whole, ())
 
     def _note(self, value: Any, path: tuple[Any, ...]) -> None:
@@ -48,8 +55,11 @@ class Given:
                 self._paths.setdefault(id(value), path)
             return
         self._paths.setdefault(id(value), path)
+        self._classes.append((path, type(value)))
         if isinstance(value, dict) and len(path) > 1:
             self._dicts[path], self._before[path] = value, dict(value)
+        elif isinstance(value, list):
+            self._lists[path] = value, list(value)
         for key, item in items_of(value):
             self._note(item, (*path, key))
 
@@ -57,9 +67,12 @@ class Given:
         """What calls are told apart by: of a tensor its form, of others what is `spelled`; sparse tensors are left out.
 
         Only the number of rows of a tensor on ``device`` is left out, unless that is 0, for which code often has a way
-        of its own. One elsewhere is told by its values, since a graph holds what it was.
+        of its own. One elsewhere is told by its values, since a graph holds what it was. Which of them are one and the
+        same counts, too.
         """
-        return tuple((path, form_of(leaf, rows, device)) for path, leaf in self.leaves if kind_of(leaf) is None)
+        leaves = [(path, leaf) for path, leaf in self.leaves if kind_of(leaf) is None]
+        forms = ((path, self._paths.get(id(leaf)), form_of(leaf, rows, device)) for path, leaf in leaves)
+        return *self._classes, *forms
 
     def entry(self, path: tuple[Any, ...]) -> Any:
         """What a dict among the arguments holds at a path now: the call may have changed it."""
@@ -76,10 +89,16 @@ class Given:
         """Rows of each tensor on a device that are not one a voxel, whose number is ``rows``."""
         return tuple(len(leaf) for _, leaf in self.leaves if is_there(leaf, device) and has_own_rows(leaf, rows))
 
+    def put_back(self) -> None:
+        """Make the caller's dicts what they were before the call."""
+        for path, into in self._dicts.items():
+            into.clear()
+            into.update(self._before[path])
+
     def forget(self) -> None:
         """Let go of everything."""
         self.whole, self.leaves = ((), {}), []
-        self._dicts, self._before, self._paths, self._copies = {}, {}, {}, {}
+        self._dicts, self._before, self._lists, self._paths, self._copies = {}, {}, {}, {}, {}
 
     def copied(
         self,
@@ -108,6 +127,8 @@ class Given:
         self._copies[id(made)] = path
         if path in self._dicts:
             self._dicts[path] = made
+        elif path in self._lists:
+            self._lists[path] = made, list(made)
         return made
 
     def path_of(self, value: Any) -> tuple[Any, ...] | None:
@@ -119,6 +140,8 @@ class Given:
 
     def changed(self) -> list[tuple[tuple[Any, ...], list[Any], dict[Any, Any]]]:
         """Of each dict that the call changed: its path, the keys that went, and the items that are new or others."""
+        if any(len(now) != len(was) or any(map(is_not, now, was)) for now, was in self._lists.values()):
+            raise CannotCapture("it changes a list that it is given, which a replay would leave as it was")
         found = []
         for path, now in self._dicts.items():
             before = self._before[path]

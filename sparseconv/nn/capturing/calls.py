@@ -34,16 +34,21 @@ class Key(NamedTuple):
     reads: tuple[Any, ...] = ()
 
 
-def key_of(scene: Scene, given: Given, path: Any, modules: Sequence[torch.nn.Module]) -> Key:
+def modes() -> tuple[Any, ...]:
+    """Whether gradients are wanted, and the dtype of autocast by device."""
+    kinds = ("cuda", "cpu")
+    return torch.is_grad_enabled(), *(torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) for k in kinds)
+
+
+def key_of(scene: Scene, given: Given, path: Any, modules: Sequence[torch.nn.Module], outer: tuple[Any, ...]) -> Key:
     """Of a call with a sparse tensor at ``path`` among its arguments; where it is None, of a call that makes its scene,
-    without what the rest of that call may read."""
-    kind = scene.features.device.type
-    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    without what the rest of that call may read. ``outer`` are the modes around the call, which may have others where it
+    begins."""
     grad = torch.is_grad_enabled()
     arguments = () if path is None else given.forms(len(scene.coords), scene.features.device)
     form = (
         tuple(map(_trains, modules)),
-        *(grad, autocast, scene.batch_size, scene.coords.shape[1], scene.voxel_size, scene.origin),
+        *(outer, modes(), scene.batch_size, scene.coords.shape[1], scene.voxel_size, scene.origin),
         *(scene.features.dtype, scene.features.shape[1], scene.features.device),
         *(grad and scene.features.requires_grad, torch.backends.cuda.matmul.allow_tf32, arguments),
     )
@@ -60,7 +65,10 @@ def differing(key: Any, others: Iterable[Any]) -> str:
     keys = [other for other in others if isinstance(other, Key) and isinstance(key, Key) and other.form == key.form]
     names = sorted({name for other in keys for name, _ in {*other.variables} ^ {*key.variables}})
     what = f"variables {', '.join(names)}" if names else "arguments"
-    return f"its {what} are others in every call, and a graph holds them as they were"
+    return (
+        f"its {what} are others in every call, and a graph holds them as they were: find such values within the call, "
+        "before it makes its scene, or capture its parts"
+    )
 
 
 class Calls:

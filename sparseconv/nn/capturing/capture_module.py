@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -120,13 +119,13 @@ def _capture(module: torch.nn.Module, model: torch.nn.Module) -> None:
     if _is_undone_elsewhere(module, model):
         _capture_parts(module, model)
         return
-    whole = weakref.ref(model)
-
-    def instead(refused: Captured) -> None:
-        _capture_parts(refused.module, whole() or refused.module)
-
     captured: Any = capture_module(module).__dict__["forward"]
-    captured.instead = instead
+    captured.instead = _instead
+
+
+def _instead(refused: Captured) -> None:
+    """Capture the parts of a module. No layer outside of it undoes one within, or it were not captured."""
+    _capture_parts(refused.module, refused.module)
 
 
 def _capture_parts(module: torch.nn.Module, model: torch.nn.Module) -> None:

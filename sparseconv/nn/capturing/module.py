@@ -15,15 +15,15 @@ from sparseconv import transforms
 from sparseconv.gpu import graphs
 from sparseconv.gpu.turns import Turns
 from sparseconv.nn.capturing import verify
-from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
+from sparseconv.nn.capturing.answer import Answer, CannotCapture, DoesNotFit, Given
 from sparseconv.nn.capturing.arrays import Sizes
-from sparseconv.nn.capturing.calls import Calls, differing, explained, key_of, variables_of
-from sparseconv.nn.capturing.module_state import Attributes, ModuleParts
+from sparseconv.nn.capturing.calls import Calls, differing, explained, key_of, modes, variables_of
+from sparseconv.nn.capturing.module_state import WANTS, ModuleParts, without_traces
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.reads import Reads
-from sparseconv.nn.capturing.recording import DoesNotFit, Recording
+from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
-from sparseconv.nn.capturing.shared_memory import SharedMemory
+from sparseconv.nn.capturing.shared_memory import LOOSE, SharedMemory
 from sparseconv.torch_private import others_save
 
 _log = logging.getLogger(__name__)
@@ -118,14 +118,14 @@ class Captured:
         if torch.is_grad_enabled() and others_save():
             why = "within torch.utils.checkpoint, or another that decides what gradients keep"
             return self._eagerly(why, args, kwargs)
-        given = Given(args, kwargs)
+        given, outer = Given(args, kwargs), modes()
         direct = [(path, leaf) for path, leaf in given.leaves if kind_of(leaf) is not None]
         if len(direct) > 1:
             self._count_refusal("several sparse tensors in one call")
             return self.plain(*args, **kwargs)
         if direct:
             path, x = direct[0]
-            kind, scene = self._kind(x, given, path)
+            kind, scene = self._kind(x, given, path, outer)
             if self._is_ready(kind, scene):
                 return self._replay(kind, scene, path, given)
             with self.parts.settings.of_calls():
@@ -134,7 +134,7 @@ class Captured:
         found: list[tuple[Calls, Scene]] = []
 
         def begin(x: Any) -> bool:
-            found.append(self._kind(x, given, None))
+            found.append(self._kind(x, given, None, outer))
             if self._is_ready(*found[0]):
                 raise _Begins
             return False
@@ -143,6 +143,7 @@ class Captured:
         with suppress(_Begins), self.parts.settings.of_calls(), watched(begin):
             out = self.plain(*args, **kwargs)
         if out is begins:  # here, since an error within the handling of another one would be told as that one
+            given.put_back()  # what follows starts anew
             return self._replay(*found[0], None, given)
         if found:
             return self._noted(*found[0], out, given, None)
@@ -165,11 +166,11 @@ class Captured:
         self.eager[why] += 1
         return self.plain(*args, **kwargs)
 
-    def _kind(self, x: Any, given: Given, path: Any) -> tuple[Calls, Scene]:
+    def _kind(self, x: Any, given: Given, path: Any, outer: tuple[Any, ...]) -> tuple[Calls, Scene]:
         reader = kind_of(x)
         assert reader is not None
         scene = reader.read(x)
-        key: Any = key_of(scene, given, path, (self.module, *self.parts.modules))
+        key: Any = key_of(scene, given, path, (self.module, *self.parts.modules), outer)
         if path is None:
             variables = variables_of(given, Captured.__call__.__code__)
             key = key._replace(variables=variables, reads=self._reads.told(given.entry))
@@ -213,6 +214,8 @@ class Captured:
         except CannotCapture as error:
             self._refuse(kind, str(error))
             return out
+        if not self.parts.trains() and not scene.features.requires_grad and any(map(WANTS, answer.tensors)):
+            self._refuse(kind, LOOSE)
         aliases = [t.view_as(t) if t.requires_grad else t for t in answer.tensors]
         for number, alias in enumerate(aliases):
             if alias.requires_grad:
@@ -286,11 +289,10 @@ class Captured:
                 self._outgrown(kind, scene, given, path)
             return why
         if kind.captures >= MOST_CAPTURES:
-            return self._refuse(kind, f"its scenes outgrew {MOST_CAPTURES} captures, one after another")
+            return self._refuse(kind, f"its scenes or changes outgrew {MOST_CAPTURES} captures, one after another")
         kind.captures += 1
-        attributes = Attributes(self.module)
         try:
-            with inside():
+            with inside(), without_traces(self.module):
                 kind.recording = self._record(kind, scene, path, given)
         except CannotCapture as error:
             if any(kind.lengths.of_call(scene, given, path).varies):
@@ -298,8 +300,6 @@ class Captured:
                 self._kinds = {key: known for key, known in self._kinds.items() if known is not kind}
                 return f"arguments of other lengths: {error}"
             return self._refuse(kind, str(error))
-        finally:
-            attributes.put_back()
         self._learn(kind, given)
         self._forget_old(kind)
         return None

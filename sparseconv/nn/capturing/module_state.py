@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,11 +10,12 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from sparseconv.gpu import graphs
 from sparseconv.nn.capturing.answer import CannotCapture
-from sparseconv.torch_private import copy_each
+from sparseconv.torch_private import any_module_hook, copy_each
 
 #: attributes that every module of torch has, and a captured one's forward
 _TORCHS = {*vars(torch.nn.Module()), "forward"}
@@ -150,7 +152,7 @@ class ModuleParts:
         self._tensors = list({id(t): t for t in chain(self._parameters, module.buffers())}.values())
         self._parts = list(chain.from_iterable(map(dict.values, self._held)))
         self._addresses = list(map(_address, self._tensors))
-        self._wants = list(map(_wants_gradient, self._parameters))
+        self._wants = list(map(WANTS, self._parameters))
         self._hooks = [hooks for m in self.modules for hooks in _hooks_of(m)]
 
     def has_graphs(self) -> bool:
@@ -159,8 +161,14 @@ class ModuleParts:
         first = next((t for t in held if isinstance(t, torch.Tensor)), None)
         return first is not None and graphs.has_graphs(first.device)
 
+    def trains(self) -> bool:
+        """Whether a parameter wants a gradient."""
+        return any(map(WANTS, self._parameters))
+
     def hooked(self) -> torch.nn.Module | None:
-        """A part with a hook, which a graph would not call."""
+        """A part with a hook, its own or one of all modules, which a graph would not call."""
+        if self.modules and any_module_hook():
+            return self.modules[0]
         return next(m for m in self.modules if any(_hooks_of(m))) if any(self._hooks) else None
 
     def is_moved(self) -> bool:
@@ -172,13 +180,13 @@ class ModuleParts:
         return (
             sum(map(len, self._held)) != len(self._parts)
             or not all(map(is_, chain.from_iterable(map(dict.values, self._held)), self._parts))
-            or list(map(_wants_gradient, self._parameters)) != self._wants
+            or list(map(WANTS, self._parameters)) != self._wants
             or self.settings.changed()
         )
 
 
 _address = torch.Tensor.data_ptr
-_wants_gradient = attrgetter("requires_grad")
+WANTS = attrgetter("requires_grad")
 
 
 def _hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:
@@ -186,12 +194,22 @@ def _hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 class Settings:
-    """Plain attributes of modules, such as a norm's momentum: Python reads them once, and a graph keeps them."""
+    """Attributes of modules, such as a norm's momentum: Python reads them once, and a graph keeps them.
+
+    Of modules of clients all, with what lists, tuples and dicts hold; of others such as are plain values.
+    """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         #: weakly: a captured module holds who holds this
         self._read = [
-            (weakref.ref(m), {name: value for name, value in _own(m) if isinstance(value, (*_PLAIN, type(None)))})
+            (
+                weakref.ref(m),
+                {
+                    name: _held(value)
+                    for name, value in _own(m)
+                    if is_of_client(m) or isinstance(value, (*_PLAIN, type(None)))
+                },
+            )
             for m in modules
         ]
 
@@ -206,18 +224,41 @@ class Settings:
     @contextmanager
     def of_calls(self) -> Iterator[None]:
         """Within it, an eager call: what it changes itself, such as a counter, is no setting."""
-        before = [(vars(seen()), read, {name: vars(seen()).get(name) for name in read}) for seen, read in self._read]
+        now = [(vars(seen()), read) for seen, read in self._read]
+        before = [(held, read, {name: _held(held.get(name)) for name in read}) for held, read in now]
         try:
             yield
         finally:
-            for now, read, values in before:
+            for held, read, values in before:
                 for name, value in values.items():
-                    if _is_another(now.get(name), value):
+                    if _is_another(held.get(name), value):
                         read.pop(name, None)
 
 
 def _is_another(now: Any, before: Any) -> bool:
-    return now is not before and (type(now) is not type(before) or now != before)
+    if now is before:
+        return False
+    if type(now) is not type(before):
+        return True
+    if isinstance(now, (list, tuple)):
+        return len(now) != len(before) or any(map(_is_another, now, before))
+    if isinstance(now, dict):
+        return now.keys() != before.keys() or any(_is_another(value, before[key]) for key, value in now.items())
+    return not isinstance(now, _PLAIN) or bool(now != before)
+
+
+def _held(value: Any) -> Any:
+    """Containers as they are now; a tensor is itself, since graphs read what is in it."""
+    if type(value) is dict:
+        return {key: _held(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_held, value))
+    return set(value) if type(value) is set else value
+
+
+def is_of_client(m: torch.nn.Module) -> bool:
+    """Whether a module is neither this library's nor torch's, which keep nothing of a call."""
+    return not type(m).__module__.startswith(("sparseconv.", "torch."))
 
 
 class Attributes:
@@ -233,7 +274,11 @@ class Attributes:
     def __init__(self, module: torch.nn.Module, given: Iterable[torch.Tensor] = ()) -> None:
         theirs = modules_of_clients(module)
         self._before = [(m, {name: (value, _copied(value)) for name, value in _own(m)}) for m in theirs]
+        self._buffers = [(m, name, b) for m in theirs for name, b in m._buffers.items()]
         self._given = [(t, t._version) for t in given]
+        self._random, self._numpy = random.getstate(), _numpy_state()
+        #: torch's own on the host, which for a scene on a card is Python's state, too
+        self._on_host = torch.get_rng_state() if any(t.is_cuda for t, _ in self._given) else None
 
     def check(self) -> None:
         """Raise `CannotCapture` by the name of the first thing that is another now."""
@@ -242,12 +287,19 @@ class Attributes:
             raise CannotCapture(
                 f"it changes {changed}, which a replay would leave as it was: return it, or set it outside"
             )
+        if self._random != random.getstate() or _is_drawn(self._numpy):
+            raise CannotCapture("it draws random numbers of Python or NumPy, which a replay would not: draw torch's")
+        if self._on_host is not None and not torch.equal(self._on_host, torch.get_rng_state()):
+            raise CannotCapture("it draws random numbers on the host, which a replay would not: draw them on the card")
 
     def _changed(self) -> str | None:
         for m, before in self._before:
             for name, value in _own(m):
                 if not _is_same(value, before.get(name, (None, _MISSING))[1]):
                     return f"{type(m).__name__}.{name}"
+        for m, name, buffer in self._buffers:  # which may be written in place
+            if m._buffers.get(name) is not buffer:
+                return f"{type(m).__name__}.{name}"
         return None if all(t._version == version for t, version in self._given) else "an argument in place"
 
     def put_back(self) -> None:
@@ -259,11 +311,35 @@ class Attributes:
                     del own[name]
             for name, (value, copy) in before.items():
                 own[name] = value if _is_same(value, copy) else _restored(value, copy)
+        for m, name, buffer in self._buffers:
+            m._buffers[name] = buffer
+        random.setstate(self._random)
+        np.random.set_state(self._numpy)  # noqa: NPY002
+
+
+def _numpy_state() -> Any:
+    """Of the one generator that clients share."""
+    return np.random.get_state(legacy=False)  # noqa: NPY002
+
+
+def _is_drawn(before: Any) -> bool:
+    was, now = before["state"], _numpy_state()["state"]
+    return was["pos"] != now["pos"] or not np.array_equal(was["key"], now["key"])
+
+
+@contextmanager
+def without_traces(module: torch.nn.Module) -> Iterator[None]:
+    """Within it, calls that are tried; afterwards what modules hold is what it was."""
+    attributes = Attributes(module)
+    try:
+        yield
+    finally:
+        attributes.put_back()
 
 
 def modules_of_clients(module: torch.nn.Module) -> list[torch.nn.Module]:
     """A module and its parts, but for those of this library and of torch."""
-    return [m for m in module.modules() if not type(m).__module__.startswith(("sparseconv.", "torch."))]
+    return [m for m in module.modules() if is_of_client(m)]
 
 
 class _Tensor(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sparseconv.nn.capturing.answer import CannotCapture
-from sparseconv.nn.capturing.joining import Joining, Watched
+from sparseconv.nn.capturing.joining import FORM, Joining, Run, Watched
 from sparseconv.nn.capturing.reads import HERE
 from sparseconv.nn.fused.training import batch_norm_of_rows
 from sparseconv.torch_private import TorchDispatchMode, add_each, pytree
@@ -22,6 +22,14 @@ ROWS = {getattr(torch.Tensor, name) for name in ("size", "__len__", "numel", "ne
 ROWS |= {getattr(torch.Tensor, name).__get__ for name in ("shape", "nbytes")}
 #: operations that wait for the device, or whose results have a size that only the device knows
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "unique_consecutive", "unique_dim")
+#: the part of its norm by which a result may differ: sums run in another order
+RESULTS = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+APART = (
+    "rows that are no voxels change its results ({}): each row must be worked on alone, or by this library's modules "
+    "and torch's batch norm"
+)
+#: what rows that are no voxels hold, over the largest value of those that are
+NOISE = 16.0, -48.0
 
 
 class LiveRows(TorchFunctionMode):
@@ -31,7 +39,7 @@ class LiveRows(TorchFunctionMode):
     their batches together, at the end.
     """
 
-    def __init__(self, family: Mapping[int, torch.Tensor], norms: Watched | Joining | None = None) -> None:
+    def __init__(self, family: Mapping[int, torch.Tensor], norms: Watched | Joining | Noise | None = None) -> None:
         super().__init__()
         self._family, self._norms = family, norms
         self._counted: dict[int, torch.Tensor] = {}
@@ -56,6 +64,8 @@ class LiveRows(TorchFunctionMode):
         if function is torch.Tensor.add_ and _is_counter(*args):
             self._counted[id(args[0])] = args[0]
             return args[0]
+        if isinstance(self._norms, Noise):
+            args, kwargs = self._norms.given(function, args, kwargs, self._family)
         return function(*args, **kwargs)
 
     def _count(self) -> None:
@@ -88,6 +98,58 @@ class LiveRows(TorchFunctionMode):
 def _is_counter(counter: Any, step: Any) -> bool:
     """Whether one is added to a number, as a norm counts its batches."""
     return type(step) is int and step == 1 and counter.ndim == 0 and counter.dtype == torch.int64
+
+
+class Noise:
+    """What clients' own operations are given has other values in the rows that are no voxels.
+
+    Args:
+        by: these values, over the largest of the rows that are voxels.
+        own: storages of the module's tensors, by address, whose rows are no voxels even where they are as many.
+    """
+
+    def __init__(self, by: float, own: set[int]) -> None:
+        self._by, self._own = by, own
+
+    def norm(self, run: Run, input: torch.Tensor) -> torch.Tensor:
+        """The norm's own result."""
+        return run(None, False)
+
+    def call(self, function: Any, args: Any, kwargs: Any) -> None:
+        """No operation is this one's own."""
+
+    def end(self) -> None:
+        """Nothing: the run is over."""
+
+    def given(self, function: Any, args: Any, kwargs: Any, family: Mapping[int, torch.Tensor]) -> Any:
+        """The arguments, copied where they have such rows; not what is written, nor for this library's operations."""
+        name = getattr(function, "__name__", "")
+        writes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+        if function in FORM or name == "__get__" or "out" in kwargs or _place() is None:
+            return args, kwargs
+
+        def noisy(t: Any) -> Any:
+            if not isinstance(t, torch.Tensor) or not t.ndim or not t.is_floating_point() or not t.numel():
+                return t
+            count = family.get(len(t))
+            if count is None or t.untyped_storage().data_ptr() in self._own:
+                return t
+            real, rest = t.tensor_split([int(count)])
+            largest = real.detach().abs().amax() if real.numel() else 1.0
+            return torch.cat([real, torch.full_like(rest, self._by) * (1 + largest)])
+
+        first = 1 if writes else 0
+        made = pytree.tree_map(noisy, (args[first:], kwargs))
+        return (*args[:first], *made[0]), made[1]
+
+
+def keep_apart(run: Callable[[Noise], Sequence[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
+    """Raise `CannotCapture` where results depend on rows that are no voxels, in a run that draws the same numbers."""
+    own = {t.untyped_storage().data_ptr() for t in tensors}
+    one, other = (run(Noise(by, own)) for by in NOISE)
+    gap = off(gaps_of(one, other), list(map(result_limit, other)))
+    if gap is not None:
+        raise CannotCapture(APART.format(gap))
 
 
 class _Watching(TorchDispatchMode):
@@ -208,4 +270,30 @@ def _place() -> str | None:
             line = linecache.getline(name, frame.f_lineno).strip()
             return f"at {Path(name).name}:{frame.f_lineno}: {line}"
         frame = frame.f_back
+    return None
+
+
+def gaps_of(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[float]:
+    """By how much results differ, as parts of their norm; of integers 1 where any does."""
+    return [_gap(a.detach(), b) for a, b in zip(found, wanted)]
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    if not b.is_floating_point():
+        return float(not torch.equal(a, b))
+    a, b = a.double(), b.double()
+    gap = torch.where(a.isnan() & b.isnan(), 0.0, a - b)
+    return float(gap.norm() / b.nan_to_num().norm().clamp_min(1e-12)) if b.numel() else 0.0
+
+
+def result_limit(result: torch.Tensor) -> float:
+    """The part of its norm by which a result may differ."""
+    return RESULTS.get(result.dtype, 0.0)
+
+
+def off(gaps: Sequence[float], limits: Sequence[float]) -> str | None:
+    """The first difference that is more than rounding, in words."""
+    for number, (gap, limit) in enumerate(zip(gaps, limits)):
+        if not gap <= limit:
+            return f"result {number} by {gap:.2g} of its norm"
     return None

@@ -226,7 +226,8 @@ def form_of(leaf: Any, rows: int, device: torch.device) -> Any:
     if leaf.device != device:
         cells = leaf.detach().reshape(-1) if leaf.device.type == "cpu" and leaf.nbytes <= MOST_BYTES else None
         return leaf.dtype, leaf.shape, object() if cells is None else spelled(cells.view(torch.uint8).numpy())
-    return leaf.ndim, leaf.shape[1:], leaf.shape[:1] == (rows,), leaf.numel() == 0, leaf.dtype, leaf.device
+    wants = leaf.requires_grad and torch.is_grad_enabled()
+    return leaf.ndim, leaf.shape[1:], leaf.shape[:1] == (rows,), leaf.numel() == 0, leaf.dtype, leaf.device, wants
 
 
 def told(value: Any, is_left: Callable[[Any], bool] = lambda value: False, depth: int = 8) -> Any:
@@ -238,7 +239,7 @@ def told(value: Any, is_left: Callable[[Any], bool] = lambda value: False, depth
     if isinstance(value, torch.Tensor):
         return None if kind_of(value) else (value.ndim, value.shape[1:], value.dtype, value.device)
     if isinstance(value, (*PLAIN, np.generic, np.ndarray)):
-        return type(value), spelled(value)
+        return spelled(value)
     if value is MISSING:
         return value
     if is_left(value) or not isinstance(value, (dict, list, tuple, set, frozenset)):
@@ -258,7 +259,7 @@ def spelled(value: Any) -> Any:
         hash(value)
     except TypeError:
         return object()
-    return value
+    return type(value), value  # True is equal to 1 and to 1.0
 
 
 def is_container(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
@@ -14,14 +14,14 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.scene import fault_of
 from sparseconv.gpu import graphs
 from sparseconv.gpu.streams import forget_workspaces, reporting
-from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
+from sparseconv.nn.capturing.answer import Answer, CannotCapture, DoesNotFit, Given
 from sparseconv.nn.capturing.arrays import Lengths, SceneArrays, Sizes
 from sparseconv.nn.capturing.joining import Changed, Joined, Joining, Watched
 from sparseconv.nn.capturing.module_state import Attributes, ModuleState, modules_of_clients
-from sparseconv.nn.capturing.padding import Breaker, Guard, LiveRows, Seen
+from sparseconv.nn.capturing.padding import Breaker, Guard, LiveRows, Noise, Seen, keep_apart
 from sparseconv.nn.capturing.reads import Reading, Reads
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
-from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory
+from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory, reached
 
 #: captures to try, and bytes of graphs from which on a second one is: their memory is held as long as they are
 TRIES, WORTH = 3, 2**27
@@ -68,7 +68,7 @@ class Recording:
         self.reads = Reads()
         self._reading: Reading | None = None
         #: what batch norms take with them; while the first run is watched, what notes that
-        self._joined: Watched | list[Joined | None] | None = None
+        self._joined: Watched | Noise | list[Joined | None] | None = None
         #: how far results are from the eager call's; whether those for another scene are, which numbers may tell apart
         self.gaps: list[float] | None = None
         self.is_compared = path is not None
@@ -146,23 +146,17 @@ class Recording:
     # ---- recording
 
     def record(self, scene: Scene) -> None:
-        """Try the call on arrays of fixed size, then capture it.
-
-        Raises:
-            CannotCapture: and why.
-        """
+        """Try the call on arrays of fixed size, then capture it; raises CannotCapture or DoesNotFit."""
         with torch.inference_mode(False), self.state.restoring(), self.state.as_leaves(self._module):
             self.arrays.load(scene, self._given)
             with torch.set_grad_enabled(self.trains):
                 self._guarded()
                 self.arrays.load(scene, self._given)  # once more: now the strided layers are known
+                keep_apart(self._with, [*self.state.constants.values()])
                 self._joined = watched = Watched() if self.trains else None
                 answer = self.run()
                 self._choose(answer)
                 self._joined = None if watched is None else watched.joined(answer.tensors)
-                self._wait()
-                if fault := fault_of(int(self._told_on_host[1])):
-                    raise DoesNotFit(fault)
                 if self.trains:
                     self._find(answer)
                 del answer
@@ -181,7 +175,7 @@ class Recording:
 
     def _guarded(self) -> None:
         """A run in which what no graph can hold is found."""
-        seen, own = Seen(), {t.untyped_storage().data_ptr() for t in self._module_tensors()}
+        seen, own = Seen(), {t.untyped_storage().data_ptr() for t in self.state.constants.values()}
         stack, kept = ExitStack(), list[tuple[Attributes, Guard]]()
         self._reading = reading = Reading(modules_of_clients(self._module), self.reads)
 
@@ -203,9 +197,16 @@ class Recording:
         kept[0][0].check()
         kept[0][1].check(results)
 
-    def _module_tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._module.parameters()
-        yield from self._module.buffers()
+    def _with(self, noise: Noise) -> list[torch.Tensor]:
+        """Results and buffers of a run that is given other values in rows that are no voxels; does the scene fit?"""
+        self._joined = noise
+        with self.state.restoring():
+            answer = self.run()
+            self._wait()
+            if fault := fault_of(int(self._told_on_host[1])):
+                raise DoesNotFit(fault)
+            live = (t if n is None else t[: self.counts()[n]] for t, n in zip(answer.tensors, answer.rows()))
+            return [t.detach().clone() for t in (*live, *self._module.buffers())]
 
     def _choose(self, answer: Answer) -> None:
         """Which results get a gradient, and the arrays that it is copied into."""
@@ -215,6 +216,7 @@ class Recording:
         self.taken = sorted(self._wanted & self.differentiable or self.differentiable)
         self.grads = [torch.zeros_like(answer.tensors[i]) for i in self.taken]
         self._grads_filled = [0] * len(self.taken)
+        self._reached = {i: reached(answer.tensors[i], self.state.starts, self._leaf) for i in floats}
         if self.trains and not floats:
             self.trains = False
 
@@ -374,7 +376,7 @@ class Recording:
                 self._grads_filled[at] = live
             self._replay_backward()
             assert self._gathered is not None
-            of_parameters = self._gathered.taken()
+            of_parameters = self._gathered.taken([self._reached[n] for n in self.taken if grads[n] is not None])
             of_features = None
             if self._grad_features is not None:
                 of_features = self._grad_features[: self.arrays.filled].clone()
@@ -394,7 +396,3 @@ class Recording:
             self._reported.synchronize()
         if self._reported is None or int(self._told_on_host[0]) != self.arrays.tickets:
             torch.cuda.current_stream(self._device).synchronize()
-
-
-class DoesNotFit(Exception):
-    """The scene at hand has more rows or edges than there are places for."""

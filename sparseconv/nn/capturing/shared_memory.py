@@ -16,6 +16,8 @@ from sparseconv.nn.capturing.answer import CannotCapture
 from sparseconv.plan.casting import gradients_into
 from sparseconv.torch_private import copy_each, pieces
 
+LOOSE = "a tensor that is no parameter of it, nor the scene's features, wants a gradient"
+
 
 class SharedMemory:
     """Memory and streams of recordings of which one is replayed at a time: it overwrites what another one left there.
@@ -77,6 +79,25 @@ class SharedMemory:
         return self._flat[dtype, count]
 
 
+def reached(result: torch.Tensor, parameters: Sequence[torch.Tensor], features: torch.Tensor) -> list[bool]:
+    """Which parameters get a gradient from a result.
+
+    Raises:
+        CannotCapture: something else gets one, too, which the graphs would not find.
+    """
+    found, seen, left = set[int](), set[Any](), [result.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [after for after, _ in node.next_functions]
+            leaf = getattr(node, "variable", None)
+            found |= set() if leaf is None else {id(leaf)}
+    if found - {id(features), *map(id, parameters)}:
+        raise CannotCapture(LOOSE)
+    return [id(p) in found for p in parameters]
+
+
 class Gathered:
     """Gradients of parameters, gathered by a graph in one array a dtype, so that a call copies them at once.
 
@@ -129,7 +150,7 @@ class Gathered:
             with torch.no_grad():
                 copy_each([place for place, _ in pairs], [grad for _, grad in pairs])
 
-    def taken(self) -> list[torch.Tensor | None]:
-        """The gradients in new tensors, by parameter."""
+    def taken(self, from_results: Sequence[Sequence[bool]]) -> list[torch.Tensor | None]:
+        """The gradients in new tensors, by parameter; None where none of the results has one for it."""
         found = self._split({dtype: flat.clone() for dtype, flat in self._flat.items()})
-        return [found.get(number) for number in range(self._count)]
+        return [found.get(n) if any(has[n] for has in from_results) else None for n in range(self._count)]

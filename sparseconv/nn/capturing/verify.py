@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.nn.capturing.answer import Answer, CannotCapture, Given
-from sparseconv.nn.capturing.module_state import Attributes
-from sparseconv.nn.capturing.recording import DoesNotFit, Recording
+from sparseconv.nn.capturing.answer import Answer, CannotCapture, DoesNotFit, Given
+from sparseconv.nn.capturing.module_state import without_traces
+from sparseconv.nn.capturing.padding import APART, gaps_of, off, result_limit
+from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene, inside, kind_of, watched
 from sparseconv.torch_private import allows_tf32
 
-#: the part of its norm by which a result, and all gradients together, may differ: sums run in another order
-RESULTS = {torch.float64: 1e-6, torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+#: the part of their norm by which all gradients together may differ: sums run in another order
 GRADIENTS = {torch.float64: 1e-5, torch.float32: 5e-2, torch.float16: 2e-1, torch.bfloat16: 3e-1}
 #: times the rounding, and the difference in the scene of the capture, by which results for another scene may differ
 TIMES = 16
@@ -90,36 +90,35 @@ def against_eager(recording: Recording, call: Callable[..., Any], given: Given, 
                 raise CannotCapture(
                     f"result {number} has a size that depends on the scene: {tuple(a.shape)}, alone {tuple(b.shape)}"
                 )
-        gaps, jitter = _gaps(found, wanted), _rounding(scene.features)
-        limits, is_first = [RESULTS.get(t.dtype, 0.0) for t in wanted], recording.gaps is None
+        gaps, jitter = gaps_of(found, wanted), _rounding(scene.features)
+        limits, is_first = list(map(result_limit, wanted)), recording.gaps is None
         if recording.gaps is None:
             recording.gaps = gaps
         else:
             limits = [min(most, TIMES * max(gap, jitter)) for most, gap in zip(limits, recording.gaps)]
-        off = _off(gaps, limits)
+        gap = off(gaps, limits)
         if (
-            off is not None
-            and _off(_gaps(eager_call(recording, call, given, jitter).answer.tensors, wanted), limits) is None
+            gap is not None
+            and off(gaps_of(eager_call(recording, call, given, jitter).answer.tensors, wanted), limits) is None
         ):
             raise CannotCapture(
-                f"rows that are no voxels change its results ({off}): each row must be worked on alone, or by this "
-                "library's modules and torch's batch norm"
+                APART.format(gap)
                 if is_first
-                else f"its results for another scene differ ({off}): a graph holds numbers that were made before it"
+                else f"its results for another scene differ ({gap}): a graph holds numbers that were made before it"
             )
         if not recording.trains:
             return
-        grads = [None] * len(found) if off is not None else _random(recording, wanted)
-        if off is None:
+        grads = [None] * len(found) if gap is not None else _random(recording, wanted)
+        if gap is None:
             mine = recording.backward(grads)
             theirs = gradients_of(recording, eager, grads)
-            off = _off_gradients(mine, theirs)
+            gap = _off_gradients(mine, theirs)
             if (
-                off is not None
+                gap is not None
                 and _off_gradients(gradients_of(recording, eager_call(recording, call, given, jitter), grads), theirs)
                 is None
             ):
-                raise CannotCapture(f"its gradients differ from the eager call's ({off})")
+                raise CannotCapture(f"its gradients differ from the eager call's ({gap})")
 
 
 def against_another(
@@ -129,16 +128,13 @@ def against_another(
 
     What Python made of a scene before its graph began shows there, where nothing else told of it.
     """
-    attributes = Attributes(module)
     try:
-        with inside():
+        with inside(), without_traces(module):
             against_eager(recording, call, given, scene)
     except DoesNotFit:
         return None
     except CannotCapture as error:
         return str(error)
-    finally:
-        attributes.put_back()
     recording.is_compared = True
     return None
 
@@ -164,27 +160,6 @@ def _same_plain(recording: Recording, eager: Sequence[Any]) -> None:
 
 def _random(recording: Recording, like: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     return [torch.randn_like(t) if i in recording.taken else None for i, t in enumerate(like)]
-
-
-def _gaps(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> list[float]:
-    """By how much results differ, as parts of their norm; of integers 1 where any does."""
-    return [
-        _gap(a.detach(), b) if b.is_floating_point() else float(not torch.equal(a, b)) for a, b in zip(found, wanted)
-    ]
-
-
-def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
-    a, b = a.double(), b.double()
-    gap = torch.where(a.isnan() & b.isnan(), 0.0, a - b)
-    return float(gap.norm() / b.nan_to_num().norm().clamp_min(1e-12)) if b.numel() else 0.0
-
-
-def _off(gaps: Sequence[float], limits: Sequence[float]) -> str | None:
-    """The first difference that is more than rounding, in words."""
-    for number, (gap, limit) in enumerate(zip(gaps, limits)):
-        if not gap <= limit:
-            return f"result {number} by {gap:.2g} of its norm"
-    return None
 
 
 def _off_gradients(mine: Gradients, theirs: Gradients) -> str | None:
