@@ -13,7 +13,7 @@ import torch
 import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
 from sparseconv.nn.capturing import module as capturing
-from tests.nn.test_capture_module import DEVICE, Detector, coords_of, features_of, forward_of, replays, same
+from tests.nn.test_capture_module import DEVICE, WIDE, Detector, coords_of, features_of, forward_of, replays, same
 from tests.nn.test_capture_module import _graphs as _graphs  # the stand-in for a card's graphs
 
 
@@ -157,14 +157,14 @@ class Any(torch.nn.Module):
 
 def pair(function):
     torch.manual_seed(0)
-    net = Any(function).to(DEVICE).double()
+    net = Any(function).to(DEVICE, WIDE)
     twin = copy.deepcopy(net)
     return nn.capture(net), twin
 
 
 def scene(seed, voxels=150):
     coords = coords_of(seed, voxels)
-    return spconv.SparseConvTensor(features_of(seed, coords).double(), coords, [12] * 3, 2)
+    return spconv.SparseConvTensor(features_of(seed, coords).to(WIDE), coords, [12] * 3, 2)
 
 
 def test_an_argument_that_wants_a_gradient_only_later_gets_it():

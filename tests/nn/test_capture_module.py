@@ -24,6 +24,8 @@ from sparseconv.nn.capturing.module_state import Attributes
 from sparseconv.nn.capturing.recording import Recording
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+#: what graphs and eager calls are compared in, and by how much they may differ: no graph holds layers in float64
+WIDE, LIMIT = (torch.float64, 1e-7) if DEVICE == "cpu" else (torch.float32, 2e-3)
 
 
 class RunAgain(Recording):

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
 from sparseconv.nn.capturing.reads import EVERY, MISSING, ReadDict, _read_from, told, variables_ahead
-from tests.nn.test_capture_module import DEVICE, coords_of, features_of, replays
+from tests.nn.test_capture_module import DEVICE, LIMIT, WIDE, coords_of, features_of, replays, same
 from tests.nn.test_capture_module import _graphs as _graphs  # the stand-in for a card's graphs
 
 
@@ -195,7 +195,7 @@ def batch_of(call):
     """What a detector's loader gives: much of it differs from call to call."""
     coords = coords_of(call, 100 + 7 * call, extent=8 + call % 5)
     return {
-        "x": features_of(call, coords).double(),
+        "x": features_of(call, coords).to(WIDE),
         "coords": coords,
         "flag": call % 3 == 0,
         "frame_id": np.array([f"{call:06d}", "000000"]),
@@ -209,7 +209,7 @@ def batch_of(call):
 def calls_beside_a_twin(run, calls):
     """The captured module, after calls with the results and gradients of an eager twin."""
     torch.manual_seed(0)
-    net = Net(run).double().to(DEVICE)
+    net = Net(run).to(DEVICE, WIDE)
     twin = copy.deepcopy(net)
     nn.capture(net)
     for call in range(calls):
@@ -221,7 +221,7 @@ def calls_beside_a_twin(run, calls):
             one.zero_grad()
             parts[0].square().sum().backward()
             found.append([torch.as_tensor(part) for part in parts] + [one.conv.weight.grad])
-        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+        same(*found, LIMIT)
     return net
 
 

@@ -16,6 +16,8 @@ from tests.nn.test_capture_module import (
     CALLS,
     DEVICE,
     KINDS,
+    LIMIT,
+    WIDE,
     _graphs,
     coords_of,
     features_of,
@@ -338,17 +340,17 @@ def twice(net, features, coords):
 def test_gradients_of_gradients_and_second_backward_passes(way, make):
     """They worked in the first, eager calls and were errors of torch's from the third call on."""
     torch.manual_seed(0)
-    net = make().to(DEVICE).double()
+    net = make().to(DEVICE, WIDE)
     twin = copy.deepcopy(net)
     nn.capture(net)
     for seed in range(5):
         coords, found = coords_of(seed, 200), []
         for one in (net, twin):
             one.zero_grad(set_to_none=True)
-            features = (features_of(seed, coords).double() * 2).detach().requires_grad_()  # not a leaf of the scene
+            features = (features_of(seed, coords).to(WIDE) * 2).detach().requires_grad_()  # not a leaf of the scene
             way(one, features * 1.5, coords) if way is not penalised else way(one, features, coords)
             found.append([features.grad, *(p.grad for p in one.parameters()), *one.buffers()])
-        same(*found, 1e-7)
+        same(*found, LIMIT)
     said = nn.explain(net)
     assert ("asked for more than once" if way is twice else "its gradients are differentiated") in said, said
     assert "2 eager calls: its gradient" in said, said
