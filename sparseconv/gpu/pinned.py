@@ -76,8 +76,8 @@ class KeptReport:
     def read(self) -> list[int]:
         """Raises RuntimeError."""
         raise RuntimeError(
-            "the edges of a grid of fixed size are counted on the device alone, and layers in float64, among others, ask "
-            "for their number: ask a plan of an ordinary grid"
+            "the edges of a grid of fixed size are counted on the device alone, and layers in float64 ask for their "
+            "number: ask a plan of an ordinary grid"
         )
 
 
