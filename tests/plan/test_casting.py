@@ -112,9 +112,11 @@ def test_gradients_are_gathered_by_dtype():
     gathered.fill(found)
     with gathered.at_once():
         assert set(casting._state.places) == {like[i].data_ptr() for i in (0, 2, 3)}  # the last is not contiguous
-    first = gathered.taken()
+    reached = [[True, False, False, True, True], [False, True, True, False, True]]  # by parameters of two results
+    first = gathered.taken(reached)
+    assert [g is None for g in gathered.taken(reached[:1])] == [False, True, True, False, False]
     gathered.fill([None if g is None else -g for g in found])
-    for one, want, again in zip(first, found, gathered.taken()):
+    for one, want, again in zip(first, found, gathered.taken(reached)):
         assert (one is None) == (want is None)
         if want is not None:
             assert torch.equal(one, want)
