@@ -201,38 +201,40 @@ class Settings:
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         #: weakly: a captured module holds who holds this
-        self._read = [
-            (
-                weakref.ref(m),
-                {
-                    name: _held(value)
-                    for name, value in _own(m)
-                    if is_of_client(m) or isinstance(value, (*_PLAIN, type(None)))
-                },
-            )
-            for m in modules
-        ]
+        self._read: list[tuple[weakref.ref[torch.nn.Module], dict[str, Any]]] = []
+        #: of these, the modules of clients
+        self._of_clients: list[tuple[weakref.ref[torch.nn.Module], dict[str, Any]]] = []
+        for m in modules:
+            is_all = is_of_client(m)
+            read = {name: _held(value) for name, value in _own(m) if is_all or isinstance(value, (*_PLAIN, type(None)))}
+            self._read.append((weakref.ref(m), read))
+            if is_all:
+                self._of_clients.append(self._read[-1])
 
     def changed(self) -> bool:
         """Whether one is another now."""
-        return any(
-            _is_another(held.get(name), value)
-            for held, read in ((vars(seen()), read) for seen, read in self._read)
-            for name, value in read.items()
-        )
+        for seen, read in self._read:
+            held = vars(seen())
+            for name, value in read.items():
+                now = held.get(name)
+                if now is not value and _is_another(now, value):
+                    return True
+        return False
 
     @contextmanager
     def of_calls(self) -> Iterator[None]:
-        """Within it, an eager call: what it changes itself, such as a counter, is no setting."""
-        now = [(vars(seen()), read) for seen, read in self._read]
-        before = [(held, read, {name: _held(held.get(name)) for name in read}) for held, read in now]
+        """Within it, an eager call: what a client's module changes itself, such as a counter, is no setting."""
+        before = []
+        for seen, read in self._of_clients:
+            held = vars(seen())
+            before.append((held, read, [_held(held.get(name)) for name in read]))
         try:
             yield
         finally:
             for held, read, values in before:
-                for name, value in values.items():
-                    if _is_another(held.get(name), value):
-                        read.pop(name, None)
+                changed = [n for n, v in zip(read, values) if held.get(n) is not v and _is_another(held.get(n), v)]
+                for name in changed:
+                    del read[name]
 
 
 def _is_another(now: Any, before: Any) -> bool:

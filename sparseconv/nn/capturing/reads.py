@@ -9,7 +9,6 @@ import dis
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -27,6 +26,10 @@ EVERY = object()
 #: and for an entry that a dict has not
 MISSING = object()
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
+SIMPLE = (*PLAIN, np.generic, np.ndarray)
+#: places in functions of which is kept what they read later, with their code
+MOST_KNOWN = 2**12
+_found_read: dict[tuple[int, int], tuple[CodeType, tuple[str, ...]]] = {}
 #: bytes of an array, and items of a list or dict, that calls are told apart by
 MOST_BYTES, MOST_ITEMS = 2**12, 2**8
 
@@ -45,8 +48,17 @@ def variables_ahead(end: CodeType) -> Iterator[tuple[str, Any]]:
         frame = frame.f_back
 
 
-@lru_cache(1024)
 def _read_from(code: CodeType, place: int) -> tuple[str, ...]:
+    """`_find_read`, kept by the code's address: its hash looks at all of it."""
+    known = _found_read.get((id(code), place))
+    if known is None:
+        if len(_found_read) > MOST_KNOWN:
+            _found_read.clear()
+        known = _found_read[id(code), place] = code, _find_read(code, place)
+    return known[1]
+
+
+def _find_read(code: CodeType, place: int) -> tuple[str, ...]:
     """Variables that a function may read after the instruction at ``place``, before it gives them other values.
 
     Variables that inner functions see, or that handlers of errors read, are always among them.
@@ -238,7 +250,7 @@ def told(value: Any, is_left: Callable[[Any], bool] = lambda value: False, depth
     """
     if isinstance(value, torch.Tensor):
         return None if kind_of(value) else (value.ndim, value.shape[1:], value.dtype, value.device)
-    if isinstance(value, (*PLAIN, np.generic, np.ndarray)):
+    if isinstance(value, SIMPLE):
         return spelled(value)
     if value is MISSING:
         return value
