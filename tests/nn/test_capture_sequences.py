@@ -297,7 +297,8 @@ def test_activation_checkpointing_is_as_without_graphs(how):
 class Smooth(torch.nn.Module):
     def __init__(self, drop=0.0):
         super().__init__()
-        self.conv, self.norm = spconv.SubMConv3d(4, 8, 3, padding=1), torch.nn.BatchNorm1d(8, momentum=0.5)
+        self.conv = spconv.SubMConv3d(4, 8, 3, padding=1, bias=False)  # which the norm would take away
+        self.norm = torch.nn.BatchNorm1d(8, momentum=0.5)
         self.out, self.drop = torch.nn.Linear(8, 3), torch.nn.Dropout(drop)
 
     def forward(self, features, coords):

@@ -42,6 +42,8 @@ def captured(monkeypatch):
     """As in a run of a capture, whatever the device."""
     monkeypatch.setattr(casting, "current", lambda: object())
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 #: (C_out, K, C_in/G), as spconv keeps a weight; (K, C_in/G, C_out), as kernels read it; (C_out, C_in/G, K), as torch
