@@ -238,6 +238,15 @@ def test_what_the_graph_does_not_read_may_differ(run):
     assert replays(net) >= 20 - REPLAYED[run] - 1, nn.explain(net)
 
 
+def test_functions_of_a_prompt_are_looked_at():
+    """They have no file, as those of a notebook may have none."""
+    text = "def run(self, batch):\n    most = batch['x'].amax()\n    return self.conv(scene(batch)).features * most"
+    space = {"scene": scene}
+    exec(compile(text, "<stdin>", "exec"), space)
+    net = calls_beside_a_twin(space["run"], 5)
+    assert "mul reads a tensor (), made before the region, at <stdin>:3" in nn.explain(net)
+
+
 def test_a_module_that_is_compared_keeps_no_trace():
     """Nothing of the classes that look at attributes stays, nor what they held."""
     net = calls_beside_a_twin(attribute_of_few_values, 8)

@@ -17,6 +17,8 @@ from sparseconv.nn.capturing.reads import HERE
 from sparseconv.nn.fused.training import batch_norm_of_rows
 from sparseconv.torch_private import TorchDispatchMode, add_each, pytree
 
+#: functions without a file that are nobody's, which those of a prompt or a notebook are not
+MADE = "<frozen", "<sparse product"
 #: what tells a tensor's number of rows
 ROWS = {getattr(torch.Tensor, name) for name in ("size", "__len__", "numel", "nelement")}
 ROWS |= {getattr(torch.Tensor, name).__get__ for name in ("shape", "nbytes")}
@@ -264,7 +266,7 @@ def _place() -> str | None:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name != __file__ and "/torch/" not in name and not name.startswith("<"):
+        if name != __file__ and "/torch/" not in name and not name.startswith(MADE):
             if name.startswith(HERE):
                 return None
             line = linecache.getline(name, frame.f_lineno).strip()
