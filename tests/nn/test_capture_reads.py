@@ -238,6 +238,17 @@ def test_what_the_graph_does_not_read_may_differ(run):
     assert replays(net) >= 20 - REPLAYED[run] - 1, nn.explain(net)
 
 
+def test_a_class_that_allows_no_others_is_captured():
+    class Final(Net):
+        def __init_subclass__(cls):
+            raise TypeError("nobody derives from this")
+
+    net = nn.capture(Final(attribute_that_nobody_reads).to(DEVICE, WIDE))
+    for call in range(4):
+        net(batch_of(call))
+    assert replays(net) == 2, nn.explain(net)
+
+
 def test_functions_of_a_prompt_are_looked_at():
     """They have no file, as those of a notebook may have none."""
     text = "def run(self, batch):\n    most = batch['x'].amax()\n    return self.conv(scene(batch)).features * most"

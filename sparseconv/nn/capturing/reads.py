@@ -9,6 +9,7 @@ import dis
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -155,8 +156,12 @@ class Reading:
             self._set.add((id(m), name))
 
     def __enter__(self) -> None:
+        made: dict[type, type] = {}
+        for kind in {kind for _, kind in self._classes}:
+            with suppress(Exception):  # some classes allow no others of theirs
+                made[kind] = _watched_class(kind, self)
         for m, kind in self._classes:
-            m.__class__ = _watched_class(kind, self)
+            m.__class__ = made.get(kind, kind)
 
     def __exit__(self, *error: Any) -> None:
         for m, kind in self._classes:
