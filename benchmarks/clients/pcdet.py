@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from benchmarks.clients.scenes import Client, Setting, lidar
@@ -15,6 +17,14 @@ from benchmarks.clients.standing_in import module
 
 #: an OpenPCDet configuration without entries: the backbones take their defaults, which are the papers' sizes
 DEFAULTS = types.SimpleNamespace(get=lambda key, default=None: default)
+_calls = itertools.count()
+
+
+def _batch(items: int, **given: torch.Tensor) -> dict[str, Any]:
+    """A loader's dict: voxels, and what no backbone reads, which differs from call to call."""
+    call = next(_calls)
+    names = np.array([f"{call:06d}.{item}" for item in range(items)])
+    return {"frame_id": names, "gt_boxes": np.zeros((items, 1 + call % 7, 8)), **given, "batch_size": items}
 
 
 def _backbone(setting: Setting, file: str, kind: str) -> Any:
@@ -32,7 +42,7 @@ def second(setting: Setting, kind: str = "VoxelBackBone8x", items: int = 2) -> C
     net = _backbone(setting, "spconv_backbone", kind)(DEFAULTS, 4, size)
 
     def detect(net: torch.nn.Module, scene: Any) -> torch.Tensor:
-        batch = {"voxel_features": scene[0], "voxel_coords": scene[1], "batch_size": items}
+        batch = _batch(items, voxel_features=scene[0], voxel_coords=scene[1])
         dense: torch.Tensor = net(batch)["encoded_spconv_tensor"].dense()
         return dense
 
@@ -45,7 +55,7 @@ def voxelnext(setting: Setting, items: int = 2) -> Client:
     net = _backbone(setting, "spconv_backbone_voxelnext", "VoxelResBackBone8xVoxelNeXt")(DEFAULTS, 5, size)
 
     def detect(net: torch.nn.Module, scene: Any) -> Any:
-        batch = {"voxel_features": scene[0], "voxel_coords": scene[1], "batch_size": items}
+        batch = _batch(items, voxel_features=scene[0], voxel_coords=scene[1])
         return net(batch)["encoded_spconv_tensor"]
 
     return Client(net.to(setting.device), scenes, detect)
@@ -58,7 +68,7 @@ def parta2(setting: Setting, items: int = 2) -> Client:
     net = _backbone(setting, "spconv_unet", "UNetV2")(DEFAULTS, 4, size, [0.05, 0.05, 0.1], [0, 0, 0, 1, 1, 1])
 
     def detect(net: torch.nn.Module, scene: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        found = net({"voxel_features": scene[0], "voxel_coords": scene[1], "batch_size": items})
+        found = net(_batch(items, voxel_features=scene[0], voxel_coords=scene[1]))
         return found["encoded_spconv_tensor"].dense(), found["point_features"]
 
     return Client(net.to(setting.device), scenes, detect)
@@ -74,7 +84,7 @@ def pillars(setting: Setting, file: str, kind: str, items: int = 2) -> Client:
     net = _backbone(setting, file, kind)(DEFAULTS, 32, size)
 
     def detect(net: torch.nn.Module, scene: Any) -> Any:
-        found = net({"pillar_features": scene[0], "pillar_coords": scene[1], "batch_size": items})
+        found = net(_batch(items, pillar_features=scene[0], pillar_coords=scene[1]))
         levels = found["multi_scale_2d_features"]
         return found.get("encoded_spconv_tensor", (levels["x_conv3"], levels["x_conv5"]))
 
