@@ -122,6 +122,7 @@ def test_dense_there_and_back():
     x = tensor()
     dense = x.dense(channels_first=False)
     assert torch.equal(dense.movedim(-1, 1), x.dense())
+    assert dense.is_contiguous(), "clients view it"
     back = spconv.SparseConvTensor.from_dense(dense)
     assert torch.equal(back.dense(), x.dense())
     assert torch.equal(spconv.ToDense()(x), x.dense())
@@ -404,6 +405,34 @@ def test_networks_and_tensors_pickle_and_copy():
     torch.save(net.state_dict(), buffer)
     buffer.seek(0)
     net.load_state_dict(torch.load(buffer, weights_only=True))
+
+
+def through_pickle(x):
+    return pickle.loads(pickle.dumps(x))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("through", [copy.copy, copy.deepcopy, through_pickle])
+def test_a_copied_tensor_goes_on_with_its_keys(mode, through):
+    """A loader's worker sends one, and the program unpickles it in whatever mode it is."""
+    net = unet().eval()
+    with mode():
+        x = tensor()
+        want = net(x).features
+        torch.testing.assert_close(net(through(x)).features, want)
+        half = spconv.SparseSequential(*list(net)[:4])(x)
+        torch.testing.assert_close(spconv.SparseSequential(*list(net)[4:])(through(half)).features, want)
+        first, again = (spconv.SubMConv3d(n, 8, 3, indice_key="s1") for n in (5, 8))
+        y = first(x)
+        assert torch.equal(again(through(y)).features, again(y).features)
+
+
+def test_a_copy_forgets_no_write():
+    x = tensor()
+    y = spconv.SubMConv3d(5, 5, 3, indice_key="a")(x)
+    x.indices[:, 1:] += 1
+    with pytest.raises(ValueError, match="other voxels"):
+        spconv.SubMConv3d(5, 5, 3, indice_key="a")(through_pickle(y))
 
 
 @pytest.mark.parametrize(
