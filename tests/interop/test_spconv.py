@@ -150,6 +150,29 @@ def test_tables():
     assert torch.equal(total.features[:9], 2 * x.features[:9])
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_coarse_voxels_are_added_to_others_of_their_shape(first):
+    """A strided layer's outputs and some of them, or voxels that a client made for that shape."""
+    coarse = spconv.SparseConv3d(5, 5, 3, 2, 1, indice_key="d")(tensor())
+    fresh = spconv.SparseConvTensor(
+        torch.ones(2, 5), torch.tensor([[0, 0, 0, 0], [1, 3, 3, 3]]), coarse.spatial_shape, coarse.batch_size
+    )
+    for other in (coarse.select_by_index(slice(7, None)), fresh):
+        total = spconv.functional.sparse_add(*((coarse, other) if first else (other, coarse)))
+        torch.testing.assert_close(total.dense(), coarse.dense() + other.dense())
+        if len(total.indices) == len(coarse.indices):
+            assert spconv.SparseInverseConv3d(5, 4, 3, indice_key="d")(total).features.shape == (150, 4)
+
+
+def test_a_sum_of_two_dtypes_has_the_wider_one():
+    x = tensor()
+    narrow = x.replace_feature(x.features.bfloat16())
+    for parts in ((x, narrow), (narrow, x)):
+        total = spconv.functional.sparse_add(*parts)
+        assert total.features.dtype == torch.float32
+        assert torch.equal(total.features, x.features + narrow.features)
+
+
 def test_tensor_arithmetic_and_selection():
     x = spconv.SubMConv3d(5, 5, 3, indice_key="a")(tensor())
     assert torch.equal((x + x).features, 2 * x.features)
