@@ -66,6 +66,13 @@ def test_points_in_the_last_half_of_a_cell_are_kept():
     assert make.generate_voxel_with_id(torch.tensor([[2.2], [0.5], [2.9], [3.0]]))[3].tolist() == [0, 1, 0, -1]
 
 
+def test_arrays_that_run_backwards_are_taken():
+    points = np.random.default_rng(0).uniform(0, 2, (50, 4)).astype(np.float32)
+    make = VoxelGeneratorV2([0.5, 0.5, 1.0], [0, 0, 0, 2, 2, 2], 3, 100)
+    for view in (points[::-1], points[:, ::-1], np.asfortranarray(points)):
+        assert np.array_equal(make.generate(view)["voxels"], make.generate(view.copy("C"))["voxels"])
+
+
 def one_by_one(points, size, box, most_voxels, most_points):
     """The definition: point after point, in the points' own precision."""
     axes, number = len(size), points.dtype.type
