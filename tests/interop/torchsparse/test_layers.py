@@ -404,6 +404,7 @@ def test_quantisation_and_collation():
     points = rng.normal(size=(200, 3))
     cells = np.floor(points / [0.5, 0.5, 1]).astype(int)
     wanted, index, inverse = np.unique(cells, axis=0, return_index=True, return_inverse=True)
+    assert np.array_equal(sparse_quantize(points[::-1], [0.5, 0.5, 1]), wanted)
     got = sparse_quantize(points, (0.5, 0.5, 1), return_index=True, return_inverse=True)
     assert all(np.array_equal(a, b) for a, b in zip(got, (wanted, index, inverse.ravel())))
     assert np.array_equal(sparse_quantize(points, (0.5, 0.5, 1)), wanted)
