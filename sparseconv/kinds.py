@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -38,6 +39,8 @@ def check_values(name: str, value: torch.Tensor, wanted: str = "", several: str 
 
 def as_tensor(name: str, value: Any, device: torch.device | None = None) -> torch.Tensor:
     """A plain tensor of a tensor, an array or a nested list of numbers; TypeError for what holds no numbers."""
+    if isinstance(value, np.ndarray) and any(step < 0 for step in value.strides):
+        value = value.copy()  # which torch does not do by itself
     try:
         tensor = torch.as_tensor(value, device=device)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -122,6 +122,7 @@ def test_dense_there_and_back():
     x = tensor()
     dense = x.dense(channels_first=False)
     assert torch.equal(dense.movedim(-1, 1), x.dense())
+    assert dense.is_contiguous(), "clients view it"
     back = spconv.SparseConvTensor.from_dense(dense)
     assert torch.equal(back.dense(), x.dense())
     assert torch.equal(spconv.ToDense()(x), x.dense())
@@ -147,6 +148,29 @@ def test_tables():
     total = spconv.AddTableMisaligned()([x, other])
     assert torch.equal(total.indices, x.indices)
     assert torch.equal(total.features[:9], 2 * x.features[:9])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_coarse_voxels_are_added_to_others_of_their_shape(first):
+    """A strided layer's outputs and some of them, or voxels that a client made for that shape."""
+    coarse = spconv.SparseConv3d(5, 5, 3, 2, 1, indice_key="d")(tensor())
+    fresh = spconv.SparseConvTensor(
+        torch.ones(2, 5), torch.tensor([[0, 0, 0, 0], [1, 3, 3, 3]]), coarse.spatial_shape, coarse.batch_size
+    )
+    for other in (coarse.select_by_index(slice(7, None)), fresh):
+        total = spconv.functional.sparse_add(*((coarse, other) if first else (other, coarse)))
+        torch.testing.assert_close(total.dense(), coarse.dense() + other.dense())
+        if len(total.indices) == len(coarse.indices):
+            assert spconv.SparseInverseConv3d(5, 4, 3, indice_key="d")(total).features.shape == (150, 4)
+
+
+def test_a_sum_of_two_dtypes_has_the_wider_one():
+    x = tensor()
+    narrow = x.replace_feature(x.features.bfloat16())
+    for parts in ((x, narrow), (narrow, x)):
+        total = spconv.functional.sparse_add(*parts)
+        assert total.features.dtype == torch.float32
+        assert torch.equal(total.features, x.features + narrow.features)
 
 
 def test_tensor_arithmetic_and_selection():
@@ -404,6 +428,34 @@ def test_networks_and_tensors_pickle_and_copy():
     torch.save(net.state_dict(), buffer)
     buffer.seek(0)
     net.load_state_dict(torch.load(buffer, weights_only=True))
+
+
+def through_pickle(x):
+    return pickle.loads(pickle.dumps(x))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("through", [copy.copy, copy.deepcopy, through_pickle])
+def test_a_copied_tensor_goes_on_with_its_keys(mode, through):
+    """A loader's worker sends one, and the program unpickles it in whatever mode it is."""
+    net = unet().eval()
+    with mode():
+        x = tensor()
+        want = net(x).features
+        torch.testing.assert_close(net(through(x)).features, want)
+        half = spconv.SparseSequential(*list(net)[:4])(x)
+        torch.testing.assert_close(spconv.SparseSequential(*list(net)[4:])(through(half)).features, want)
+        first, again = (spconv.SubMConv3d(n, 8, 3, indice_key="s1") for n in (5, 8))
+        y = first(x)
+        assert torch.equal(again(through(y)).features, again(y).features)
+
+
+def test_a_copy_forgets_no_write():
+    x = tensor()
+    y = spconv.SubMConv3d(5, 5, 3, indice_key="a")(x)
+    x.indices[:, 1:] += 1
+    with pytest.raises(ValueError, match="other voxels"):
+        spconv.SubMConv3d(5, 5, 3, indice_key="a")(through_pickle(y))
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,34 @@ def test_points_find_their_voxels_and_means_fill_empty_places():
     assert all(len(t) == 0 for t in make(torch.zeros(0, 2)))
 
 
+@pytest.mark.parametrize(
+    ("size", "box", "cells"),
+    [
+        ([1.0], [0.0, 2.5], [3]),  # halves away from 0, as spconv's C++ rounds
+        ([1.0, 0.2], [-40.0, 0.0, -29.5, 2.08], [10, 11]),
+        ([0.16], [0.0, 1.68], [11]),  # in fp32; fp64 finds a little less than 10.5
+        ([0.1], [-54.0, -52.85], [12]),  # and here a little more than 11.5
+        ([0.5], [0.0, 0.24999], [0]),
+    ],
+)
+def test_a_box_has_as_many_voxels_as_in_spconv(size, box, cells):
+    made = PointToVoxel(size, box, len(size), 10, 3)
+    assert made.grid_size == cells
+    assert VoxelGeneratorV2(size, box, 3, 10).grid_size.tolist() == cells[::-1]
+
+
+def test_points_in_the_last_half_of_a_cell_are_kept():
+    make = PointToVoxel([1.0], [0.0, 2.5], 1, 10, 3)
+    assert make.generate_voxel_with_id(torch.tensor([[2.2], [0.5], [2.9], [3.0]]))[3].tolist() == [0, 1, 0, -1]
+
+
+def test_arrays_that_run_backwards_are_taken():
+    points = np.random.default_rng(0).uniform(0, 2, (50, 4)).astype(np.float32)
+    make = VoxelGeneratorV2([0.5, 0.5, 1.0], [0, 0, 0, 2, 2, 2], 3, 100)
+    for view in (points[::-1], points[:, ::-1], np.asfortranarray(points)):
+        assert np.array_equal(make.generate(view)["voxels"], make.generate(view.copy("C"))["voxels"])
+
+
 def one_by_one(points, size, box, most_voxels, most_points):
     """The definition: point after point, in the points' own precision."""
     axes, number = len(size), points.dtype.type

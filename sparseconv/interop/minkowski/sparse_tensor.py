@@ -181,7 +181,7 @@ class SparseTensor(Tensor):
         for column, n in enumerate(size):
             flat = flat * n + at[:, column]
         dense = self._F.new_zeros(math.prod(size), self._F.shape[1]).index_copy(0, flat, self._F)
-        return dense.view(*size, -1).movedim(-1, 1), low, stride
+        return dense.view(*size, self._F.shape[1]).movedim(-1, 1).contiguous(), low, stride
 
     def sparse(
         self,

@@ -44,9 +44,10 @@ def indice_avgpool_implicit_gemm(
     """The mean of the rows that each output sees, by a table (K, N_out); ``calc_count`` has no effect."""
     check_features(features)
     edges = of_table(indice_pairs_fwd, len(features), num_activate_out)
-    counts = counted(edges).clamp(min=1)[:, None].to(features.dtype)
-    total = edge_sum(features, edges)
-    return SpconvMean.apply(total, counts) if constants.POOL_AS_SPCONV else total / counts
+    wide = features.to(torch.promote_types(features.dtype, torch.float32))
+    counts = counted(edges).clamp(min=1)[:, None].to(wide.dtype)
+    total = edge_sum(wide, edges)
+    return (SpconvMean.apply(total, counts) if constants.POOL_AS_SPCONV else total / counts).to(features.dtype)
 
 
 class SpconvMean(torch.autograd.Function):

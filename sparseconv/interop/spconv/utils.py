@@ -71,7 +71,7 @@ class VoxelGeneratorV2:
             self.max_voxels if max_voxels is None else max_voxels,
             self.max_num_points_per_voxel,
         )
-        voxels, indices, count = (t.numpy() for t in make(torch.from_numpy(points), empty_mean=self.full_mean))
+        voxels, indices, count = (t.numpy() for t in make(_as_tensor(points), empty_mean=self.full_mean))
         mask = np.arange(self.max_num_points_per_voxel)[None] < count[:, None]
         return {
             "voxels": voxels,

@@ -273,6 +273,14 @@ def test_union_of_several_strides_and_batches():
     assert len(ME.MinkowskiConvolution(3, 3, 3, dimension=3).double()(out)) == len(out)
 
 
+def test_a_union_of_two_dtypes_has_the_wider_one():
+    features, coords = cloud()
+    a = ME.SparseTensor(features.float(), coords)
+    b = a.like(a.F.half())
+    for parts in ((a, b), (b, a)):
+        assert torch.equal(ME.MinkowskiUnion()(*parts).F, a.F + b.F)
+
+
 def test_the_global_manager():
     features, coords = cloud()
     modes = ME.SparseTensorOperationMode
@@ -300,6 +308,7 @@ def test_dense():
     x = ME.SparseTensor(features, coords, tensor_stride=2)
     low = coords[:, 1:].min(0).values
     dense, start, stride = x.dense(min_coordinate=low)
+    assert dense.is_contiguous(), "clients view it"
     assert stride.tolist() == [2, 2]
     assert start.tolist() == [low.tolist()]
     for row, (b, *at) in zip(features, coords.tolist()):

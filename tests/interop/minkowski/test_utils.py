@@ -85,6 +85,12 @@ def test_quantisation(kind):
     assert inverse.tolist() == where
 
 
+def test_arrays_that_run_backwards_are_taken():
+    points, labels = np.array([[0, 1], [0, 1], [5, 5]]), np.array([3, 3, 4])
+    cells, _, kept = U.sparse_quantize(points[::-1], points[::-1].astype(np.float32), labels[::-1])
+    assert (cells.tolist(), kept.tolist()) == ([[5, 5], [0, 1]], [4, 3])
+
+
 def test_quantisation_of_many_axes_and_wide_extents():
     wide = torch.tensor([[2**31 - 1, -(2**31), 2**31 - 1, 0], [-(2**31), 0, 0, 0], [-(2**31), 0, 0, 0]])
     cells, inverse = U.sparse_quantize(wide, return_index=True, return_inverse=True)[::2]

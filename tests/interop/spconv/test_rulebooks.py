@@ -237,6 +237,23 @@ def test_pools_over_tables_are_the_layers(device, as_spconv, monkeypatch):
     torch.testing.assert_close(ops.indice_avgpool_implicit_gemm_backward(grad, back, seen), of_mean)
 
 
+@pytest.mark.parametrize("as_spconv", [False, True])
+def test_a_mean_of_halves_is_summed_in_fp32(as_spconv, monkeypatch):
+    monkeypatch.setattr(constants, "POOL_AS_SPCONV", as_spconv)
+    indices = torch.cartesian_prod(torch.arange(1), *[torch.arange(4)] * 3).int()
+    features = torch.full((64, 1), 30000.0, dtype=torch.float16)
+    size = ([2] * 3, [2] * 3, [0] * 3, [1] * 3, [0] * 3)
+    algo = spconv.ConvAlgo.MaskImplicitGemm
+    _, _, forward, back, *_ = ops.get_indice_pairs_implicit_gemm(indices, 1, [4] * 3, algo, *size)
+    x = spconv.SparseConvTensor(features, indices, [4] * 3, 1)
+    for y in (
+        functional.indice_avgpool_implicit_gemm(features, forward, back, 8),
+        spconv.SparseAvgPool3d(2)(x).features,
+    ):
+        assert y.dtype == torch.float16
+        assert y.flatten().tolist() == [30000.0] * 8
+
+
 def test_gradients_by_one_table():
     features, indices, shape, batch = given()
     algo = spconv.ConvAlgo.MaskImplicitGemm

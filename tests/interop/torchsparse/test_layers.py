@@ -304,6 +304,38 @@ def test_maps_are_shared_and_follow_the_coordinates():
     assert not torch.allclose(net(x).F, net(tensor()).F)
 
 
+def test_a_transposed_layer_has_the_coordinates_of_its_map():
+    down = spnn.Conv3d(3, 3, 2, stride=2).double()
+    up = spnn.Conv3d(3, 3, 2, stride=2, transposed=True).double()
+    x = tensor()
+    down(down(x))
+    x.C, x.F = 2 * x.C[7:], x.F[7:]  # of other voxels, with the old cache
+    x.C[:, 0] //= 2
+    middle = down(x)
+    back = up(down(middle))
+    assert torch.equal(back.C, middle.C)
+    assert torch.equal(up(middle).C, x.C)
+    wide = spnn.Conv3d(3, 3, 3, stride=2, padding=1).double()
+    y = tensor()
+    wide(y)  # which reaches other coarse voxels
+    middle = down(y)
+    assert torch.equal(up(down(middle)).C, middle.C)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_bias_leaves_the_dtype_of_autocast(kernel):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = spnn.Conv3d(3, 4, kernel, bias=True)(tensor().like(tensor().F.float()))
+    assert y.F.dtype == torch.bfloat16
+
+
+def test_voxels_of_many_halves_are_summed_in_fp32():
+    rows = torch.zeros(3000, dtype=torch.int32)
+    mean = F.spvoxelize(torch.full((3000, 1), 100.0, dtype=torch.float16), rows, F.spcount(rows, 1))
+    assert mean.dtype == torch.float16
+    assert mean.tolist() == [[100.0]]
+
+
 # ---- points
 
 
@@ -372,6 +404,7 @@ def test_quantisation_and_collation():
     points = rng.normal(size=(200, 3))
     cells = np.floor(points / [0.5, 0.5, 1]).astype(int)
     wanted, index, inverse = np.unique(cells, axis=0, return_index=True, return_inverse=True)
+    assert np.array_equal(sparse_quantize(points[::-1], [0.5, 0.5, 1]), wanted)
     got = sparse_quantize(points, (0.5, 0.5, 1), return_index=True, return_inverse=True)
     assert all(np.array_equal(a, b) for a, b in zip(got, (wanted, index, inverse.ravel())))
     assert np.array_equal(sparse_quantize(points, (0.5, 0.5, 1)), wanted)

@@ -60,7 +60,7 @@ class MinkowskiUnionFunction:
             raise ValueError(f"a union takes two tensors or more; got {len(in_feats)}, {len(in_coords_keys)} keys")
         maps = coordinate_manager.union_map(in_coords_keys, out_coords_key)
         zeros = in_feats[0].new_zeros(coordinate_manager.size(out_coords_key), in_feats[0].shape[1])
-        parts = [zeros.index_copy(0, rows[1], features) for rows, features in zip(maps, in_feats)]
+        parts = [zeros.to(x.dtype).index_copy(0, rows[1], x) for rows, x in zip(maps, in_feats)]
         out = parts[0]
         for part in parts[1:]:
             out = out + part

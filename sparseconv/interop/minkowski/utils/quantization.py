@@ -101,10 +101,11 @@ def sparse_quantize(
         edges = torch.tensor(sizes, dtype=torch.float64, device=points.device)
         points = points / edges.to(points.dtype if points.is_floating_point() else torch.float64)
     cells = lower_corners("cells", points).to(device)
-    made: list[Any]
-    first, numbers, *made = (
-        quantize(cells) if labels is None else quantize_label(cells, torch.as_tensor(labels).to(device), ignore_label)
-    )
+    made: list[Any] = []
+    if labels is None:
+        first, numbers = quantize(cells)
+    else:
+        first, numbers, *made = quantize_label(cells, as_tensor("labels", labels).to(device), ignore_label)
     if return_maps_only:
         return (first, numbers) if return_inverse else first
     results: list[Any] = [cells[first]]

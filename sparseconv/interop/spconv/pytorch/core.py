@@ -254,10 +254,14 @@ class SparseConvTensor(metaclass=Traced):
         if isinstance(self.spatial_shape, region.Shape):
             raise ValueError("within a captured call, a dense volume must have the same spatial shape in every scene")
         dense = self.voxels.to_dense(self.features, self.spatial_shape)
-        return dense.contiguous() if channels_first else dense.movedim(1, -1)
+        return (dense if channels_first else dense.movedim(1, -1)).contiguous()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_indices": self.indices, "_voxels": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.indices = state["_indices"]  # which in inference mode counts no writes
 
     def __repr__(self) -> str:
         return f"SparseConvTensor[shape={self._features.shape}]"

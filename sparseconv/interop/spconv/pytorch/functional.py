@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
+import torch
+
+from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.interop.spconv.pooled_pairs import (
     SparseAvgPoolImplicitGemmFunction,
     SparseMaxPoolFunction,
@@ -67,16 +72,24 @@ def sparse_add(*tens: SparseConvTensor) -> SparseConvTensor:
         t.to_sparse_tensor()  # which says where features and indices differ in rows
     union = first.inside
     for other in tens[1:]:
-        union = union.union(other.inside)
+        union = union.union(_beside(union, other.inside))
     union, _ = union.sorted("lexicographic")
     rows = [union.lookup(t.voxels.coords) for t in tens]
-    total = first.features.new_zeros(len(union), first.features.shape[1])
+    dtype = reduce(torch.promote_types, (t.features.dtype for t in tens))
+    total = first.features.new_zeros(len(union), first.features.shape[1], dtype=dtype)
     for t, at in zip(tens, rows):
         total = total.index_add(0, at, t.features.to(total.dtype))
     largest = max(range(len(tens)), key=lambda i: len(tens[i].voxels))
     if len(tens[largest].voxels) == len(union):
         return tens[largest].replace_feature(total[rows[largest]])
     return first.replace_feature(total)._leave_keys()._at(Place(None, 0, union))
+
+
+def _beside(grid: VoxelGrid, other: VoxelGrid) -> VoxelGrid:
+    """``other`` in the space of ``grid``: of two grids in one spatial shape, one may know that it is coarser."""
+    if (grid.voxel_size, grid.origin) == (other.voxel_size, other.origin):
+        return other
+    return VoxelGrid(other.coords, other.batch_size, grid.voxel_size, grid.origin)
 
 
 #: the same sum; in spconv the two differ in how they find the union

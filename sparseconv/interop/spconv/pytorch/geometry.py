@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -104,6 +104,18 @@ class Place(NamedTuple):
     def read(self) -> torch.Tensor:
         """(N, 1+D) int32 for a client."""
         return own(self.voxels.coords) if self.indices is None else self.indices
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy's indices have a version of their own; what was written to since stays behind."""
+        return _travelled, (self.indices if self.is_fresh() else None, self.voxels)
+
+
+def _travelled(indices: torch.Tensor | None, voxels: VoxelGrid) -> Place:
+    if indices is None:
+        return Place(None, 0, voxels)
+    if indices.is_inference():  # which counts no writes
+        indices = own(indices)
+    return Place(indices, indices._version, voxels)
 
 
 def check_inside(voxels: VoxelGrid, shape: Sequence[int]) -> None:

@@ -113,9 +113,9 @@ class SparseAvgPool(_Pool):
     def _reduce(self, features: torch.Tensor, plan: ConvolutionPlan) -> torch.Tensor:
         if not constants.POOL_AS_SPCONV:
             return pooling.avg_pool(features, plan)
-        ones = torch.ones_like(features[:, :1], dtype=torch.float32, requires_grad=False)
-        counts = pooling.sum_pool(ones, plan).to(features.dtype)
-        return SpconvMean.apply(pooling.sum_pool(features, plan), counts)
+        wide = features.to(torch.promote_types(features.dtype, torch.float32))
+        counts = pooling.sum_pool(torch.ones_like(wide[:, :1], requires_grad=False), plan)
+        return SpconvMean.apply(pooling.sum_pool(wide, plan), counts).to(features.dtype)
 
 
 class SparseGlobalMaxPool(SparseModule):

@@ -56,10 +56,7 @@ class PointToVoxel:
         # slowest axis first (z, y, x), as the indices are
         self.vsize = list(reversed(sizes))
         self.coors_range = [*reversed(ends[: self.ndim]), *reversed(ends[self.ndim :])]
-        self.grid_size = [
-            round((b - a) / v)
-            for a, b, v in zip(self.coors_range[: self.ndim], self.coors_range[self.ndim :], self.vsize)
-        ]
+        self.grid_size = _cells(self.coors_range[: self.ndim], self.coors_range[self.ndim :], self.vsize)
 
     def __call__(
         self, pc: torch.Tensor, clear_voxels: bool = True, empty_mean: bool = False
@@ -140,6 +137,13 @@ class PointToVoxel:
             blank = torch.arange(most, device=pc.device)[None, :, None] >= num[:, None, None]
             voxels = torch.where(blank, mean, voxels)
         return voxels, indices, num.int(), ids
+
+
+def _cells(low: list[float], high: list[float], size: list[float]) -> list[int]:
+    """How many voxels there are along each axis: as spconv counts, in fp32 and halves away from 0."""
+    a, b, v = torch.tensor([low, high, size], dtype=torch.float64).float()
+    count = ((b - a) / v).double().nan_to_num(nan=KEY_LIMIT, posinf=KEY_LIMIT)  # which is an error later
+    return [int(n) for n in (count + torch.copysign(torch.full_like(count, 0.5), count)).tolist()]
 
 
 def _sorted(keys: torch.Tensor, end: int) -> tuple[torch.Tensor, torch.Tensor]:

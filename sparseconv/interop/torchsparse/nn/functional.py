@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from sparseconv.geometry.arguments import INTEGERS, numbers, row
-from sparseconv.interop.arguments import axes, lower_corners
+from sparseconv.geometry.grid import VoxelGrid
+from sparseconv.interop.arguments import axes, is_unwritten, lower_corners
 from sparseconv.interop.torchsparse import geometry
 from sparseconv.interop.torchsparse.conventions import (
     Version,
@@ -20,7 +21,7 @@ from sparseconv.interop.torchsparse.conventions import (
 )
 from sparseconv.interop.torchsparse.nn import conv_config
 from sparseconv.interop.torchsparse.nn.conv_config import Dataflow
-from sparseconv.interop.torchsparse.tensor import SparseTensor, checked, inner, outer
+from sparseconv.interop.torchsparse.tensor import SparseTensor, TensorCache, checked, inner, outer
 from sparseconv.kinds import check_values
 from sparseconv.ops.points import PointGroups
 from sparseconv.products import sparse_scale, sparse_scale_infos
@@ -95,7 +96,7 @@ def conv3d(
             raise ValueError(f"bias must be ({weight.shape[-1]},); got {tuple(bias.shape)}")
     if kernel == steps == gap == (1, 1, 1) and not generative:
         product = input.feats @ weight.reshape(weight.shape[-2:])
-        return input.like(product if bias is None else product + bias)
+        return input.like(product if bias is None else product + bias.to(product.dtype))
     taps = weight if weight.ndim == 3 else weight[None]
     finer = tuple(a // b for a, b in zip(input.stride, steps))
     if transposed and not generative:
@@ -107,8 +108,7 @@ def conv3d(
                 f"dilation {gap}: a transposed layer undoes such a layer; there are {sorted(caches.kmaps) or 'none'}"
             )
         feats = plan.transpose().execute(input.feats, taps, bias)
-        coords, extent = known
-        return _made(input, feats, coords, finer, extent)
+        return _made(input, feats, _coords_of(plan.source, known[0], caches, finer), finer, known[1])
     if generative:
         if 0 in finer and get_version() is Version.LAST:
             raise ValueError(
@@ -142,6 +142,16 @@ def conv3d(
     caches.cmaps.setdefault(coarser, (made.coords, extent))
     made.keep(plan.target)
     return made
+
+
+def _coords_of(grid: VoxelGrid, known: torch.Tensor, caches: TensorCache, stride: tuple[int, ...]) -> torch.Tensor:
+    """The coordinates of a grid: those ``known`` at its stride, unless another tensor of that stride left them."""
+    held = caches.grids.get(stride)
+    if held is not None and held[3] is grid:
+        return known if held[0] is known or not is_unwritten(*held[:3]) else held[0]
+    if grid.count is not None or torch.equal(inner(known, stride).int(), grid.coords):
+        return known
+    return outer(grid, stride)
 
 
 def _made(input: SparseTensor, feats: torch.Tensor, coords: torch.Tensor, stride: Any, extent: Any) -> SparseTensor:
@@ -235,8 +245,10 @@ def spvoxelize(feats: torch.Tensor, coords: torch.Tensor, counts: torch.Tensor) 
     counts = _integers("counts", counts)
     if counts.ndim != 1:
         raise ValueError(f"counts must be (V,); got {tuple(counts.shape)}")
-    total = PointGroups(_integers("coords", coords).long(), len(counts)).reduce(feats, "sum")
-    return total / counts.clamp_min(1)[:, None].to(total.dtype)
+    check_values("feats", feats, "(N, C)")
+    wide = feats.to(torch.promote_types(feats.dtype, torch.float32)) if feats.is_floating_point() else feats
+    total = PointGroups(_integers("coords", coords).long(), len(counts)).reduce(wide, "sum")
+    return (total / counts.clamp_min(1)[:, None].to(total.dtype)).to(feats.dtype)
 
 
 def calc_ti_weights(coords: torch.Tensor, idx_query: torch.Tensor, scale: float = 1) -> torch.Tensor:
