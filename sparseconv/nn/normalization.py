@@ -56,8 +56,8 @@ class BatchNorm(SparseModule, torch.nn.BatchNorm1d):
             y = self._by_sums(features, count)
         elif of_batch and features.shape[0] < 2 and not getattr(features, "is_watched", False):
             y = features - features
-            if self.weight is not None:
-                y = (y * self.weight + self.bias).to(features.dtype)
+            y = y if self.weight is None else y * self.weight
+            y = (y if self.bias is None else y + self.bias).to(features.dtype)
         else:
             y = super().forward(features)
         return with_features(x, y)
@@ -164,5 +164,6 @@ def _per_item(x: Any, grid: VoxelGrid | None, norm: Any, channels: int, groups: 
     y = features.to(torch.promote_types(features.dtype, torch.float32))
     y = standardised(y, grid, groups, norm.eps)
     if norm.weight is not None:
-        y = torch.addcmul(norm.bias.to(y.dtype), y, norm.weight.to(y.dtype))
+        weight = norm.weight.to(y.dtype)
+        y = y * weight if norm.bias is None else torch.addcmul(norm.bias.to(y.dtype), y, weight)
     return with_features(x, y.to(features.dtype))

@@ -122,3 +122,14 @@ def test_plain_features_need_their_grid():
     empty = sparse(voxels=0)
     assert norm(empty.features, grid=empty.grid).shape == (0, 4)
     assert nn.GlobalMaxPool()(empty.features, grid=empty.grid).shape == (3, 4)
+
+
+@pytest.mark.parametrize("voxels", [1, 7])
+def test_a_weight_without_a_bias_as_later_releases_of_torch_have(voxels):
+    x = torch.randn(voxels, 6, dtype=torch.float64)
+    scene = sc.SparseTensor(sc.VoxelGrid(torch.nn.functional.pad(torch.arange(voxels)[:, None], (1, 0))), x)
+    for norm in (nn.BatchNorm(6, dtype=torch.float64), nn.GroupNorm(3, 6, dtype=torch.float64)):
+        torch.nn.init.normal_(norm.weight)
+        want = norm(scene).features
+        norm.bias = None
+        assert torch.equal(norm(scene).features, want)
