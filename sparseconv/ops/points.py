@@ -111,7 +111,7 @@ class PointGroups:
         kind = torch.int32 if self.num_points < 2**31 else torch.int64  # half the memory to walk through
         # the earlier the point the larger its number, 0 where it has not won: torch.where is slow on the CPU
         left = torch.arange(self.num_points, 0, -1, dtype=kind, device=self.device)[:, None]
-        first = torch.zeros(shape, dtype=kind, device=self.device)
+        first = features.new_zeros(shape, dtype=kind)  # one for each of a batch under torch.func.vmap
         first.scatter_reduce_(0, each, best.to(kind).mul_(left), "amax")
         return self.num_points - first[:-1]
 

@@ -114,3 +114,11 @@ def test_errors_say_what_to_do():
     ):
         with pytest.raises(kind, match=match):
             call()
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_batches_under_vmap(how):
+    groups = ops.PointGroups(torch.tensor([2, 0, -1, 2, 2, 0]), 4)
+    several = torch.randn(3, 6, 2, dtype=torch.float64)
+    got = torch.func.vmap(lambda features: groups.reduce(features, how))(several)
+    torch.testing.assert_close(got, torch.stack([groups.reduce(features, how) for features in several]))
