@@ -84,6 +84,13 @@ def test_what_does_not_fit_is_said_before_anything_runs(call, kind, words):
         call(torch.ones(2, 3))
 
 
+def test_an_item_below_0_is_not_counted_from_the_end():
+    """Its forward would take the last item, and its gradient would leave it out."""
+    for item in (-1, 2):
+        with pytest.raises(IndexError):
+            pw.batch_affine(torch.ones(2, 1), torch.tensor([item, 0]), torch.ones(2, 1), torch.ones(2, 1))
+
+
 def test_overlap_of_an_output_with_an_argument():
     x = torch.arange(6.0)
     with pytest.raises(ValueError, match="shares memory with argument 0"):

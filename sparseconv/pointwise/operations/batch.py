@@ -48,7 +48,7 @@ def _shift_grad(grad: torch.Tensor, item: torch.Tensor, shift: torch.Tensor) -> 
 
 
 def _rows(table: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
-    return table[item.squeeze(-1).long()]
+    return table.index_select(0, item.squeeze(-1).long())  # which, unlike indexing, does not count from the end
 
 
 batch_scale: PointwiseDynamicFunction = pointwise_dynamic(
