@@ -78,6 +78,9 @@ GlobalAvgPool, or take x.features
             raise TypeError(
                 f"torch's {name} takes a {kind.__name__} as its first argument alone: pass the features of the others"
             )
+        shape = kwargs.get("normalized_shape", args[1] if name.endswith("_norm") and len(args) > 1 else (1,))
+        if len(shape) != 1:
+            raise TypeError(f"torch's {name} works along channels here, a shape of one axis; got {tuple(shape)}")
         return
     if name in ALONG:
         place, default = ALONG[name]
@@ -105,7 +108,7 @@ def check_operand(value: Any, features: torch.Tensor) -> Any:
         raise TypeError(f"a sparse tensor meets a number, a tensor or a sparse tensor; got {described(value)}")
     check_tensor("the operand", value)
     rows, channels = features.shape
-    fits = value.ndim == 0 or value.shape[-1] in (1, channels) or (channels == 1 and value.ndim <= 2)
+    fits = value.ndim == 0 or value.shape[-1] in (1, channels) or (channels == 1 and value.ndim == 2)
     if value.ndim > 2 or not fits or (value.ndim == 2 and value.shape[0] not in (1, rows)):
         raise ValueError(
             f"an operand beside features ({rows}, {channels}) is a number, ({channels},), (1, {channels}), ({rows}, 1) "

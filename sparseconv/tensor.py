@@ -68,7 +68,8 @@ class SparseTensor(Movable):
                 [1, 5, 5]], dtype=torch.int32)
         """
         check_scenes(coords, features)
-        items = [torch.cat([torch.full_like(c[:, :1], b), c], 1) for b, c in enumerate(coords)]
+        wide = [c.long() if c.dtype.itemsize < 4 else c for c in coords]  # 8 bits number no more than 127 scenes
+        items = [torch.cat([torch.full_like(c[:, :1], b), c], 1) for b, c in enumerate(wide)]
         return cls(VoxelGrid(torch.cat(items), len(items), voxel_size, origin), torch.cat(list(features)))
 
     def to_list(self) -> list[Shaped[torch.Tensor, "_N_b C"]]:

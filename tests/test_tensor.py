@@ -130,6 +130,8 @@ REFUSED = {
     "softmax over rows": (lambda x: torch.softmax(x, 0), "along channels here"),
     "softmax without an axis": (lambda x: F.softmax(x), "dim is None"),
     "batch norm": (lambda x: torch.nn.BatchNorm1d(3)(x), "sparseconv.nn.BatchNorm"),
+    "layer norm over rows": (lambda x: F.layer_norm(x, (4, 3)), "a shape of one axis; got (4, 3)"),
+    "a module's norm over rows": (lambda x: torch.nn.RMSNorm((4, 3))(x), "a shape of one axis; got (4, 3)"),
     "a dense convolution": (lambda x: torch.nn.Conv3d(3, 3, 3)(x), "SubmanifoldConv"),
     "mixing rows": (lambda x: torch.matmul(torch.ones(4, 4), x), "first argument alone"),
     "sort": (lambda x: torch.sort(x), "with_features"),
@@ -158,6 +160,22 @@ def test_operands_that_would_change_rows_are_refused(shape):
         tensor() + 10**30
     with pytest.raises(ValueError, match="an operand beside"):
         tensor(sc.VoxelGrid(COORDS[:1]), 1) + torch.ones(5, 1)
+
+
+def test_a_number_a_row_is_no_row_of_channels_of_one_channel():
+    """Which torch would broadcast to (N, N)."""
+    scores, kept = tensor(channels=1), torch.tensor([True, False, True, True])
+    for call in (lambda: scores * kept, lambda: torch.where(kept, scores, 0.0), lambda: kept + scores):
+        with pytest.raises(ValueError, match=r"an operand beside features \(4, 1\)"):
+            call()
+    assert (scores * kept[:, None]).features[:, 0].tolist() == (scores.features[:, 0] * kept).tolist()
+    assert (scores * torch.ones(1, 3)).shape == (4, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16], ids=str)
+def test_many_scenes_of_narrow_coordinates(dtype):
+    joined = sc.SparseTensor.from_list([torch.tensor([[1, 2]], dtype=dtype)] * 300, [torch.ones(1, 1)] * 300)
+    assert joined.coords[:, 0].tolist() == list(range(300))
 
 
 def test_other_voxels_are_refused_and_equal_ones_accepted():
