@@ -194,7 +194,8 @@ class SparseTensor(Movable):
         return check_operand(value, self.features) if operands and isinstance(value, torch.Tensor) else value
 
     def _check_same_grid(self, other: SparseTensor) -> None:
-        if other.grid is not self.grid and not torch.equal(other.grid.coords, self.grid.coords):
+        mine, theirs = self.grid, other.grid
+        if theirs is not mine and (theirs.batch_size != mine.batch_size or not torch.equal(theirs.coords, mine.coords)):
             raise ValueError(f"the two tensors live on different voxels: {self.grid} and {other.grid}")
 
     # ---- reading

@@ -172,6 +172,16 @@ def test_a_number_a_row_is_no_row_of_channels_of_one_channel():
     assert (scores * torch.ones(1, 3)).shape == (4, 3)
 
 
+def test_another_number_of_items_is_refused():
+    """Else a + b would have one batch size and b + a another, and pools of whole items other rows."""
+    x, more = tensor(), tensor(sc.VoxelGrid(GRID.coords, GRID.batch_size + 2))
+    for call in (lambda: x + more, lambda: more.cat(x), lambda: torch.maximum(x, more)):
+        with pytest.raises(ValueError, match="different voxels"):
+            call()
+    with pytest.raises(ValueError, match="the plan starts from"):
+        sc.nn.SubmanifoldConv(3, 2, 3, rank=GRID.rank)(more, plan=sc.ConvolutionPlan(GRID, 3))
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16], ids=str)
 def test_many_scenes_of_narrow_coordinates(dtype):
     joined = sc.SparseTensor.from_list([torch.tensor([[1, 2]], dtype=dtype)] * 300, [torch.ones(1, 1)] * 300)

@@ -151,7 +151,7 @@ class LayerGeometry:
         if (
             isinstance(x, SparseTensor)
             and x.grid is not plan.source
-            and not torch.equal(x.grid.coords, plan.source.coords)
+            and (x.grid.batch_size != plan.source.batch_size or not torch.equal(x.grid.coords, plan.source.coords))
         ):
             raise ValueError(f"the plan starts from {plan.source}, the tensor lives on {x.grid}")
         return plan
