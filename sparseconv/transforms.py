@@ -83,19 +83,29 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
     """A function whose result no transform of torch.func follows: it runs outside of them, on what its tensors hold.
 
     Geometry is made by such functions. Tensors made within a transform are wrapped for it, and no kernel could read
-    them; kept with a grid or a map, they would outlive it.
+    them; kept with a grid or a map, they would outlive it. Tensors made in ``torch.inference_mode()`` would outlive it,
+    too, and no gradient may save them: the function runs outside of that mode, without gradients.
     """
 
     @wraps(function)
     def found(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or not functional():
+        if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        held: Any = [plain(value) if isinstance(value, torch.Tensor) else value for value in args]
-        named: Any = {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
-        with no_transforms():
-            return function(*held, **named)
+        if not torch.is_inference_mode_enabled():
+            return _followed_by_none(function, *args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return _followed_by_none(function, *args, **kwargs)
 
     return found
+
+
+def _followed_by_none(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    if not functional():
+        return function(*args, **kwargs)
+    held: Any = [plain(value) if isinstance(value, torch.Tensor) else value for value in args]
+    named: Any = {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
+    with no_transforms():
+        return function(*held, **named)
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:

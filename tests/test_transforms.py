@@ -22,23 +22,28 @@ from tests.test_forward_mode import CASES, CHANNELS, DEVICES, Scene, by_dual, mo
 LAYERLESS = [name for name in CASES if not CASES[name].__qualname__.startswith(module.__qualname__)]
 
 
-def wrapped(held: Any, path: str, seen: set[int]) -> Iterator[str]:
-    """Where tensors lie, in what this library holds, that a transform has wrapped."""
+def tensors_held(held: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in what this library holds, and where they lie."""
     if id(held) in seen:
         return
     seen.add(id(held))
     if isinstance(held, torch.Tensor):
-        if torch._C._functorch.is_functorch_wrapped_tensor(held):
-            yield path
+        yield path, held
     elif isinstance(held, list | tuple | set):
         for place, value in enumerate(held):
-            yield from wrapped(value, f"{path}[{place}]", seen)
+            yield from tensors_held(value, f"{path}[{place}]", seen)
     elif isinstance(held, dict):
         for key, value in held.items():
-            yield from wrapped(value, f"{path}[{key!r}]", seen)
+            yield from tensors_held(value, f"{path}[{key!r}]", seen)
     elif type(held).__module__.startswith("sparseconv"):
         slots = {name: getattr(held, name, None) for name in getattr(type(held), "__slots__", ())}
-        yield from wrapped({**getattr(held, "__dict__", {}), **slots}, f"{path}.{type(held).__name__}", seen)
+        yield from tensors_held({**getattr(held, "__dict__", {}), **slots}, f"{path}.{type(held).__name__}", seen)
+
+
+def wrapped(held: Any) -> list[str]:
+    """Where tensors lie, in what this library holds, that a transform has wrapped."""
+    found = tensors_held(held, "", set())
+    return [path for path, tensor in found if torch._C._functorch.is_functorch_wrapped_tensor(tensor)]
 
 
 def geometry(s: Scene) -> list[Any]:
@@ -66,7 +71,7 @@ def test_nothing_is_kept_that_a_transform_has_wrapped(name, way, device):
     s = Scene(device)
     run = CASES[name](s)
     first = way(run, s.x)
-    assert list(wrapped(geometry(s), "", set())) == []
+    assert wrapped(geometry(s)) == []
     close(way(run, s.x), first)
     leaf = s.x.clone().requires_grad_()
     torch.autograd.grad(run(leaf).square().sum(), leaf)
@@ -84,7 +89,7 @@ def test_a_scene_made_within_a_transform_is_that_made_outside(name, way, device)
 
     got, want = way(run, outside.x), way(CASES[name](outside), outside.x)
     close(got, want)
-    assert list(wrapped([geometry(s) for s in made], "", set())) == []
+    assert wrapped([geometry(s) for s in made]) == []
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -133,7 +138,7 @@ def test_structures_made_within_a_transform(way, device):
     x = torch.tensor([[1.0], [3.0]], device=device)
     want = {by_jvp: [[4.0], [2.0]], by_grad: [[32.0], [56.0]]}[way]
     torch.testing.assert_close(way(run, x).tolist(), want)
-    assert list(wrapped([info.terms for infos in made for info in infos], "", set())) == []
+    assert wrapped([info.terms for infos in made for info in infos]) == []
 
 
 def test_who_follows_a_tensor():

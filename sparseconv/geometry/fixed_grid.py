@@ -77,6 +77,7 @@ class FixedGrid(VoxelGrid):
     count: Int32[torch.Tensor, " 1"]
     fault: Int32[torch.Tensor, " 1"]
 
+    @transforms.constant
     def __init__(
         self,
         coords: Int32[torch.Tensor, "N 1+D"],

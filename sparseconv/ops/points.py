@@ -50,7 +50,7 @@ class PointGroups:
             raise TypeError(f"point_rows must be integers; got {point_rows.dtype}")
         if point_rows.ndim != 1:
             raise ValueError(f"point_rows must be (M,), one row a point; got {tuple(point_rows.shape)}")
-        rows = point_rows.long()
+        rows = point_rows.to(torch.int64, copy=True)  # nobody else writes to it
         ordered, order = torch.sort(rows, stable=True)
         ends = ordered[[0, -1]].tolist() if len(rows) else [-1, -1]
         if ends[0] < -1 or ends[1] >= num_voxels:

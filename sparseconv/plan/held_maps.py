@@ -49,9 +49,6 @@ def names_of(kernel_map: KernelMap) -> Names:
 
 @transforms.constant
 def _holder_of(kernel_map: KernelMap) -> torch.Tensor:
-    if torch.is_inference_mode_enabled():  # whose tensors no gradient may keep
-        with torch.inference_mode(False):
-            return _holder_of(kernel_map)
     # no view, of which a compiled graph would keep a copy without the attribute
     holder = torch.empty_strided((kernel_map.num_in, kernel_map.num_out), (0, 0), dtype=torch.int64)
     holder.__dict__["kernel_map"] = kernel_map

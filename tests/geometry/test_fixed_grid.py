@@ -599,3 +599,11 @@ def test_coordinates_of_another_kind_are_put_in_place_too() -> None:
         assert torch.equal(rows[: len(scene)], scene.int().to(device))
         assert (rows[len(scene) :] == -1).all()
         assert int(count) == len(scene)
+
+
+def test_a_fixed_grid_made_in_inference_mode_notes_faults_outside_of_it():
+    with torch.inference_mode():
+        grid = VoxelGrid(torch.tensor([[0, 0], [0, 1]]))
+        fixed = FixedGrid(torch.tensor([[0, 0], [-1, 0]], dtype=torch.int32), torch.ones(1, dtype=torch.int32), grid)
+    fixed.end_at(torch.tensor([1], dtype=torch.int32))
+    assert fixed.fault.tolist() == [0]

@@ -122,3 +122,12 @@ def test_batches_under_vmap(how):
     several = torch.randn(3, 6, 2, dtype=torch.float64)
     got = torch.func.vmap(lambda features: groups.reduce(features, how))(several)
     torch.testing.assert_close(got, torch.stack([groups.reduce(features, how) for features in several]))
+
+
+def test_rows_written_to_afterwards_change_nothing():
+    rows, x = torch.tensor([2, 0, 2]), torch.tensor([[1.0], [2.0], [5.0]])
+    groups = ops.PointGroups(rows, 3)
+    rows.zero_()
+    assert groups.reduce(x, "max").flatten().tolist() == [2.0, 0.0, 5.0]
+    assert groups.reduce(x, "sum").flatten().tolist() == [2.0, 0.0, 6.0]
+    assert groups.spread(x).flatten().tolist() == [5.0, 1.0, 5.0]
