@@ -128,6 +128,27 @@ def test_dense_there_and_back():
     assert torch.equal(spconv.ToDense()(x), x.dense())
 
 
+def test_a_batch_size_that_is_set_later_is_obeyed():
+    indices = torch.tensor([[0, 1, 1, 1], [0, 2, 1, 1], [1, 3, 3, 3]], dtype=torch.int32)
+    x = spconv.SparseConvTensor(torch.randn(3, 2, dtype=torch.float64), indices, [4, 4, 4], 2)
+    layer = spconv.SubMConv3d(2, 2, 3, indice_key="fine").double()
+    down = spconv.SparseConv3d(2, 2, 2, 2, indice_key="coarse").double()
+    up = spconv.SparseInverseConv3d(2, 2, 2, indice_key="coarse").double()
+    pool = spconv.SparseMaxPool3d(2)
+    tensors = [x, layer(x), down(x), pool(x), up(down(x))]
+    before = [t.dense() for t in tensors]
+    for t, was in zip(tensors, before):
+        t.batch_size = 4
+        assert torch.equal(t.dense(), torch.cat([was, torch.zeros_like(was)]))
+        assert t.voxels.batch_size == 4
+    for after in (layer(tensors[1]), up(tensors[2]), down(tensors[0]), pool(tensors[0])):
+        assert after.batch_size == 4
+        assert len(after.dense()) == 4
+    tensors[2].batch_size = 1
+    with pytest.raises(ValueError, match="batch item 1"):
+        tensors[2].dense()
+
+
 def test_average_pools_count_the_voxels_that_are_there():
     x = spconv.SparseConvTensor(
         torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([[0, 0], [0, 1], [0, 4]]).int(), [6], 1

@@ -13,6 +13,7 @@ import torch
 import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
 from sparseconv.nn.capturing import module as capturing
+from sparseconv.nn.capturing.calls import MOST_REFUSED
 from tests.nn.test_capture_module import DEVICE, WIDE, Detector, coords_of, features_of, forward_of, replays, same
 from tests.nn.test_capture_module import _graphs as _graphs  # the stand-in for a card's graphs
 
@@ -131,12 +132,12 @@ def test_a_mode_that_is_refused_again_and_again_is_left_and_the_other_is_capture
     net = nn.capture(WaitsInTraining().to(DEVICE))
     twin = copy.deepcopy(nn.release(copy.deepcopy(net)))
     by = Seen(2.0)
-    calls = capturing.EXAMPLES + 1 + capturing.MOST_REFUSED
+    calls = capturing.EXAMPLES + 1 + MOST_REFUSED
     for seed in range(calls + 5):
         Seen.looks = 0
         same([scaled(net, seed, by).detach()], [scaled(twin, seed, by).detach()])
         assert (Seen.looks > 0) == (seed < calls)
-    assert f"{capturing.MOST_REFUSED + 6} eager calls: _local_scalar_dense waits" in nn.explain(net), nn.explain(net)
+    assert f"{MOST_REFUSED + 6} eager calls: _local_scalar_dense waits" in nn.explain(net), nn.explain(net)
     net.eval(), twin.eval()
     with torch.no_grad():
         for seed in range(4):

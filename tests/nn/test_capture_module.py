@@ -19,9 +19,9 @@ import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
 from sparseconv.gpu import graphs
 from sparseconv.nn.capturing import module as capturing
-from sparseconv.nn.capturing.answer import Given
 from sparseconv.nn.capturing.module_state import Attributes
 from sparseconv.nn.capturing.recording import Recording
+from sparseconv.nn.capturing.values.given import Given
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 #: what graphs and eager calls are compared in, and by how much they may differ: no graph holds layers in float64

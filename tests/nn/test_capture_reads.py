@@ -17,7 +17,9 @@ from torch.utils import _pytree as pytree
 
 import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn
-from sparseconv.nn.capturing.reads import EVERY, MISSING, ReadDict, _read_from, told, variables_ahead
+from sparseconv.nn.capturing.reads import _read_from, variables_ahead
+from sparseconv.nn.capturing.values.read_dict import EVERY, ReadDict
+from sparseconv.nn.capturing.values.telling import MISSING, told
 from tests.nn.test_capture_module import DEVICE, LIMIT, WIDE, coords_of, features_of, replays, same
 from tests.nn.test_capture_module import _graphs as _graphs  # the stand-in for a card's graphs
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 import sparseconv as sc
 import sparseconv.interop.spconv.pytorch as spconv
 from sparseconv import nn, ops
-from sparseconv.nn.capturing.answer import Given
+from sparseconv.nn.capturing.values.given import Given
 from tests.nn.test_capture_module import DEVICE, coords_of, features_of, replays, same
 from tests.nn.test_capture_module import _graphs as _graphs  # the stand-in for a card's graphs
 

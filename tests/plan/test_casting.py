@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sparseconv.gpu.transposing import is_aligned, transpose
-from sparseconv.nn.capturing.answer import CannotCapture
 from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory
+from sparseconv.nn.capturing.values.given import CannotCapture
 from sparseconv.plan import casting
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -171,7 +171,7 @@ class CoordinateManager(KeyedMaps):
         stride: Axes = 1,
         kernel_size: Axes = 3,
         dilation: Axes = 1,
-        region_type: RegionType = RegionType.HYPER_CUBE,
+        region_type: RegionType | int = RegionType.HYPER_CUBE,
         region_offset: torch.Tensor | None = None,
         is_transpose: bool = False,
         is_pool: bool = False,

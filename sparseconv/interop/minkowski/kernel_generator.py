@@ -11,7 +11,7 @@ import torch
 from sparseconv.geometry.ranges import Ints
 from sparseconv.geometry.window import check_taps
 from sparseconv.interop.arguments import lower_corners
-from sparseconv.interop.minkowski.kinds import Axes, RegionType, positive, rank_of
+from sparseconv.interop.minkowski.kinds import Axes, RegionType, positive, rank_of, region_of
 from sparseconv.kinds import as_tensor
 
 
@@ -25,7 +25,7 @@ class KernelGenerator:
 
     Args:
         kernel_size, stride, dilation: one integer, or one an axis.
-        region_type: the shape; a kernel of one tap is a cube whatever is asked.
+        region_type: the shape, or its number; a kernel of one tap is a cube whatever is asked.
         region_offsets: (V, D) integers, the taps of ``RegionType.CUSTOM``.
         axis_types: for ``RegionType.HYBRID``, a cube or a cross for each axis.
         expand_coordinates: outputs are all voxels that the kernel reaches.
@@ -44,20 +44,18 @@ class KernelGenerator:
         stride: Axes = 1,
         dilation: Axes = 1,
         is_transpose: bool = False,
-        region_type: RegionType = RegionType.HYPER_CUBE,
+        region_type: RegionType | int = RegionType.HYPER_CUBE,
         region_offsets: torch.Tensor | Sequence[Sequence[int]] | None = None,
         expand_coordinates: bool = False,
         axis_types: Sequence[RegionType] | None = None,
         dimension: int = -1,
     ) -> None:
         dimension = rank_of(dimension)
-        if not isinstance(region_type, RegionType):
-            raise TypeError(f"region_type must be a RegionType; got {region_type!r}")
         self.dimension = dimension
         self.kernel_size = positive("kernel_size", kernel_size, dimension)
         self.kernel_stride = positive("stride", stride, dimension)
         self.kernel_dilation = positive("dilation", dilation, dimension)
-        self.region_type, self.axis_types = region_type, axis_types
+        self.region_type, self.axis_types = region_of(region_type), axis_types
         offsets = as_tensor("region_offsets", [] if region_offsets is None else region_offsets)
         self.region_offsets = lower_corners("region_offsets", offsets) if offsets.numel() else offsets.int()
         self.expand_coordinates = expand_coordinates

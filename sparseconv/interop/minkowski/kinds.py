@@ -27,6 +27,17 @@ class RegionType(Enum):
     HYPERCROSS = 1  # noqa: PIE796
 
 
+def region_of(value: RegionType | int) -> RegionType:
+    """A shape, or the one of this number: TypeError or ValueError for anything else."""
+    if isinstance(value, RegionType):
+        return value
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"region_type must be a RegionType; got {value!r}")
+    if value not in [kind.value for kind in RegionType]:
+        raise ValueError(f"region_type must be a RegionType, or its number of {list(RegionType)}; got {value!r}")
+    return RegionType(value)
+
+
 class PoolingMode(Enum):
     """What a pooling layer computes. The three spellings of a global mode give the same numbers here."""
 

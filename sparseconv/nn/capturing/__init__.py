@@ -48,7 +48,7 @@ def capture(
 
     A graph begins with the first grid that the call asks for; what the call does before runs eagerly every time. So a
     client of spconv's names may read sizes (``.tolist()``) before it makes its `SparseConvTensor`. What the call
-    returns may be sparse tensors on any voxels, tensors, and tuples, lists and dicts of them.
+    returns may be sparse tensors on any voxels, tensors, and tuples, lists, dicts and plain objects of them.
 
     A scene always gets its right result. The device tells the host before results leave whether a scene fitted (rows,
     edges, extent); one that did not runs eagerly, and the next capture has more room. The first replays are compared

@@ -13,8 +13,8 @@ from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.scene import put_scene
-from sparseconv.nn.capturing.answer import CannotCapture, Given, has_own_rows, is_there
 from sparseconv.nn.capturing.region import Limits, Scene, Shape, kind_of
+from sparseconv.nn.capturing.values.given import CannotCapture, Given, has_own_rows, is_there
 
 #: steps of rows to an octave
 FINE, COARSE = 16, 4

@@ -12,14 +12,20 @@ from typing import Any, NamedTuple
 import torch
 
 from sparseconv.gpu import graphs
-from sparseconv.nn.capturing.answer import Given
 from sparseconv.nn.capturing.arrays import Lengths
-from sparseconv.nn.capturing.reads import told, variables_ahead
+from sparseconv.nn.capturing.reads import variables_ahead
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene
+from sparseconv.nn.capturing.values.given import Given
+from sparseconv.nn.capturing.values.telling import told
 
 #: places over those of the largest scene so far, at first
 ROOM = 1.125
+
+#: refused calls in a mode, without a replay between them, after which calls in it are the plain calls
+MOST_REFUSED = 8
+#: arguments that differ which are named
+MOST_NAMED = 4
 
 _trains = attrgetter("training")
 
@@ -62,13 +68,32 @@ def variables_of(given: Given, end: CodeType) -> tuple[tuple[str, Any], ...]:
 
 def differing(key: Any, others: Iterable[Any]) -> str:
     """That calls differ in what a graph would hold, in words."""
-    keys = [other for other in others if isinstance(other, Key) and isinstance(key, Key) and other.form == key.form]
-    names = sorted({name for other in keys for name, _ in {*other.variables} ^ {*key.variables}})
-    what = f"variables {', '.join(names)}" if names else "arguments"
+    keys = [other for other in others if isinstance(other, Key) and isinstance(key, Key)]
+    names = sorted({n for other in keys if other.form == key.form for n, _ in {*other.variables} ^ {*key.variables}})
+    forms = [{*other.form[-1]} ^ {*key.form[-1]} for other in keys if other.form[:-1] == key.form[:-1]]
+    places = sorted({".".join(map(str, path[1:])) for form in forms for path, *_ in form})
+    what = f"variables {', '.join(names)}" if names else f"arguments {', '.join(places[:MOST_NAMED])}".rstrip()
     return (
         f"its {what} are others in every call, and a graph holds them as they were: find such values within the call, "
         "before it makes its scene, or capture its parts"
     )
+
+
+class Refusals:
+    """Calls that were refused since the last replay, by mode (training, with gradients)."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[bool, bool]] = Counter()
+        #: why calls in a mode are the plain calls now
+        self.left: dict[tuple[bool, bool], str] = {}
+
+    def add(self, mode: tuple[bool, bool], why: str) -> None:
+        self._counts[mode] += 1
+        if self._counts[mode] == MOST_REFUSED:
+            self.left[mode] = why
+
+    def clear(self) -> None:
+        self._counts.clear()
 
 
 class Calls:
@@ -80,6 +105,8 @@ class Calls:
         self.lengths = Lengths()
         self.wanted: set[int] = set()
         self.recording: Recording | None = None
+        #: whether their sparse tensor is held by an object among the arguments
+        self.is_opened = False
         self.is_alone = False  # another kind's gradient is awaited when this one is called: their memory is not shared
         self.room = ROOM
         self.captures = 0

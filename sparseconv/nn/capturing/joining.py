@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.nn.capturing.answer import CannotCapture
+from sparseconv.nn.capturing.values.given import CannotCapture
 
 RELU = {torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_, torch.nn.functional.relu}
 SUM = {torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__iadd__}

@@ -15,23 +15,22 @@ from sparseconv import transforms
 from sparseconv.gpu import graphs
 from sparseconv.gpu.turns import Turns
 from sparseconv.nn.capturing import verify
-from sparseconv.nn.capturing.answer import Answer, CannotCapture, DoesNotFit, Given
+from sparseconv.nn.capturing.answer import Answer
 from sparseconv.nn.capturing.arrays import Sizes
-from sparseconv.nn.capturing.calls import Calls, differing, explained, key_of, modes, variables_of
+from sparseconv.nn.capturing.calls import Calls, Refusals, differing, explained, key_of, modes, variables_of
 from sparseconv.nn.capturing.module_state import WANTS, ModuleParts, without_traces
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.reads import Reads
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
 from sparseconv.nn.capturing.shared_memory import LOOSE, SharedMemory
+from sparseconv.nn.capturing.values.given import CannotCapture, DoesNotFit, Given
 from sparseconv.torch_private import others_save
 
 _log = logging.getLogger(__name__)
 
 #: eager calls of a kind before the first capture; recordings that a module keeps; captures of one kind in all; kinds
 EXAMPLES, MOST_KEPT, MOST_CAPTURES, MOST_KINDS = 2, 8, 8, 16
-#: refused calls in a mode, without a replay between them, after which calls in it are the plain calls
-MOST_REFUSED = 8
 #: places over those before, after each scene that did not fit; rows are then rounded up
 MORE_ROOM = 1.25
 
@@ -65,9 +64,8 @@ class Captured:
         #: what graphs read of what calls make before them
         self._reads = Reads()
         self.eager: Counter[str] = Counter()
-        #: by mode (training, with gradients): calls refused since the last replay; why calls are the plain calls now
-        self._refusals: Counter[tuple[bool, bool]] = Counter()
-        self._left: dict[tuple[bool, bool], str] = {}
+        #: calls refused of late; whether calls begin with the sparse tensor of an object among the arguments
+        self._refusals, self._opens = Refusals(), True
         #: what `accelerate` does where nothing of the call can be captured
         self.instead = instead
         #: what graphs depend on; looked at when the module is called
@@ -109,7 +107,7 @@ class Captured:
     # ---- a call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._left and (why := self._left.get(self._mode())) is not None:
+        if self._refusals.left and (why := self._refusals.left.get(self._mode())) is not None:
             return self._eagerly(why, args, kwargs)
         if self._parts is None:
             self._collect()
@@ -119,7 +117,7 @@ class Captured:
             why = "within torch.utils.checkpoint, or another that decides what gradients keep"
             return self._eagerly(why, args, kwargs)
         given, outer = Given(args, kwargs), modes()
-        direct = [(path, leaf) for path, leaf in given.leaves if kind_of(leaf) is not None]
+        direct = given.scenes(self._opens)
         if len(direct) > 1:
             self._count_refusal("several sparse tensors in one call")
             return self.plain(*args, **kwargs)
@@ -177,10 +175,11 @@ class Captured:
         if key in self._by_lengths:
             key = key, given.lengths(len(scene.coords), scene.features.device)
         kind = self._kinds.get(key) or Calls()
+        kind.is_opened = path is not None and given.is_within_object(path)
         if key not in self._kinds and len(self._kinds) < MOST_KINDS:
             self._kinds[key] = kind
         elif key not in self._kinds:
-            self._refuse(kind, differing(key, self._kinds))
+            kind.refused = self._refuse(kind, differing(key, self._kinds))
         return kind, scene
 
     def _is_ready(self, kind: Calls, scene: Scene) -> bool:
@@ -223,7 +222,10 @@ class Captured:
         return answer.aliased(given, aliases)
 
     def _refuse(self, kind: Calls, why: str) -> str:
-        """Keep calls of a kind eager, and capture the module's parts instead."""
+        """Keep calls of a kind eager, and capture the module's parts instead; or look for another beginning."""
+        if kind.is_opened:
+            self._opens, self._kinds = False, {}
+            return why
         kind.refused = why
         if self.instead is not None:
             self.instead(self)
@@ -232,9 +234,7 @@ class Captured:
 
     def _count_refusal(self, why: str) -> None:
         self.eager[why] += 1
-        self._refusals[self._mode()] += 1
-        if self._refusals[self._mode()] == MOST_REFUSED:
-            self._left[self._mode()] = why
+        self._refusals.add(self._mode(), why)
 
     # ---- recordings
 

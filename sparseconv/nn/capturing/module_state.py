@@ -8,19 +8,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from sparseconv.gpu import graphs
-from sparseconv.nn.capturing.answer import CannotCapture
+from sparseconv.nn.capturing.values.given import CannotCapture
+from sparseconv.nn.capturing.values.snapshots import EQUAL, copied, is_another, is_same, restored, snapshot
 from sparseconv.torch_private import any_module_hook, copy_each
 
 #: attributes that every module of torch has, and a captured one's forward
 _TORCHS = {*vars(torch.nn.Module()), "forward"}
-#: values that are the same where they are equal
-_PLAIN = (int, float, complex, str, bytes, set, frozenset, torch.Size, torch.dtype, torch.device)
 _MISSING = object()
 
 
@@ -196,7 +195,7 @@ def _hooks_of(m: torch.nn.Module) -> tuple[dict[int, Any], ...]:
 class Settings:
     """Attributes of modules, such as a norm's momentum: Python reads them once, and a graph keeps them.
 
-    Of modules of clients all, with what lists, tuples and dicts hold; of others such as are plain values.
+    Of modules of clients all, with what lists, tuples, dicts and objects hold; of others such as are plain values.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -206,7 +205,9 @@ class Settings:
         self._of_clients: list[tuple[weakref.ref[torch.nn.Module], dict[str, Any]]] = []
         for m in modules:
             is_all = is_of_client(m)
-            read = {name: _held(value) for name, value in _own(m) if is_all or isinstance(value, (*_PLAIN, type(None)))}
+            read = {
+                name: snapshot(value) for name, value in _own(m) if is_all or isinstance(value, (*EQUAL, type(None)))
+            }
             self._read.append((weakref.ref(m), read))
             if is_all:
                 self._of_clients.append(self._read[-1])
@@ -217,7 +218,7 @@ class Settings:
             held = vars(seen())
             for name, value in read.items():
                 now = held.get(name)
-                if now is not value and _is_another(now, value):
+                if now is not value and is_another(now, value):
                     return True
         return False
 
@@ -227,35 +228,14 @@ class Settings:
         before = []
         for seen, read in self._of_clients:
             held = vars(seen())
-            before.append((held, read, [_held(held.get(name)) for name in read]))
+            before.append((held, read, [snapshot(held.get(name)) for name in read]))
         try:
             yield
         finally:
             for held, read, values in before:
-                changed = [n for n, v in zip(read, values) if held.get(n) is not v and _is_another(held.get(n), v)]
+                changed = [n for n, v in zip(read, values) if held.get(n) is not v and is_another(held.get(n), v)]
                 for name in changed:
                     del read[name]
-
-
-def _is_another(now: Any, before: Any) -> bool:
-    if now is before:
-        return False
-    if type(now) is not type(before):
-        return True
-    if isinstance(now, (list, tuple)):
-        return len(now) != len(before) or any(map(_is_another, now, before))
-    if isinstance(now, dict):
-        return now.keys() != before.keys() or any(_is_another(value, before[key]) for key, value in now.items())
-    return not isinstance(now, _PLAIN) or bool(now != before)
-
-
-def _held(value: Any) -> Any:
-    """Containers as they are now; a tensor is itself, since graphs read what is in it."""
-    if type(value) is dict:
-        return {key: _held(one) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_held, value))
-    return set(value) if type(value) is set else value
 
 
 def is_of_client(m: torch.nn.Module) -> bool:
@@ -275,7 +255,7 @@ class Attributes:
 
     def __init__(self, module: torch.nn.Module, given: Iterable[torch.Tensor] = ()) -> None:
         theirs = modules_of_clients(module)
-        self._before = [(m, {name: (value, _copied(value)) for name, value in _own(m)}) for m in theirs]
+        self._before = [(m, {name: (value, copied(value)) for name, value in _own(m)}) for m in theirs]
         self._buffers = [(m, name, b) for m in theirs for name, b in m._buffers.items()]
         self._given = [(t, t._version) for t in given]
         self._random, self._numpy = random.getstate(), _numpy_state()
@@ -297,7 +277,7 @@ class Attributes:
     def _changed(self) -> str | None:
         for m, before in self._before:
             for name, value in _own(m):
-                if not _is_same(value, before.get(name, (None, _MISSING))[1]):
+                if not is_same(value, before.get(name, (None, _MISSING))[1]):
                     return f"{type(m).__name__}.{name}"
         for m, name, buffer in self._buffers:  # which may be written in place
             if m._buffers.get(name) is not buffer:
@@ -312,7 +292,7 @@ class Attributes:
                 if name not in before:
                     del own[name]
             for name, (value, copy) in before.items():
-                own[name] = value if _is_same(value, copy) else _restored(value, copy)
+                own[name] = value if is_same(value, copy) else restored(value, copy)
         for m, name, buffer in self._buffers:
             m._buffers[name] = buffer
         random.setstate(self._random)
@@ -344,54 +324,5 @@ def modules_of_clients(module: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in module.modules() if is_of_client(m)]
 
 
-class _Tensor(NamedTuple):
-    """A tensor that a module holds, and what is in it."""
-
-    itself: torch.Tensor
-    version: int
-    values: torch.Tensor
-
-
 def _own(m: torch.nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(m).items() if name not in _TORCHS]
-
-
-def _copied(value: Any) -> Any:
-    """Containers and tensors as they are now."""
-    if isinstance(value, torch.Tensor) and not value.is_inference():
-        return _Tensor(value, value._version, value.detach().clone())
-    if type(value) is dict:
-        return {key: _copied(one) for key, one in value.items()}
-    return [_copied(one) for one in value] if type(value) is list else value
-
-
-def _restored(value: Any, copy: Any) -> Any:
-    """What was copied: a tensor, list or dict itself, with what it held."""
-    if isinstance(copy, _Tensor):
-        copy.itself.data.copy_(copy.values)
-        return copy.itself
-    if type(copy) is dict:
-        own = value if type(value) is dict else {}
-        held = {key: _restored(own.get(key), one) for key, one in copy.items()}
-        own.clear()
-        own.update(held)
-        return own
-    if type(copy) is list:
-        kept = value if type(value) is list else []
-        kept[:] = [_restored(None, one) for one in copy]
-        return kept
-    return copy
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    if isinstance(before, _Tensor):
-        return now is before.itself and now._version == before.version
-    if now is before:
-        return True
-    if type(now) is not type(before):
-        return False
-    if isinstance(now, dict):
-        return now.keys() == before.keys() and all(_is_same(value, before[key]) for key, value in now.items())
-    if isinstance(now, (list, tuple)):
-        return len(now) == len(before) and all(map(_is_same, now, before))
-    return isinstance(now, _PLAIN) and bool(now == before)

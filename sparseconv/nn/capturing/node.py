@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from sparseconv.autograd_function import Function
-from sparseconv.nn.capturing.answer import Given
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene, inside
+from sparseconv.nn.capturing.values.given import Given
 from sparseconv.nn.capturing.verify import eager_call, gradients_of
 from sparseconv.torch_private import unwrap_dead
 

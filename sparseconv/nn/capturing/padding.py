@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sparseconv.nn.capturing.answer import CannotCapture
 from sparseconv.nn.capturing.joining import FORM, Joining, Run, Watched
 from sparseconv.nn.capturing.reads import HERE
+from sparseconv.nn.capturing.values.given import CannotCapture
 from sparseconv.nn.fused.training import batch_norm_of_rows
 from sparseconv.torch_private import TorchDispatchMode, add_each, pytree
 

@@ -14,25 +14,17 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-import numpy as np
 import torch
 
-from sparseconv.nn.capturing.region import kind_of
+from sparseconv.nn.capturing.values.read_dict import EVERY
+from sparseconv.nn.capturing.values.telling import MISSING, told
 
 #: where this library's files are; torch's functions, too, read nothing of a call but what clients give them
 HERE = f"{Path(__file__).parents[2]}/"
 LIBRARIES = HERE, f"{Path(torch.__file__).parent}/"
-#: stands for all keys of a dict
-EVERY = object()
-#: and for an entry that a dict has not
-MISSING = object()
-PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
-SIMPLE = (*PLAIN, np.generic, np.ndarray)
 #: places in functions of which is kept what they read later, with their code
 MOST_KNOWN = 2**12
 _found_read: dict[tuple[int, int], tuple[CodeType, tuple[str, ...]]] = {}
-#: bytes of an array, and items of a list or dict, that calls are told apart by
-MOST_BYTES, MOST_ITEMS = 2**12, 2**8
 
 
 def variables_ahead(end: CodeType) -> Iterator[tuple[str, Any]]:
@@ -183,109 +175,3 @@ def _watched_class(kind: Any, reading: Reading) -> Any:
     return type(kind)(
         kind.__name__, (kind,), {"__getattribute__": get, "__setattr__": put, "__module__": kind.__module__}
     )
-
-
-class ReadDict(dict):
-    """A dict that tells ``note`` which of its keys are read before they are written; EVERY for all of them."""
-
-    def __init__(self, items: dict[Any, Any], note: Callable[[Any], None]) -> None:
-        super().__init__(items)
-        self._note, self._written = note, set[Any]()
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._written.add(key)
-        super().__setitem__(key, value)
-
-    def update(self, *others: Any, **items: Any) -> None:
-        for key, value in dict(*others, **items).items():
-            self[key] = value
-
-
-def _noting_one(method: Any) -> Any:
-    def of_key(self: ReadDict, key: Any, *more: Any) -> Any:
-        if key not in self._written:
-            self._note(key)
-        return method(self, key, *more)
-
-    return of_key
-
-
-def _noting_every(method: Any) -> Any:
-    def of_all(self: ReadDict, *args: Any) -> Any:
-        self._note(EVERY)
-        return method(self, *args)
-
-    return of_all
-
-
-for _name in ("__getitem__", "__contains__", "get", "pop", "setdefault"):
-    setattr(ReadDict, _name, _noting_one(getattr(dict, _name)))
-for _name in (
-    "__iter__",
-    "__len__",
-    "__eq__",
-    "__or__",
-    "__ror__",
-    "__reversed__",
-    "keys",
-    "values",
-    "items",
-    "copy",
-    "popitem",
-):
-    setattr(ReadDict, _name, _noting_every(getattr(dict, _name)))
-
-
-def form_of(leaf: Any, rows: int, device: torch.device) -> Any:
-    """What calls are told apart by of an argument, of a scene of so many ``rows`` on a device; see `Given.forms`."""
-    if not isinstance(leaf, torch.Tensor):
-        return spelled(leaf)
-    if leaf.device != device:
-        cells = leaf.detach().reshape(-1) if leaf.device.type == "cpu" and leaf.nbytes <= MOST_BYTES else None
-        return leaf.dtype, leaf.shape, object() if cells is None else spelled(cells.view(torch.uint8).numpy())
-    wants = leaf.requires_grad and torch.is_grad_enabled()
-    return leaf.ndim, leaf.shape[1:], leaf.shape[:1] == (rows,), leaf.numel() == 0, leaf.dtype, leaf.device, wants
-
-
-def told(value: Any, is_left: Callable[[Any], bool] = lambda value: False, depth: int = 8) -> Any:
-    """What calls are told apart by of a value that the rest of a call may read, in whose graph it stays what it was.
-
-    Of a tensor the form but for its rows: operations on it are errors. None where it is looked at elsewhere, as is a
-    module, or ``is_left``, and for what nobody knows.
-    """
-    if isinstance(value, torch.Tensor):
-        return None if kind_of(value) else (value.ndim, value.shape[1:], value.dtype, value.device)
-    if isinstance(value, SIMPLE):
-        return spelled(value)
-    if value is MISSING:
-        return value
-    if is_left(value) or not isinstance(value, (dict, list, tuple, set, frozenset)):
-        return None
-    if not depth or len(value) > MOST_ITEMS:
-        return object()
-    if isinstance(value, (set, frozenset)):
-        return type(value), frozenset(told(item, is_left, depth - 1) for item in value)
-    return type(value), tuple((key, told(item, is_left, depth - 1)) for key, item in items_of(value))
-
-
-def spelled(value: Any) -> Any:
-    """What calls are told apart by; nothing is equal to what may change unseen."""
-    if isinstance(value, np.ndarray) and value.nbytes <= MOST_BYTES and not value.dtype.hasobject:
-        return value.dtype.str, value.shape, value.tobytes()
-    try:
-        hash(value)
-    except TypeError:
-        return object()
-    return type(value), value  # True is equal to 1 and to 1.0
-
-
-def is_container(value: Any) -> bool:
-    """Whether it is a dict, list or tuple, whose items are looked at."""
-    return isinstance(value, (dict, list, tuple)) and type(value) is not torch.Size
-
-
-def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """Keys or places of a container, with what is there; nothing of anything else."""
-    if isinstance(value, dict):
-        return list(value.items())
-    return list(enumerate(value)) if is_container(value) else []

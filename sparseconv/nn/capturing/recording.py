@@ -14,7 +14,7 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.scene import fault_of
 from sparseconv.gpu import graphs
 from sparseconv.gpu.streams import forget_workspaces, reporting
-from sparseconv.nn.capturing.answer import Answer, CannotCapture, DoesNotFit, Given
+from sparseconv.nn.capturing.answer import Answer
 from sparseconv.nn.capturing.arrays import Lengths, SceneArrays, Sizes
 from sparseconv.nn.capturing.joining import Changed, Joined, Joining, Watched
 from sparseconv.nn.capturing.module_state import Attributes, ModuleState, modules_of_clients
@@ -22,6 +22,7 @@ from sparseconv.nn.capturing.padding import Breaker, Guard, LiveRows, Noise, See
 from sparseconv.nn.capturing.reads import Reading, Reads
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
 from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory, reached
+from sparseconv.nn.capturing.values.given import CannotCapture, DoesNotFit, Given
 
 #: captures to try, and bytes of graphs from which on a second one is: their memory is held as long as they are
 TRIES, WORTH = 3, 2**27

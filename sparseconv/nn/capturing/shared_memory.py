@@ -12,7 +12,7 @@ import torch
 
 from sparseconv.gpu import graphs
 from sparseconv.gpu.streams import SideStreams
-from sparseconv.nn.capturing.answer import CannotCapture
+from sparseconv.nn.capturing.values.given import CannotCapture
 from sparseconv.plan.casting import gradients_into
 from sparseconv.torch_private import copy_each, pieces
 

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv.nn.capturing.answer import Answer, CannotCapture, DoesNotFit, Given
+from sparseconv.nn.capturing.answer import Answer
 from sparseconv.nn.capturing.module_state import without_traces
 from sparseconv.nn.capturing.padding import APART, gaps_of, off, result_limit
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene, inside, kind_of, watched
+from sparseconv.nn.capturing.values.given import CannotCapture, DoesNotFit, Given
 from sparseconv.torch_private import allows_tf32
 
 #: the part of their norm by which all gradients together may differ: sums run in another order

@@ -179,6 +179,27 @@ def test_caches_have_the_tables():
     assert torch.equal(strided["neighbor_map_bwd"].long(), table(coords, outs, -1))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_cache_serves_its_own_voxels_alone(mode, dtype):
+    with mode():
+        (feats, coords), (weight, bias) = scene(), layer((3, 3, 3))
+        coords = coords.to(dtype)
+        want, cache = sparse_submanifold_conv3d(feats, coords, SHAPE, weight, bias)
+        for same in (coords, coords.clone(), coords.clone()):
+            assert torch.equal(sparse_submanifold_conv3d(feats, same, SHAPE, weight, bias, cache)[0], want)
+        with pytest.raises(ValueError, match="other voxels"):  # as many of them
+            sparse_submanifold_conv3d(feats, coords.flip(0), SHAPE, weight, bias, cache)
+        _, out_coords, strided = sparse_conv3d(feats, coords, SHAPE, weight, padding=1)
+        sparse_conv3d(feats, coords, SHAPE, weight, None, strided, out_coords, padding=1)
+        with pytest.raises(ValueError, match="out_coords"):
+            sparse_conv3d(feats, coords, SHAPE, weight, None, strided, out_coords.flip(0), padding=1)
+        coords[:] = coords.flip(0)
+        for kept, convolve in ((cache, sparse_submanifold_conv3d), (strided, sparse_conv3d)):
+            with pytest.raises(ValueError, match="other voxels"):
+                convolve(feats, coords, SHAPE, weight, bias, kept, **({"padding": 1} if kept is strided else {}))
+
+
 def test_the_steps_of_a_call():
     feats, coords = scene()
     weight, bias = layer((3, 3, 3))

@@ -101,6 +101,7 @@ def test_every_tap_has_its_place():
 def test_a_cross(stride):
     x = tensor(stride=2)
     kernel = ME.KernelGenerator((3, 5, 1), stride, 2, region_type=R.HYPER_CROSS, dimension=3)
+    assert ME.KernelGenerator((3, 5, 1), stride, 2, region_type=1, dimension=3).region_type is kernel.region_type
     layer = ME.MinkowskiConvolution(3, 4, kernel_generator=kernel, dimension=3).double()
     assert layer.kernel.shape == (7, 3, 4)
     y = layer(x)
@@ -239,6 +240,9 @@ def test_functions_of_features_and_kernel():
         (lambda: ME.MinkowskiConvolution(3, 4, 3), ValueError, "dimension"),
         (lambda: ME.KernelGenerator(0, dimension=3), ValueError, "kernel_size"),
         (lambda: ME.KernelGenerator([3, 3], dimension=3), ValueError, "3 of them"),
+        (lambda: ME.KernelGenerator(3, region_type="cube", dimension=3), TypeError, "region_type"),
+        (lambda: ME.KernelGenerator(3, region_type=True, dimension=3), TypeError, "region_type"),
+        (lambda: ME.KernelGenerator(3, region_type=7, dimension=3), ValueError, "region_type"),
         (lambda: ME.KernelGenerator(2, region_type=R.HYPER_CROSS, dimension=3), ValueError, "odd"),
         (lambda: ME.KernelGenerator(3, region_type=R.CUSTOM, dimension=3), ValueError, "region_offsets"),
         (lambda: ME.KernelGenerator(3, region_offsets=[[1, 1]], dimension=2), ValueError, "CUSTOM"),

@@ -361,6 +361,10 @@ def test_maps_of_a_manager():
     pairs = manager.kernel_map(1, 4, 4, 4)
     for tap, (ins, outs) in pairs.items():
         assert torch.equal(manager.get_coordinates(1)[ins.long(), 1], manager.get_coordinates(4)[outs.long(), 1] + tap)
+    for region in (0, 1, ME.RegionType.HYPER_CROSS):  # numbers are MinkowskiEngine's; one tap is a cube
+        assert [p.tolist() for p in manager.kernel_map(1, 1, kernel_size=1, region_type=region).values()] == [
+            [[0, 1, 2, 3]] * 2
+        ]
     back = manager.kernel_map(4, 1, 4, 4, is_transpose=True)
     assert {k: p.flip(0).tolist() for k, p in back.items()} == {k: p.tolist() for k, p in pairs.items()}
     assert manager.get_coordinates(manager.origin()).tolist() == [[0, 0], [1, 0]]

@@ -322,6 +322,21 @@ def test_a_transposed_layer_has_the_coordinates_of_its_map():
     assert torch.equal(up(down(middle)).C, middle.C)
 
 
+def test_layers_onto_the_same_voxels_share_their_coordinates():
+    x, down, conv = tensor(), spnn.Conv3d(3, 3, 2, stride=2).double(), spnn.Conv3d(3, 3, 3).double()
+    first, second = down(x), down(x)
+    assert first.C is second.C
+    assert first.grid is second.grid
+    conv(second)
+    known = dict(x.kmaps)
+    conv(first)
+    assert all(x.kmaps[key] is plan for key, plan in known.items())
+    first.C[:, 0] = 1 - first.C[:, 0]  # a client's own
+    third = down(x)
+    assert third.C is not first.C
+    assert torch.equal(third.C, torch.cat([1 - first.C[:, :1], first.C[:, 1:]], 1))
+
+
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_a_bias_leaves_the_dtype_of_autocast(kernel):
     with torch.autocast("cpu", torch.bfloat16):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ import torch
 from sparseconv.geometry.arguments import own
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints
-from sparseconv.interop.arguments import axes
+from sparseconv.interop.arguments import axes, is_unwritten
 from sparseconv.interop.flex_gemm.geometry import bits, check_features, sizes, voxels
 from sparseconv.kinds import check_choice, check_values
 from sparseconv.ops.serialization import serialize
@@ -74,10 +75,39 @@ class _NeighborCache:
     def __init__(self, plan: ConvolutionPlan, kernel_size: Ints, stride: Ints, padding: Ints, dilation: Ints) -> None:
         self.plan = plan
         self._ends = plan.source, plan.target  # a plan does not keep the grids that keep it
+        #: by name, the last coordinates that were found to be those of an end, at their version
+        self._seen: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
 
     def __getitem__(self, key: str) -> Any:
         return getattr(self, key)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_seen": {}}
+
+    def check(self, name: str, coords: torch.Tensor) -> None:
+        """Raise ValueError unless ``coords`` or ``out_coords`` are those of the plan.
+
+        The values of one tensor are compared once, until somebody writes to it: on a GPU that is a wait.
+        """
+        if torch.compiler.is_compiling():
+            return
+        check_values(name, coords, "(N, 4) integers")
+        grid = self._ends[name == "out_coords"]
+        kept, version = self._seen.get(name, (None, 0))
+        if kept is not None and kept() is coords and is_unwritten(coords, version, grid.coords.to(coords.dtype)):
+            return
+        if coords.shape != grid.coords.shape or not torch.equal(coords.to(grid.coords), grid.coords):
+            raise ValueError(
+                f"the neighbor_cache was found for {len(grid)} other voxels than these {name} {tuple(coords.shape)}: "
+                "keep one for each set of voxels, or pass None"
+            )
+        self.saw(name, coords)
+
+    def saw(self, name: str, coords: torch.Tensor) -> None:
+        """Remember that these are the plan's."""
+        if not (torch.compiler.is_compiling() or coords.is_inference()):  # which tells nobody that it was written to
+            self._seen[name] = weakref.ref(coords), coords._version
 
     @cached_property
     def neighbor_map(self) -> torch.Tensor:
@@ -118,14 +148,14 @@ def sparse_submanifold_conv3d(
         shape: batch size, channels, W, H, D.
         weight: (C_out, Kw, Kh, Kd, C_in), sizes odd.
         bias: (C_out,).
-        neighbor_cache: of an earlier call on the same coords; coords and shape are then not looked at.
+        neighbor_cache: of an earlier call on the same coords; the shape is then not looked at.
         dilation: one integer or three.
 
     Returns:
         (N, C_out), and the cache for later calls.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit together, or a cache of another kernel.
+        TypeError, ValueError: arguments that do not fit together, or a cache of another kernel or of other voxels.
 
     >>> coords = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]])
     >>> y, found = sparse_submanifold_conv3d(torch.ones(2, 4), coords, (1, 4, 2, 2, 2), torch.ones(3, 3, 3, 3, 4))
@@ -135,8 +165,10 @@ def sparse_submanifold_conv3d(
     kernel, gap = _kernel(weight), tuple(axes(dilation, 3, "dilation", 1))
     if neighbor_cache is None:
         neighbor_cache = _submanifold(coords, shape, kernel, gap)
+        neighbor_cache.saw("coords", coords)
     else:
         _check_cache(neighbor_cache, SubMConv3dNeighborCache, kernel, dilation=gap)
+        neighbor_cache.check("coords", coords)
     return _execute(feats, neighbor_cache, weight, bias), neighbor_cache
 
 
@@ -171,14 +203,15 @@ def sparse_conv3d(
     window = _window(_kernel(weight), stride, padding, dilation)
     if neighbor_cache is None:
         neighbor_cache = _strided(coords, shape, window, out_coords)
+        neighbor_cache.saw("coords", coords)
     else:
         _check_cache(neighbor_cache, SparseConv3dNeighborCache, **window)
+        neighbor_cache.check("coords", coords)
+        if out_coords is not None:
+            neighbor_cache.check("out_coords", out_coords)
     if out_coords is None:
         out_coords = own(neighbor_cache.plan.target.coords)
-    elif len(out_coords) != len(neighbor_cache.plan.target):
-        raise ValueError(
-            f"the neighbor_cache leads to {len(neighbor_cache.plan.target)} voxels; out_coords has {len(out_coords)}"
-        )
+        neighbor_cache.saw("out_coords", out_coords)
     return _execute(feats, neighbor_cache, weight, bias), out_coords, neighbor_cache
 
 

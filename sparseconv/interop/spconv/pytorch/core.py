@@ -96,11 +96,14 @@ class SparseConvTensor(metaclass=Traced):
         return self._place().voxels
 
     def _place(self) -> Place:
-        """The grid, and the tensor of indices that it goes with; made anew where the client wrote to that tensor."""
+        """The grid, and the tensor of indices that it goes with; made anew where the client wrote to that tensor, or
+        gave this one another batch size."""
         kept = self._voxels
         if kept is None and region.begins_with(self):
             kept = self._voxels
-        if kept is None or not kept.is_fresh():
+        if kept is None or kept.voxels.batch_size != self.batch_size or not kept.is_fresh():
+            if kept is not None and self._indices is None:
+                self._indices = own(kept.voxels.coords)
             indices = self.indices
             kept = Place.known(indices, self.batch_size)
             self._voxels = kept = kept or Place.of(indices, VoxelGrid(indices, self.batch_size))

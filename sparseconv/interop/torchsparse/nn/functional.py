@@ -136,7 +136,8 @@ def conv3d(
     if coarser == input.stride:
         return input.like(feats)
     held, known = caches.grids.get(coarser), caches.cmaps.pair(coarser)
-    if held is not None and held[2] is plan.target and known is not None and known[0] is held[0]:
+    is_ours = held is not None and held[3] is plan.target and is_unwritten(*held[:3])
+    if is_ours and known is not None and known[0] is caches.grids[coarser][0]:
         return _made(input, feats, known[0], coarser, known[1])
     made = _made(input, feats, outer(plan.target, coarser), coarser, extent)
     caches.cmaps.setdefault(coarser, (made.coords, extent))

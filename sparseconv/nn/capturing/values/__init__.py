@@ -1,0 +1,1 @@
+"""What a call is given and returns: plain values, containers of them, and what tells calls apart."""

@@ -1,0 +1,202 @@
+"""The arguments of a call, with places for the tensors that a replay writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import is_not
+from typing import Any
+
+import torch
+
+from sparseconv.nn.capturing.region import kind_of
+from sparseconv.nn.capturing.values.containers import fields_of, is_container, is_record, item_at, items_of, rebuilt
+from sparseconv.nn.capturing.values.read_dict import ReadDict
+from sparseconv.nn.capturing.values.telling import MISSING, PLAIN, form_of
+
+
+class CannotCapture(Exception):
+    """Why a call cannot become a graph, in words for the user."""
+
+    @classmethod
+    def told(cls, error: BaseException) -> CannotCapture:
+        """By an error's first line. A frame that named the error, which holds that frame, would not be freed."""
+        return cls(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+
+
+class DoesNotFit(Exception):
+    """The scene at hand has more rows or edges than there are places for."""
+
+
+class Given:
+    """The arguments of a call: what they are made of, and copies of their containers."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.whole = (args, kwargs)
+        self._paths: dict[int, tuple[Any, ...]] = {}
+        self._note_read: Callable[[tuple[Any, ...]], None] | None = None
+        self._copies: dict[int, tuple[Any, ...]] = {}
+        #: the copy of each container, by its ``id``
+        self._made: dict[int, Any] = {}
+        #: dicts that the call may fill in: the caller's, or the copies made last; and what they held before the call
+        self._dicts: dict[tuple[Any, ...], dict[Any, Any]] = {}
+        self._before: dict[tuple[Any, ...], dict[Any, Any]] = {}
+        self._lists: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
+        #: every argument that is no container, and where it is; classes of the containers
+        self.leaves: list[tuple[tuple[Any, ...], Any]] = []
+        self._classes: list[Any] = []
+        self._note(self.whole, ())
+
+    def _note(self, value: Any, path: tuple[Any, ...]) -> None:
+        if not is_container(value):
+            self.leaves.append((path, value))
+            if not isinstance(value, PLAIN):
+                self._paths.setdefault(id(value), path)
+            return
+        if id(value) in self._paths:  # once more, or within itself
+            self._classes.append((path, self._paths[id(value)]))
+            return
+        self._paths[id(value)] = path
+        self._classes.append((path, type(value)))
+        if (isinstance(value, dict) and len(path) > 1) or is_record(value):
+            self._dicts[path] = fields_of(value)
+            self._before[path] = dict(self._dicts[path])
+        elif isinstance(value, list):
+            self._lists[path] = value, list(value)
+        for key, item in items_of(value):
+            self._note(item, (*path, key))
+
+    def scenes(self, opens: bool) -> list[tuple[tuple[Any, ...], Any]]:
+        """The sparse tensors among the arguments, and where they are.
+
+        One within an object counts where it is the only one, and one ``opens`` objects.
+        """
+        found = [(path, leaf) for path, leaf in self.leaves if kind_of(leaf) is not None]
+        if opens and len(found) == 1:
+            return found
+        return [(path, leaf) for path, leaf in found if not self.is_within_object(path)]
+
+    def is_within_object(self, path: tuple[Any, ...]) -> bool:
+        """Whether an argument is what an object of a client's own class holds."""
+        return any(is_record(self.at(path[:depth])) for depth in range(len(path)))
+
+    def forms(self, rows: int, device: torch.device) -> tuple[Any, ...]:
+        """What calls are told apart by: of a tensor its form, of others what is `spelled`; sparse tensors are left out.
+
+        Only the number of rows of a tensor on ``device`` is left out, unless that is 0, for which code often has a way
+        of its own. One elsewhere is told by its values, since a graph holds what it was. Which of them are one and the
+        same counts, too.
+        """
+        leaves = [(path, leaf) for path, leaf in self.leaves if kind_of(leaf) is None]
+        forms = ((path, self._paths.get(id(leaf)), form_of(leaf, rows, device)) for path, leaf in leaves)
+        return *self._classes, *forms
+
+    def entry(self, path: tuple[Any, ...]) -> Any:
+        """What a dict among the arguments holds at a path now: the call may have changed it."""
+        try:
+            return self.at(path)
+        except (KeyError, IndexError, TypeError):
+            return MISSING
+
+    def is_dict(self, value: Any) -> bool:
+        """Whether it is a dict among the arguments of which `copied` can tell what is read."""
+        return type(value) is dict and id(value) in self._paths
+
+    def lengths(self, rows: int, device: torch.device) -> tuple[int, ...]:
+        """Rows of each tensor on a device that are not one a voxel, whose number is ``rows``."""
+        return tuple(len(leaf) for _, leaf in self.leaves if is_there(leaf, device) and has_own_rows(leaf, rows))
+
+    def put_back(self) -> None:
+        """Make the caller's dicts what they were before the call."""
+        for path, into in self._dicts.items():
+            into.clear()
+            into.update(self._before[path])
+
+    def forget(self) -> None:
+        """Let go of everything."""
+        self.whole, self.leaves = ((), {}), []
+        self._dicts, self._before, self._lists, self._paths, self._copies, self._made = {}, {}, {}, {}, {}, {}
+
+    def copied(
+        self,
+        replaced: Mapping[tuple[Any, ...], Any] | None = None,
+        note: Callable[[tuple[Any, ...]], None] | None = None,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in new containers, some leaves ``replaced`` by their path.
+
+        ``note`` is called with the path of every entry of a dict that is read; it ends in EVERY for all entries.
+        """
+        self._copies, self._note_read, self._made = {}, note, {}
+        made: tuple[tuple[Any, ...], dict[str, Any]] = self._copied(self.whole, (), replaced or {})
+        self._made = {}
+        return made
+
+    def _copied(self, value: Any, path: tuple[Any, ...], replaced: Mapping[tuple[Any, ...], Any]) -> Any:
+        """A method, since a function that calls itself would keep what it sees in a circle."""
+        if path in replaced:
+            self._copies[id(replaced[path])] = path
+            return replaced[path]
+        if not is_container(value):
+            return value
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if is_record(value):  # which may hold itself
+            self._made[id(value)] = made = rebuilt(value, [None] * len(vars(value)))
+        items = [self._copied(item, (*path, key), replaced) for key, item in items_of(value)]
+        if is_record(value):
+            vars(made).update(zip(vars(value), items))
+        else:
+            made = rebuilt(value, items)
+        note = self._note_read
+        if note is not None and self.is_dict(value):
+            made = ReadDict(made, lambda key: note((*path, key)))
+        self._made[id(value)] = made
+        self._copies[id(made)] = path
+        if path in self._dicts:
+            self._dicts[path] = fields_of(made)
+        elif path in self._lists:
+            self._lists[path] = made, list(made)
+        return made
+
+    def path_of(self, value: Any) -> tuple[Any, ...] | None:
+        """Where a value is among the arguments or their copies; None for a new one."""
+        if isinstance(value, PLAIN):
+            return None
+        path = self._copies.get(id(value))
+        return self._paths.get(id(value)) if path is None else path
+
+    def changed(self) -> list[tuple[tuple[Any, ...], list[Any], dict[Any, Any]]]:
+        """Of each dict that the call changed: its path, the keys that went, and the items that are new or others."""
+        if any(len(now) != len(was) or any(map(is_not, now, was)) for now, was in self._lists.values()):
+            raise CannotCapture("it changes a list that it is given, which a replay would leave as it was")
+        found = []
+        for path, now in self._dicts.items():
+            before = self._before[path]
+            gone = [key for key in before if not dict.__contains__(now, key)]
+            new = {k: v for k, v in dict.items(now) if k not in before or not self._same(v, before[k])}
+            if gone or new:
+                found.append((path, gone, new))
+        return found
+
+    def _same(self, value: Any, before: Any) -> bool:
+        if value is before:
+            return True
+        if isinstance(value, PLAIN):
+            return type(value) is type(before) and value == before
+        path = self._copies.get(id(value))
+        return path is not None and path == self._paths.get(id(before))
+
+    def at(self, path: Sequence[Any]) -> Any:
+        value: Any = self.whole
+        for key in path:
+            value = item_at(value, key)
+        return value
+
+
+def is_there(leaf: Any, device: torch.device) -> bool:
+    """Whether an argument is a tensor, not a sparse one, on a device."""
+    return isinstance(leaf, torch.Tensor) and leaf.device == device and kind_of(leaf) is None
+
+
+def has_own_rows(leaf: torch.Tensor, rows: int) -> bool:
+    """Whether it has rows, and not ``rows`` of them."""
+    return leaf.ndim > 0 and len(leaf) != rows
