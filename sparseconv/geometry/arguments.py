@@ -31,6 +31,14 @@ def no_batch(rank: int) -> str:
     )
 
 
+def rows_of_points(shape: Sequence[int]) -> str:
+    """What to do where features of that shape are no rows of voxels: they may be of points."""
+    advice = (
+        ": sparseconv.ops.voxelize_features(features, point_rows, len(grid)) makes rows of voxels from rows of points"
+    )
+    return advice if len(shape) == 2 else ""
+
+
 def checked_coords(coords: torch.Tensor) -> torch.Tensor:
     """The coords of a grid as contiguous int32."""
     check_values("coords", coords, "(N, 1+D) integers", SEVERAL)

@@ -777,6 +777,11 @@ def test_the_command_names_what_there_is(option, value, word):
     assert word in said
 
 
+def test_the_command_refuses_a_time_below_nothing():
+    code, said = bench("--seconds", -1)
+    assert (code, "--seconds" in said) == (2, True)
+
+
 def test_a_case_that_is_not_there_is_a_row_with_its_reason():
     code, said = bench("--case", "cube_7", "--channels", 8)
     assert code == 0
