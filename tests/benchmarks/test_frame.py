@@ -115,7 +115,7 @@ def test_the_judge_agrees_with_the_oracle():
 def test_the_judge_sees_one_lost_pair_in_every_dtype(quantity, dtype):
     coords, x, weight, grad, results, _ = exact()
     neighbours = check.Neighbours(coords)
-    out = int((neighbours.rows(check.OFFSETS[13]) >= 0).nonzero()[0])
+    out = int((neighbours.rows(check.offsets(3)[13]) >= 0).nonzero()[0])
     if quantity == "weight_grad":
         results[quantity][13] -= torch.outer(x[out], grad[out])
     else:
