@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.geometry.arguments import SEVERAL, check_scenes, rows_of_points
+from sparseconv.geometry.arguments import SEVERAL, check_scenes, no_grid, rows_of_points
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
@@ -310,8 +310,10 @@ def _no_grid(given: object, features: object) -> str:
         return "the grid comes first, SparseTensor(grid, features)"
     if not isinstance(given, (list, tuple)):
         return "pass VoxelGrid(coords)"
-    grids = all(isinstance(item, VoxelGrid) for item in given)
-    return "VoxelGrid.cat(grids) makes one batch of several" if grids else SEVERAL
+    grids = [isinstance(item, VoxelGrid) for item in given]
+    if all(grids):
+        return "VoxelGrid.cat(grids) makes one batch of several"
+    return no_grid(given) if any(grids) else SEVERAL
 
 
 def _joined(items: list[SparseTensor], *, collate_fn_map: Any = None) -> SparseTensor:

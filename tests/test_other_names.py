@@ -68,3 +68,20 @@ def test_features_of_points_in_the_place_of_voxels():
 def test_features_before_the_grid():
     with pytest.raises(TypeError, match=r"the grid comes first, SparseTensor\(grid, features\)"):
         sc.SparseTensor(torch.zeros(2, 3), GRID)
+
+
+def test_both_results_of_voxelize_in_the_place_of_the_grid():
+    both = sc.voxelize(torch.rand(5, 2), 0.5)
+    for use in (lambda: sc.ConvolutionPlan(both, 3), lambda: sc.SparseTensor(both, torch.zeros(5, 3))):
+        with pytest.raises(TypeError, match="voxelize returns two things, grid, point_rows ="):
+            use()
+
+
+def test_coords_in_the_place_of_a_target():
+    with pytest.raises(TypeError, match=r"got .{1,80}: pass VoxelGrid\(coords\)"):
+        sc.ConvolutionPlan(GRID, 3, target=torch.zeros(500, 3, dtype=torch.int32))
+
+
+def test_a_linear_layer_names_its_channels():
+    with pytest.raises(ValueError, match=r"Linear was made for 5 channels; got features \(2, 3\)"):
+        nn.Linear(5, 2)(TENSOR)

@@ -31,6 +31,13 @@ def no_batch(rank: int) -> str:
     )
 
 
+def no_grid(given: object) -> str:
+    """What to do where something else was given for a grid."""
+    if isinstance(given, tuple) and len(given) == 2 and hasattr(given[0], "coords"):
+        return "voxelize returns two things, grid, point_rows = voxelize(points, voxel_size)"
+    return "pass VoxelGrid(coords), or the grid of a SparseTensor, x.grid"
+
+
 def rows_of_points(shape: Sequence[int]) -> str:
     """What to do where features of that shape are no rows of voxels: they may be of points."""
     advice = (
