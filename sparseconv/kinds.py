@@ -163,3 +163,54 @@ def shortened(value: object, limit: int = 60) -> str:
     """A value as text that fits into a message."""
     text = repr(value).replace("\n", " ")
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+# ---- names of spconv, MinkowskiEngine, torchsparse and torch
+
+#: attributes of their sparse tensors
+ATTRIBUTES = {
+    "C": "coords",
+    "F": "features",
+    "batch_size": "grid.batch_size",
+    "coordinates": "coords",
+    "dense": "to_dense(shape)",
+    "feats": "features",
+    "indices": "coords",
+    "replace_feature": "with_features(features)",
+    "spatial_shape": "grid.extent.shape",
+}
+#: their modules, less Minkowski, Sparse and the number of axes
+MODULES = {
+    "AvgPooling": "AvgPool",
+    "BatchNorm": "BatchNorm",
+    "Conv": "Conv",
+    "ConvTranspose": "ConvTranspose",
+    "Convolution": "Conv",
+    "ConvolutionTranspose": "ConvTranspose",
+    "InverseConv": "InverseConv",
+    "MaxPool": "MaxPool",
+    "MaxPooling": "MaxPool",
+    "Sequential": "Sequential",
+    "SubMConv": "SubmanifoldConv",
+}
+
+
+def attribute_error(name: str) -> AttributeError:
+    """That a `SparseTensor` has no such attribute, and which one to use."""
+    advice = f": use x.{ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+    return AttributeError(f"a sparseconv.SparseTensor has no attribute {name!r}{advice}")
+
+
+def module_error(name: str) -> AttributeError:
+    """That `sparseconv.nn` has no such module, and which one to use."""
+    stem = name.removeprefix("Minkowski").removeprefix("Sparse")
+    axes = stem[-2] if stem[-1:] in ("d", "D") and stem[-2:-1].isdigit() else ""
+    known = MODULES.get(stem[:-2] if axes else stem)
+    if known:
+        ranked = axes not in ("", "3") and known not in ("BatchNorm", "Sequential")
+        advice = f": use sparseconv.nn.{known}" + (f", with rank={axes}" if ranked else "")
+        if hasattr(torch.nn, name):
+            advice += f"; of dense tensors it is torch.nn.{name}"
+    else:
+        advice = f": torch's is torch.nn.{name}" if hasattr(torch.nn, name) else ""
+    return AttributeError(f"module 'sparseconv.nn' has no attribute {name!r}{advice}")

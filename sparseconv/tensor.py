@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.geometry.arguments import SEVERAL, check_scenes
+from sparseconv.geometry.arguments import SEVERAL, check_scenes, no_grid, rows_of_points
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.geometry.views.picture import html
-from sparseconv.kinds import as_device, check_kind, check_tensor
+from sparseconv.kinds import as_device, attribute_error, check_kind, check_tensor
 from sparseconv.moving import Movable
 from sparseconv.row_functions import ELEMENTWISE_NAMES, check_function, check_operand, name_of
 from sparseconv.torch_private import collators, register_tree
@@ -40,13 +40,20 @@ class SparseTensor(Movable):
 
     def __post_init__(self) -> None:
         if not isinstance(self.grid, VoxelGrid):
-            check_kind("grid", self.grid, VoxelGrid, _no_grid(self.grid))
+            check_kind("grid", self.grid, VoxelGrid, _no_grid(self.grid, self.features))
         check_tensor("features", self.features)
         shape = tuple(self.features.shape)
         if len(shape) != 2 or shape[0] != self.grid.num_voxels:
-            raise ValueError(f"features must be ({self.grid.num_voxels}, C), one row a voxel; got {shape}")
+            raise ValueError(
+                f"features must be ({self.grid.num_voxels}, C), one row a voxel; got {shape}{rows_of_points(shape)}"
+            )
         if self.features.device != self.grid.device:
             raise ValueError(f"features are on {self.features.device}, the grid is on {self.grid.device}: move one")
+
+    if not TYPE_CHECKING:  # to whom every name would exist
+
+        def __getattr__(self, name: str) -> Any:
+            raise attribute_error(name)
 
     # ---- between layouts
 
@@ -297,12 +304,16 @@ def _elementwise(function: Callable[..., torch.Tensor], a: Any, b: Any) -> Spars
     )
 
 
-def _no_grid(given: object) -> str:
+def _no_grid(given: object, features: object) -> str:
     """What to do where something else was given for a grid."""
+    if isinstance(features, VoxelGrid):
+        return "the grid comes first, SparseTensor(grid, features)"
     if not isinstance(given, (list, tuple)):
         return "pass VoxelGrid(coords)"
-    grids = all(isinstance(item, VoxelGrid) for item in given)
-    return "VoxelGrid.cat(grids) makes one batch of several" if grids else SEVERAL
+    grids = [isinstance(item, VoxelGrid) for item in given]
+    if all(grids):
+        return "VoxelGrid.cat(grids) makes one batch of several"
+    return no_grid(given) if any(grids) else SEVERAL
 
 
 def _joined(items: list[SparseTensor], *, collate_fn_map: Any = None) -> SparseTensor:

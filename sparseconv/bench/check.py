@@ -24,7 +24,6 @@ def offsets(kernel: int) -> tuple[tuple[int, int, int], ...]:
     return tuple(itertools.product(span, span, span))
 
 
-OFFSETS = offsets(3)
 #: largest |difference| / |reference| in the Frobenius norm, and largest element over the reference's rms. Rounding the
 #: result to a half costs 2^-11 / sqrt(3); ``slack`` times that for peers that round partial sums, too.
 LIMITS = {

@@ -24,7 +24,7 @@ Quantities = Annotated[
     list[str] | None,
     typer.Option("--quantity", help="map, forward, input_grad, weight_grad, step, memory; repeatable."),
 ]
-Seconds = Annotated[float, typer.Option(help="Seconds of repeats a figure.")]
+Seconds = Annotated[float, typer.Option(help="Seconds of repeats a figure.", min=0)]
 Out = Annotated[Path | None, typer.Option("--json", help="Results file to write.")]
 Shuffled = Annotated[bool, typer.Option(help="Measure shuffled rows beside the given order.")]
 

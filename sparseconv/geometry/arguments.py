@@ -31,6 +31,21 @@ def no_batch(rank: int) -> str:
     )
 
 
+def no_grid(given: object) -> str:
+    """What to do where something else was given for a grid."""
+    if isinstance(given, tuple) and len(given) == 2 and hasattr(given[0], "coords"):
+        return "voxelize returns two things, grid, point_rows = voxelize(points, voxel_size)"
+    return "pass VoxelGrid(coords), or the grid of a SparseTensor, x.grid"
+
+
+def rows_of_points(shape: Sequence[int]) -> str:
+    """What to do where features of that shape are no rows of voxels: they may be of points."""
+    advice = (
+        ": sparseconv.ops.voxelize_features(features, point_rows, len(grid)) makes rows of voxels from rows of points"
+    )
+    return advice if len(shape) == 2 else ""
+
+
 def checked_coords(coords: torch.Tensor) -> torch.Tensor:
     """The coords of a grid as contiguous int32."""
     check_values("coords", coords, "(N, 1+D) integers", SEVERAL)

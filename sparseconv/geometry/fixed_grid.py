@@ -231,8 +231,7 @@ class FixedGrid(VoxelGrid):
         most = min(self.batch_size * extent.size, len(self) * len(window.offsets))
         rows = self._free_rows(min(most, max(1, math.ceil(self.room * len(example) / ROWS)) * ROWS))
         with building():
-            reach = self._reach_on_gpu if self.device.type == "cuda" else self._reach
-            coords, count = reach(window, torus_of(None, window, boundary), torus, extent, ends, rows, to_fine)
+            coords, count = self._reach(window, boundary, torus, extent, ends, rows, to_fine)
         size = tuple(v * s for v, s in zip(self.voxel_size, scale))
         return self._made(coords, count, extent, size, example)
 
@@ -247,11 +246,31 @@ class FixedGrid(VoxelGrid):
             reached[key] = found
         return found
 
+    def _reach(
+        self,
+        window: Window,
+        boundary: Boundary,
+        torus: IndexRange | None,
+        extent: IndexRange,
+        ends: torch.Tensor | None,
+        rows: int,
+        to_fine: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Voxels (rows, 1+D) int32 on the ``torus`` of the result, dead from the last one on; their number (1,)."""
+        if self.device.type == "cuda":
+            return self._reach_on_gpu(window, torus, extent, ends, rows, to_fine)
+        coords = wrap(self.coords[self._real].long(), torus_of(None, window, boundary))
+        seen = reached(coords, window, to_fine=to_fine, torus=torus, within=extent)
+        found = unique_coords(seen if ends is None else seen[(seen[:, 1:] < ends).all(1)])
+        self.fault |= 2 * (len(found) > rows)
+        padded = self.coords.new_full((rows, self.coords.shape[1]), -1)
+        padded[: len(found)] = found[:rows]
+        return padded, self.count.new_tensor([min(len(found), rows)])
+
     def _reach_on_gpu(
         self,
         window: Window,
         torus: IndexRange | None,
-        folded: IndexRange | None,
         extent: IndexRange,
         ends: torch.Tensor | None,
         rows: int,
@@ -259,7 +278,7 @@ class FixedGrid(VoxelGrid):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from sparseconv.geometry.gpu.reached.output_coords import reach_fixed  # Triton is loaded where it is used
 
-        size = self.batch_size, window.offsets, window.stride, folded
+        size = self.batch_size, window.offsets, window.stride, torus
         limits: dict[str, Any] = {"to_fine": to_fine, "within": extent, "rows": rows, "ends": ends}
         with no_transforms():  # voxels do not depend on what torch.func differentiates
             found = reach_fixed(self.coords, self.extent, *size, **limits, device_count=self.device_count)
@@ -268,24 +287,6 @@ class FixedGrid(VoxelGrid):
         coords, count, read = found
         self._kept.append(read)
         return coords, count
-
-    def _reach(
-        self,
-        window: Window,
-        torus: IndexRange | None,
-        folded: IndexRange | None,
-        extent: IndexRange,
-        ends: torch.Tensor | None,
-        rows: int,
-        to_fine: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        coords = wrap(self.coords[self._real].long(), torus)
-        seen = reached(coords, window, to_fine=to_fine, torus=folded, within=extent)
-        found = unique_coords(seen if ends is None else seen[(seen[:, 1:] < ends).all(1)])
-        self.fault |= 2 * (len(found) > rows)
-        padded = self.coords.new_full((rows, self.coords.shape[1]), -1)
-        padded[: len(found)] = found[:rows]
-        return padded, self.count.new_tensor([min(len(found), rows)])
 
     @torch.no_grad()
     def end_at(self, ends: Int32[torch.Tensor, " D"]) -> None:

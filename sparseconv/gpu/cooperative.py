@@ -22,9 +22,7 @@ class DeviceCount:
 
     count: torch.Tensor  # (1,) int32
     fault: torch.Tensor  # (1,) int32: the bits of what did not fit since the grid's first table
-    barriers: (
-        torch.Tensor
-    )  # for cooperative launches: not those of the stream, for a graph may be replayed on another one
+    barriers: torch.Tensor  # for cooperative launches; not the stream's, since a graph may be replayed on another one
 
 
 def programs_at_once(device: torch.device, most: int, each: int = RESIDENT) -> int:

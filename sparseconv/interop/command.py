@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sparseconv.interop.checkpoints import Report, convert_state, read, write
-from sparseconv.interop.layouts import LAYOUTS
+from sparseconv.interop.layouts import LAYOUTS, layout_of
 from sparseconv.interop.published import PUBLISHED, published_family
 
 app = typer.Typer(add_completion=False)
@@ -50,6 +50,8 @@ def convert(
     try:
         sizes = {k: [int(n) for n in v.split("x")] for k, v in _pairs(kernel or [], "--kernel").items()}
         counts = {k: int(v) for k, v in _pairs(groups or [], "--groups").items()}
+        for library in filter(None, (from_, to)):
+            layout_of(library)
         state = read(path_in, ignore_classes=ignore_class or [])
         if from_ is None:
             name, prefix = published_family(state)

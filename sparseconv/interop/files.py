@@ -68,10 +68,11 @@ def read(path: str | Path, *, ignore_classes: Sequence[str] = ()) -> State:
         found = _safetensors().load_file(str(path)) if path.suffix == ".safetensors" else _load(path, ignore_classes)
     except ImportError:
         raise
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{path} {_refusal(path, error)}") from error
     except Exception as error:
-        raise ValueError(f"{path} cannot be read, truncated or not a checkpoint: {_first_line(error)}") from error
+        if isinstance(error, pickle.UnpicklingError) and _is_pickle(path):
+            raise ValueError(f"{path} {_refusal(path, error)}") from error
+        reason = "" if isinstance(error, pickle.UnpicklingError) else f": {_first_line(error)}"
+        raise ValueError(f"{path} cannot be read, truncated or not a checkpoint{reason}") from error
     state = _parameters(found, str(path))
     _check_tensors(state, path)
     return state
@@ -83,6 +84,12 @@ def _load(path: Path, ignore_classes: Iterable[str]) -> Any:
             check_archive(file, path.stat().st_size)
     with torch.serialization.safe_globals([(Ignored, name) for name in {*NUMPY, *ignore_classes}]):
         return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _is_pickle(path: Path) -> bool:
+    """Whether a file begins as torch.save and pickle.dump begin it."""
+    with path.open("rb") as file:
+        return file.read(len(ZIP)).startswith((ZIP, pickle.PROTO))
 
 
 def _refusal(path: Path, error: Exception) -> str:

@@ -1,5 +1,8 @@
 """Modules and networks."""
 
+from typing import TYPE_CHECKING, Any
+
+from sparseconv.kinds import module_error
 from sparseconv.nn.attention.rotary import RotaryPositions
 from sparseconv.nn.attention.serialized import RelativePositionBias, SerializedAttention
 from sparseconv.nn.attention.windowed import WindowAttention
@@ -123,3 +126,8 @@ __all__ = [
     "explain",
     "release",
 ]
+
+if not TYPE_CHECKING:  # to whom every name would exist
+
+    def __getattr__(name: str) -> Any:
+        raise module_error(name)

@@ -38,7 +38,8 @@ class FeatureModule(SparseModule):
 
     def forward(self, x: Features) -> Features:
         """Features (N, C), alone or in a `SparseTensor` -> the same kind."""
-        return with_features(x, super().forward(features_of(x, self)))
+        channels = getattr(self, "in_features", None)  # of torch's layers that mix channels
+        return with_features(x, super().forward(features_of(x, self, channels)))
 
 
 def features_of(x: Any, module: torch.nn.Module, channels: int | None = None, floating: bool = True) -> torch.Tensor:

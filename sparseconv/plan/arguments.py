@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparseconv.backends.registry import BACKENDS
-from sparseconv.geometry.arguments import check_box, no_batch
+from sparseconv.geometry.arguments import check_box, no_batch, no_grid, rows_of_points
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary
@@ -49,7 +49,7 @@ def checked_window(
     deterministic: bool | None = None,
 ) -> tuple[Window, Boundary]:
     """What both constructors take, checked: the window and the boundary."""
-    check_kind("source", source, VoxelGrid, "pass VoxelGrid(coords), or the grid of a SparseTensor, x.grid")
+    check_kind("source", source, VoxelGrid, no_grid(source))
     if type(kernel_size) is not int and isinstance(kernel_size, Sequence) and len(kernel_size) == source.rank + 1:
         raise ValueError(f"kernel_size {kernel_size} has an axis more than {source}: {no_batch(source.rank)}")
     check_count("groups", groups, 1)
@@ -113,7 +113,9 @@ def check_operands(
     rows = kernel_map.num_in
     shape, (_, group_in, c_out), dtype = x.shape, taps.shape, x.dtype
     if len(shape) != 2 or shape[0] != rows:
-        raise ValueError(f"x must be ({rows}, C_in), one row a voxel of the source grid; got {tuple(shape)}")
+        raise ValueError(
+            f"x must be ({rows}, C_in), one row a voxel of the source grid; got {tuple(shape)}{rows_of_points(shape)}"
+        )
     if not dtype.is_floating_point:
         raise TypeError(f"x must be floating point; got {dtype}")
     if group_in * groups != shape[1]:

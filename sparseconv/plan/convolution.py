@@ -16,7 +16,7 @@ from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.projection import IndexProjection
 from sparseconv.geometry.ranges import Boundary
 from sparseconv.geometry.window import Window
-from sparseconv.kinds import as_device, check_count, check_tensor
+from sparseconv.kinds import as_device, check_count, check_tensor, shortened
 from sparseconv.moving import Movable
 from sparseconv.plan.arguments import (
     Axes,
@@ -104,7 +104,7 @@ class ConvolutionPlan(Movable):
             coarse = fits(source, source, window, edge)
         else:
             kind = ValueError if isinstance(target, str) else TypeError
-            raise kind(f"target must be a VoxelGrid, 'full' or None; got {target!r}")
+            raise kind(f"target must be a VoxelGrid, 'full' or None; got {shortened(target)}: pass VoxelGrid(coords)")
         self._join(source, coarse, window, edge, kernel_size is not None, groups, backend, False)
         reached = coarse is not target and coarse is not source  # every voxel of the source lies in some window
         if window.is_tiling and edge.kind == "absent" and (reached or self.kernel_map.identity_tap is not None):

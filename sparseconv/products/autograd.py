@@ -188,7 +188,7 @@ class _Pair(Function):
         if x.device.type == "cuda":
             from sparseconv.products.gpu import sums as on_gpu
 
-            both = on_gpu.gradient_pair(row, x, y, grad, _given(infos[0]))
+            both = on_gpu.gradient_pair(x, y, grad, _given(infos[0]))
             if both is not None:
                 return both
         grad_x = execute_product(row.grad1.row, *turn(row.grad1, y, grad), _given(infos[1]), False)

@@ -195,7 +195,7 @@ class Run:
                 own = [one for part in parts for one in part.values() if has_thread and isinstance(one, Own)]
                 self.leaving = sum(tensor.nbytes for one in own for tensor in one)
                 del parts, inputs, own
-        self._join(number, phase, len(plan))
+        self._join(phase, len(plan))
 
     def _is_gathered(self, output: int) -> bool:
         """Whether rows on the scene's voxels are there for all ranks: where these want them, or a later phase does."""
@@ -350,7 +350,7 @@ class Run:
         arrays = (self.arrays[output] for output in phase.outputs if output in self.arrays)
         return digest(*(array[rows.to(array.device)] for array in arrays))[:16]
 
-    def _join(self, number: int, phase: Phase, count: int) -> None:
+    def _join(self, phase: Phase, count: int) -> None:
         """Totals of all blocks, and what is made of them alone."""
         for total in phase.totals:
             step: Any = self.program.steps[total]

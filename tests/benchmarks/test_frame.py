@@ -115,7 +115,7 @@ def test_the_judge_agrees_with_the_oracle():
 def test_the_judge_sees_one_lost_pair_in_every_dtype(quantity, dtype):
     coords, x, weight, grad, results, _ = exact()
     neighbours = check.Neighbours(coords)
-    out = int((neighbours.rows(check.OFFSETS[13]) >= 0).nonzero()[0])
+    out = int((neighbours.rows(check.offsets(3)[13]) >= 0).nonzero()[0])
     if quantity == "weight_grad":
         results[quantity][13] -= torch.outer(x[out], grad[out])
     else:
@@ -775,6 +775,11 @@ def test_the_command_names_what_there_is(option, value, word):
     assert code == 2
     assert value in said
     assert word in said
+
+
+def test_the_command_refuses_a_time_below_nothing():
+    code, said = bench("--seconds", -1)
+    assert (code, "--seconds" in said) == (2, True)
 
 
 def test_a_case_that_is_not_there_is_a_row_with_its_reason():

@@ -49,13 +49,22 @@ def street(folder: Path) -> None:
     np.savetxt(folder / "street.xyz", torch.cat([road, walls, boxes]).numpy(), fmt="%.3f")
 
 
+# a thread of a group that outlives destroy_process_group can end the whole process with an error
+GROUP_IS_GONE = """
+from pathlib import Path
+threads = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+assert "pt_gloo_runloop" not in threads, threads
+"""
+
+
 def run(page: Path, tmp_path: Path, cache: Path) -> str:
     """What a page prints. From a file, since Triton reads the source of its functions; where a page says torchrun, in
     two processes."""
     text = page.read_text()
     program = tmp_path / f"{page.stem}_page.py"
-    program.write_text("\n".join(BLOCK.findall(text)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if "torchrun" in text else []
+    ranks = "torchrun" in text
+    program.write_text("\n".join([*BLOCK.findall(text), *([GROUP_IS_GONE] if ranks else [])]))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks else []
     done = subprocess.run(
         [sys.executable, *launcher, program],
         capture_output=True,

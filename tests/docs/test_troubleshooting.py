@@ -48,6 +48,7 @@ SEEN = {
     "the way back": lambda _: nn.InverseConv(2, 2, 2, stride=2, rank=2)(TENSOR),
     "x is torch.bfloat16": lambda _: PLAN.execute(torch.zeros(3, 2).bfloat16(), torch.zeros(9, 2, 1)),
     "SubmanifoldConv takes": lambda _: nn.SubmanifoldConv(2, 4, 3, rank=2)(torch.zeros(3, 2)),
+    "got an unexpected": lambda _: nn.SubmanifoldConv(2, 4, 3, indice_key="a"),
     "these are no weights": lambda _: load(nn.SubmanifoldConv(2, 4, 3), {"kernel": torch.zeros(9, 2, 4)}, "spconv"),
     "the checkpoint does not fit": lambda _: load(
         nn.SubmanifoldConv(2, 4, 3), {"other.weight": torch.zeros(4, 3, 3, 3, 2)}, "spconv"

@@ -190,17 +190,17 @@ def test_maps_of_a_card_through_the_interpreter(
     coarse, n = grid, want.num_out
     if stride > 1:
         coarse = grid.reached(window, ABSENT, to_fine=False)
-        coords, count = grid._reach_on_gpu(window, None, None, coarse.extent, None, len(coarse), False)
+        coords, count = grid._reach_on_gpu(window, None, coarse.extent, None, len(coarse), False)
         assert torch.equal(coords, coarse.coords)
         assert count.tolist() == coarse.count.tolist() == [n]
         ends = coarse.coords[: coarse.count, 1:].amax(0).int()  # the last voxels along each axis go
         ended = grid.reached(window, ABSENT, None, ends, to_fine=False)
-        coords, count = grid._reach_on_gpu(window, None, None, ended.extent, ends, len(ended), False)
+        coords, count = grid._reach_on_gpu(window, None, ended.extent, ends, len(ended), False)
         assert 0 < ended.count < n
         assert torch.equal(coords, ended.coords)
         assert count.tolist() == ended.count.tolist()
         back = grid.reached(window, ABSENT, to_fine=True)
-        coords, count = grid._reach_on_gpu(window, None, None, back.extent, None, len(back), True)
+        coords, count = grid._reach_on_gpu(window, None, back.extent, None, len(back), True)
         assert torch.equal(coords, back.coords)
         assert count.tolist() == back.count.tolist()
     assert grid.fault.tolist() == [0]
@@ -360,7 +360,7 @@ def test_what_does_not_fit_is_said(wrong: str, way: str) -> None:
         if stride == 1:
             schedule = schedule_on_gpu(edges, 64, chunk_rows=20)
         else:
-            grid._reach_on_gpu(plan.window, None, None, plan.target.extent, None, len(plan.target), False)
+            grid._reach_on_gpu(plan.window, None, plan.target.extent, None, len(plan.target), False)
             schedule = one_tap_schedule(edges.reverse(), 64)
         assert sorted(schedule.tile_order.tolist()) == list(range(schedule.num_tiles))
 
@@ -376,7 +376,7 @@ def test_a_derived_grid_that_is_too_small_is_said(way: str) -> None:
     assert len(plan.target) == 256  # the example's 2 rows, with room, and rounded up
     if way == "kernels":
         grid.fault.zero_()
-        coords, count = grid._reach_on_gpu(plan.window, None, None, plan.target.extent, None, 256, False)
+        coords, count = grid._reach_on_gpu(plan.window, None, plan.target.extent, None, 256, False)
         assert torch.equal(coords, plan.target.coords)
         assert count.tolist() == [256]
         one_tap_schedule(as_on_a_card(grid, plan.target, plan.window).reverse(), 64)

@@ -373,6 +373,13 @@ def test_what_training_programs_wrap_around_parameters(tmp_path):
         read(tmp_path / "c.pth")
 
 
+@pytest.mark.parametrize("text", [b"1 2 3\n", b"\x17\xe3 noise", b""])
+def test_a_file_of_another_kind_is_called_no_checkpoint(tmp_path, text):
+    (tmp_path / "cloud.pth").write_bytes(text)
+    with pytest.raises(ValueError, match="cannot be read, truncated or not a checkpoint"):
+        read(tmp_path / "cloud.pth")
+
+
 # ---- the command
 
 
@@ -387,6 +394,12 @@ def test_the_command(tmp_path):
     assert done.exit_code == 1
     assert "0.weight" in done.output
     assert not (tmp_path / "c.pth").exists()
+
+
+def test_the_command_checks_libraries_before_it_reads(tmp_path):
+    for option in ("--from", "--to"):
+        done = CliRunner().invoke(app, [str(tmp_path / "none.pth"), str(tmp_path / "c.pth"), option, "nonsense"])
+        assert (done.exit_code, "no layout 'nonsense'" in done.output) == (1, True)
 
 
 def test_the_command_tells_published_networks(tmp_path):

@@ -103,7 +103,7 @@ def _product_structure(x: torch.Tensor, y: torch.Tensor | None, out: torch.Tenso
 
 
 def gradient_pair(
-    row: Product, x: torch.Tensor, y: torch.Tensor, grad: torch.Tensor, terms: Terms
+    x: torch.Tensor, y: torch.Tensor, grad: torch.Tensor, terms: Terms
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Both gradients of a product in one pass over dL/dz, or None where no such kernel serves.
 

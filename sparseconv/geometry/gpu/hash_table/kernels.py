@@ -247,10 +247,10 @@ def number_cells(program, counts_ptr, before_ptr, sums_ptr, CELL_BITS: tl.conste
     rows = tl.load(counts_ptr + cell)
     tl.atomic_xchg(sums_ptr + program, tl.sum(rows, 0) + 1, sem="relaxed")
     other = tl.arange(0, PROGRAMS)
-    told = tl.load(sums_ptr + other, mask=other < program, other=1, volatile=True)
-    while tl.min(told, 0) == 0:
-        told = tl.load(sums_ptr + other, mask=other < program, other=1, volatile=True)
-    tl.store(before_ptr + cell, tl.sum(told - 1, 0) + tl.cumsum(rows, 0) - rows)
+    sums = tl.load(sums_ptr + other, mask=other < program, other=1, volatile=True)
+    while tl.min(sums, 0) == 0:
+        sums = tl.load(sums_ptr + other, mask=other < program, other=1, volatile=True)
+    tl.store(before_ptr + cell, tl.sum(sums - 1, 0) + tl.cumsum(rows, 0) - rows)
 
 
 @triton.jit

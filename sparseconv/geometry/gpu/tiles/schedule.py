@@ -32,20 +32,14 @@ class Schedule:
     """
 
     block_m: int
-    neighbors: (
-        torch.Tensor
-    )  # (R + 1, NP) int32: input row of a slot through a table row; -1 absent; the last row all -1
+    neighbors: torch.Tensor  # (R + 1, NP) int32: input row of a slot by table row; -1 absent; the last row all -1
     out_rows: torch.Tensor  # (NP,) int32: the output row of a slot; -1 for padding
     tile_counts: torch.Tensor  # (T,) int32: live taps of a tile
-    tile_rows: (
-        torch.Tensor
-    )  # (T, S) int32: the table rows of a tile's live taps, with HALF_BITs; R beyond tile_counts; S >= R + 4
+    tile_rows: torch.Tensor  # (T, S) int32: table rows of a tile's live taps, with HALF_BITs; then R; S >= R + 4
     tile_taps: torch.Tensor  # (T, S) int32: the weight tap of each of them; 0 beyond tile_counts
     tile_order: torch.Tensor  # (T,) int32: the order of launch, most taps first
     slots: torch.Tensor | None = None  # (G, N_out) int32: a row's slot in each group of taps, -1 none; None: one group
-    turned_taps: torch.Tensor | None = (
-        None  # (T, S) int32: tile_taps of the reversed edges, where they were written too
-    )
+    turned_taps: torch.Tensor | None = None  # (T, S) int32: tile_taps of the reversed edges, where written too
 
     @property
     def num_tiles(self) -> int:

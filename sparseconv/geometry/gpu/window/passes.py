@@ -30,7 +30,7 @@ from sparseconv.gpu.warp_asm import OPEN_TOGETHER, open_room
 #: chunks that a program of a search sums at once: one number for all sizes, so that none is compiled for
 SCANNED = constant(1024)
 #: rows whose masks one of its programs reads together, and numbers of blocks that it asks for at once
-ROWS_EACH, ASKED = constant(128), constant(512)
+ROWS_EACH, LOOKUPS = constant(128), constant(512)
 #: its barriers; its warps, and what each thread of the sort counts at once or holds
 BARRIERS, WARPS = constant(NUM_BARRIERS), constant(TOGETHER_WARPS)
 STEPS, HOLDS = constant(TOGETHER_STEPS), constant(HELD)
@@ -248,7 +248,7 @@ def search_kernel(
         num_blocks = (tl.load(status_ptr) >> 32).to(tl.int32)
         find_around(
             ranges_ptr, table_ptr, ids_ptr, block_keys_ptr, num_blocks, around_ptr, capacity, programs,
-            RANK + 1, SHIFTS, SIDES, LANES, ASKED // LANES,
+            RANK + 1, SHIFTS, SIDES, LANES, LOOKUPS // LANES,
         )  # fmt: skip
         wait_for_all(barriers_ptr, programs)
     search_rows(
