@@ -18,6 +18,7 @@ from sparseconv.torch_private import (
     dual_level,
     functional,
     interpreters,
+    is_batch_of_cotangents,
     is_batched,
     is_wrapped,
     no_transforms,
@@ -77,6 +78,15 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
             )
         tensor = unwrapped(tensor)
     return tensor
+
+
+def check_no_batch(*tensors: torch.Tensor) -> None:
+    """Raise RuntimeError for a batch of cotangents, for an operation that torch cannot take apart for each of them."""
+    if any(map(is_batch_of_cotangents, tensors)):
+        raise RuntimeError(
+            "torch.autograd.grad(is_grads_batched=True), and vectorize=True of torch.autograd.functional, pass "
+            "convolutions but no sparse products or pools: use torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
+        )
 
 
 def constant(function: Callable[P, R]) -> Callable[P, R]:
