@@ -165,19 +165,20 @@ def test_a_bias_and_a_residual_of_any_strides(layout, name, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", BACKENDS)
-def test_features_without_channels(name, device):
+@pytest.mark.parametrize("case", named("submanifold", "grouped"), ids=str)
+def test_features_without_channels(case, name, device):
     """Sums of nothing: the bias, the residual and the activation are left, and gradients have no channel or are 0."""
-    case = named("submanifold")[0]
     plan = plan_for(case, name, device, torch.float32)
     rows, taps, c_out = plan.kernel_map.num_out, plan.num_taps, case.c_out
     if backend(name).unsupported(plan.request(0, c_out, torch.float32)) is not None:
         pytest.skip("it takes no layer without channels")
-    x, w = (torch.zeros(s, device=device, requires_grad=True) for s in ((rows, 0), (taps, 0, c_out)))
+    x, w = (torch.zeros(s, device=device, requires_grad=True) for s in ((plan.num_in, 0), (taps, 0, c_out)))
     bias = torch.linspace(-1, 1, c_out, device=device).requires_grad_()
     y = plan.execute(x, w, bias, epilogue=sc.pointwise.relu)
     assert torch.equal(y, bias.relu().expand(rows, -1))
     assert [t.shape for t in torch.autograd.grad(y.sum(), (x, w))] == [x.shape, w.shape]
-    x, w = (torch.ones(s, device=device, requires_grad=True) for s in ((rows, c_out), (taps, c_out, 0)))
+    sizes = (plan.num_in, case.c_in), (taps, case.c_in // case.groups, 0)
+    x, w = (torch.ones(s, device=device, requires_grad=True) for s in sizes)
     y = plan.execute(x, w)
     assert y.shape == (rows, 0)
     of_x, of_w = torch.autograd.grad(y.sum(), (x, w))
