@@ -231,32 +231,11 @@ class _Linear(torch.autograd.Function):
             return _call(cls, *one, edges, length, groups, *rest)[None][:0], 0
         shared = dims[0] is None and groups == 1 and cls is _Convolution and not rest[0]
         if shared:  # then they are more output channels of the same rows
-            stacked = [tensors[0], *(side_by_side(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
+            stacked = [tensors[0], *(transforms.side_by_side(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
         else:
-            stacked, groups = [side_by_side(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
+            stacked, groups = [transforms.side_by_side(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
         found = _call(cls, *stacked, edges, length, groups, *rest)
         return found.unflatten(-1, (size, found.shape[-1] // size)), found.ndim - 1
-
-
-def side_by_side(tensor: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:
-    """A batch of tensors side by side in their last axis; ``dim``: that of the batch, None where all have this one."""
-    if tensor is None:
-        return None
-    if dim is None:
-        batch = tensor.unsqueeze(-2).expand(*tensor.shape[:-1], size, tensor.shape[-1])
-    else:
-        batch = tensor.movedim(dim, -2)
-    return batch.reshape(*batch.shape[:-2], size * batch.shape[-1])
-
-
-def apart(found: torch.Tensor, size: int, like: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """(..., size * C) as (..., size, C), with the channels C of ``like``, whose batch is along ``dim``.
-
-    >>> apart(torch.zeros(4, 0), 0, torch.zeros(0, 4, 3), 0).shape
-    torch.Size([4, 0, 3])
-    """
-    channels = like.shape[-1] if dim is None else like.movedim(dim, 0).shape[-1]
-    return found.unflatten(-1, (size, channels))
 
 
 class _Convolution(_Linear):
