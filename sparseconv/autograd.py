@@ -26,7 +26,15 @@ from sparseconv.backends.base import Backend, Request
 from sparseconv.backends.registry import choose
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.numbered_maps import alive, check_convolution, check_weight_gradient, map_of
-from sparseconv.torch_private import any_autocast, below_autograd, dispatch_modes, exporting, functional, unwrap_dead
+from sparseconv.torch_private import (
+    any_autocast,
+    below_autograd,
+    dispatch_modes,
+    exporting,
+    functional,
+    is_batch_of_cotangents,
+    unwrap_dead,
+)
 
 
 def serving_backend(kernel_map: KernelMap, x: torch.Tensor, weight: tuple[int, ...], groups: int, name: str) -> Backend:
@@ -106,7 +114,8 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 
 def is_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether a call may bypass torch's dispatcher: plain eager tensors, no mode, no forward mode.
+    """Whether a call may bypass torch's dispatcher: plain eager tensors, no mode, no forward mode, no batch of
+    cotangents, which the dispatcher takes one after another.
 
     Two passes through the dispatcher's Python kernels cost as much as launching a small layer.
     """
@@ -115,6 +124,7 @@ def is_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
         and _PLAIN.issuperset(map(type, others))
         and not dispatch_modes()
         and not transforms.forward_mode()
+        and not any(t is not None and is_batch_of_cotangents(t) for t in (x, *others))
     )
 
 
@@ -216,24 +226,16 @@ class _Linear(torch.autograd.Function):
     def vmap(cls, info: Any, dims: tuple[int | None, ...], *args: Any) -> tuple[torch.Tensor, int]:  # type: ignore[override]
         """A batch of calls over one map, for torch.func.vmap: as many times the groups, in one call."""
         size, (*tensors, (edges, length, groups, *rest)) = info.batch_size, args
+        if size == 0:  # an empty sum along the batch is a call like others, of which none is returned
+            one = (t if dim is None or t is None else t.sum(dim) for t, dim in zip(tensors, dims))
+            return _call(cls, *one, edges, length, groups, *rest)[None][:0], 0
         shared = dims[0] is None and groups == 1 and cls is _Convolution and not rest[0]
         if shared:  # then they are more output channels of the same rows
-            stacked = [tensors[0], *(side_by_side(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
+            stacked = [tensors[0], *(transforms.side_by_side(t, dim, size) for t, dim in zip(tensors[1:], dims[1:]))]
         else:
-            stacked, groups = [side_by_side(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
+            stacked, groups = [transforms.side_by_side(t, dim, size) for t, dim in zip(tensors, dims)], groups * size
         found = _call(cls, *stacked, edges, length, groups, *rest)
         return found.unflatten(-1, (size, found.shape[-1] // size)), found.ndim - 1
-
-
-def side_by_side(tensor: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:
-    """A batch of tensors side by side in their last axis; ``dim``: that of the batch, None where all have this one."""
-    if tensor is None:
-        return None
-    if dim is None:
-        batch = tensor.unsqueeze(-2).expand(*tensor.shape[:-1], size, tensor.shape[-1])
-    else:
-        batch = tensor.movedim(dim, -2)
-    return batch.reshape(*batch.shape[:-2], size * batch.shape[-1])
 
 
 class _Convolution(_Linear):

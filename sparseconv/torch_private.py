@@ -54,6 +54,10 @@ is_batched: Callable[[torch.Tensor], bool] = private("_C._functorch.is_batchedte
 unwrapped: Callable[[torch.Tensor], torch.Tensor] = private("_C._functorch.get_unwrapped", lambda t: t)
 #: what a transform that has ended wrapped, else the tensor given; None where torch alone can tell
 unwrap_dead: Callable[[torch.Tensor], torch.Tensor] | None = private("_C._functorch.unwrap_if_dead", None)
+#: whether a tensor is a batch of cotangents, of torch.autograd.grad(is_grads_batched=True); it has no memory to read
+is_batch_of_cotangents: Callable[[torch.Tensor], bool] = private(
+    "_C._functorch.is_legacy_batchedtensor", lambda t: False
+)
 #: outside of the transforms of torch.func
 no_transforms: Callable[[], AbstractContextManager[Any]] = private("_C._DisableFuncTorch", nullcontext)
 #: below autograd's own key of the dispatcher; None where a kernel has to be called itself

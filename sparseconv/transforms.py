@@ -18,6 +18,7 @@ from sparseconv.torch_private import (
     dual_level,
     functional,
     interpreters,
+    is_batch_of_cotangents,
     is_batched,
     is_wrapped,
     no_transforms,
@@ -79,6 +80,15 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def check_no_batch(*tensors: torch.Tensor) -> None:
+    """Raise RuntimeError for a batch of cotangents, for an operation that torch cannot take apart for each of them."""
+    if any(map(is_batch_of_cotangents, tensors)):
+        raise RuntimeError(
+            "torch.autograd.grad(is_grads_batched=True), and vectorize=True of torch.autograd.functional, pass "
+            "convolutions but no sparse products or pools: use torch.func.jacrev, or torch.func.vmap of torch.func.vjp"
+        )
+
+
 def constant(function: Callable[P, R]) -> Callable[P, R]:
     """A function whose result no transform of torch.func follows: it runs outside of them, on what its tensors hold.
 
@@ -132,3 +142,24 @@ def _skipping(function: Callable[P, R]) -> Callable[P, R]:
     if function not in _skipped:
         _skipped[function] = torch.compiler.disable(function)
     return _skipped[function]
+
+
+def side_by_side(tensor: torch.Tensor | None, dim: int | None, size: int) -> torch.Tensor | None:
+    """A batch of tensors side by side in their last axis; ``dim``: that of the batch, None where all have this one."""
+    if tensor is None:
+        return None
+    if dim is None:
+        batch = tensor.unsqueeze(-2).expand(*tensor.shape[:-1], size, tensor.shape[-1])
+    else:
+        batch = tensor.movedim(dim, -2)
+    return batch.reshape(*batch.shape[:-2], size * batch.shape[-1])
+
+
+def apart(found: torch.Tensor, size: int, like: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """(..., size * C) as (..., size, C), with the channels C of ``like``, whose batch is along ``dim``.
+
+    >>> apart(torch.zeros(4, 0), 0, torch.zeros(0, 4, 3), 0).shape
+    torch.Size([4, 0, 3])
+    """
+    channels = like.shape[-1] if dim is None else like.movedim(dim, 0).shape[-1]
+    return found.unflatten(-1, (size, channels))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from sparseconv import transforms
-from sparseconv.autograd import side_by_side
 from sparseconv.autograd_function import Function
 from sparseconv.kinds import check_choice, check_count, check_tensor
 from sparseconv.ops.rows import check_rows, kept
@@ -152,11 +151,12 @@ class _SeenChoice(_Choice):
     @staticmethod
     def vmap(info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:
         size = info.batch_size
-        y = _choice(*(side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
-        return y.unflatten(-1, (size, -1)), 1
+        y = _choice(*(transforms.side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
+        return transforms.apart(y, size, x, dims[0]), 1
 
 
 def _choice(*args: Any) -> torch.Tensor:
+    transforms.check_no_batch(args[0])
     return (_SeenChoice if transforms.active() else _Choice).apply(*args)
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv import transforms
-from sparseconv.autograd import side_by_side
 from sparseconv.autograd_function import Function
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.kinds import check_tensor
@@ -245,8 +244,8 @@ class _SeenWinnerSum(_WinnerSum):
     @staticmethod
     def vmap(info: Any, dims: tuple, x: torch.Tensor, winners: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, int]:
         size = info.batch_size
-        y = _winner_sum(*(side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
-        return y.unflatten(-1, (size, -1)), 1
+        y = _winner_sum(*(transforms.side_by_side(t, dim, size) for t, dim in zip((x, winners), dims)), *rest)
+        return transforms.apart(y, size, x, dims[0]), 1
 
 
 class _SeenMax(_Max):
@@ -258,13 +257,15 @@ class _SeenMax(_Max):
 
     @staticmethod
     def vmap(info: Any, dims: tuple, x: torch.Tensor, kernel_map: KernelMap) -> tuple[tuple, tuple[int, int]]:
-        found = edge_max(side_by_side(x, dims[0], info.batch_size), kernel_map)
-        return tuple(t.unflatten(-1, (info.batch_size, -1)) for t in found), (1, 1)
+        size = info.batch_size
+        found = edge_max(transforms.side_by_side(x, dims[0], size), kernel_map)
+        return tuple(transforms.apart(t, size, x, dims[0]) for t in found), (1, 1)
 
 
 def _winner_sum(*args: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():  # it differentiates the operations; torch 2.11's loses the function's gradient
         return _WinnerSum.forward(*args)
+    transforms.check_no_batch(args[0])
     return (_SeenWinnerSum if transforms.active() else _WinnerSum).apply(*args)
 
 

@@ -229,9 +229,12 @@ class Transformed(Function):
 
         narrow = rank and any(t.ndim == 1 for t in batched.values())  # of less say in the dtype than a vector has
         if narrow or function.schema.index:
-            items = [run({i: t[item] for i, t in batched.items()}) for item in range(info.batch_size)]
+            size = info.batch_size
+            if size == 0:  # one item gives the shape
+                batched = {i: t.new_zeros(1, *t.shape[1:]) for i, t in batched.items()}
+            items = [run({i: t[item] for i, t in batched.items()}) for item in range(max(1, size))]
             several = not isinstance(items[0], torch.Tensor)
-            found = tuple(map(torch.stack, zip(*items))) if several else torch.stack(items)
+            found = tuple(torch.stack(same)[:size] for same in zip(*items)) if several else torch.stack(items)[:size]
         else:
             found = run({i: t.reshape(len(t), *(1,) * (rank + 1 - t.ndim), *t.shape[1:]) for i, t in batched.items()})
         return found, 0 if isinstance(found, torch.Tensor) else (0,) * len(found)

@@ -30,7 +30,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def direct(*tensors: torch.Tensor) -> bool:
     """Whether a call may bypass torch's dispatcher: plain eager tensors, no transform, no tracing."""
-    return not torch.compiler.is_compiling() and _is_plain(*tensors) and not transforms.present()
+    if torch.compiler.is_compiling():
+        return False
+    transforms.check_no_batch(*tensors)
+    return _is_plain(*tensors) and not transforms.present()
 
 
 def scale(x: torch.Tensor, infos: tuple[Terms, Terms | None], out: torch.Tensor | None = None) -> torch.Tensor:
@@ -126,8 +129,9 @@ class _SeenScale(Function):
     @staticmethod
     def vmap(info: Any, dims: tuple, x: torch.Tensor, infos: tuple[Terms, Terms | None]) -> tuple[torch.Tensor, int]:
         """A batch side by side in the channels."""
-        found = scale(x.movedim(dims[0], -2).flatten(-2), infos)
-        return found.unflatten(-1, (info.batch_size, -1)), found.dim() - 1
+        several = x.movedim(dims[0], -2)
+        found = scale(several.flatten(-2), infos)
+        return found.unflatten(-1, several.shape[-2:]), found.dim() - 1
 
 
 class _SeenProduct(Function):
@@ -164,11 +168,13 @@ class _SeenProduct(Function):
         xs, ys = x if of_x is None else x.movedim(of_x, 0), y if of_y is None else y.movedim(of_y, 0)
         if xs.dim() - (of_x is not None) == len(row.axes1) + 1 and ys.dim() - (of_y is not None) == len(row.axes2) + 1:
             return product(row, xs, ys, infos, False), 0
+        size = info.batch_size
+        xs, ys = ((t if size or of is None else t.sum(0, keepdim=True)) for t, of in ((xs, of_x), (ys, of_y)))
         items = [
             product(row, xs if of_x is None else xs[item], ys if of_y is None else ys[item], infos, out_accumulated)
-            for item in range(info.batch_size)
+            for item in range(max(1, size))  # of an empty batch, the one that gives the shape
         ]
-        return torch.stack(items), 0
+        return torch.stack(items)[:size], 0
 
 
 def _is_plain(*tensors: torch.Tensor) -> bool:

@@ -141,6 +141,52 @@ def test_strides_and_repeats(case, name, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("layout", ["spaced", "expanded"])
+def test_a_bias_and_a_residual_of_any_strides(layout, name, device):
+    case = named("submanifold")[0]
+    plan = plan_for(case, name, device, torch.float32)
+    x, w, _ = operands(plan, case, torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    if layout == "spaced":
+        bias = torch.randn(2 * case.c_out, generator=generator).to(device)[::2]
+        residual = torch.randn(case.c_out, plan.kernel_map.num_out, generator=generator).to(device).t()
+    else:
+        bias = torch.randn(1, generator=generator).to(device).expand(case.c_out)
+        residual = torch.randn(1, case.c_out, generator=generator).to(device).expand(plan.kernel_map.num_out, -1)
+    want = plan.execute(x, w, bias.contiguous(), residual=residual.contiguous())
+    assert torch.equal(plan.execute(x, w, bias, residual=residual), want)
+    integers = [t.mul(10).clamp(-100, 100).to(torch.int8) for t in (x, w)]
+    start = (1000 * bias).int().contiguous()
+    apart = start.repeat_interleave(2)[::2] if layout == "spaced" else start[:1].expand(case.c_out)
+    sums = [backend(name).integers(*integers, plan.kernel_map, case.groups, numbers) for numbers in (start, apart)]
+    assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("case", named("submanifold", "grouped"), ids=str)
+def test_features_without_channels(case, name, device):
+    """Sums of nothing: the bias, the residual and the activation are left, and gradients have no channel or are 0."""
+    plan = plan_for(case, name, device, torch.float32)
+    rows, taps, c_out = plan.kernel_map.num_out, plan.num_taps, case.c_out
+    if backend(name).unsupported(plan.request(0, c_out, torch.float32)) is not None:
+        pytest.skip("it takes no layer without channels")
+    x, w = (torch.zeros(s, device=device, requires_grad=True) for s in ((plan.num_in, 0), (taps, 0, c_out)))
+    bias = torch.linspace(-1, 1, c_out, device=device).requires_grad_()
+    y = plan.execute(x, w, bias, epilogue=sc.pointwise.relu)
+    assert torch.equal(y, bias.relu().expand(rows, -1))
+    assert [t.shape for t in torch.autograd.grad(y.sum(), (x, w))] == [x.shape, w.shape]
+    sizes = (plan.num_in, case.c_in), (taps, case.c_in // case.groups, 0)
+    x, w = (torch.ones(s, device=device, requires_grad=True) for s in sizes)
+    y = plan.execute(x, w)
+    assert y.shape == (rows, 0)
+    of_x, of_w = torch.autograd.grad(y.sum(), (x, w))
+    assert torch.equal(of_x, torch.zeros_like(x))
+    assert of_w.shape == w.shape
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", named("submanifold", "strided_overlap", "grouped", "inverse"), ids=str)

@@ -46,6 +46,25 @@ def test_unary_gradients_to_the_third_order(case: Unary):
         assert_close(a, b, factor=100)
 
 
+@pytest.mark.parametrize("case", UNARY, ids=lambda case: case.name)
+def test_the_gradient_at_a_kink_is_that_of_torch(case: Unary):
+    """Halves and 8-bit values lie on kinks often."""
+    kinks = torch.tensor([-3.0, -0.5, -0.25, -0.0, 0.0, 0.25, 0.75, 3.0], requires_grad=True)
+    ours, judge = (
+        torch.autograd.grad(function(kinks, *case.numbers).sum(), kinks)[0] for function in (case.ours, case.torch)
+    )
+    torch.testing.assert_close(ours, judge)
+
+
+@pytest.mark.parametrize("slope", [activations.hardswish_grad, activations.hardswish_grad2], ids=lambda f: f.__name__)
+def test_kernel_and_twin_agree_at_kinks(slope):
+    x = torch.tensor([-4.0, -3.0, 0.0, 3.0, 4.0, float("nan")])
+    grad = torch.full_like(x, 2.0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kernel = slope.kernel_path(grad.to(device), x.to(device)).cpu()
+    torch.testing.assert_close(kernel, slope(grad, x), equal_nan=True)
+
+
 BINARY = {
     "add": lambda x, y: pw.add(x, y, 0.5),
     "sub": pw.sub,

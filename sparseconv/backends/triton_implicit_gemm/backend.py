@@ -59,10 +59,9 @@ class TritonImplicitGemm(Backend):
         """None on a CUDA device for half, bfloat16 and single precision; else why not."""
         if request.dtype not in DTYPES:
             return f"computes in float16, bfloat16, float32, int8 and float8_e4m3fn, not in {request.dtype}; cast it"
-        if request.device.type != "cuda" and not interpreted():
-            return f"runs on CUDA devices, not on {request.device}; TRITON_INTERPRET=1 runs it slowly on the CPU"
         if request.device.type != "cuda":
-            return None
+            no = f"runs on CUDA devices, not on {request.device}; TRITON_INTERPRET=1 runs it slowly on the CPU"
+            return None if interpreted() else no
         if request.dtype == FLOAT8 and _card(request.device)[1] < (8, 9):
             return "multiplies float8 on cards of compute capability 8.9 and later"
         return refusal(request.device)
@@ -225,11 +224,13 @@ class TritonImplicitGemm(Backend):
         epilogue: Epilogue | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
+        if not x.shape[1]:  # a channel of zeros gives the same sums
+            x, (taps, *sides) = x.new_zeros(len(x), groups), weight.shape
+            weight = weight.new_zeros(taps, *((sides[0], groups) if transposed else (1, sides[1])))
         x = _rows(x)
-        if not weight.is_contiguous() and out_dtype is None:  # 8 bits are copied where they do not lie transposed
-            weight = weight.contiguous()
-        if residual is not None and not residual.is_contiguous():
-            residual = residual.contiguous()
+        weight = weight.contiguous() if out_dtype is None else weight  # 8 bits are copied unless they lie transposed
+        bias = None if bias is None else bias.contiguous()
+        residual = None if residual is None else residual.contiguous()
         num_out = kernel_map.num_in if transposed else kernel_map.num_out
         shape, dtype = weight.shape, x.dtype
         c_out = shape[1] * groups if transposed else shape[2]
@@ -391,9 +392,8 @@ def _card(device: torch.device) -> tuple[int, tuple[int, int]]:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x, copied only if its rows are not contiguous runs of channels."""
-    if x.is_contiguous() or (x.shape[1] <= x.stride(0) and (x.stride(1) == 1 or x.shape[1] <= 1)):
-        return x
-    return x.contiguous()
+    lies = x.is_contiguous() or (x.shape[1] <= x.stride(0) and (x.stride(1) == 1 or x.shape[1] <= 1))
+    return x if lies else x.contiguous()
 
 
 def _aligned(x: torch.Tensor, stride: int) -> bool:

@@ -323,8 +323,8 @@ softplus, softplus_grad, softplus_grad2 = _family(
 hardswish, hardswish_grad, hardswish_grad2 = _family(
     "hardswish",
     F.hardswish,
-    lambda grad, x: torch.where(x < -3, torch.zeros_like(x), torch.where(x <= 3, grad * (x / 3 + 0.5), grad)),
-    lambda grad, x: torch.where((x < -3) | (x > 3), torch.zeros_like(x), grad / 3),
+    lambda grad, x: torch.where(x <= -3, torch.zeros_like(x), torch.where(x < 3, grad * (x / 3 + 0.5), grad)),
+    lambda grad, x: torch.where((x > -3) & (x < 3), grad / 3, torch.zeros_like(x)),
     doc="""x * min(max(x + 3, 0), 6) / 6.
 
     >>> hardswish(torch.tensor([-3.0, 3.0]))

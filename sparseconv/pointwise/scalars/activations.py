@@ -153,12 +153,12 @@ def hardswish(x):
 
 @triton.jit
 def hardswish_grad(grad, x):
-    return tl.where(x < -3, 0.0, tl.where(x <= 3, grad * (x / 3.0 + 0.5), grad))
+    return tl.where(x <= -3, 0.0, tl.where(x < 3, grad * (x / 3.0 + 0.5), grad))
 
 
 @triton.jit
 def hardswish_grad2(grad, x):
-    return tl.where((x < -3) | (x > 3), 0.0, grad / 3.0)
+    return tl.where((x > -3) & (x < 3), grad / 3.0, 0.0)
 
 
 @triton.jit
