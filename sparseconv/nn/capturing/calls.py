@@ -1,4 +1,4 @@
-"""Calls of one kind: what tells kinds apart, what was seen of them, and their recording."""
+"""Calls of one kind: what tells kinds apart, what was seen of them, their recording, and what happens before it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ import torch
 from sparseconv.gpu import graphs
 from sparseconv.nn.capturing.answer import Given
 from sparseconv.nn.capturing.arrays import Lengths
+from sparseconv.nn.capturing.module_state import HeldTensor, copied, is_same, modules_of_clients, own_of, restored
 from sparseconv.nn.capturing.reads import told, variables_ahead
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene
 
 #: places over those of the largest scene so far, at first
 ROOM = 1.125
+#: eager calls of a kind before the first capture, and of a mode in which all that may move before a region is compared
+EXAMPLES = 2
 
 _trains = attrgetter("training")
 
@@ -108,6 +111,70 @@ class Calls:
             )
         elif self.refused is not None:
             yield f"eager: {self.refused}"
+
+
+class Begins(BaseException):
+    """Ends a call where its region begins: what follows is replayed."""
+
+
+class Instead(NamedTuple):
+    """A call that is no replay, and why, where that is not counted yet."""
+
+    why: str | None
+
+
+class Ahead:
+    """What calls move before their regions begin: buffers, such as a norm's, and attributes of modules of clients."""
+
+    def __init__(self) -> None:
+        #: by mode: calls that were compared; names of parts, and of what is theirs, that a call moved
+        self.compared: Counter[Any] = Counter()
+        self.moved: dict[Any, set[tuple[str, str]]] = {}
+
+
+class Before:
+    """What a call may move before its region begins, as it was: a call that no replay answers is made anew from there.
+
+    The first calls of a mode show what that is; others keep that alone.
+    """
+
+    def __init__(self, ahead: Ahead, module: torch.nn.Module, mode: Any) -> None:
+        self._ahead, self._mode = ahead, mode
+        self._is_compared = ahead.compared[mode] < EXAMPLES
+        #: part, name, what holds it, and a copy of it
+        self._kept: list[tuple[str, str, dict[str, Any], Any]] = []
+        if self._is_compared:
+            clients = set(modules_of_clients(module))
+            for part, m in module.named_modules():
+                names = [*m._buffers, *(name for name, _ in own_of(m) if m in clients)]
+                self._keep(part, m, names)
+        else:
+            for part, name in ahead.moved.get(mode, ()):
+                self._keep(part, module.get_submodule(part), [name])
+
+    def _keep(self, part: str, m: torch.nn.Module, names: Iterable[str]) -> None:
+        for name in names:
+            held: dict[str, Any] = m._buffers if name in m._buffers else m.__dict__
+            if name in held:
+                self._kept.append((part, name, held, copied(held[name])))
+
+    def compare(self) -> None:
+        """The region begins: learn what is another now."""
+        if not self._is_compared:
+            return
+        self._ahead.compared[self._mode] += 1
+        moved = {(part, name) for part, name, held, copy in self._kept if _is_moved(held.get(name), copy)}
+        self._ahead.moved.setdefault(self._mode, set()).update(moved)
+
+    def put_back(self) -> None:
+        """Make it what it was."""
+        for _, name, held, copy in self._kept:
+            held[name] = restored(held.get(name), copy)
+
+
+def _is_moved(now: Any, copy: Any) -> bool:
+    """By values, too: torch's batch norm writes its statistics without a version."""
+    return not is_same(now, copy) or (isinstance(copy, HeldTensor) and not torch.equal(copy.itself, copy.values))
 
 
 def explained(module: torch.nn.Module, kinds: Sequence[Calls], eager: Counter[str]) -> str:

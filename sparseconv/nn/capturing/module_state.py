@@ -206,7 +206,7 @@ class Settings:
         self._of_clients: list[tuple[weakref.ref[torch.nn.Module], dict[str, Any]]] = []
         for m in modules:
             is_all = is_of_client(m)
-            read = {name: _held(value) for name, value in _own(m) if is_all or isinstance(value, (*_PLAIN, type(None)))}
+            read = {name: _held(value) for name, value in own_of(m) if is_all or isinstance(value, (*_PLAIN, type(None)))}
             self._read.append((weakref.ref(m), read))
             if is_all:
                 self._of_clients.append(self._read[-1])
@@ -275,7 +275,7 @@ class Attributes:
 
     def __init__(self, module: torch.nn.Module, given: Iterable[torch.Tensor] = ()) -> None:
         theirs = modules_of_clients(module)
-        self._before = [(m, {name: (value, _copied(value)) for name, value in _own(m)}) for m in theirs]
+        self._before = [(m, {name: (value, copied(value)) for name, value in own_of(m)}) for m in theirs]
         self._buffers = [(m, name, b) for m in theirs for name, b in m._buffers.items()]
         self._given = [(t, t._version) for t in given]
         self._random, self._numpy = random.getstate(), _numpy_state()
@@ -296,8 +296,8 @@ class Attributes:
 
     def _changed(self) -> str | None:
         for m, before in self._before:
-            for name, value in _own(m):
-                if not _is_same(value, before.get(name, (None, _MISSING))[1]):
+            for name, value in own_of(m):
+                if not is_same(value, before.get(name, (None, _MISSING))[1]):
                     return f"{type(m).__name__}.{name}"
         for m, name, buffer in self._buffers:  # which may be written in place
             if m._buffers.get(name) is not buffer:
@@ -308,11 +308,11 @@ class Attributes:
         """Make the attributes what they were: calls that are tried leave no trace."""
         for m, before in self._before:
             own = vars(m)
-            for name, _ in _own(m):
+            for name, _ in own_of(m):
                 if name not in before:
                     del own[name]
             for name, (value, copy) in before.items():
-                own[name] = value if _is_same(value, copy) else _restored(value, copy)
+                own[name] = value if is_same(value, copy) else restored(value, copy)
         for m, name, buffer in self._buffers:
             m._buffers[name] = buffer
         random.setstate(self._random)
@@ -344,7 +344,7 @@ def modules_of_clients(module: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in module.modules() if is_of_client(m)]
 
 
-class _Tensor(NamedTuple):
+class HeldTensor(NamedTuple):
     """A tensor that a module holds, and what is in it."""
 
     itself: torch.Tensor
@@ -352,46 +352,46 @@ class _Tensor(NamedTuple):
     values: torch.Tensor
 
 
-def _own(m: torch.nn.Module) -> list[tuple[str, Any]]:
+def own_of(m: torch.nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(m).items() if name not in _TORCHS]
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Containers and tensors as they are now."""
     if isinstance(value, torch.Tensor) and not value.is_inference():
-        return _Tensor(value, value._version, value.detach().clone())
+        return HeldTensor(value, value._version, value.detach().clone())
     if type(value) is dict:
-        return {key: _copied(one) for key, one in value.items()}
-    return [_copied(one) for one in value] if type(value) is list else value
+        return {key: copied(one) for key, one in value.items()}
+    return [copied(one) for one in value] if type(value) is list else value
 
 
-def _restored(value: Any, copy: Any) -> Any:
+def restored(value: Any, copy: Any) -> Any:
     """What was copied: a tensor, list or dict itself, with what it held."""
-    if isinstance(copy, _Tensor):
+    if isinstance(copy, HeldTensor):
         copy.itself.data.copy_(copy.values)
         return copy.itself
     if type(copy) is dict:
         own = value if type(value) is dict else {}
-        held = {key: _restored(own.get(key), one) for key, one in copy.items()}
+        held = {key: restored(own.get(key), one) for key, one in copy.items()}
         own.clear()
         own.update(held)
         return own
     if type(copy) is list:
         kept = value if type(value) is list else []
-        kept[:] = [_restored(None, one) for one in copy]
+        kept[:] = [restored(None, one) for one in copy]
         return kept
     return copy
 
 
-def _is_same(now: Any, before: Any) -> bool:
-    if isinstance(before, _Tensor):
+def is_same(now: Any, before: Any) -> bool:
+    if isinstance(before, HeldTensor):
         return now is before.itself and now._version == before.version
     if now is before:
         return True
     if type(now) is not type(before):
         return False
     if isinstance(now, dict):
-        return now.keys() == before.keys() and all(_is_same(value, before[key]) for key, value in now.items())
+        return now.keys() == before.keys() and all(is_same(value, before[key]) for key, value in now.items())
     if isinstance(now, (list, tuple)):
-        return len(now) == len(before) and all(map(_is_same, now, before))
+        return len(now) == len(before) and all(map(is_same, now, before))
     return isinstance(now, _PLAIN) and bool(now == before)
