@@ -801,7 +801,7 @@ def test_no_region_begins_behind_a_part_that_was_replayed():
     said = nn.explain(net).split("Block:")[0]
     assert said.count("\n  eager: ") == 1, said
     assert "no sparse tensor was made" not in said  # which is no reason: parts made their graphs of it
-    assert all(replays(part) == 6 for part in (net.one, net.two))
+    assert [replays(part) for part in (net.one, net.two)] == [4, 4]
 
 
 class Projected(torch.nn.Module):

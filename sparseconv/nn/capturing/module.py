@@ -14,12 +14,10 @@ import torch
 from sparseconv import transforms
 from sparseconv.gpu import graphs
 from sparseconv.gpu.turns import Turns
-from sparseconv.nn.capturing import verify
+from sparseconv.nn.capturing import calls, verify
 from sparseconv.nn.capturing.answer import Answer, CannotCapture, DoesNotFit, Given
 from sparseconv.nn.capturing.arrays import Sizes
-from sparseconv.nn.capturing.calls import (
-    EXAMPLES, Ahead, Before, Begins, Calls, Instead, differing, explained, key_of, modes, variables_of,
-)  # fmt: skip
+from sparseconv.nn.capturing.calls import EXAMPLES, Ahead, Before, Begins, Calls, Instead, explained, modes
 from sparseconv.nn.capturing.module_state import WANTS, ModuleParts, without_traces
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.reads import Reads
@@ -167,9 +165,9 @@ class Captured:
         reader = kind_of(x)
         assert reader is not None
         scene = reader.read(x)
-        key: Any = key_of(scene, given, path, (self.module, *self.parts.modules), outer)
+        key: Any = calls.key_of(scene, given, path, (self.module, *self.parts.modules), outer)
         if path is None:
-            variables = variables_of(given, Captured.__call__.__code__)
+            variables = calls.variables_of(given, Captured.__call__.__code__)
             key = key._replace(variables=variables, reads=self._reads.told(given.entry))
         if key in self._by_lengths:
             key = key, given.lengths(len(scene.coords), scene.features.device)
@@ -177,7 +175,7 @@ class Captured:
         if key not in self._kinds and len(self._kinds) < MOST_KINDS:
             self._kinds[key] = kind
         elif key not in self._kinds:
-            self._refuse(kind, differing(key, self._kinds))
+            self._refuse(kind, calls.differing(key, self._kinds))
         return kind, scene
 
     def _is_ready(self, kind: Calls, scene: Scene) -> bool:

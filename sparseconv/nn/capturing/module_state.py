@@ -206,7 +206,8 @@ class Settings:
         self._of_clients: list[tuple[weakref.ref[torch.nn.Module], dict[str, Any]]] = []
         for m in modules:
             is_all = is_of_client(m)
-            read = {name: _held(value) for name, value in own_of(m) if is_all or isinstance(value, (*_PLAIN, type(None)))}
+            kept = ((name, v) for name, v in own_of(m) if is_all or isinstance(v, (*_PLAIN, type(None))))
+            read = {name: _held(value) for name, value in kept}
             self._read.append((weakref.ref(m), read))
             if is_all:
                 self._of_clients.append(self._read[-1])
