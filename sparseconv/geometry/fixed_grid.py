@@ -263,9 +263,8 @@ class FixedGrid(VoxelGrid):
         seen = reached(coords, window, to_fine=to_fine, torus=torus, within=extent)
         found = unique_coords(seen if ends is None else seen[(seen[:, 1:] < ends).all(1)])
         self.fault |= 2 * (len(found) > rows)
-        padded = self.coords.new_full((rows, self.coords.shape[1]), -1)
-        padded[: len(found)] = found[:rows]
-        return padded, self.count.new_tensor([min(len(found), rows)])
+        dead = self.coords.new_full((max(0, rows - len(found)), self.coords.shape[1]), -1)
+        return torch.cat([found[:rows].int(), dead]), self.count.new_tensor([min(len(found), rows)])
 
     def _reach_on_gpu(
         self,

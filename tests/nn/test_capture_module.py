@@ -44,14 +44,23 @@ class RunAgain(Recording):
     def tried(self):
         self._given = Given(*self._given.copied())  # results are put into the caller's dicts
 
+    _at_replay = ()
+
+    def _enter(self, *args, **kwargs):
+        for buffer, value in self._at_replay:  # what the call does before its region is no part of a graph
+            buffer.data.copy_(value)
+        return super()._enter(*args, **kwargs)
+
     def _replay_forward(self):
         attributes = Attributes(self._module)  # which a graph, that runs no Python, would leave alone
+        self._at_replay = [(b, b.clone()) for b in self._module.buffers()]
         with ExitStack() as stack:  # a graph's writes are counted by `begin` alone
             for buffer in self._module.buffers():
                 stack.enter_context(torch.autograd._unsafe_preserve_version_counter(buffer))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(self.trains))
             self._again = self.run()
+        self._at_replay = ()
         attributes.put_back()
         for kept, new in zip(self.results, self._again.tensors, strict=True):
             kept.copy_(new.detach())
@@ -727,6 +736,104 @@ def test_what_waits_in_the_middle_is_named_and_its_parts_are_captured_instead():
     assert "_local_scalar_dense waits for the device, at test_capture_module.py" in said
     assert 'batch["stride"]' in said
     assert sum(replays(part) for part in (net.first, net.down, net.block)) >= 6, said
+
+
+class Embeds(torch.nn.Module):
+    """A norm and a counter before the scene is made, and layers of which one waits for the device."""
+
+    def __init__(self, waits):
+        super().__init__()
+        self.embed = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        self.first = Block(4, "a")
+        self.last = Block(4, "b")
+        self.waits, self.steps = waits, 0
+
+    def forward(self, coords, features):
+        self.steps += 1
+        x = self.first(spconv.SparseConvTensor(self.embed(features), coords, [12] * 3, 2))
+        if self.waits:
+            x.features.sum().item()
+        return self.last(x).features
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_call_that_no_replay_answers_moves_what_is_before_its_scene_once(waits):
+    """Its norms and counters had moved twice: the call was begun, and then made anew."""
+    torch.manual_seed(0)
+    net = Embeds(waits).to(DEVICE).to(WIDE)
+    twin = copy.deepcopy(net)
+    nn.accelerate(net)
+    for seed in range(6):
+        coords = coords_of(seed, 900 if seed == 4 else 200)  # the fifth does not fit
+        features = features_of(seed, coords).to(WIDE)
+        for both in (net, twin):
+            both(coords, features).square().mean().backward()
+        same(net.buffers(), twin.buffers(), LIMIT)
+        assert net.steps == twin.steps == seed + 1
+    assert replays(net) == (0 if waits else 3), nn.explain(net)
+
+
+class Heads(torch.nn.Module):
+    """Two parts on scenes of one call, which holds its second scene's rows before the first part runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Block(4, "a"), Block(6, "b")
+
+    def forward(self, coords, features, others):
+        y = self.one(spconv.SparseConvTensor(features, coords, [12] * 3, 2)).features
+        z = self.two(spconv.SparseConvTensor(others, coords, [12] * 3, 2)).features
+        return torch.cat([y, z], 1)
+
+
+def test_no_region_begins_behind_a_part_that_was_replayed():
+    """A second one began there, and the part's norm moved twice where that was refused, too."""
+    torch.manual_seed(0)
+    net = Heads().to(DEVICE).to(WIDE)
+    twin = copy.deepcopy(net)
+    nn.accelerate(net)
+    for seed in range(8):
+        coords = coords_of(seed, 200)
+        given = [features_of(seed, coords, channels).to(WIDE) for channels in (4, 6)]
+        for both in (net, twin):
+            both(coords, *given).square().mean().backward()
+        same(net.buffers(), twin.buffers(), LIMIT)
+    said = nn.explain(net).split("Block:")[0]
+    assert said.count("\n  eager: ") == 1, said
+    assert "no sparse tensor was made" not in said  # which is no reason: parts made their graphs of it
+    assert [replays(part) for part in (net.one, net.two)] == [4, 4]
+
+
+class Projected(torch.nn.Module):
+    """A residual block of which the shortcut, a layer of one tap, comes first."""
+
+    def __init__(self):
+        super().__init__()
+        self.shortcut = layer(spconv.SubMConv3d(4, 8, 1, bias=False), 8)
+        self.branch = layer(spconv.SubMConv3d(4, 8, 3, padding=1, bias=False, indice_key="a"), 8)
+
+    def forward(self, coords, features):
+        x = spconv.SparseConvTensor(features, coords, [12] * 3, 2)
+        shortcut = self.shortcut(x)
+        return self.branch(x).features + shortcut.features
+
+
+def test_a_graph_begins_with_a_layer_of_one_tap():
+    """It began behind that layer, whose result was then from before the graph: the call stayed eager."""
+    torch.manual_seed(0)
+    net = Projected().to(DEVICE).to(WIDE)
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    for seed in range(5):
+        coords = coords_of(seed, 200)
+        found = []
+        for both in (net, twin):
+            both.zero_grad(set_to_none=True)
+            y = both(coords, features_of(seed, coords).to(WIDE))
+            y.square().mean().backward()
+            found.append([y.detach(), *(p.grad for p in both.parameters()), *both.buffers()])
+        same(*found, LIMIT)
+    assert replays(net) == 3, nn.explain(net)
 
 
 class Chaos(torch.nn.Module):

@@ -30,6 +30,7 @@ from sparseconv.interop.spconv.pytorch.ops import conv_size, deconv_size
 from sparseconv.interop.spconv.pytorch.tracing import leaf
 from sparseconv.nn import ahead
 from sparseconv.nn.ahead import MadeLayer
+from sparseconv.nn.capturing import region
 from sparseconv.nn.capturing.region import own_shape, stepped
 from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.torch_private import any_autocast
@@ -184,6 +185,8 @@ class SparseConvolution(SparseConvolutionBase, SparseModule):
         return self._run_back(input, after) if self.inverse else self._run(input, after)
 
     def _multiply(self, input: SparseConvTensor) -> SparseConvTensor:
+        if region.is_awaited():
+            input._place()  # which it does not need, but later layers do: a graph may begin here
         rows = input._rows().shape[0]
         if input.features.shape[0] != rows:
             raise ValueError(f"features must be ({rows}, C), one row an index; got {tuple(input.features.shape)}")

@@ -137,6 +137,16 @@ class Calls:
             yield f"eager: {self.refused}"
 
 
+class Begins(BaseException):
+    """Ends a call where its region begins: what follows is replayed."""
+
+
+class Instead(NamedTuple):
+    """A call that is no replay, and why, where that is not counted yet."""
+
+    why: str | None
+
+
 def explained(module: torch.nn.Module, kinds: Sequence[Calls], eager: Counter[str]) -> str:
     """What is captured of a module, how often it was replayed, what memory it holds, and why other calls were eager."""
     lines = [f"{type(module).__name__}:"]

@@ -7,42 +7,32 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sparseconv import transforms
 from sparseconv.gpu import graphs
 from sparseconv.gpu.turns import Turns
-from sparseconv.nn.capturing import verify
+from sparseconv.nn.capturing import calls, verify
 from sparseconv.nn.capturing.answer import Answer
 from sparseconv.nn.capturing.arrays import Sizes
-from sparseconv.nn.capturing.calls import Calls, Refusals, differing, explained, key_of, modes, variables_of
-from sparseconv.nn.capturing.module_state import WANTS, ModuleParts, without_traces
+from sparseconv.nn.capturing.calls import Begins, Calls, Instead, Refusals, explained, modes
+from sparseconv.nn.capturing.module_state import EXAMPLES, WANTS, Ahead, Before, ModuleParts, without_traces
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.reads import Reads
 from sparseconv.nn.capturing.recording import Recording
-from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, watched
+from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, never_begins, watched
 from sparseconv.nn.capturing.shared_memory import LOOSE, SharedMemory
 from sparseconv.nn.capturing.values.given import CannotCapture, DoesNotFit, Given
 from sparseconv.torch_private import others_save
 
 _log = logging.getLogger(__name__)
 
-#: eager calls of a kind before the first capture; recordings that a module keeps; captures of one kind in all; kinds
-EXAMPLES, MOST_KEPT, MOST_CAPTURES, MOST_KINDS = 2, 8, 8, 16
+#: recordings that a module keeps; captures of one kind in all; kinds
+MOST_KEPT, MOST_CAPTURES, MOST_KINDS = 8, 8, 16
 #: places over those before, after each scene that did not fit; rows are then rounded up
 MORE_ROOM = 1.25
-
-
-class _Begins(BaseException):
-    """Ends a call where its region begins: what follows is replayed."""
-
-
-class _Instead(NamedTuple):
-    """A call that is no replay, and why, where that is not counted yet."""
-
-    why: str | None
 
 
 class Captured:
@@ -63,6 +53,8 @@ class Captured:
         self._by_lengths: set[Any] = set()
         #: what graphs read of what calls make before them
         self._reads = Reads()
+        #: what calls move before their graphs
+        self._ahead = Ahead()
         self.eager: Counter[str] = Counter()
         #: calls refused of late; whether calls begin with the sparse tensor of an object among the arguments
         self._refusals, self._opens = Refusals(), True
@@ -130,22 +122,25 @@ class Captured:
                 out = self.plain(*args, **kwargs)
             return self._noted(kind, scene, out, given, path)
         found: list[tuple[Calls, Scene]] = []
+        before = Before(self._ahead, self.module, self._mode())
 
         def begin(x: Any) -> bool:
+            before.compare()
             found.append(self._kind(x, given, None, outer))
             if self._is_ready(*found[0]):
-                raise _Begins
+                raise Begins
             return False
 
         out = begins = object()
-        with suppress(_Begins), self.parts.settings.of_calls(), watched(begin):
+        with suppress(Begins), self.parts.settings.of_calls(), watched(begin):
             out = self.plain(*args, **kwargs)
         if out is begins:  # here, since an error within the handling of another one would be told as that one
             given.put_back()  # what follows starts anew
-            return self._replay(*found[0], None, given)
+            return self._replay(*found[0], None, given, before)
         if found:
             return self._noted(*found[0], out, given, None)
-        self._count_refusal("no sparse tensor was made")
+        refused = (kind.refused for kind in self._kinds.values() if kind.refused is not None)
+        self._count_refusal(next(refused, "no sparse tensor was made, but for those of captured parts"))
         return out
 
     def _must_be_plain(self) -> bool:
@@ -168,9 +163,9 @@ class Captured:
         reader = kind_of(x)
         assert reader is not None
         scene = reader.read(x)
-        key: Any = key_of(scene, given, path, (self.module, *self.parts.modules), outer)
+        key: Any = calls.key_of(scene, given, path, (self.module, *self.parts.modules), outer)
         if path is None:
-            variables = variables_of(given, Captured.__call__.__code__)
+            variables = calls.variables_of(given, Captured.__call__.__code__)
             key = key._replace(variables=variables, reads=self._reads.told(given.entry))
         if key in self._by_lengths:
             key = key, given.lengths(len(scene.coords), scene.features.device)
@@ -179,7 +174,7 @@ class Captured:
         if key not in self._kinds and len(self._kinds) < MOST_KINDS:
             self._kinds[key] = kind
         elif key not in self._kinds:
-            kind.refused = self._refuse(kind, differing(key, self._kinds))
+            kind.refused = self._refuse(kind, calls.differing(key, self._kinds))
         return kind, scene
 
     def _is_ready(self, kind: Calls, scene: Scene) -> bool:
@@ -238,11 +233,14 @@ class Captured:
 
     # ---- recordings
 
-    def _replay(self, kind: Calls, scene: Scene, path: Any, given: Given) -> Any:
+    def _replay(self, kind: Calls, scene: Scene, path: Any, given: Given, before: Before | None = None) -> Any:
+        never_begins()
         with self._turns.on(scene.features.device):
             result = self._replay_alone(kind, scene, path, given)
-        if not isinstance(result, _Instead):
+        if not isinstance(result, Instead):
             return result
+        if before is not None:
+            before.put_back()
         args, kwargs = given.whole
         return self.plain(*args, **kwargs) if result.why is None else self._eagerly(result.why, args, kwargs)
 
@@ -251,23 +249,23 @@ class Captured:
         why = self._prepare(kind, scene, path, given)
         recording = kind.recording
         if why is not None or recording is None:
-            return _Instead(why or "nothing is captured")
+            return Instead(why or "nothing is captured")
         if recording is before and not (recording.is_compared or self.parts.is_changed()):
             why = verify.against_another(recording, self.module, self.plain, given, scene)
             if why is not None:
                 kind.recording = None
-                return _Instead(self._refuse(kind, why))
+                return Instead(self._refuse(kind, why))
         recording.begin(scene, given)
         if self.parts.is_changed():  # looked at while the device works
             recording.abandon()
             self._collect()
             is_ready = self._is_ready(kind, scene)
-            return self._replay_alone(kind, scene, path, given) if is_ready else _Instead(None)
+            return self._replay_alone(kind, scene, path, given) if is_ready else Instead(None)
         why = recording.fault()
         if why is not None:
             kind.room *= MORE_ROOM
             self._outgrown(kind, scene, given, path)
-            return _Instead(why)
+            return Instead(why)
         kind.replays += 1
         self._refusals.clear()
         if recording.trains:

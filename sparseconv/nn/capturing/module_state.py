@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -15,12 +16,14 @@ import torch
 
 from sparseconv.gpu import graphs
 from sparseconv.nn.capturing.values.given import CannotCapture
-from sparseconv.nn.capturing.values.snapshots import EQUAL, copied, is_another, is_same, restored, snapshot
+from sparseconv.nn.capturing.values.snapshots import EQUAL, HeldTensor, copied, is_another, is_same, restored, snapshot
 from sparseconv.torch_private import any_module_hook, copy_each
 
 #: attributes that every module of torch has, and a captured one's forward
 _TORCHS = {*vars(torch.nn.Module()), "forward"}
 _MISSING = object()
+#: eager calls of a kind before the first capture, and of a mode in which all that may move before a region is compared
+EXAMPLES = 2
 
 
 class ModuleState:
@@ -206,7 +209,7 @@ class Settings:
         for m in modules:
             is_all = is_of_client(m)
             read = {
-                name: snapshot(value) for name, value in _own(m) if is_all or isinstance(value, (*EQUAL, type(None)))
+                name: snapshot(value) for name, value in own_of(m) if is_all or isinstance(value, (*EQUAL, type(None)))
             }
             self._read.append((weakref.ref(m), read))
             if is_all:
@@ -255,7 +258,7 @@ class Attributes:
 
     def __init__(self, module: torch.nn.Module, given: Iterable[torch.Tensor] = ()) -> None:
         theirs = modules_of_clients(module)
-        self._before = [(m, {name: (value, copied(value)) for name, value in _own(m)}) for m in theirs]
+        self._before = [(m, {name: (value, copied(value)) for name, value in own_of(m)}) for m in theirs]
         self._buffers = [(m, name, b) for m in theirs for name, b in m._buffers.items()]
         self._given = [(t, t._version) for t in given]
         self._random, self._numpy = random.getstate(), _numpy_state()
@@ -276,7 +279,7 @@ class Attributes:
 
     def _changed(self) -> str | None:
         for m, before in self._before:
-            for name, value in _own(m):
+            for name, value in own_of(m):
                 if not is_same(value, before.get(name, (None, _MISSING))[1]):
                     return f"{type(m).__name__}.{name}"
         for m, name, buffer in self._buffers:  # which may be written in place
@@ -288,7 +291,7 @@ class Attributes:
         """Make the attributes what they were: calls that are tried leave no trace."""
         for m, before in self._before:
             own = vars(m)
-            for name, _ in _own(m):
+            for name, _ in own_of(m):
                 if name not in before:
                     del own[name]
             for name, (value, copy) in before.items():
@@ -324,5 +327,59 @@ def modules_of_clients(module: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in module.modules() if is_of_client(m)]
 
 
-def _own(m: torch.nn.Module) -> list[tuple[str, Any]]:
+def own_of(m: torch.nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(m).items() if name not in _TORCHS]
+
+
+class Ahead:
+    """What calls move before their regions begin: buffers, such as a norm's, and attributes of modules of clients."""
+
+    def __init__(self) -> None:
+        #: by mode: calls that were compared; names of parts, and of what is theirs, that a call moved
+        self.compared: Counter[Any] = Counter()
+        self.moved: dict[Any, set[tuple[str, str]]] = {}
+
+
+class Before:
+    """What a call may move before its region begins, as it was: a call that no replay answers is made anew from there.
+
+    The first calls of a mode show what that is; others keep that alone.
+    """
+
+    def __init__(self, ahead: Ahead, module: torch.nn.Module, mode: Any) -> None:
+        self._ahead, self._mode = ahead, mode
+        self._is_compared = ahead.compared[mode] < EXAMPLES
+        #: part, name, what holds it, and a copy of it
+        self._kept: list[tuple[str, str, dict[str, Any], Any]] = []
+        if self._is_compared:
+            clients = set(modules_of_clients(module))
+            for part, m in module.named_modules():
+                names = [*m._buffers, *(name for name, _ in own_of(m) if m in clients)]
+                self._keep(part, m, names)
+        else:
+            for part, name in ahead.moved.get(mode, ()):
+                self._keep(part, module.get_submodule(part), [name])
+
+    def _keep(self, part: str, m: torch.nn.Module, names: Iterable[str]) -> None:
+        for name in names:
+            held: dict[str, Any] = m._buffers if name in m._buffers else m.__dict__
+            if name in held:
+                self._kept.append((part, name, held, copied(held[name])))
+
+    def compare(self) -> None:
+        """The region begins: learn what is another now."""
+        if not self._is_compared:
+            return
+        self._ahead.compared[self._mode] += 1
+        moved = {(part, name) for part, name, held, copy in self._kept if _is_moved(held.get(name), copy)}
+        self._ahead.moved.setdefault(self._mode, set()).update(moved)
+
+    def put_back(self) -> None:
+        """Make it what it was."""
+        for _, name, held, copy in self._kept:
+            held[name] = restored(held.get(name), copy)
+
+
+def _is_moved(now: Any, copy: Any) -> bool:
+    """By values, too: torch's batch norm writes its statistics without a version."""
+    return not is_same(now, copy) or (isinstance(copy, HeldTensor) and not torch.equal(copy.itself, copy.values))

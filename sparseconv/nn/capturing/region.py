@@ -121,6 +121,16 @@ def begins_with(x: Any) -> bool:
     return begin(x)
 
 
+def is_awaited() -> bool:
+    """Whether a region begins with the next sparse tensor whose grid is asked for on this thread."""
+    return _state.begin is not None
+
+
+def never_begins() -> None:
+    """A part replays a graph of its own: a region that began after it would lack what the part does."""
+    _state.begin = None
+
+
 def is_inside() -> bool:
     """Whether this thread records or tries a call, whose parts then run as if they were not captured."""
     return _state.inside

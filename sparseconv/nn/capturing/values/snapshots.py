@@ -21,7 +21,7 @@ class _Fields(NamedTuple):
     fields: dict[Any, Any]
 
 
-class _Tensor(NamedTuple):
+class HeldTensor(NamedTuple):
     """A tensor that a module holds, and what is in it."""
 
     itself: torch.Tensor
@@ -80,7 +80,7 @@ def copied(value: Any, walk: _Walk | None = None) -> Any:
     """Containers and tensors as they are now, for `is_same` and `restored`."""
     walk = _Walk() if walk is None else walk
     if isinstance(value, torch.Tensor) and not value.is_inference():
-        return _Tensor(value, value._version, value.detach().clone())
+        return HeldTensor(value, value._version, value.detach().clone())
     if walk.goes_into(value):
         return _Fields(value, {key: copied(one, walk) for key, one in fields_of(value).items()})
     if type(value) is dict:
@@ -90,7 +90,7 @@ def copied(value: Any, walk: _Walk | None = None) -> Any:
 
 def restored(value: Any, copy: Any) -> Any:
     """What was copied: a tensor, list, dict or object itself, with what it held."""
-    if isinstance(copy, _Tensor):
+    if isinstance(copy, HeldTensor):
         copy.itself.data.copy_(copy.values)
         return copy.itself
     if isinstance(copy, _Fields):
@@ -114,7 +114,7 @@ def restored(value: Any, copy: Any) -> Any:
 
 def is_same(now: Any, before: Any) -> bool:
     """Whether a value is the one that was `copied`, as it was then."""
-    if isinstance(before, _Tensor):
+    if isinstance(before, HeldTensor):
         return now is before.itself and now._version == before.version
     if isinstance(before, _Fields):
         return now is before.itself and is_same(dict(fields_of(now)), before.fields)
