@@ -156,10 +156,19 @@ def test_a_bias_and_a_residual_of_any_strides(layout, name, device):
         residual = torch.randn(1, case.c_out, generator=generator).to(device).expand(plan.kernel_map.num_out, -1)
     want = plan.execute(x, w, bias.contiguous(), residual=residual.contiguous())
     assert torch.equal(plan.execute(x, w, bias, residual=residual), want)
-    integers = [t.mul(10).clamp(-100, 100).to(torch.int8) for t in (x, w)]
-    start = (1000 * bias).int().contiguous()
-    apart = start.repeat_interleave(2)[::2] if layout == "spaced" else start[:1].expand(case.c_out)
-    sums = [backend(name).integers(*integers, plan.kernel_map, case.groups, numbers) for numbers in (start, apart)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "cupy_gather_scatter"])
+@pytest.mark.parametrize("layout", ["spaced", "expanded"])
+def test_integer_sums_from_a_bias_of_any_strides(layout, name, device):
+    case = named("submanifold")[0]
+    plan = plan_for(case, name, device, torch.float32)
+    x, w = (t.mul(10).clamp(-100, 100).to(torch.int8) for t in operands(plan, case, torch.float32)[:2])
+    start = torch.arange(1, case.c_out + 1, dtype=torch.int32, device=device) * 1000
+    start = start if layout == "spaced" else start[:1].repeat(case.c_out)
+    spread = start.repeat_interleave(2)[::2] if layout == "spaced" else start[:1].expand(case.c_out)
+    sums = [backend(name).integers(x, w, plan.kernel_map, case.groups, bias) for bias in (start, spread)]
     assert torch.equal(*sums)
 
 

@@ -40,11 +40,11 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def scene(shape: tuple[int, ...], every: int = 1) -> sc.VoxelGrid:
+def scene(shape: tuple[int, ...], every: int = 1, device: str = "cpu") -> sc.VoxelGrid:
     """Every voxel of a box in two batch items, or every third and so on, in no order."""
     voxels = [(b, *v) for b in range(2) for v in np.ndindex(*shape)][::every]
     order = torch.randperm(len(voxels), generator=torch.Generator().manual_seed(len(voxels)))
-    return sc.VoxelGrid(torch.tensor(voxels)[order], 2)
+    return sc.VoxelGrid(torch.tensor(voxels)[order].to(device), 2)
 
 
 def boundary(kind: str, shape: tuple[int, ...]) -> sc.Boundary:
@@ -70,10 +70,9 @@ def compare(
         torch.randn(*size, generator=gen, dtype=dtype)
         for size in ((plan.num_in, 2), (len(taps), 2, 3), (plan.kernel_map.num_out, 3))
     )
-    leaves = x.requires_grad_(), weight.requires_grad_()
+    leaves = [t.clone().to(plan.kernel_map.device).requires_grad_() for t in (x, weight)]
     y = plan.execute(*leaves)
-    got = y, *torch.autograd.grad(y, leaves, grad)
-    x, weight = x.detach(), weight.detach()
+    got = [t.cpu() for t in (y, *torch.autograd.grad(y, leaves, grad.to(y.device)))]
     want = (
         oracle.convolve(x, weight, edges, plan.kernel_map.num_out),
         oracle.input_grad(grad, weight, edges, plan.num_in),
@@ -127,7 +126,8 @@ def test_strides_round_a_torus(backend: str, poisoned: None) -> None:
 def test_small_tori_in_triton(extent: int, kernel: int) -> None:
     assert "triton_implicit_gemm" in BACKENDS
     edge = sc.Boundary.periodic((extent,))
-    plan = sc.ConvolutionPlan(scene((extent,)), kernel, boundary=edge, backend="triton_implicit_gemm")
+    grid = scene((extent,), device="cuda" if torch.cuda.is_available() else "cpu")
+    plan = sc.ConvolutionPlan(grid, kernel, boundary=edge, backend="triton_implicit_gemm")
     compare(plan, (extent,), (kernel,), dtype=torch.float32)
 
 

@@ -15,7 +15,7 @@ from sparseconv import nn
 from sparseconv.nn.capturing.values.containers import is_record, items_of, rebuilt
 from sparseconv.nn.capturing.values.snapshots import copied, is_another, is_same, restored, snapshot
 from sparseconv.nn.capturing.values.telling import told
-from tests.nn.test_capture_module import DEVICE, coords_of, forward_of, replays
+from tests.nn.test_capture_module import DEVICE, LIMIT, WIDE, coords_of, forward_of, replays
 from tests.nn.test_capture_module import _graphs as _graphs  # the stand-in for a card's graphs
 
 SHAPE = [16, 16, 16]
@@ -91,7 +91,7 @@ def wrapped(seed, voxels, layout=True, scale=1.0):
     coords = coords_of(seed, voxels)
     coords = coords[coords[:, 0].argsort(stable=True)]
     gen = torch.Generator().manual_seed(seed)
-    features = torch.randn(len(coords), 4, generator=gen, dtype=torch.float64).to(DEVICE).requires_grad_()
+    features = torch.randn(len(coords), 4, generator=gen, dtype=torch.float64).to(DEVICE, WIDE).requires_grad_()
     first = int((coords[:, 0] == 0).sum())
     parts = [slice(0, first), slice(first, len(coords))] if layout else None
     return Wrapped(spconv.SparseConvTensor(features, coords, SHAPE, 2), parts, scale=scale)
@@ -120,13 +120,13 @@ def step(net, seed, voxels, **how):
 
 def close(got, want):
     for a, b in zip(got, want, strict=True):
-        assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+        assert torch.allclose(a, b, rtol=LIMIT, atol=LIMIT)
 
 
 @pytest.mark.parametrize("kind", [Blocks, Several])
 def test_a_network_of_a_clients_own_tensors_is_captured_whole(kind):
     torch.manual_seed(0)
-    net = kind().double().to(DEVICE)
+    net = kind().to(DEVICE, WIDE)
     twin = copy.deepcopy(net)
     nn.accelerate(net)
     for seed, voxels in enumerate([300, 280, 310, 150, 320, 90, 300, 305, 200, 310]):
@@ -136,7 +136,7 @@ def test_a_network_of_a_clients_own_tensors_is_captured_whole(kind):
 
 def test_what_an_object_holds_tells_calls_apart():
     torch.manual_seed(0)
-    net = Blocks().double().to(DEVICE)
+    net = Blocks().to(DEVICE, WIDE)
     twin = copy.deepcopy(net)
     nn.accelerate(net)
     for seed, scale in enumerate([1.0] * 4 + [2.0] * 4 + [1.0, 2.0]):
@@ -146,7 +146,7 @@ def test_what_an_object_holds_tells_calls_apart():
 
 def test_rows_of_items_are_numbers_that_a_graph_keeps():
     torch.manual_seed(0)
-    net = Blocks(by_item=True).double().to(DEVICE)
+    net = Blocks(by_item=True).to(DEVICE, WIDE)
     twin = copy.deepcopy(net)
     nn.accelerate(net)
     for seed in [0, 0, 0, 0, 0, *range(1, 20)]:  # the steps of a sampler have the same voxels
@@ -176,7 +176,7 @@ def given(seed, **more):
 
 
 def test_a_number_of_an_argument_that_the_graph_reads():
-    net = Scaled().double().to(DEVICE)
+    net = Scaled().to(DEVICE, WIDE)
     twin = copy.deepcopy(net)
     nn.accelerate(net)
     with torch.no_grad():
@@ -200,7 +200,7 @@ def test_options_that_a_module_holds_may_change(kind):
     inner = {"scale": 1.0}
     options = Pair(1, 2) if kind is Pair else kind(**inner)
     options.scale = 1.0
-    net = Scaled(options).double().to(DEVICE)
+    net = Scaled(options).to(DEVICE, WIDE)
     nn.accelerate(net)
     with torch.no_grad():
         for seed in range(5):
@@ -225,7 +225,7 @@ class Counting(Scaled):
 
 
 def test_an_object_that_counts_calls_is_named():
-    net = Counting(Namespace(scale=1.0, calls=0)).double().to(DEVICE)
+    net = Counting(Namespace(scale=1.0, calls=0)).to(DEVICE, WIDE)
     nn.accelerate(net)
     with torch.no_grad():
         for seed in range(6):

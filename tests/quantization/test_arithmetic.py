@@ -24,8 +24,17 @@ def bytes_of(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def line(voxels: int = 4, **options) -> sc.ConvolutionPlan:
-    coords = torch.stack([torch.zeros(voxels), torch.arange(voxels)], 1).int()
+    coords = torch.stack([torch.zeros(voxels), torch.arange(voxels)], 1).int().to(home(options.get("backend")))
     return sc.ConvolutionPlan(sc.VoxelGrid(coords, 1), 3, **options)
+
+
+def home(name: str | None) -> str:
+    """The device of a backend: Triton's is the card where there is one."""
+    return "cuda" if name == "triton_implicit_gemm" and torch.cuda.is_available() else "cpu"
+
+
+def at_home(name: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.to(home(name)) for tensor in tensors]
 
 
 @pytest.mark.parametrize("number", range(40))
@@ -44,7 +53,8 @@ def test_ties_go_up(name):
     plan = line(5, backend=name)
     x = torch.tensor([[-3], [-1], [1], [3], [5]], dtype=I8)
     weight = torch.tensor([[[0]], [[1]], [[0]]], dtype=I8)
-    halves = Rescale(torch.tensor([1 << 19], dtype=I32), 20)
+    x, weight, multiplier = at_home(name, x, weight, torch.tensor([1 << 19], dtype=I32))
+    halves = Rescale(multiplier, 20)
     assert convolve(plan, x, weight, rescale=halves).flatten().tolist() == [-1, 0, 1, 2, 3]
 
 
@@ -52,16 +62,17 @@ def test_ties_go_up(name):
 def test_the_largest_sums_that_are_allowed(name):
     """131,071 products of -128 and -128 are below 2^31; one more is refused."""
     channels = 131_071
-    grid = sc.VoxelGrid(torch.zeros(1, 2, dtype=I32))
+    device = home(name)
+    grid = sc.VoxelGrid(torch.zeros(1, 2, dtype=I32, device=device))
     plan = sc.ConvolutionPlan(grid, 1, backend=name)
-    x = torch.full((1, channels), -128, dtype=I8)
-    weight = torch.full((1, channels, 1), -128, dtype=I8)
+    x = torch.full((1, channels), -128, dtype=I8, device=device)
+    weight = torch.full((1, channels, 1), -128, dtype=I8, device=device)
     if name == "triton_implicit_gemm":
         x, weight, channels = x[:, :5000], weight[:, :5000], 5000  # the interpreter takes long
     assert convolve(plan, x, weight).tolist() == [[channels * 128 * 128]]
-    numbers = Rescale(torch.tensor([2**31 - 1], dtype=I32), 62, 2**31 - 1)
+    numbers = Rescale(torch.tensor([2**31 - 1], dtype=I32, device=device), 62, 2**31 - 1)
     wanted = oracle.integer_rescale([[channels * 2**14]], [2**31 - 1], 62, torch.tensor([[127]]), 2**31 - 1)
-    found = convolve(plan, x, weight, rescale=numbers, residual=torch.tensor([[127]], dtype=I8))
+    found = convolve(plan, x, weight, rescale=numbers, residual=torch.tensor([[127]], dtype=I8, device=device))
     assert found.tolist() == wanted.tolist()
 
 
@@ -78,17 +89,17 @@ def test_sums_past_32_bits_are_refused():
 def test_few_voxels(name, voxels):
     plan = line(voxels, backend=name)
     weight, bias = bytes_of(3, 5, 7), torch.arange(7, dtype=I32)
-    x = torch.zeros(voxels, 5, dtype=I8)
+    x, weight, bias = at_home(name, torch.zeros(voxels, 5, dtype=I8), weight, bias)
     assert convolve(plan, x, weight, bias).tolist() == bias.expand(voxels, 7).tolist()
-    rescale = Rescale(torch.full((7,), 1 << 16, dtype=I32), 16)
+    rescale = Rescale(torch.full((7,), 1 << 16, dtype=I32, device=x.device), 16)
     assert convolve(plan, x, weight, bias, rescale=rescale).tolist() == bias.expand(voxels, 7).tolist()
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_strides_do_not_matter(name):
     plan = line(6, backend=name)
-    x, weight, residual = bytes_of(6, 8), bytes_of(3, 8, 8, seed=1), bytes_of(6, 8, seed=2)
-    rescale = Rescale(torch.full((8,), 1 << 18, dtype=I32), 26, 1 << 25, low=0)
+    x, weight, residual = at_home(name, bytes_of(6, 8), bytes_of(3, 8, 8, seed=1), bytes_of(6, 8, seed=2))
+    rescale = Rescale(torch.full((8,), 1 << 18, dtype=I32, device=x.device), 26, 1 << 25, low=0)
     want = convolve(plan, x, weight, rescale=rescale, residual=residual)
     turned = [t.mT.contiguous().mT for t in (x, weight, residual)]
     multiplier = rescale.multiplier.repeat_interleave(2)[::2]
@@ -190,8 +201,8 @@ def test_the_cpus_hashes_are_the_committed_ones():
 @pytest.mark.parametrize("sign", [1, -1])
 def test_places_of_one_number_have_any_stride(name, sign):
     plan = line(1, backend=name)
-    x = torch.full((3, 8), sign, dtype=I8).as_strided((1, 8), (3, 1))
-    weight = torch.arange(3 * 8 * 2, dtype=I8).as_strided((3, 8, 1), (16, 2, 1))
+    x = torch.full((3, 8), sign, dtype=I8, device=home(name)).as_strided((1, 8), (3, 1))
+    weight = torch.arange(3 * 8 * 2, dtype=I8, device=home(name)).as_strided((3, 8, 1), (16, 2, 1))
     want = sign * weight[1].int().sum(0, keepdim=True)
     assert convolve(plan, x, weight).tolist() == want.tolist()
     assert convolve(plan, x, weight.mT.contiguous().mT).tolist() == want.tolist()

@@ -15,6 +15,7 @@ from sparseconv.backends.float8 import FLOAT8, Float8Rescale
 from sparseconv.backends.registry import backend
 from sparseconv.quantization.float8 import narrowed
 from sparseconv.quantization.layers import Combine, Quantize
+from tests.quantization.test_arithmetic import home
 
 
 def scene(seed: int = 0, channels: int = 4, points: int = 400) -> sc.SparseTensor:
@@ -93,8 +94,9 @@ def test_backends_agree_on_a_network(backend_name):
     net = lived_in(nn.Sequential(nn.ConvBlock(4, 8), nn.ResidualBlock(8, 8), nn.Linear(8, 3)))
     small, x = sc.quantize(net, [scene()]), scene(7, points=60)
     want = small(x).features
+    device = home(backend_name)
     small.use_backend(backend_name)
-    assert torch.equal(small(scene(7, points=60)).features, want)
+    assert torch.equal(small.to(device)(scene(7, points=60).to(device)).features.cpu(), want)
     with pytest.raises(ValueError, match="no backend 'none'"):
         small.use_backend("none")
 
@@ -285,10 +287,12 @@ def test_triton_multiplies_float8(groups):
     bias, residual = torch.arange(16.0 * groups), torch.full((plan.num_in, 16 * groups), 2.0).to(FLOAT8)
     triton, numpy = backend("triton_implicit_gemm"), backend("numpy_gather_scatter")
     want = numpy.float8(x, weight, plan.kernel_map, groups, bias)
-    assert torch.equal(triton.float8(x, weight, plan.kernel_map, groups, bias), want)
+    there = sc.ConvolutionPlan(scene(points=40).grid.to(home("triton_implicit_gemm")), 3).kernel_map
+    a, b, c, d, big = (t.to(there.device) for t in (x, weight, bias, residual, torch.full((16 * groups,), 1e6)))
+    assert torch.equal(triton.float8(a, b, there, groups, c).cpu().float(), want.float())
     signs = Float8Rescale(torch.full((16 * groups,), 1e6), 0.5, 0.0)  # all but zero sums end at 0 or 448
     want = numpy.float8(x, weight, plan.kernel_map, groups, bias, signs, residual).float()
-    assert torch.equal(triton.float8(x, weight, plan.kernel_map, groups, bias, signs, residual).float(), want)
+    assert torch.equal(triton.float8(a, b, there, groups, c, Float8Rescale(big, 0.5, 0.0), d).cpu().float(), want)
     assert set(want.unique().tolist()) <= {0.0, 1.0, 448.0}
 
 
