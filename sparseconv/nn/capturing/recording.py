@@ -21,7 +21,7 @@ from sparseconv.nn.capturing.module_state import Attributes, ModuleState, module
 from sparseconv.nn.capturing.padding import Breaker, Guard, LiveRows, Noise, Seen, keep_apart
 from sparseconv.nn.capturing.reads import Reading, Reads
 from sparseconv.nn.capturing.region import Scene, kind_of, watched
-from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory, reached
+from sparseconv.nn.capturing.shared_memory import Gathered, SharedMemory, copies_of, reached
 from sparseconv.nn.capturing.values.given import CannotCapture, DoesNotFit, Given
 
 #: captures to try, and bytes of graphs from which on a second one is: their memory is held as long as they are
@@ -345,7 +345,7 @@ class Recording:
     def taken_results(self) -> list[torch.Tensor]:
         """The results of the last replay, in new tensors of their real rows."""
         counts = self.counts()
-        return [t.clone() if rows is None else t[: counts[rows]].clone() for t, rows in zip(self.results, self.rows_of)]
+        return copies_of([t if n is None else t[: counts[n]] for t, n in zip(self.results, self.rows_of)])
 
     def grids(self) -> dict[int, VoxelGrid]:
         """The voxels of sparse results, as ordinary grids."""

@@ -79,6 +79,14 @@ class SharedMemory:
         return self._flat[dtype, count]
 
 
+@torch.no_grad()
+def copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies by one kernel: a launch for each takes the host longer than the card."""
+    made = [torch.empty_like(tensor) for tensor in tensors]
+    copy_each(made, tensors)
+    return made
+
+
 def reached(result: torch.Tensor, parameters: Sequence[torch.Tensor], features: torch.Tensor) -> list[bool]:
     """Which parameters get a gradient from a result.
 
