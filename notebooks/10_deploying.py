@@ -38,8 +38,8 @@ def scene(points, seed):
 
 # %% [markdown]
 # ## Export
-# The example tells the program its channels and its dtypes, and nothing of how many voxels there will be. `export`
-# compares the program with the network on it, bit by bit, before it writes the file.
+# The example sets the channels and the dtypes of the program. The number of voxels stays free. Before `export` writes
+# the file, it compares program and network on the example, bit by bit.
 
 # %%
 torch.manual_seed(0)
@@ -50,7 +50,7 @@ print(f"{(folder / 'net.pt2').stat().st_size / 1024:.0f} KiB")
 
 # %% [markdown]
 # ## Another process
-# It meets a scene that the example was not.
+# It runs the program on another scene than the example.
 
 # %%
 other, x = scene(9_000, 1)

@@ -10,7 +10,7 @@
 
 # %% [markdown]
 # # A first convolution
-# Points become voxels, voxels get features, a plan says who meets whom, and a convolution is one call.
+# Points become voxels, and voxels get features. A plan says which voxels meet; then a convolution is one call.
 
 # %%
 import math
@@ -96,7 +96,8 @@ View(figure)
 
 # %% [markdown]
 # ## Coarser voxels
-# With a stride the plan makes its own target: every coarse voxel that holds at least one.
+# With a stride the plan makes its own target: every coarse voxel that holds at least one fine voxel. The picture shows
+# the smoothed wave, averaged over these.
 
 # %%
 down = sc.ConvolutionPlan(grid, 2, stride=2)

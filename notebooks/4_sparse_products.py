@@ -10,8 +10,8 @@
 
 # %% [markdown]
 # # Sparse products, from pooling to equivariance
-# One pattern: gather rows, multiply, sum in segments. An *info* says what meets what; it is made from index lists,
-# together with the infos of all gradients.
+# One pattern: gather rows, multiply, sum in segments. An *info* holds the index lists: which rows meet, and where their
+# product is added. One call makes the infos of a product and of all its gradients.
 
 # %%
 import torch
@@ -33,6 +33,8 @@ generator = torch.manual_seed(0)
 # %% [markdown]
 # ## A sum with factors: average pooling
 #     z[out] += scale * x[i]
+# The pictures show the input, the mean of each 2 x 2 window, and the transpose of that mean. The transpose gives every
+# voxel its window's value, divided by the number of voxels in the window.
 
 # %%
 cells = torch.cartesian_prod(torch.arange(1), torch.arange(16), torch.arange(16))
@@ -83,7 +85,8 @@ print(f"largest difference to execute: {difference:.1e}")
 
 # %% [markdown]
 # ## Products over neighbours: attention
-# Logits are inner products over the edges, the sum is one with numbers. Both have gradients of any order.
+# A logit is the inner product of the two rows of an edge. The result is a sum of rows, weighted by the softmax of the
+# logits. Both have gradients of any order. The picture shows the weights of one voxel, which looks at 3 x 3 places.
 
 # %%
 q, k, v = (torch.randn(len(grid), 8, dtype=torch.float64, requires_grad=True) for _ in range(3))

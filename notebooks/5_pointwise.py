@@ -10,8 +10,8 @@
 
 # %% [markdown]
 # # Write a pointwise operator, and fuse it
-# You write a function of scalars. `pointwise_dynamic` makes the operator: any rank, strides and dtypes, gradients, and
-# a place in a convolution's store. On a CPU its twin in torch runs.
+# You write a function of scalars. `pointwise_dynamic` makes an operator of it, for any rank, strides and dtypes, with
+# gradients. A convolution can apply it before it stores its result. On a CPU the torch function `reference=` runs.
 
 # %%
 import torch
@@ -74,8 +74,8 @@ print("half precision stays half:", bent(torch.ones(3).half()).dtype)
 
 # %% [markdown]
 # ## In the store of a convolution
-# `execute` takes a bias, a residual and an activation. A backend that can applies them while the result is still in
-# registers; elsewhere they run after, with the same numbers and gradients.
+# `execute` takes a bias, a residual and an activation. GPU kernels apply them while the result is still in registers.
+# Elsewhere they run after the convolution, with the same numbers and gradients.
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -88,7 +88,7 @@ apart = bent(plan.execute(features, w, bias) + features)
 print("largest difference:", f"{(fused - apart).abs().max():.1e}")
 
 # %% [markdown]
-# Numbers of an activation are bound by an `Epilogue`:
+# An `Epilogue` sets the numbers that an activation takes, here the slope of a leaky ReLU:
 
 # %%
 leaky = plan.execute(features, w, epilogue=Epilogue(pw.leaky_relu, (0.1,)))
@@ -96,7 +96,7 @@ print(torch.equal(leaky, pw.leaky_relu(plan.execute(features, w), 0.1)))
 
 # %% [markdown]
 # ## What is written for the GPU
-# Kernels are generated once a rank, as text that can be read. This is the one for two axes:
+# There is one kernel for each rank, generated as readable text. This is the one for two axes:
 
 # %%
 from sparseconv.pointwise.kernel.codegen import source

@@ -73,8 +73,8 @@ def scores(grid, brightness):
 
 # %% [markdown]
 # ## Training
-# New noise at each step, and eight turns of the cube in rotation, so that nothing is learnt by heart. Each turn's plans
-# are built when it is first met, and kept with its grid.
+# Each step adds new noise and takes the next of eight rotated grids, so that the network learns nothing by heart. A
+# rotated grid builds its plans at its first step, and keeps them.
 
 # %%
 STEPS = 64
@@ -104,6 +104,8 @@ View(figure)
 
 # %% [markdown]
 # ## On the half it never saw
+# The Dice score is 1 where prediction and target agree. For comparison, *brightness alone* gives each voxel the most
+# frequent class of its brightness.
 
 # %%
 net.eval()

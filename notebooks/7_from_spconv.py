@@ -10,7 +10,7 @@
 
 # %% [markdown]
 # # Coming from spconv
-# Three steps: run the old code with one import changed, move its weights, write the model in the library's own words.
+# Three steps: run the old code with one import changed, move its weights, write the model with this library's layers.
 
 # %%
 import torch
@@ -82,7 +82,7 @@ ours.eval()
 expected = theirs(x).features
 got = ours(sc.SparseTensor(grid, features))
 difference = (got.features - expected).abs().max()
-print(f"largest difference: {difference:.1e} of {expected.abs().max():.1f}")
+print(f"largest difference: {difference:.1e}, largest number: {expected.abs().max():.2f}")
 show(got, unit="m", title="the result, on the voxels it came from")
 
 # %% [markdown]

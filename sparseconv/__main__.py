@@ -16,8 +16,16 @@ With {package}, pip install 'sparseconv[cli]': demo, bench, convert, compile, ex
 
 
 def main() -> None:
-    """Run the command line; what a bug report needs, ``info`` and ``--version``, needs nothing but the package."""
-    asked = sys.argv[1:]
+    """Run the command line; Ctrl-C ends it with a word and status 130, also while modules are imported."""
+    try:
+        _run(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped\n")
+        sys.exit(130)
+
+
+def _run(asked: list[str]) -> None:
+    """What a bug report needs, ``info`` and ``--version``, needs nothing but the package."""
     if asked == ["--version"]:
         import sparseconv
 

@@ -79,6 +79,9 @@ def bench(
             with console.status(f"{job.implementation}: {job.case}, C {job.channels}, {job.dtype}"):
                 rows.append(measure.attempt(job))
     except KeyboardInterrupt:
+        if not rows:
+            console.print("stopped; nothing was measured, and nothing was written")
+            raise typer.Exit(130) from None
         console.print("[yellow]stopped[/]: what was done until here follows")
     console.print(report.layer_table(rows, f"{machine.get('card', {}).get('name') or machine['cpu']}: milliseconds"))
     for sentence in report.reasons(rows):

@@ -78,12 +78,17 @@ def reasons(rows: Sequence[Row]) -> list[str]:
 
 
 def write(file: Path, machine: Mapping[str, Any], rows: Sequence[Row], **more: Any) -> None:
-    """A results file: version, machine facts, rows, one a line."""
+    """A results file: version, machine facts, rows, one a line. An interrupted call leaves the file as it was."""
     head = {"version": VERSION, "machine": machine, **more}
     text = json.dumps(head, indent=1)[:-2] + ',\n "rows": [\n'
     text += ",\n".join("  " + json.dumps(_rounded(row)) for row in rows) + "\n ]\n}\n"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+    partial = file.with_name(f"{file.name}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def wide_console() -> Console:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sparseconv.reading import check_members
+from sparseconv.files import check_members
 
 #: names under which an .npz keeps its points, in the order in which they are looked for
 KEYS = ("points", "xyz", "positions", "coords")

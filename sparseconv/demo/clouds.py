@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sparseconv.demo import arrays, headers
-from sparseconv.reading import most_bytes, run_apart
+from sparseconv.files import most_bytes, run_apart
 
 #: who reads a format whose own package is needed
 PACKAGES = {".ply": "plyfile", ".pcd": "pypcd4", ".las": "laspy", ".laz": "laspy"}

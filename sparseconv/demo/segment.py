@@ -28,7 +28,9 @@ def segment_brain(
     seed: int = 0,
     noise: float = 0.1,
 ) -> bool:
-    """Voxelise, plan, train on the back half, score the front half, draw; False if it was interrupted on the way.
+    """Voxelise, plan, train on the back half, score the front half, draw; False if training was interrupted.
+
+    An interruption before the first step, or after training, is raised: there is nothing to draw, or it is the second.
 
     Args:
         console: where to write.
@@ -71,6 +73,10 @@ def segment_brain(
     )
 
     course = _train_with_bar(console, model, back, noise, steps, generator)
+    if course.interrupted:
+        if not course.losses:
+            raise KeyboardInterrupt
+        console.print("Stopped early: what was learnt is scored and drawn. Ctrl-C again ends at once.", highlight=False)
     shares = torch.zeros(len(brain), len(CLASSES))
     for mask, view in ((~in_front, back), (in_front, front)):
         shares[mask] = model.shares(view).cpu()

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from sparseconv.distributed.agreement import why
-from sparseconv.reading import check_archive
+from sparseconv.files import check_archive
 
 #: what such an index is made of: records without code of their own
 CLASSES: dict[tuple[str, str], Any] = {

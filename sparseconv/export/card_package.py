@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from sparseconv.export.program import checked, grid_of
 from sparseconv.export.recorder import Recorder
 from sparseconv.export.sequence import Memory, Writer
+from sparseconv.files import check_place, written_whole
 from sparseconv.geometry.fixed_grid import ROWS, FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.known_grids import remember
@@ -78,6 +78,7 @@ def package_for_card(
     path = Path(path)
     if path.suffix != ".pt":
         raise ValueError(f"the name of a package for a card ends in .pt; got {path.name!r}")
+    check_place(path)
     coords, features = checked(net, inputs)
     if coords.device.type != "cuda" or coords.device != features.device or torch.version.hip is not None:
         raise ValueError(
@@ -97,10 +98,8 @@ def package_for_card(
         like = VoxelGrid(coords, batch_size)
         run = _Run(net, like, features, most, max(room, most / voxels), extent, make)
         made = run.package()
-    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:  # whole or not at all, by no link
-        part = Path(folder) / path.name
+    with written_whole(path) as part:
         torch.save(made, part)
-        part.replace(path)
     return path
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from sparseconv.files import check_place, written_whole
 from sparseconv.kinds import check_kind
 from sparseconv.torch_private import compile_package, load_package, pytree
 
@@ -64,6 +63,7 @@ def package(program: torch.export.ExportedProgram | str | Path, path: str | Path
     path = Path(path)
     if path.suffix != ".pt2":
         raise ValueError(f"a package's name ends in .pt2; got {path.name!r}")
+    check_place(path)
     if isinstance(program, (str, Path)):
         program = torch.export.load(Path(program))
     check_kind("program", program, torch.export.ExportedProgram, "sparseconv.export.export returns one")
@@ -72,12 +72,10 @@ def package(program: torch.export.ExportedProgram | str | Path, path: str | Path
         raise ValueError(why)
     inputs, _ = program.example_inputs
     words = " ".join(f"{TYPES[given.dtype]} {given.shape[1]}" for given in inputs)
-    with TemporaryDirectory() as folder, torch.no_grad():
-        made = Path(folder) / path.name
+    with written_whole(path) as made, torch.no_grad():
         if not compile_package(program, str(made), {"sparseconv_inputs": words}):
             raise RuntimeError(f"torch {torch.__version__} has no AOTInductor: use another release")
         _compare(load_package(str(made))(*inputs), program.module()(*inputs))
-        shutil.move(made, path)
     return path
 
 

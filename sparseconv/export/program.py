@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import batch_norm
 from torch.overrides import TorchFunctionMode
 
+from sparseconv.files import check_place, written_whole
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.kinds import check_kind, check_tensor
 from sparseconv.tensor import SparseTensor
@@ -87,7 +87,8 @@ def export(
 
     Raises:
         ValueError: a network in training, tensors that do not fit, what cannot be exported, or a program whose results
-            differ from the network's on the example. Nothing is written then.
+            differ from the network's on the example, or a ``path`` where no file can be written. Nothing is written
+            then.
 
     >>> import sparseconv as sc
     >>> grid, _ = sc.voxelize(torch.rand(300, 3), voxel_size=0.1)
@@ -98,6 +99,8 @@ def export(
     torch.Size([3, 5])
     """
     coords, features = checked(net, inputs)
+    if path is not None:
+        check_place(path)
     items = batch_size if batch_size is not None else VoxelGrid(coords).batch_size
     if make is None:
         program = _Program(net, lambda c, f: SparseTensor(VoxelGrid(c, items), f))
@@ -108,11 +111,8 @@ def export(
         exported = torch.export.export(program, (coords, features), dynamic_shapes=({0: rows}, {0: rows}), strict=False)
         _compare(exported.module()(coords, features), program(coords, features))
     if path is not None:
-        path = Path(path)
-        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:  # whole or not at all, by no link
-            part = Path(folder) / path.name
+        with written_whole(path) as part:
             torch.export.save(exported, part)
-            part.replace(path)
     return exported
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.files import check_place
 from sparseconv.interop.files import State, read, some, write
 from sparseconv.interop.layouts import LAYOUTS, Layout, check_order, kernel_of, layout_of, permute
 
@@ -77,8 +78,7 @@ def convert(
     strided_one_tap: Sequence[str] = (),
     rename: Callable[[str], str] | None = None,
 ) -> Report:
-    """Convert one file into another; options are those of `read` and `convert_state`. Nothing is written where it
-    fails.
+    """Convert one file into another; options are those of `read` and `convert_state`. No file is left after an error.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -88,6 +88,7 @@ def convert(
     """
     options: Any = {"rank": rank, "kernel_sizes": kernel_sizes, "groups": groups, "skip": skip}
     options |= {"strided_one_tap": strided_one_tap, "rename": rename}
+    check_place(path_out)
     state, report = convert_state(read(path_in, ignore_classes=ignore_classes), from_, to, **options)
     write(state, path_out)
     return report

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sparseconv.files import check_place
 from sparseconv.interop.checkpoints import Report, convert_state, read, write
 from sparseconv.interop.layouts import LAYOUTS, layout_of
 from sparseconv.interop.published import PUBLISHED, published_family
@@ -52,6 +53,7 @@ def convert(
         counts = {k: int(v) for k, v in _pairs(groups or [], "--groups").items()}
         for library in filter(None, (from_, to)):
             layout_of(library)
+        check_place(path_out)
         state = read(path_in, ignore_classes=ignore_class or [])
         if from_ is None:
             name, prefix = published_family(state)

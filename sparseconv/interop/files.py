@@ -6,13 +6,12 @@ import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.files import check_archive, check_place, most_bytes, written_whole
 from sparseconv.kinds import check_kind
-from sparseconv.reading import check_archive, most_bytes
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
@@ -56,6 +55,7 @@ def read(path: str | Path, *, ignore_classes: Sequence[str] = ()) -> State:
         ValueError: a file that is missing, truncated or damaged, holds objects of other classes, unfolds to more than
             200 times its size, or holds no parameters; the message names it.
 
+    >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
     ...     torch.save({"epoch": 3, "state_dict": {"conv.weight": torch.ones(2)}}, f"{folder}/net.pth")
     ...     read(f"{folder}/net.pth")
@@ -153,23 +153,21 @@ def some(items: Sequence[str], most: int = 6) -> str:
 def write(state: Mapping[str, Shaped[torch.Tensor, " ..."]], path: str | Path) -> None:
     """Write tensors by key, as safetensors where the name ends so, else as torch.save does; whole or not at all.
 
-    The file is written in a new folder beside ``path`` that nobody else may enter, and moved: no link is followed, and
-    a link at ``path`` itself is replaced.
+    No link is followed, and a link at ``path`` itself is replaced. A ValueError where no file can be written there.
 
+    >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
     ...     write({"conv.weight": torch.ones(2)}, Path(folder, "net.pt"))
     ...     read(Path(folder, "net.pt"))
     {'conv.weight': tensor([1., 1.])}
     """
     check_kind("state", state, Mapping, "pass a dict of tensors by key, such as module.state_dict()")
-    path = Path(path)
+    path = check_place(path)
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"a checkpoint holds tensors by key; {key!r} is a {type(value).__name__}")
-    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        part = Path(folder) / path.name
+    with written_whole(path) as part:
         if path.suffix == ".safetensors":
             _safetensors().save_file({k: v.contiguous() for k, v in state.items()}, str(part))
         else:
             torch.save(dict(state), part)
-        part.replace(path)

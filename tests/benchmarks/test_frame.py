@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -709,6 +710,30 @@ def test_the_command_keeps_what_was_done_before_a_stop(tmp_path, monkeypatch):
     code, said = bench("--case", "a", "--case", "b", "--json", tmp_path / "a.json")
     assert (code, "stopped" in said) == (0, True)
     assert [row["case"] for row in report.read(tmp_path / "a.json")["rows"]] == ["a"]
+
+
+def test_a_stop_before_the_first_row_leaves_the_file_of_before(tmp_path, monkeypatch):
+    def attempt(job):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(package, "attempt", attempt)
+    (tmp_path / "a.json").write_text("of before")
+    code, said = bench("--case", "a", "--json", tmp_path / "a.json")
+    assert (code, said) == (130, "stopped; nothing was measured, and nothing was written")
+    assert (tmp_path / "a.json").read_text() == "of before"
+
+
+def test_an_interrupted_write_leaves_the_file_of_before(tmp_path, monkeypatch):
+    from sparseconv.bench.report import write
+
+    def replace(self, target):
+        raise KeyboardInterrupt
+
+    (tmp_path / "a.json").write_text("of before")
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "a.json", {}, [])
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("a.json", "of before")]
 
 
 def test_an_implementation_that_raises_costs_its_row():

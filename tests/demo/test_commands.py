@@ -172,6 +172,41 @@ def test_a_report_comes_where_something_is_broken(monkeypatch):
     assert all("a plan cannot be made" in said for said in info.backends(torch.device("cpu")).values())
 
 
+@pytest.mark.parametrize("module", ["sparseconv.cli", "sparseconv.info"])
+def test_an_interruption_of_an_import_is_one_word(monkeypatch, capsys, module):
+    from sparseconv import __main__
+
+    class Interrupted:
+        def find_spec(self, name, path=None, target=None):
+            if name == module:
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    monkeypatch.setattr(sys, "argv", ["sparseconv", "info" if module == "sparseconv.info" else "demo"])
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert (ended.value.code, capsys.readouterr()) == (130, ("", "stopped\n"))
+
+
+@pytest.mark.parametrize(("steps", "said"), [(0, "stopped; nothing was written"), (2, "Ctrl-C again ends at once.")])
+def test_an_interruption_of_the_demonstration(tmp_path, monkeypatch, steps, said):
+    """Before the first step it ends at once; later it scores and draws what was learnt."""
+    loss, losses = torch.nn.functional.cross_entropy, []
+
+    def interrupted(*arguments):
+        if len(losses) == steps:
+            raise KeyboardInterrupt
+        losses.append(loss(*arguments))
+        return losses[-1]
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", interrupted)
+    picture = tmp_path / "early.png"
+    result, output = run("demo", "--voxel-size", 12, "--device", "cpu", "--output", picture)
+    assert (result.exit_code, said in output) == (130, True), output
+    assert picture.exists() == (steps > 0)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Ctrl-C is another signal there")
 def test_an_interruption_keeps_what_was_reached(tmp_path):

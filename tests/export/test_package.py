@@ -90,6 +90,35 @@ def test_refusals(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_interrupted_package_leaves_the_file_of_before(tmp_path, monkeypatch):
+    def interrupted(program, made, words):
+        Path(made).write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(packaging, "compile_package", interrupted)
+    (tmp_path / "net.pt2").write_text("of before")
+    grid = sc.VoxelGrid(torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]]))
+    program = sc.export.export(sc.nn.SubmanifoldConv(4, 4, 3).eval(), (grid.coords, torch.randn(2, 4)))
+    with pytest.raises(KeyboardInterrupt):
+        sc.export.package(program, tmp_path / "net.pt2")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("net.pt2", "of before")]
+
+
+def test_a_folder_that_is_not_there_is_told_before_any_work(tmp_path, monkeypatch):
+    def worked(*arguments, **options):
+        raise AssertionError("it has begun")
+
+    grid = sc.VoxelGrid(torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]]))
+    net, example = sc.nn.SubmanifoldConv(4, 4, 3).eval(), (grid.coords, torch.randn(2, 4))
+    program = sc.export.export(net, example)
+    monkeypatch.setattr(torch.export, "export", worked)
+    monkeypatch.setattr("sparseconv.export.packaging.compile_package", worked)
+    for write in (lambda: sc.export.export(net, example, tmp_path / "no" / "net.pt2"),
+                  lambda: sc.export.package(program, tmp_path / "no" / "net.pt2")):  # fmt: skip
+        with pytest.raises(ValueError, match=r"does not exist: create it, or write net\.pt2 elsewhere"):
+            write()
+
+
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     typer = pytest.importorskip("typer")
     from sparseconv.export.command import package_program

@@ -402,6 +402,11 @@ def test_the_command_checks_libraries_before_it_reads(tmp_path):
         assert (done.exit_code, "no layout 'nonsense'" in done.output) == (1, True)
 
 
+def test_the_command_looks_for_the_folder_before_it_reads(tmp_path):
+    done = CliRunner().invoke(app, [str(tmp_path / "none.pth"), str(tmp_path / "no" / "c.pth"), "--from", "spconv"])
+    assert (done.exit_code, "does not exist: create it" in " ".join(done.output.split())) == (1, True), done.output
+
+
 def test_the_command_tells_published_networks(tmp_path):
     keys = {"conv_input.0": (16, 3, 3, 3, 4), "conv1.0.0": (16, 3, 3, 3, 16), "conv4.2.0": (64, 3, 3, 3, 64)}
     write({f"backbone_3d.{key}.weight": torch.zeros(shape) for key, shape in keys.items()}, tmp_path / "a.pth")

@@ -1,4 +1,4 @@
-"""What a file may ask for before it is believed: archives that unfold, and readers run apart under limits."""
+"""Files: what one may ask for before it is believed, readers run apart under limits, and files written whole."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 #: a file may unfold to this many bytes whatever its size, or to so many times its size
@@ -82,3 +84,41 @@ def run_apart(script: Path, arguments: Sequence[str], seconds: float) -> None:
         if done.returncode < 0 or not said:
             raise ValueError(f"its reader crashed or ran out of memory (exit status {done.returncode})")
         raise ValueError(said[-1][:300])
+
+
+def check_place(path: str | Path) -> Path:
+    """The path of a file that can be written; a ValueError says why it cannot, before any work is done.
+
+    >>> check_place("net.pt")
+    PosixPath('net.pt')
+    """
+    path = Path(path)
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give the name of a file in it")
+    if not folder.is_dir():
+        raise ValueError(f"the folder {folder} does not exist: create it, or write {path.name} elsewhere")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"the folder {folder} cannot be written to: write {path.name} elsewhere")
+    return path
+
+
+@contextmanager
+def written_whole(path: str | Path) -> Iterator[Path]:
+    """A place to write a file at, which is moved to ``path`` at the end; after an error nothing is there.
+
+    The place is in a new folder beside ``path`` that nobody else may enter: no link is followed, and a link at ``path``
+    itself is replaced.
+
+    >>> with TemporaryDirectory() as folder:
+    ...     with written_whole(f"{folder}/a.txt") as part:
+    ...         print(part.write_text("whole"), os.path.exists(f"{folder}/a.txt"))
+    ...     print(Path(folder, "a.txt").read_text())
+    5 False
+    whole
+    """
+    path = check_place(path)
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        part = Path(folder) / path.name
+        yield part
+        part.replace(path)
