@@ -53,7 +53,6 @@ def _family(
     second: Callable[..., Any],
     *,
     parameters: Sequence[float] = (),
-    kind: str = "DEFAULT",
     doc: str,
 ) -> tuple[PointwiseDynamicFunction, PointwiseDynamicFunction, PointwiseDynamicFunction]:
     """f(x, ...), grad * f'(x, ...) and grad * f''(x, ...); the last is differentiated through its twin."""
@@ -80,7 +79,6 @@ def _family(
         {0: Derivative(slope, "grad0", *arguments)},
         numbers=numbers,
         defaults=parameters,
-        kind=kind,
         doc=doc,
     )
     return value, slope, bend
