@@ -194,10 +194,25 @@ def clamp(x, low, high):
 
 
 @triton.jit
+def clamp_grad(grad, x, low, high):
+    return tl.where((x >= low) & (x <= high), grad, 0.0)
+
+
+@triton.jit
 def clamp_min(x, low):
     return tl.where(x < low, low, x)
 
 
 @triton.jit
+def clamp_min_grad(grad, x, low):
+    return tl.where(x >= low, grad, 0.0)
+
+
+@triton.jit
 def clamp_max(x, high):
     return tl.where(x > high, high, x)
+
+
+@triton.jit
+def clamp_max_grad(grad, x, high):
+    return tl.where(x <= high, grad, 0.0)
