@@ -249,8 +249,8 @@ def _direct(compiled: Any, programs: int) -> Callable[..., Any]:
 
     runner = compiled[(programs, 1, 1)]
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    hooks: Any = knobs.runtime
-    if _launcher_form(type(run)) != ("gridX", "gridY", "gridZ", "stream", "function"):
+    hooks, launcher = knobs.runtime, type(run)  # type: Any, Any
+    if _launcher_form(launcher) != ("gridX", "gridY", "gridZ", "stream", "function"):
         return lambda stream, *operands: runner(*operands, stream=stream)
 
     def start(stream: int, *operands: Any) -> None:
