@@ -159,10 +159,10 @@ def as_device(value: object) -> torch.device:
         raise ValueError(f"no memory can be had on {value!r}: {str(error).splitlines()[0]}") from None
 
 
-def shortened(value: object, limit: int = 60) -> str:
+def shortened(value: object) -> str:
     """A value as text that fits into a message."""
     text = repr(value).replace("\n", " ")
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 # ---- names of spconv, MinkowskiEngine, torchsparse and torch

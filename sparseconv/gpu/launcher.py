@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+from triton.language.target_info import cuda_capability_geq
 from triton.runtime import driver
 
 from sparseconv.gpu.compiling.job import Job, compile_kernel, job_of, put_mark
@@ -61,26 +63,15 @@ def constant(value: Any) -> Any:
     return value if INTERPRETED else tl.constexpr(value)
 
 
-try:
-    from triton.language.extra.cuda import gdc_wait
-    from triton.language.target_info import cuda_capability_geq
-except ImportError:  # an older Triton
+@triton.jit
+def follow():
+    """First of all in a kernel: wait until the launch before it in its stream has ended.
 
-    @triton.jit
-    def follow():
-        """Nothing: each launch begins when the one before it has ended."""
-
-else:
-
-    @triton.jit
-    def follow():
-        """First of all in a kernel: wait until the launch before it in its stream has ended.
-
-        A kernel that does so is launched early where the card can (Hopper and later): its programs take their places
-        as those before them leave, and the microsecond between two launches is gone.
-        """
-        if not IS_INTERPRETED and cuda_capability_geq(9, 0):
-            gdc_wait()
+    A kernel that does so is launched early where the card can (Hopper and later): its programs take their places as
+    those before them leave, and the microsecond between two launches is gone.
+    """
+    if not IS_INTERPRETED and cuda_capability_geq(9, 0):
+        gdc_wait()
 
 
 class Launcher:

@@ -33,7 +33,7 @@ def compiled(text: str, name: str, target: Target) -> int:
         key = _key(text, target)
         code = object_cache.load(key)
         if code is None:
-            code = _object(text, target)
+            code = object_code(text, target)
             object_cache.store(key, code)
         llvm = binding()
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target.machine())
@@ -45,11 +45,6 @@ def compiled(text: str, name: str, target: Target) -> int:
 
 def object_code(text: str, target: Target) -> bytes:
     """The object file of a module in LLVM's language, for a CPU that need not be this one."""
-    with _lock:
-        return _object(text, target)
-
-
-def _object(text: str, target: Target) -> bytes:
     llvm = binding()
     module = llvm.parse_assembly(text)
     module.verify()

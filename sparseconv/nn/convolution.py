@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -29,6 +29,9 @@ class ConvolutionModule(SparseModule):
     Both start uniform in +-1/sqrt(K C_in/G), as torch.nn.Conv3d's do.
     """
 
+    #: whether outputs may lie on other voxels than the inputs
+    has_stride: ClassVar[bool] = True
+
     def __init__(
         self,
         in_channels: int,
@@ -47,6 +50,8 @@ class ConvolutionModule(SparseModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if stride != 1 and not self.has_stride:
+            raise TypeError(f"a submanifold convolution has no stride, use Conv(..., stride=...); got stride={stride}")
         super().__init__()
         for name, count in (("in_channels", in_channels), ("out_channels", out_channels), ("groups", groups)):
             check_count(name, count, 1)
@@ -134,41 +139,7 @@ class SubmanifoldConv(ConvolutionModule):
     torch.Size([2, 8])
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Axes | None = None,
-        *,
-        stride: Axes = 1,
-        dilation: Axes = 1,
-        padding: Axes | None = None,
-        taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
-        boundary: Boundary | str = "absent",
-        groups: int = 1,
-        bias: bool = True,
-        rank: int = 3,
-        backend: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        if stride != 1:
-            raise TypeError(f"a submanifold convolution has no stride, use Conv(..., stride=...); got stride={stride}")
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            dilation=dilation,
-            padding=padding,
-            taps=taps,
-            boundary=boundary,
-            groups=groups,
-            bias=bias,
-            rank=rank,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-        )
+    has_stride = False
 
     def forward(self, x: Features, *, plan: ConvolutionPlan | None = None) -> Features:
         """A `SparseTensor` -> one on the same grid; or features (N, C_in) with ``plan`` -> (N, C_out)."""
@@ -179,19 +150,8 @@ class SubmanifoldConv(ConvolutionModule):
         return self.geometry.plan(self._grid(x))
 
 
-class Conv(ConvolutionModule):
-    """Convolution onto coarse voxels, onto every reachable voxel, or onto a grid given at the call.
-
-    Args:
-        stride: one integer or one an axis. Where it is not 1, outputs are all coarse voxels that see an input.
-        target: ``"full"`` for every reachable voxel at stride 1 too; None as in `ConvolutionPlan`.
-
-    The other arguments are those of `SubmanifoldConv`.
-
-    >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 0, 0, 0], [0, 5, 5, 5]])), torch.ones(2, 4))
-    >>> Conv(4, 8, 2, stride=2)(x).grid.coords.tolist()
-    [[0, 0, 0, 0], [0, 2, 2, 2]]
-    """
+class _TargetedConv(ConvolutionModule):
+    """What `Conv` and `InverseConv` share: ``target``, which says on which voxels a layer at stride 1 ends."""
 
     def __init__(
         self,
@@ -232,6 +192,21 @@ class Conv(ConvolutionModule):
             raise ValueError(f"target is 'full' or None here, and a grid at the call; got {target!r}")
         self.target = target
 
+
+class Conv(_TargetedConv):
+    """Convolution onto coarse voxels, onto every reachable voxel, or onto a grid given at the call.
+
+    Args:
+        stride: one integer or one an axis. Where it is not 1, outputs are all coarse voxels that see an input.
+        target: ``"full"`` for every reachable voxel at stride 1 too; None as in `ConvolutionPlan`.
+
+    The other arguments are those of `SubmanifoldConv`.
+
+    >>> x = SparseTensor(VoxelGrid(torch.tensor([[0, 0, 0, 0], [0, 5, 5, 5]])), torch.ones(2, 4))
+    >>> Conv(4, 8, 2, stride=2)(x).grid.coords.tolist()
+    [[0, 0, 0, 0], [0, 2, 2, 2]]
+    """
+
     def made_layer(self) -> MadeLayer | None:
         """What is known of it before it runs."""
         is_strided = self.target is not None or any(n > 1 for n in self.geometry.stride)
@@ -255,7 +230,7 @@ class Conv(ConvolutionModule):
         return super().extra_repr() + (f", target={self.target!r}" if self.target else "")
 
 
-class InverseConv(ConvolutionModule):
+class InverseConv(_TargetedConv):
     """Convolution from coarse voxels back onto the grid that they came from, over the same edges reversed.
 
     Arguments are those of the `Conv` that it undoes, with its own channels.
@@ -265,43 +240,6 @@ class InverseConv(ConvolutionModule):
     >>> InverseConv(8, 4, 2, stride=2)(coarse, onto=x).grid is x.grid
     True
     """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Axes | None = None,
-        *,
-        stride: Axes = 1,
-        target: str | None = None,
-        dilation: Axes = 1,
-        padding: Axes | None = None,
-        taps: Integer[torch.Tensor, "K D"] | Sequence[Sequence[int]] | None = None,
-        boundary: Boundary | str = "absent",
-        groups: int = 1,
-        bias: bool = True,
-        rank: int = 3,
-        backend: str = "auto",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride=stride,
-            dilation=dilation,
-            padding=padding,
-            taps=taps,
-            boundary=boundary,
-            groups=groups,
-            bias=bias,
-            rank=rank,
-            backend=backend,
-            device=device,
-            dtype=dtype,
-        )
-        self.target = target
 
     def made_layer(self) -> MadeLayer | None:
         """What is known of it before it runs."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sparseconv.autograd_function import Function
 from sparseconv.nn.module import Features, features_of, with_features
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.tensor import SparseTensor
@@ -52,7 +51,9 @@ class SyncBatchNorm(BatchNorm):
         return with_features(x, self._by_sums(features, count, self._sum))
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
-        return _AllSum.apply(values, self.process_group)
+        from sparseconv.distributed.exchange import summed  # takes torch.distributed.checkpoint along
+
+        return summed(values, self.process_group)
 
     @classmethod
     def convert(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
@@ -71,18 +72,3 @@ class SyncBatchNorm(BatchNorm):
         for name, child in module.named_children():
             setattr(module, name, cls.convert(child, process_group))
         return module
-
-
-class _AllSum(Function):
-    """The sum over processes; its derivative is the sum over processes of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return _AllSum.apply(grad, ctx.group), None

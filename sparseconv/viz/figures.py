@@ -72,7 +72,7 @@ def checked_picture_path(path: str | Path) -> Path:
 
 
 def save_figure(figure: Figure, path: str | Path, dpi: int = 110) -> Path:
-    """Write a figure under its final name only when it is complete: a temporary file in its folder, then a rename.
+    """Write a figure under its final name only when it is complete: a temporary folder beside it, then a rename.
 
     >>> with tempfile.TemporaryDirectory() as folder, new_figure(1, 1) as figure:
     ...     save_figure(figure, Path(folder, "empty.png")).name
@@ -81,21 +81,8 @@ def save_figure(figure: Figure, path: str | Path, dpi: int = 110) -> Path:
     from matplotlib import rc_context
 
     path = checked_picture_path(path)
-    handle, unfinished = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.absolute().parent)
-    os.close(handle)
-    try:
-        with rc_context(STYLE):
-            figure.savefig(unfinished, dpi=dpi)
-        os.chmod(unfinished, 0o666 & ~_umask())
-        os.replace(unfinished, path)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise
+    with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.absolute().parent) as folder, rc_context(STYLE):
+        unfinished = Path(folder, path.name)
+        figure.savefig(unfinished, dpi=dpi)
+        unfinished.replace(path)
     return path
-
-
-def _umask() -> int:
-    """The process's mask for new files, which a temporary file does not follow."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -189,9 +189,9 @@ def _plan_view(plan: ConvolutionPlan, row: int | None, unit: str | None, title: 
     return View(figure, scene)
 
 
-def _around(grid: VoxelGrid, place: torch.Tensor, cells: float = 3.5) -> torch.Tensor:
-    """(N,) bool: the voxels of a grid within some cells of a place."""
-    reach = cells * torch.tensor(grid.voxel_size)
+def _around(grid: VoxelGrid, place: torch.Tensor) -> torch.Tensor:
+    """(N,) bool: the voxels of a grid within three and a half cells of a place."""
+    reach = 3.5 * torch.tensor(grid.voxel_size)
     return ((grid.positions().cpu() - place).abs() <= reach).all(1).to(grid.device)
 
 

@@ -152,8 +152,8 @@ from sparseconv.llvm import compile as compiler
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
 from tests.backends.test_numpy_gather_scatter import random_map
 made = []
-plain = compiler._object
-compiler._object = lambda *args: made.append(1) or plain(*args)
+plain = compiler.object_code
+compiler.object_code = lambda *args: made.append(1) or plain(*args)
 y = LlvmImplicitGemm().forward(torch.ones(8, 4), torch.ones(2, 4, 9), random_map(1, 8, 8, 2), 1)
 print(len(made), float(y.sum()))
 """

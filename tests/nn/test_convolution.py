@@ -109,6 +109,12 @@ def test_the_inverse_of_a_full_and_of_a_given_target():
     assert nn.InverseConv(8, 4, 3, stride=2)(coarse, onto=x).grid is x.grid
 
 
+@pytest.mark.parametrize("layer", [nn.Conv, nn.InverseConv])
+def test_a_layer_is_given_no_target_but_full(layer):
+    with pytest.raises(ValueError, match="target is 'full' or None here"):
+        layer(4, 8, 3, target="whole")
+
+
 def test_the_inverse_refuses_a_grid_that_it_did_not_come_from():
     x = sparse()
     coarse = nn.Conv(4, 8, 2, stride=2)(x)

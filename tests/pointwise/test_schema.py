@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 from enum import Enum
 
 import pytest
 import torch
 
-from sparseconv.pointwise import Config, Derivative, Promotion, pointwise_dynamic
+from sparseconv.pointwise import Config, Derivative, PointwiseDynamicFunction, Promotion, operations, pointwise_dynamic
 from sparseconv.pointwise.schema import Schema, make_schema
 
 
@@ -107,3 +109,13 @@ def test_config_and_derivative_say_what_they_take():
         pointwise_dynamic(
             lambda x: x, promotion_methods=[(0, "DEFAULT")], derivative={0: Derivative(torch.mul, "grad0", "in4")}
         )
+
+
+def test_every_operation_and_gradient_has_its_scalar_function():
+    """Named by text, so that nothing else than a card would miss one."""
+    room = operations.__name__.rpartition(".")[0] + ".scalars."
+    made = [f for f in gc.get_objects() if type(f) is PointwiseDynamicFunction]
+    own = [f for f in made if f.scalar.fn.__module__.startswith(room)]
+    assert {"clamp_grad", "clamp_min_grad", "gelu_grad2", "swiglu_grad_gate"} <= {f.schema.name for f in own}
+    for function in own:
+        assert len(inspect.signature(function.scalar.fn).parameters) >= function.schema.num_inputs

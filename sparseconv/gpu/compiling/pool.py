@@ -188,9 +188,10 @@ def _pool_in(target: Target, folder: str) -> Pool:
 _pools: list[Pool] = []
 
 
-def wait_for_pools(timeout: float | None = None) -> bool:
-    """Wait until nothing that was given away is left to do; whether that came about."""
-    return all([pool.wait(timeout) for pool in _pools])
+def wait_for_pools() -> None:
+    """Wait until nothing that was given away is left to do."""
+    for pool in _pools:
+        pool.wait()
 
 
 @cache

@@ -79,8 +79,7 @@ def serve(descriptor: int) -> None:
     with suppress(OSError):
         os.nice(NICE)
     for name in PRELOADED:
-        with suppress(ImportError):  # an older Triton, without Gluon
-            importlib.import_module(name)
+        importlib.import_module(name)
     _read_triton()
     try:
         if not parent.poll(PATIENCE):

@@ -134,12 +134,9 @@ def _can_write(place: str) -> bool:
 def cache_dir() -> str:
     """Where Triton keeps compiled kernels; does not load it."""
     if "triton" in sys.modules:
-        try:
-            from triton import knobs
-        except ImportError:  # Triton before 3.4
-            pass
-        else:
-            return str(knobs.cache.dir or "")
+        from triton import knobs
+
+        return str(knobs.cache.dir or "")
     given = os.environ.get("TRITON_CACHE_DIR", "").strip()
     home = os.environ.get("TRITON_HOME", "").strip() or os.path.expanduser("~")
     return given or os.path.join(home, ".triton", "cache")

@@ -9,7 +9,6 @@ import torch
 
 from sparseconv.geometry.ranges import IndexRange
 from sparseconv.nn.captured_inference import CapturedInference
-from sparseconv.nn.captured_inference import capture as capture_example
 from sparseconv.nn.capturing.capture_module import Module, accelerate, capture_module, explain, release
 from sparseconv.nn.capturing.region import register_layers
 from sparseconv.nn.module import SparseModule
@@ -59,10 +58,13 @@ def capture(
     fit gives NaN (-1 in integers), and a later call raises the reason.
 
     Args:
-        module: any module whose call takes or makes one sparse tensor.
+        module: any module whose call takes or makes one sparse tensor. With an example its output is a `SparseTensor`
+            on the input's grid, a tensor whose rows are the voxels', a tensor of a size that no scene changes, or a
+            tuple, list or dict of these.
         example: a scene as they will come, on the network's device; it gives dtype, batch size and typical sizes.
         room: with an example: rows of every grid over those that it has for the example, at least 1.
         max_voxels: with an example: voxels of the largest scene; default: those of the example times ``room``.
+            Rounded up to 256.
         extent: with an example: the box that voxels lie in; default: the example's, grown by an eighth on each side.
 
     Raises:
@@ -83,5 +85,4 @@ def capture(
     """
     if example is None and room == 1.25 and max_voxels is None and extent is None:
         return capture_module(module)
-    given: Any = example  # which checks it
-    return capture_example(module, given, room=room, max_voxels=max_voxels, extent=extent)
+    return CapturedInference(module, example, None, 0, room, max_voxels, extent)

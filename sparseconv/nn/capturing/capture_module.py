@@ -14,31 +14,7 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def capture_module(module: Module) -> Module:
-    """Replay this module's calls as CUDA graphs, for scenes of any size. Returns the same module.
-
-    Two calls of a kind run eagerly and are the example. Then a call is one graph, and its gradient another: the host
-    launches two graphs and not a thousand kernels. The module stays what it was: its parameters, keys, optimizer,
-    GradScaler, clipping, EMA, DistributedDataParallel and hooks on itself know nothing of it. Without a card, calls are
-    the plain calls.
-
-    A graph begins with the first grid that the call asks for; what the call does before runs eagerly every time. So a
-    client of spconv's names may read sizes (``.tolist()``) before it makes its `SparseConvTensor`. What the call
-    returns may be sparse tensors on any voxels, tensors, and tuples, lists, dicts and plain objects of them.
-
-    A scene always gets its right result. The device tells the host before results leave whether a scene fitted (rows,
-    edges, extent); one that did not runs eagerly, and the next capture has more room. The first replays are compared
-    with eager calls. What a graph cannot hold keeps the module eager; `explain` says what and where.
-
-    Args:
-        module: any module whose call takes or makes one sparse tensor.
-
-    >>> import sparseconv as sc
-    >>> from sparseconv import nn
-    >>> net = nn.capture(nn.UNet(4, 3, channels=(8, 16)))
-    >>> grid, _ = sc.voxelize(torch.rand(500, 3), voxel_size=0.1)
-    >>> net(sc.SparseTensor(grid, torch.randn(len(grid), 4))).channels
-    3
-    """
+    """`nn.capture` without an example: replay this module's calls as CUDA graphs. Returns the same module."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"capture takes a torch.nn.Module; got {type(module).__name__}")
     if not isinstance(module.__dict__.get("forward"), Captured):

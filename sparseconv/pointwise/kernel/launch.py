@@ -245,32 +245,25 @@ def _through_triton(kernel: Any, programs: int, warps: int) -> Callable[..., Any
 
 def _direct(compiled: Any, programs: int) -> Callable[..., Any]:
     """Start a compiled kernel from addresses, past Triton's launch metadata unless a profiler's hook asks for it."""
+    from triton import knobs
+
     runner = compiled[(programs, 1, 1)]
     run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-    knobs, launcher = _launch_knobs(), type(run)  # type: Any, Any
-    if knobs is None or _launcher_form(launcher) != ("gridX", "gridY", "gridZ", "stream", "function"):
+    hooks, launcher = knobs.runtime, type(run)  # type: Any, Any
+    if _launcher_form(launcher) != ("gridX", "gridY", "gridZ", "stream", "function"):
         return lambda stream, *operands: runner(*operands, stream=stream)
 
     def start(stream: int, *operands: Any) -> None:
         if listeners:
             told = zip(compiled.src.signature.values(), operands)
             tell(compiled, (programs, 1, 1), [value for kind, value in told if kind != "constexpr"])
-        enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+        enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             runner(*operands, stream=stream)
         else:
             run(programs, 1, 1, stream, function, packed, None, None, None, *operands)
 
     return start
-
-
-@cache
-def _launch_knobs() -> Any:
-    try:
-        from triton import knobs
-    except ImportError:  # Triton before 3.4
-        return None
-    return knobs.runtime
 
 
 @cache

@@ -53,7 +53,6 @@ def _family(
     second: Callable[..., Any],
     *,
     parameters: Sequence[float] = (),
-    kind: str = "DEFAULT",
     doc: str,
 ) -> tuple[PointwiseDynamicFunction, PointwiseDynamicFunction, PointwiseDynamicFunction]:
     """f(x, ...), grad * f'(x, ...) and grad * f''(x, ...); the last is differentiated through its twin."""
@@ -80,7 +79,6 @@ def _family(
         {0: Derivative(slope, "grad0", *arguments)},
         numbers=numbers,
         defaults=parameters,
-        kind=kind,
         doc=doc,
     )
     return value, slope, bend
@@ -123,96 +121,73 @@ leaky_relu: PointwiseDynamicFunction = _make(
     tensor([-1.,  2.])""",
 )
 
-sigmoid_grad_slope: PointwiseDynamicFunction = _make(
-    "sigmoid_grad_slope",
-    lambda grad, y: grad * (1 - 2 * y),
-    {
-        0: Derivative(lambda g, y: sigmoid_grad_slope(g, y), "grad0", "in1"),
-        1: Derivative(lambda g, grad: scale(multiply(g, grad), -2.0), "grad0", "in0"),
-    },
-    tensors=2,
-    doc="grad * (1 - 2 y).",
-)
-sigmoid_grad: PointwiseDynamicFunction = _make(
-    "sigmoid_grad",
-    lambda grad, y: grad * y * (1 - y),
-    {
-        0: Derivative(lambda g, y: sigmoid_grad(g, y), "grad0", "in1"),
-        1: Derivative(lambda g, grad, y: sigmoid_grad_slope(multiply(g, grad), y), "grad0", "in0", "in1"),
-    },
-    tensors=2,
-    doc="grad * y * (1 - y).",
-)
-sigmoid: PointwiseDynamicFunction = _make(
+
+def _of_result(
+    name: str,
+    reference: Callable[..., Any],
+    first: Callable[..., Any],
+    second: Callable[..., Any],
+    *,
+    slope_doc: str,
+    bend_doc: str,
+    doc: str,
+) -> tuple[PointwiseDynamicFunction, PointwiseDynamicFunction]:
+    """y = f(x), and grad * f'(x) as a polynomial of y whose leading term is -y**2, so that its bend is -2."""
+    bend = _make(
+        f"{name}_grad_slope",
+        second,
+        {
+            0: Derivative(lambda g, y: bend(g, y), "grad0", "in1"),
+            1: Derivative(lambda g, grad: scale(multiply(g, grad), -2.0), "grad0", "in0"),
+        },
+        tensors=2,
+        doc=bend_doc,
+    )
+    slope = _make(
+        f"{name}_grad",
+        first,
+        {
+            0: Derivative(lambda g, y: slope(g, y), "grad0", "in1"),
+            1: Derivative(lambda g, grad, y: bend(multiply(g, grad), y), "grad0", "in0", "in1"),
+        },
+        tensors=2,
+        doc=slope_doc,
+    )
+    return _make(name, reference, {0: Derivative(slope, "grad0", "out0")}, kind=_FLOAT, doc=doc), slope
+
+
+sigmoid, sigmoid_grad = _of_result(
     "sigmoid",
     torch.sigmoid,
-    {0: Derivative(sigmoid_grad, "grad0", "out0")},
-    kind=_FLOAT,
+    lambda grad, y: grad * y * (1 - y),
+    lambda grad, y: grad * (1 - 2 * y),
+    slope_doc="grad * y * (1 - y).",
+    bend_doc="grad * (1 - 2 y).",
     doc="""1 / (1 + exp(-x)); integers give floats. The gradient is taken from the output.
 
     >>> sigmoid(torch.arange(2))
     tensor([0.5000, 0.7311])""",
 )
 
-tanh_grad_slope: PointwiseDynamicFunction = _make(
-    "tanh_grad_slope",
-    lambda grad, y: -2 * grad * y,
-    {
-        0: Derivative(lambda g, y: tanh_grad_slope(g, y), "grad0", "in1"),
-        1: Derivative(lambda g, grad: scale(multiply(g, grad), -2.0), "grad0", "in0"),
-    },
-    tensors=2,
-    doc="-2 * grad * y.",
-)
-tanh_grad: PointwiseDynamicFunction = _make(
-    "tanh_grad",
-    lambda grad, y: grad * (1 - y * y),
-    {
-        0: Derivative(lambda g, y: tanh_grad(g, y), "grad0", "in1"),
-        1: Derivative(lambda g, grad, y: tanh_grad_slope(multiply(g, grad), y), "grad0", "in0", "in1"),
-    },
-    tensors=2,
-    doc="grad * (1 - y**2).",
-)
-tanh: PointwiseDynamicFunction = _make(
+tanh, tanh_grad = _of_result(
     "tanh",
     torch.tanh,
-    {0: Derivative(tanh_grad, "grad0", "out0")},
-    kind=_FLOAT,
+    lambda grad, y: grad * (1 - y * y),
+    lambda grad, y: -2 * grad * y,
+    slope_doc="grad * (1 - y**2).",
+    bend_doc="-2 * grad * y.",
     doc="""The hyperbolic tangent; integers give floats. The gradient is taken from the output.
 
     >>> tanh(torch.arange(2))
     tensor([0.0000, 0.7616])""",
 )
 
-elu_grad2: PointwiseDynamicFunction = _make(
-    "elu_grad2",
-    lambda grad, x, alpha: torch.where(x > 0, torch.zeros_like(x), grad * alpha * x.clamp(max=0).exp()),
-    {
-        0: Derivative(lambda g, x, alpha: elu_grad2(g, x, alpha), "grad0", "in1", "in2"),
-        1: Derivative(lambda g, grad, x, alpha: elu_grad2(multiply(g, grad), x, alpha), "grad0", "in0", "in1", "in2"),
-    },
-    tensors=2,
-    numbers=1,
-    doc="grad * alpha * exp(x) where x <= 0, else 0.",
-)
-elu_grad: PointwiseDynamicFunction = _make(
-    "elu_grad",
-    lambda grad, x, alpha: torch.where(x > 0, grad, grad * alpha * x.clamp(max=0).exp()),
-    {
-        0: Derivative(lambda g, x, alpha: elu_grad(g, x, alpha), "grad0", "in1", "in2"),
-        1: Derivative(lambda g, grad, x, alpha: elu_grad2(multiply(g, grad), x, alpha), "grad0", "in0", "in1", "in2"),
-    },
-    tensors=2,
-    numbers=1,
-    doc="grad where x > 0, else grad * alpha * exp(x).",
-)
-elu: PointwiseDynamicFunction = _make(
+elu, elu_grad, elu_grad2 = _family(
     "elu",
     F.elu,
-    {0: Derivative(elu_grad, "grad0", "in0", "in1")},
-    numbers=1,
-    defaults=(1.0,),
+    lambda grad, x, alpha: torch.where(x > 0, grad, grad * alpha * x.clamp(max=0).exp()),
+    lambda grad, x, alpha: torch.where(x > 0, torch.zeros_like(x), grad * alpha * x.clamp(max=0).exp()),
+    parameters=(1.0,),
     doc="""elu(x, alpha=1.0): x where x > 0, else alpha * (exp(x) - 1).
 
     >>> elu(torch.tensor([-1.0, 2.0]))

@@ -121,7 +121,7 @@ class Recorded(torch.Tensor):
             name = owner.__self__.__name__
             if name == "data":
                 return first
-        if asks(func, name):
+        if asks(name):
             plain = mapped((tuple(args), dict(kwargs or {})), lambda r: r.recording.values[r.number])
             return func(*plain[0], **plain[1])
         if tells(func, name):

@@ -37,7 +37,7 @@ AXIS_AT = {
 }
 
 
-def asks(function: Callable[..., Any], name: str) -> bool:
+def asks(name: str) -> bool:
     """Whether a call asks about a tensor, and not for its values."""
     return name in ABOUT
 
