@@ -137,7 +137,7 @@ class Given:
         found = [path for path, leaf, was in self._versions if leaf._version != was]
         found += [path for path, leaf, was in self._kept if not is_same(leaf, was)]
         name = ".".join(map(str, found[0][1:])) if found else ""
-        return f"it writes to its argument {name} in place: write to a copy" if found else None
+        return f"it changes an argument in place, {name}: write to a copy" if found else None
 
     def entry(self, path: tuple[Any, ...]) -> Any:
         """What a dict among the arguments holds at a path now: the call may have changed it."""
