@@ -42,7 +42,7 @@ class RunAgain(Recording):
         self.results = [t.detach().clone() for t in answer.tensors] or [t.clone() for t in self.results]
 
     def tried(self):
-        self._given = Given(*self._given.copied())  # results are put into the caller's dicts
+        self._given = Given(*self._given.copied(), self._given.objects)  # results are put into the caller's dicts
 
     _at_replay = ()
 

@@ -95,6 +95,8 @@ class Answer:
         if isinstance(value, torch.Tensor):
             own = self._constants.get(id(value))
             return self._place(value) if own is None else _Constant(own)
+        if self._given.is_held(value):
+            return _Constant(value)
         if isinstance(value, PLAIN):
             self.plain.append(value)
             return _Constant(value)

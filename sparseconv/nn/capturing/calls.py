@@ -62,8 +62,12 @@ def key_of(scene: Scene, given: Given, path: Any, modules: Sequence[torch.nn.Mod
 
 
 def variables_of(given: Given, end: CodeType) -> tuple[tuple[str, Any], ...]:
-    """Variables that the rest of a call may read, with what calls are told apart by; see `variables_ahead`."""
-    return tuple((name, told(value, given.is_dict)) for name, value in variables_ahead(end))
+    """Variables that the rest of a call may read, with what calls are told apart by; see `variables_ahead`.
+
+    And what the call has written into its arguments so far, which a replay writes as it was.
+    """
+    found = chain(variables_ahead(end), given.written())
+    return tuple((name, told(value, given.is_dict)) for name, value in found)
 
 
 def differing(key: Any, others: Iterable[Any]) -> str:

@@ -18,12 +18,13 @@ from sparseconv.nn.capturing import calls, verify
 from sparseconv.nn.capturing.answer import Answer
 from sparseconv.nn.capturing.arrays import Sizes
 from sparseconv.nn.capturing.calls import Begins, Calls, Instead, Refusals, explained, modes
-from sparseconv.nn.capturing.module_state import EXAMPLES, WANTS, Ahead, Before, ModuleParts, without_traces
+from sparseconv.nn.capturing.module_state import WANTS, ModuleParts, without_traces
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.reads import Reads
 from sparseconv.nn.capturing.recording import Recording
 from sparseconv.nn.capturing.region import Scene, inside, is_inside, kind_of, never_begins, watched
 from sparseconv.nn.capturing.shared_memory import LOOSE, SharedMemory
+from sparseconv.nn.capturing.values.before import EXAMPLES, Ahead, Before
 from sparseconv.nn.capturing.values.given import CannotCapture, DoesNotFit, Given
 from sparseconv.torch_private import others_save
 
@@ -108,7 +109,7 @@ class Captured:
         if torch.is_grad_enabled() and others_save():
             why = "within torch.utils.checkpoint, or another that decides what gradients keep"
             return self._eagerly(why, args, kwargs)
-        given, outer = Given(args, kwargs), modes()
+        given, outer = Given(args, kwargs, self.parts.settings.objects), modes()
         direct = given.scenes(self._opens)
         if len(direct) > 1:
             self._count_refusal("several sparse tensors in one call")
@@ -118,15 +119,16 @@ class Captured:
             kind, scene = self._kind(x, given, path, outer)
             if self._is_ready(kind, scene):
                 return self._replay(kind, scene, path, given)
+            given.keep(kind.calls < EXAMPLES)
             with self.parts.settings.of_calls():
                 out = self.plain(*args, **kwargs)
             return self._noted(kind, scene, out, given, path)
-        found: list[tuple[Calls, Scene]] = []
-        before = Before(self._ahead, self.module, self._mode())
+        found, before = list[tuple[Calls, Scene]](), Before(self._ahead, self.module, self._mode(), given)
 
         def begin(x: Any) -> bool:
-            before.compare()
             found.append(self._kind(x, given, None, outer))
+            if why := before.compare():
+                self._refuse(found[0][0], why)
             if self._is_ready(*found[0]):
                 raise Begins
             return False
@@ -139,7 +141,7 @@ class Captured:
             return self._replay(*found[0], None, given, before)
         if found:
             return self._noted(*found[0], out, given, None)
-        refused = (kind.refused for kind in self._kinds.values() if kind.refused is not None)
+        refused = (kind.refused for kind in self._kinds.values() if kind.refused)
         self._count_refusal(next(refused, "no sparse tensor was made, but for those of captured parts"))
         return out
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -16,14 +15,12 @@ import torch
 
 from sparseconv.gpu import graphs
 from sparseconv.nn.capturing.values.given import CannotCapture
-from sparseconv.nn.capturing.values.snapshots import EQUAL, HeldTensor, copied, is_another, is_same, restored, snapshot
+from sparseconv.nn.capturing.values.snapshots import EQUAL, Walk, copied, is_another, is_same, restored, snapshot
 from sparseconv.torch_private import any_module_hook, copy_each
 
 #: attributes that every module of torch has, and a captured one's forward
 _TORCHS = {*vars(torch.nn.Module()), "forward"}
 _MISSING = object()
-#: eager calls of a kind before the first capture, and of a mode in which all that may move before a region is compared
-EXAMPLES = 2
 
 
 class ModuleState:
@@ -206,10 +203,14 @@ class Settings:
         self._read: list[tuple[weakref.ref[torch.nn.Module], dict[str, Any]]] = []
         #: of these, the modules of clients
         self._of_clients: list[tuple[weakref.ref[torch.nn.Module], dict[str, Any]]] = []
+        #: objects of clients' own classes that they hold, by their ``id``
+        self.objects: dict[int, Any] = {}
         for m in modules:
             is_all = is_of_client(m)
             read = {
-                name: snapshot(value) for name, value in own_of(m) if is_all or isinstance(value, (*EQUAL, type(None)))
+                name: snapshot(value, Walk(self.objects if is_all else {}))
+                for name, value in own_of(m)
+                if is_all or isinstance(value, (*EQUAL, type(None)))
             }
             self._read.append((weakref.ref(m), read))
             if is_all:
@@ -329,57 +330,3 @@ def modules_of_clients(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 def own_of(m: torch.nn.Module) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(m).items() if name not in _TORCHS]
-
-
-class Ahead:
-    """What calls move before their regions begin: buffers, such as a norm's, and attributes of modules of clients."""
-
-    def __init__(self) -> None:
-        #: by mode: calls that were compared; names of parts, and of what is theirs, that a call moved
-        self.compared: Counter[Any] = Counter()
-        self.moved: dict[Any, set[tuple[str, str]]] = {}
-
-
-class Before:
-    """What a call may move before its region begins, as it was: a call that no replay answers is made anew from there.
-
-    The first calls of a mode show what that is; others keep that alone.
-    """
-
-    def __init__(self, ahead: Ahead, module: torch.nn.Module, mode: Any) -> None:
-        self._ahead, self._mode = ahead, mode
-        self._is_compared = ahead.compared[mode] < EXAMPLES
-        #: part, name, what holds it, and a copy of it
-        self._kept: list[tuple[str, str, dict[str, Any], Any]] = []
-        if self._is_compared:
-            clients = set(modules_of_clients(module))
-            for part, m in module.named_modules():
-                names = [*m._buffers, *(name for name, _ in own_of(m) if m in clients)]
-                self._keep(part, m, names)
-        else:
-            for part, name in ahead.moved.get(mode, ()):
-                self._keep(part, module.get_submodule(part), [name])
-
-    def _keep(self, part: str, m: torch.nn.Module, names: Iterable[str]) -> None:
-        for name in names:
-            held: dict[str, Any] = m._buffers if name in m._buffers else m.__dict__
-            if name in held:
-                self._kept.append((part, name, held, copied(held[name])))
-
-    def compare(self) -> None:
-        """The region begins: learn what is another now."""
-        if not self._is_compared:
-            return
-        self._ahead.compared[self._mode] += 1
-        moved = {(part, name) for part, name, held, copy in self._kept if _is_moved(held.get(name), copy)}
-        self._ahead.moved.setdefault(self._mode, set()).update(moved)
-
-    def put_back(self) -> None:
-        """Make it what it was."""
-        for _, name, held, copy in self._kept:
-            held[name] = restored(held.get(name), copy)
-
-
-def _is_moved(now: Any, copy: Any) -> bool:
-    """By values, too: torch's batch norm writes its statistics without a version."""
-    return not is_same(now, copy) or (isinstance(copy, HeldTensor) and not torch.equal(copy.itself, copy.values))

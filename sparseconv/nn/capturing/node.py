@@ -69,7 +69,7 @@ def replayed(
         else:
             captured.forget(recording, grads)
         with recording.state.restoring(), inside():
-            eager = eager_call(recording, call, Given(*inputs), attached=twice)
+            eager = eager_call(recording, call, Given(*inputs, captured.parts.settings.objects), attached=twice)
             return gradients_of(recording, eager, grads, twice)
 
     features = scene.features if unwrap_dead is None else unwrap_dead(scene.features)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from operator import is_not
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_, is_not
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ import torch
 from sparseconv.nn.capturing.region import kind_of
 from sparseconv.nn.capturing.values.containers import fields_of, is_container, is_record, item_at, items_of, rebuilt
 from sparseconv.nn.capturing.values.read_dict import ReadDict
-from sparseconv.nn.capturing.values.telling import MISSING, PLAIN, form_of
+from sparseconv.nn.capturing.values.snapshots import copied, is_same
+from sparseconv.nn.capturing.values.telling import DEEPEST, MISSING, MOST_HELD, PLAIN, form_of, told
 
 
 class CannotCapture(Exception):
@@ -28,10 +30,20 @@ class DoesNotFit(Exception):
 
 
 class Given:
-    """The arguments of a call: what they are made of, and copies of their containers."""
+    """The arguments of a call: what they are made of, and copies of their containers.
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    Args:
+        objects: those that the module holds, by their ``id``: they are not copied, since the call sees them there, too.
+    """
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], objects: Mapping[int, Any] = MappingProxyType({})
+    ) -> None:
         self.whole = (args, kwargs)
+        self.objects = objects
+        #: arguments that may be written to, with what they held, or the version of a tensor
+        self._kept: list[tuple[tuple[Any, ...], Any, Any]] = []
+        self._versions: list[tuple[tuple[Any, ...], torch.Tensor, int]] = []
         self._paths: dict[int, tuple[Any, ...]] = {}
         self._note_read: Callable[[tuple[Any, ...]], None] | None = None
         self._copies: dict[int, tuple[Any, ...]] = {}
@@ -41,14 +53,21 @@ class Given:
         self._dicts: dict[tuple[Any, ...], dict[Any, Any]] = {}
         self._before: dict[tuple[Any, ...], dict[Any, Any]] = {}
         self._lists: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
-        #: every argument that is no container, and where it is; classes of the containers
+        self._sets: dict[tuple[Any, ...], tuple[set[Any], int]] = {}
+        #: containers that are looked into, by their ``id``; items that objects among them may still hold
+        self._opened = set[int]()
+        self._left = MOST_HELD
+        #: every argument that is not looked into, and where it is; classes of the containers
         self.leaves: list[tuple[tuple[Any, ...], Any]] = []
         self._classes: list[Any] = []
-        self._note(self.whole, ())
+        self._note(self.whole, (), False)
 
-    def _note(self, value: Any, path: tuple[Any, ...]) -> None:
-        if not is_container(value):
+    def _note(self, value: Any, path: tuple[Any, ...], within: bool) -> None:
+        """What lies ``within`` objects is looked into as far as `MOST_HELD` items, and so deep."""
+        if not self._is_opened(value, path, within):
             self.leaves.append((path, value))
+            if isinstance(value, set):
+                self._sets[path] = value, len(value)
             if not isinstance(value, PLAIN):
                 self._paths.setdefault(id(value), path)
             return
@@ -57,13 +76,25 @@ class Given:
             return
         self._paths[id(value)] = path
         self._classes.append((path, type(value)))
+        self._opened.add(id(value))
+        within = within or is_record(value)
         if (isinstance(value, dict) and len(path) > 1) or is_record(value):
             self._dicts[path] = fields_of(value)
             self._before[path] = dict(self._dicts[path])
         elif isinstance(value, list):
             self._lists[path] = value, list(value)
         for key, item in items_of(value):
-            self._note(item, (*path, key))
+            self._note(item, (*path, key), within)
+
+    def _is_opened(self, value: Any, path: tuple[Any, ...], within: bool) -> bool:
+        if not is_container(value) or id(value) in self.objects:
+            return False
+        is_object = is_record(value)
+        if not within and not is_object:
+            return True
+        if id(value) not in self._paths:
+            self._left -= 1 if isinstance(value, slice) else len(vars(value) if is_object else value)
+        return self._left >= 0 and len(path) <= DEEPEST
 
     def scenes(self, opens: bool) -> list[tuple[tuple[Any, ...], Any]]:
         """The sparse tensors among the arguments, and where they are.
@@ -87,8 +118,26 @@ class Given:
         same counts, too.
         """
         leaves = [(path, leaf) for path, leaf in self.leaves if kind_of(leaf) is None]
-        forms = ((path, self._paths.get(id(leaf)), form_of(leaf, rows, device)) for path, leaf in leaves)
+        forms = ((path, self._paths.get(id(leaf)), self._form(leaf, rows, device)) for path, leaf in leaves)
         return *self._classes, *forms
+
+    def _form(self, leaf: Any, rows: int, device: torch.device) -> Any:
+        return (id(leaf), told(leaf)) if id(leaf) in self.objects else form_of(leaf, rows, device)
+
+    def keep(self, is_all: bool) -> None:
+        """Note how tensors among the arguments are, and where ``is_all`` other arguments that may be written to."""
+        tensors = [(path, leaf) for path, leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        self._versions = [(path, leaf, leaf._version) for path, leaf in tensors if not leaf.is_inference()]
+        if is_all:
+            others = ((path, leaf) for path, leaf in self.leaves if not isinstance(leaf, (torch.Tensor, *PLAIN)))
+            self._kept = [(path, leaf, copied(leaf)) for path, leaf in others if id(leaf) not in self.objects]
+
+    def rewritten(self) -> str | None:
+        """That an argument was written to in place since `keep`, which calls that are tried would do again."""
+        found = [path for path, leaf, was in self._versions if leaf._version != was]
+        found += [path for path, leaf, was in self._kept if not is_same(leaf, was)]
+        name = ".".join(map(str, found[0][1:])) if found else ""
+        return f"it changes an argument in place, {name}: write to a copy" if found else None
 
     def entry(self, path: tuple[Any, ...]) -> Any:
         """What a dict among the arguments holds at a path now: the call may have changed it."""
@@ -96,6 +145,17 @@ class Given:
             return self.at(path)
         except (KeyError, IndexError, TypeError):
             return MISSING
+
+    def written(self) -> Iterator[tuple[str, Any]]:
+        """Entries of dicts and attributes of objects among the arguments that are others now, with their names."""
+        for path, now in self._dicts.items():
+            before = self._before[path]
+            if dict.keys(now) == before.keys() and all(map(is_, dict.values(now), before.values())):
+                continue
+            for key in {**before, **now}:
+                value = dict.get(now, key, MISSING)
+                if value is not before.get(key, MISSING):
+                    yield ".".join(map(str, (*path[1:], key))), value
 
     def is_dict(self, value: Any) -> bool:
         """Whether it is a dict among the arguments of which `copied` can tell what is read."""
@@ -115,6 +175,7 @@ class Given:
         """Let go of everything."""
         self.whole, self.leaves = ((), {}), []
         self._dicts, self._before, self._lists, self._paths, self._copies, self._made = {}, {}, {}, {}, {}, {}
+        self._sets = {}
 
     def copied(
         self,
@@ -135,7 +196,10 @@ class Given:
         if path in replaced:
             self._copies[id(replaced[path])] = path
             return replaced[path]
-        if not is_container(value):
+        if path in self._sets:
+            self._sets[path] = set(value), len(value)
+            return self._sets[path][0]
+        if id(value) not in self._opened:
             return value
         if id(value) in self._made:
             return self._made[id(value)]
@@ -157,6 +221,10 @@ class Given:
             self._lists[path] = made, list(made)
         return made
 
+    def is_held(self, value: Any) -> bool:
+        """Whether it is an object that the module holds."""
+        return id(value) in self.objects
+
     def path_of(self, value: Any) -> tuple[Any, ...] | None:
         """Where a value is among the arguments or their copies; None for a new one."""
         if isinstance(value, PLAIN):
@@ -168,6 +236,11 @@ class Given:
         """Of each dict that the call changed: its path, the keys that went, and the items that are new or others."""
         if any(len(now) != len(was) or any(map(is_not, now, was)) for now, was in self._lists.values()):
             raise CannotCapture("it changes a list that it is given, which a replay would leave as it was")
+        if any(len(now) != was for now, was in self._sets.values()):
+            raise CannotCapture("it changes a set that it is given, which a replay would leave as it was")
+        why = self.rewritten()
+        if why is not None:
+            raise CannotCapture(why)
         found = []
         for path, now in self._dicts.items():
             before = self._before[path]

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from sparseconv.nn.capturing.values.containers import fields_of, is_record
-from sparseconv.nn.capturing.values.telling import MOST_ITEMS
+from sparseconv.nn.capturing.values.telling import DEEPEST, MOST_BYTES, MOST_ITEMS, PLAIN
 
 #: values that are the same where they are equal
-EQUAL = (int, float, complex, str, bytes, set, frozenset, torch.Size, torch.dtype, torch.device)
+EQUAL: tuple[type, ...] = (int, float, complex, str, bytes, set, frozenset, torch.Size, torch.dtype, torch.device)
+
+#: bytes of the largest array that is copied, to see whether a call writes to it
+MOST_COPIED = 2**24
+#: what holds nothing that is looked at
+_ALONE = torch.Tensor, *PLAIN
 
 
 class _Fields(NamedTuple):
@@ -29,39 +38,102 @@ class HeldTensor(NamedTuple):
     values: torch.Tensor
 
 
+class _Whole(NamedTuple):
+    """What is written to in place, such as a set or an array, and what it held."""
+
+    itself: Any
+    values: Any
+
+    def is_same(self, now: Any) -> bool:
+        """Whether another one holds the same; by which items, where these may have no equality."""
+        was = self.values
+        if type(now) is not type(was):
+            return False
+        if isinstance(now, np.ndarray):
+            return now.dtype == was.dtype and now.shape == was.shape and now.tobytes() == was.tobytes()
+        if isinstance(now, (list, deque)):
+            return len(now) == len(was) and all(map(is_, now, was))
+        return bool(now == was)
+
+    def put_back(self) -> Any:
+        """Itself, as it was."""
+        itself: Any = self.itself
+        if self.is_same(itself):
+            return itself
+        if isinstance(itself, np.ndarray):
+            itself[...] = self.values
+            return itself
+        itself.clear()
+        (itself.update if isinstance(itself, set) else itself.extend)(self.values)
+        return itself
+
+
+class _Tuple(NamedTuple):
+    """A tuple of what may be written to in place."""
+
+    itself: tuple[Any, ...]
+    items: list[Any]
+
+
 @dataclass
-class _Walk:
-    """Objects that were met, once each: one may hold itself. Behind the most fields, they are told by who they are."""
+class Walk:
+    """Objects that were met, once each: one may hold itself. Behind the most items, they are told by who they are."""
 
-    met: set[int] = field(default_factory=set)
-    fields: int = 0
+    #: objects by their ``id``
+    objects: dict[int, Any] = field(default_factory=dict)
+    _met: set[int] = field(default_factory=set)
+    _items: int = 0
+    _wholes: int = 0
 
-    def goes_into(self, value: Any) -> bool:
+    def goes_into(self, value: Any, depth: int) -> bool:
+        """Whether it is an object, or a dict of a client's own class, that is looked into."""
         if not is_record(value) and (type(value) is dict or not isinstance(value, dict)):
             return False
-        self.fields += len(fields_of(value))
-        if id(value) in self.met or self.fields > MOST_ITEMS:
+        self._items += len(fields_of(value))
+        if id(value) in self._met or self._items > MOST_ITEMS or not depth:
             return False
-        self.met.add(id(value))
+        self._met.add(id(value))
+        if is_record(value):
+            self.objects[id(value)] = value
         return True
 
+    def is_open(self, value: Any, kind: Any, depth: int) -> bool:
+        """Whether it is a list, tuple or dict that is looked into; of those within objects not many items are."""
+        if not isinstance(value, kind):
+            return False
+        if self._met:
+            self._items += len(value)
+        return self._items <= MOST_ITEMS and depth > 0
 
-def snapshot(value: Any, walk: _Walk | None = None) -> Any:
+    def kept(self, value: Any, most: int) -> Any:
+        """What is neither: sets, and arrays of so many bytes, are kept with a copy, as far as these are not many."""
+        is_list = isinstance(value, list) and type(value) is not list
+        is_array = isinstance(value, np.ndarray) and value.nbytes <= most
+        is_whole = is_list or is_array or isinstance(value, (set, deque, bytearray))
+        self._wholes += is_whole
+        return _Whole(value, copy.copy(value)) if is_whole and self._wholes <= MOST_ITEMS else value
+
+
+def snapshot(value: Any, walk: Walk | None = None, depth: int = DEEPEST) -> Any:
     """Containers as they are now, for `is_another`; a tensor is itself, since graphs read what is in it."""
-    walk = _Walk() if walk is None else walk
-    if walk.goes_into(value):
-        return _Fields(value, {key: snapshot(one, walk) for key, one in fields_of(value).items()})
-    if type(value) is dict:
-        return {key: snapshot(one, walk) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(snapshot(one, walk) for one in value)
-    return set(value) if type(value) is set else value
+    if isinstance(value, _ALONE):
+        return value
+    walk = Walk() if walk is None else walk
+    if walk.goes_into(value, depth):
+        return _Fields(value, {key: snapshot(one, walk, depth - 1) for key, one in fields_of(value).items()})
+    if type(value) is dict and walk.is_open(value, dict, depth):
+        return {key: snapshot(one, walk, depth - 1) for key, one in value.items()}
+    if type(value) in (list, tuple) and walk.is_open(value, type(value), depth):
+        return type(value)(snapshot(one, walk, depth - 1) for one in value)
+    return walk.kept(value, MOST_BYTES)
 
 
 def is_another(now: Any, before: Any) -> bool:
     """Whether a value is not what it was at its `snapshot`."""
     if now is before:
         return False
+    if isinstance(before, _Whole):
+        return not before.is_same(now)
     if isinstance(before, _Fields):
         if type(now) is not type(before.itself):
             return True
@@ -76,46 +148,63 @@ def is_another(now: Any, before: Any) -> bool:
     return not isinstance(now, EQUAL) or bool(now != before)
 
 
-def copied(value: Any, walk: _Walk | None = None) -> Any:
+def copied(value: Any, walk: Walk | None = None, depth: int = DEEPEST) -> Any:
     """Containers and tensors as they are now, for `is_same` and `restored`."""
-    walk = _Walk() if walk is None else walk
+    walk = Walk() if walk is None else walk
     if isinstance(value, torch.Tensor) and not value.is_inference():
         return HeldTensor(value, value._version, value.detach().clone())
-    if walk.goes_into(value):
-        return _Fields(value, {key: copied(one, walk) for key, one in fields_of(value).items()})
-    if type(value) is dict:
-        return {key: copied(one, walk) for key, one in value.items()}
-    return [copied(one, walk) for one in value] if type(value) is list else value
+    if walk.goes_into(value, depth):
+        return _Fields(value, {key: copied(one, walk, depth - 1) for key, one in fields_of(value).items()})
+    if type(value) is dict and walk.is_open(value, dict, depth):
+        return {key: copied(one, walk, depth - 1) for key, one in value.items()}
+    if type(value) is list and walk.is_open(value, list, depth):
+        return [copied(one, walk, depth - 1) for one in value]
+    if isinstance(value, tuple) and walk.is_open(value, tuple, depth):
+        items = [copied(one, walk, depth - 1) for one in value]
+        return value if all(map(is_, items, value)) else _Tuple(value, items)
+    return walk.kept(value, MOST_COPIED)
 
 
-def restored(value: Any, copy: Any) -> Any:
-    """What was copied: a tensor, list, dict or object itself, with what it held."""
-    if isinstance(copy, HeldTensor):
-        copy.itself.data.copy_(copy.values)
-        return copy.itself
-    if isinstance(copy, _Fields):
-        own = fields_of(copy.itself)
-        held = {key: restored(own.get(key), one) for key, one in copy.fields.items()}
+def restored(value: Any, before: Any) -> Any:
+    """What was `copied` before: a tensor, list, dict or object itself, with what it held."""
+    if isinstance(before, HeldTensor):
+        before.itself.data.copy_(before.values)
+        return before.itself
+    if isinstance(before, _Whole):
+        return before.put_back()
+    if isinstance(before, _Tuple):
+        for item, was in zip(before.itself, before.items):
+            restored(item, was)
+        return before.itself
+    if isinstance(before, _Fields):
+        own = fields_of(before.itself)
+        held = {key: restored(own.get(key), one) for key, one in before.fields.items()}
         dict.clear(own)
         dict.update(own, held)
-        return copy.itself
-    if type(copy) is dict:
+        return before.itself
+    if type(before) is dict:
         own = value if type(value) is dict else {}
-        held = {key: restored(own.get(key), one) for key, one in copy.items()}
+        held = {key: restored(own.get(key), one) for key, one in before.items()}
         own.clear()
         own.update(held)
         return own
-    if type(copy) is list:
+    if type(before) is list:
         kept = value if type(value) is list else []
-        kept[:] = [restored(None, one) for one in copy]
+        kept[:] = [restored(None, one) for one in before]
         return kept
-    return copy
+    return before
 
 
 def is_same(now: Any, before: Any) -> bool:
     """Whether a value is the one that was `copied`, as it was then."""
     if isinstance(before, HeldTensor):
         return now is before.itself and now._version == before.version
+    if isinstance(before, _Whole):
+        return before.is_same(now)
+    if isinstance(before, _Tuple):
+        return (
+            type(now) is type(before.itself) and len(now) == len(before.items) and all(map(is_same, now, before.items))
+        )
     if isinstance(before, _Fields):
         return now is before.itself and is_same(dict(fields_of(now)), before.fields)
     if now is before:

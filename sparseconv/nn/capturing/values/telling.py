@@ -17,12 +17,14 @@ PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.d
 SIMPLE = (*PLAIN, np.generic, np.ndarray)
 #: bytes of an array, and items of a container, that calls are told apart by
 MOST_BYTES, MOST_ITEMS = 2**12, 2**8
+#: items in all that objects are looked into for, and how deep
+MOST_HELD, DEEPEST = 2**11, 16
 
 
 def form_of(leaf: Any, rows: int, device: torch.device) -> Any:
     """What calls are told apart by of an argument, of a scene of so many ``rows`` on a device; see `Given.forms`."""
     if not isinstance(leaf, torch.Tensor):
-        return spelled(leaf)
+        return object() if is_container(leaf) else spelled(leaf)  # a container here is too large
     if leaf.device != device:
         cells = leaf.detach().reshape(-1) if leaf.device.type == "cpu" and leaf.nbytes <= MOST_BYTES else None
         return leaf.dtype, leaf.shape, object() if cells is None else spelled(cells.view(torch.uint8).numpy())
@@ -55,7 +57,7 @@ def told(
         return seen[id(value)][0]
     seen[id(value)] = len(seen), value  # which is kept, and with it the address
     items = list(value) if is_set else items_of(value)
-    if not depth or len(items) > MOST_ITEMS:
+    if not depth or len(items) > MOST_ITEMS or len(seen) > MOST_HELD:
         return object()
     if is_set:
         return type(value), frozenset(told(item, is_left, depth - 1, seen) for item in items)
