@@ -79,9 +79,10 @@ class SharedMemory:
         return self._flat[dtype, count]
 
 
-@torch.no_grad()
 def copies_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies by one kernel: a launch for each takes the host longer than the card."""
+    """Copies of tensors without a gradient, by one kernel: a launch for each takes the host longer than the card."""
+    if len(tensors) == 1:
+        return [tensors[0].clone()]
     made = [torch.empty_like(tensor) for tensor in tensors]
     copy_each(made, tensors)
     return made

@@ -13,7 +13,7 @@ from sparseconv.nn.capturing.region import kind_of
 from sparseconv.nn.capturing.values.containers import fields_of, is_container, is_record, item_at, items_of, rebuilt
 from sparseconv.nn.capturing.values.read_dict import ReadDict
 from sparseconv.nn.capturing.values.snapshots import copied, is_same
-from sparseconv.nn.capturing.values.telling import DEEPEST, MISSING, MOST_HELD, PLAIN, form_of, told
+from sparseconv.nn.capturing.values.telling import ALONE, DEEPEST, MISSING, MOST_HELD, PLAIN, form_of, told
 
 
 class CannotCapture(Exception):
@@ -64,7 +64,7 @@ class Given:
 
     def _note(self, value: Any, path: tuple[Any, ...], within: bool) -> None:
         """What lies ``within`` objects is looked into as far as `MOST_HELD` items, and so deep."""
-        if not self._is_opened(value, path, within):
+        if isinstance(value, ALONE) or not self._is_opened(value, path, within):
             self.leaves.append((path, value))
             if isinstance(value, set):
                 self._sets[path] = value, len(value)
@@ -196,17 +196,18 @@ class Given:
         if path in replaced:
             self._copies[id(replaced[path])] = path
             return replaced[path]
-        if path in self._sets:
+        if self._sets and path in self._sets:
             self._sets[path] = set(value), len(value)
             return self._sets[path][0]
         if id(value) not in self._opened:
             return value
         if id(value) in self._made:
             return self._made[id(value)]
-        if is_record(value):  # which may hold itself
+        is_object = is_record(value)
+        if is_object:  # which may hold itself
             self._made[id(value)] = made = rebuilt(value, [None] * len(vars(value)))
         items = [self._copied(item, (*path, key), replaced) for key, item in items_of(value)]
-        if is_record(value):
+        if is_object:
             vars(made).update(zip(vars(value), items))
         else:
             made = rebuilt(value, items)

@@ -12,15 +12,13 @@ import numpy as np
 import torch
 
 from sparseconv.nn.capturing.values.containers import fields_of, is_record
-from sparseconv.nn.capturing.values.telling import DEEPEST, MOST_BYTES, MOST_ITEMS, PLAIN
+from sparseconv.nn.capturing.values.telling import ALONE, DEEPEST, MOST_BYTES, MOST_ITEMS
 
 #: values that are the same where they are equal
 EQUAL: tuple[type, ...] = (int, float, complex, str, bytes, set, frozenset, torch.Size, torch.dtype, torch.device)
 
 #: bytes of the largest array that is copied, to see whether a call writes to it
 MOST_COPIED = 2**24
-#: what holds nothing that is looked at
-_ALONE = torch.Tensor, *PLAIN
 
 
 class _Fields(NamedTuple):
@@ -116,7 +114,7 @@ class Walk:
 
 def snapshot(value: Any, walk: Walk | None = None, depth: int = DEEPEST) -> Any:
     """Containers as they are now, for `is_another`; a tensor is itself, since graphs read what is in it."""
-    if isinstance(value, _ALONE):
+    if isinstance(value, ALONE):
         return value
     walk = Walk() if walk is None else walk
     if walk.goes_into(value, depth):

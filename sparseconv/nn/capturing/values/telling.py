@@ -15,6 +15,8 @@ from sparseconv.nn.capturing.values.containers import is_container, items_of
 MISSING = object()
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 SIMPLE = (*PLAIN, np.generic, np.ndarray)
+#: what holds nothing that is looked at
+ALONE = (torch.Tensor, *PLAIN)
 #: bytes of an array, and items of a container, that calls are told apart by
 MOST_BYTES, MOST_ITEMS = 2**12, 2**8
 #: items in all that objects are looked into for, and how deep
