@@ -18,6 +18,8 @@ from tests.cases import TOLERANCE, error
 
 CPU = ("numpy_gather_scatter", "llvm_implicit_gemm")
 SIZES = range(1, 7)
+#: where kernels of Triton run: in its interpreter where there is no card
+TRITONS = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
@@ -126,7 +128,7 @@ def test_strides_round_a_torus(backend: str, poisoned: None) -> None:
 def test_small_tori_in_triton(extent: int, kernel: int) -> None:
     assert "triton_implicit_gemm" in BACKENDS
     edge = sc.Boundary.periodic((extent,))
-    grid = scene((extent,), device="cuda" if torch.cuda.is_available() else "cpu")
+    grid = scene((extent,), device=TRITONS)
     plan = sc.ConvolutionPlan(grid, kernel, boundary=edge, backend="triton_implicit_gemm")
     compare(plan, (extent,), (kernel,), dtype=torch.float32)
 
@@ -137,7 +139,8 @@ def test_every_kernel_on_every_line_in_triton(kind: str) -> None:
     """Its kernels have no fp64, and so no gradcheck: the oracle's three results in fp32 stand for it."""
     for extent, kernel in itertools.product(SIZES, SIZES):
         edge = boundary(kind, (extent,))
-        plan = sc.ConvolutionPlan(scene((extent,)), kernel, boundary=edge, backend="triton_implicit_gemm")
+        grid = scene((extent,), device=TRITONS)
+        plan = sc.ConvolutionPlan(grid, kernel, boundary=edge, backend="triton_implicit_gemm")
         compare(plan, (extent,), (kernel,), dtype=torch.float32)
 
 
