@@ -119,13 +119,12 @@ def is_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
 
     Two passes through the dispatcher's Python kernels cost as much as launching a small layer.
     """
-    return (
-        type(x) in _PLAIN
-        and _PLAIN.issuperset(map(type, others))
-        and not dispatch_modes()
-        and not transforms.forward_mode()
-        and not any(t is not None and is_batch_of_cotangents(t) for t in (x, *others))
-    )
+    if type(x) not in _PLAIN or not _PLAIN.issuperset(map(type, others)):
+        return False
+    for t in (x, *others):  # no generator: that takes as long as all of the rest
+        if t is not None and is_batch_of_cotangents(t):
+            return False
+    return not dispatch_modes() and not transforms.forward_mode()
 
 
 def _in_autocast(x: torch.Tensor) -> bool:

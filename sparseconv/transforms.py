@@ -101,21 +101,17 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
     def found(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        if not torch.is_inference_mode_enabled():
-            return _followed_by_none(function, *args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
-            return _followed_by_none(function, *args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return found(*args, **kwargs)
+        if not functional():
+            return function(*args, **kwargs)
+        held: Any = [plain(value) if isinstance(value, torch.Tensor) else value for value in args]
+        named: Any = {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
+        with no_transforms():
+            return function(*held, **named)
 
     return found
-
-
-def _followed_by_none(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    if not functional():
-        return function(*args, **kwargs)
-    held: Any = [plain(value) if isinstance(value, torch.Tensor) else value for value in args]
-    named: Any = {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
-    with no_transforms():
-        return function(*held, **named)
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:

@@ -101,12 +101,12 @@ def fused_convolution(
     A result is rounded once, to the dtype of x: on a CPU a sum that is kept for halves is fp32.
     """
     call, tensors = (edges, rows, groups, backend), (x, weight, bias, residual)
+    if residual is None and epilogue is None:
+        return convolution(x, weight, bias, *call)
     with_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     watched = torch.compiler.is_compiling() or functional()
     if not with_gradient and not watched and is_plain(*tensors):
         return without_casts(x, _forward_fused, x, weight, bias, residual, epilogue, *call)
-    if residual is None and epilogue is None:
-        return convolution(x, weight, bias, *call)
     apart = watched or not is_direct(*tensors)
     if x.dtype in _HALVES and x.device.type == "cpu" and (apart or not _keeps_result(epilogue)):
         more = [None if t is None else t.float() for t in (bias, residual)]  # the sum outlives its kernel: not rounded
