@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from functools import cache
 from importlib.util import find_spec
 from threading import Lock
 from typing import Any
 
 from sparseconv.llvm import object_cache
+from sparseconv.llvm.function import Function
 from sparseconv.llvm.target import Target, binding, host
 
 _lock = Lock()  # llvmlite's compiler is one for the process
@@ -27,13 +29,16 @@ def missing() -> str | None:
     return None
 
 
-def compiled(text: str, name: str, target: Target) -> int:
-    """The address of a function of a module in LLVM's language, from disk where a process has compiled it before."""
+def compiled(kind: type[Function], given: tuple[Any, ...], name: str, target: Target, *sizes: Any) -> int:
+    """The address of a function: ``name`` in the module that ``kind(*given).text(*sizes)`` writes in LLVM's language.
+
+    It comes from disk where a process has compiled it before. Then no text is written: that takes longer than loading.
+    """
     with _lock:
-        key = _key(text, target)
+        key = _key(kind, given, target, *sizes)
         code = object_cache.load(key)
         if code is None:
-            code = object_code(text, target)
+            code = object_code(kind(*given).text(*sizes), target)
             object_cache.store(key, code)
         llvm = binding()
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target.machine())
@@ -57,11 +62,25 @@ def object_code(text: str, target: Target) -> bytes:
     return machine.emit_object(module)
 
 
-def _key(text: str, target: Target) -> str:
-    """All that an object depends on: the text, the CPU, the compiler, and how this file asks it."""
+def _key(kind: type[Function], given: tuple[Any, ...], target: Target, *sizes: Any) -> str:
+    """All that an object depends on: what its text is made of, the CPU, the compiler, and how this file asks it.
+
+    A text is made of its classes' sources, the constants that their modules see, and arguments. Where there are no
+    sources, the text itself counts.
+    """
     import llvmlite
 
     version = ".".join(map(str, binding().llvm_version_info))
     triple = binding().get_default_triple()
-    parts = (llvmlite.__version__, version, triple, target, hashlib.sha256(text.encode()).hexdigest())
+    if None in kind.sources:
+        made_of = kind(*given).text(*sizes)
+    else:
+        modules = [vars(sys.modules[base.__module__]) for base in kind.__mro__ if base is not object]
+        seen = [{name: value for name, value in module.items() if _is_constant(name, value)} for module in modules]
+        made_of = repr((kind.__qualname__, kind.sources, seen, given, sizes))
+    parts = (llvmlite.__version__, version, triple, target, hashlib.sha256(made_of.encode()).hexdigest())
     return repr(("speed 2, opt 3, no unrolling", *parts))
+
+
+def _is_constant(name: str, value: object) -> bool:
+    return isinstance(value, (int, float, str, tuple, dict)) and not name.startswith("__")

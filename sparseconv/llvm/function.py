@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from sparseconv.llvm.target import binding
 
 
+def _source(module: str) -> str | None:
+    """SHA-256 of a module's file; None where it has none."""
+    file = getattr(sys.modules[module], "__file__", None)
+    try:
+        return file and hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
 class Function:
     """One function of one module, which takes int64 ``numbers`` and then addresses of ``arrays``.
 
-    It returns an int64 where it ``returns`` anything. Methods add to its body where ``b``, the builder, stands.
+    It returns an int64 where it ``returns`` anything. Methods add to its body where ``b``, the builder, stands. A
+    method of the function's own name writes the whole.
     """
+
+    #: what `_source` says of the class and of those above it, read when they are loaded: a later edit is not theirs
+    sources: tuple[str | None, ...] = (_source(__name__),)
+
+    def __init_subclass__(cls) -> None:
+        cls.sources = (*cls.sources, _source(cls.__module__))
 
     def __init__(self, name: str, numbers: int, arrays: int, returns: bool = False) -> None:
         from llvmlite import ir
@@ -26,6 +45,11 @@ class Function:
         self.function = ir.Function(self.module, kind, name)
         self.entry = ir.IRBuilder(self.function.append_basic_block("entry"))  # where variables are made
         self.b = ir.IRBuilder(self.function.append_basic_block("body"))
+
+    def text(self, *sizes: Any) -> str:
+        """The module in LLVM's language."""
+        text: str = getattr(self, self.module.name)(*sizes)
+        return text
 
     # ---- control
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import sparseconv as sc
-from sparseconv.backends.llvm_implicit_gemm import kernels, operands
+from sparseconv.backends.llvm_implicit_gemm import chunks, integers, kernels, operands
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
+from sparseconv.geometry.cpu import loops
+from sparseconv.interop.spconv import point_loop
 from sparseconv.llvm import compile as compiler
-from sparseconv.llvm import object_cache
+from sparseconv.llvm import object_cache, target
 from sparseconv.llvm.target import host
 from tests.backends.test_numpy_gather_scatter import plain, random_map
 from tests.cpus import CPUS
@@ -30,6 +32,11 @@ Pattern = tuple[tuple[operands.Shape, ...], bool]
 def pattern(channels: int, double: bool, cpu: str) -> Pattern:
     runs = kernels.runs(channels, double, CPUS[cpu].target)
     return tuple(shape for shape, _ in runs), len(runs) == 1 and runs[0][1] == 1
+
+
+def text(kind: str, shapes: tuple[operands.Shape, ...], alone: bool, double: bool, cpu: str) -> str:
+    sizes = (alone,) if kind == "weight_grad" else ()
+    return kernels.Loops(kind, shapes, double, CPUS[cpu].target).text(*sizes)
 
 
 def patterns(double: bool, cpu: str) -> set[Pattern]:
@@ -77,7 +84,7 @@ def test_the_longest_kernels_of_each_cpu_compile_in_time_and_are_small(cpu, doub
     for shapes, alone in sorted(patterns(double, cpu), key=lambda found: sum(map(len, found[0])))[-2:]:
         for kind in KINDS:
             start = time.thread_time()
-            code = compiler.object_code(kernels.text(kind, shapes, alone, double, CPUS[cpu].target), CPUS[cpu].target)
+            code = compiler.object_code(text(kind, shapes, alone, double, cpu), CPUS[cpu].target)
             assert time.thread_time() - start < SECONDS
             assert len(code) < 64 << 10
 
@@ -89,7 +96,7 @@ def test_every_kernel_of_each_cpu_compiles_in_time_and_is_small(cpu, double):
     for shapes, alone in patterns(double, cpu):
         for kind in KINDS:
             start = time.thread_time()
-            code = compiler.object_code(kernels.text(kind, shapes, alone, double, CPUS[cpu].target), CPUS[cpu].target)
+            code = compiler.object_code(text(kind, shapes, alone, double, cpu), CPUS[cpu].target)
             assert time.thread_time() - start < SECONDS
             assert len(code) < 64 << 10
 
@@ -150,11 +157,14 @@ CHILD = """
 import sys, torch
 from sparseconv.llvm import compile as compiler
 from sparseconv.backends.llvm_implicit_gemm.backend import LlvmImplicitGemm
+from sparseconv.llvm.function import Function
 from tests.backends.test_numpy_gather_scatter import random_map
-made = []
-plain = compiler.object_code
+made, written = [], []
+plain, write = compiler.object_code, Function.text
 compiler.object_code = lambda *args: made.append(1) or plain(*args)
+Function.text = lambda *args: written.append(1) or write(*args)
 y = LlvmImplicitGemm().forward(torch.ones(8, 4), torch.ones(2, 4, 9), random_map(1, 8, 8, 2), 1)
+assert len(made) == len(written)
 print(len(made), float(y.sum()))
 """
 
@@ -254,10 +264,61 @@ def test_the_least_recently_used_go_first(cache, monkeypatch):
     assert sum(path.stat().st_size for path in cache.parent.iterdir()) <= 4000
 
 
+#: (a class that writes functions, what one of its functions is made of, their sizes)
+WRITTEN = [
+    (kernels.Loops, ("forward", ((8, 8), (8,)), False, host()), ()),
+    (kernels.Loops, ("weight_grad", ((8, 8), (8,)), True, host()), (False,)),
+    (integers._Integers, ("quads_rescaled", ((8,),), False, host()), ()),
+    (chunks._Find, (), ()),
+    (chunks._Sort, (), ()),
+    (loops._Loop, ("keys", 1, 3), (4,)),
+    (loops._Loop, ("edges", 5, 12), ()),
+    (loops._Loop, ("mark", 3, 3), (3,)),
+    (loops._Loop, ("collect", 2, 4), (3,)),
+    (point_loop._Loop, ("find", 5, 9, False), (3,)),
+    (point_loop._Loop, ("fill", 4, 4, True), ()),
+]
+
+
 def test_the_key_holds_what_an_object_depends_on(monkeypatch):
-    target = host()
-    keys = {compiler._key("text", target), compiler._key("other", target)}
-    keys |= {compiler._key("text", cpu.target) for cpu in CPUS.values()}
-    monkeypatch.setattr("llvmlite.__version__", "0")
-    keys.add(compiler._key("text", target))
-    assert len(keys) == 3 + len(CPUS)
+    kind, given, _ = WRITTEN[0]
+    keys = [compiler._key(kind, given, host(), *sizes) for kind, given, sizes in WRITTEN]
+    keys += [compiler._key(loops._Loop, ("keys", 1, 3), host(), 3)]
+    keys += [compiler._key(kind, given, cpu.target) for cpu in CPUS.values()]
+    for name, value in (
+        ("llvmlite.__version__", "0"),
+        ("sparseconv.backends.llvm_implicit_gemm.kernels.DEPTH", 32),
+        ("sparseconv.backends.llvm_implicit_gemm.emitter.PLACES", {"arrived": 1}),
+        ("sparseconv.backends.llvm_implicit_gemm.kernels.Loops.sources", ("another",)),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(name, value)
+            keys.append(compiler._key(kind, given, host()))
+    assert len(set(keys)) == len(keys)
+
+
+def test_without_sources_the_text_is_the_key(monkeypatch):
+    kind, given, sizes = WRITTEN[0]
+    known = compiler._key(kind, given, host(), *sizes)
+    monkeypatch.setattr(kind, "sources", (None,))
+    found = compiler._key(kind, given, host(), *sizes)
+    assert found != known
+    monkeypatch.setattr(kind, "text", lambda self, *sizes: "another")
+    assert compiler._key(kind, given, host(), *sizes) != found
+
+
+@pytest.mark.parametrize(("kind", "given", "sizes"), WRITTEN)
+def test_nothing_writes_a_text_but_what_its_key_holds(kind, given, sizes):
+    """Of this package: functions of the modules of its classes, and what asks llvmlite for its binding."""
+    files = {sys.modules[base.__module__].__file__ for base in kind.__mro__[:-1]}
+    assert len(kind.sources) == len(kind.__mro__[:-1])
+    assert None not in kind.sources
+    called = set()
+    sys.setprofile(lambda frame, event, value: called.add(frame.f_code.co_filename))
+    try:
+        kind(*given).text(*sizes)
+    finally:
+        sys.setprofile(None)
+    ours = {file for file in called if file.startswith(str(Path(sc.__file__).parent))}
+    assert kernels.__file__ in ours or kind not in (kernels.Loops, integers._Integers)
+    assert ours - {target.__file__} <= files

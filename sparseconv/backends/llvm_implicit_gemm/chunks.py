@@ -60,19 +60,19 @@ def _cut(kernel_map: KernelMap, rows: int) -> Chunks:
 
 @cache
 def _find() -> Callable[..., int]:
-    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 4)(compiled(_Find().text(), "find", host()))
+    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 4)(compiled(_Find, (), "find", host()))
 
 
 @cache
 def _sort() -> Callable[..., int]:
-    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 6)(compiled(_Sort().text(), "sort", host()))
+    return ctypes.CFUNCTYPE(*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 6)(compiled(_Sort, (), "sort", host()))
 
 
 class _Find(Function):
     def __init__(self) -> None:
         super().__init__("find", numbers=2, arrays=4, returns=True)
 
-    def text(self) -> str:
+    def find(self) -> str:
         """Where the edges of each tap and chunk begin; whether those of every tap are in order of output rows."""
         b, one, number = self.b, self.i64(1), self.i64
         taps, count, *arrays = self.function.args
@@ -103,7 +103,7 @@ class _Sort(Function):
     def __init__(self) -> None:
         super().__init__("sort", numbers=2, arrays=6, returns=True)
 
-    def text(self) -> str:
+    def sort(self) -> str:
         """Edges by output row within each tap: each is put where its row is in a table, which is then read."""
         b, one = self.b, self.i64(1)
         taps, total, *arrays = self.function.args

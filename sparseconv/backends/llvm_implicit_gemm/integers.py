@@ -35,12 +35,7 @@ def integer_kernel(kind: str, shapes: tuple[Shape, ...], target: Target) -> int:
     ``rescaled``, int8 rows ``out`` are made of them, and of those of ``residual`` where it is not null. ``y`` is then
     a piece of ``y_part`` numbers for each thread, for the rows of one chunk.
     """
-    return compiled(integer_text(kind, shapes, target), kind, target)
-
-
-def integer_text(kind: str, shapes: tuple[Shape, ...], target: Target) -> str:
-    """An `integer_kernel` in LLVM's language."""
-    return _Integers(kind, shapes, False, target).forward()
+    return compiled(_Integers, (kind, shapes, False, target), kind, target)
 
 
 def together_in_rows(x: torch.Tensor, groups: int, count: int) -> torch.Tensor:
@@ -71,6 +66,9 @@ class _Integers(Loops):
         x86 = binding().get_default_triple().startswith(("x86_64", "i686"))
         has = (*LEVELS.get(target.cpu, ()), *target.features.replace("+", "").split(","))
         self.together = {width for width in PAIRS if x86 and NEEDS[width] in has}
+
+    def text(self, *sizes: Any) -> str:
+        return self.forward()
 
     def numbers(self) -> None:
         self.number, self.size, self.suffix = self.i32, 4, "i32"

@@ -38,13 +38,7 @@ def kernel(kind: str, shapes: tuple[Shape, ...], alone: bool, double: bool, targ
     p + parts, ..., and adds x[ins]^T @ y[outs] to the weight gradient of its own, ``w_part`` elements after the last.
     Each of ``regions`` threads calls it once; ``taken`` holds ``APART`` zeros for each.
     """
-    return compiled(text(kind, shapes, alone, double, target), kind, target)
-
-
-def text(kind: str, shapes: tuple[Shape, ...], alone: bool, double: bool, target: Target) -> str:
-    """A `kernel` in LLVM's language."""
-    emitter = Loops(kind, shapes, double, target)
-    return emitter.weight_grad(alone) if kind == "weight_grad" else emitter.forward()
+    return compiled(Loops, (kind, shapes, double, target), kind, target, *((alone,) if kind == "weight_grad" else ()))
 
 
 class Loops(Emitter):

@@ -21,19 +21,19 @@ def key_loop(columns: int) -> Callable[..., int]:
 
     A key is the sum of a row's products with factors, and of the last factor. The largest number follows the keys.
     """
-    return _called(_Loop("keys", 1, 3), _Loop.keys, columns)
+    return _called("keys", 1, 3, columns)
 
 
 @cache
 def edge_loop() -> Callable[..., int]:
     """edges(writes, n, m, lines, taps; arrays) -> how many there are; `_Loop.edges` names the arrays."""
-    return _called(_Loop("edges", 5, 12), _Loop.edges)
+    return _called("edges", 5, 12)
 
 
 @cache
 def mark_loop(axes: int) -> Callable[..., int]:
     """mark(n, items, words a line; coords (n, 1 + axes) int32, windows (axes, 6) int64, bits) -> how many are new."""
-    return _called(_Loop("mark", 3, 3), _Loop.mark, axes)
+    return _called("mark", 3, 3, axes)
 
 
 @cache
@@ -42,13 +42,12 @@ def collect_loop(axes: int) -> Callable[..., int]:
 
     The voxels of the bits in lexicographic order, and the smallest and the largest number of each column.
     """
-    return _called(_Loop("collect", 2, 4), _Loop.collect, axes)
+    return _called("collect", 2, 4, axes)
 
 
-def _called(loop: _Loop, write: Callable[..., str], *sizes: int) -> Callable[..., int]:
-    arguments = loop.function.args
-    kinds = [ctypes.c_int64 if argument.type == loop.i64 else ctypes.c_void_p for argument in arguments]
-    address = compiled(write(loop, *sizes), loop.module.name, host())
+def _called(name: str, numbers: int, arrays: int, *sizes: int) -> Callable[..., int]:
+    kinds = [ctypes.c_int64] * numbers + [ctypes.c_void_p] * arrays
+    address = compiled(_Loop, (name, numbers, arrays), name, host(), *sizes)
     return ctypes.CFUNCTYPE(ctypes.c_int64, *kinds)(address)
 
 

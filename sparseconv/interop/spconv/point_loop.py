@@ -63,9 +63,9 @@ def put(
 def loops(axes: int, double: bool, target: Target) -> tuple[Callable[..., int], Callable[..., None]]:
     """The two loops for points of so many axes, in fp32 or fp64."""
     numbers, arrays = [ctypes.c_int64] * 5, [ctypes.c_void_p] * 9
-    address = compiled(_Loop("find", 5, 9, double).find(axes), "find", target)
+    address = compiled(_Loop, ("find", 5, 9, double), "find", target, axes)
     find = ctypes.CFUNCTYPE(ctypes.c_int64, *numbers, *arrays)(address)
-    address = compiled(_Loop("fill", 4, 4, double).fill(), "fill", target)
+    address = compiled(_Loop, ("fill", 4, 4, double), "fill", target)
     return find, ctypes.CFUNCTYPE(None, *numbers[:4], *arrays[:4])(address)
 
 
