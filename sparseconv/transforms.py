@@ -103,15 +103,17 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return found(*args, **kwargs)
-        if not functional():
-            return function(*args, **kwargs)
-        held: Any = [plain(value) if isinstance(value, torch.Tensor) else value for value in args]
-        named: Any = {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
-        with no_transforms():
-            return function(*held, **named)
+                return _outside(function, *args, **kwargs)
+        return _outside(function, *args, **kwargs) if functional() else function(*args, **kwargs)
 
     return found
+
+
+def _outside(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    held: Any = [plain(value) if isinstance(value, torch.Tensor) else value for value in args]
+    named: Any = {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
+    with no_transforms():
+        return function(*held, **named)
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
