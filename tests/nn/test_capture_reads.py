@@ -353,5 +353,6 @@ def test_values_that_tell_calls_apart():
     assert told(np.float32(2)) == told(np.float32(2)) != told(np.float32(3))
     assert told(np.arange(3)) == told(np.arange(3)) != told(np.arange(4))
     assert told(MISSING) == told(MISSING) != told(None)
-    assert told(torch.nn.ReLU()) is told(object()) is None
+    assert told(torch.nn.ReLU()) is None
+    assert told(one := object()) == told(one) != told(object())
     assert told(list(range(2000))) != told(list(range(2000)))  # too many to look at in every call

@@ -18,7 +18,7 @@ from sparseconv.nn.capturing import calls, verify
 from sparseconv.nn.capturing.answer import Answer
 from sparseconv.nn.capturing.arrays import Sizes
 from sparseconv.nn.capturing.calls import Begins, Calls, Instead, Refusals, explained, modes
-from sparseconv.nn.capturing.module_state import WANTS, ModuleParts, without_traces
+from sparseconv.nn.capturing.module_state import WANTS, ModuleParts, moving_in, without_traces
 from sparseconv.nn.capturing.node import replayed
 from sparseconv.nn.capturing.reads import Reads
 from sparseconv.nn.capturing.recording import Recording
@@ -190,9 +190,11 @@ class Captured:
         if kind.calls < EXAMPLES:
             self.eager["the first calls, which are the example"] += 1
             return False
-        hooked = self.parts.hooked()
-        if hooked is not None:
+        if (hooked := self.parts.hooked()) is not None:
             self.eager[f"a hook on {type(hooked).__name__}, which a graph would not call"] += 1
+            return False
+        if kind.recording is None and (why := moving_in(self.module)) is not None:
+            self._count_refusal(self._refuse(kind, why))
             return False
         return True
 
@@ -252,19 +254,17 @@ class Captured:
         recording = kind.recording
         if why is not None or recording is None:
             return Instead(why or "nothing is captured")
-        if recording is before and not (recording.is_compared or self.parts.is_changed()):
-            why = verify.against_another(recording, self.module, self.plain, given, scene)
-            if why is not None:
-                kind.recording = None
-                return Instead(self._refuse(kind, why))
+        is_new = recording is before and not (recording.is_compared or self.parts.is_changed())
+        if is_new and (why := verify.against_another(recording, self.module, self.plain, given, scene)) is not None:
+            kind.recording = None
+            return Instead(self._refuse(kind, why))
         recording.begin(scene, given)
         if self.parts.is_changed():  # looked at while the device works
             recording.abandon()
             self._collect()
             is_ready = self._is_ready(kind, scene)
             return self._replay_alone(kind, scene, path, given) if is_ready else Instead(None)
-        why = recording.fault()
-        if why is not None:
+        if (why := recording.fault()) is not None:
             kind.room *= MORE_ROOM
             self._outgrown(kind, scene, given, path)
             return Instead(why)

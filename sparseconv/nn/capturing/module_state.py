@@ -138,6 +138,39 @@ def _by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(found.values())
 
 
+class RandomStates:
+    """What the next random numbers depend on: of Python, NumPy and torch, on the host and on cards."""
+
+    def __init__(self, cards: Iterable[torch.device] = ()) -> None:
+        self._cards = list(cards)
+        self._torchs, self._pythons, self._numpys = self._states(), random.getstate(), np.random.get_state()  # noqa: NPY002
+
+    def _states(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._cards)]
+
+    def is_drawn_of_python(self) -> bool:
+        """Whether random numbers of Python or NumPy, of the one generator that clients share, were drawn since."""
+        (_, keys, *more), (_, now, *others) = self._numpys, np.random.get_state()  # noqa: NPY002
+        return self._pythons != random.getstate() or more != others or not np.array_equal(keys, now)
+
+    def is_drawn(self) -> bool:
+        """Whether random numbers were drawn since."""
+        return not all(map(torch.equal, self._torchs, self._states())) or self.is_drawn_of_python()
+
+    def put_back_of_python(self) -> None:
+        """Draw the same ones of Python and NumPy again."""
+        random.setstate(self._pythons)
+        np.random.set_state(self._numpys)  # noqa: NPY002
+
+    def put_back(self) -> None:
+        """Draw the same ones again."""
+        self.put_back_of_python()
+        on_host, *on_cards = self._torchs
+        torch.set_rng_state(on_host)
+        for state, card in zip(on_cards, self._cards):
+            torch.cuda.set_rng_state(state, card)
+
+
 class ModuleParts:
     """What graphs depend on: a module's parts and tensors, where these lie, which want a gradient, and settings."""
 
@@ -262,9 +295,7 @@ class Attributes:
         self._before = [(m, {name: (value, copied(value)) for name, value in own_of(m)}) for m in theirs]
         self._buffers = [(m, name, b) for m in theirs for name, b in m._buffers.items()]
         self._given = [(t, t._version) for t in given]
-        self._random, self._numpy = random.getstate(), _numpy_state()
-        #: torch's own on the host, which for a scene on a card is Python's state, too
-        self._on_host = torch.get_rng_state() if any(t.is_cuda for t, _ in self._given) else None
+        self._random, self._is_on_card = RandomStates(), any(t.is_cuda for t, _ in self._given)
 
     def check(self) -> None:
         """Raise `CannotCapture` by the name of the first thing that is another now."""
@@ -273,9 +304,9 @@ class Attributes:
             raise CannotCapture(
                 f"it changes {changed}, which a replay would leave as it was: return it, or set it outside"
             )
-        if self._random != random.getstate() or _is_drawn(self._numpy):
+        if self._random.is_drawn_of_python():
             raise CannotCapture("it draws random numbers of Python or NumPy, which a replay would not: draw torch's")
-        if self._on_host is not None and not torch.equal(self._on_host, torch.get_rng_state()):
+        if self._is_on_card and self._random.is_drawn():
             raise CannotCapture("it draws random numbers on the host, which a replay would not: draw them on the card")
 
     def _changed(self) -> str | None:
@@ -299,18 +330,7 @@ class Attributes:
                 own[name] = value if is_same(value, copy) else restored(value, copy)
         for m, name, buffer in self._buffers:
             m._buffers[name] = buffer
-        random.setstate(self._random)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-
-
-def _numpy_state() -> Any:
-    """Of the one generator that clients share."""
-    return np.random.get_state(legacy=False)  # noqa: NPY002
-
-
-def _is_drawn(before: Any) -> bool:
-    was, now = before["state"], _numpy_state()["state"]
-    return was["pos"] != now["pos"] or not np.array_equal(was["key"], now["key"])
+        self._random.put_back_of_python()
 
 
 @contextmanager
@@ -321,6 +341,17 @@ def without_traces(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         attributes.put_back()
+
+
+def moving_in(module: torch.nn.Module) -> str | None:
+    """What a module holds that gives other values whenever it is asked: no run could be tried without a trace."""
+    for m in modules_of_clients(module):
+        for name, value in own_of(m):
+            snapshot(value, walk := Walk())
+            if walk.moving:
+                what = f"{type(m).__name__}.{name} holds a {type(walk.moving[0]).__name__}"
+                return f"{what}, which a replay would leave as it was: draw torch's random numbers, count in a buffer"
+    return None
 
 
 def modules_of_clients(module: torch.nn.Module) -> list[torch.nn.Module]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 
-from sparseconv.nn.capturing.module_state import modules_of_clients, own_of
+from sparseconv.nn.capturing.module_state import RandomStates, modules_of_clients, own_of
 from sparseconv.nn.capturing.values.given import Given
 from sparseconv.nn.capturing.values.snapshots import HeldTensor, copied, is_same, restored
 
@@ -51,7 +49,7 @@ class Before:
         else:
             for part, name in ahead.moved.get(mode, ()):
                 self._keep(part, module.get_submodule(part), [name])
-        self._random = _Random(ahead.cards) if self._is_compared or mode in ahead.draws else None
+        self._random = RandomStates(ahead.cards) if self._is_compared or mode in ahead.draws else None
 
     def _keep(self, part: str, m: torch.nn.Module, names: Iterable[str]) -> None:
         for name in names:
@@ -75,40 +73,6 @@ class Before:
             held[name] = restored(held.get(name), copy)
         if self._random is not None:
             self._random.put_back()
-
-
-class _Random:
-    """What the next random numbers depend on: of Python, NumPy and torch, on the host and on cards."""
-
-    def __init__(self, cards: Iterable[torch.device]) -> None:
-        self._cards = list(cards)
-        self._torchs, self._pythons, self._numpys = self._states(), random.getstate(), _numpy_state()
-
-    def _states(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._cards)]
-
-    def is_drawn(self) -> bool:
-        """Whether random numbers were drawn since."""
-        return (
-            not all(map(torch.equal, self._torchs, self._states()))
-            or self._pythons != random.getstate()
-            or self._numpys[2:] != _numpy_state()[2:]
-            or not np.array_equal(self._numpys[1], _numpy_state()[1])
-        )
-
-    def put_back(self) -> None:
-        """Draw the same ones again."""
-        on_host, *on_cards = self._torchs
-        torch.set_rng_state(on_host)
-        for state, card in zip(on_cards, self._cards):
-            torch.cuda.set_rng_state(state, card)
-        random.setstate(self._pythons)
-        np.random.set_state(self._numpys)  # noqa: NPY002
-
-
-def _numpy_state() -> Any:
-    """Of the one generator that clients share."""
-    return np.random.get_state()  # noqa: NPY002
 
 
 def _is_moved(now: Any, copy: Any) -> bool:

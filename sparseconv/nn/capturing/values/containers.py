@@ -3,22 +3,52 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
 from argparse import Namespace
-from functools import lru_cache
-from types import SimpleNamespace
+from collections import UserDict, UserList, deque
+from collections.abc import Iterator
+from enum import Enum
+from functools import lru_cache, partial
+from io import IOBase
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 #: packages whose objects are no records
 OTHERS = {"torch", "sparseconv", "numpy", *sys.stdlib_module_names}
 #: classes of Python's own that hold nothing but their attributes
-NAMESPACES: tuple[Any, ...] = (Namespace, SimpleNamespace)
+NAMESPACES: tuple[Any, ...] = (Namespace, SimpleNamespace, UserDict, UserList)
 #: packages of parents that keep nothing
 PLAIN_PARENTS = {"abc", "typing", "argparse"}
 #: methods of classes whose objects are more than their attributes: a second one would be copied or ended otherwise
 OWN_WAYS = {"__copy__", "__getstate__", "__reduce__", "__reduce_ex__", "__del__"}
+#: what gives another value whenever it is asked, and cannot be looked into
+_RANDOM = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator, torch.Generator)
+#: what is more, or less, than its attributes
+_VALUES: tuple[Any, ...] = (
+    Enum,
+    type,
+    str,
+    bytes,
+    bytearray,
+    int,
+    float,
+    complex,
+    np.ndarray,
+    np.generic,
+    torch.Tensor,
+)
+_NO_OBJECTS = (torch.nn.Module, torch.Tensor, dict, list, tuple, set, frozenset, deque, *_VALUES)
+#: what functions see beside their arguments
+_FUNCTIONS: dict[Any, tuple[str, ...]] = {
+    FunctionType: ("__code__", "__closure__", "__defaults__", "__kwdefaults__"),
+    CellType: ("cell_contents",),
+    MethodType: ("__func__", "__self__"),
+    partial: ("func", "args", "keywords"),
+}
 
 
 def is_container(value: Any) -> bool:
@@ -31,6 +61,30 @@ def is_record(value: Any) -> bool:
     """Whether it is an object of a client's own class that holds nothing but its attributes."""
     of: Any = type(value)
     return _is_of_records(of)
+
+
+def is_seen(value: Any) -> bool:
+    """Whether it is a record or another object of a client's class, or a function: its `fields_of` show a change."""
+    of: Any = type(value)
+    return _is_of_seen(of)
+
+
+def moves(value: Any) -> bool:
+    """Whether it gives another value whenever it is asked: an iterator that is no file, or a random generator."""
+    return isinstance(value, (Iterator, *_RANDOM)) and not isinstance(value, IOBase)
+
+
+@lru_cache(2**12)
+def _is_of_seen(kind: Any) -> bool:
+    is_of_client = _home(kind) not in OTHERS and not issubclass(kind, _NO_OBJECTS)
+    return kind in _FUNCTIONS or _is_of_records(kind) or is_of_client
+
+
+@lru_cache(2**12)
+def _names_of(kind: Any) -> tuple[str, ...]:
+    """What objects of a class hold that is not in their ``__dict__``."""
+    found = ((name, what) for parent in kind.__mro__ for name, what in vars(parent).items())
+    return _FUNCTIONS.get(kind) or tuple(name for name, what in found if isinstance(what, MemberDescriptorType))
 
 
 @lru_cache(2**12)
@@ -71,15 +125,30 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
         return list(value.items())
     if isinstance(value, slice):
         return [(name, getattr(value, name)) for name in ("start", "stop", "step")]
-    if is_record(value):
-        return list(vars(value).items())
+    if is_seen(value):
+        return list(fields_of(value).items())
     return list(enumerate(value)) if is_container(value) else []
 
 
 def fields_of(value: Any) -> dict[Any, Any]:
-    """A dict itself, or the attributes of a record, to be written to."""
-    found: dict[Any, Any] = value if isinstance(value, dict) else vars(value)
-    return found
+    """A dict itself, or the attributes of a record, to be written to; of what else is seen, a new one."""
+    if isinstance(value, dict):
+        return value
+    of: Any = type(value)
+    names, held = _names_of(of), getattr(value, "__dict__", {})
+    return {**held, **{name: getattr(value, name) for name in names if hasattr(value, name)}} if names else held
+
+
+def put_fields(value: Any, fields: dict[Any, Any]) -> None:
+    """Make `fields_of` it these, of which none is new."""
+    of: Any = type(value)
+    names, own = () if isinstance(value, dict) else _names_of(of), fields_of(value)
+    for name in names:
+        if own.get(name) is not fields.get(name):
+            object.__setattr__(value, name, fields[name])
+    own = own if not names else getattr(value, "__dict__", {})
+    dict.clear(own)
+    dict.update(own, {key: one for key, one in fields.items() if key not in names})
 
 
 def item_at(value: Any, key: Any) -> Any:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from operator import is_
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from sparseconv.nn.capturing.values.containers import fields_of, is_record
+from sparseconv.nn.capturing.values.containers import fields_of, is_container, is_record, is_seen, moves, put_fields
 from sparseconv.nn.capturing.values.telling import ALONE, DEEPEST, MOST_BYTES, MOST_ITEMS
 
 #: values that are the same where they are equal
@@ -61,6 +63,9 @@ class _Whole(NamedTuple):
         if isinstance(itself, np.ndarray):
             itself[...] = self.values
             return itself
+        if isinstance(itself, (bytearray, array)):
+            itself[:] = self.values
+            return itself
         itself.clear()
         (itself.update if isinstance(itself, set) else itself.extend)(self.values)
         return itself
@@ -79,13 +84,17 @@ class Walk:
 
     #: objects by their ``id``
     objects: dict[int, Any] = field(default_factory=dict)
+    #: what `moves` among them
+    moving: list[Any] = field(default_factory=list)
     _met: set[int] = field(default_factory=set)
     _items: int = 0
     _wholes: int = 0
 
     def goes_into(self, value: Any, depth: int) -> bool:
         """Whether it is an object, or a dict of a client's own class, that is looked into."""
-        if not is_record(value) and (type(value) is dict or not isinstance(value, dict)):
+        if not is_seen(value) and (type(value) is dict or not isinstance(value, dict)):
+            return False
+        if isinstance(value, FunctionType) and value.__closure__ is None:
             return False
         self._items += len(fields_of(value))
         if id(value) in self._met or self._items > MOST_ITEMS or not depth:
@@ -107,7 +116,9 @@ class Walk:
         """What is neither: sets, and arrays of so many bytes, are kept with a copy, as far as these are not many."""
         is_list = isinstance(value, list) and type(value) is not list
         is_array = isinstance(value, np.ndarray) and value.nbytes <= most
-        is_whole = is_list or is_array or isinstance(value, (set, deque, bytearray))
+        is_whole = is_list or is_array or isinstance(value, (set, deque, bytearray, array))
+        if moves(value):
+            self.moving.append(value)
         self._wholes += is_whole
         return _Whole(value, copy.copy(value)) if is_whole and self._wholes <= MOST_ITEMS else value
 
@@ -133,7 +144,7 @@ def is_another(now: Any, before: Any) -> bool:
     if isinstance(before, _Whole):
         return not before.is_same(now)
     if isinstance(before, _Fields):
-        if type(now) is not type(before.itself):
+        if now is not before.itself and not (is_container(now) and type(now) is type(before.itself)):
             return True
         now, before = fields_of(now), before.fields
         return now.keys() != before.keys() or any(is_another(value, before[key]) for key, value in now.items())
@@ -177,8 +188,7 @@ def restored(value: Any, before: Any) -> Any:
     if isinstance(before, _Fields):
         own = fields_of(before.itself)
         held = {key: restored(own.get(key), one) for key, one in before.fields.items()}
-        dict.clear(own)
-        dict.update(own, held)
+        put_fields(before.itself, held)
         return before.itself
     if type(before) is dict:
         own = value if type(value) is dict else {}
@@ -206,7 +216,7 @@ def is_same(now: Any, before: Any) -> bool:
     if isinstance(before, _Fields):
         return now is before.itself and is_same(dict(fields_of(now)), before.fields)
     if now is before:
-        return True
+        return not moves(now)
     if type(now) is not type(before):
         return False
     if isinstance(now, dict):
