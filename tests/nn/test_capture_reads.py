@@ -355,4 +355,6 @@ def test_values_that_tell_calls_apart():
     assert told(MISSING) == told(MISSING) != told(None)
     assert told(torch.nn.ReLU()) is None
     assert told(one := object()) == told(one) != told(object())
+    bare = type("Bare", (), {"__slots__": ()})  # as an extension's, which may hold what nobody sees
+    assert told(one := bare()) == told(one) != told(bare())
     assert told(list(range(2000))) != told(list(range(2000)))  # too many to look at in every call

@@ -77,7 +77,8 @@ def moves(value: Any) -> bool:
 @lru_cache(2**12)
 def _is_of_seen(kind: Any) -> bool:
     is_of_client = _home(kind) not in OTHERS and not issubclass(kind, _NO_OBJECTS)
-    return kind in _FUNCTIONS or _is_of_records(kind) or is_of_client
+    is_shown = kind.__dictoffset__ != 0 or bool(_names_of(kind))  # an extension's object may hold what nobody sees
+    return kind in _FUNCTIONS or _is_of_records(kind) or (is_of_client and is_shown)
 
 
 @lru_cache(2**12)
