@@ -42,7 +42,7 @@ _VALUES: tuple[Any, ...] = (
     torch.Tensor,
 )
 _NO_OBJECTS = (torch.nn.Module, torch.Tensor, dict, list, tuple, set, frozenset, deque, *_VALUES)
-#: what functions see beside their arguments
+#: what functions read apart from their arguments
 _FUNCTIONS: dict[Any, tuple[str, ...]] = {
     FunctionType: ("__code__", "__closure__", "__defaults__", "__kwdefaults__"),
     CellType: ("cell_contents",),
