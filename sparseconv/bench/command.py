@@ -17,7 +17,7 @@ CaseNames = Annotated[
     list[str] | None,
     typer.Option("--case", help="shell_64, uniform_10_64, plane_256, rings_64_1024, brain_mni152_2mm, ..; repeatable."),
 ]
-Channels = Annotated[list[int] | None, typer.Option("--channels", help="Channels in and out; repeatable.")]
+Channels = Annotated[list[int] | None, typer.Option("--channels", help="Channels in and out; repeatable.", min=1)]
 Names = Annotated[list[str] | None, typer.Option("--backend", help="Implementation by name; repeatable.")]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help="fp16, bf16, tf32, fp32, fp64; repeatable.")]
 Quantities = Annotated[
@@ -25,7 +25,7 @@ Quantities = Annotated[
     typer.Option("--quantity", help="map, forward, input_grad, weight_grad, step, memory; repeatable."),
 ]
 Seconds = Annotated[float, typer.Option(help="Seconds of repeats a figure.", min=0)]
-Out = Annotated[Path | None, typer.Option("--json", help="Results file to write.")]
+Out = Annotated[Path | None, typer.Option("--json", help="Results file to write.", dir_okay=False, writable=True)]
 Shuffled = Annotated[bool, typer.Option(help="Measure shuffled rows beside the given order.")]
 
 #: cases and channels without a choice

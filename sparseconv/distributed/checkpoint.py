@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparseconv.distributed.agreement import agreed, why
-from sparseconv.distributed.grid import ShardedGrid, group_of, shard
+from sparseconv.distributed.grid import ShardedGrid, check_rows, group_of, shard
 from sparseconv.distributed.metadata import read_metadata, read_tensor
 from sparseconv.distributed.partition import Order
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.gpu.digests import bytes_of
-from sparseconv.kinds import check_kind, check_tensor
+from sparseconv.kinds import check_kind
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
@@ -50,14 +50,12 @@ def save(path: str | PathLike[str], grid: ShardedGrid, features: Shaped[torch.Te
 
     def checked() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         check_kind("path", path, (str, PathLike), "pass the name of a folder")
-        if features is not None:
-            check_tensor("features", features)
-        if features is not None and (features.ndim != 2 or features.shape[0] != len(grid)):
-            raise ValueError(f"features must be ({len(grid)}, C), this rank's rows; got {tuple(features.shape)}")
         mine = {f"coords.{rank}": grid.coords}
         if features is None:
             return mine, {"features": None}
-        return {**mine, f"features.{rank}": features.detach()}, {"features": (features.shape[1], features.dtype)}
+        check_rows("features", features, len(grid))
+        values = features.detach().resolve_conj().resolve_neg()
+        return {**mine, f"features.{rank}": values}, {"features": (features.shape[1], features.dtype)}
 
     state: dict[str, Any] = agreed(checked, grid.group)
     sums: list[Any] = [None] * world
@@ -68,6 +66,7 @@ def save(path: str | PathLike[str], grid: ShardedGrid, features: Shaped[torch.Te
         "batch_size": grid.batch_size,
         "voxel_size": grid.voxel_size,
         "origin": grid.origin,
+        "is_placed": grid.is_placed,
         "counts": grid.counts,
         "sha256": {name: value for one in sums for name, value in one.items()},
     }
@@ -107,6 +106,7 @@ def load(
         check_kind("path", path, (str, PathLike), "pass the name of a folder")
         about, coords, features = _read(Path(path), rank, world)
         grid = VoxelGrid(coords.to(device), about["batch_size"], about["voxel_size"], about["origin"])
+        grid.is_placed = bool(about.get("is_placed", True))
         features = None if features is None else features.to(device)
         kind = None if features is None else (features.shape[1], features.dtype)
         return (grid, features, sum(about["counts"])), {"what the folder says": about, "its features": kind}

@@ -53,7 +53,7 @@ class Exchange:
         """Send the rows of x (num_rows, C) on their way into ``received`` (num_received, C)."""
         sent = x.index_select(0, self.send_rows)
         work = dist.all_to_all_single(
-            received, sent, list(self.receive_counts), list(self.send_counts), self.group, async_op=True
+            sendable(received), sendable(sent), self.receive_counts, self.send_counts, self.group, async_op=True
         )
         return UnderWay(work, received, sent)
 
@@ -190,6 +190,13 @@ def replicated(
     same = _Replicated.apply(x, group)
     same._replicated_over = (group,)
     return same
+
+
+def sendable(rows: torch.Tensor) -> torch.Tensor:
+    """Contiguous rows (N, ...) as they travel: small and whole numbers, which not every transport knows, as bytes."""
+    if rows.dtype.itemsize > 1 and (rows.is_floating_point() or rows.is_complex()):
+        return rows
+    return (rows.flatten(1) if rows.ndim > 1 else rows[:, None]).view(torch.uint8)
 
 
 def joined(x: torch.Tensor, received: torch.Tensor) -> torch.Tensor:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparseconv.distributed.agreement import agreed, agreed_call
-from sparseconv.distributed.exchange import Exchange, send_to, summed
+from sparseconv.distributed.exchange import Exchange, send_to, sendable, summed
 from sparseconv.distributed.partition import Order, Partition, common_box, find_partition
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.other_voxels import unique_coords
 from sparseconv.geometry.ranges import IndexRange
-from sparseconv.kinds import check_choice, check_count, check_kind
+from sparseconv.kinds import check_choice, check_count, check_kind, check_tensor
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Integer, Shaped
@@ -74,7 +74,7 @@ class ShardedGrid(VoxelGrid):
     ) -> Shaped[torch.Tensor, "N C"]:
         """Features (M, C) of the rows that this rank gave to `shard` -> features (N, C) of the rows that it owns.
 
-        ``reduce`` says what becomes of a voxel that several ranks gave. Differentiable.
+        ``reduce`` says what becomes of a voxel that several ranks gave; whole numbers add up to int64. Differentiable.
         """
         if self.arrivals is None:
             raise ValueError("this grid was made by a plan, not by shard(): no rank holds other rows of it")
@@ -83,16 +83,24 @@ class ShardedGrid(VoxelGrid):
     def gather(
         self, features: Shaped[torch.Tensor, "N C"] | None = None
     ) -> tuple[VoxelGrid, Shaped[torch.Tensor, "N_all C"] | None]:
-        """The whole scene on every rank, rank after rank, with its features: for tests and small scenes."""
+        """The whole scene on every rank, rank after rank, with its features, without a gradient: for small scenes."""
+
+        def checked() -> tuple[None, tuple]:
+            if features is not None:
+                check_rows("features", features, len(self))
+            return None, (None if features is None else (features.shape[1], features.dtype),)
+
+        agreed_call(checked, "the features of gather", self.group, self.device)
         grid = VoxelGrid(
             gather_rows(self.coords, self.counts, self.group), self.batch_size, self.voxel_size, self.origin
         )
-        return grid, None if features is None else gather_rows(features, self.counts, self.group)
+        return grid, None if features is None else gather_rows(features.detach(), self.counts, self.group)
 
     def subset(self, mask: Bool[torch.Tensor, " N"]) -> ShardedGrid:
         """The voxels where mask (N,) bool of this rank's rows is true; all ranks call it."""
 
         def checked() -> tuple[torch.Tensor, dict[str, Any]]:
+            check_tensor("mask", mask)
             if mask.dtype != torch.bool or mask.shape != (len(self),):
                 raise ValueError(f"mask must be ({len(self)},) bool; got {tuple(mask.shape)} {mask.dtype}")
             return self.coords[mask], {}
@@ -124,20 +132,24 @@ class Arrivals:
 
     def bring(self, features: torch.Tensor, num_rows: int, reduce: str) -> torch.Tensor:
         def checked() -> tuple[None, tuple]:
-            if features.ndim != 2 or features.shape[0] != self.exchange.num_rows:
-                raise ValueError(f"features must be ({self.exchange.num_rows}, C); got {tuple(features.shape)}")
+            check_rows("features", features, self.exchange.num_rows)
             if reduce not in ("first", "sum", "mean"):
                 raise ValueError(f"reduce must be 'first', 'sum' or 'mean'; got {reduce!r}")
             return None, (features.shape[1], features.dtype, reduce, learns(features))
 
         agreed_call(checked, "the features of bring", self.exchange.group, self.rows.device)
         came = self.exchange(features)
-        order = torch.argsort(self.rows, stable=True)  # by voxel, then by the rank that sent it
         sizes = torch.bincount(self.rows, minlength=num_rows)
         if reduce == "first":
+            order = torch.argsort(self.rows, stable=True)  # by voxel, then by the rank that sent it
             return came[order[sizes.cumsum(0) - sizes]]
-        total = torch.segment_reduce(came[order], "sum", lengths=sizes, axis=0, unsafe=True)
-        return total if reduce == "sum" else total / sizes[:, None]
+        is_whole = not (came.is_floating_point() or came.is_complex())
+        wide = torch.int64 if is_whole else came.dtype if came.dtype.itemsize >= 4 else torch.float32
+        total, counts = came.new_zeros((num_rows, came.shape[1]), dtype=wide), self.exchange.receive_counts
+        for rows, part in zip(self.rows.split(counts), came.split(counts)):
+            total = total.index_add(0, rows, part.to(wide))  # a rank gives a voxel once: no two adds meet
+        total = total if reduce == "sum" else total / sizes[:, None]
+        return total if is_whole else total.to(came.dtype)
 
 
 def shard(
@@ -178,12 +190,16 @@ def shard(
         check_choice("by", by, ("morton", "slab", "kd"))
         if batch_size is not None:
             check_count("batch_size", batch_size)
-        whole = VoxelGrid(grid, batch_size, voxel_size, origin) if isinstance(grid, torch.Tensor) else grid
+        whole, given = grid, cast(Any, (batch_size, voxel_size, origin))
+        if isinstance(whole, VoxelGrid) and given != (None, None, None):
+            own = (whole.batch_size, *((whole.voxel_size, whole.origin) if whole.is_placed else (None, None)))
+            whole, given = whole.coords, tuple(mine if one is None else one for one, mine in zip(given, own))
+        whole = VoxelGrid(whole, *given) if isinstance(whole, torch.Tensor) else whole
         same = {"by": by, "voxel_size": whole.voxel_size, "origin": whole.origin, "rank of the grid": whole.rank}
         return whole, same
 
     grid = agreed(checked, group)
-    sizes = torch.tensor([batch_size or grid.batch_size], device=grid.device)
+    sizes = torch.tensor([grid.batch_size], device=grid.device)
     dist.all_reduce(sizes, dist.ReduceOp.MAX, group=group)
     partition = find_partition(grid.coords, by, int(sizes), group)
     owners = partition.owners(grid.coords)
@@ -194,6 +210,13 @@ def shard(
     exchange = Exchange(group, order, sent, received, len(grid))
     sharded.arrivals = Arrivals(exchange, sharded.lookup(came))
     return sharded
+
+
+def check_rows(name: str, x: torch.Tensor, rows: int) -> None:
+    """Raise unless x is a tensor (rows, C)."""
+    check_tensor(name, x)
+    if x.ndim != 2 or x.shape[0] != rows:
+        raise ValueError(f"{name} must be ({rows}, C), this rank's rows; got {tuple(x.shape)}")
 
 
 def learns(x: torch.Tensor) -> bool:
@@ -218,5 +241,5 @@ def gather_rows(rows: torch.Tensor, counts: Sequence[int], group: dist.ProcessGr
     padded = rows.new_zeros((longest, *rows.shape[1:]))
     padded[: len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=group)
+    dist.all_gather([sendable(part) for part in parts], sendable(padded), group=group)
     return torch.cat([part[:count] for part, count in zip(parts, counts)])

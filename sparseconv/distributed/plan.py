@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from sparseconv.distributed.agreement import agreed, agreed_call
 from sparseconv.distributed.exchange import joined, replicated, send_to
-from sparseconv.distributed.grid import ShardedGrid, learns
+from sparseconv.distributed.grid import ShardedGrid, check_rows, learns
 from sparseconv.distributed.halo import find_halo
 from sparseconv.distributed.passage import Passage
 from sparseconv.geometry.edges import coarse_grid, fine_grid, fits
@@ -198,8 +198,7 @@ class ShardedConvolutionPlan:
         group = self.source.group
 
         def checked() -> tuple[tuple, tuple]:
-            if x.ndim != 2 or x.shape[0] != len(self.source):
-                raise ValueError(f"x must be ({len(self.source)}, C_in), this rank's rows; got {tuple(x.shape)}")
+            check_rows("x", x, len(self.source))
             activation = as_epilogue(epilogue)
             operands = self._inner.operands(
                 x, replicated(weight, group), None if bias is None else replicated(bias, group), residual
@@ -221,8 +220,7 @@ class ShardedConvolutionPlan:
         """This rank's rows with their halo, and the local plan over them: what any operation over edges needs."""
 
         def checked() -> tuple[None, tuple]:
-            if x.ndim != 2 or x.shape[0] != len(self.source):
-                raise ValueError(f"x must be ({len(self.source)}, C), this rank's rows; got {tuple(x.shape)}")
+            check_rows("x", x, len(self.source))
             return None, ("rows", x.shape[1], x.dtype, learns(x))
 
         agreed_call(checked, "the rows that are asked for", self.source.group, self.device)

@@ -18,8 +18,6 @@ def package_program(
 ) -> None:
     """Compile an exported program for this kind of CPU: a package that a C++ program runs without Python."""
     try:
-        if not program.is_file():
-            raise ValueError(f"there is no file {program}")
         package(program, output)
     except (ValueError, RuntimeError) as error:
         Console(stderr=True).print(Text("error: ", "bold red") + Text(str(error)), soft_wrap=True)

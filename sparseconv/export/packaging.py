@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparseconv.files import check_place, written_whole
+from sparseconv.files import check_archive, check_place, written_whole
 from sparseconv.kinds import check_kind
 from sparseconv.torch_private import compile_package, load_package, pytree
 
@@ -49,8 +49,8 @@ def package(program: torch.export.ExportedProgram | str | Path, path: str | Path
         The path.
 
     Raises:
-        ValueError: a program for a GPU, operators or activations that have no C++ source, or a package whose results
-            on the program's example are not the program's. Nothing is written then.
+        ValueError: a file that is missing or torn, a program for a GPU, operators or activations that have no C++
+            source, or a package whose results on the program's example are not the program's. Nothing is written then.
         RuntimeError: this torch has no AOTInductor. Where there is no C++ compiler, torch says so.
 
     >>> import sparseconv as sc
@@ -65,7 +65,7 @@ def package(program: torch.export.ExportedProgram | str | Path, path: str | Path
         raise ValueError(f"a package's name ends in .pt2; got {path.name!r}")
     check_place(path)
     if isinstance(program, (str, Path)):
-        program = torch.export.load(Path(program))
+        program = _read(Path(program))
     check_kind("program", program, torch.export.ExportedProgram, "sparseconv.export.export returns one")
     why = next(_refused(program), None)
     if why is not None:
@@ -77,6 +77,17 @@ def package(program: torch.export.ExportedProgram | str | Path, path: str | Path
             raise RuntimeError(f"torch {torch.__version__} has no AOTInductor: use another release")
         _compare(load_package(str(made))(*inputs), program.module()(*inputs))
     return path
+
+
+def _read(path: Path) -> torch.export.ExportedProgram:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        with path.open("rb") as file:
+            check_archive(file, path.stat().st_size)
+        return torch.export.load(path)
+    except Exception as error:  # torch raises any kind for a broken file
+        raise ValueError(f"{path} is torn, or no program that sparseconv.export.export wrote: {error}") from error
 
 
 def _refused(program: torch.export.ExportedProgram) -> Iterator[str]:

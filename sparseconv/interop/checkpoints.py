@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv.files import check_place
-from sparseconv.interop.files import State, read, some, write
+from sparseconv.interop.files import State, check_entries, read, some, write
 from sparseconv.interop.layouts import LAYOUTS, Layout, check_order, kernel_of, layout_of, permute
+from sparseconv.kinds import check_kind
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
@@ -131,6 +132,8 @@ def convert_state(
     >>> {key: tuple(tensor.shape) for key, tensor in state.items()}, report.convolutions
     ({'conv.weight': (27, 4, 8)}, 1)
     """
+    check_kind("state", state, Mapping, "pass a dict of tensors by key, such as module.state_dict()")
+    check_entries(state)
     source, target = layout_of(from_), layout_of(to)
     sizes, grouped = dict(kernel_sizes or {}), dict(groups or {})
     _check_patterns(state, [*sizes, *grouped, *skip, *strided_one_tap])
@@ -297,7 +300,8 @@ def load(
     Options are those of `read` and `convert_state`.
 
     Raises:
-        ValueError: keys that are missing or unknown, or shapes that differ; all of them are named, nothing is loaded.
+        ValueError: keys that are missing or unknown, shapes that differ, or dtypes that are none of floating point
+            where weights are; all of them are named, nothing is loaded.
 
     >>> from sparseconv.nn import SubmanifoldConv
     >>> theirs = {"weight": torch.ones(8, 3, 3, 3, 4), "bias": torch.zeros(8)}
@@ -315,18 +319,18 @@ def load(
 
 
 def check_fit(module: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError that names every key and shape by which a state differs from what a module wants."""
+    """Raise ValueError that names every key, shape and kind of number by which a state differs from a module's."""
     wanted = module.state_dict()
     missing = [f"{k} {tuple(v.shape)}" for k, v in wanted.items() if k not in state]
     unknown = [f"{k} {tuple(v.shape)}" for k, v in state.items() if k not in wanted]
     differ = [
-        f"{k} is {tuple(state[k].shape)}, should be {tuple(v.shape)}"
+        f"{k} is {tuple(state[k].shape)} {state[k].dtype}, should be {tuple(v.shape)} {v.dtype}"
         for k, v in wanted.items()
-        if k in state and state[k].shape != v.shape
+        if k in state and (state[k].shape != v.shape or v.is_floating_point() > state[k].is_floating_point())
     ]
     said = [
         f"{len(items)} {word}: {some(items, 12)}"
-        for word, items in (("missing", missing), ("unknown", unknown), ("of another shape", differ))
+        for word, items in (("missing", missing), ("unknown", unknown), ("of another shape or dtype", differ))
         if items
     ]
     if said:

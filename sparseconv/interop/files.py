@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparseconv.files import check_archive, check_place, most_bytes, written_whole
-from sparseconv.kinds import check_kind
+from sparseconv.kinds import check_kind, check_values
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
@@ -61,6 +61,7 @@ def read(path: str | Path, *, ignore_classes: Sequence[str] = ()) -> State:
     ...     read(f"{folder}/net.pth")
     {'conv.weight': tensor([1., 1.])}
     """
+    check_kind("ignore_classes", ignore_classes, (list, tuple, set, frozenset), "pass a list of names")
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"no checkpoint at {path}")
@@ -150,10 +151,28 @@ def some(items: Sequence[str], most: int = 6) -> str:
     return shown + (f" and {len(items) - most} more" if len(items) > most else "") if items else "none"
 
 
+def check_entries(state: Mapping[Any, Any]) -> None:
+    """Raise TypeError unless all keys are words and all values tensors."""
+    for key, value in state.items():
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor):
+            raise TypeError(f"a checkpoint holds tensors by key, a str; {key!r} is a {type(value).__name__}")
+
+
+def _stored(key: str, value: torch.Tensor, seen: set[int]) -> torch.Tensor:
+    """A tensor as a file holds it: its own numbers and no more, apart from its neighbours'."""
+    check_values(f"state[{key!r}]", value)
+    own = value.detach().resolve_conj().resolve_neg().contiguous()
+    if own.untyped_storage().nbytes() != own.nbytes or own.data_ptr() in seen:
+        own = own.clone()
+    seen.add(own.data_ptr())
+    return own
+
+
 def write(state: Mapping[str, Shaped[torch.Tensor, " ..."]], path: str | Path) -> None:
     """Write tensors by key, as safetensors where the name ends so, else as torch.save does; whole or not at all.
 
-    No link is followed, and a link at ``path`` itself is replaced. A ValueError where no file can be written there.
+    Of tensors that share memory, as tied weights do, each is written for itself. No link is followed, and a link at
+    ``path`` itself is replaced. Raises ValueError where no file can be written there, TypeError for no plain tensors.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -163,11 +182,11 @@ def write(state: Mapping[str, Shaped[torch.Tensor, " ..."]], path: str | Path) -
     """
     check_kind("state", state, Mapping, "pass a dict of tensors by key, such as module.state_dict()")
     path = check_place(path)
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"a checkpoint holds tensors by key; {key!r} is a {type(value).__name__}")
+    check_entries(state)
+    seen: set[int] = set()
+    stored = {key: _stored(key, value, seen) for key, value in state.items()}
     with written_whole(path) as part:
         if path.suffix == ".safetensors":
-            _safetensors().save_file({k: v.contiguous() for k, v in state.items()}, str(part))
+            _safetensors().save_file(stored, str(part))
         else:
-            torch.save(dict(state), part)
+            torch.save(stored, part)

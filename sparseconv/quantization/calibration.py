@@ -47,8 +47,9 @@ def quantize(
         A `QuantizedNetwork`.
 
     Raises:
-        ValueError: a network in training, no scene, scenes that take different ways through it, names that are none,
-            and layers that integers cannot compute: all are named, for ``keep``.
+        ValueError: a network in training, no scene with voxels, scenes that take different ways through it, names that
+            are none, and layers that integers cannot compute: all are named, for ``keep``. A network that returns, or
+            gives to a kept layer, a grid or tensor of the scene that no layer makes. TypeError: scenes that are none.
 
     >>> import sparseconv as sc
     >>> grid, _ = sc.voxelize(torch.rand(500, 3), voxel_size=0.1)
@@ -58,6 +59,7 @@ def quantize(
     >>> small(x).channels, small.state_dict()["steps.1.weight"].dtype
     (5, torch.int8)
     """
+    check_kind("scenes", scenes, Iterable, "pass a list of scenes")
     builder_of = _check(net, dtype, keep, percentile)
     ranges: dict[int, float] = {}
 
@@ -67,23 +69,28 @@ def quantize(
         ranges.setdefault(value, 0.0)
 
     recording: Recording | None = None
+    voxels = 0
     wide = {name for name in keep if name not in ("first", "last")}
     for scene in scenes:
+        if not isinstance(scene, (SparseTensor, tuple, list)):
+            raise TypeError(f"scenes are SparseTensors or pairs (coords, features); got {type(scene).__name__}")
         x = scene if isinstance(scene, SparseTensor) else SparseTensor(VoxelGrid(scene[0]), scene[1])
+        voxels += len(x.grid)
         if recording is None:
             wide |= _ends(record(net, x, wide, lambda value, features: None), keep)
         now = record(net, x, wide, seen)
         if recording is not None and now.shape != recording.shape:
             raise ValueError("the network takes another way through its layers for another scene: keep what decides")
         recording = now
-    if recording is None:
-        raise ValueError("calibration needs at least one scene")
+    if recording is None or not voxels:
+        raise ValueError("calibration needs at least one scene with voxels, which tell how large numbers become")
     builder = builder_of(recording, ranges)
     results = builder.build()
     if builder.failed:
         lines = "".join(f"\n  {name}: {reason}" for name, reason in builder.failed.items())
-        names = sorted({name.rpartition(":")[0] or name for name in builder.failed})
-        raise ValueError(f"these layers have no integer form; keep={names} leaves them in floating point:{lines}")
+        names = sorted({name.partition(":")[0] for name in builder.failed} - {""})
+        said = f"keep={names} leaves them in floating point" if names else "make modules of them, which keep can name"
+        raise ValueError(f"these layers have no integer form; {said}:{lines}")
     return QuantizedNetwork(builder.steps, results).to(x.device)
 
 

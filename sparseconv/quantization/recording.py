@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from sparseconv.nn.models.resnet import FloorAvgPool
 from sparseconv.nn.models.second import ConvWithin
 from sparseconv.nn.module import FeatureModule
 from sparseconv.nn.normalization import BatchNorm
+from sparseconv.plan.convolution import ConvolutionPlan
 from sparseconv.tensor import SparseTensor
 from sparseconv.torch_private import pytree
 
@@ -40,6 +42,9 @@ FORWARDS: dict[Any, str] = {
 #: functions of tensors outside of layers
 FUNCTIONS = {"add": "add", "__add__": "add", "__radd__": "add", "cat": "cat", "concat": "cat", "relu": "act",
              "leaky_relu": "act", "contiguous": "same", "detach": "same", "float": "same"}  # fmt: skip
+
+#: what belongs to one scene: none may stay in a network for others
+OF_A_SCENE = (torch.Tensor, SparseTensor, VoxelGrid, ConvolutionPlan)
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,10 @@ class Recording:
 
     @property
     def shape(self) -> list[tuple[Any, ...]]:
-        """What every scene must have in common."""
-        return [(op.kind, op.name, op.inputs, op.output) for op in self.operations]
+        """What every scene must have in common: the operations, what wide layers are given and what is returned."""
+        plain = (Ref, bool, int, float, str)
+        trees = [*((op.kind, op.name, op.inputs, op.output, op.call) for op in self.operations), self.results]
+        return [tuple(v if isinstance(v, plain) else type(v) for v in pytree.tree_leaves(tree)) for tree in trees]
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
@@ -94,7 +101,7 @@ def record(
 
     ``seen`` is called with the number and the features of every value.
     """
-    recorder = _Recorder(set(wide), seen)
+    recorder = _Recorder(net, set(wide), seen)
     with ExitStack() as stack:
         for name, module in net.named_modules():
             recorder.watch(name, module, stack)
@@ -106,18 +113,20 @@ def record(
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, wide: set[str], seen: Callable[[int, torch.Tensor], None]) -> None:
+    def __init__(self, net: torch.nn.Module, wide: set[str], seen: Callable[[int, torch.Tensor], None]) -> None:
         super().__init__()
+        self.constants = {id(tensor) for tensor in (*net.parameters(), *net.buffers())}
         self.recording, self.wide, self.seen = Recording(values=0), wide, seen
         self.numbers: dict[int, int] = {}  # by the identity of a tensor of features
         self.grids: dict[int, int] = {}  # a value on each grid
+        self.places: dict[int, VoxelGrid] = {}  # the grid of each value
         self.held: list[Any] = []  # so that no identity is given twice
         self.depth, self.path = 0, [""]
 
     # ---- values
 
-    def new(self, x: Any) -> int:
-        """The number of a value that was just made."""
+    def new(self, x: Any, like: int = -1) -> int:
+        """The number of a value that was just made; a plain tensor lies on the voxels of the value ``like``."""
         features = x.features if isinstance(x, SparseTensor) else x
         number = self.numbers[id(features)] = self.recording.values
         self.recording.values += 1
@@ -125,6 +134,9 @@ class _Recorder(TorchFunctionMode):
         if isinstance(x, SparseTensor):
             self.grids.setdefault(id(x.grid), number)
             self.held.append(x.grid)
+        place = x.grid if isinstance(x, SparseTensor) else self.places.get(like)
+        if place is not None and len(place) == len(features):
+            self.places[number] = place
         self.depth += 1  # what it calls is none of the network's
         self.seen(number, features)
         self.depth -= 1
@@ -132,17 +144,20 @@ class _Recorder(TorchFunctionMode):
 
     def number(self, x: Any) -> int | None:
         features = x.features if isinstance(x, SparseTensor) else x
-        return self.numbers.get(id(features)) if isinstance(features, torch.Tensor) else None
+        found = self.numbers.get(id(features)) if isinstance(features, torch.Tensor) else None
+        if found is not None and isinstance(x, SparseTensor):
+            place = self.places.get(found)
+            if place is not x.grid and (place is None or not torch.equal(place.coords, x.grid.coords)):
+                raise ValueError("features are put on other voxels than their own: do it in a module that keep names")
+        return found
 
     def referred(self, tree: Any) -> Any:
         """A tree with `Ref`s in the place of known tensors."""
 
         def of(leaf: Any) -> Any:
             number = self.number(leaf)
-            if number is None and isinstance(leaf, (torch.Tensor, SparseTensor)):
-                raise ValueError(
-                    f"the network returns a tensor {tuple(leaf.shape)} that no layer of it is seen to make"
-                )
+            if number is None and isinstance(leaf, OF_A_SCENE):
+                raise ValueError(f"the network returns a {type(leaf).__name__} that no layer of it is seen to make")
             return leaf if number is None else Ref(number, isinstance(leaf, SparseTensor))
 
         return pytree.tree_map(of, tree, is_leaf=lambda leaf: isinstance(leaf, SparseTensor))
@@ -170,7 +185,8 @@ class _Recorder(TorchFunctionMode):
         if not isinstance(result, (torch.Tensor, SparseTensor)):
             raise ValueError(f"{name} returns {type(result).__name__}; recorded layers return one tensor")
         if kind == "wide":
-            tree = pytree.tree_map(self._soft, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, SparseTensor))
+            soft = partial(self._soft, name)
+            tree = pytree.tree_map(soft, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, SparseTensor))
             refs = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Ref)]
             self.add(kind, name, tuple(ref.value for ref in refs), result, module, call=tree)
             return
@@ -189,35 +205,39 @@ class _Recorder(TorchFunctionMode):
             where[key] = self.grids[id(grid)]
         self.add(kind, name, (number,), result, module, where=where)
 
-    def _soft(self, leaf: Any) -> Any:
+    def _soft(self, name: str, leaf: Any) -> Any:
         number = self.number(leaf)
+        if number is None and isinstance(leaf, OF_A_SCENE) and id(leaf) not in self.constants:
+            said = "of the scene that no layer is seen to make: pass sparse tensors, or keep what makes it"
+            raise ValueError(f"{name} is called with a {type(leaf).__name__} {said}")
         return leaf if number is None else Ref(number, isinstance(leaf, SparseTensor))
 
     def add(self, kind: str, name: str, inputs: tuple[int, ...], result: Any, module: Any = None, **more: Any) -> None:
-        self.recording.operations.append(Operation(kind, name, inputs, self.new(result), module, **more))
+        output = self.new(result, *inputs[:1])
+        self.recording.operations.append(Operation(kind, name, inputs, output, module, **more))
 
     # ---- functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self.depth or not isinstance(result, (torch.Tensor, SparseTensor)):
+        if self.depth or not (isinstance(result, (torch.Tensor, SparseTensor)) or func is torch.Tensor.__setitem__):
             return result
+        made = args[0] if result is None else result  # an assignment to rows changes what it is given
         given = [*args, *kwargs.values()]
         flat = [part for value in given for part in (value if isinstance(value, (list, tuple)) else (value,))]
         inputs = tuple(number for number in (self.number(part) for part in flat) if number is not None)
-        if inputs and result.dtype.is_floating_point:
-            kind, slope = self._kind(func, args, kwargs, len(inputs))
-            self.add(kind, f"{self.path[-1]}:{func.__name__}", inputs, result, slope=slope)
+        if inputs and made.dtype.is_floating_point:
+            kind, slope = self._kind(func, args, kwargs, flat, len(inputs))
+            self.add(kind, f"{self.path[-1]}:{func.__name__}", inputs, made, slope=slope)
         return result
 
-    def _kind(self, func: Any, args: tuple, kwargs: dict, inputs: int) -> tuple[str, float]:
+    def _kind(self, func: Any, args: tuple, kwargs: dict, flat: list[Any], inputs: int) -> tuple[str, float]:
         kind = FUNCTIONS.get(getattr(func, "__name__", ""), "unknown")
         slope = kwargs.get("negative_slope", args[1] if len(args) > 1 else 0.01) if "leaky" in func.__name__ else 0.0
-        if kind == "add" and (inputs != 2 or kwargs.get("alpha", 1) != 1 or args[0].shape != args[1].shape):
+        if kind == "add" and (inputs != 2 or kwargs.get("alpha", 1) != 1 or flat[0].shape != flat[1].shape):
             kind = "unknown"
-        if kind == "cat" and (
-            inputs != len(args[0]) or kwargs.get("dim", args[1] if len(args) > 1 else 0) not in (1, -1)
-        ):
+        parts, dim = kwargs.get("tensors", args[0] if args else ()), args[1] if len(args) > 1 else 0
+        if kind == "cat" and (inputs != len(parts) or kwargs.get("dim", kwargs.get("axis", dim)) not in (1, -1)):
             kind = "unknown"
         return kind, float(slope)

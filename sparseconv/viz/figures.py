@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparseconv.files import check_place, written_whole
 from sparseconv.viz.palette import CATEGORIES, SEQUENTIAL
 
 if TYPE_CHECKING:
@@ -61,28 +60,20 @@ def checked_picture_path(path: str | Path) -> Path:
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"a picture's name ends in {', '.join(FORMATS)}; got {str(path)!r}")
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: give a file name in it")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"the folder {folder} does not exist: create it, or write the picture elsewhere")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"the folder {folder} cannot be written to: write the picture elsewhere")
-    return path
+    return check_place(path)
 
 
 def save_figure(figure: Figure, path: str | Path, dpi: int = 110) -> Path:
     """Write a figure under its final name only when it is complete: a temporary folder beside it, then a rename.
 
-    >>> with tempfile.TemporaryDirectory() as folder, new_figure(1, 1) as figure:
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder, new_figure(1, 1) as figure:
     ...     save_figure(figure, Path(folder, "empty.png")).name
     'empty.png'
     """
     from matplotlib import rc_context
 
     path = checked_picture_path(path)
-    with tempfile.TemporaryDirectory(prefix=f".{path.stem}-", dir=path.absolute().parent) as folder, rc_context(STYLE):
-        unfinished = Path(folder, path.name)
+    with written_whole(path) as unfinished, rc_context(STYLE):
         figure.savefig(unfinished, dpi=dpi)
-        unfinished.replace(path)
     return path

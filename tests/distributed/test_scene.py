@@ -244,6 +244,11 @@ def one_rank_errs() -> list[str]:
         "target": lambda: ShardedConvolutionPlan(sharded, 3, target="fu" if odd else "full"),
         "mask": lambda: sharded.subset(torch.ones(2 if odd else len(sharded), dtype=torch.bool)),
         "bring": lambda: sharded.bring(features[:2] if odd else features[part]),
+        "gather": lambda: sharded.gather(x[1:] if odd else x),
+        "gather's dtype": lambda: sharded.gather(x.double() if odd else x),
+        "fewer items than there are": lambda: shard(grid.subset(part), batch_size=1 if odd else 3),
+        "no mask": lambda: sharded.subset([True] if odd else torch.ones(len(sharded), dtype=torch.bool)),
+        "no tensor": lambda: plan.execute(x.tolist() if odd else x, w),
         "save": lambda: save("nowhere", sharded, x[1:] if odd else x),
         "an error without words": lambda: agreed(silent, None),
     }
@@ -376,3 +381,84 @@ def test_a_rank_killed_at_twenty_points(tmp_path, seed, monkeypatch):
 def test_without_a_process_group_the_error_says_what_to_start():
     with pytest.raises(ValueError, match="torchrun"):
         shard(scene()[0])
+
+
+#: dtypes that features may have, with numbers that all of them hold
+DTYPES = [
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.complex64),
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+]
+
+
+def every_dtype(folder: str) -> list[str]:
+    """Features of each dtype, brought, gathered, saved and loaded; what is not what plain Python says."""
+    grid, _ = scene(60, 9)
+    wrong = []
+    sharded = shard(grid)  # every rank gives all of the scene
+    rows = grid.lookup(sharded.coords)
+    world = dist.get_world_size()
+    for dtype in DTYPES:
+        values = (torch.arange(len(grid)) % 2)[:, None].expand(len(grid), 3).to(dtype)
+        wide = values.to(torch.complex128)[rows]
+        for reduce, times in (("first", 1), ("sum", world), ("mean", 1)):
+            if not torch.equal(sharded.bring(values, reduce).to(torch.complex128), times * wide):
+                wrong.append(f"{dtype} {reduce}")
+        own = sharded.bring(values)
+        own = own.conj() if own.is_complex() else own
+        whole, gathered = sharded.gather(own)
+        if gathered.dtype != dtype or not torch.equal(
+            gathered.to(torch.complex128), values.to(torch.complex128)[grid.lookup(whole.coords)]
+        ):
+            wrong.append(f"{dtype} gather")
+        save(f"{folder}/{dtype}", sharded, own)
+        loaded, found = load(f"{folder}/{dtype}")
+        if found.dtype != dtype or not torch.equal(
+            found.to(torch.complex128), values.to(torch.complex128)[grid.lookup(loaded.coords)]
+        ):
+            wrong.append(f"{dtype} load")
+    crowd = torch.full((len(grid), 1), 200, dtype=torch.uint8)
+    if sharded.bring(crowd, "sum").max() != 200 * world:
+        wrong.append("sums of bytes wrap")
+    return wrong
+
+
+def test_features_of_every_dtype_travel(tmp_path):
+    assert on_ranks(2, every_dtype, str(tmp_path)) == [[], []]
+
+
+def brought_twice() -> list[bool]:
+    grid, _ = scene(40, 9)
+    sharded = shard(grid)
+    torch.manual_seed(0)
+    x = torch.randn(len(grid), 2, dtype=torch.float64, requires_grad=True)
+    checks = []
+    for reduce, share in (("first", None), ("sum", 1.0), ("mean", 0.5)):
+        y = sharded.bring(x, reduce)
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), x)
+        if share is not None:  # y = share (x0 + x1), x the same on both ranks: of each rank's own term
+            own = 2 * share * share * 2 * x.detach()
+            checks += [torch.allclose(grad, own), second.isfinite().all().item()]
+    return checks
+
+
+def test_brought_features_have_second_derivatives():
+    assert on_ranks(2, brought_twice) == [[True] * 4] * 2
+
+
+def given_anew(folder: str) -> list:
+    grid = sc.VoxelGrid(torch.tensor([[0, 3], [0, 7], [0, 9]]))
+    placed = sc.VoxelGrid(grid.coords, 1, 0.5, 2.0)
+    found = []
+    for one in (shard(grid), shard(grid, voxel_size=0.1), shard(placed), shard(placed, origin=1.0, batch_size=4)):
+        save(folder, one)
+        back, _ = load(folder)
+        found.append([(g.voxel_size, g.origin, g.batch_size, g.is_placed) for g in (one, back)])
+    return found
+
+
+def test_what_shard_is_given_comes_before_the_grids_own(tmp_path):
+    plain = ((1.0,), (0.0,), 1, False)
+    sized, placed, moved = ((0.1,), (0.0,), 1, True), ((0.5,), (2.0,), 1, True), ((0.5,), (1.0,), 4, True)
+    want = [[one, one] for one in (plain, sized, placed, moved)]
+    assert on_ranks(2, given_anew, str(tmp_path)) == [want, want]

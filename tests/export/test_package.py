@@ -215,3 +215,23 @@ def test_from_points_in_cpp(name, built, tmp_path):
     assert "not what was expected" in run(built / command[0], *command[1:], expect=1)
     assert "points become voxels of --size" in run(built / command[0], *command[1:3], expect=2)
     assert "there is no file" in run(built / command[0], tmp_path / "absent.pt2", *command[2:], expect=2)
+
+
+@pytest.mark.parametrize("kind", ["missing", "text", "truncated", "a checkpoint", "changed"])
+def test_a_file_that_is_no_program(kind, tmp_path, capsys):
+    coords, features = torch.tensor([[0, 0], [0, 1]]), torch.ones(2, 2)
+    net = sc.nn.SubmanifoldConv(2, 3, 3, rank=1).eval()
+    path = tmp_path / "net.pt2"
+    if kind == "text":
+        path.write_bytes(b"hello")
+    elif kind == "a checkpoint":
+        torch.save({"a": torch.ones(2)}, path)
+    elif kind != "missing":
+        export.export(net, (coords, features), path)
+        whole = path.read_bytes()
+        path.write_bytes(
+            whole[: len(whole) // 2] if kind == "truncated" else whole.replace(b"sparseconv", b"sparsecomv")
+        )
+    with pytest.raises(ValueError, match=r"no file|torn, or no program"):
+        packaging.package(path, tmp_path / "out.pt2")
+    assert not (tmp_path / "out.pt2").exists()

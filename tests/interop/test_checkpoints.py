@@ -426,3 +426,66 @@ def test_importing_the_room_is_light():
     program = f"import sys, sparseconv.interop; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_any_plain_tensor_is_written_as_it_reads(suffix, tmp_path):
+    """Tied weights, views of other tensors, and numbers that torch holds conjugated or negated."""
+    base = torch.randn(40, 3)
+    state = {
+        "tied": base,
+        "again": base,
+        "part": torch.randn(10_000)[:2],
+        "overlapping": base[1:],
+        "turned": base.T,
+        "expanded": torch.ones(1, 1).expand(300, 400),
+        "conjugated": (base + 1j).conj(),
+        "negated": (base + 1j * base).conj().imag,
+        "parameter": torch.nn.Parameter(base),
+        "none": torch.zeros(0, 3),
+    }
+    path = tmp_path / f"net{suffix}"
+    write(state, path)
+    found = read(path)
+    assert list(found) == list(state) or sorted(found) == sorted(state)
+    for key, value in state.items():
+        assert torch.equal(found[key], value.detach().resolve_conj().resolve_neg()), key
+    assert path.stat().st_size < 500_000 + 20_000
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize(
+    ("state", "error", "words"),
+    [
+        ({1: torch.ones(2)}, TypeError, "by key, a str; 1 is a Tensor"),
+        ({"a": torch.eye(3).to_sparse()}, TypeError, "dense in memory"),
+        ({"a": torch.ones(2, device="meta")}, ValueError, "device meta"),
+        ({"a": 3}, TypeError, "'a' is a int"),
+    ],
+)
+def test_what_could_not_be_read_back_is_not_written(suffix, state, error, words, tmp_path):
+    with pytest.raises(error, match=words):
+        write(state, tmp_path / f"net{suffix}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("state", [[torch.ones(2)], {"c.kernel": 1}, {1: torch.ones(27, 4, 8)}])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(TypeError, match=r"state must be a Mapping|by key, a str"):
+        convert_state(state, "minkowski", "sparseconv")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
+def test_numbers_of_another_kind_are_not_loaded(dtype):
+    """Integers would lose their scale, and complex numbers a half of them."""
+    net = nn.SubmanifoldConv(4, 8, 3)
+    before = net.weight.detach().clone()
+    with pytest.raises(ValueError, match=f"weight is .* {dtype}, should be .* torch.float32"):
+        load(net, {"weight": torch.ones(8, 3, 3, 3, 4).to(dtype), "bias": torch.zeros(8)}, "spconv")
+    assert torch.equal(net.weight, before)
+
+
+def test_classes_to_ignore_are_a_list(tmp_path):
+    torch.save({"state_dict": {"a": torch.ones(2)}}, tmp_path / "net.pt")
+    with pytest.raises(TypeError, match="ignore_classes must be a list"):
+        read(tmp_path / "net.pt", ignore_classes="argparse.Namespace")

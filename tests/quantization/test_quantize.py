@@ -306,3 +306,140 @@ def test_networks_on_a_card(dtype):
     if dtype == "int8":
         assert torch.equal(found, want)
     assert (found - want).square().mean().sqrt() < 0.02 * want.std()
+
+
+class _Twice(nn.SparseModule):
+    """Two convolutions, and something between them."""
+
+    def __init__(self, between) -> None:
+        super().__init__()
+        self.first, self.second, self.between = nn.SubmanifoldConv(4, 8, 3), nn.SubmanifoldConv(8, 8, 3), between
+
+    def forward(self, x):
+        return self.second(self.between(self.first(x)))
+
+
+def _zeroed(y: sc.SparseTensor) -> sc.SparseTensor:
+    y.features[:, :4] = 0
+    return y
+
+
+def _capped(y: sc.SparseTensor) -> sc.SparseTensor:
+    values = y.features
+    values[values > 1] = 1
+    return y
+
+
+def _filled(y: sc.SparseTensor) -> sc.SparseTensor:
+    rows = torch.zeros(len(y.grid), 8)
+    rows[:] = y.features
+    return y.with_features(rows)
+
+
+def _mirrored(y: sc.SparseTensor) -> sc.SparseTensor:
+    coords = y.grid.coords * torch.tensor([1, -1, 1, 1], dtype=torch.int32)
+    return sc.SparseTensor(sc.VoxelGrid(coords, 1), y.features)
+
+
+@pytest.mark.parametrize("between", [_zeroed, _capped, _filled])
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_an_assignment_to_rows_is_seen(between, dtype):
+    with pytest.raises(ValueError, match=r"make modules of them(.|\n)*__setitem__ has no integer form"):
+        sc.quantize(_Twice(between).eval(), [scene()], dtype=dtype)
+
+
+def test_features_that_move_to_other_voxels_are_refused():
+    with pytest.raises(ValueError, match="put on other voxels than their own"):
+        sc.quantize(_Twice(_mirrored).eval(), [scene()])
+    again = _Twice(lambda y: sc.SparseTensor(sc.VoxelGrid(y.grid.coords.clone(), 1), y.features)).eval()
+    assert sc.quantize(again, [scene()])(scene(1)).features.shape == (len(scene(1).grid), 8)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda y: y.with_features(torch.cat(tensors=[y.features, y.features], dim=1)[:, :8]),
+        lambda y: y.with_features(torch.mul(input=y.features, other=2)),
+    ],
+)
+def test_functions_called_by_keywords_are_named(between):
+    with pytest.raises(ValueError, match="no integer form"):
+        sc.quantize(_Twice(between).eval(), [scene()])
+
+
+def test_functions_called_by_keywords_are_recorded():
+    class Net(nn.SparseModule):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.SubmanifoldConv(4, 8, 3)
+
+        def forward(self, x):
+            y = self.conv(x)
+            both = torch.add(input=y.features, other=torch.relu(y.features))
+            return y.with_features(torch.cat(tensors=(both, y.features), axis=1))
+
+    net, x = Net().eval(), scene(3)
+    with torch.no_grad():
+        want = net(x).features
+    assert (sc.quantize(net, [scene(), x])(x).features - want).norm() < 0.05 * want.norm()
+
+
+class _Masking(nn.SparseModule):
+    def forward(self, x, mask):
+        return x.with_features(x.features * mask)
+
+
+class _Returning(nn.SparseModule):
+    """A network that hands on something of its scene."""
+
+    def __init__(self, what) -> None:
+        super().__init__()
+        self.conv, self.mask, self.what = nn.Conv(4, 8, 2, stride=2), _Masking(), what
+        self.back = nn.InverseConv(8, 4, 2, stride=2)
+        self.register_buffer("gain", torch.ones(8))
+
+    def forward(self, x):
+        y = self.conv(x)
+        return {
+            "grid": lambda: (y, y.grid),
+            "count": lambda: (y, len(x.grid)),
+            "onto a grid": lambda: self.back(y, onto=x.grid),
+            "mask": lambda: self.mask(y, torch.ones(len(y.grid), 1)),
+            "gain": lambda: self.mask(y, self.gain),
+            "share": lambda: self.mask(y, 1 / len(x.grid)),
+        }[self.what]()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("grid", "returns a VoxelGrid that no layer"),
+        ("count", "another way"),
+        ("share", "another way"),
+        ("onto a grid", "back is called with a VoxelGrid of the scene"),
+        ("mask", "mask is called with a Tensor of the scene"),
+    ],
+)
+def test_nothing_of_a_calibration_scene_stays(what, words):
+    """A grid, a mask or a number of the last scene would be that of every later call."""
+    with pytest.raises(ValueError, match=words):
+        sc.quantize(_Returning(what).eval(), [scene(0), scene(1)], keep=["back", "mask"])
+
+
+def test_parameters_may_be_handed_to_a_kept_layer():
+    small = sc.quantize(_Returning("gain").eval(), [scene(0), scene(1)], keep=["mask"])
+    assert small(scene(2)).features.isfinite().all()
+
+
+def test_scenes_without_voxels_do_not_calibrate_alone():
+    empty = sc.SparseTensor(sc.VoxelGrid(torch.zeros(0, 4, dtype=torch.int32), 1), torch.zeros(0, 4))
+    net = nn.SubmanifoldConv(4, 8, 3).eval()
+    with pytest.raises(ValueError, match="at least one scene with voxels"):
+        sc.quantize(net, [empty, empty])
+    assert sc.quantize(net, [empty, scene()])(scene()).channels == 8
+
+
+@pytest.mark.parametrize("scenes", [None, scene(), (scene().grid.coords, scene().features), [{"x": 1}]])
+def test_what_are_no_scenes(scenes):
+    with pytest.raises(TypeError, match="scenes"):
+        sc.quantize(nn.SubmanifoldConv(4, 8, 3).eval(), scenes)
