@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import row
+from sparseconv.geometry.arguments import INTEGERS, row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints, per_axis
 from sparseconv.kinds import check_count, check_tensor
@@ -64,6 +64,8 @@ class Patches:
         self, counts: Integer[torch.Tensor, " B"], size: int, num_patches: int, num_rows: int, *, all_seen: bool = False
     ) -> None:
         check_tensor("counts", counts)
+        if counts.dtype not in INTEGERS:
+            raise TypeError(f"counts must be integers; got {counts.dtype}")
         check_count("size", size, 1)
         self.size, self.num_patches, self.num_rows, self.device = size, num_patches, num_rows, counts.device
         counts = counts.long()

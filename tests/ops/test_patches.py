@@ -209,3 +209,5 @@ def test_errors():
     with pytest.raises(TypeError, match=r"counts must be a torch\.Tensor"):
         ops.Patches([3], 1, 3, 3)
     assert math.prod(patches.split(torch.zeros(10, 5)).shape) == 3 * 4 * 5
+    with pytest.raises(TypeError, match="counts must be integers"):
+        ops.Patches(torch.tensor([1.5, 2.0]), 2, 2, 4)
