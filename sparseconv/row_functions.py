@@ -17,7 +17,8 @@ float_power floor floor_divide fmax fmin fmod frac gelu hardshrink hardsigmoid h
 lerp lgamma log log10 log1p log2 logaddexp logit log_sigmoid logsigmoid maximum minimum mish mul multiply nan_to_num
 neg negative ones_like pow prelu rad2deg rand_like randn_like reciprocal relu relu6 remainder round rrelu rsqrt rsub
 selu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink
-threshold true_divide trunc where xlogy zeros_like __floordiv__ __rdiv__ __rfloordiv__ __rmod__ __rpow__ __rsub__"""
+threshold true_divide trunc where xlogy zeros_like _threshold __floordiv__ __rdiv__ __rfloordiv__ __rmod__ __rpow__
+__rsub__"""
 
 #: the last axis of the first argument
 LAST_AXIS = "layer_norm linear matmul mm rms_norm"

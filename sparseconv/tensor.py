@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sparseconv.geometry.arguments import SEVERAL, check_scenes, no_grid, rows_of_points
+from sparseconv.geometry.arguments import SEVERAL, check_same_space, check_scenes, no_grid, rows_of_points
 from sparseconv.geometry.fixed_grid import FixedGrid
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import IndexRange
@@ -204,6 +204,8 @@ class SparseTensor(Movable):
         mine, theirs = self.grid, other.grid
         if theirs is not mine and (theirs.batch_size != mine.batch_size or not torch.equal(theirs.coords, mine.coords)):
             raise ValueError(f"the two tensors live on different voxels: {self.grid} and {other.grid}")
+        if theirs is not mine and mine.is_placed and theirs.is_placed:
+            check_same_space(mine, theirs, True)
 
     # ---- reading
 

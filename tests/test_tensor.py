@@ -202,6 +202,28 @@ def test_other_voxels_are_refused_and_equal_ones_accepted():
             call()
 
 
+def test_voxels_of_other_sizes_do_not_meet():
+    """Equal indices at two strides are other places; where nobody has said a size, indices are all there is."""
+    x, other = (tensor(sc.VoxelGrid(COORDS.clone(), 3, voxel_size=size)) for size in (0.1, 0.2))
+    for call in (lambda: x + other, lambda: x.cat(other), lambda: torch.maximum(x, other)):
+        with pytest.raises(ValueError, match="differ in voxel_size"):
+            call()
+    assert (x + tensor()).grid is x.grid
+    assert (x + tensor(sc.VoxelGrid(COORDS.clone(), 3, voxel_size=0.1 * 3 / 3))).grid is x.grid
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.bool, torch.float32], ids=str)
+def test_positions_are_no_coordinates_of_scenes(dtype):
+    """Numbers of 16 bits would be cut off to integers, and nobody would know."""
+    with pytest.raises(TypeError, match=r"coords\[1\] must be integers"):
+        sc.SparseTensor.from_list([torch.tensor([[1]]), torch.tensor([[0.9]]).to(dtype)], [torch.ones(1, 1)] * 2)
+
+
+def test_a_threshold_keeps_the_voxels():
+    x = tensor()
+    assert torch.equal(torch.nn.Threshold(0.5, -1.0)(x).features, F.threshold(x.features, 0.5, -1.0))
+
+
 def test_dtypes_devices_and_history():
     x = tensor()
     assert x.half().dtype == torch.float16

@@ -50,9 +50,8 @@ def checked_coords(coords: torch.Tensor) -> torch.Tensor:
     """The coords of a grid as contiguous int32."""
     check_values("coords", coords, "(N, 1+D) integers", SEVERAL)
     narrow = coords.dtype is torch.int32
-    if not narrow and coords.dtype not in INTEGERS:
-        advice = "voxelize() turns positions into voxels" if coords.is_floating_point() else "use int32"
-        raise TypeError(f"coords must be integers; got {coords.dtype}: {advice}")
+    if not narrow:
+        check_integers("coords", coords)
     shape = coords.shape
     if len(shape) != 2 or not 2 <= shape[1] <= 5:
         advice = ""
@@ -69,6 +68,13 @@ def checked_coords(coords: torch.Tensor) -> torch.Tensor:
             check_indices(low, high)
         coords = coords.int()
     return coords.contiguous()  # integers have no gradient to be detached from
+
+
+def check_integers(name: str, coords: torch.Tensor) -> None:
+    """Raise TypeError where coords of voxels are of another dtype."""
+    if coords.dtype not in INTEGERS:
+        advice = "voxelize() turns positions into voxels" if coords.is_floating_point() else "use int32"
+        raise TypeError(f"{name} must be integers; got {coords.dtype}: {advice}")
 
 
 def own(coords: torch.Tensor, filled: bool = True) -> torch.Tensor:
@@ -166,6 +172,8 @@ def check_scenes(coords: Sequence[torch.Tensor], features: Sequence[torch.Tensor
                     f"{name}[{number}] is {described(item)}: torch.utils.data.default_collate(scenes) makes one of them"
                 )
             check_tensor(f"{name}[{number}]", item)
+            if name == "coords":
+                check_integers(f"{name}[{number}]", item)
             if item.ndim != 2:
                 raise ValueError(f"{name}[{number}] must be (N, {columns}), got shape {tuple(item.shape)}")
     if len(coords) != len(features) or not coords:
@@ -188,6 +196,28 @@ def check_scenes(coords: Sequence[torch.Tensor], features: Sequence[torch.Tensor
 def _is_item(column: torch.Tensor, number: int) -> bool:
     """Whether a column holds 0 alone, or the number of its scene alone."""
     return bool((column == 0).all() or (column == number).all())
+
+
+def check_several(grids: Any) -> None:
+    """Raise ValueError unless these are several grids of which the host knows all voxels."""
+    if not isinstance(grids, (list, tuple)) or not grids:
+        raise ValueError(f"cat needs a sequence of at least one grid; got {grids!r}")
+    for number, grid in enumerate(grids):
+        if getattr(grid, "fault", None) is not None or getattr(grid, "is_shared", False):
+            raise ValueError(f"cat needs grids whose voxels are all known here; got {grid!r} at place {number}")
+
+
+def check_same_space(mine: Any, theirs: Any, batch: bool) -> None:
+    """Raise ValueError for grids whose coordinates mean other places; ``batch``: or that have other batch sizes."""
+    for name in ("rank", "voxel_size", "origin", "device") + (("batch_size",) if batch else ()):
+        a, b = getattr(mine, name), getattr(theirs, name)
+        if a != b and not (isinstance(a, tuple) and close(a, b, mine.voxel_size)):
+            raise ValueError(f"the grids differ in {name}: {a} and {b}")
+
+
+def close(these: Sequence[float], those: Sequence[float], size: Sequence[float]) -> bool:
+    """Whether lengths are equal up to a millionth of a voxel."""
+    return all(abs(a - b) <= 1e-6 * s for a, b, s in zip(these, those, size))
 
 
 def check_mask(mask: torch.Tensor, rows: int) -> None:

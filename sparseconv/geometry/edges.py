@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import check_box, outside, row
+from sparseconv.geometry.arguments import check_box, close, outside, row
 from sparseconv.geometry.cpu.compiled import reached_voxels, serves
 from sparseconv.geometry.cpu.line_search import edges_by_lines
 from sparseconv.geometry.grid import VoxelGrid
@@ -169,6 +168,14 @@ def _whole(coarse: VoxelGrid, fine: VoxelGrid, window: Window, boundary: Boundar
     return coarse if bool(whole.all()) else coarse.subset(whole)
 
 
+def inside(fine: VoxelGrid, boundary: Boundary) -> VoxelGrid:
+    """A given fine grid; ValueError where ``forbid`` has an extent that it leaves."""
+    extent = boundary.extent if boundary.kind == "forbid" else None
+    if extent is not None and not extent.encloses(fine.extent):
+        raise ValueError(f"the target's extent {fine.extent} leaves {extent}, and indices outside are forbidden")
+    return fine
+
+
 def check_pair(fine: VoxelGrid, coarse: VoxelGrid, window: Window) -> None:
     """Raise ValueError where two grids cannot be the two ends of one map."""
     for name in ("rank", "batch_size", "device"):
@@ -179,17 +186,12 @@ def check_pair(fine: VoxelGrid, coarse: VoxelGrid, window: Window) -> None:
         raise ValueError(f"source and target must both be of fixed size, or neither; got {fine} and {coarse}")
     if fine.is_placed and coarse.is_placed:
         size = tuple(v * s for v, s in zip(fine.voxel_size, window.stride))
-        if not (_close(size, coarse.voxel_size, size) and _close(fine.origin, coarse.origin, size)):
+        if not (close(size, coarse.voxel_size, size) and close(fine.origin, coarse.origin, size)):
             raise ValueError(
                 f"at stride {window.stride}, fine voxels of size {fine.voxel_size} with origin {fine.origin} meet "
                 f"coarse ones of size {size} with that origin; got {coarse.voxel_size} and {coarse.origin}. Give the "
                 "target those, or neither voxel_size nor origin"
             )
-
-
-def _close(these: Sequence[float], those: Sequence[float], size: Sequence[float]) -> bool:
-    """Whether lengths are equal up to a millionth of a voxel."""
-    return all(abs(a - b) <= 1e-6 * s for a, b, s in zip(these, those, size))
 
 
 def check_coarse(coarse: VoxelGrid, window: Window, torus: IndexRange) -> None:

@@ -17,7 +17,7 @@ from sparseconv.geometry.example import BARRIERS, Join, Reach, zeros_for
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.other_voxels import places_of, reached, unique_coords
 from sparseconv.geometry.ranges import Boundary, IndexRange
-from sparseconv.geometry.views.dense import filled_within
+from sparseconv.geometry.views.dense import checked_box, filled_within
 from sparseconv.geometry.window import Window
 from sparseconv.gpu.streams import building, following, keep
 from sparseconv.kinds import check_values
@@ -372,9 +372,7 @@ class FixedGrid(VoxelGrid):
         self, features: Shaped[torch.Tensor, "N C"], extent: IndexRange | Sequence[int] | None = None
     ) -> Shaped[torch.Tensor, "B C *shape"]:
         """(B, C, *shape) over an extent that holds all voxels (default: the grid's), zero elsewhere."""
-        box = self.extent if extent is None else extent
-        box = box if isinstance(box, IndexRange) else IndexRange.of_shape(tuple(box))
-        return filled_within(features, self.coords, self.batch_size, box)
+        return filled_within(features, self.coords, self.batch_size, checked_box(self, features, extent))
 
     def __repr__(self) -> str:
         return super().__repr__().replace("VoxelGrid(", "FixedGrid(").replace(" voxels,", " rows,")

@@ -16,6 +16,8 @@ from sparseconv.geometry.arguments import (
     bounds,
     check_indices,
     check_mask,
+    check_same_space,
+    check_several,
     checked_batch_size,
     checked_coords,
     checked_device,
@@ -28,7 +30,7 @@ from sparseconv.geometry.cpu.sorted_table import KEY_LIMIT, KeySpace, SortedTabl
 from sparseconv.geometry.example import ExampleSizes
 from sparseconv.geometry.other_voxels import checked_factors, coarser, finer, morton_rows, near
 from sparseconv.geometry.ranges import IndexRange, per_axis
-from sparseconv.geometry.views.dense import filled, sites_of
+from sparseconv.geometry.views.dense import checked_box, filled, sites_of
 from sparseconv.geometry.views.picture import html
 from sparseconv.kinds import check_choice, check_kind, check_values
 from sparseconv.moving import Movable
@@ -230,8 +232,8 @@ class VoxelGrid(Movable):
 
     def positions(self) -> Float32[torch.Tensor, "N D"]:
         """Centres of the voxels, (N, D) float32 in the length unit of voxel_size."""
-        size, origin = (torch.tensor(v, device=self.device) for v in (self.voxel_size, self.origin))
-        return origin + size * (self.coords[:, 1:] + 0.5)
+        like = self.coords.new_empty(0, dtype=torch.float32)
+        return like.new_tensor(self.origin) + like.new_tensor(self.voxel_size) * (self.coords[:, 1:].float() + 0.5)
 
     @transforms.constant
     def lookup(self, coords: Integer[torch.Tensor, "M 1+D"]) -> Int64[torch.Tensor, " M"]:
@@ -321,8 +323,7 @@ class VoxelGrid(Movable):
     @staticmethod
     def cat(grids: Sequence[VoxelGrid]) -> VoxelGrid:
         """One grid whose batch is the items of all the given ones, one after another."""
-        if isinstance(grids, VoxelGrid) or not grids:
-            raise ValueError(f"cat needs a sequence of at least one grid; got {grids!r}")
+        check_several(grids)
         first, total, parts = grids[0], 0, []
         for grid in grids:
             VoxelGrid._check_same_space(first, grid, batch=False)
@@ -336,10 +337,7 @@ class VoxelGrid(Movable):
 
     def _check_same_space(self, other: VoxelGrid, batch: bool = True) -> None:
         check_kind("other", other, VoxelGrid, "pass VoxelGrid(coords), or the grid of a SparseTensor, x.grid")
-        for name in ("rank", "voxel_size", "origin", "device") + (("batch_size",) if batch else ()):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                raise ValueError(f"the grids differ in {name}: {mine} and {theirs}")
+        check_same_space(self, other, batch)
 
     # ---- dense arrays
 
@@ -362,13 +360,8 @@ class VoxelGrid(Movable):
         ``extent`` is the box to fill (a range, or a shape from the origin); default: the grid's own. Voxels outside of
         it are an error.
         """
-        box = self.extent if extent is None else extent
-        box = box if isinstance(box, IndexRange) else IndexRange.of_shape(per_axis(box, self.rank, "extent"))
-        check_values("features", features, f"({self.num_voxels}, C)")
-        if features.ndim != 2 or features.shape[0] != self.num_voxels:
-            raise ValueError(f"features must be ({self.num_voxels}, C); got {tuple(features.shape)}")
-        inside = box.rank == self.rank and (box.encloses(self._box or self.extent) or box.encloses(self.extent))
-        if not inside:
+        box = checked_box(self, features, extent)
+        if not box.encloses(self._box or self.extent) and not box.encloses(self.extent):
             raise ValueError(f"the grid's extent {self.extent} leaves the box {box} that should be filled")
         return filled(features, self.coords, self.batch_size, box)
 

@@ -150,8 +150,13 @@ class KernelMap(Movable):
         else:
             raise ValueError("a KernelMap is made from neighbors, from pairs or from a source: give one of them")
         if neighbors is not None:
+            if neighbors.shape != (num_taps, num_out):
+                raise ValueError(f"neighbors must be ({num_taps}, {num_out}), taps and outputs; got {neighbors.shape}")
             self.__dict__["neighbors"] = neighbors
         if pairs is not None:
+            shapes = [tuple(part.shape) for part in pairs]
+            if shapes[0] != shapes[1] or shapes[2] != (num_taps + 1,):
+                raise ValueError(f"pairs must be (P,), (P,) and ({num_taps + 1},) for {num_taps} taps; got {shapes}")
             self.__dict__["_pairs"] = pairs
 
     @kept_property

@@ -113,18 +113,19 @@ class IndexRange:
         if other.size == 0:
             return True
         edges = zip(self.start, other.start, other.end, self.end)
-        return self.rank >= other.rank and all([a <= first and last <= b for a, first, last, b in edges])
+        return self.rank == other.rank and all([a <= first and last <= b for a, first, last, b in edges])
 
     def intersect(self, other: IndexRange) -> IndexRange:
-        """The box of the points that lie in both."""
+        """The box of the points that lie in both; ValueError where they have other ranks."""
+        if self.rank != other.rank:
+            raise ValueError(f"boxes must have the same rank; got {self} and {other}")
         start = tuple(map(max, self.start, other.start))
         return IndexRange(start, map(max, start, map(min, self.end, other.end)))
 
     def translate(self, delta: Sequence[int]) -> IndexRange:
         """This box moved by ``delta``."""
-        return IndexRange(
-            tuple(s + d for s, d in zip(self.start, delta)), tuple(e + d for e, d in zip(self.end, delta))
-        )
+        moves = per_axis(delta, self.rank, "delta")
+        return IndexRange([s + d for s, d in zip(self.start, moves)], [e + d for e, d in zip(self.end, moves)])
 
     def __str__(self) -> str:
         return " x ".join(f"[{s}, {e})" for s, e in zip(self.start, self.end))

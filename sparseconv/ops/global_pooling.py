@@ -71,7 +71,9 @@ def _by_item(x: torch.Tensor, grid: VoxelGrid, reduce: Callable[[torch.Tensor], 
     _check(x, grid)
     if grid.batch_size == 0:
         return x
-    return torch.stack([reduce(item) if item.shape[0] else item.sum(0) for item in split_items(x, grid)])
+    found = [reduce(item) if item.shape[0] else item.sum(0) for item in split_items(x, grid)]
+    with torch.autocast(x.device.type, enabled=False):  # whose stack takes no halves but its own
+        return torch.stack(found)
 
 
 def _by_mask(

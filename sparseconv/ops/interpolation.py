@@ -158,6 +158,7 @@ class Interpolation:
 
         Computed in fp64; kept in the dtype of the points, in fp32 at least.
         """
+        self._check_points(points)
         dtype = torch.promote_types(points.dtype, torch.float32)
         if self.mode == "nearest":
             return self._present.to(dtype)
@@ -174,12 +175,7 @@ class Interpolation:
 
     def _execute(self, x: torch.Tensor, points: torch.Tensor | None, splat: bool) -> torch.Tensor:
         if points is not None:
-            check_tensor("points", points)
-        if points is not None and (points.shape != self._cells.shape or points.device != self.device):
-            raise ValueError(
-                f"points must be those of the plan, {tuple(self._cells.shape)} on {self.device}; "
-                f"got {tuple(points.shape)} on {points.device}"
-            )
+            self._check_points(points)
         there, back = self._scale_infos[::-1] if splat else self._scale_infos
         with torch.autocast(x.device.type, enabled=False):  # positions need more bits than halves have
             follows = points is not None and (points.requires_grad or transforms.active())
@@ -189,6 +185,14 @@ class Interpolation:
                 raise ValueError("positions get no gradient on a grid of fixed size: detach the points")
             infos = self._splat_infos if splat else self._product_infos
             return sparse_vecsca(x, self.weights(points).flatten(), *infos).to(x.dtype)
+
+    def _check_points(self, points: torch.Tensor) -> None:
+        check_tensor("points", points)
+        if points.shape != self._cells.shape or points.device != self.device:
+            raise ValueError(
+                f"points must be those of the plan, {tuple(self._cells.shape)} on {self.device}; "
+                f"got {tuple(points.shape)} on {points.device}"
+            )
 
     def _in_voxels(self, points: torch.Tensor) -> torch.Tensor:
         """Points in voxels, so that corners are integers: centres of voxels if linear, lower corners if nearest."""

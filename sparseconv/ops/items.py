@@ -35,7 +35,8 @@ def split_sizes(grid: VoxelGrid) -> list[int]:
 
 def join_items(items: Sequence[torch.Tensor], grid: VoxelGrid) -> torch.Tensor:
     """The inverse of `split_items`: one (N_b, C) for each batch item -> (N, C) in the grid's order."""
-    joined = torch.cat(list(items)) if len(items) > 1 else items[0]
+    with torch.autocast(items[0].device.type, enabled=False):  # whose cat takes no halves but its own
+        joined = torch.cat(list(items)) if len(items) > 1 else items[0]
     inverse = _layout(grid)[2]
     return joined if inverse is None else joined.index_select(0, inverse)
 

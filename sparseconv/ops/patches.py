@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparseconv import transforms
-from sparseconv.geometry.arguments import row
+from sparseconv.geometry.arguments import INTEGERS, row
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.ranges import Ints, per_axis
 from sparseconv.kinds import check_count, check_tensor
@@ -64,6 +64,8 @@ class Patches:
         self, counts: Integer[torch.Tensor, " B"], size: int, num_patches: int, num_rows: int, *, all_seen: bool = False
     ) -> None:
         check_tensor("counts", counts)
+        if counts.dtype not in INTEGERS:
+            raise TypeError(f"counts must be integers; got {counts.dtype}")
         check_count("size", size, 1)
         self.size, self.num_patches, self.num_rows, self.device = size, num_patches, num_rows, counts.device
         counts = counts.long()
@@ -164,14 +166,21 @@ class Patches:
 
     def rows(self, order: Integer[torch.Tensor, " N"] | None = None) -> Int64[torch.Tensor, " patches*slots"]:
         """(patches * slots,) int64: the row that each slot shows."""
-        return self.places if order is None else order.index_select(0, self.places)
+        return self.places if order is None else self._of_rows("order", order).index_select(0, self.places)
 
     def join(
         self, y: Shaped[torch.Tensor, "patches slots C"], inverse: Integer[torch.Tensor, " N"] | None = None
     ) -> Shaped[torch.Tensor, "N C"]:
         """The results of slots (patches, slots, C) -> (N, C); ``inverse`` (N,) integers is the place of each row."""
-        slots = self.slots if inverse is None else self.slots.index_select(0, inverse)
+        if y.shape[:2] != (self.num_patches, self.size):
+            raise ValueError(f"y must be ({self.num_patches}, {self.size}, C), slots of patches; got {tuple(y.shape)}")
+        slots = self.slots if inverse is None else self.slots.index_select(0, self._of_rows("inverse", inverse))
         return y.flatten(0, 1).index_select(0, slots)
+
+    def _of_rows(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        if rows.shape != (self.num_rows,):
+            raise ValueError(f"{name} must be ({self.num_rows},), a number for each row; got {tuple(rows.shape)}")
+        return rows
 
     def attend(
         self,

@@ -101,6 +101,7 @@ class Serialization:
 
         ``grid`` holds them in any order. ``rows`` (N,) integers names for each of them a row here that lies in it.
         """
+        check_count("levels", levels)
         depth = self.depth - levels
         if isinstance(depth, torch.Tensor):
             depth = torch.maximum(depth, torch.as_tensor(self.signed).to(depth.dtype))
@@ -251,7 +252,7 @@ def _codes(coords: torch.Tensor, order: str, depth: Depth, most: int, signed: bo
     rank = coords.shape[1] - 1
     voxels = coords[:, 1:].long()
     if signed is not False:
-        half = (torch.ones_like(voxels[:1, :1]) << depth) >> 1
+        half = (torch.ones_like(voxels[:1, :1]) << depth) >> 1 & LAST  # of 63 bits, the first shift sets the sign
         voxels = voxels + half * torch.as_tensor(signed, device=voxels.device)
     axes = list(voxels.unbind(1))
     if order.endswith("-trans"):

@@ -74,6 +74,11 @@ def checked_boundary(boundary: Boundary | str, rank: int) -> Boundary:
         if extent.rank != rank:
             raise ValueError(f"the boundary's extent must have {rank} axes, as the grid has; got {extent}")
         check_box(extent, "the boundary's extent")
+        if boundary.kind == "absent":
+            raise ValueError(
+                f"under 'absent' the space has no end, but the boundary has the extent {extent}: drop it, or take the "
+                "grid's subset of voxels within"
+            )
     return boundary
 
 

@@ -10,7 +10,7 @@ import torch
 from sparseconv import transforms
 from sparseconv.backends.base import Request
 from sparseconv.backends.registry import choose
-from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits
+from sparseconv.geometry.edges import check_pair, coarse_grid, find_edges, fine_grid, fits, inside
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.projection import IndexProjection
@@ -141,7 +141,7 @@ class ConvolutionPlan(Movable):
         )
         if target is not None and not isinstance(target, VoxelGrid):
             raise TypeError(f"target of a transposed plan must be a VoxelGrid or None; got {target!r}")
-        fine = fine_grid(source, window, edge) if target is None else target
+        fine = fine_grid(source, window, edge) if target is None else inside(target, edge)
         return cls.between(source, fine, window, edge, kernel_size is not None, groups, backend, True)
 
     @classmethod

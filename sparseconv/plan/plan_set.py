@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from sparseconv.geometry.arguments import checked_device
+from sparseconv.geometry.arguments import check_same_space, checked_device
 from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.geometry.ranges import Boundary
@@ -113,9 +113,10 @@ class PlanSet(Movable):
         """Give the plans to another grid object of the same voxels in the same order; returns it.
 
         Raises:
-            ValueError: the voxels, or their order, are others.
+            ValueError: the voxels, their order, size or origin, or the number of batch items, are others.
         """
         if grid is not self.grid:
+            check_same_space(self.grid, grid, True)
             if grid.device != self.grid.device or not torch.equal(grid.coords, self.grid.coords):
                 raise ValueError(f"the plans are of {self.grid}; the given grid is another: {grid}")
             _assemble(_dismantle(self.grid), lambda t: t, grid)
@@ -245,7 +246,7 @@ def _assemble(
     here = move(state["grids"][0].coords).device
     grids = [grid.to(here) for grid in state["grids"]]
     if root is not None:
-        grids = [root, *(VoxelGrid(g.coords, g.batch_size, g.voxel_size, g.origin) for g in grids[1:])]
+        grids = [root, *(g._like(g.coords) for g in grids[1:])]
     maps: list[Any] = [None if m is None else m.to(here) for m in state["maps"]]
     for i, j in state["reverses"].items():
         maps[i] = maps[j].reverse()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparseconv.geometry.grid import VoxelGrid
@@ -44,7 +45,7 @@ def plan_under(key: tuple, source: VoxelGrid, options: dict[str, Any], groups: i
 
 def _hashable(name: str, value: Any, rank: int) -> Any:
     """One spelling for arguments that mean the same: integers for all axes, lists, tensors of taps."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, np.ndarray, np.integer)):
         value = value.tolist()
     if isinstance(value, int) and name in ("kernel_size", "stride", "dilation", "padding"):
         value = (value,) * rank

@@ -22,6 +22,10 @@ POINTS = torch.rand(5, 3)
 QUANTISED = torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.qint32)
 
 
+def _fixed() -> FixedGrid:
+    return FixedGrid(GRID.coords, torch.tensor([3]).int(), GRID)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -55,6 +59,7 @@ QUANTISED = torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.qint32)
         (lambda: VoxelGrid.cat([GRID, None]), "VoxelGrid"),
         (lambda: VoxelGrid.cat([None]), "VoxelGrid"),
         (lambda: VoxelGrid.cat(GRID), "sequence"),
+        (lambda: VoxelGrid.cat(grid for grid in [GRID]), "sequence"),
         (lambda: GRID.coarsen(1.5), "one integer"),
         (lambda: GRID.refine({2}), "one integer"),
         (lambda: GRID.dilate("1"), "one integer"),
@@ -92,6 +97,7 @@ QUANTISED = torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.qint32)
         (lambda: ConvolutionPlan(GRID, 3, boundary=["absent"]), "boundary"),
         (lambda: ConvolutionPlan(GRID, 3, boundary=None), "boundary"),
         (lambda: ConvolutionPlan(GRID, 3, boundary=Boundary.forbid((9,))), "2 axes"),
+        (lambda: ConvolutionPlan(GRID, 3, boundary=Boundary("absent", (9, 9))), "has no end"),
         (lambda: ConvolutionPlan(GRID, 3, target=GRID.coords), "target"),
         (lambda: ConvolutionPlan(GRID, 3, target="all"), "target"),
         (lambda: ConvolutionPlan.transposed(GRID, 2, stride=2, target="full"), "target"),
@@ -102,6 +108,9 @@ QUANTISED = torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.qint32)
         (lambda: ConvolutionPlan(GRID, 3).to("banana"), "banana"),
         (lambda: FixedGrid([1], torch.tensor([1]).int(), GRID), "torch.Tensor"),
         (lambda: FixedGrid(GRID.coords, torch.tensor([3]).int(), GRID, room=float("inf")), "finite"),
+        (lambda: _fixed().to_dense(torch.ones(2, 1)), r"features must be \(3, C\)"),
+        (lambda: _fixed().to_dense(torch.ones(3, 1), (9,)), "one integer or 2"),
+        (lambda: _fixed().to_dense(torch.ones(3, 1), IndexRange((0,), (9,))), "leaves the box"),
         (lambda: sc.SparseTensor(GRID, [1, 2, 3]), "torch.Tensor"),
         (lambda: sc.SparseTensor(GRID, torch.ones(3, 1).to_sparse()), "to_dense"),
     ],

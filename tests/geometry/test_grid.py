@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import sparseconv as sc
 from sparseconv import IndexRange, VoxelGrid
+from sparseconv.geometry import FixedGrid
 
 
 @st.composite
@@ -298,3 +299,41 @@ def test_voxelize_far_apart(points, batched):
 def test_bad_points(points, options, error, message):
     with pytest.raises(error, match=message):
         sc.voxelize(points, **{"voxel_size": 1.0, **options})
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_dead_rows_do_not_become_voxels_of_a_batch(place):
+    """One dead row, behind another item: its batch item would be that one's, and nothing else would tell."""
+    grid = VoxelGrid(torch.tensor([[0, 0], [0, 1]]))
+    fixed = FixedGrid(torch.tensor([[0, 0], [-1, -1]]).int(), torch.tensor([1]).int(), grid)
+    grids = [grid, grid]
+    grids[place] = fixed
+    with pytest.raises(ValueError, match=f"at place {place}"):
+        VoxelGrid.cat(grids)
+
+
+@pytest.mark.parametrize(("size", "factor"), [(0.3, 3), (0.7, 7), (0.01, 6)])
+def test_grids_that_were_coarsened_and_refined_meet_the_first_one(size, factor):
+    """size * factor * (1 / factor) is not size, in floating point."""
+    grid = VoxelGrid(torch.tensor([[0, 0, 5], [0, 1, 1]]), voxel_size=size, origin=1.0)
+    back = grid.coarsen(factor).refine(factor)
+    assert back.voxel_size != grid.voxel_size
+    assert rows_of(back.union(grid)) == rows_of(back)
+    assert len(grid.difference(back)) == 0
+    assert VoxelGrid.cat([grid, back]).batch_size == 2
+    with pytest.raises(ValueError, match="differ in voxel_size"):
+        grid.union(grid.coarsen(2))
+    with pytest.raises(ValueError, match="differ in origin"):
+        grid.union(VoxelGrid(grid.coords, voxel_size=size, origin=1 + size / 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_positions_are_float32_whatever_the_default(dtype):
+    grid = VoxelGrid(torch.tensor([[0, 4999, -2]]), voxel_size=0.5)
+    torch.set_default_dtype(dtype)
+    try:
+        found = grid.positions()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [[2499.75, -0.75]]

@@ -262,6 +262,8 @@ def test_the_transposed_window_is_a_preimage():
         (lambda: IndexProjection.fixed(1, (0,), (2,)).preimage(IndexRange((0,), (1,))), "within="),
         (lambda: Boundary("mirror"), "'periodic'"),
         (lambda: IndexRange((0,), (1, 2)), "same rank"),
+        (lambda: IndexRange((0, 0), (2, 2)).translate((1,)), "delta must be one integer or 2"),
+        (lambda: IndexRange((0, 0), (2, 2)).intersect(IndexRange((0,), (1,))), "same rank"),
     ],
 )
 def test_errors_say_what_is_wrong(make, message):
@@ -272,3 +274,10 @@ def test_errors_say_what_is_wrong(make, message):
 def test_points_must_be_integers():
     with pytest.raises(TypeError, match="integers"):
         IndexProjection.window((3,))(torch.zeros(2, 1))
+
+
+def test_a_box_of_fewer_axes_lies_in_no_other():
+    box, line = IndexRange((0, 0), (2, 2)), IndexRange((0,), (1,))
+    assert not box.encloses(line)
+    assert not line.encloses(box)
+    assert box.translate((1, -1)) == IndexRange((1, -1), (3, 1))

@@ -218,6 +218,7 @@ def test_errors_say_what_to_do():
         ("one row a point", ValueError, lambda: plan.splat(x)),
         ("x must be floating point", TypeError, lambda: plan.interpolate(x.int())),
         ("points must be those of the plan", ValueError, lambda: plan.interpolate(x, points[1:])),
+        ("points must be those of the plan", ValueError, lambda: plan.weights(points[:1])),
         ("the plan is on cpu", ValueError, lambda: plan.interpolate(x.to("meta"))),
     ):
         with pytest.raises(kind, match=match):

@@ -209,3 +209,15 @@ def test_errors():
     with pytest.raises(TypeError, match=r"counts must be a torch\.Tensor"):
         ops.Patches([3], 1, 3, 3)
     assert math.prod(patches.split(torch.zeros(10, 5)).shape) == 3 * 4 * 5
+    with pytest.raises(TypeError, match="counts must be integers"):
+        ops.Patches(torch.tensor([1.5, 2.0]), 2, 2, 4)
+    more = torch.arange(11)  # of a grid with a voxel more, whose rows would be read without a word
+    for call, words in (
+        (lambda: patches.split(torch.zeros(10, 4), more), r"order must be \(10,\)"),
+        (lambda: patches.rows(more), r"order must be \(10,\)"),
+        (lambda: patches.join(torch.zeros(3, 4, 2), more), r"inverse must be \(10,\)"),
+        (lambda: patches.join(torch.zeros(4, 4, 2)), r"y must be \(3, 4, C\)"),
+        (lambda: patches.join(torch.zeros(4, 3, 2)), r"y must be \(3, 4, C\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()

@@ -207,3 +207,18 @@ def test_errors_say_what_to_do():
         ops.global_sum_pool(torch.zeros(9, 2), plan.source)
     with pytest.raises(ValueError, match="the plan is on cpu"):
         ops.sum_pool(torch.zeros(10, 2, device="meta"), plan)
+    with pytest.raises(TypeError, match=r"of 16 bits or more; got torch\.float8_e5m2"):
+        ops.max_pool(torch.zeros(10, 2, dtype=torch.float8_e5m2), plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_items_under_autocast_of_another_dtype(dtype):
+    """Torch's stack and cat take no float16 under autocast to bfloat16."""
+    grid = sc.VoxelGrid(torch.tensor([[0, 0], [1, 0], [0, 1]]))
+    x = torch.tensor([[1.0], [3.0], [5.0]], dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ops.global_avg_pool(x, grid)
+        joined = join_items(split_items(x, grid), grid)
+    assert found.dtype == joined.dtype == dtype
+    assert found.tolist() == [[3.0], [3.0]]
+    assert torch.equal(joined, x)

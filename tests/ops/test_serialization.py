@@ -223,3 +223,14 @@ def test_errors():
         ops.serialize(sc.VoxelGrid(torch.tensor([[0, -5, 1]])), depth=3)
     with pytest.raises(TypeError, match="grid must be a VoxelGrid"):
         ops.serialize(coords)
+    with pytest.raises(ValueError, match="levels must be at least 0"):
+        ops.serialize(sc.VoxelGrid(torch.tensor([[0, 1]])), "z").coarser(sc.VoxelGrid(coords), -1, torch.arange(1))
+
+
+@pytest.mark.parametrize("name", ["z", "hilbert"])
+def test_a_signed_line_of_all_bits(name):
+    """Codes are the places along the line, and not below 0."""
+    rows = [-3, 5, -(2**31), 2**31 - 2]
+    grid = sc.VoxelGrid(torch.tensor([[0, row] for row in rows]))
+    for depth in (33, 62, 63):
+        assert ops.serialize(grid, name, depth=depth).codes[0].tolist() == [row + 2 ** (depth - 1) for row in rows]

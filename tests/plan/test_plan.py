@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -219,6 +220,11 @@ def test_workspace_is_stated(grid):
         (lambda g: sc.ConvolutionPlan(g, 3, boundary="forbid", target=g), ValueError, "leave the extent"),
         (lambda g: sc.ConvolutionPlan.transposed(g, 2, stride=2, boundary="forbid"), ValueError, "extent"),
         (
+            lambda g: sc.ConvolutionPlan.transposed(g, 3, target=g, boundary=sc.Boundary.forbid((2, 2, 2))),
+            ValueError,
+            "indices outside are forbidden",
+        ),
+        (
             lambda g: sc.ConvolutionPlan(g, 3, target=sc.VoxelGrid(g.coords, batch_size=2)),
             ValueError,
             "same batch_size",
@@ -266,3 +272,28 @@ def test_calls_that_cannot_be(grid):
         w.to(torch.float8_e5m2),
         by=named,
     )
+
+
+def test_a_transposed_plan_onto_a_grid_within_the_extent():
+    coarse, fine = (sc.VoxelGrid(torch.tensor([[0, i] for i in range(n)])) for n in (3, 4))
+    edge = sc.Boundary.forbid((4,))
+    given = sc.ConvolutionPlan.transposed(coarse, 3, stride=2, target=fine, boundary=edge)
+    full = sc.ConvolutionPlan.transposed(coarse, 3, stride=2, boundary=edge)
+    assert torch.equal(given.target.coords, full.target.coords)
+    assert torch.equal(given.kernel_map.neighbors, full.kernel_map.neighbors)
+
+
+def test_arrays_of_numpy_are_one_spelling_too(grid):
+    taps = [(0, 0, 0), (0, 1, 0)]
+    assert shared_plan(grid, taps=np.array(taps)) is shared_plan(grid, taps=taps)
+    assert shared_plan(grid, np.array([3, 3, 3])) is shared_plan(grid, np.int64(3)) is shared_plan(grid, 3)
+
+
+def test_a_map_of_other_shapes_is_refused():
+    rows = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"neighbors must be \(3, 2\)"):
+        sc.KernelMap(3, 2, 3, neighbors=rows[None].expand(3, 3))
+    with pytest.raises(ValueError, match=r"\(P,\) and \(4,\) for 3 taps"):
+        sc.KernelMap(3, 3, 3, pairs=(rows, rows, torch.tensor([0, 1, 3])))
+    with pytest.raises(ValueError, match=r"\(P,\) and \(2,\) for 1 taps"):
+        sc.KernelMap(3, 3, 1, pairs=(rows, rows[:2], torch.tensor([0, 3])))

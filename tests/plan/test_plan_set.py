@@ -180,3 +180,15 @@ def test_within_equals_a_dense_convolutions_support(kernel, stride, padding, dil
 def test_a_box_without_a_cell_is_an_error():
     with pytest.raises(ValueError, match="no cell"):
         plan_within(scene().grid, (0, 1, 1), 3, stride=2)
+
+
+@pytest.mark.parametrize("other", [{"batch_size": 5}, {"voxel_size": 0.5}, {"origin": 1.0}], ids=str)
+def test_plans_go_into_no_grid_of_another_space(other):
+    """The coarser grids that come along have the first one's batch items and voxel sizes."""
+    grid = sc.VoxelGrid(torch.tensor([[0, 0], [0, 1], [1, 5]]))
+    plans = PlanSet.of(nn.Conv(2, 4, 2, stride=2, rank=1), grid)
+    with pytest.raises(ValueError, match=f"differ in {next(iter(other))}"):
+        plans.into(sc.VoxelGrid(grid.coords, **other))
+    twin = plans.into(sc.VoxelGrid(grid.coords))
+    y = nn.Conv(2, 4, 2, stride=2, rank=1)(sc.SparseTensor(twin, torch.ones(3, 2)))
+    assert not y.grid.is_placed

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from sparseconv import transforms
 from sparseconv.geometry.cpu.sorted_table import KeySpace
-from sparseconv.geometry.ranges import IndexRange
+from sparseconv.geometry.ranges import IndexRange, per_axis
 from sparseconv.kinds import check_values
 
 
@@ -18,6 +21,18 @@ def sites_of(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sites = (dense != 0).any(1).nonzero()
     features = dense.movedim(1, -1)[tuple(sites.unbind(1))]
     return sites, features
+
+
+def checked_box(grid: Any, features: torch.Tensor, extent: IndexRange | Sequence[int] | None) -> IndexRange:
+    """The box of that many axes that ``extent`` means, the grid's own by default; features are (N, C)."""
+    box = grid.extent if extent is None else extent
+    box = box if isinstance(box, IndexRange) else IndexRange.of_shape(per_axis(box, grid.rank, "extent"))
+    check_values("features", features, f"({len(grid)}, C)")
+    if features.ndim != 2 or features.shape[0] != len(grid):
+        raise ValueError(f"features must be ({len(grid)}, C); got {tuple(features.shape)}")
+    if box.rank != grid.rank:
+        raise ValueError(f"the grid's extent {grid.extent} leaves the box {box}, which has not {grid.rank} axes")
+    return box
 
 
 def filled(features: torch.Tensor, coords: torch.Tensor, items: int, box: IndexRange) -> torch.Tensor:
