@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def pointwise_dynamic(
         doc: the docstring of the operator; that of the function by default.
 
     Returns:
-        PointwiseDynamicFunction, or a decorator.
+        PointwiseDynamicFunction, or a decorator. It is pickled by its name in the module that calls this.
 
     Example:
         >>> import triton
@@ -69,6 +70,8 @@ def pointwise_dynamic(
         tensor([[1., 2., 5.],
                 [1., 2., 5.]])
     """
+
+    module = sys._getframe(1).f_globals.get("__name__", __name__)
 
     def make(given: Any) -> PointwiseDynamicFunction:
         scalar = ScalarFunction(given)
@@ -88,7 +91,7 @@ def pointwise_dynamic(
             index=index,
             gather=gather,
         )
-        return PointwiseDynamicFunction(
+        made = PointwiseDynamicFunction(
             scalar,
             schema,
             reference=reference,
@@ -98,6 +101,8 @@ def pointwise_dynamic(
             defaults=scalar.defaults if defaults is None else defaults,
             doc=doc,
         )
+        made.__module__ = module
+        return made
 
     return make if function is None else make(function)
 

@@ -72,13 +72,13 @@ def gradients(ctx: Any, function: Evaluation, grads: Sequence[Any]) -> list[Any]
     recipe = ctx.recipe
     values: dict[str, Any] = dict(zip(recipe.names, (*ctx.saved_tensors, *ctx.numbers)))
     values.update({f"grad{j}": g for j, g in enumerate(grads)})
-    solve = _through_twin if function.derivative is None else _declared
+    solve = through_twin if function.derivative is None else _declared
     found = solve(function, recipe.wanted, values)
     results: list[Any] = [None] * function.schema.num_inputs
     for i, (shape, dtype) in zip(recipe.wanted, ctx.forms):
         grad = found.get(i)
         if grad is not None:
-            grad = _reduce(grad, shape)
+            grad = _reduce(grad.real if grad.is_complex() and not dtype.is_complex else grad, shape)
             results[i] = grad if grad.dtype is dtype else grad.to(dtype)
     return results
 
@@ -98,7 +98,7 @@ def _declared(function: Evaluation, wanted: Sequence[int], values: dict[str, Any
     return found
 
 
-def _through_twin(function: Evaluation, wanted: Sequence[int], values: dict[str, Any]) -> dict[int, Any]:
+def through_twin(function: Evaluation, wanted: Sequence[int], values: dict[str, Any]) -> dict[int, Any]:
     """Each argument is one of its own, also where the caller made one of another."""
     args = [values[f"in{i}"] for i in range(function.schema.num_inputs)]
     run, places = _twin_of(function, args, wanted)
@@ -137,7 +137,8 @@ def _pushed(
     """The tangent of each output, None where it has none, from those of some arguments.
 
     Without a gather, each output element depends on one element of each argument. So a gradient, without its sum over
-    repeated axes, is the derivative times the output's gradient. The argument's tangent takes that place here.
+    repeated axes, is the derivative times the output's gradient. The argument's tangent takes that place here. Of
+    complex numbers it is the conjugate of the derivative, hence the two conjugates.
     """
     if function.reference is not None and (function.derivative is None or function.schema.gather):
         return _pushed_through_twin(function, args, along)
@@ -154,10 +155,10 @@ def _pushed(
         total = torch.zeros_like(y)
         for i, tangent in along.items():
             grads = {f"grad{k}": torch.zeros_like(other) for k, other in enumerate(outputs)}
-            grads[f"grad{j}"] = tangent.to(y.dtype).expand(y.shape)
+            grads[f"grad{j}"] = tangent.to(y.dtype).expand(y.shape).conj()
             found = _declared(function, (i,), values | grads).get(i)
             if found is not None:
-                total = total + found.to(y.dtype)
+                total = total + found.conj().to(y.dtype)
         tangents.append(total)
     return tangents
 
@@ -228,7 +229,8 @@ class Transformed(Function):
             return Transformed.apply(function, *(these.get(i, arg) for i, arg in enumerate(args)))
 
         narrow = rank and any(t.ndim == 1 for t in batched.values())  # of less say in the dtype than a vector has
-        if narrow or function.schema.index:
+        gathered = any(i in batched for pair in function.schema.gather for i in pair)  # whose first axis is theirs
+        if narrow or gathered or function.schema.index:
             size = info.batch_size
             if size == 0:  # one item gives the shape
                 batched = {i: t.new_zeros(1, *t.shape[1:]) for i, t in batched.items()}

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparseconv.pointwise.derivative import through_twin
 from sparseconv.pointwise.function import PointwiseDynamicFunction
+from sparseconv.pointwise.metadata import dtypes_of
 from sparseconv.pointwise.scalar import Composed, ScalarFunction
 
 if TYPE_CHECKING:
@@ -131,11 +133,13 @@ class Epilogue:
     def _through_twin(self, grad: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
         if x is None:
             raise ValueError(f"Epilogue: the gradient of {self.activation.schema.name} needs x, what it was applied to")
-        again = torch.is_grad_enabled()
-        with torch.enable_grad():
-            start = x if x.requires_grad else x.detach().requires_grad_()
-            (result,) = torch.autograd.grad(self.apply(start), start, grad, create_graph=again)
-        return result
+        if x.shape != grad.shape:  # of a sum with a larger tensor
+            x = x.expand(torch.broadcast_shapes(x.shape, grad.shape))
+        args = (x, *self.numbers)
+        (dtype,) = dtypes_of(self.activation.schema, args).results
+        values = {f"in{i}": value for i, value in enumerate(args)} | {"grad0": grad.to(dtype)}
+        found: torch.Tensor | None = through_twin(self.activation, (0,), values).get(0)
+        return torch.zeros_like(x) if found is None else found
 
     def __repr__(self) -> str:
         return f"Epilogue({', '.join([self.activation.schema.name, *map(repr, self.numbers)])})"
@@ -151,4 +155,6 @@ def with_constants(activation: PointwiseDynamicFunction, *numbers: float) -> Sca
 
 
 def _literal(value: float) -> str:
-    return repr(value) if value - value == 0 else f'float("{value}")'
+    """The number in Python's words, also where it is of a subclass, such as numpy's, that has words of its own."""
+    plain = next(kind(value) for kind in (bool, int, float) if isinstance(value, kind))
+    return repr(plain) if plain - plain == 0 else f'float("{plain}")'

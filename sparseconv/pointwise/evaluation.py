@@ -97,7 +97,7 @@ class Evaluation:
         device = metadata.check_devices(self.schema, args) if first.device.type == "cpu" else first.device
         if device.type == "cpu":
             if self.reference is not None:
-                return self.twin(args)
+                return _unshared(self.twin(args), args)
             return self._kernel(args, {}, device)
         args = self._placed(args, device)
         if any(isinstance(args[i], StridedBuffer) for i in self.schema.tensors) or self._scalar_function.interpreted:
@@ -145,8 +145,7 @@ class Evaluation:
             raise ValueError(
                 f"{schema.name}: reference= gave {len(results)} outputs, but {schema.num_outputs} are declared"
             )
-        inputs = [args[i] for i in schema.tensors]
-        return [_as_expected(r, t, expected, inputs) for r, t in zip(results, expected.dtypes.results)]
+        return [_as_expected(result, dtype, expected) for result, dtype in zip(results, expected.dtypes.results)]
 
     def _kernel(self, args: Sequence[Any], outs: Mapping[int, Any], device: torch.device) -> list[Any]:
         if device.type == "cpu" and not self._scalar_function.interpreted:
@@ -167,10 +166,11 @@ class Evaluation:
         for j, out in outs.items():
             name = f"out{j}"
             metadata.check_output(self.schema.name, name, out, expected.shape, expected.dtypes.results[j], device)
-            others = [other for k, other in outs.items() if k != j]
-            metadata.check_aliasing(self.schema.name, name, out, args)
-            if any(other.data_ptr() == out.data_ptr() and out.numel() for other in others):
-                raise ValueError(f"{self.schema.name}: {name}= is given for two outputs")
+            metadata.check_aliasing(self.schema, name, out, args)
+            for k, other in outs.items():
+                if k != j and not metadata.separate(other, out):
+                    shared = f"{name}= and out{k}= share memory, given for two outputs"
+                    raise ValueError(f"{self.schema.name}: {shared}; pass a clone of one of them")
         fresh = expected.allocate(device) if len(outs) < self.schema.num_outputs else []
         return expected, [outs[j] if j in outs else fresh[j] for j in range(self.schema.num_outputs)]
 
@@ -182,7 +182,9 @@ class Evaluation:
         return self.instantiate(len(space.sizes)).prepare(args, outputs, space, expected.dtypes)
 
     def _placed(self, args: Sequence[Any], device: torch.device) -> Sequence[Any]:
-        """0-d CPU tensors moved to the device of the others."""
+        """0-d CPU tensors moved to the device of the others, and values in memory that torch would negate when read."""
+        if any(isinstance(a, torch.Tensor) and a.is_neg() for a in args):
+            args = [a.resolve_neg() if isinstance(a, torch.Tensor) else a for a in args]
         if device.type == "cpu" or all(a.device == device for a in (args[i] for i in self.schema.tensors)):
             return args
         return [a.to(device) if isinstance(a, torch.Tensor) and a.device.type == "cpu" else a for a in args]
@@ -191,19 +193,31 @@ class Evaluation:
         """Given outputs added to the key of a call, or nothing where the call must be looked at in full."""
         given = []
         for name, value in outs.items():
-            if type(value) is not torch.Tensor or value.requires_grad:
+            if type(value) is not torch.Tensor or value.requires_grad or value.is_neg():
                 return []
             key += (name, value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() & 15)
             given.append(value)
         return given if len(given) == self.schema.num_outputs else []
 
 
-def _as_expected(result: Any, dtype: torch.dtype, expected: Metadata, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A twin's result as a fresh tensor of the dtype and strides that the kernel's would have."""
+def _as_expected(result: Any, dtype: torch.dtype, expected: Metadata) -> torch.Tensor:
+    """A twin's result as a tensor of the dtype and strides that the kernel's would have."""
     result = result.to(dtype)
     wrong_strides = any(n > 1 and a != b for n, a, b in zip(expected.shape, result.stride(), expected.strides))
     same_shape = tuple(result.shape) == expected.shape
-    if same_shape and not wrong_strides and not any(result is t or result._base is t for t in inputs):
+    if same_shape and not wrong_strides:
         return result
     fresh = torch.empty_strided(expected.shape, expected.strides, dtype=dtype, device=result.device)
     return fresh.copy_(result)
+
+
+def _unshared(results: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
+    """A twin's results, copied where their memory is that of an argument or of another result."""
+    arrays = [a.base if isinstance(a, StridedBuffer) else a for a in args]
+    taken = {a.untyped_storage().data_ptr() for a in arrays if isinstance(a, torch.Tensor)}
+    outputs = []
+    for result in results:
+        memory = result.untyped_storage().data_ptr()
+        outputs.append(torch.empty_like(result).copy_(result) if memory in taken else result)
+        taken.add(memory)
+    return outputs

@@ -62,6 +62,8 @@ class PointwiseDynamicFunction(Evaluation):
             for value in args:
                 kind = type(value)
                 if kind is _Tensor or kind is _Parameter:
+                    if value.is_neg():
+                        return self._general(args, outs)
                     address = value.data_ptr()
                     addresses.append(address)
                     key += (value.shape, value.stride(), value.dtype, value.get_device(), address & 15)
@@ -146,7 +148,9 @@ class PointwiseDynamicFunction(Evaluation):
             return result
         results = list(result) if isinstance(result, tuple) else [result]
         for j, out in self._named(outs).items():
-            results[j] = out.copy_(results[j])
+            made = results[j]
+            metadata.check_output(self.schema.name, f"out{j}", out, made.shape, made.dtype, made.device)
+            results[j] = out.copy_(made)
         return packed(results)
 
     def _named(self, outs: Mapping[str, Any]) -> dict[int, Any]:
@@ -184,6 +188,10 @@ class PointwiseDynamicFunction(Evaluation):
                 f"argument requires a gradient; declare one, or call it under torch.no_grad() or on x.detach()"
             )
         return True
+
+    def __reduce__(self) -> str:
+        """Copied and pickled as functions are: by the name that they have in the module that made them."""
+        return self.__name__
 
     def __repr__(self) -> str:
         schema = self.schema

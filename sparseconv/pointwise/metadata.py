@@ -107,7 +107,7 @@ def check_output(
         raise TypeError(f"{name}: {which}= takes a tensor, but got {describe([out])}")
     if tuple(out.shape) != tuple(shape):
         raise ValueError(f"{name}: {which}= has shape {tuple(out.shape)}, but the result has shape {tuple(shape)}")
-    if not torch.can_cast(dtype, out.dtype):
+    if promotion.category(dtype) > promotion.category(out.dtype):
         raise TypeError(f"{name}: {which}= has dtype {out.dtype}, to which a result of {dtype} cannot be cast")
     if out.device != device:
         raise ValueError(f"{name}: {which}= is on {out.device}, but the arguments are on {device}")
@@ -122,25 +122,30 @@ def check_output(
         reach += step * (size - 1)
 
 
-def check_aliasing(name: str, which: str, out: Any, args: Sequence[Any]) -> None:
-    """Raise if ``out`` shares memory with an argument other than element for element."""
-    low, high = span(out)
+def check_aliasing(schema: Schema, which: str, out: Any, args: Sequence[Any]) -> None:
+    """Raise if ``out`` shares memory with an argument other than element for element, or with a negated tensor."""
+    if isinstance(out, torch.Tensor) and out.is_neg():
+        raise ValueError(f"{schema.name}: {which}= is the negative of what lies in its memory; pass one of its own")
+    gathered = dict(schema.gather)  # whose elements serve other rows than their own
     for i, value in enumerate(args):
-        if not isinstance(value, (torch.Tensor, StridedBuffer)) or value.device != out.device:
-            continue
-        first, last = span(value)
-        if last < low or high < first:
+        if not isinstance(value, (torch.Tensor, StridedBuffer)) or separate(value, out):
             continue
         same = (
             value.data_ptr() == out.data_ptr() and value.dtype == out.dtype and tuple(value.shape) == tuple(out.shape)
         )
-        if same and all(n == 1 or a == b for n, a, b in zip(out.shape, out.stride(), value.stride())):
-            continue
-        if not _interleaved(value, out):
+        same = same and all(n == 1 or a == b for n, a, b in zip(out.shape, out.stride(), value.stride()))
+        if not same or i in gathered:
             raise ValueError(
-                f"{name}: {which}= shares memory with argument {i} in another layout, so that elements would be "
-                f"overwritten before they are read; pass a clone of one of them"
+                f"{schema.name}: {which}= shares memory with argument {i} in another "
+                f"{'order' if i in gathered else 'layout'}, so that elements would be overwritten before they are "
+                f"read; pass a clone of one of them"
             )
+
+
+def separate(a: Any, b: Any) -> bool:
+    """Whether no element of one array shares memory with one of the other."""
+    (low, high), (first, last) = span(a), span(b)
+    return a.device != b.device or last < low or high < first or _interleaved(a, b)
 
 
 def span(array: Any) -> tuple[int, int]:

@@ -46,14 +46,15 @@ def result_type(operands: Iterable[Operand]) -> torch.dtype:
     return _combine(common, _combine(zero_dim, number)) or torch.get_default_dtype()
 
 
-def _category(dtype: torch.dtype) -> int:
+def category(dtype: torch.dtype) -> int:
+    """How much a dtype holds: 0 bool, 1 integers, 2 floats, 3 complex numbers; each is cast to its own or a higher."""
     return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
 
 
 def _combine(higher: torch.dtype | None, lower: torch.dtype | None) -> torch.dtype | None:
     if higher is None or lower is None:
         return higher or lower
-    if _category(higher) >= _category(lower):
+    if category(higher) >= category(lower):
         return higher
     if lower.is_complex and higher.is_floating_point:
         return _COMPLEX_OF.get(higher, torch.complex64)
@@ -69,7 +70,7 @@ def promote(rule: OutputRule, operands: Sequence[Operand]) -> tuple[torch.dtype,
         (torch.float32, torch.float16)
     """
     common = result_type(operands[i] for i in rule.arguments)
-    if rule.kind is Promotion.INT_TO_FLOAT and _category(common) < 2:
+    if rule.kind is Promotion.INT_TO_FLOAT and category(common) < 2:
         common = torch.get_default_dtype()
     if rule.kind is Promotion.BOOL_TO_LONG and common is torch.bool:
         common = torch.int64

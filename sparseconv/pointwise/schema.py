@@ -79,7 +79,8 @@ class Derivative:
 
     ``function(*arguments)`` gives the gradient in the shape of the output (it is then summed over broadcast axes);
     ``arguments`` names them: ``grad0, grad1, ...`` the gradients of the outputs, ``in0, in1, ...`` the arguments of the
-    call by position, ``out0, out1, ...`` its outputs. Only tensors that are named are kept for the backward pass. The
+    call by position, ``out0, out1, ...`` its outputs. Of complex arguments it is the gradient as torch takes it: the
+    gradient of ``x * y`` by x is ``grad * y.conj()``. Only tensors that are named are kept for the backward pass. The
     function is a pointwise function, or any composition of differentiable ones.
 
     Example:

@@ -23,7 +23,7 @@ class StridedBuffer:
         offset: elements between the first element of ``base`` and that of the view.
 
     Raises:
-        ValueError: if the view would reach outside the storage of ``base``.
+        ValueError: if the view would reach outside the storage of ``base``, or torch negates what lies there.
 
     Example:
         >>> x = torch.arange(4)
@@ -42,6 +42,8 @@ class StridedBuffer:
     ) -> None:
         if not isinstance(base, torch.Tensor):
             raise TypeError(f"StridedBuffer views a tensor, but got {type(base).__name__}")
+        if base.is_neg() or base.is_conj():
+            raise ValueError("StridedBuffer views memory, but base is the negative or conjugate of it: pass a clone")
         self.base = base
         self.shape = torch.Size(base.shape if shape is None else shape)
         self._strides = tuple(int(s) for s in (base.stride() if strides is None else strides))

@@ -14,7 +14,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def cast(x: torch.Tensor) -> torch.Tensor:
     """Under autocast the inputs take its dtype, as those of a convolution do; sums stay in fp32."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))
     return x
 

@@ -178,7 +178,9 @@ class _SeenProduct(Function):
 
 
 def _is_plain(*tensors: torch.Tensor) -> bool:
-    return all(type(tensor) in _PLAIN for tensor in tensors) and not dispatch_modes()
+    # torch's dispatcher negates what kernels would read as it lies in memory, and knows what meta tensors give
+    plain = all(type(t) in _PLAIN and not t.is_neg() and not t.is_meta for t in tensors)
+    return plain and not dispatch_modes()
 
 
 class _Pair(Function):
@@ -272,7 +274,7 @@ def _gradients(
         and like_y is not None
         and (len(like_x[0]), len(like_y[0]), grad.dim())
         == (len(row.axes1) + 2, len(row.axes2) + 2, len(row.axes_out) + 2)
-        and direct(grad)
+        and direct(x, y, grad)
     ):
         return _Pair.apply(x, y, grad, row, infos)
     grad_x = grad_y = None

@@ -15,6 +15,8 @@ from sparseconv.products.info import SparseProductInfo, SparseScaleInfo, known_r
 #: an index or a scale as a tensor, an array or a list
 Column: TypeAlias = torch.Tensor | npt.NDArray[np.generic] | Sequence[int] | Sequence[float]
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
 
 def sparse_scale_infos(
     index: Column, index_out: Column, scale: Column | None, out_size: int, in_size: int
@@ -138,8 +140,8 @@ def _columns(
     for name, (value, size) in named.items():
         check_count(f"the size of {name}", size)
         column = as_tensor(name, value, device)
-        if column.numel() == 0:
-            column = column.long()  # an empty list has no integers to show
+        if column.numel() == 0 or column.dtype in _UNSIGNED:
+            column = column.long()  # an empty list has no integers to show, and torch no least of unsigned ones
         if column.dtype.is_floating_point or column.dtype in (torch.bool, torch.complex64, torch.complex128):
             raise TypeError(f"{name} must hold integers, but its dtype is {column.dtype}")
         columns.append(column)

@@ -137,8 +137,8 @@ def _of_result(
         f"{name}_grad_slope",
         second,
         {
-            0: Derivative(lambda g, y: bend(g, y), "grad0", "in1"),
-            1: Derivative(lambda g, grad: scale(multiply(g, grad), -2.0), "grad0", "in0"),
+            0: Derivative(lambda g, y: bend(g, y.conj()), "grad0", "in1"),
+            1: Derivative(lambda g, grad: scale(multiply(g, grad.conj()), -2.0), "grad0", "in0"),
         },
         tensors=2,
         doc=bend_doc,
@@ -147,13 +147,14 @@ def _of_result(
         f"{name}_grad",
         first,
         {
-            0: Derivative(lambda g, y: slope(g, y), "grad0", "in1"),
-            1: Derivative(lambda g, grad, y: bend(multiply(g, grad), y), "grad0", "in0", "in1"),
+            0: Derivative(lambda g, y: slope(g, y.conj()), "grad0", "in1"),
+            1: Derivative(lambda g, grad, y: bend(multiply(g, grad.conj()), y.conj()), "grad0", "in0", "in1"),
         },
         tensors=2,
         doc=slope_doc,
     )
-    return _make(name, reference, {0: Derivative(slope, "grad0", "out0")}, kind=_FLOAT, doc=doc), slope
+    derivative = {0: Derivative(lambda grad, y: slope(grad, y.conj()), "grad0", "out0")}
+    return _make(name, reference, derivative, kind=_FLOAT, doc=doc), slope
 
 
 sigmoid, sigmoid_grad = _of_result(

@@ -10,12 +10,17 @@ import torch
 from sparseconv import transforms
 from sparseconv.pointwise.decorator import pointwise_dynamic
 from sparseconv.pointwise.function import PointwiseDynamicFunction
+from sparseconv.pointwise.metadata import dtypes_of
 from sparseconv.pointwise.scalar import Deferred
 from sparseconv.pointwise.schema import Derivative
 from sparseconv.pointwise.strided import StridedBuffer
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Shaped
+
+
+#: what an operand is made of where it is no number
+_ARRAYS = (torch.Tensor, StridedBuffer)
 
 
 def _scalar(name: str) -> Deferred:
@@ -46,8 +51,8 @@ multiply: PointwiseDynamicFunction = pointwise_dynamic(
     promotion_methods=[(0, 1, "DEFAULT")],
     reference=torch.mul,
     derivative={
-        0: Derivative(lambda grad, y: multiply(grad, y), "grad0", "in1"),
-        1: Derivative(lambda grad, x: multiply(grad, x), "grad0", "in0"),
+        0: Derivative(lambda grad, y: multiply(grad, y.conj()), "grad0", "in1"),
+        1: Derivative(lambda grad, x: multiply(grad, x.conj()), "grad0", "in0"),
     },
     doc="x * y of two tensors.",
 )
@@ -87,16 +92,21 @@ add_number: PointwiseDynamicFunction = pointwise_dynamic(
     doc="x + alpha * y of a tensor and a number.",
 )
 
+
+def _bend_of_divisor(grad: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return scale(divide(divide_grad_divisor(grad, x, y), y), -2.0)
+
+
 divide_grad_divisor: PointwiseDynamicFunction = pointwise_dynamic(
     _scalar("divide_grad_divisor"),
     num_inputs=3,
     promotion_methods=[(0, 1, 2, "DEFAULT")],
     reference=lambda grad, x, y: -(grad * x) / (y * y),
     derivative={
-        0: Derivative(lambda g, x, y: divide_grad_divisor(g, x, y), "grad0", "in1", "in2"),
-        1: Derivative(lambda g, grad, y: divide_grad_divisor(g, grad, y), "grad0", "in0", "in2"),
+        0: Derivative(lambda g, x, y: divide_grad_divisor(g, x.conj(), y.conj()), "grad0", "in1", "in2"),
+        1: Derivative(lambda g, grad, y: divide_grad_divisor(g, grad.conj(), y.conj()), "grad0", "in0", "in2"),
         2: Derivative(
-            lambda g, grad, x, y: scale(divide(divide_grad_divisor(multiply(g, grad), x, y), y), -2.0),
+            lambda g, grad, x, y: _bend_of_divisor(multiply(g, grad.conj()), x.conj(), y.conj()),
             "grad0",
             "in0",
             "in1",
@@ -113,8 +123,8 @@ divide: PointwiseDynamicFunction = pointwise_dynamic(
     promotion_methods=[(0, 1, "INT_TO_FLOAT")],
     reference=torch.div,
     derivative={
-        0: Derivative(lambda grad, y: divide(grad, y), "grad0", "in1"),
-        1: Derivative(divide_grad_divisor, "grad0", "in0", "in1"),
+        0: Derivative(lambda grad, y: divide(grad, y.conj()), "grad0", "in1"),
+        1: Derivative(lambda grad, x, y: divide_grad_divisor(grad, x.conj(), y.conj()), "grad0", "in0", "in1"),
     },
     doc="x / y of two tensors.",
 )
@@ -178,13 +188,19 @@ def add(
     Returns:
         tensor of the broadcast shape, of the dtype that torch.add would give.
 
+    Raises:
+        TypeError: if alpha is a float where x and y are of integer dtypes, since the result is of theirs.
+
     Example:
         >>> add(torch.ones(2), torch.arange(2.0), 0.5)
         tensor([1.0000, 1.5000])
     """
-    if isinstance(y, torch.Tensor):
-        return add_tensors(x, y, alpha) if out is None else add_tensors(x, y, alpha, out=out)
-    return add_number(x, y, alpha) if out is None else add_number(x, y, alpha, out=out)
+    function = add_tensors if isinstance(y, _ARRAYS) else add_number
+    if isinstance(alpha, float) and isinstance(x, _ARRAYS):
+        (result,) = dtypes_of(function.schema, (x, y, alpha)).results
+        if not (result.is_floating_point or result.is_complex):
+            raise TypeError(f"add: x and y give {result}, so alpha is an int, but got {alpha!r}; make x a float tensor")
+    return function(x, y, alpha) if out is None else function(x, y, alpha, out=out)
 
 
 def sub(
@@ -215,7 +231,7 @@ def mul(
         >>> mul(torch.arange(3), 2.5)
         tensor([0.0000, 2.5000, 5.0000])
     """
-    function = multiply if isinstance(y, torch.Tensor) else scale
+    function = multiply if isinstance(y, _ARRAYS) else scale
     return function(x, y) if out is None else function(x, y, out=out)
 
 
@@ -231,7 +247,7 @@ def div(
         >>> div(torch.arange(3), 2)
         tensor([0.0000, 0.5000, 1.0000])
     """
-    function = divide if isinstance(y, torch.Tensor) else divide_by_number
+    function = divide if isinstance(y, _ARRAYS) else divide_by_number
     return function(x, y) if out is None else function(x, y, out=out)
 
 

@@ -15,6 +15,7 @@ from sparseconv.pointwise.schema import Derivative
 if TYPE_CHECKING:
     from jaxtyping import Float, Integer
 
+INF = float("inf")
 _ONE_HOT_LIMIT = 2**26  # elements of the (B, N) selection matrix above which rows are sorted instead
 
 
@@ -32,7 +33,14 @@ def segment_sum(x: torch.Tensor, item: torch.Tensor, count: int) -> torch.Tensor
     x = x if x.dtype is torch.float64 else x.float()
     if count * x.shape[0] <= _ONE_HOT_LIMIT:
         chosen = item.unsqueeze(0) == torch.arange(count, device=x.device, dtype=item.dtype).unsqueeze(1)
-        return chosen.to(x.dtype) @ x
+        finite = x.isfinite()
+        flags = torch.cat([(x == INF) | x.isnan(), (x == -INF) | x.isnan()], 1)
+        with torch.autocast(x.device.type, enabled=False):
+            # 0 times infinity is no zero: what is not finite goes to its own item alone
+            chosen = chosen.to(x.dtype)
+            total = chosen @ x.where(finite, 0)
+            up, down = ((chosen @ flags.to(x.dtype)) > 0).chunk(2, 1)
+        return total + torch.where(up, INF, 0.0) + torch.where(down, -INF, 0.0)
     order = torch.argsort(item, stable=True)
     lengths = torch.bincount(item, minlength=count)
     return torch.segment_reduce(x[order], "sum", lengths=lengths, axis=0, unsafe=True)
@@ -100,7 +108,7 @@ def batch_affine(
 
     Raises:
         ValueError: if the shapes do not fit.
-        TypeError: if batch_index is not of an integer dtype.
+        TypeError: if batch_index is not of an integer dtype, or another argument is complex.
 
     Example:
         >>> batch_affine(torch.ones(3, 1), torch.tensor([0, 1, 1]), torch.tensor([[2.0], [3.0]]))
@@ -115,7 +123,10 @@ def batch_affine(
             f"batch_affine: x is (N, C) and batch_index (N,), but got {tuple(x.shape)} and {tuple(batch_index.shape)}"
         )
     for name, table in (("scale", scale), ("shift", shift)):
-        if table is not None and (table.dim() != 2 or table.shape[1] != x.shape[1]):
-            raise ValueError(f"batch_affine: {name} is (B, {x.shape[1]}), but got {tuple(table.shape)}")
+        if table is not None and (table.dim() != 2 or table.shape != (scale.shape[0], x.shape[1])):
+            wanted = f"(B, {x.shape[1]}), with one B for scale and shift"
+            raise ValueError(f"batch_affine: {name} is {wanted}, but got {tuple(table.shape)}")
+    if any(t is not None and t.is_complex() for t in (x, scale, shift)):
+        raise TypeError("batch_affine: x, scale and shift are real, but one is complex; pass torch.view_as_real(x)")
     item = batch_index.unsqueeze(1)
     return batch_scale(x, item, scale) if shift is None else affine(x, item, scale, shift)

@@ -81,6 +81,7 @@ def _make_chain(
         shared = Derivative(gradient_from_output, "grad0", "out0", *extra)
     else:
         shared = Derivative(gradient, "grad0", *(f"in{i}" for i in range(len(summed))), *extra)
+    rule = activation.schema.outputs[0]
     derivative = {i: shared for i in range(len(summed))}
     if residual == "after":
         derivative[len(names) - 1] = Derivative(same, "grad0")
@@ -88,7 +89,7 @@ def _make_chain(
         scalar,
         is_tensor=[True] * len(names) + [False] * len(numbers),
         dtypes=[None] * len(names) + list(activation.schema.scalar_types[1:]),
-        promotion_methods=[(*range(len(names)), activation.schema.outputs[0].kind)],
+        promotion_methods=[(*range(len(names)), *(p + len(names) - 1 for p in rule.arguments if p), rule.kind)],
         reference=reference if activation.reference is not None else None,
         derivative=derivative if activation.differentiable else None,
         defaults=epilogue.numbers,

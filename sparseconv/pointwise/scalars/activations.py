@@ -189,8 +189,8 @@ def mish_grad2(grad, x):
 
 @triton.jit
 def clamp(x, low, high):
-    raised = tl.where(x < low, low, x)
-    return tl.where(raised > high, high, raised)
+    raised = tl.where((x >= low) | (x != x), x, low)  # as in torch, a NaN wins: of x, or of a bound
+    return tl.where((raised <= high) | (raised != raised), raised, high)
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def clamp_grad(grad, x, low, high):
 
 @triton.jit
 def clamp_min(x, low):
-    return tl.where(x < low, low, x)
+    return tl.where((x >= low) | (x != x), x, low)
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def clamp_min_grad(grad, x, low):
 
 @triton.jit
 def clamp_max(x, high):
-    return tl.where(x > high, high, x)
+    return tl.where((x <= high) | (x != x), x, high)
 
 
 @triton.jit

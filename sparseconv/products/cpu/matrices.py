@@ -59,10 +59,12 @@ def sum_by_term(
         if begin == end:
             target.zero_()
         for t in order[begin:end]:
-            one, other = vectors[:, from_rows[t]], others[0, to_rows[t]]
+            one, other, factor = vectors[:, from_rows[t]], others[0, to_rows[t]], factors[t]
+            if factor == 0:  # which as alpha would hide an infinity
+                one, factor = one * factor, 1.0
             if row.name == "outer":
                 one, other = one.t(), others[:, to_rows[t]]
-            target.addmm_(one, other, beta=float(t > begin), alpha=factors[t])
+            target.addmm_(one, other, beta=float(t > begin), alpha=factor)
 
 
 def formulate(row: Product, x: torch.Tensor, y: torch.Tensor, terms: Terms, positions: int) -> Formulation | None:
