@@ -15,6 +15,7 @@ from sparseconv.pointwise.metadata import Metadata
 from sparseconv.pointwise.scalar import ScalarFunction
 from sparseconv.pointwise.schema import Config, Derivative, Schema
 from sparseconv.pointwise.strided import StridedBuffer
+from sparseconv.torch_private import is_batch_of_cotangents
 
 if TYPE_CHECKING:
     from jaxtyping import Shaped
@@ -213,6 +214,8 @@ def _as_expected(result: Any, dtype: torch.dtype, expected: Metadata) -> torch.T
 
 def _unshared(results: Sequence[torch.Tensor], args: Sequence[Any]) -> list[torch.Tensor]:
     """A twin's results, copied where their memory is that of an argument or of another result."""
+    if any(map(is_batch_of_cotangents, results)):  # which have no memory of their own
+        return list(results)
     arrays = [a.base if isinstance(a, StridedBuffer) else a for a in args]
     taken = {a.untyped_storage().data_ptr() for a in arrays if isinstance(a, torch.Tensor)}
     outputs = []

@@ -202,7 +202,7 @@ def described(value: Any) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if hasattr(value, "shape") else repr(value)
 
 
-VERBS = ["forward", "sums", "input_grad", "input_grad_onto", "weight_grad"]
+VERBS = ["forward", "input_grad", "input_grad_onto", "weight_grad"]
 VERBS += ["gradients", "integers", "float8"]
 #: public functions with shapes that are called neither by an example nor by `more_calls`
 UNCALLED = {
@@ -234,6 +234,7 @@ def more_calls() -> None:
     plan = ConvolutionPlan(grid, 3)
     assert plan.coverage.sum() == 3
     plan.explain(features, torch.rand(9, 5, 2))
+    plan.execute(features, torch.rand(9, 5, 2), residual=torch.rand(3, 2))
     projection = IndexProjection(((2, 0), (0, 2)), (-1, -1), (3, 3), anchors={"middle": (0, 0)})
     points = torch.tensor([[0, 0], [1, 1]])
     projection.anchor("middle", points)

@@ -283,7 +283,13 @@ def _plan_by_oracle(case: Case) -> dict[str, Any]:
         fine, coarse = source, outs
     else:
         _within(source, coarse_torus)
+
+        def inside(row: Row) -> bool:
+            return kind != "forbid" or all(a <= v < a + n for v, a, n in zip(row[1:], *box))
+
         if isinstance(target, list):
+            if not all(map(inside, target)):
+                raise Refused("the target leaves the extent")
             outs = target
         else:
             reached = {
@@ -291,9 +297,7 @@ def _plan_by_oracle(case: Case) -> dict[str, Any]:
                 for b, *row in source
                 for offset in offsets
             }
-            if kind == "forbid":
-                reached = {row for row in reached if all(a <= v < a + n for v, a, n in zip(row[1:], *box))}
-            outs = sorted(reached)
+            outs = sorted(filter(inside, reached))
         _fit(outs)
         fine, coarse = outs, source
     _within(fine, torus)
