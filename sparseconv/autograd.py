@@ -115,14 +115,14 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 
 def is_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """Whether a call may bypass torch's dispatcher: plain eager tensors, no mode, no forward mode, no batch of
-    cotangents, which the dispatcher takes one after another.
+    cotangents, which the dispatcher takes one after another, and no view that it negates, as ``z.conj().imag``.
 
     Two passes through the dispatcher's Python kernels cost as much as launching a small layer.
     """
     if type(x) not in _PLAIN or not _PLAIN.issuperset(map(type, others)):
         return False
     for t in (x, *others):  # no generator: that takes as long as all of the rest
-        if t is not None and is_batch_of_cotangents(t):
+        if t is not None and (is_batch_of_cotangents(t) or t.is_neg()):
             return False
     return not dispatch_modes() and not transforms.forward_mode()
 

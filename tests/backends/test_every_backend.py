@@ -196,6 +196,27 @@ def test_features_without_channels(case, name, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("channels", [1, 8])
+def test_views_that_torch_negates(channels, name, device):
+    """The imaginary part of a conjugate lies in memory with the other sign."""
+    case = Case(**{**named("submanifold")[0].__dict__, "c_in": channels, "c_out": channels, "groups": 1})
+    plan = plan_for(case, name, device, torch.float32)
+    sizes = [(plan.num_in, channels), (plan.num_taps, channels, channels), (channels,), (plan.num_in, channels)]
+    gen = torch.Generator().manual_seed(3)
+    views = [torch.randn(*s, dtype=torch.complex64, generator=gen).to(device).conj().imag for s in sizes]
+    assert all(t.is_neg() for t in views)
+    runs = []
+    for *inputs, grad in (views, [t.clone().resolve_neg() for t in views]):
+        inputs = [t.detach().requires_grad_() for t in inputs]
+        y = plan.execute(*inputs)
+        with torch.no_grad():
+            runs.append([y, plan.execute(*inputs, residual=grad), *torch.autograd.grad(y, inputs, grad)])
+    for mine, wanted in zip(*runs):
+        assert torch.equal(mine, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", named("submanifold", "strided_overlap", "grouped", "inverse"), ids=str)
