@@ -44,6 +44,7 @@ class Given:
         #: arguments that may be written to, with what they held, or the version of a tensor
         self._kept: list[tuple[tuple[Any, ...], Any, Any]] = []
         self._versions: list[tuple[tuple[Any, ...], torch.Tensor, int]] = []
+        self._values: list[tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]] = []
         self._paths: dict[int, tuple[Any, ...]] = {}
         self._note_read: Callable[[tuple[Any, ...]], None] | None = None
         self._copies: dict[int, tuple[Any, ...]] = {}
@@ -125,16 +126,21 @@ class Given:
         return (id(leaf), told(leaf)) if id(leaf) in self.objects else form_of(leaf, rows, device)
 
     def keep(self, is_all: bool) -> None:
-        """Note how tensors among the arguments are, and where ``is_all`` other arguments that may be written to."""
+        """Note how tensors among the arguments are, and where ``is_all`` other arguments that may be written to.
+
+        Of tensors made in ``torch.inference_mode()``, which have no version, it notes the values, there too.
+        """
         tensors = [(path, leaf) for path, leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         self._versions = [(path, leaf, leaf._version) for path, leaf in tensors if not leaf.is_inference()]
         if is_all:
+            self._values = [(path, leaf, leaf.clone()) for path, leaf in tensors if leaf.is_inference()]
             others = ((path, leaf) for path, leaf in self.leaves if not isinstance(leaf, (torch.Tensor, *PLAIN)))
             self._kept = [(path, leaf, copied(leaf)) for path, leaf in others if id(leaf) not in self.objects]
 
     def rewritten(self) -> str | None:
         """That an argument was written to in place since `keep`, which calls that are tried would do again."""
         found = [path for path, leaf, was in self._versions if leaf._version != was]
+        found += [path for path, leaf, was in self._values if not _equal(leaf, was)]
         found += [path for path, leaf, was in self._kept if not is_same(leaf, was)]
         name = ".".join(map(str, found[0][1:])) if found else ""
         return f"it changes an argument in place, {name}: write to a copy" if found else None
@@ -264,6 +270,13 @@ class Given:
         for key in path:
             value = item_at(value, key)
         return value
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they hold the same values; NaNs are the same."""
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def is_there(leaf: Any, device: torch.device) -> bool:
