@@ -64,7 +64,7 @@ jobs = [
     (passes.SEARCH, (*around[:5], 32, 128, 3, 9, 1)),
     (passes.SEARCH, (*around[:5], 32, 128, 3, 9, 0)),
     (passes.SEARCH, (*by_key[:5], 8, 128, 0, 0, 0)),
-    (output_coords.MARK, (3, True, 128, 512, 1024, 10)), (output_coords.MARK, (3, False, 128, 512, 1024, 10)),
+    *((output_coords.MARK, (3, is_box, output_coords.ROWS, 512, 1024, 10)) for is_box in (True, False)),
     (output_coords.EMIT, (3, 32)), (output_coords.EMIT_FIXED, (3, 32)),
     (output_coords.CLAIM, (4, True, 128)), (output_coords.DECODE, (3, 256)),
     (counts.SCAN, (8192,)), (scene._PUT, (2048,)), (pair_lists.REVERSE, (1024,)),

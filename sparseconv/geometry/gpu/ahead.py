@@ -22,7 +22,7 @@ from sparseconv.geometry.gpu.order.morton_runs import COUNT_CELLS, NUMBER_CELLS,
 from sparseconv.geometry.gpu.pairs.pair_lists import PAIRS, REVERSE, REVERSED, SCATTER
 from sparseconv.geometry.gpu.pairs.pair_lists_3x3x3 import CUBE_PAIRS
 from sparseconv.geometry.gpu.reached.kernels import EMIT, MARK
-from sparseconv.geometry.gpu.reached.output_coords import MOST_PROGRAMS
+from sparseconv.geometry.gpu.reached.output_coords import MOST_PROGRAMS, ROWS
 from sparseconv.geometry.gpu.tiles.build import RANKED_AT_LAST, bins_of, rank_constants
 from sparseconv.geometry.gpu.tiles.kernels import CUBE_TILES, RANKS, TILES, TILES_64
 from sparseconv.geometry.gpu.tiles.schedule import LOOKAHEAD, SLOT_ALIGNMENT, plane_groups
@@ -88,7 +88,7 @@ class ExpectedMap:
         chunk_rows, narrow = rows_per_chunk(n), taps <= KEY_BITS
         if not self.same:
             rank = len(self.stride)
-            MARK.ahead(device, (rank, True, 128, 512, MOST_PROGRAMS, NUM_BARRIERS))
+            MARK.ahead(device, (rank, True, ROWS, 512, MOST_PROGRAMS, NUM_BARRIERS))
             EMIT.ahead(device, (rank, 32))
         if narrow and n <= FUSED_ROWS:
             together = search_programs(device, taps, n, is_cube)[2]

@@ -107,7 +107,7 @@ def mark_kernel(
                 RANK, IS_BOX,
             )  # fmt: skip
             word = key >> 6
-            tl.atomic_or(bits_ptr + (word >> 6), one << (word & 63), mask=live, sem="relaxed")
+            mark(bits_ptr + (word >> 6), one << (word & 63), live)
     wait_for_all(barriers_ptr + 1, programs)
     num_words = add_up(bits_ptr, ranks_ptr, sums_ptr, barriers_ptr + 2, num_lines, programs, SPAN, SUMS)
     for first in range(program * SPAN, num_words, programs * SPAN):
@@ -124,14 +124,23 @@ def mark_kernel(
             word = key >> 6
             line = tl.load(bits_ptr + (word >> 6), mask=live, other=0)
             slot = tl.load(ranks_ptr + (word >> 6), mask=live, other=0) + popcount(line & below(word & 63))
-            tl.atomic_or(words_ptr + slot, one << (key & 63), mask=live, sem="relaxed")
-            tl.store(places_ptr + slot, word.to(tl.int32), mask=live)
+            fresh = mark(words_ptr + slot, one << (key & 63), live)
+            tl.store(places_ptr + slot, word.to(tl.int32), mask=fresh)
     wait_for_all(barriers_ptr + 4, programs)
     count = add_up(words_ptr, starts_ptr, sums_ptr + SUMS, barriers_ptr + 5, num_words, programs, SPAN, SUMS)
     if program == 0:
         tl.store(report_ptr, count.to(tl.int64))
         tl.store(report_ptr + 1, num_words.to(tl.int64))
     leave(barriers_ptr, programs, NUM_BARRIERS)
+
+
+@triton.jit
+def mark(word_ptr, bit, live):
+    """Set bits that are not set yet; several rows reach most cells, and to look costs less than to write."""
+    seen = tl.load(word_ptr, mask=live, other=-1, cache_modifier=".cg")
+    fresh = live & ((seen & bit) == 0)
+    tl.atomic_or(word_ptr, bit, mask=fresh, sem="relaxed")
+    return fresh
 
 
 @triton.jit

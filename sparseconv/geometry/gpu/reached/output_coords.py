@@ -33,6 +33,8 @@ Ints = tuple[int, ...]
 TOO_MANY, FARTHEST = 2**62, 2**30
 #: up to this many cells a bit for each 64 of them (here 16 MB, and half of that for ranks) costs less than a sort
 MOST_MARKED = 2**33
+#: rows that a program of `mark_kernel` looks at together: two each thread, so that one waits while the other works
+ROWS = 256
 #: programs of a launch at most, whose sums one program adds up
 MOST_PROGRAMS = 1024
 
@@ -230,13 +232,13 @@ def _mark(
     """Launch `mark_kernel`."""
     (n, columns), device = coords.shape, coords.device
     lines, words = ceil_div(sizes.cells, 4096), min(sizes.most, ceil_div(sizes.cells, 64))
-    programs = min(programs_at_once(device, max(ceil_div(n, 128), ceil_div(lines, 512))), MOST_PROGRAMS)
+    programs = min(programs_at_once(device, max(ceil_div(n, ROWS), ceil_div(lines, 512))), MOST_PROGRAMS)
     arena = Arena(device, _KINDS, (lines, lines, 2 * MOST_PROGRAMS, words, words, words))
     args = (
         pointer(coords), pointer(moves.data), *arena, barriers_of(device, device_count), report,
         n, sizes.batches, moves.steps, lines, programs, *sizes.box,
     )  # fmt: skip
-    MARK(device, (programs,), args, (columns - 1, moves.is_box, 128, 512, MOST_PROGRAMS, NUM_BARRIERS))
+    MARK(device, (programs,), args, (columns - 1, moves.is_box, ROWS, 512, MOST_PROGRAMS, NUM_BARRIERS))
     return arena
 
 
