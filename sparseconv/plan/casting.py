@@ -37,10 +37,11 @@ def packed_as(taps: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Taps (K, C_in/G, C_out) of any strides, contiguous in a dtype; themselves where they are that."""
     if taps.dtype == dtype and taps.is_contiguous():
         return taps
-    trained = taps.requires_grad and torch.is_grad_enabled()
-    if not trained or torch.compiler.is_compiling() or current() is None or not taps.is_cuda:
+    if torch.compiler.is_compiling() or current() is None or not taps.is_cuda:
         return taps.to(dtype, memory_format=torch.contiguous_format)
-    return _Packed.apply(taps, dtype)
+    if taps.requires_grad and torch.is_grad_enabled():
+        return _Packed.apply(taps, dtype)
+    return _copied(taps, torch.empty(taps.shape, dtype=dtype, device=taps.device))
 
 
 class _Packed(torch.autograd.Function):
@@ -65,7 +66,7 @@ def _copied(source: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """``into`` (K, C_in/G, C_out) filled; where one of both lies as (C_out, K, C_in/G) does, by one transposition."""
     for one, other, turns in ((source, into, False), (into, source, True)):
         outward = one.permute(2, 0, 1)
-        if outward.is_contiguous() and other.is_contiguous() and not one.is_contiguous():
+        if outward.is_contiguous() and other.is_contiguous() and not (one.is_contiguous() or source.is_neg()):
             from sparseconv.gpu.transposing import is_aligned, transpose  # Triton is loaded where it is used
 
             if is_aligned(one, other):

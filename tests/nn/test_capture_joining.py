@@ -168,10 +168,92 @@ def test_steps_equal_eager_ones_and_norms_take_what_only_they_feed(case, found):
     assert found["runs"][-norms:] == (sorted(wanted) if case is residual_of_two_norms else wanted)
 
 
+@pytest.fixture
+def found_in_inference(monkeypatch):
+    """What norms of inference were given: whether a residual, whether a ReLU."""
+    runs, run = [], padding.evaluated_batch_norm
+
+    def noted(*args):
+        runs.append((args[-2] is not None, args[-1]))
+        return run(*args)
+
+    monkeypatch.setattr(padding, "evaluated_batch_norm", noted)
+    return runs
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_inference_equals_the_eager_one_and_norms_take_what_only_they_feed(case, frozen, found_in_inference):
+    torch.manual_seed(0)
+    net = Net(case).to(DEVICE)
+    steps(net, (3,))  # statistics that are not those of a new network
+    net = net.requires_grad_(not frozen).eval()
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    with torch.inference_mode():
+        for seed in range(1, 6):
+            coords = coords_of(seed, 40 + 10 * seed)
+            features = features_of(seed, coords)
+            same([net(coords, features)], [twin(coords, features.clone())])
+    assert replays(net) >= 3
+    norms = 2 if case is residual_of_two_norms else 1
+    joined = JOINED.get(case, [None] * norms)
+    wanted = [(one.has_residual, True) if one else (False, False) for one in joined]
+    assert found_in_inference[-norms:] == (sorted(wanted) if case is residual_of_two_norms else wanted)
+
+
+class Norms(torch.nn.Module):
+    """A convolution and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = spconv.SubMConv3d(4, 8, 3, padding=1, bias=False, indice_key="a")
+        self.norm = torch.nn.BatchNorm1d(8)
+
+
+class Strict(Norms):
+    """Fails where a gradient may be asked for."""
+
+    def forward(self, x):
+        assert not torch.is_grad_enabled()
+        return relu(self.norm(self.first(x).features))
+
+
+class TwoPaths(Norms):
+    """Does more where a gradient may be asked for."""
+
+    def forward(self, x):
+        y = self.norm(self.first(x).features)
+        return relu(y) if torch.is_grad_enabled() else relu(y) + y
+
+
+class Again(Norms):
+    """A norm that is used twice, once with a ReLU and once without."""
+
+    def forward(self, x):
+        y = self.norm(self.first(x).features)
+        return relu(y) + self.norm(y)
+
+
+@pytest.mark.parametrize("kind", [Strict, TwoPaths, Again])
+def test_inference_is_right_where_a_run_with_gradients_tells_nothing(kind):
+    torch.manual_seed(0)
+    net = kind().to(DEVICE).eval()
+    net.norm.running_mean.normal_()
+    twin = copy.deepcopy(net)
+    nn.capture(net)
+    with torch.inference_mode():
+        for seed in range(1, 6):
+            coords = coords_of(seed, 40 + 10 * seed)
+            scenes = (spconv.SparseConvTensor(features_of(seed, coords), coords, [12, 12, 12], 2) for _ in range(2))
+            same(*([one(scene)] for one, scene in zip((net, twin), scenes)))
+    assert replays(net) >= 3
+
+
 def joins(joined, *calls):
     """A run of one norm, then calls on what it gave."""
     run = joining.Joining(joined)
-    y = run.norm(lambda other, is_activated: torch.ones(3, 2) * (1 + 2 * is_activated), torch.zeros(3, 2))
+    y = run.norm(lambda other, is_activated: torch.ones(3, 2) * (1 + 2 * is_activated), torch.zeros(3, 2), 0)
     for call in calls:
         y = call(run, y)
     run.end()
@@ -192,6 +274,8 @@ def test_what_stands_for_a_norm_is_read_by_nobody():
         (with_sum, ask(add, other)),
         (with_sum, ask(add, other), ask(add, other)),
         (with_sum, ask(add, other[:1]), ask(relu)),
+        (with_sum, ask(add, other), lambda run, y: run.call(relu, (y,), {}) + run.call(add, (y, other), {})),
+        (with_relu, lambda run, y: run.call(relu, (y,), {}) + run.call(add, (y, other), {})),
         ([],),
         ([None, None],),
     ):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import sparseconv as sc
 from sparseconv import nn
 from sparseconv.geometry import FixedGrid
-from sparseconv.nn.fused import joining, normalize, remaking, training
+from sparseconv.nn.fused import evaluation, joining, normalize, remaking, training
 from sparseconv.nn.fused.fusion import concatenated, norm_act
 from sparseconv.nn.synchronized import SyncBatchNorm
 from tests.cases import TOLERANCE, error
@@ -346,26 +346,29 @@ def test_frozen_parts_get_no_gradient(torchs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_norm_in_evaluation_is_one_launch(dtype, monkeypatch):
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "residual"])
+def test_a_norm_in_evaluation_is_one_launch(dtype, adds, monkeypatch):
     monkeypatch.setattr(F, "batch_norm", None)
     for rows, channels in ((1, 16), *SHAPES):
-        x, *_, weight, bias = operands(rows, channels, dtype, 3.0)
+        x, _, residual, weight, bias = operands(rows, channels, dtype, 3.0)
+        residual = residual if adds else None
         norm = torch.nn.BatchNorm1d(channels, affine=channels != 40, device=DEVICE).eval()
         norm.running_mean, norm.running_var = weight + 3, bias.square() + 0.1
         before = copy.deepcopy(norm.state_dict())
-        assert training.settled(x, norm) is None, "a gradient may be asked for"
+        given = norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps
+        assert evaluation.settled(x, *given) is None, "a gradient may be asked for"
         with torch.inference_mode():
             for slope in (0.0, 1.0):
-                y = training.settled(x, norm, slope)
+                y = evaluation.settled(x, *given, slope, residual)
                 z = (x.double() - norm.running_mean) / (norm.running_var.double() + norm.eps).sqrt()
                 z = z if norm.weight is None else z * norm.weight + norm.bias
+                z = z if residual is None else z + residual.double()
                 assert y.dtype == dtype
                 assert error(y, (F.relu(z) if slope == 0 else z).cpu()) < TOLERANCE[dtype]
         assert all(torch.equal(a, b) for a, b in zip(before.values(), norm.state_dict().values()))
     with torch.no_grad():
-        assert training.settled(x, norm.train()) is None
-        assert training.settled(x[:0], norm.eval()) is None
-        assert training.settled(x.double(), norm) is None
+        assert evaluation.settled(x[:0], *given) is None
+        assert evaluation.settled(x.double(), *given) is None
 
 
 def test_norm_and_relu_of_a_sequence_are_one_launch_in_inference(monkeypatch, torchs):

@@ -1,7 +1,8 @@
 """Batch norms of torch that a run joins with what a client asks for after them: a sum with a residual, and a ReLU.
 
 A first run is watched: what each norm's result goes into, by the calls that were made and by the gradient's graph.
-Where that is a ReLU alone, or a sum that goes into a ReLU alone, later runs do all of it in the norm's node.
+Where that is a ReLU alone, or a sum that goes into a ReLU alone, later runs do all of it in the norm's node. In
+inference a watched run with gradients tells, and norms that it asked for once have the same after them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from sparseconv.nn.capturing.values.given import CannotCapture
 
 RELU = {torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_, torch.nn.functional.relu}
+IN_PLACE = {torch.relu_, torch.Tensor.relu_}
 SUM = {torch.add, torch.Tensor.add, torch.Tensor.add_, torch.Tensor.__add__, torch.Tensor.__iadd__}
 #: what may be asked of a result that is not there yet
 NAMES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_nested", "is_quantized", "is_meta")
@@ -55,9 +57,12 @@ class Watched:
     def __init__(self) -> None:
         self._norms: list[_Result] = []
         self._results: dict[int, _Result] = {}
+        #: which norm it was: the address of its running mean, 0 for none
+        self.keys: list[int] = []
 
-    def norm(self, run: Run, input: torch.Tensor) -> torch.Tensor:
+    def norm(self, run: Run, input: torch.Tensor, key: int) -> torch.Tensor:
         """The norm's own result."""
+        self.keys.append(key)
         self._norms.append(self._noted(run(None, False)))
         return self._norms[-1].tensor
 
@@ -105,6 +110,20 @@ class Watched:
         self._results.clear()
         return made
 
+    def foreseen(self, run: Callable[[Watched], Sequence[torch.Tensor]]) -> list[Joined | None] | None:
+        """By norm of this run of inference, what later ones may join: by a ``run`` with gradients, given what watches.
+
+        Where that fails, nobody knows. Norms that either run asked for several times join nothing.
+        """
+        other = Watched()
+        try:
+            with torch.enable_grad():
+                joined = other.joined(run(other))
+        except Exception:  # nobody asked for this run: whatever fails in it is no failure of the capture
+            return None
+        here, there, told = Counter(self.keys), Counter(other.keys), dict(zip(other.keys, joined))
+        return [told[key] if here[key] == there[key] == 1 else None for key in self.keys]
+
     def end(self) -> None:
         """Nothing: the run is over."""
 
@@ -120,8 +139,10 @@ class Joining:
         #: what stands for a norm, and for its sum: the norm, and its residual once that is known
         self._waiting: dict[int, tuple[torch.Tensor, Run, list[torch.Tensor]]] = {}
         self._active: dict[int, torch.Tensor] = {}
+        #: what stood for a norm whose ReLU was asked for: nobody may ask for it again
+        self._done: dict[int, torch.Tensor] = {}
 
-    def norm(self, run: Run, input: torch.Tensor) -> torch.Tensor:
+    def norm(self, run: Run, input: torch.Tensor, key: int) -> torch.Tensor:
         """The result with what was joined, or what stands for it."""
         if self._number == len(self._joined):
             raise Changed()
@@ -139,16 +160,21 @@ class Joining:
 
     def call(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
         """What stands for the function's result; None where it has nothing to do with a norm."""
-        given = [a for a in (*args, *kwargs.values()) if id(a) in self._waiting or id(a) in self._active]
+        places = self._waiting, self._active, self._done
+        given = [a for a in (*args, *kwargs.values()) if any(id(a) in place for place in places)]
         if not given or function in FORM:
             return None
         y = given[0]
         if len(given) == 1 and function in RELU and id(y) in self._active:
-            return self._active.pop(id(y))
+            del self._active[id(y)]
+            if y.requires_grad or function in IN_PLACE or kwargs.get("inplace", args[1:] == (True,)):
+                return y
+            self._done[id(y)] = y
+            return y.view_as(y)
         if len(given) == 1 and id(y) in self._waiting:
             _, run, residual = self._waiting[id(y)]
             if function in RELU and residual:
-                del self._waiting[id(y)]
+                self._done[id(y)] = self._waiting.pop(id(y))[0]
                 return run(residual[0], True)
             if function in SUM and not residual and _is_sum_of_two(args, kwargs):
                 residual.append(args[1] if args[0] is y else args[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from sparseconv.nn.capturing.joining import FORM, Joining, Run, Watched
 from sparseconv.nn.capturing.reads import HERE
 from sparseconv.nn.capturing.values.given import CannotCapture
+from sparseconv.nn.fused.evaluation import evaluated_batch_norm
 from sparseconv.nn.fused.training import batch_norm_of_rows
 from sparseconv.torch_private import TorchDispatchMode, add_each, pytree
 
@@ -36,6 +38,8 @@ NOISE = 16.0, -48.0
 
 class LiveRows(TorchFunctionMode):
     """Within it, torch's batch norm leaves out the rows that are no voxels, and takes with it what ``norms`` says.
+
+    In evaluation, where it works on each row alone, it is one launch.
 
     Every grid of fixed size of one scene has a number of rows of its own, so rows tell whose they are. Norms count
     their batches together, at the end.
@@ -86,15 +90,19 @@ class LiveRows(TorchFunctionMode):
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> torch.Tensor | None:
-        count = self._family.get(input.shape[0]) if input.ndim == 2 and training else None
+        count = self._family.get(input.shape[0]) if input.ndim == 2 else None
         if count is None:
             return None
-        moved = weight, bias, running_mean, running_var, momentum, eps
-
-        def run(residual: torch.Tensor | None, is_activated: bool) -> torch.Tensor:
-            return batch_norm_of_rows(input, count, *moved, residual, is_activated)
-
-        return run(None, False) if self._norms is None else self._norms.norm(run, input)
+        if not (training or running_mean is None or running_var is None):
+            run: Run = partial(evaluated_batch_norm, input, weight, bias, running_mean, running_var, eps)
+        elif training:
+            moved = weight, bias, running_mean, running_var, momentum, eps
+            run = partial(batch_norm_of_rows, input, count, *moved)
+        else:
+            return None
+        if self._norms is None:
+            return run(None, False)
+        return self._norms.norm(run, input, 0 if running_mean is None else running_mean.data_ptr())
 
 
 def _is_counter(counter: Any, step: Any) -> bool:
@@ -113,7 +121,7 @@ class Noise:
     def __init__(self, by: float, own: set[int]) -> None:
         self._by, self._own = by, own
 
-    def norm(self, run: Run, input: torch.Tensor) -> torch.Tensor:
+    def norm(self, run: Run, input: torch.Tensor, key: int) -> torch.Tensor:
         """The norm's own result."""
         return run(None, False)
 

@@ -118,7 +118,8 @@ class Recording:
         stack.enter_context(around())
         self.state.keep()
         #: a leaf of its own in every run, over the same memory
-        self._leaf = self.arrays.features.detach().requires_grad_(self.of_features and torch.is_grad_enabled())
+        wanted = torch.is_grad_enabled() and (self.of_features or not self.trains)
+        self._leaf = self.arrays.features.detach().requires_grad_(wanted)
         grid = self.arrays.grid()
         norms = Joining(self._joined) if isinstance(self._joined, list) else self._joined
         stack.enter_context(LiveRows(grid.family, norms))
@@ -154,10 +155,10 @@ class Recording:
                 self._guarded()
                 self.arrays.load(scene, self._given)  # once more: now the strided layers are known
                 keep_apart(self._with, [*self.state.constants.values()])
-                self._joined = watched = Watched() if self.trains else None
+                self._joined = watched = Watched()
                 answer = self.run()
                 self._choose(answer)
-                self._joined = None if watched is None else watched.joined(answer.tensors)
+                self._joined = watched.joined(answer.tensors) if self.trains else watched.foreseen(self._watched)
                 if self.trains:
                     self._find(answer)
                 del answer
@@ -208,6 +209,10 @@ class Recording:
                 raise DoesNotFit(fault)
             live = (t if n is None else t[: self.counts()[n]] for t, n in zip(answer.tensors, answer.rows()))
             return [t.detach().clone() for t in (*live, *self._module.buffers())]
+
+    def _watched(self, norms: Watched) -> list[torch.Tensor]:
+        self._joined = norms
+        return self.run().tensors
 
     def _choose(self, answer: Answer) -> None:
         """Which results get a gradient, and the arrays that it is copied into."""

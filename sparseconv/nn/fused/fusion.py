@@ -12,8 +12,9 @@ from sparseconv.geometry.grid import VoxelGrid
 from sparseconv.nn.convolution import ConvolutionModule
 from sparseconv.nn.features import ELU, GELU, LeakyReLU, Linear, ReLU, Sigmoid, SiLU, Tanh
 from sparseconv.nn.fused import normalize
+from sparseconv.nn.fused.evaluation import folds
 from sparseconv.nn.fused.joining import branched, joined
-from sparseconv.nn.fused.training import Layer, folds, serves, trained
+from sparseconv.nn.fused.training import Layer, serves, trained
 from sparseconv.nn.module import apply, features_of
 from sparseconv.nn.normalization import BatchNorm
 from sparseconv.pointwise import Epilogue

@@ -190,20 +190,22 @@ def settled(
     var: torch.Tensor,
     eps: float,
     slope: float,
+    residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    """y = act((x - mean) / sqrt(var + eps) * weight + bias) by running statistics, which stay: (N, C) in one launch.
+    """y = act((x - mean) / sqrt(var + eps) * weight + bias + residual) by running statistics, which stay: one launch.
 
     Args:
-        x: (N, C), N >= 1, contiguous, aligned to 16 bytes. weight, bias: (C,) or None, both or neither.
-        mean, var: (C,). slope: as in `Norm`.
+        x: (N, C), N >= 1, contiguous, aligned to 16 bytes. residual: like x, or None.
+        weight, bias: (C,) or None, both or neither. mean, var: (C,). slope: as in `Norm`.
     """
     device, rows = x.device, x.shape[0]
     run = kernels(rows, x.shape[1], device, x.dtype, None if weight is None else weight.dtype, mean.dtype)
     y, at = torch.empty_like(x), run.at
     none = at(x)
     affine = (none, none, 0) if weight is None or bias is None else (at(weight), at(bias), 1)
-    pointers = (none, none, *affine[:2], none, none, at(mean), at(var), none, at(y), none)
-    numbers = (rows, run.units, run.units, 0, 0, affine[2], 1, 0, eps, 0.0, slope)
+    added = (none, 0) if residual is None else (at(residual), 1)
+    pointers = (none, added[0], *affine[:2], none, none, at(mean), at(var), none, at(y), none)
+    numbers = (rows, run.units, run.units, 0, added[1], affine[2], 1, 0, eps, 0.0, slope)
     run.normalize(device, run.grids[2], pointers + numbers, run.constants)
     return y
 

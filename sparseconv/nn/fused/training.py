@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparseconv import transforms
 from sparseconv.autograd import adjoint, adjoint_onto, convolution, weight_gradient
 from sparseconv.geometry.kernel_map import KernelMap
 from sparseconv.gpu.streams import current, forget_workspaces
 from sparseconv.nn.fused import normalize
+from sparseconv.nn.fused.evaluation import PLAIN, are_near, lined_up, reads, tensors_of
 from sparseconv.nn.fused.live_rows import live_rows, over_live_rows
 from sparseconv.nn.fused.normalize import Norm
 from sparseconv.nn.fused.remaking import (
@@ -251,9 +251,9 @@ def trained(x: torch.Tensor, layers: Sequence[Layer], residual: torch.Tensor | N
         residual: (N, C) of x's dtype; or None.
     """
     if layers[0].plan is None:
-        x = _lined_up(x)
+        x = lined_up(x)
     if residual is not None:
-        residual = _lined_up(residual)
+        residual = lined_up(residual)
     stages, tensors = [], []
     for norm, slope, plan, taps, alive in layers:
         weight, bias, *running = tensors_of(norm)
@@ -286,17 +286,17 @@ def batch_norm_of_rows(
     tensors = [t for t in (weight, bias, mean, var) if t is not None]
     if (
         normalize.on_kernels(x)
-        and type(x) in _PLAIN
+        and type(x) in PLAIN
         and (weight is None) == (bias is None)
         and (mean is None) == (var is None)
-        and _are_near(x.get_device(), *tensors)
+        and are_near(x.get_device(), *tensors)
         and not dispatch_modes()
     ):
         uncounted = torch.empty((), dtype=torch.int64, device=x.device)  # the module counts batches itself
         running = None if mean is None or var is None else (mean, var, uncounted)
         stage = Stage(Norm(eps, momentum, 0.0 if is_activated else 1.0, running, count), None)
-        other = None if residual is None else _lined_up(residual)
-        return _apply(_lined_up(x), other, (stage,), None, None, weight, bias)
+        other = None if residual is None else lined_up(residual)
+        return _apply(lined_up(x), other, (stage,), None, None, weight, bias)
     y, found, spread, rows = over_live_rows(x, count, weight, bias, eps)
     for kept, seen in ((mean, found), (var, spread * rows / (rows - 1).clamp_min(1))):
         if kept is not None:
@@ -308,27 +308,6 @@ def batch_norm_of_rows(
 
 #: Function.apply without its look for functional transforms, which `serves` has ruled out
 _apply: Any = super(torch.autograd.Function, _Trained).apply
-
-
-def tensors_of(norm: torch.nn.BatchNorm1d) -> tuple[Any, ...]:
-    """Weight, bias, running mean, running variance and count of a norm; some may be None.
-
-    Read past torch's ``__getattr__``, which costs as much as a launch; parametrised ones lie elsewhere.
-    """
-    parameters, buffers = norm._parameters, norm._buffers
-    if "weight" in parameters and "bias" in parameters and "running_mean" in buffers and "running_var" in buffers:
-        return (
-            *(parameters["weight"], parameters["bias"]),
-            *(buffers["running_mean"], buffers["running_var"], buffers.get("num_batches_tracked")),
-        )
-    return norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked
-
-
-def _lined_up(x: torch.Tensor) -> torch.Tensor:
-    """x as kernels can read it: rows one after another, aligned."""
-    if x.is_contiguous() and x.data_ptr() % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
@@ -343,57 +322,4 @@ def serves(x: Any, norm: torch.nn.BatchNorm1d, rows: int) -> bool:
         return False
     if training and mean is not None and (momentum is None or var is None or tracked is None):
         return False
-    return _reads(x, weight, bias, mean, var)
-
-
-def settled(x: torch.Tensor, norm: torch.nn.BatchNorm1d, slope: float = 1.0) -> torch.Tensor | None:
-    """A norm in evaluation and its activation (``slope`` as in `Layer`) on x (N, C) by one launch.
-
-    None where `trained` may not stand for it either, and where a gradient may be asked for.
-    """
-    weight, bias, mean, var, _ = tensors_of(norm)
-    known = not (norm.training or mean is None or var is None or torch.is_grad_enabled())
-    if not known or not x.shape[0] or not _reads(x, weight, bias, mean, var):
-        return None
-    return normalize.settled(_lined_up(x), weight, bias, mean, var, norm.eps, slope)
-
-
-def _reads(x: Any, weight: Any, bias: Any, *statistics: Any) -> bool:
-    """Whether kernels can read features and a norm's tensors, and nobody looks between operations."""
-    if (
-        type(x) not in _PLAIN
-        or not normalize.on_kernels(x)
-        or (weight is None) != (bias is None)
-        or torch.compiler.is_compiling()
-        or dispatch_modes()
-        or transforms.active()
-    ):
-        return False
-    return _are_near(x.get_device(), weight, bias, *statistics)
-
-
-def folds(weight: Any, bias: Any, *norm: Any) -> bool:
-    """Whether one launch can fold a norm into the weight (K, C_in/G, C) and bias of the convolution before it.
-
-    ``weight`` may be a view of (C, K, C_in/G). ``norm`` are the norm's weight, bias, running mean and variance. Nobody
-    must look between operations.
-    """
-    if not normalize.on_kernels(weight) or (norm[0] is None) != (norm[1] is None) or dispatch_modes():
-        return False
-    kept = weight if weight.is_contiguous() else weight.permute(2, 0, 1)
-    if not _are_near(weight.get_device(), kept, bias, *norm):
-        return False
-    return all([t is None or t.dtype in normalize.DTYPES for t in (bias, *norm)])
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _are_near(device: int, *tensors: Any) -> bool:
-    """Whether kernels on a device can read these, or they are None: torch raises its own error for other places."""
-    for t in tensors:  # one loop: a call a tensor costs as much as its questions
-        if t is not None and (
-            type(t) not in _PLAIN or t.get_device() != device or t.data_ptr() % 16 or not t.is_contiguous()
-        ):
-            return False
-    return True
+    return reads(x, weight, bias, mean, var)

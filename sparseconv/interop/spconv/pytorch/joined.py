@@ -8,8 +8,9 @@ import torch
 
 from sparseconv import transforms
 from sparseconv.interop.spconv.pytorch.core import SparseConvTensor
+from sparseconv.nn.fused.evaluation import settled, tensors_of
 from sparseconv.nn.fused.fusion import ACTIVATIONS, folded, hooked
-from sparseconv.nn.fused.training import Layer, serves, settled, tensors_of, trained
+from sparseconv.nn.fused.training import Layer, serves, trained
 from sparseconv.pointwise import Epilogue
 from sparseconv.torch_private import exporting
 
@@ -62,7 +63,9 @@ def norm_and_relu(norm: torch.nn.BatchNorm1d, relu: Any, input: SparseConvTensor
         return None
     if torch.compiler.is_compiling():
         return None
-    y = None if torch.is_grad_enabled() else settled(features, norm, 0.0)
+    weight, bias, mean, var, _ = tensors_of(norm)
+    known = not (norm.training or mean is None or var is None)
+    y = settled(features, weight, bias, mean, var, norm.eps, 0.0) if known else None
     if y is None and serves(features, norm, features.shape[0]):
         y = trained(features, [Layer(norm, 0.0, alive=input.voxels.count)])
     return y
