@@ -109,7 +109,7 @@ class GroupNorm(SparseModule, torch.nn.GroupNorm):
         return _per_item(x, grid, self, self.num_channels, self.num_groups)
 
 
-class InstanceNorm(SparseModule):
+class InstanceNorm(SparseModule, torch.nn.InstanceNorm1d):
     """Each channel over all voxels of a batch item, as `torch.nn.InstanceNorm1d` without running statistics.
 
     Args:
@@ -130,22 +130,7 @@ class InstanceNorm(SparseModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.num_features, self.eps, self.affine = num_features, eps, affine
-        self.weight: torch.nn.Parameter | None
-        self.bias: torch.nn.Parameter | None
-        if affine:
-            self.weight = torch.nn.Parameter(torch.ones(num_features, device=device, dtype=dtype))
-            self.bias = torch.nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype))
-        else:
-            self.register_parameter("weight", None)
-            self.register_parameter("bias", None)
-
-    def reset_parameters(self) -> None:
-        """Weight 1 and bias 0."""
-        if self.weight is not None and self.bias is not None:
-            torch.nn.init.ones_(self.weight)
-            torch.nn.init.zeros_(self.bias)
+        super().__init__(num_features, eps, affine=affine, device=device, dtype=dtype)
 
     def forward(self, x: Features, *, grid: VoxelGrid | None = None) -> Features:
         """A `SparseTensor`, or features (N, C) with their ``grid`` -> the same kind."""

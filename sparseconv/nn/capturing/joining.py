@@ -49,7 +49,22 @@ class _Result:
     uses: list[tuple[Any, Any]] = field(default_factory=list)
 
 
-class Watched:
+class Norms:
+    """Norms one by one."""
+
+    def norm(self, run: Run, input: torch.Tensor) -> torch.Tensor:
+        """The norm's result, or what stands for it."""
+        return run(None, False)
+
+    def call(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """The result of a function, or what stands for it; None where it is to be called as it is."""
+        return None
+
+    def end(self) -> None:
+        """The run is over."""
+
+
+class Watched(Norms):
     """Norms one by one, and what follows each."""
 
     def __init__(self) -> None:
@@ -57,12 +72,10 @@ class Watched:
         self._results: dict[int, _Result] = {}
 
     def norm(self, run: Run, input: torch.Tensor) -> torch.Tensor:
-        """The norm's own result."""
         self._norms.append(self._noted(run(None, False)))
         return self._norms[-1].tensor
 
     def call(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """What the function is given; the result where it was asked for here, else None."""
         given = [self._results[id(a)] for a in (*args, *kwargs.values()) if id(a) in self._results]
         if not given or function in FORM:
             return None
@@ -105,11 +118,8 @@ class Watched:
         self._results.clear()
         return made
 
-    def end(self) -> None:
-        """Nothing: the run is over."""
 
-
-class Joining:
+class Joining(Norms):
     """Norms one by one, each with what follows it.
 
     A norm with a residual waits for that: until its ReLU is asked for, a tensor that holds nothing stands for it.
@@ -122,7 +132,6 @@ class Joining:
         self._active: dict[int, torch.Tensor] = {}
 
     def norm(self, run: Run, input: torch.Tensor) -> torch.Tensor:
-        """The result with what was joined, or what stands for it."""
         if self._number == len(self._joined):
             raise Changed()
         joined = self._joined[self._number]
@@ -138,7 +147,6 @@ class Joining:
         return y
 
     def call(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """What stands for the function's result; None where it has nothing to do with a norm."""
         given = [a for a in (*args, *kwargs.values()) if id(a) in self._waiting or id(a) in self._active]
         if not given or function in FORM:
             return None
